@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -138,6 +139,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
     yield
     if not all((PROMETHEUS / name).exists() for name in ("prometheus", "promtool")):
         terminalreporter.write_line("without a real Prometheus its tests were skipped: deploy/fetch_prometheus.sh fetches it", yellow=True)
+
+
+@pytest.fixture(autouse=True)
+def root_logger_warns() -> None:
+    """In each test, whatever ran before it in this process: SGLang puts the root logger to errors, and `caplog` would see no warning."""
+    logging.getLogger().setLevel(logging.WARNING)
 
 
 @pytest.fixture(scope="session")

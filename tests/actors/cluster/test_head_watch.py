@@ -119,7 +119,7 @@ def test_a_head_that_dies_while_it_hangs_has_not_answered() -> None:
 
         dying = threading.Thread(target=die, daemon=True)
         dying.start()
-        with pytest.raises(ConnectionRefusedError):
+        with pytest.raises((ConnectionRefusedError, ConnectionResetError)):  # as its socket is gone, or just going
             _answers(address, 30.0)
         dying.join()
 

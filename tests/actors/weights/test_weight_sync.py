@@ -538,7 +538,6 @@ def test_all_ranks_of_the_engines_are_counted_in_a_broadcast_group(ranks: int, t
 
 
 def test_many_probes_in_a_row_that_find_no_place_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("WARNING")  # an engine in this process has put it to errors
 
     async def scenario() -> None:
         engine = Engine()
