@@ -71,8 +71,8 @@ class CheckpointWriter:
             learner: idle.
             state: of everything else; asked when the learner has its copy.
         Raises: LedgerError; ActorLost: another attempt would meet the same loss; what else went wrong, if this is the last of ATTEMPTS.
-            Before that it is told, and `is_due` at the next step. What can't be reached just now is lost only to the ranks' own copy:
-            all of them run that once, and who has missed it is called no more.
+            Before that it is told, and `is_due` at the next step. ActorUnavailable is such a loss only in the ranks' copy, a collective
+            call that one of them may have missed; whatever else can't be reached is asked again at the next step.
         """
         began, is_copying = time.monotonic(), False
         self._begun = step

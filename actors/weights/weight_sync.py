@@ -44,7 +44,7 @@ log = logging.getLogger("evenkeel.sync")
 _SYNC_FAILURES = (SyncError, EngineError, DeadlineExceeded, ray.exceptions.RayError)
 _ATTEMPTS = 3
 _FINAL = (EngineError, ActorLost)  # of an engine that is gone, or its worker; what derives from them (dirty, not reached now) may pass
-_LONGEST_PAUSE_S = 30.0
+_LONGEST_PAUSE_S = 30.0  # between attempts to have a version put into the object store
 _UNPROBED = 10
 """A warning comes after so many versions in a row whose probe was not answered before the next version."""
 

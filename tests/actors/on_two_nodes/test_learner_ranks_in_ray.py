@@ -156,6 +156,16 @@ async def two_steps(group: LearnerGroup) -> list[dict[str, str]]:
     return found
 
 
+async def two_steps_and_back(group: LearnerGroup, folder: Path) -> list[dict[str, str]]:
+    """Those two steps from a checkpoint in folder/learner, to which the ranks have gone back afterwards."""
+    await group.begin_save(folder / "learner", folder / "hf", deadline_s=60.0)
+    await group.saved(deadline_s=60.0)
+    await group.restore(folder / "learner", 2, deadline_s=60.0)
+    found = await two_steps(group)
+    await group.restore(folder / "learner", 2, deadline_s=60.0)
+    return found
+
+
 async def going_back(group: LearnerGroup, parts: dict[str, Any], lost: str, folder: Path) -> LearnerGroup:
     """As a run does it: everything ends but the ranks, which read the checkpoint."""
     kept, left = await end_parts(parts | group.ranks, group, [lost])

@@ -19,7 +19,7 @@ from ray import cloudpickle
 from ray.cluster_utils import Cluster
 
 from actors.ranks.learner_group import LearnerGroup
-from tests.actors.on_two_nodes.test_learner_ranks_in_ray import learner, two_steps
+from tests.actors.on_two_nodes.test_learner_ranks_in_ray import learner, two_steps, two_steps_and_back
 
 pytestmark = pytest.mark.slow
 
@@ -49,11 +49,7 @@ def test_lost_calls_and_lost_answers_change_no_bit(cluster: Cluster, tmp_path: P
 
     async def scenario() -> None:
         async with learner(tmp_path) as group:
-            await group.begin_save(tmp_path / "learner", tmp_path / "hf", deadline_s=60.0)
-            await group.saved(deadline_s=60.0)
-            await group.restore(tmp_path / "learner", 2, deadline_s=60.0)
-            undisturbed = await two_steps(group)
-            await group.restore(tmp_path / "learner", 2, deadline_s=60.0)
+            undisturbed = await two_steps_and_back(group, tmp_path)
             (tmp_path / "learner" / RANKS).write_bytes(cloudpickle.dumps(list(group.ranks.values())))
             code = "from tests.actors.on_two_nodes.test_lost_calls_in_ray import main; main()"
             words = [sys.executable, "-c", code, cluster.address, str(tmp_path / "learner"), str(group._collective.calls)]

@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 
 from actors.ranks.learner_group import LearnerGroup
 from correction.errors import EngineError
-from tests.actors.on_two_nodes.test_learner_ranks_in_ray import PLAN, learner, two_steps
+from tests.actors.on_two_nodes.test_learner_ranks_in_ray import PLAN, learner, two_steps, two_steps_and_back
 
 pytestmark = pytest.mark.slow
 
@@ -21,11 +21,7 @@ pytestmark = pytest.mark.slow
 def test_a_second_caller_is_refused_and_changes_no_bit(cluster: Cluster, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with learner(tmp_path) as group:
-            await group.begin_save(tmp_path / "learner", tmp_path / "hf", deadline_s=60.0)
-            await group.saved(deadline_s=60.0)
-            await group.restore(tmp_path / "learner", 2, deadline_s=60.0)
-            undisturbed = await two_steps(group)
-            await group.restore(tmp_path / "learner", 2, deadline_s=60.0)
+            undisturbed = await two_steps_and_back(group, tmp_path)
             stepping = asyncio.create_task(two_steps(group))
             refused = 0
             while not stepping.done():

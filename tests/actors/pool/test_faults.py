@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,12 +20,12 @@ from actors.config import DeadlinesConfig
 from actors.pool.dispatch import WaitingWork
 from actors.pool.faults import GroupBook, LossBook
 from actors.pool.pool import RolloutPool
-from actors.pool.rollout_worker import WorkerSettings
 from actors.queue.queue_actor import TrajectoryQueueActor
 from correction.errors import DeadlineExceeded, EngineError, LateError, RequestError
-from rollout.config import AnswerSampling, RolloutConfig
+from rollout.config import AnswerSampling
 from rollout.trajectory import Group, GroupFacts
 from tests.actors.cases import FakeActor, group, prompt
+from tests.actors.pool.pool_cases import worker_settings
 from tests.actors.processes.test_supervision import errors_of_ray
 from tests.actors.simulated_time import simulate
 from tests.failures.measured import PLAYED, Measured
@@ -134,15 +133,7 @@ class World:
         )
         monkeypatch.setattr(actors.pool.workers, "ray", fake_ray)
         monkeypatch.setattr("ray.kill", fake_ray.kill)
-        config = RolloutConfig.model_validate(
-            {
-                "workers": workers,
-                "task": {"kind": "reasoning_gym", "dataset": "chain_sum"},
-                "reward": {"kind": "exact_match"},
-                "engine": {"device": "cpu"},
-            }
-        )
-        settings = WorkerSettings(config, Path("model"), prompt(0), bind="127.0.0.1", resource="rollout")
+        settings = worker_settings(workers)
         observer = SimpleNamespace(
             joined=lambda _: None,
             left=lambda _: None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +15,13 @@ import actors.pool.workers
 from actors.carriers import ActorInfo, StoredGroup, Ticket, WorkerLoad
 from actors.config import DeadlinesConfig
 from actors.pool.pool import RolloutPool
-from actors.pool.rollout_worker import WorkerSettings
 from actors.queue.outstanding import Outstanding
 from actors.queue.queue_actor import TrajectoryQueueActor
 from correction.errors import ActorLost, ConfigError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
-from rollout.config import AnswerSampling, RolloutConfig
+from rollout.config import AnswerSampling
 from rollout.trajectory import Group, GroupFacts
 from tests.actors.cases import CallResult, FakeActor, group, prompt
+from tests.actors.pool.pool_cases import worker_settings
 
 DEAD = ray.exceptions.ActorDiedError()
 Fault = Exception | Callable[[], Awaitable[object]]
@@ -124,15 +123,7 @@ class Scene:
         )
         monkeypatch.setattr(actors.pool.workers, "ray", fake_ray)
         monkeypatch.setattr("ray.kill", fake_ray.kill)
-        config = RolloutConfig.model_validate(
-            {
-                "workers": workers,
-                "task": {"kind": "reasoning_gym", "dataset": "chain_sum"},
-                "reward": {"kind": "exact_match"},
-                "engine": {"device": "cpu"},
-            }
-        )
-        settings = WorkerSettings(config, Path("model"), prompt(0), bind="127.0.0.1", resource="rollout")
+        settings = worker_settings(workers)
         deadlines = DeadlinesConfig(start_s=worker_s / 2, sync_s=worker_s / 6, notice_s=0.2, no_workers_s=worker_s)
         observer = SimpleNamespace(
             joined=lambda info: self.joined.append(info.name),
