@@ -126,7 +126,7 @@ def make_sync(
         on_probe=observer.probed,
         on_dirty=observer.dirty,
         on_failure=pool.report_unsyncable,
-        on_loss=pool.fail,
+        on_loss=pool.weights_lost,
         generation=generation,
         float8=config.rollout.engine.has_float8,
         ranks_of_engine=config.rollout.engine.tensor_parallel,

@@ -124,6 +124,11 @@ class RolloutPool(Membership):
                 return
             self._sync.resync(worker.sync, str(error))
 
+    def weights_lost(self, error: ActorLost) -> None:
+        """A part of the learner was lost in a copy of its weights: the run can't go on. Of weights that are withdrawn none matters."""
+        if self._sync is not None:
+            self.fail(error)
+
     def report_unsyncable(self, target: SyncTarget, reason: str) -> None:
         """The weight sync gave an engine up."""
         worker = self._workers.get(target.name)

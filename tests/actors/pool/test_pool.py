@@ -431,6 +431,23 @@ def test_what_a_run_has_gone_back_for_does_not_fail_it_again(monkeypatch: pytest
     play(scenario)
 
 
+def test_a_copy_of_weights_that_are_withdrawn_fails_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks are ended while it is under way: that is no loss of its own, and must not take the run back a second time."""
+
+    async def scenario() -> None:
+        scene = Scene(monkeypatch)
+        (await scene.begin()).cancel()
+        await scene.pool.withdraw()
+        scene.pool.weights_lost(ActorLost("copy of the weights v1 <- rank 0: the actor died"))
+        assert not scene.pool.has_failed
+        scene.pool.follow(Sync(set()))  # type: ignore[arg-type]
+        scene.pool.weights_lost(ActorLost("copy of the weights v2 <- rank 0: the actor died"))
+        with pytest.raises(ActorLost, match="weights v2"):
+            await scene.pool.raise_on_failure()
+
+    play(scenario)
+
+
 def test_a_run_that_goes_back_asks_for_the_workers_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss that failed the pool has asked for nobody; if something else died with it, the run goes on, and would wait for ever."""
 
