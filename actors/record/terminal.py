@@ -27,7 +27,8 @@ from actors.record.run_folder import RunFolder
 _EVENT_STYLE = {"info": "cyan", "watch": "yellow", "warning": "yellow", "alarm": "bold red", "error": "bold red"}
 _MONITOR_LEVELS = ("ok", "watch", "alarm")
 """Words for the values of monitor/level."""
-_SPARKS = "▁▂▃▄▅▆▇█"
+_SPARKS, _SPARKS_WIDTH = "▁▂▃▄▅▆▇█", 14
+_LABEL_WIDTH = len("with staleness")
 _RECENT_STEPS = 20
 _WORKERS_BY_NAME = 4
 """More workers than that are shown as a range."""
@@ -141,22 +142,22 @@ class _State:
     def render(self) -> RenderableType:
         parts: list[RenderableType] = [self._progress]
         if self.metrics or self.held_out:
-            parts += [Text(""), self._numbers()]
-        if workers_line(self.metrics):
-            parts.append(self._workers())
+            parts += [Text(""), self._numbers(), self._lines()]
         if self.phase:
             parts += [Text(""), self._phase_line()]
         title = Text(self.header, style="bold", overflow="ellipsis", no_wrap=True)
         return Panel(Group(*parts), title=title, title_align="left", padding=(0, 1))
 
     def _numbers(self) -> Table:
+        """Whole at 80 columns, which is what a terminal has if nobody has asked for more."""
         table = Table.grid(expand=True, padding=(0, 1))
-        for _ in range(2):
-            table.add_column(style="dim", no_wrap=True)
-            table.add_column(no_wrap=True, ratio=1, overflow="ellipsis")
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(no_wrap=True, ratio=1, overflow="ellipsis")
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(no_wrap=True)
         left: list[tuple[str, RenderableType]] = [
             ("reward", self._reward()),
-            ("held-out", self._accuracy()),
+            ("entropy", shown(self.metrics, "learner/entropy")),
             ("mismatch k3", shown(self.metrics, "mismatch/k3")),
             ("with staleness", shown(self.metrics, "mismatch_and_staleness/k3")),
             ("rejected", shown(self.metrics, "rejection/rejected_share", "{} of tokens")),
@@ -168,17 +169,20 @@ class _State:
             ("learner", self._side("throughput/learner_tokens_per_s", "wait/learner_share")),
             ("staleness", self._staleness()),
             ("weights", shown(self.metrics, "weight_version", "version {}")),
-            ("entropy", shown(self.metrics, "learner/entropy")),
+            ("", ""),
         ]
         for (name_1, value_1), (name_2, value_2) in zip(left, right, strict=True):
             table.add_row(name_1, value_1, name_2, value_2)
         return table
 
-    def _workers(self) -> Table:
+    def _lines(self) -> Table:
+        """What takes the panel's width."""
         table = Table.grid(padding=(0, 1))
-        table.add_column(style="dim", no_wrap=True)
+        table.add_column(style="dim", no_wrap=True, min_width=_LABEL_WIDTH)
         table.add_column()
-        table.add_row("workers", workers_line(self.metrics))
+        table.add_row("held-out", self._accuracy())
+        if workers := workers_line(self.metrics):
+            table.add_row("workers", workers)
         return table
 
     def _warning(self) -> Text:
@@ -188,7 +192,7 @@ class _State:
     def _reward(self) -> str:
         if not self.rewards:
             return "-"
-        return f"{CATALOGUE['reward/mean'].text(self.rewards[-1])}  {sparkline(self.rewards, width=18)}"
+        return f"{CATALOGUE['reward/mean'].text(self.rewards[-1])}  {sparkline(self.rewards, width=_SPARKS_WIDTH)}"
 
     def _accuracy(self) -> str:
         if "held_out/accuracy" not in self.held_out:

@@ -33,9 +33,9 @@ HELD_OUT = StepMetrics(
 )
 
 
-def watch(*, terminal: bool) -> tuple[TerminalView, io.StringIO]:
+def watch(*, terminal: bool, width: int = 100) -> tuple[TerminalView, io.StringIO]:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=100, color_system="standard" if terminal else None)
+    console = Console(file=out, force_terminal=terminal, width=width, color_system="standard" if terminal else None)
     return TerminalView(10, "a run", console=console), out
 
 
@@ -190,6 +190,20 @@ def test_sparkline_is_means_from_the_smallest_to_the_largest() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], width=8) == "▁▂▃▄▅▆▇█"
     assert sparkline([0, 0, 7, 7], width=2) == "▁█"
     assert sparkline([5, 5], width=8) == "▁▁" and sparkline([], width=8) == ""
+
+
+def test_at_80_columns_nothing_is_cut_off() -> None:
+    """As wide as a terminal is if nobody has asked for more; with the longest numbers that a run of the nano recipe shows."""
+    view, out = watch(terminal=True, width=80)
+    view.evaluation(HELD_OUT)
+    stale = {"staleness/mean": 1.25, "staleness/mixed_version_share": 0.125, "learner/entropy": 1.05}
+    for step in range(1, 41):
+        view.step({**STEP, **stale, "step": step, "reward/mean": step / 40})
+    view.evaluation({**HELD_OUT, "held_out/accuracy": 0.912, "held_out/wilson_low": 0.884, "held_out/wilson_high": 0.934})
+    view.close()
+    panel = out.getvalue().rpartition("a run")[2]
+    assert "0.500 → 0.912 [0.884, 0.934]" in panel and "mean 1.25, max 1, mixed 12.5%" in panel and "…" not in panel
+    assert max(map(len, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", panel).splitlines())) == 80
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(0.4, "0 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7800, "2 h 10 min")])
