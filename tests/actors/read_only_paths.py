@@ -36,7 +36,7 @@ from learner.results import StepValues
 from rollout.trajectory import Group, TopLogprobs
 from rollout.weight_update import require_checksums
 from tests.actors.read_only_memory import read_only
-from tests.actors.service.test_correction_service import GROUPS, Learner, Scene, answered, play
+from tests.actors.service.service_scene import GROUPS, Learner, Scene, answered, play
 from tests.learner.learner_cases import VOCAB, grouped_batch, learner_on, off_policy_batch
 from tests.learner.moe_cases import random_routes
 

@@ -14,7 +14,7 @@ from actors.settings.deadlines import group_s
 from correction.errors import EngineError
 from rollout.config import AnswerSampling
 from tests.actors.cases import prompt
-from tests.actors.pool.test_faults import GROUP_S, Mortal, World, play
+from tests.actors.pool.mortal_workers import GROUP_S, Mortal, World, play
 
 HICCUP = ray.exceptions.ActorUnavailableError("the connection was lost", b"1" * 16)
 HEARTBEAT_S = 30.0

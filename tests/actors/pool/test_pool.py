@@ -4,159 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray.exceptions
 
 import actors.pool.workers
-from actors.carriers import ActorInfo, StoredGroup, Ticket, WorkerLoad
-from actors.config import DeadlinesConfig
-from actors.pool.pool import RolloutPool
+from actors.carriers import StoredGroup, WorkerLoad
 from actors.queue.outstanding import Outstanding
 from actors.queue.queue_actor import TrajectoryQueueActor
-from correction.errors import ActorLost, ConfigError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
+from correction.errors import DeadlineExceeded, EngineDirty, EngineError
 from rollout.config import AnswerSampling
-from rollout.trajectory import Group, GroupFacts
-from tests.actors.cases import CallResult, FakeActor, group, prompt
-from tests.actors.pool.pool_cases import worker_settings
-
-DEAD = ray.exceptions.ActorDiedError()
-Fault = Exception | Callable[[], Awaitable[object]]
-
-
-def raised(error: Exception) -> ray.exceptions.RayTaskError:
-    """As Ray hands on what a worker raised."""
-    return ray.exceptions.RayTaskError("f", f"a long traceback, {error!r}", error)
-
-
-class Worker:
-    """Samples at once, unless its turn in `faults` says what to raise or to wait for."""
-
-    def __init__(self, name: str, scene: Scene) -> None:
-        self.name, self.scene = name, scene
-        self.sampled: list[int] = []
-        self.answered = 0
-
-    async def start(self, *_: Any) -> ActorInfo:
-        fault = self.scene.start_faults.get(self.name)
-        if fault is not None:
-            raise fault
-        return ActorInfo("rollout", self.name, 1, "127.0.0.1:1")
-
-    async def generate_group(self, ticket: Ticket) -> tuple[GroupFacts, Group]:
-        await self._play()
-        self.sampled.append(ticket.group_id)
-        return group(ticket).facts, group(ticket)
-
-    async def answer(self, prompts: list[Any], how: AnswerSampling) -> list[str]:
-        await asyncio.sleep(0)
-        await self._play()
-        self.answered += len(prompts) * how.samples
-        return [p.prompt_id for p in prompts]
-
-    async def load(self) -> WorkerLoad:
-        await self._play()
-        return WorkerLoad(1.0, 2.0, 3, 4)
-
-    async def _play(self) -> None:
-        fault: Fault | None = self.scene.faults.get(self.name)
-        if isinstance(fault, Exception):
-            raise fault
-        if fault is not None:
-            await fault()
-
-
-class Sync:
-    """Every engine that joins holds the published version at once, but for those in `behind`; a dirty one does when the test says so."""
-
-    version = 0
-
-    def __init__(self, behind: set[str]) -> None:
-        self.behind = behind
-        self.left: list[str] = []
-        self.dirty: list[Any] = []
-        """Targets, as often as they were marked."""
-
-    def resync(self, target: Any, reason: str) -> None:
-        self.dirty.append(target)
-        target.version = -1
-
-    def join(self, target: Any) -> None:
-        target.version = -1 if target.name in self.behind else 0
-
-    def leave(self, name: str) -> None:
-        self.left.append(name)
-
-
-class Scene:
-    """A pool with its queue, and what it reported."""
-
-    def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        *,
-        workers: int = 1,
-        faults: dict[str, Fault] | None = None,
-        start_faults: dict[str, Exception] | None = None,
-        behind: set[str] | None = None,
-        places: int = 8,
-        worker_s: float = 10.0,
-    ) -> None:
-        self.faults: dict[str, Fault] = faults or {}
-        self.start_faults = start_faults or {}
-        self.workers: dict[str, Worker] = {}
-        self.killed: list[str] = []
-        self.finished: list[int] = []
-        self.events: list[str] = []
-        self.joined: list[str] = []
-        self.left: list[str] = []
-        self.sync = Sync(behind or set())
-        self.queue = TrajectoryQueueActor(groups_per_step=places, max_staleness=0)
-        fake_ray = SimpleNamespace(
-            remote=lambda cls: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._make)),
-            kill=lambda actor: self.killed.append(actor.instance.name),
-            wait=lambda *_, **__: None,
-            exceptions=ray.exceptions,
-        )
-        monkeypatch.setattr(actors.pool.workers, "ray", fake_ray)
-        monkeypatch.setattr("ray.kill", fake_ray.kill)
-        settings = worker_settings(workers)
-        deadlines = DeadlinesConfig(start_s=worker_s / 2, sync_s=worker_s / 6, notice_s=0.2, no_workers_s=worker_s)
-        observer = SimpleNamespace(
-            joined=lambda info: self.joined.append(info.name),
-            left=lambda key: self.left.append(key.removeprefix("rollout-")),
-            group_finished=lambda summary: self.finished.append(summary.group_id),
-            lost=lambda _: None,
-            event=lambda _, text: self.events.append(text),
-        )
-        self.pool = RolloutPool(settings, deadlines, FakeActor(self.queue), observer)
-
-    def _make(self, name: str, *_: Any, **__: Any) -> FakeActor:
-        self.workers[name] = Worker(name, self)
-        return FakeActor(self.workers[name])
-
-    async def begin(self) -> asyncio.Task[None]:
-        """Start, join, and feed; returns the feeding task."""
-        self.pool.start()
-        await self.pool.first_worker()
-        self.pool.follow(self.sync)  # type: ignore[arg-type]
-        return asyncio.create_task(self.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None))
-
-    async def until_finished(self, count: int) -> None:
-        """And with the queue."""
-        while len(self.finished) < count or self.queue._queue.counts()["finished"] < count:
-            await asyncio.sleep(0.01)
-
-
-def play(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 20.0))  # type: ignore[arg-type]
-
-
-async def hang() -> None:
-    await asyncio.sleep(60.0)
+from tests.actors.cases import CallResult, FakeActor, prompt
+from tests.actors.pool.pool_scene import DEAD, Scene, hang, play, raised
 
 
 @pytest.mark.parametrize("fault", [DEAD, raised(EngineError("the scheduler is gone"))], ids=["process dead", "engine dead"])
@@ -399,92 +259,6 @@ def test_the_next_prompts_are_made_while_the_engines_are_at_work(monkeypatch: py
         admitted = sum(len(worker.groups) for worker in scene.pool._workers.values())
         assert admitted == 8 and next(positions) == 2 * admitted
         feeding.cancel()
-
-    play(scenario)
-
-
-def test_a_mistake_in_our_own_code_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampling again would fail again: what is neither a dead process nor an engine's failure is raised."""
-
-    async def scenario() -> None:
-        scene = Scene(monkeypatch, faults={"0": raised(KeyError("text"))})
-        await scene.begin()
-        with pytest.raises(ray.exceptions.RayTaskError, match="KeyError"):
-            await asyncio.wait_for(scene.pool.raise_on_failure(), 5.0)
-
-    play(scenario)
-
-
-def test_what_a_run_has_gone_back_for_does_not_fail_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        scene = Scene(monkeypatch, faults={"0": raised(ray.exceptions.OutOfDiskError("full"))})
-        await scene.begin()
-        with pytest.raises(ray.exceptions.RayTaskError):
-            await asyncio.wait_for(scene.pool.raise_on_failure(), 5.0)
-        await scene.pool.withdraw()
-        for worker in scene.workers.values():
-            monkeypatch.setattr(worker, "follow", lambda generation: asyncio.sleep(0), raising=False)
-        scene.pool.serve(FakeActor(scene.queue), 1, Outstanding())
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(scene.pool.raise_on_failure(), 0.1)
-
-    play(scenario)
-
-
-def test_a_copy_of_weights_that_are_withdrawn_fails_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks are ended while it is under way: that is no loss of its own, and must not take the run back a second time."""
-
-    async def scenario() -> None:
-        scene = Scene(monkeypatch)
-        (await scene.begin()).cancel()
-        await scene.pool.withdraw()
-        scene.pool.weights_lost(ActorLost("copy of the weights v1 <- rank 0: the actor died"))
-        assert not scene.pool.has_failed
-        scene.pool.follow(Sync(set()))  # type: ignore[arg-type]
-        scene.pool.weights_lost(ActorLost("copy of the weights v2 <- rank 0: the actor died"))
-        with pytest.raises(ActorLost, match="weights v2"):
-            await scene.pool.raise_on_failure()
-
-    play(scenario)
-
-
-def test_a_run_that_goes_back_asks_for_the_workers_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss that failed the pool has asked for nobody; if something else died with it, the run goes on, and would wait for ever."""
-
-    async def scenario() -> None:
-        late = DeadlineExceeded("start of a rollout worker: not done in 150 s")
-        scene = Scene(monkeypatch, start_faults={"0": raised(late), "1": raised(late)})
-        with pytest.raises(EvenkeelError, match="not done in 150 s"):
-            await scene.begin()
-        assert not scene.pool._workers
-        await scene.pool.withdraw()
-        monkeypatch.setattr(Worker, "follow", lambda *_: asyncio.sleep(0), raising=False)
-        scene.pool.serve(FakeActor(scene.queue), 1, Outstanding())
-        assert len(scene.pool._workers) == scene.pool.target
-
-    play(scenario)
-
-
-def test_a_first_worker_that_cannot_start_ends_the_run_with_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        scene = Scene(monkeypatch, start_faults={"0": raised(ConfigError("rollout.reward (x:y): it raised"))})
-        with pytest.raises(EvenkeelError, match=r"rollout.reward \(x:y\): it raised"):
-            await scene.begin()
-
-    play(scenario)
-
-
-def test_a_first_worker_whose_process_is_killed_while_it_starts_is_replaced_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What killed it may have been chance; the third time it is the end of the run, by a sentence that is no part's death."""
-
-    async def scenario() -> None:
-        scene = Scene(monkeypatch, start_faults={"0": DEAD})
-        (await scene.begin()).cancel()
-        assert scene.joined == ["1"] and scene.killed == ["0"]
-        scene = Scene(monkeypatch, start_faults=dict.fromkeys("0123", DEAD))
-        with pytest.raises(EngineError, match=r"^rollout worker 2 did not start: start of rollout worker 2: the actor") as end:
-            await scene.begin()
-        assert not isinstance(end.value, ActorLost) and list(scene.workers) == ["0", "1", "2"]
 
     play(scenario)
 

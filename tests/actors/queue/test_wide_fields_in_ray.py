@@ -32,7 +32,7 @@ from rollout.trajectory import Group, GroupFacts
 from rollout.wide_fields import split_wide_fields
 from tests.actors.cases import prompts
 from tests.actors.queue.test_wide_groups import routed_group
-from tests.actors.service.test_correction_service import ROLLOUT
+from tests.actors.service.service_scene import ROLLOUT
 from tests.actors.two_nodes import stored_bytes
 from tests.learner.moe_cases import save_moe
 from tests.ray_sessions import leave_ray

@@ -27,10 +27,10 @@ from rollout.packing import pack_groups
 from rollout.trajectory import Group, RoutedExperts, TopLogprobs
 from rollout.wide_fields import join_wide_fields, split_wide_fields
 from tests.actors.cases import group, prompt, prompts, trajectory
-from tests.actors.pool.test_pool import Scene as PoolScene
-from tests.actors.pool.test_pool import Worker as PoolWorker
+from tests.actors.pool.pool_scene import Scene as PoolScene
+from tests.actors.pool.pool_scene import Worker as PoolWorker
 from tests.actors.queue.test_wide_fields import differences
-from tests.actors.service.test_correction_service import GROUPS, Scene, answered, play
+from tests.actors.service.service_scene import GROUPS, Scene, answered, play
 from tests.learner.learner_cases import VOCAB
 from tests.learner.moe_cases import EXPERTS, LAYERS
 from tests.learner.moe_cases import TOPK as TOPK_EXPERTS

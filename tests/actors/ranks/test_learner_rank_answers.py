@@ -23,7 +23,7 @@ from correction.errors import SyncError
 from learner.broadcast import WeightBroadcaster
 from learner.config import LearnerConfig
 from learner.kept_weights import KeptWeights
-from tests.actors.weights.test_weight_sync import Pieces, rank_with
+from tests.actors.weights.rank_pieces import Pieces, rank_with
 from tests.learner.learner_cases import TIS, learner_on, random_batch, save_model
 
 

@@ -18,7 +18,7 @@ from correction.errors import SyncError
 from learner.broadcast import WeightBroadcaster
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate
-from tests.actors.weights.test_weight_sync import Engine, Learner, Scene, plans, play
+from tests.actors.weights.sync_scene import Engine, Learner, Scene, plans, play
 
 
 class Joining(Engine):

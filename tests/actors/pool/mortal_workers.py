@@ -1,0 +1,183 @@
+"""A pool over workers that die, freeze and talk rubbish as a test says, in simulated time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray.exceptions
+
+import actors.pool.workers
+from actors.carriers import ActorInfo, GroupFailure, Ticket, WorkerLoad
+from actors.config import DeadlinesConfig
+from actors.pool.pool import RolloutPool
+from actors.queue.queue_actor import TrajectoryQueueActor
+from rollout.config import AnswerSampling
+from rollout.trajectory import Group, GroupFacts
+from tests.actors.cases import FakeActor, group, prompt
+from tests.actors.pool.pool_cases import worker_settings
+from tests.actors.simulated_time import simulate
+
+GROUP_S = 10.0
+START_S = 60.0
+Outcome = GroupFacts | GroupFailure
+
+
+class Mortal:
+    """A worker that samples a group in GROUP_S, unless the test's `sample` says otherwise; killed, each of its calls ends."""
+
+    def __init__(self, name: str, world: World) -> None:
+        self.name, self.world = name, world
+        self.finished: list[int] = []
+        self.dead = asyncio.Event()
+        self.is_frozen = False
+        self.loads = 0
+
+    async def start(self, *_: Any) -> ActorInfo:
+        await asyncio.sleep(START_S)
+        return ActorInfo("rollout", self.name, 1, "127.0.0.1:1", node=self.world.node_of(self.name))
+
+    async def load(self) -> WorkerLoad:
+        self.loads += 1
+        await self._living(self._answer())
+        return WorkerLoad(1.0, 2.0, 3, 4)
+
+    async def _answer(self) -> None:
+        if self.is_frozen:
+            await asyncio.sleep(1e6)
+
+    async def generate_group(self, ticket: Ticket) -> tuple[Outcome, Group | None]:
+        found: tuple[Outcome, Group | None] = await self._living(self._one(ticket))
+        return found
+
+    async def _one(self, ticket: Ticket) -> tuple[Outcome, Group | None]:
+        await self._answer()
+        outcome = await self.world.sample(self, ticket)
+        if outcome is not None:
+            return outcome, group(ticket) if isinstance(outcome, GroupFacts) else None
+        await asyncio.sleep(GROUP_S)
+        self.finished.append(ticket.group_id)
+        return group(ticket).facts, group(ticket)
+
+    async def answer(self, prompts: list[Any], how: AnswerSampling) -> list[str]:
+        await self._living(self.world.sample(self, Ticket(-1, prompts[0], 0)))
+        return [p.prompt_id for p in prompts]
+
+    async def _living(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """As Ray would: whoever waits for a dead actor is told."""
+        working, dying = asyncio.ensure_future(work), asyncio.ensure_future(self.dead.wait())
+        try:
+            await asyncio.wait({working, dying}, return_when=asyncio.FIRST_COMPLETED)
+            if self.dead.is_set():
+                raise ray.exceptions.ActorDiedError()
+            return working.result()
+        finally:
+            for one in (working, dying):
+                one.cancel()
+
+
+class AtOnce:
+    """Weight sync that takes no time; `heals` says whether a dirty engine is well again after it."""
+
+    version = 0
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.resynced: list[str] = []
+
+    def join(self, target: Any) -> None:
+        target.version = 0
+
+    def leave(self, name: str) -> None: ...
+
+    def resync(self, target: Any, reason: str) -> None:
+        self.resynced.append(target.name)
+        target.version = -1
+        asyncio.get_running_loop().call_later(1.0, self._receipt, target)
+
+    def _receipt(self, target: Any) -> None:
+        target.version = 0
+        self.world.pool.wake()
+
+
+async def nothing_special(mortal: Mortal, ticket: Ticket) -> None: ...
+
+
+class World:
+    """A pool over mortal workers, with a queue that has places for `places` groups, and what it told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, workers: int, places: int, no_workers_s: float | None = None) -> None:
+        self.mortals: dict[str, Mortal] = {}
+        self.events: list[str] = []
+        self.finished: list[int] = []
+        self.options: list[dict[str, Any]] = []
+        self.nodes: asyncio.Event = asyncio.Event()
+        self.nodes.set()
+        self.node_of: Callable[[str], str] = lambda name: f"node-{name}"
+        self.sample: Callable[[Mortal, Ticket], Coroutine[Any, Any, Outcome | None]] = nothing_special
+        self.queue = TrajectoryQueueActor(groups_per_step=places, max_staleness=0)
+        self.sync = AtOnce(self)
+        fake_ray = SimpleNamespace(
+            remote=lambda cls: SimpleNamespace(options=self._with_options),
+            kill=lambda actor: actor.instance.dead.set(),
+            exceptions=ray.exceptions,
+        )
+        monkeypatch.setattr(actors.pool.workers, "ray", fake_ray)
+        monkeypatch.setattr("ray.kill", fake_ray.kill)
+        settings = worker_settings(workers)
+        observer = SimpleNamespace(
+            joined=lambda _: None,
+            left=lambda _: None,
+            group_finished=lambda summary: self.finished.append(summary.group_id),
+            lost=lambda _: None,
+            event=lambda _, text: self.events.append(text),
+        )
+        self.pool = RolloutPool(settings, DeadlinesConfig(no_workers_s=no_workers_s), FakeActor(self.queue), observer)
+
+    def _with_options(self, **options: Any) -> Any:
+        self.options.append(options)
+        return SimpleNamespace(remote=self._make)
+
+    def _make(self, name: str, *_: Any, **__: Any) -> FakeActor:
+        self.mortals[name] = Mortal(name, self)
+        actor = FakeActor(self.mortals[name])
+        actor.__ray_ready__ = SimpleNamespace(remote=lambda: asyncio.ensure_future(self.nodes.wait()))  # type: ignore[misc]
+        return actor
+
+    async def begin(self) -> None:
+        self.pool.start()
+        await self.pool.first_worker()
+        await asyncio.sleep(0.001)
+        self.pool.follow(self.sync)  # type: ignore[arg-type]
+        self.feeding = asyncio.create_task(self.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None))
+
+    async def all_done(self, count: int) -> None:
+        """Until so many groups are finished or discarded. Raises: what ends the run."""
+        while True:
+            counts = self.queue._queue.counts()
+            if len(self.finished) + counts["discarded"] >= count:
+                return
+            if self.pool._failure.done():
+                self.pool._failure.result()
+            await asyncio.sleep(1.0)
+
+    @property
+    def lost(self) -> list[str]:
+        return [event for event in self.events if " is gone: " in event]
+
+    @property
+    def sampled_again(self) -> str:
+        """By what is said of the lost workers."""
+        return f"{sum(int(event.partition('others take its ')[2].split()[0]) for event in self.lost)} groups"
+
+    @property
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def play(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    simulate(scenario)

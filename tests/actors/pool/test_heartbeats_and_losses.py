@@ -1,0 +1,228 @@
+"""What counts as a loss of a worker, what does not, and how many losses end a run; in simulated time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import ray.exceptions
+
+from actors.carriers import Ticket
+from actors.pool.faults import LossBook
+from correction.errors import EngineError, LateError
+from rollout.config import AnswerSampling
+from tests.actors.cases import group, prompt
+from tests.actors.pool.mortal_workers import GROUP_S, Mortal, Outcome, World, play
+from tests.actors.processes.test_supervision import errors_of_ray
+
+
+def test_a_queue_that_is_silent_for_ninety_seconds_costs_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        world = World(monkeypatch, workers=2, places=8)
+        await world.begin()
+        silent_until = world.now + 90.0
+        for name in ("put", "wait_for_places", "admit"):
+            method: Callable[..., Awaitable[Any]] = getattr(world.queue, name)
+
+            async def late(*arguments: Any, method: Callable[..., Awaitable[Any]] = method) -> Any:
+                await asyncio.sleep(max(0.0, silent_until - world.now))
+                return await method(*arguments)
+
+            monkeypatch.setattr(world.queue, name, late)
+        await world.all_done(8)
+        assert world.lost == [] and sorted(world.finished) == list(range(8))
+        assert world.now >= silent_until
+        assert any("trajectory queue: late, no answer in" in event for event in world.events)
+        assert world.queue._queue.counts()["admitted"] == 8, "asked again, it admits nothing twice"
+
+    play(scenario)
+
+
+def test_a_worker_that_waits_for_a_lost_queue_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        world = World(monkeypatch, workers=2, places=8)
+        failed: list[int] = []
+
+        async def once(mortal: Mortal, ticket: Ticket) -> None:
+            if ticket.group_id == 3 and not failed:
+                failed.append(3)
+                raise ray.exceptions.RayTaskError("f", "a long traceback", LateError("put <- trajectory queue: its process is gone"))
+
+        world.sample = once  # type: ignore[assignment]
+        await world.begin()
+        await world.all_done(8)
+        assert world.lost == [] and sorted(world.finished) == list(range(8))
+
+    play(scenario)
+
+
+def test_an_engine_ten_times_as_slow_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        world = World(monkeypatch, workers=4, places=400)
+
+        async def slow(mortal: Mortal, ticket: Ticket) -> None:
+            if mortal.name == "0":
+                await asyncio.sleep(9 * GROUP_S)
+
+        world.sample = slow  # type: ignore[assignment]
+        await world.begin()
+        await world.all_done(400)
+        assert world.lost == [] and sorted(world.finished) == list(range(400))
+        assert [event for event in world.events if "sampled its first group" not in event] == []
+        assert len(world.mortals["0"].finished) < 0.5 * len(world.mortals["1"].finished)
+
+    play(scenario)
+
+
+FOR_GOOD = [error for error in errors_of_ray() if not isinstance(error, ray.exceptions.ActorUnavailableError)]
+
+
+@pytest.mark.parametrize("error", FOR_GOOD, ids=lambda error: type(error).__name__)
+def test_whatever_ray_says_of_a_worker_it_is_replaced(monkeypatch: pytest.MonkeyPatch, error: ray.exceptions.RayError) -> None:
+    """Unless it says that it can't be reached just now: test_hiccups.py."""
+
+    async def scenario() -> None:
+        world = World(monkeypatch, workers=2, places=8)
+
+        async def fails(mortal: Mortal, ticket: Ticket) -> None:
+            if mortal.name == "0":
+                raise error
+
+        world.sample = fails  # type: ignore[assignment]
+        await world.begin()
+        await world.all_done(8)
+        assert len(world.lost) == 1 and world.lost[0].startswith("rollout worker 0 is gone") and type(error).__name__ in world.lost[0]
+        assert sorted(world.finished) == list(range(8))
+
+    play(scenario)
+
+
+def test_workers_that_die_one_after_the_other_end_the_run_after_longer_and_longer_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers: the budget of ten losses without a finished group; pauses of 2 to 256 s from the third on."""
+
+    async def scenario() -> None:
+        world = World(monkeypatch, workers=2, places=1)
+
+        async def dies(mortal: Mortal, ticket: Ticket) -> None:
+            mortal.dead.set()
+            await asyncio.sleep(1.0)
+
+        world.sample = dies  # type: ignore[assignment]
+        monkeypatch.setattr("actors.pool.faults.STRIKES", 100)  # otherwise the group is found guilty first
+        await world.begin()
+        with pytest.raises(EngineError, match=r"^11 rollout workers were lost one after the other, all within 60 minutes, and not one"):
+            await world.all_done(1)
+        pauses = [event for event in world.events if "the next replacement starts in" in event]
+        assert [event.rpartition(" in ")[2] for event in pauses] == [f"{2**i} s" for i in range(1, 9)]
+
+    play(scenario)
+
+
+def test_a_frozen_worker_is_condemned_by_its_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a minute after it froze, though its answers would have had many minutes."""
+
+    async def scenario() -> None:
+        world = World(monkeypatch, workers=2, places=8)
+        await world.begin()
+        await asyncio.sleep(1.0)
+        world.mortals["0"].is_frozen = True
+
+        async def waits(mortal: Mortal, ticket: Ticket) -> None:
+            if mortal.name == "0":
+                await asyncio.sleep(1e6)
+
+        world.sample = waits  # type: ignore[assignment]
+        froze = world.now
+        while not world.lost:
+            await asyncio.sleep(1.0)
+        assert 30.0 <= world.now - froze <= 37.0 and "missed its heartbeat" in world.lost[0]
+        await world.all_done(8)
+        assert sorted(world.finished) == list(range(8))
+
+    play(scenario)
+
+
+def test_a_worker_that_has_just_finished_something_is_not_asked_whether_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With hundreds of workers the questions would be a large part of what the driver does. Idle again it is asked every 5 s."""
+
+    async def scenario() -> None:
+        world = World(monkeypatch, workers=1, places=8)
+
+        async def one_after_the_other(mortal: Mortal, ticket: Ticket) -> Outcome:
+            await asyncio.sleep(4.0 * (ticket.group_id + 1))
+            return group(ticket).facts
+
+        world.sample = one_after_the_other
+        await world.begin()
+        await world.all_done(1)
+        asked = world.mortals["0"].loads
+        await world.all_done(8)
+        assert world.mortals["0"].loads == asked
+        await asyncio.sleep(62.0)
+        assert 11 <= world.mortals["0"].loads - asked <= 12
+
+    play(scenario)
+
+
+def test_a_node_that_lost_two_is_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        world = World(monkeypatch, workers=3, places=30)
+        world.node_of = lambda name: "bad" if name in "01" else "good"
+        await world.begin()
+        assert [options["scheduling_strategy"] for options in world.options] == [None] * 3
+        for name in "01":
+            world.mortals[name].dead.set()
+            await asyncio.sleep(1.0)
+        await world.all_done(30)
+        assert world.options[3]["scheduling_strategy"] is None, "one loss is chance"
+        (expression,) = world.options[4]["scheduling_strategy"].soft
+        assert (expression.key, expression.operator.values) == ("ray.io/node-id", ["bad"])
+
+    play(scenario)
+
+
+def test_an_evaluation_ends_rather_than_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        world = World(monkeypatch, workers=2, places=0)
+
+        async def deadly(mortal: Mortal, ticket: Ticket) -> None:
+            mortal.dead.set()
+            await asyncio.sleep(1.0)
+
+        world.sample = deadly  # type: ignore[assignment]
+        await world.begin()
+        with pytest.raises(EngineError):
+            await world.pool.answer([prompt(0)], AnswerSampling())
+        assert len(world.lost) == 3 and not world.pool._failure.done()
+
+    play(scenario)
+
+
+def test_losses_are_counted_in_time_and_forgotten_with_work() -> None:
+    book = LossBook()
+    for second in range(5):
+        book.lost(float(second), "a" if second < 2 else "b")
+    assert [book.pause_s(size) for size in (1, 4, 5, 40)] == [16.0, 2.0, 0.0, 0.0]
+    assert book.avoided(10.0) == ["a", "b"] and book.avoided(3601.5) == ["b"] and book.avoided(4000.0) == []
+    book.worked()
+    assert book.pause_s(1) == 0.0
+    for _ in range(121):
+        book.lost(5000.0)
+    with pytest.raises(EngineError):
+        book.check(40, "it died")
+    book.check(41, "it died")
+
+
+def test_losses_without_work_that_are_far_apart_end_no_run() -> None:
+    """Groups of hours on a spot market: ten are lost before one is finished, and it goes on. Within an hour the eleventh is the end."""
+    book = LossBook()
+    for number in range(100):
+        book.lost(400.0 * number)
+        book.check(1, "its node was taken away")
+    assert book.in_vain == 10 and book.pause_s(20) == 0.0
+    for second in range(1, 12):
+        book.lost(39_600.0 + second)
+    with pytest.raises(EngineError, match="all within 60 minutes"):
+        book.check(1, "it died")

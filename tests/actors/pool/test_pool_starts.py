@@ -1,0 +1,99 @@
+"""What fails the pool, what a run that goes back does with it, and workers that do not start. Workers are fakes, which fail on cue."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import ray.exceptions
+
+from actors.queue.outstanding import Outstanding
+from correction.errors import ActorLost, ConfigError, DeadlineExceeded, EngineError, EvenkeelError
+from tests.actors.cases import FakeActor
+from tests.actors.pool.pool_scene import DEAD, Scene, Sync, Worker, play, raised
+
+
+def test_a_mistake_in_our_own_code_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling again would fail again: what is neither a dead process nor an engine's failure is raised."""
+
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, faults={"0": raised(KeyError("text"))})
+        await scene.begin()
+        with pytest.raises(ray.exceptions.RayTaskError, match="KeyError"):
+            await asyncio.wait_for(scene.pool.raise_on_failure(), 5.0)
+
+    play(scenario)
+
+
+def test_what_a_run_has_gone_back_for_does_not_fail_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, faults={"0": raised(ray.exceptions.OutOfDiskError("full"))})
+        await scene.begin()
+        with pytest.raises(ray.exceptions.RayTaskError):
+            await asyncio.wait_for(scene.pool.raise_on_failure(), 5.0)
+        await scene.pool.withdraw()
+        for worker in scene.workers.values():
+            monkeypatch.setattr(worker, "follow", lambda generation: asyncio.sleep(0), raising=False)
+        scene.pool.serve(FakeActor(scene.queue), 1, Outstanding())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(scene.pool.raise_on_failure(), 0.1)
+
+    play(scenario)
+
+
+def test_a_copy_of_weights_that_are_withdrawn_fails_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks are ended while it is under way: that is no loss of its own, and must not take the run back a second time."""
+
+    async def scenario() -> None:
+        scene = Scene(monkeypatch)
+        (await scene.begin()).cancel()
+        await scene.pool.withdraw()
+        scene.pool.weights_lost(ActorLost("copy of the weights v1 <- rank 0: the actor died"))
+        assert not scene.pool.has_failed
+        scene.pool.follow(Sync(set()))  # type: ignore[arg-type]
+        scene.pool.weights_lost(ActorLost("copy of the weights v2 <- rank 0: the actor died"))
+        with pytest.raises(ActorLost, match="weights v2"):
+            await scene.pool.raise_on_failure()
+
+    play(scenario)
+
+
+def test_a_run_that_goes_back_asks_for_the_workers_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss that failed the pool has asked for nobody; if something else died with it, the run goes on, and would wait for ever."""
+
+    async def scenario() -> None:
+        late = DeadlineExceeded("start of a rollout worker: not done in 150 s")
+        scene = Scene(monkeypatch, start_faults={"0": raised(late), "1": raised(late)})
+        with pytest.raises(EvenkeelError, match="not done in 150 s"):
+            await scene.begin()
+        assert not scene.pool._workers
+        await scene.pool.withdraw()
+        monkeypatch.setattr(Worker, "follow", lambda *_: asyncio.sleep(0), raising=False)
+        scene.pool.serve(FakeActor(scene.queue), 1, Outstanding())
+        assert len(scene.pool._workers) == scene.pool.target
+
+    play(scenario)
+
+
+def test_a_first_worker_that_cannot_start_ends_the_run_with_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, start_faults={"0": raised(ConfigError("rollout.reward (x:y): it raised"))})
+        with pytest.raises(EvenkeelError, match=r"rollout.reward \(x:y\): it raised"):
+            await scene.begin()
+
+    play(scenario)
+
+
+def test_a_first_worker_whose_process_is_killed_while_it_starts_is_replaced_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What killed it may have been chance; the third time it is the end of the run, by a sentence that is no part's death."""
+
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, start_faults={"0": DEAD})
+        (await scene.begin()).cancel()
+        assert scene.joined == ["1"] and scene.killed == ["0"]
+        scene = Scene(monkeypatch, start_faults=dict.fromkeys("0123", DEAD))
+        with pytest.raises(EngineError, match=r"^rollout worker 2 did not start: start of rollout worker 2: the actor") as end:
+            await scene.begin()
+        assert not isinstance(end.value, ActorLost) and list(scene.workers) == ["0", "1", "2"]
+
+    play(scenario)

@@ -1,0 +1,124 @@
+"""Calls that all learner ranks run: in one order, by number, and what each rank does in an export."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.exceptions
+import torch
+
+from actors.carriers import ExportPlan
+from actors.ranks.learner_group import LearnerGroup
+from correction.engines.checksum import tensor_checksum
+from correction.engines.weight_bucket import WeightBucket
+from correction.errors import EngineError, SyncError
+from tests.actors.weights.rank_pieces import Pieces, rank_with
+from tests.actors.weights.sync_scene import play
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_gathers_to_the_end_of_a_broadcast(rank: int) -> None:
+    """Rank 0 alone sends; when that fails in the middle, it goes on gathering, or the other ranks would wait for it."""
+    sent: list[str] = []
+
+    class Broadcaster:
+        def send(self, tensors: dict[str, torch.Tensor]) -> None:
+            sent.extend(tensors)
+            if "w1" in tensors:
+                raise SyncError("an engine is gone")
+
+    pieces = Pieces()
+    actor, plan = rank_with(pieces, rank), ExportPlan(8, stores=False, broadcasts=True)
+    lonely = actor.export(1, 0, plan)
+    actor._broadcaster = Broadcaster() if rank == 0 else None  # type: ignore[assignment]
+    snapshot = actor.export(2, 0, plan)
+    assert pieces.gathered == [0, 1, 2] * 2 and sent == (["w0", "w1"] if rank == 0 else [])
+    if rank == 0:
+        assert lonely is not None and "no weight group" in lonely.broadcast_error
+        assert snapshot is not None and snapshot.broadcast_error == "an engine is gone" and snapshot.buckets == []
+    else:
+        assert lonely is snapshot is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_every_rank_gathers_the_weights_and_rank_zero_alone_copies_them(
+    rank: int, is_contiguous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one pass, with the checksums: from where they lie, or through memory that every bucket and version uses again."""
+    stored: list[tuple[dict[str, list[float]], int]] = []
+
+    def put(bucket: WeightBucket) -> None:
+        (part,) = bucket.parts
+        stored.append(({name: tensor.tolist() for name, tensor in bucket.tensors().items()}, part.ctypes.data))
+
+    monkeypatch.setattr(ray, "put", put)
+    pieces = Pieces(is_contiguous=is_contiguous)
+    actor = rank_with(pieces, rank)
+    snapshots = [actor.export(number, 0, ExportPlan(8, checksums=True)) for number in (1, 2)]
+    assert pieces.gathered == [0, 1, 2] * 2
+    if rank == 1:
+        assert snapshots == [None, None] and stored == []
+        return
+    assert [tensors for tensors, _ in stored] == [{"w0": [0.0] * 2}, {"w1": [1.0] * 2}, {"w2": [2.0] * 2}] * 2
+    addresses = [address for _, address in stored]
+    own = [tensor.data_ptr() for tensor in pieces.tensors]
+    assert addresses == own * 2 if is_contiguous else len({*addresses}) == 1 and not {*addresses} & {*own}
+    assert snapshots[0] is not None and [[spec.name for spec in bucket] for bucket in snapshots[0].specs] == [["w0"], ["w1"], ["w2"]]
+    assert snapshots[0].checksums == {f"w{i}": tensor_checksum(torch.full((2,), float(i))) for i in range(3)}
+
+
+def test_a_rank_refuses_a_call_out_of_order_and_one_for_other_weights() -> None:
+    """The ranks would wait for each other in different calls: better an error at once, in one sentence."""
+    actor = rank_with(Pieces(), rank=1)
+    actor.export(1, 0, ExportPlan(8))
+    for number in (1, 3):  # again, and one left out
+        with pytest.raises(EngineError, match=rf"^learner rank 1: proximal logprobs came as collective call {number}, but 2 is the next"):
+            actor.proximal(number, None, 0)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="reference logprobs asked at version 7, but the weights are of 0"):
+        actor.reference_logprobs(2, None, 7)  # type: ignore[arg-type]
+    actor.export(3, 0, ExportPlan(8))
+
+
+def test_the_group_numbers_its_calls_and_stays_in_its_process() -> None:
+    """Each call is handed to every rank before the next, whoever of the process makes it; another process gets no handle."""
+    calls: list[tuple[int, str, int]] = []
+
+    class Method:
+        def __init__(self, rank: int, name: str) -> None:
+            self.rank, self.name = rank, name
+
+        def options(self, *, num_returns: int) -> Method:
+            self.results = num_returns
+            return self
+
+        def remote(self, number: int, *_: Any) -> Any:
+            calls.append((self.rank, self.name, number))
+            answers = [asyncio.ensure_future(asyncio.sleep(0.01, self.name)) for _ in range(self.results)]
+            return answers[0] if self.results == 1 else answers
+
+    class Rank:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def __getattr__(self, name: str) -> Method:
+            return Method(self.rank, name)
+
+    group = LearnerGroup([Rank(0), Rank(1)], version=4, step_s=5.0)
+
+    async def scenario() -> None:
+        forwards = [group.proximal(None, version=4), group.reference_logprobs(None, version=4)]
+        found, *_ = await asyncio.gather(*forwards, group.export(ExportPlan(8)))
+        assert await found == "proximal", "a reference, for who has asked"
+        await group.restore(Path("a"), 2, deadline_s=5.0)
+
+    play(scenario)
+    names = ["proximal", "reference_logprobs", "export", "restore"]
+    assert calls == [(rank, name, number) for number, name in enumerate(names, 1) for rank in (0, 1)]
+    assert group.version == 2
+    with pytest.raises(TypeError, match="stays in its process"):
+        pickle.dumps(group)

@@ -1,0 +1,294 @@
+"""What the service says of a batch after its step: diagnostics, the early warning, the split of the gap; and that they hold up nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import threading
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.carriers import PreparedBatch
+from actors.config import EarlyWarningConfig
+from actors.service import correction_service
+from actors.service.gap_split import GapSplit
+from correction.batch import FinalDecision, PackedBatch
+from correction.config import CorrectionConfig
+from correction.decision import no_counts
+from correction.monitor import MonitorConfig, State
+from learner.config import LearnerConfig
+from learner.results import StepValues
+from tests.actors.service.service_scene import GROUPS, Scene, answered, no_decision, play
+
+
+def test_the_kl_to_the_start_model_is_told_now_and_then_and_is_no_part_of_the_batch() -> None:
+    """Every second version. The learner gets what it gets without a report, tensor by tensor; the KL is the mean of k3 over the trained
+    tokens, by hand: the target's logprob is -0.9, the reference's 2 (-1 - id / 10,000)."""
+
+    async def prepared(every: int, preset: str, steps: int) -> tuple[list[PreparedBatch], list[dict[str, float]]]:
+        scene = Scene(preset=preset, learner=LearnerConfig(report_kl_every=every, optimizer_steps_per_batch=steps))
+        batches = [await scene.batch(version) for version in range(3)]
+        told = [(await scene.observe(batch)).diagnostics for batch in batches[1:]]  # the service keeps those of two versions
+        await scene.service.stop()
+        return batches, told
+
+    async def scenario() -> None:
+        for preset, steps in (("tis-token", 1), ("decoupled-ppo", 2)):
+            with_report, told = await prepared(2, preset, steps)
+            without, told_without = await prepared(0, preset, steps)
+            assert [("reference_kl" in numbers) for numbers in told] == [False, True]
+            assert not any("reference_kl" in numbers for numbers in told_without)
+            batch = with_report[2].corrected.batch
+            ids = batch.token_ids[batch.loss_mask].double()
+            x = 2 * (-1 - ids / 10_000) + 0.9
+            assert told[1]["reference_kl"] == pytest.approx(float((torch.expm1(x) - x).mean()), rel=1e-6)
+            for ours, theirs in zip(with_report, without, strict=True):
+                for part in (lambda one: one.corrected, lambda one: one.corrected.batch):
+                    for name in part(ours).__dataclass_fields__:
+                        left, right = getattr(part(ours), name), getattr(part(theirs), name)
+                        assert (left is None) == (right is None), name
+                        assert not isinstance(left, Tensor) or torch.equal(left, right), name
+                assert ours.corrected.is_deferred == theirs.corrected.is_deferred == (steps == 1)
+
+    play(scenario)
+
+
+def test_diagnostics_are_of_the_batch_that_was_trained_last() -> None:
+    """Proximal equals behaviour plus 0.1 on every token: k1 = -0.1 and k3 = exp(0.1) - 1 - 0.1 by their definitions."""
+
+    async def scenario() -> None:
+        scene = Scene(steps=1)
+        prepared = await scene.batch(0)
+        nothing = FinalDecision(torch.zeros(1).bool(), torch.ones(1), no_counts(prepared.correction))
+        values = StepValues(torch.zeros(1), nothing, torch.zeros(1))
+        assert await scene.service.observe(8, 7, (values,), {}) is None, "version 7 is none that was trained"
+        prepared = await scene.batch(1)
+        numbers = (await scene.observe(prepared, gap=0.1)).diagnostics
+        assert numbers["mismatch_k1_kl"] == pytest.approx(-0.1, rel=1e-5)
+        assert numbers["mismatch_k3_kl"] == pytest.approx(0.005170918, rel=1e-4)
+        await scene.service.stop()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("criterion", [{"statistic": "topk_tv", "ratio": "q", "upper": 0.1}, {"upper": 9.0}])
+def test_what_was_dropped_and_why_is_what_the_learner_says(criterion: dict[str, Any]) -> None:
+    """The learner kept every fourth token: nothing is decided again here, where some of it could not be."""
+
+    async def scenario() -> None:
+        settings = {"preset": "bypass", "topk": 4, "rejection": [criterion]}
+        scene = Scene(steps=1, correction=CorrectionConfig.model_validate(settings))
+        prepared = await scene.batch(0)
+        keep = torch.arange(prepared.corrected.batch.num_tokens) % 4 == 0
+        keep &= prepared.corrected.batch.loss_mask
+        tokens, kept = int(prepared.corrected.batch.loss_mask.sum()), int(keep.sum())
+        counts = no_counts(prepared.correction)
+        counts.values[:2] = torch.tensor([tokens, tokens - kept])
+        decided = FinalDecision(keep, prepared.corrected.importance_weights, counts)
+        numbers = (await scene.observe(prepared, decided=decided)).diagnostics
+        assert 0 < kept < tokens and numbers["kept_share"] == kept / tokens
+        label = prepared.correction.rejection[0].label
+        assert numbers["rejected_share"] == numbers[f"rejected_by_{label}"] == pytest.approx(1 - kept / tokens)
+        await scene.service.stop()
+
+    play(scenario)
+
+
+def test_diagnostics_do_not_hold_up_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Diagnostics that last until the next batch is there: on the event loop, or in the way of the batch, they would wait for ever."""
+
+    async def scenario() -> None:
+        scene = Scene(steps=1)
+        first = await scene.batch(0)
+        next_is_there = threading.Event()
+
+        def slow(*arguments: Any, **named: Any) -> dict[str, float]:
+            assert next_is_there.wait(10.0), "the next batch had to wait for these diagnostics"
+            return {}
+
+        monkeypatch.setattr(correction_service, "diagnose", slow)
+        observing = asyncio.create_task(scene.observe(first))
+        await scene.batch(1)
+        next_is_there.set()
+        await observing
+        await scene.service.stop()
+
+    play(scenario)
+
+
+def test_a_batch_is_let_go_once_it_is_diagnosed() -> None:
+    """Not when the next one is there: that may be a while, and a batch can be large."""
+
+    async def scenario() -> None:
+        scene = Scene(steps=1)
+        prepared = await scene.batch(0)
+        tensor = weakref.ref(prepared.corrected.batch.behavior_logprobs)
+        await scene.observe(prepared)
+        del prepared
+        for _ in range(100):  # the thread lets go of its work a moment after the answer
+            gc.collect()
+            if tensor() is None:
+                break
+            await asyncio.sleep(0.01)
+        assert tensor() is None
+        await scene.service.stop()
+
+    play(scenario)
+
+
+def test_the_monitor_follows_steps_and_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """k3 = exp(g) - 1 - g of a gap g: from 5e-5 at 0.01 to 5.2e-3 at 0.1, 103 times as much, after a start of eight steps."""
+    thresholds = MonitorConfig(skip_steps=0, baseline_steps=8, level_steps=3, jump_steps=3, trend_steps=8, patience=1)
+
+    async def scenario() -> None:
+        scene = Scene(steps=1, monitor=EarlyWarningConfig(thresholds=thresholds))
+        events = []
+        for version in range(13):
+            observation = await scene.observe(await scene.batch(version), gap=0.1 if version >= 10 else 0.01, entropy=1.0)
+            assert observation.diagnostics["log_ratio_quantile_50"] == pytest.approx(0.1 if version >= 10 else 0.01, rel=1e-4)
+            events += observation.events
+            assert observation.state is (State.ALARM if version >= 11 else State.OK)
+        # Three values make the level, whose median follows the second new one: of version 11, in step 12.
+        assert [(event.step, event.name, event.state) for event in events] == [(12, "mismatch_k3_kl", State.ALARM)]
+        assert events[0].growth == pytest.approx(5.170918e-3 / 5.0167e-5, rel=1e-2)
+        await scene.service.stop()
+
+    play(scenario)
+
+
+def test_a_resumed_service_warns_where_the_first_would_have() -> None:
+    """Step 12 needs the nine steps before the checkpoint: a monitor that began anew would still be learning what is usual."""
+    thresholds = MonitorConfig(skip_steps=0, baseline_steps=8, level_steps=3, jump_steps=3, trend_steps=8, patience=1)
+    warning = EarlyWarningConfig(thresholds=thresholds, detailed=False)
+
+    async def scenario() -> None:
+        first = Scene(steps=1, monitor=warning)
+        for version in range(9):
+            await first.observe(await first.batch(version), gap=0.01)
+        second = Scene(steps=1, monitor=warning, monitor_state=await first.service.monitor_state())
+        await first.service.stop()
+        steps = []
+        for version in range(4):
+            prepared = await second.batch(version)
+            observation = await second.observe(prepared, gap=0.1 if version >= 1 else 0.01, step=10 + version)
+            steps += [event.step for event in observation.events if event.state is State.ALARM]
+        assert steps == [12]
+        await second.service.stop()
+
+    play(scenario)
+
+
+def test_a_switch_begins_what_it_changes_anew() -> None:
+    """Rejection's usual level is that of the bounds; the gap from behaviour to proximal has the same under any bounds."""
+    thresholds = MonitorConfig(skip_steps=0, baseline_steps=8, level_steps=3, jump_steps=3, trend_steps=8, patience=1)
+    warning = EarlyWarningConfig(thresholds=thresholds, detailed=False)
+
+    async def scenario() -> None:
+        scene = Scene(steps=1, preset="mis-token", monitor=warning)
+        for version in range(3):
+            await scene.observe(await scene.batch(version), gap=0.01)
+        await scene.service.switch(CorrectionConfig.model_validate({"preset": "mis-geometric"}))
+        assert {"k3_kl", "ess_token"} <= (await scene.service.monitor_state())["series"].keys()
+        assert "rejected_share" not in (await scene.service.monitor_state())["series"]
+        await scene.service.switch(CorrectionConfig.model_validate({"preset": "bypass"}))
+        assert (await scene.service.monitor_state())["series"] == {}
+        await scene.service.stop()
+
+    play(scenario)
+
+
+def test_what_the_step_clipped_and_how_sure_it_was_of_it_is_told() -> None:
+    """Entropies come from the learner with the logprobs: those of rejected and of clipped tokens, and the clipped tokens' ids."""
+
+    async def scenario() -> None:
+        scene = Scene()
+        prepared = await scene.batch(0)
+        batch, corrected = prepared.corrected.batch, prepared.corrected
+        clipped = torch.zeros_like(batch.loss_mask)
+        first = int(((batch.advantages > 0) & batch.loss_mask).nonzero()[0])
+        clipped[first] = True
+        keep = corrected.keep_mask.clone()
+        last = int(batch.loss_mask.nonzero()[-1])
+        keep[last] = False
+        entropies = torch.arange(batch.num_tokens) / 10
+        ones = torch.ones(batch.num_tokens)
+        decided = FinalDecision(keep, ones, no_counts(prepared.correction), ones, clipped)
+        observation = await scene.observe(prepared, gap=0.0, decided=decided, entropies=entropies)
+        assert observation.clipped == {"positive": [(int(batch.token_ids[first]), 1)], "negative": []}
+        assert observation.diagnostics["clipped_positive_entropy_mean"] == pytest.approx(first / 10)
+        assert observation.diagnostics["clipped_positive_probability_mean"] == pytest.approx(math.exp(-1))
+        assert observation.diagnostics["rejected_entropy_mean"] == pytest.approx(last / 10)
+        await scene.service.stop()
+
+    play(scenario)
+
+
+def test_the_gap_of_stale_tokens_is_split_at_their_own_weights() -> None:
+    """Every third batch: versions 1 and 2 are kept before batch 3, no others; its tokens of version 2 are scored there and now."""
+
+    async def scenario() -> None:
+        scene = Scene(max_staleness=2, monitor=EarlyWarningConfig(detailed=False, split_every=3))
+        kept = []
+        tickets = {version: await scene.admit(version * GROUPS, (version + 1) * GROUPS) for version in range(3)}
+        for version in range(4):
+            if version == 3:
+                tickets[3] = [replace(ticket, admitted_version=2) for ticket in await scene.admit(3 * GROUPS, 4 * GROUPS)]
+            waiting = asyncio.create_task(scene.next_batch(version))
+            await scene.put(*[answered(replace(ticket, admitted_version=2 if version == 3 else version)) for ticket in tickets[version]])
+            prepared = await waiting
+            kept.append(set(getattr(scene.learner, "kept", set())))
+            assert bool(prepared.split) == (version == 3)
+            await scene.queue.advance(version + 1, [g.group_id for g in prepared.groups])
+        assert kept == [set(), {1}, {1, 2}, set()]
+        observation = await scene.observe(prepared)
+        numbers = observation.diagnostics
+        tokens = sum(t.response_tokens for g in prepared.groups for t in g.trajectories)
+        assert numbers["split_tokens"] == tokens
+        assert numbers["split_mismatch_k3_kl"] == pytest.approx(math.expm1(0.1) - 0.1, rel=1e-5)
+        assert numbers["split_staleness_k3_kl"] == pytest.approx(math.expm1(0.4) - 0.4, rel=1e-5)
+        await scene.service.stop()
+
+    play(scenario)
+
+
+def test_without_the_setting_or_without_staleness_nothing_is_kept() -> None:
+    for max_staleness, every in ((2, 0), (0, 3)):
+        split = GapSplit(None, every=every, max_staleness=max_staleness, deadline_s=1.0, fetch_s=lambda _: 0.0)  # type: ignore[arg-type]
+        assert not any(split.keeps(version) or split.splits(version) for version in range(12))
+    often = GapSplit(None, every=2, max_staleness=3, deadline_s=1.0, fetch_s=lambda _: 0.0)  # type: ignore[arg-type]
+    assert all(often.keeps(version) for version in range(12))  # every version may be in a later batch that is split
+
+
+def test_one_batch_waits_for_its_diagnostics_and_the_next_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps while the first is diagnosed: of the second the numbers come later, of the third none, and its batch is let go."""
+
+    async def scenario() -> None:
+        scene = Scene(steps=1)
+        go_on = threading.Event()
+        diagnosed: list[int] = []
+
+        def slow(batch: PackedBatch, *_: Any, **__: Any) -> dict[str, float]:
+            assert go_on.wait(10.0)
+            diagnosed.append(batch.learner_version)
+            return {}
+
+        monkeypatch.setattr(correction_service, "diagnose", slow)
+        observing = []
+        for version in range(3):
+            prepared = await scene.batch(version)
+            values = StepValues(prepared.corrected.batch.behavior_logprobs, no_decision(prepared), prepared.corrected.batch.advantages)
+            observing.append(asyncio.create_task(scene.service.observe(version + 1, version, (values,), {})))
+            await asyncio.sleep(0.05)
+        assert [task.done() for task in observing] == [False, False, True] and observing[2].result() is None
+        assert scene.service._undiagnosed.keys() <= {3}, "nothing holds the batches of steps past but the two that are at it"
+        go_on.set()
+        assert None not in await asyncio.gather(*observing[:2]) and diagnosed == [0, 1]
+        await scene.service.stop()
+
+    play(scenario)

@@ -1,0 +1,159 @@
+"""A weight sync between a learner and engines that answer as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from actors.carriers import ExportPlan, WeightSnapshot
+from actors.config import WeightSyncConfig
+from actors.weights.weight_sync import SyncTarget, WeightSync
+from rollout.trajectory import SyncReceipt
+from tests.actors.cases import FakeActor
+
+SUMS = {"a": "1", "b": "2"}
+
+
+class Learner:
+    """Weights whose version the test sets. `gate` holds up what it exports."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.exported: list[tuple[int, ExportPlan]] = []
+        self.hashed: list[list[Any]] = []
+        self.gate: asyncio.Event | None = None
+        self.fails = ""
+        self.step_s = 100.0
+        self.group: list[tuple[int, int]] = []
+        """(rank, members) that each was told, the learner first."""
+        self.rank_zero = FakeActor(self)
+
+    async def export(self, plan: ExportPlan, *, deadline_s: float | None = None) -> WeightSnapshot:
+        version = self.version
+        self.exported.append((version, plan))
+        await (self.gate.wait() if self.gate else asyncio.sleep(0))
+        buckets = [f"v{version}"] if plan.stores else []
+        return WeightSnapshot(
+            version, buckets, [["spec"]], [-1.0, -2.0], dict(SUMS) if plan.checksums else {}, 0.0, None, self.fails  # type: ignore[list-item]
+        )
+
+    async def checksums(self, buckets: Sequence[Any], *, deadline_s: float) -> dict[str, str]:
+        self.hashed.append(list(buckets))
+        await asyncio.sleep(0.01)
+        return dict(SUMS)
+
+    async def address(self) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    async def open_broadcast(self, host: str, port: int, world_size: int, *_: Any) -> None:
+        self.group.append((0, world_size))
+
+    async def close_broadcast(self) -> None: ...
+
+
+def receipt(version: int, checksums: dict[str, str] | None = None) -> SyncReceipt:
+    return SyncReceipt(version, "retract", 1, 1, bytes=8, pause_s=0.1, worker="w", seconds=0.1, checksums=checksums or {})
+
+
+class Engine:
+    """Takes weights as the test's script says: None for well, an error to raise, or something (or seconds) to wait for first."""
+
+    def __init__(self, *script: Exception | Awaitable[Any] | float | None, checksums: dict[str, str] | None = None) -> None:
+        self.script = list(script)
+        self.checksums = checksums or SUMS
+        self.taken: list[tuple[int, bool]] = []
+        """(version, with checksums) of each attempt."""
+        self.received: list[int] = []
+        """Versions that came by broadcast."""
+        self.probes: list[Awaitable[Any]] = []
+        """What the next answers to the probe wait for."""
+
+    async def update_weights(self, version: int, buckets: list[Any], checksums: dict[str, str], generation: int = 0) -> SyncReceipt:
+        assert buckets == [f"v{version}"], "the stored copy of this version"
+        self.taken.append((version, bool(checksums)))
+        await self._play()
+        return receipt(version, self.checksums if checksums else {})
+
+    async def probe(self, token_ids: list[int]) -> list[float]:
+        if self.probes:
+            await self.probes.pop(0)
+        return [-1.0, -2.5]
+
+    async def join_weight_group(self, *_: Any) -> None: ...
+
+    async def leave_weight_group(self, *_: Any) -> None: ...
+
+    async def receive_weights(self, version: int, *_: Any) -> SyncReceipt:
+        await self._play()
+        self.received.append(version)
+        return receipt(version)
+
+    async def _play(self) -> None:
+        part = self.script.pop(0) if self.script else None
+        if isinstance(part, Exception):
+            raise part
+        if isinstance(part, float):
+            await asyncio.sleep(part)
+        elif part is not None:
+            await part
+
+
+class Scene:
+    """A sync with a learner and named engines, and what it reported."""
+
+    def __init__(
+        self,
+        sync_s: float = 5.0,
+        transport: str = "object_store",
+        every_steps: int = 1,
+        float8: bool = False,
+        ranks: int = 1,
+        **engines: Engine,
+    ) -> None:
+        self.learner = Learner()
+        self.receipts: list[tuple[str, int]] = []
+        self.differences: list[tuple[str, int, float]] = []
+        self.dirty: list[tuple[str, str]] = []
+        self.failures: list[tuple[str, str]] = []
+        self.losses: list[str] = []
+        self.sync = WeightSync(
+            WeightSyncConfig.model_validate({"transport": transport, "every_steps": every_steps}),
+            self.learner,  # type: ignore[arg-type]
+            probe_ids=[1, 2, 3],
+            sync_s=sync_s,
+            on_receipt=lambda receipt: self.receipts.append((receipt.worker, receipt.version)),
+            on_probe=lambda target, version, differences: self.differences.append((target.name, version, max(differences))),
+            on_dirty=lambda target, reason: self.dirty.append((target.name, reason)),
+            on_failure=lambda target, reason: self.failures.append((target.name, reason)),
+            on_loss=lambda error: self.losses.append(str(error)),
+            float8=float8,
+            ranks_of_engine=ranks,
+        )
+        self.targets = {name: SyncTarget(name, FakeActor(engine)) for name, engine in engines.items()}
+
+    async def join(self) -> None:
+        await self.sync.publish()
+        for target in self.targets.values():
+            self.sync.join(target)
+        await self.sync.receipts(0, deadline_s=10.0)
+        await self.grouped()
+
+    async def grouped(self) -> None:
+        """Until there is a broadcast group, and it is of all engines."""
+        group = self.sync._broadcast
+        while group is not None and group.members != list(self.sync._targets.values()):
+            await asyncio.sleep(0.01)
+
+    async def publish(self, version: int) -> None:
+        self.learner.version = version
+        await self.sync.publish()
+
+
+def play(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 30.0))  # type: ignore[arg-type]
+
+
+def plans(scene: Scene) -> list[tuple[int, bool, bool]]:
+    """(version, into the store, by broadcast) of each pass over the weights."""
+    return [(version, plan.stores, plan.broadcasts) for version, plan in scene.learner.exported]

@@ -1,0 +1,314 @@
+"""Weight updates that fail: whose fault it is, how often they are tried again, and what is said.
+
+An engine that fails is tried again, whole and with checksums; after three failures it is given up; a broadcast that fails goes through
+the object store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import ray.exceptions
+
+from actors.carriers import ExportPlan, WeightSnapshot
+from actors.processes.supervision import counted
+from actors.weights.weight_sync import SyncTarget
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, SyncError
+from rollout.trajectory import SyncReceipt
+from tests.actors.cases import FakeActor
+from tests.actors.simulated_time import simulate
+from tests.actors.weights.sync_scene import SUMS, Engine, Scene, play
+
+
+def test_an_engine_that_fails_twice_is_tried_again_with_checksums() -> None:
+    engine = Engine(None, SyncError("bucket 2 of 3"), ray.exceptions.RayTaskError("f", "traceback", EngineDirty("no answer")))
+
+    async def scenario() -> None:
+        scene = Scene(w=engine)
+        await scene.join()
+        await scene.publish(1)
+        with pytest.raises(DeadlineExceeded):
+            await scene.sync.receipts(1, deadline_s=0.1)
+        assert scene.targets["w"].version == -1, "dirty: it must not be given work"
+        await scene.sync.receipts(1, deadline_s=10.0)
+        assert scene.failures == []
+        assert scene.dirty == [
+            ("w", "weight sync v1, attempt 1 of 3: bucket 2 of 3"),
+            ("w", "weight sync v1, attempt 2 of 3: no answer"),
+        ]
+
+    simulate(scenario)  # the pauses between attempts are seconds
+    assert engine.taken == [(0, True), (1, False), (1, True), (1, True)]
+
+
+@pytest.mark.parametrize(
+    ("error", "attempts", "calls"),
+    [
+        (ray.exceptions.RayTaskError("f", "traceback", EngineError("its scheduler ended")), 1, 1),
+        (ray.exceptions.ActorDiedError(), 1, 1),
+        (ray.exceptions.ActorUnavailableError("for now", None), 3, 18),
+        (ray.exceptions.RayTaskError("f", "traceback", EngineDirty("half an update")), 3, 3),
+    ],
+    ids=["engine gone", "worker gone", "not reached just now", "dirty"],
+)
+def test_an_engine_that_is_gone_is_given_up_at_once(error: Exception, attempts: int, calls: int) -> None:
+    """Each attempt more would be seconds in which nobody starts the next one. Of one that can't be reached each lasts half a minute: by
+    then its heartbeat has said whether it is lost."""
+    engine = Engine(*[error] * calls)
+
+    async def scenario() -> None:
+        scene = Scene(w=engine)
+        await scene.sync.publish()
+        scene.sync.join(scene.targets["w"])
+        while not scene.failures:
+            await asyncio.sleep(0.05)
+        assert f"took no weights in {counted(attempts, 'attempt')}: " in scene.failures[0][1]
+
+    simulate(scenario)
+    assert len(engine.taken) == calls
+
+
+def test_an_engine_that_can_not_be_reached_for_a_moment_takes_its_weights_then() -> None:
+    """Three calls in vain would have been its end, after three seconds."""
+    engine = Engine(*[ray.exceptions.ActorUnavailableError("for now", None)] * 4)
+
+    async def scenario() -> None:
+        scene = Scene(w=engine)
+        await scene.sync.publish()
+        scene.sync.join(scene.targets["w"])
+        await scene.sync.receipts(0, deadline_s=60.0)
+        assert scene.failures == scene.dirty == [] and len(scene.receipts) == 1 and len(engine.taken) == 5
+
+    simulate(scenario)
+
+
+def test_a_learner_that_fails_is_no_engines_fault() -> None:
+    """Who joins needs checksums of what is published; the learner's error is no reason to replace the engine."""
+
+    async def scenario() -> None:
+        scene = Scene(w=Engine())
+        await scene.sync.publish()
+        assert scene.sync._published is not None
+        scene.sync._published.snapshot.checksums.clear()
+        asked: list[int] = []
+
+        async def checksums(*_: Any, **__: Any) -> dict[str, str]:
+            asked.append(1)
+            if len(asked) < 3:
+                raise EngineError("learner rank 0: no memory")
+            return dict(SUMS)
+
+        scene.learner.checksums = checksums  # type: ignore[method-assign]
+        scene.sync.join(scene.targets["w"])
+        await scene.sync.receipts(0, deadline_s=60.0)
+        assert scene.failures == [] and len(asked) == 3
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize("error", [ActorLost("rank 1: its process is gone"), ActorUnavailable("rank 1: it may have missed the call")])
+def test_a_learner_that_is_lost_in_a_copy_takes_the_run_back_and_costs_no_engine(error: ActorLost) -> None:
+    """One who joins needs a version that was broadcast only; a rank that has missed a call is called no more before a restore."""
+
+    async def scenario() -> None:
+        scene = Scene(transport="broadcast", a=Engine(), b=Engine())
+        await scene.join()
+        await scene.publish(1)
+        asked: list[ExportPlan] = []
+
+        async def export(plan: ExportPlan, **_: Any) -> WeightSnapshot:
+            asked.append(plan)
+            raise error
+
+        scene.learner.export = export  # type: ignore[method-assign]
+        scene.sync.join(SyncTarget("late", FakeActor(Engine())))
+        await asyncio.sleep(60.0)
+        assert scene.losses == [str(error)] and len(asked) == 1
+        assert scene.failures == scene.dirty == []
+
+    simulate(scenario)
+
+
+def test_a_copy_that_fails_costs_no_engine_however_often(caplog: pytest.LogCaptureFixture) -> None:
+    """The learner is slow, or the object store full: the engine that waits is not the one to replace."""
+
+    async def scenario() -> None:
+        scene = Scene(transport="broadcast", a=Engine(), b=Engine())
+        await scene.join()
+        await scene.publish(1)
+        whole, asked = scene.learner.export, list[float]()
+
+        async def export(plan: ExportPlan, **_: Any) -> WeightSnapshot:
+            asked.append(asyncio.get_running_loop().time())
+            if len(asked) <= 5:
+                raise DeadlineExceeded("weights v1 <- learner: nothing in 60 s")
+            return await whole(plan)
+
+        scene.learner.export = export  # type: ignore[method-assign]
+        late = SyncTarget("late", FakeActor(Engine()))
+        scene.sync.join(late)
+        await asyncio.sleep(60.0)
+        assert late.version == 1 and scene.failures == scene.losses == scene.dirty == []
+        assert [record.getMessage() for record in caplog.records if "late" in record.getMessage()] == [
+            f"weights v1 are not at hand for rollout worker late, tried {n}x: weights v1 <- learner: nothing in 60 s" for n in range(1, 6)
+        ]
+        assert [round(b - a) for a, b in pairwise(asked)] == [1, 2, 3, 4, 5], "seconds between them"
+
+    simulate(scenario)
+
+
+def test_checksums_that_are_lost_are_made_again() -> None:
+    """By a task of Ray's: its loss is not the learner's."""
+
+    async def scenario() -> None:
+        scene = Scene(w=Engine())
+        whole, asked = scene.learner.checksums, list[int]()
+
+        async def checksums(buckets: Sequence[Any], *, deadline_s: float) -> dict[str, str]:
+            asked.append(len(buckets))
+            if len(asked) <= 2:
+                raise ActorLost("checksums of the weights: its process is gone")
+            return await whole(buckets, deadline_s=deadline_s)
+
+        await scene.join()
+        await scene.publish(1)
+        scene.learner.checksums = checksums  # type: ignore[method-assign]
+        scene.sync.join(late := SyncTarget("late", FakeActor(Engine())))
+        await asyncio.sleep(30.0)
+        assert late.version == 1 and len(asked) == 3 and scene.losses == scene.failures == []
+
+    simulate(scenario)
+
+
+def test_a_receipt_of_withdrawn_weights_does_not_count() -> None:
+    """An update of the generation before, v0 as well, is the one that the engine confirms."""
+
+    class Late(Engine):
+        async def update_weights(self, version: int, buckets: list[Any], checksums: dict[str, str], generation: int = 0) -> SyncReceipt:
+            generations.append(generation)
+            return replace(await super().update_weights(version, buckets, checksums), generation=generation - (len(generations) == 1))
+
+    generations: list[int] = []
+
+    async def scenario() -> None:
+        scene = Scene(w=Late())
+        scene.sync._generation = 2
+        await scene.join()
+        assert scene.dirty == [
+            ("w", "weight sync v0, attempt 1 of 3: rollout worker w: a receipt for v0 of generation 1, not 2: those weights were withdrawn")
+        ]
+        assert scene.receipts == [("w", 0)]
+
+    play(scenario)
+    assert generations == [2, 2]
+
+
+def test_an_engine_that_fails_three_times_is_given_up() -> None:
+    async def scenario() -> None:
+        scene = Scene(w=Engine(*[SyncError("the disk of the engine is full")] * 3))
+        await scene.sync.publish()
+        scene.sync.join(scene.targets["w"])
+        while not scene.failures:
+            await asyncio.sleep(0.05)
+        ((name, reason),) = scene.failures
+        assert name == "w" and "took no weights in 3 attempts" in reason and "the disk of the engine is full" in reason
+        assert scene.targets["w"].version == -1 and scene.receipts == []
+
+    simulate(scenario)  # the pauses between attempts are seconds
+
+
+def test_an_engine_that_says_it_is_dirty_gets_everything_again_with_checksums() -> None:
+    engine = Engine()
+
+    async def scenario() -> None:
+        scene = Scene(w=engine)
+        await scene.join()
+        target = scene.targets["w"]
+        scene.sync.resync(target, "the update to v0 failed")
+        assert target.version == -1
+        await scene.sync.receipts(0, deadline_s=5.0)
+        assert target.is_verified
+
+    play(scenario)
+    assert engine.taken == [(0, True), (0, True)]
+
+
+def test_an_engine_marked_dirty_during_an_update_is_clean_only_after_the_next() -> None:
+    """The update under way is without checksums: what it leaves is not known to be right."""
+    gate = asyncio.Event()
+    engine = Engine(None, gate.wait())
+
+    async def scenario() -> None:
+        scene = Scene(w=engine)
+        await scene.join()
+        await scene.publish(1)
+        await asyncio.sleep(0.01)
+        scene.sync.resync(scene.targets["w"], "the update to v1 failed")
+        gate.set()
+        await scene.sync.receipts(1, deadline_s=5.0)
+        assert scene.targets["w"].is_verified and [version for _, version in scene.receipts] == [0, 1]
+
+    play(scenario)
+    assert engine.taken == [(0, True), (1, False), (1, True)]
+
+
+def test_wrong_tensors_count_as_a_failure() -> None:
+    async def scenario() -> None:
+        scene = Scene(w=Engine(checksums={"a": "1", "b": "3"}))
+        await scene.sync.publish()
+        scene.sync.join(scene.targets["w"])
+        while not scene.failures:
+            await asyncio.sleep(0.05)
+        assert "1 tensors differ, first b" in scene.failures[0][1]
+
+    simulate(scenario)  # the pauses between attempts are seconds
+
+
+def test_an_engine_that_hangs_is_tried_again_at_the_deadline() -> None:
+    engine = Engine(None, 60.0)
+
+    async def scenario() -> None:
+        scene = Scene(sync_s=0.2, w=engine)
+        await scene.join()
+        await scene.publish(1)
+        await scene.sync.receipts(1, deadline_s=5.0)
+
+    play(scenario)
+    assert [version for version, _ in engine.taken] == [0, 1, 1]
+
+
+def test_a_sync_that_breaks_is_told() -> None:
+    """An error that is nobody's failure to take weights must not leave an engine without work and without a reason."""
+
+    async def scenario() -> None:
+        scene = Scene(w=Engine(KeyError("bug")))
+        await scene.sync.publish()
+        scene.sync.join(scene.targets["w"])
+        while not scene.failures:
+            await asyncio.sleep(0.01)
+        assert scene.failures == [("w", "its weight sync failed: KeyError('bug')")]
+
+    play(scenario)
+
+
+def test_a_broadcast_that_fails_goes_through_the_object_store_and_the_next_one_works() -> None:
+    good, bad = Engine(), Engine(None, ray.exceptions.RayTaskError("f", "traceback", SyncError("member gone")))
+
+    async def scenario() -> None:
+        scene = Scene(transport="broadcast", good=good, bad=bad)
+        await scene.join()
+        await scene.publish(1)
+        await scene.sync.receipts(1, deadline_s=5.0)
+        await scene.grouped()
+        await scene.publish(2)
+        assert [t.version for t in scene.targets.values()] == [2, 2]
+        assert [name for name, _ in scene.dirty] == ["good", "bad"] and "broadcast of v1 failed" in scene.dirty[0][1]
+
+    play(scenario)
+    assert good.taken == bad.taken == [(0, True), (1, True)], "whole and verified after the failure"
+    assert good.received == [1, 2] and bad.received == [2]
