@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from actors.commands.cli import app
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.settings.deadlines import as_text, bytes_of, group_s, inversions, table, with_deadlines
@@ -83,6 +85,21 @@ def test_the_table_has_every_key_and_says_what_is_set() -> None:
     assert not any(line.is_set for line in lines)
     shown = as_text(table(config.model_copy(update={"deadlines": type(config.deadlines)(sync_s=77.0)}), 10**9)).splitlines()
     assert [line.split()[:3] for line in shown if line.endswith("(set)")] == [["77", "s", "deadlines.sync_s"]]
+
+
+def test_explain_prints_the_deadlines_of_the_recipe() -> None:
+    """The command, with what one setting changes."""
+    path = ROOT / "recipes" / "nano_spell_backward.yaml"
+    words = ("model=/no/such/model", "deadlines.sync_s=77")
+    done = CliRunner().invoke(app, ["config", str(path), *words, "--explain"])
+    assert done.exit_code == 0, done.output
+    _, heading, lines = done.output.partition("\nDeadlines of this recipe (")
+    known, _, lines = lines.partition("):\n")
+    assert heading and known == "its weights, /no/such/model, are not there yet, and count as none"
+    assert lines == as_text(table(load_config(RunConfig, path, words), 0)) + "\n"
+    shown = {line.split()[2]: line for line in lines.splitlines()}
+    assert shown["deadlines.sync_s"].split()[0] == "77" and shown["deadlines.sync_s"].endswith("(set)")
+    assert {"deadlines.batch_s", "rollout.engine.deadlines.generate_s"} <= shown.keys()
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
