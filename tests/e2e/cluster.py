@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,9 +73,9 @@ class RunningCluster:
     head: Node
     added: list[Node] = field(default_factory=list)
 
-    def add_node(self, address: str = "127.0.0.2", *words: str) -> Node:
-        """Args: address: of this machine, and another one than the head's. words: of `ray start`."""
-        command = [RAY, "start", "--block", f"--address={self.address}", f"--node-ip-address={address}", *_OF_NODE, *words]
+    def add_node(self, address: str = "127.0.0.2", *words: str, inside: Sequence[str] = ()) -> Node:
+        """Args: address: of this machine, and another one than the head's. words: of `ray start`. inside: of a command that becomes it."""
+        command = [*inside, RAY, "start", "--block", f"--address={self.address}", f"--node-ip-address={address}", *_OF_NODE, *words]
         node = _started(command, environment() | self.variables | _PATIENCE)
         self.added.append(node)
         return node
