@@ -3,13 +3,17 @@
 The hosts are loopback addresses with an sshd, a home and a copy of the working tree each (deploy/fetch_sshd.sh fetches Debian's sshd).
 Behaviours locked here: Ray lets nobody in without the token; workers are placed on both hosts; a real Prometheus with the shipped
 configuration finds them, and Ray's own metrics; `ray job logs` has the run's output; `ray job stop` ends the run with a checkpoint after
-the step under way, although it tells every process of the job; another job goes on from there, with each prompt once; nothing stays.
+the step under way, although it tells every process of the job; another job goes on from there, and by itself after kill -9 of its process
+that trains, with each prompt once; nothing stays.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import urllib.error
@@ -30,11 +34,11 @@ from actors.state.resume import TrainingState
 from tests.deploy.loopback_hosts import SSHD
 from tests.deploy.own_hosts import ADDRESSES, OwnCluster, free_ports, own_cluster, until
 from tests.e2e.conftest import small_model as small_model
-from tests.e2e.launch import ROOT, json_lines
+from tests.e2e.launch import ROOT, command_of, json_lines
 from tests.failures.books import check_books
 
 PROMETHEUS = ROOT / ".tools" / "prometheus" / "prometheus"
-GROUPS, MORE = 4, 3
+GROUPS, MORE = 4, 40
 """Of a step of small.yaml; steps of the second job."""
 pytestmark = [
     pytest.mark.slow,
@@ -108,7 +112,10 @@ def _play(cluster: OwnCluster, story: Story, model: Path, folder: Path) -> None:
     story.lines_at_stop = story.metrics()
     story.checkpoints_at_stop = [one.step for one in RunFolder(story.run_dir).checkpoints()]
     story.statuses["first"], story.logs["first"] = cluster.status("first"), cluster.job("logs", "first")
-    _submit(cluster, "second", "--resume", str(story.run_dir), f"steps={len(story.lines_at_stop) + MORE}")
+    again = (f"steps={len(story.lines_at_stop) + MORE}", "checkpoint.every_steps=2", "--retries", "1")
+    _submit(cluster, "second", "--resume", str(story.run_dir), *again)
+    until(lambda: _has_saved_beyond(story), "a checkpoint of the second job", 400.0, told=lambda: cluster.job("logs", "second"))
+    os.kill(_that_trains(cluster), signal.SIGKILL)
     until(lambda: cluster.status("second") not in ("PENDING", "RUNNING"), "the second job's end", 400.0)
     story.statuses["second"], story.logs["second"] = cluster.status("second"), cluster.job("logs", "second")
     until(lambda: not any(_where(cluster).values()), "no process of the run", 60.0)
@@ -120,6 +127,17 @@ def _submit(cluster: OwnCluster, name: str, *words: str) -> None:
     run = f"cd ~/evenkeel && source .venv/bin/activate && exec evenkeel train {' '.join(words)}"
     environment = json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "120"}})
     cluster.job("submit", f"--submission-id={name}", "--no-wait", f"--runtime-env-json={environment}", "--", "bash", "-c", run)
+
+
+def _has_saved_beyond(story: Story) -> bool:
+    """The first job's checkpoint is not the newest any more."""
+    return RunFolder(story.run_dir).checkpoints()[-1].step > story.checkpoints_at_stop[-1]
+
+
+def _that_trains(cluster: OwnCluster) -> int:
+    """The job's process that `--retries` looks after, on the head."""
+    (child,) = (one.pid for one in cluster.hosts.processes()[ADDRESSES[0]] if "actors.commands.attempt" in command_of(one))
+    return child
 
 
 def _where(cluster: OwnCluster) -> dict[str, set[str]]:
@@ -187,6 +205,10 @@ def test_another_job_goes_on_from_there(story: Story) -> None:
     assert story.statuses["second"] == "SUCCEEDED"
     assert steps == list(range(1, len(story.lines_at_stop) + MORE + 1))
     assert f"step {steps[-1]}" in story.logs["second"]
+    (retried,) = [event.text for event in RunFolder(story.run_dir).read_events() if "(retry" in event.text]
+    assert retried.startswith("the run's process was killed by SIGKILL after step ") and retried.endswith("(retry 1 of 1)")
+    (resumed_from,) = re.findall(r"it goes on from the checkpoint of step (\d+) in", retried)
+    assert story.checkpoints_at_stop[-1] < int(resumed_from) < steps[-1], "not from the first job's, nor was there nothing left to do"
     checkpoint = RunFolder(story.run_dir).latest_checkpoint()
     assert checkpoint.step == steps[-1]
     check_books(story, TrainingState.load(checkpoint.state), groups_per_step=GROUPS)
