@@ -55,24 +55,33 @@ class Recovery:
         self._step, self._said = max(run.steps(), default=0), len(run.events())
         self._began = time.monotonic()
 
-    def wait(self, *, steps: int = 1) -> None:
-        """Until the run is so much further than it had been."""
-        self._run.wait_until(lambda: max(self._run.steps(), default=0) >= self._step + steps, f"a step after: {self._fault}")
+    def has_ended(self) -> None:
+        """The run has, by the fault, but had gone on for a while: what it has reached by now counts."""
+        self._step = max(self._run.steps(), default=0)
+
+    def wait(self, *, steps: int = 1, by: Watched | None = None) -> None:
+        """Until the run is so much further than it had been. Args: by: who has taken it up again in its folder, where it has ended."""
+        run = by or self._run
+        run.wait_until(lambda: max(run.steps(), default=0) >= self._step + steps, f"a step after: {self._fault}")
         seconds = time.monotonic() - self._began
-        Measured(self._fault, self._follows, seconds, done_again(self._run.events()[self._said :]), REAL).write()
+        Measured(self._fault, self._follows, seconds, done_again(run.events()[self._said :], reached=self._step), REAL).write()
 
 
-def done_again(events: str) -> str:
-    """What a run's events say of work that is lost."""
+def done_again(events: str, *, reached: int = 0) -> str:
+    """What a run's events say of work that is lost. Args: reached: the last step before the fault."""
     found = []
     if steps := re.search(r"steps (\d+) to (\d+) are done again", events):
         found.append(_counted(int(steps[2]) - int(steps[1]) + 1, "step"))
     elif retried := re.search(r"after step (\d+); it goes on from (?:the checkpoint of step (\d+)|its beginning)", events):
         found.append(_counted(int(retried[1]) - int(retried[2] or 0), "step"))
+    elif resumed := re.search(r"going on from step (\d+) ", events):
+        found.append(_counted(reached - int(resumed[1]), "step"))
     elif "no finished step is lost" in events:
         found.append("no step")
     if groups := re.search(r"others take its (\d+) groups", events):
         found.append(_counted(int(groups[1]), "group"))
+    elif requests := re.findall(r"group (\d+) is sampled again: ", events):
+        found.append(_counted(len(set(requests)), "group"))
     elif found:
         found.append("the groups under way")
     return " and ".join(found) or "nothing"

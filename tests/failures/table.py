@@ -1,6 +1,6 @@
 """python -m tests.failures.table: run the tests that measure what a fault costs, and make a table of it.
 
-    python -m tests.failures.table --write docs/reliability.md      runs them first, some ten minutes on two cores
+    python -m tests.failures.table --write docs/reliability.md      runs them first, some 35 minutes on two cores
     python -m tests.failures.table --measured FILE                  from what a run of tests with EVENKEEL_FAILURES=FILE has left
 """
 
@@ -23,15 +23,23 @@ TESTS = (
     "tests/failures/test_driver_killed.py",
     "tests/failures/test_joined_cluster.py",
     "tests/failures/test_head_stopped.py",
+    "tests/failures/test_head_killed.py",
     "tests/failures/test_frozen_engine.py",
     "tests/failures/test_worker_stopped.py",
     "tests/failures/test_rank_stopped.py",
     "tests/failures/test_node_cut_off.py",
+    "tests/failures/test_node_removed.py",
+    "tests/failures/test_engine_rank_killed.py",
+    "tests/failures/test_nan_in_engine.py",
     "tests/failures/test_broadcast_stopped.py",
     "tests/failures/test_late_calls.py",
     "tests/failures/test_out_of_memory.py",
+    "tests/failures/test_killed_for_memory.py",
+    "tests/failures/test_disk_full.py",
     "tests/failures/test_full_object_store.py",
     "tests/rollout/test_engine_failures.py",
+    "tests/rollout/test_rewards.py::test_calls_on_other_processes_do_not_wait_for_a_hanging_one",
+    "tests/actors/on_two_nodes/test_two_callers.py",
     "tests/e2e/test_asynchronous_run.py",
     "tests/actors/queue/test_payloads_in_ray.py::test_a_finished_group_outlives_its_worker_and_goes_with_its_node",
     "tests/actors/record/test_checkpoint_writer.py::test_a_real_full_disk",

@@ -16,6 +16,7 @@ from actors.record.run_folder import RunFolder
 from actors.state.resume import TrainingState
 from tests.e2e.launch import RECIPE, Run, evenkeel
 from tests.failures.books import check_books
+from tests.failures.measured import Recovery
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -32,8 +33,10 @@ def test_a_killed_rank_costs_the_worker_and_nothing_else(tmp_path: Path) -> None
         run.wait_until(lambda: len(run.metrics()) >= 2, "two steps")
         ranks = run.pids("sglang::scheduler")
         assert len(ranks) == 2
+        recovery = Recovery(run, "SGLang's scheduler killed, one of two ranks of the only engine", "its worker is replaced")
         os.kill(max(ranks), signal.SIGKILL)
         run.wait_until(lambda: "rollout worker 0 is gone" in run.events(), "the loss of the worker")
+        recovery.wait()
         assert run.wait() == 0, run.output()[-4000:]
         folder = RunFolder.view(run_dir)
         state = TrainingState.load(folder.latest_checkpoint().state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,6 +34,7 @@ def went_back(*, step: int, saved: int) -> str:
         ("the run's process was killed by SIGKILL after step 2; it goes on from its beginning (it has no checkpoint) in 1 s",
          "2 steps and the groups under way"),
         ("rollout worker 0 is gone: its actor died; others take its 8 groups", "8 groups"),
+        ("group 7 is sampled again: not finite\ngroup 9 is sampled again: not finite\ngroup 7 is sampled again: late", "2 groups"),
         ("checkpoint in 0.8 s", "nothing"),
     ],
 )  # fmt: skip
@@ -55,6 +57,18 @@ def test_of_a_fault_that_came_more_than_once_the_slowest_is_told(tmp_path: Path,
         "| driver killed | resumed | 41.3 | 3 steps | real processes |",
         "| nodes gone | waits | - | 8 groups | played, virtual time |",
     ]
+
+
+def test_steps_that_a_resume_by_hand_takes_back_are_counted() -> None:
+    assert done_again("going on from step 4 (/runs/one/checkpoints/step_000004)", reached=6) == "2 steps and the groups under way"
+
+
+def test_every_test_that_measures_is_in_the_table() -> None:
+    """None is forgotten when a new one comes."""
+    apart = {Path(__file__), ROOT / "tests/failures/measured.py", ROOT / "tests/failures/table.py"}
+    texts = {path: path.read_text() for path in (ROOT / "tests").rglob("*.py") if path not in apart}
+    measuring = {str(path.relative_to(ROOT)) for path, text in texts.items() if re.search(r"\b(Recovery|Measured)\(", text)}
+    assert measuring == {name.partition("::")[0] for name in TESTS}
 
 
 def test_the_tests_that_measure_are_there() -> None:

@@ -26,6 +26,7 @@ from rollout.reward_cgroup import ControlGroup
 from rollout.reward_process import RewardLoadError, build_extraction, components
 from rollout.rewards import RewardPool
 from rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
+from tests.failures.measured import REAL, Measured
 
 CHAIN_SUM = ReasoningGymTask(dataset="chain_sum")
 USER_REWARDS = """
@@ -235,22 +236,24 @@ def test_what_a_reward_writes_to_the_socket_itself_is_not_run(tmp_path: Path) ->
 
 
 def test_calls_on_other_processes_do_not_wait_for_a_hanging_one() -> None:
-    async def run() -> tuple[bool, str | None, int]:
+    async def run() -> tuple[bool, str | None, int, float]:
         pool = RewardPool(user_reward("moody", deadline_s=5, processes=2))
         await pool.check()
-        before = set(pool.pids)
+        before, began = set(pool.pids), time.monotonic()
         hanging = asyncio.create_task(pool.score((answered("hang"),), asked()))
         await asyncio.sleep(0)
         await pool.score(tuple(answered("ok") for _ in range(20)), asked())
         is_first = hanging.done()
         (late,) = await hanging
-        kept = before & set(pool.pids)
+        seconds, kept = time.monotonic() - began, before & set(pool.pids)
         await pool.close()
-        return is_first, late.error, len(kept)
+        return is_first, late.error, len(kept), seconds
 
-    is_first, error, kept = asyncio.run(run())
+    is_first, error, kept, seconds = asyncio.run(run())
     assert not is_first, "twenty answers took longer than the deadline of the one before them"
     assert error is not None and "took more than 5 s" in error and kept == 1
+    follows = "its process and whatever that started are ended, the answer counts as failed; other answers are scored meanwhile"
+    Measured("scorer that never answers (deadline_s 5)", follows, seconds, "nothing", REAL).write()
 
 
 def test_a_cancelled_call_does_not_leave_its_answer_to_the_next_one() -> None:

@@ -14,6 +14,7 @@ from ray.cluster_utils import Cluster
 from actors.ranks.learner_group import LearnerGroup
 from correction.errors import EngineError
 from tests.actors.on_two_nodes.test_learner_ranks_in_ray import PLAN, learner, two_steps, two_steps_and_back
+from tests.failures.measured import REAL, Measured
 
 pytestmark = pytest.mark.slow
 
@@ -32,3 +33,5 @@ def test_a_second_caller_is_refused_and_changes_no_bit(cluster: Cluster, tmp_pat
             assert await stepping == undisturbed and refused >= 2
 
     asyncio.run(asyncio.wait_for(scenario(), 300.0))
+    follows = "the second is refused by number, in one sentence; no bit changes"
+    Measured("two callers of the learner's ranks", follows, None, "nothing", REAL).write()
