@@ -92,7 +92,7 @@ class RunCosts:
     learner_threads: int = 1
     engine_threads: int = 1
     other_cores: float = 0.0
-    """Cores that the rest of the run takes while engines are at work: rewards, tokenizers, queue, service, driver."""
+    """Cores of these that the rest of the run takes while engines are at work: rewards, tokenizers, queue, service, driver, Ray."""
 
     def engine_pace(self, busy_engines: int, *, learner_trains: bool) -> float:
         """Speed of each engine as a share of what it would be alone."""
