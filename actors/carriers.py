@@ -191,7 +191,7 @@ class GroupFailure:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """Running totals of one worker."""
+    """Running totals of one worker, and how it is."""
 
     busy_s: float
     """Seconds with at least one request in the engine, weight updates included."""
@@ -199,6 +199,8 @@ class WorkerLoad:
     """Seconds since its engine was up."""
     generated_tokens: int
     requests_in_flight: int
+    silent_s: float = 0.0
+    """Seconds for which its engine has given no sign."""
 
     def since(self, before: WorkerLoad | None) -> WorkerLoad:
         """What has been added to the totals since `before`; None: since its start."""

@@ -10,16 +10,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import ray
 
 from actors.carriers import ActorInfo, BegunTicket, GroupFailure, Ticket, WorkerLoad
 from actors.config import RunConfig
-from actors.metrics.exporter import MetricsEndpoint, listen_address
+from actors.metrics.exporter import MetricsEndpoint, listen_address, node_address
 from actors.pool.preemption import EndNotice
 from actors.queue import payloads
 from actors.settings.deadlines import fetch_s
 from actors.settings.devices import check_received
 from actors.settings.environment import worker_environment
+from correction.engines.rendezvous import keep_nccl_on
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DataError, DeadlineExceeded, EngineError, LateError, RequestError, SyncError
@@ -120,6 +122,7 @@ class RolloutWorker:
         settings = self._settings
         if settings.rollout.engine.resolved_device == "cuda":
             check_received(f"rollout worker {self._name}", settings.rollout.gpus_of_a_worker, ray.get_gpu_ids())
+            keep_nccl_on(node_address(), psutil.net_if_addrs())
         self._endpoint = MetricsEndpoint("rollout", self._name, bind=listen_address(settings.bind))
         with own_folder() as self._temporary:
             self._sampler = await Sampler.start(
@@ -289,8 +292,9 @@ class RolloutWorker:
 
     async def load(self) -> WorkerLoad:
         """Raises: EngineError if the engine is lost."""
-        self._sampler.engine.raise_if_lost()
-        return WorkerLoad(self._sampler.busy_s, self._sampler.up_s, self._sampler.generated_tokens, self._sampler.engine.requests_in_flight)
+        sampler, engine = self._sampler, self._sampler.engine
+        engine.raise_if_lost()
+        return WorkerLoad(sampler.busy_s, sampler.up_s, sampler.generated_tokens, engine.requests_in_flight, engine.silent_s)
 
     async def hand_back(self) -> None:
         """Sample nothing more; `generate_group` returns what there is. Returns when the engine has nothing under way."""

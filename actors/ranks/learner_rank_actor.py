@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
 
 from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
@@ -21,6 +22,7 @@ from actors.queue.payloads import read_now
 from actors.ranks.collective_calls import NumberedRank, collective
 from actors.settings.devices import check_received
 from correction.engines.quick_imports import uncollected
+from correction.engines.rendezvous import keep_nccl_on
 from correction.errors import DataError, EngineError, SyncError
 from learner.config import LearnerConfig
 from rollout.stacks import tell_stacks
@@ -76,6 +78,7 @@ class LearnerRankActor(NumberedRank, BeatingInTurn):
 
             if self._config.resolved_device == "cuda":
                 check_received(f"learner rank {self._rank}", self._config.gpus_per_rank, ray.get_gpu_ids())
+                keep_nccl_on(node_address(), psutil.net_if_addrs())
             self._learner = LearnerRank(self._config, self._rank, world_size, master[0], master[1])
         self._learner.load(model_folder(model))
         self._kept = KeptWeights(self._learner)
