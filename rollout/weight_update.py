@@ -256,7 +256,7 @@ class UpdatableEngine:
         try:
             await self._process.wait(replacing, deadline_s, phase, keep=True)
         except BaseException as error:
-            if not replacing.done():
+            if not replacing.done():  # its weights are here, and a broadcast ends by weight_group_timeout_s: the engine's own fault
                 self._process.declare_lost(f"{phase}: {error}")
                 raise
             await self._give_up(version, error)

@@ -194,6 +194,7 @@ class Controller:
     async def _replace(self, lost: list[str], failure: BaseException) -> None:
         """Queue and service by new ones. Learner, engines and what they have under way go on. Raises: what an update has failed with."""
         self._observer.doing(f"{' and '.join(lost)} gone: new ones start, rollouts go on")
+        await unless_set(self._ending.is_asked, self._returns.pause(self._observer.event))
         self._source.replace(self._alarms.correction)
         self._parts |= self._source.parts
         batch, updated = self._step_under_way or (None, None)
@@ -274,9 +275,8 @@ class Controller:
         await self._by_disk(self._observer.disk.room(), f"room for the lines of step {self._step + 1}")
         self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
         with self._watch.phase("wait_learner"), self._pool.learner_waits():
-            sync_s, is_moving = self._config.deadlines.sync_s, self._pool.is_moving
             asking = partial(self._source.next, self._version, self._pool), self._source.service, self._learner
-            batch = next_batch(*asking, step=self._step, deadline_s=sync_s, is_moving=is_moving)
+            batch = next_batch(*asking, step=self._step, deadline_s=self._config.deadlines.sync_s, is_moving=self._pool.is_moving)
             return await self._steps.beside(batch, after_s=_BATCH_IS_LATE_S)
 
     async def _learn(self, batch: PreparedBatch) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from correction.errors import DeadlineExceeded, EngineDirty, EngineError, Evenke
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.continuation import UnfinishedGroup, continued, is_begun, kept, unsampled
 from rollout.sglang_answer import trajectory_of
-from rollout.trajectory import Group, Prompt, SyncReceipt, Trajectory
+from rollout.trajectory import FailureKind, Group, Prompt, SyncReceipt, Trajectory
 from tests.simulation.processes import Process
 
 _CHUNKS = 3
@@ -262,8 +262,8 @@ class SimulatedSampler:
     generated_tokens = 0
     busy_s = up_s = 1.0
 
-    def __init__(self, engine: SimulatedEngine, samples: int, unscored: float) -> None:
-        self.engine, self._samples, self._unscored = engine, samples, unscored
+    def __init__(self, engine: SimulatedEngine, samples: int, unscored: float, judge_is_down: Callable[[], bool]) -> None:
+        self.engine, self._samples, self._unscored, self._judge_is_down = engine, samples, unscored, judge_is_down
 
     async def group(
         self, prompt: Prompt, *, group_id: int, admitted_version: int, topk: int = 0, begun: UnfinishedGroup | None = None
@@ -282,8 +282,8 @@ class SimulatedSampler:
 
     def _scored(self, answer: Trajectory, prompt: Prompt, index: int) -> Trajectory:
         share = zlib.crc32(f"reward of {prompt.prompt_id}/{index}".encode()) / 2**32
-        if share < self._unscored:
-            return replace(answer, error="the reward took longer than its deadline")
+        if share < self._unscored or self._judge_is_down():
+            return replace(answer, error="the reward took longer than its deadline", failure=FailureKind.REWARD_TIMEOUT)
         return replace(answer, reward=float(share > 0.6))
 
     async def close(self) -> None: ...

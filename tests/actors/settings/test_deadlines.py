@@ -10,7 +10,7 @@ import yaml
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.settings.deadlines import as_text, bytes_of, group_s, inversions, table, with_deadlines
+from actors.settings.deadlines import as_text, bytes_of, fetch_s, group_s, inversions, table, with_deadlines
 
 ROOT = Path(__file__).parents[3]
 
@@ -42,6 +42,8 @@ def test_who_waits_for_something_waits_longer_than_it_may_take(tokens: int, size
     assert 2 * engine.heartbeat_s < run.part_heartbeat_s < run.batch_s, "a frozen part is known long before its batch is late"
     assert engine.generate_s < group_s(config.rollout) < 2 * group_s(config.rollout) < run.batch_s
     assert group_s(config.rollout) <= run.evaluation_s
+    own_s = engine.update_s + 2 * engine.control_s
+    assert fetch_s(config) == run.sync_s - own_s == pytest.approx(60 + size / run.bytes_per_s), "late weights leave the engine its time"
     assert engine.control_s + engine.update_s < run.sync_s < 3 * run.sync_s < run.receipts_s < run.batch_s
     assert 2 * engine.start_s <= run.start_s < run.batch_s, "a batch outlives the start of a worker's replacement"
     assert inversions(config) == []
@@ -52,7 +54,7 @@ def test_long_answers_and_many_bytes_need_no_setting() -> None:
     config = with_deadlines(run_config(sampling={"max_tokens": 32_768}), 60 * 10**9)
     run, engine = config.deadlines, config.rollout.engine.deadlines
     assert engine.generate_s == pytest.approx(3 * 32_768 / 5)
-    assert engine.update_s == 720 and run.sync_s == pytest.approx(600 + 720 + 2 * 180)
+    assert engine.update_s == 720 and run.sync_s == pytest.approx(60 + 600 + 720 + 2 * 180)
     assert run.checkpoint_s == pytest.approx(8 * 600)
     small = with_deadlines(run_config(), 10**6)
     assert small.rollout.engine.deadlines.generate_s == pytest.approx(3 * 256 / 5) and small.deadlines.checkpoint_s == 600
@@ -64,7 +66,7 @@ def test_what_a_recipe_sets_stays_and_is_all_that_is_written_down() -> None:
     config = config.model_copy(update={"deadlines": type(config.deadlines)(batch_s=100.0)})
     whole = with_deadlines(config, 10**10)
     assert (whole.deadlines.batch_s, whole.rollout.engine.deadlines.update_s) == (100.0, 50.0)
-    assert whole.deadlines.sync_s == pytest.approx(100 + 50 + 2 * 80)
+    assert whole.deadlines.sync_s == pytest.approx(60 + 100 + 50 + 2 * 80)
     assert with_deadlines(whole, 10**10) == whole
     written = yaml.safe_load(yaml.safe_dump(whole.model_dump(mode="json")))
     assert written["deadlines"]["batch_s"] == 100.0 and "sync_s" not in written["deadlines"]
