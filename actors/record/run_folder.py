@@ -47,6 +47,7 @@ from actors.state.json_lines import JsonLines
 from correction.errors import ConfigError, DataError
 from correction.monitor import Event, State
 from correction.quantities import current_name
+from correction.settings import dump_with_derived
 from learner.file_sums import flush_to_disk, seal
 
 _LEVELS = ("info", "watch", "warning", "alarm", "error")
@@ -177,9 +178,8 @@ class RunFolder:
     # Configuration, numbers, events, samples.
 
     def write_config(self, config: BaseModel) -> None:
-        """Keep the resolved configuration."""
-        data = config.model_dump(mode="json")
-        self.write_text("config.yaml", yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
+        """Keep the resolved configuration; derived deadlines stand under `derived` in their sections, and a resume derives them anew."""
+        self.write_text("config.yaml", yaml.safe_dump(dump_with_derived(config), sort_keys=False, allow_unicode=True))
 
     def read_config(self) -> dict[str, Any]:
         """The resolved configuration as plain data. Raises: ConfigError if the file can't be read as YAML."""
