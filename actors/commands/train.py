@@ -31,7 +31,7 @@ from actors.record.observer import Observer
 from actors.record.run_folder import RunFolder
 from actors.record.stack_collector import StackCollector
 from actors.record.terminal import TerminalView
-from actors.settings.deadlines import bytes_of, inversions, with_deadlines
+from actors.settings.deadlines import inversions
 from actors.settings.derived import derived
 from actors.settings.devices import check_devices, check_types
 from correction.engines.quick_imports import uncollected
@@ -95,7 +95,6 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     config = checked(config, model, has_weights=has_weights)
     check_task_names(config.rollout.task)
     facts = paper_facts(config, model)
-    config = with_deadlines(config, bytes_of(model) if has_weights else facts.shape.weight_bytes("bfloat16"))
     check_types(config)
     of_paper = on_paper(facts, config)
     stop_at_failures(of_paper)
