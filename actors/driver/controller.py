@@ -380,7 +380,7 @@ class Controller:
         await self._sync.receipts(self._version, deadline_s=self._config.deadlines.receipts_s, is_one_enough=True)
 
     async def _end(self) -> None:
-        """Stop what was started, whatever state it is in. What ended the run need not cost the checkpoint that is being written."""
+        """Stop all parts that were started. A checkpoint that is being written is finished first, unless the run ends at once."""
         self._drop_step()
         self._observer.doing("ending")
         if not (at_once := self._ending.is_at_once):

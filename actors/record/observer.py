@@ -198,7 +198,7 @@ class Observer:
         self._extra.update(numbers)
 
     def trained(self) -> None:
-        """The step's training has ended and its weights go out now: what the workers hold is what they have worked with."""
+        """The step's training has ended. Its weights go out next, so the versions that workers hold now are those they sampled with."""
         self._versions = self._pool.versions()
         joined, current = self._pool.counts()
         self.note({"pool/workers": joined, "pool/current_workers": current, "pool/target_workers": self._pool.target})

@@ -9,6 +9,8 @@
     events.log                      what happened: time, level, text
     tensorboard/                    event files
     trajectories/step_000010.txt    samples as text                      trajectories/held_out_000010.txt
+    slowest.json                    the prompts whose rewards took longest (slowest.py)
+    stacks/                         where each process stood when a wait was half over (stack_collector.py)
     skipped_batches/                batches whose loss or gradient was not finite: a few (skipped_batches.py)
     scatter.npz                     pi_prox against mu (ScatterSample in actors/carriers.py)
     checkpoints/step_000050/        hf/ (Hugging Face), state/ (for a resume), manifest.json; step_....damaged: set aside by a resume
