@@ -25,7 +25,8 @@ from actors.record.finished_step import FinishedStep
 from actors.record.metric_views import open_views, views_from_an_earlier_step
 from actors.record.patience import PatientWriter
 from actors.record.probe_watch import ProbeWatch
-from actors.record.run_folder import RunEvent, RunFolder
+from actors.record.run_event import EventKind, RunEvent
+from actors.record.run_folder import RunFolder
 from actors.record.skipped_batches import keep_and_tell
 from actors.record.slowest import FILE, SlowestPrompts
 from actors.record.step_report import (
@@ -127,13 +128,13 @@ class Observer:
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def event(self, level: str, text: str) -> None:
-        self.keep_event(level, text)
+    def event(self, level: str, text: str, kind: EventKind = EventKind.NONE) -> None:
+        self.keep_event(level, text, kind)
         self._view.event(level, text)
 
-    def keep_event(self, level: str, text: str) -> None:
+    def keep_event(self, level: str, text: str, kind: EventKind = EventKind.NONE) -> None:
         """In events.log alone."""
-        self.disk.do(partial(self._folder.write_event, RunEvent.now(level, text)))
+        self.disk.do(partial(self._folder.write_event, RunEvent.now(level, text, kind)))
 
     def phase(self, text: str) -> None:
         self.keep_event("info", text)
@@ -205,7 +206,7 @@ class Observer:
 
     def saved(self, path: Path, seconds: float) -> None:
         self._extra["time/checkpoint_s"] = seconds
-        self.event("info", f"checkpoint {path} in {seconds:.1f} s")
+        self.event("info", f"checkpoint {path} in {seconds:.1f} s", EventKind.SAVED)
 
     def evaluated(self, result: Evaluation, prompts: Sequence[Prompt]) -> None:
         numbers = result.metrics()

@@ -12,7 +12,8 @@ from enum import Enum
 from pathlib import Path
 
 from actors.metrics.step_metrics import StepMetrics, shown
-from actors.record.run_folder import RunEvent, RunFolder
+from actors.record.run_event import EventKind, RunEvent
+from actors.record.run_folder import RunFolder
 from actors.record.stack_gist import newest_gist
 from correction.errors import ConfigError, DataError
 from learner.file_sums import read_manifest_of_files, verify
@@ -182,11 +183,11 @@ def _end(events: Sequence[RunEvent], is_complete: bool, is_running: bool) -> tup
         return RunState.RUNNING, ""
     last = events[-1] if events else None
     if last is not None and last.level == "error":
-        return (RunState.STOPPED if last.text.startswith("ended at once by") else RunState.FAILED), last.text
+        return (RunState.STOPPED if last.kind is EventKind.STOPPED else RunState.FAILED), last.text
     if is_complete:
         return RunState.COMPLETE, ""
-    asked = next((event for event in reversed(events) if event.text.startswith("interrupted (") or event.level == "alarm"), None)
-    saved_after = asked is not None and any(event.text.startswith("checkpoint ") for event in events[events.index(asked) :])
+    asked = next((event for event in reversed(events) if event.kind is EventKind.ENDING), None)
+    saved_after = asked is not None and any(event.kind is EventKind.SAVED for event in events[events.index(asked) :])
     if asked is not None and saved_after:
         return RunState.STOPPED, asked.text
     return RunState.VANISHED, f"its last event is of {last.time}" if last else "it has no events"

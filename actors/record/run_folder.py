@@ -6,7 +6,7 @@
     clipped_tokens.jsonl            one line a step that clipped any: [token id, how often] of the most frequent ones, by advantage
     ledger.jsonl                    one line a prompt that has left the queue (actors/state/ledger.py)
     rewound.jsonl                   lines of the .jsonl files before the ledger that a resume took back (nothing of them is deleted)
-    events.log                      what happened: time, level, text
+    events.log                      what happened: time, level, [what it says of the run's end], text (run_event.py)
     tensorboard/                    event files
     trajectories/step_000010.txt    samples as text                      trajectories/held_out_000010.txt
     slowest.json                    the prompts whose rewards took longest (slowest.py)
@@ -33,7 +33,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ from pydantic import BaseModel
 
 from actors.metrics.step_metrics import StepMetrics
 from actors.record.ownership import FOLDERS, clear, fresh_path, is_failed_start, own
+from actors.record.run_event import RunEvent
 from actors.record.skipped_batches import KEPT, SkippedBatch
 from actors.state.json_lines import JsonLines
 from correction.errors import ConfigError, DataError
@@ -52,28 +52,10 @@ from correction.quantities import current_name
 from correction.settings import dump_with_derived
 from learner.file_sums import flush_to_disk, seal
 
-_LEVELS = ("info", "watch", "warning", "alarm", "error")
 KEPT_SAMPLES = 1000  # steps whose samples are all kept as text
 CHECKPOINT_FORMAT = 5
 """Stands in a checkpoint's manifest; another one is refused."""
 _CHECKPOINT = re.compile(r"step_(\d{6,})$")
-
-
-@dataclass(frozen=True, slots=True)
-class RunEvent:
-    """One line of events.log."""
-
-    time: str
-    """ISO 8601, local time, to the second."""
-    level: str
-    """info, warning or error; watch or alarm, from the early warning."""
-    text: str
-
-    @classmethod
-    def now(cls, level: str, text: str) -> RunEvent:
-        if level not in _LEVELS:
-            raise ValueError(f"event level {level!r}: use one of {', '.join(_LEVELS)}")
-        return cls(datetime.now().isoformat(timespec="seconds"), level, " ".join(text.split()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,19 +229,18 @@ class RunFolder:
 
     def write_event(self, entry: RunEvent) -> None:
         """The same, of an event that may be older."""
-        line = f"{entry.time} {entry.level:7} {entry.text}\n"
         try:
             with self.events_path.open("a", encoding="utf-8") as file:
-                file.write(line)
+                file.write(entry.line)
         except OSError as error:  # a full disk: what there is to say may be just that
-            sys.stderr.write(f"{self.events_path} can't be written ({error}): {line}")
+            sys.stderr.write(f"{self.events_path} can't be written ({error}): {entry.line}")
 
     def read_events(self) -> list[RunEvent]:
         """All events so far, in order."""
         if not self.events_path.is_file():
             return []
-        parts = (line.split(None, 2) for line in self.events_path.read_text(errors="replace").splitlines())
-        return [RunEvent(*part) for part in parts if len(part) == 3 and part[1] in _LEVELS]
+        lines = self.events_path.read_text(errors="replace").splitlines()
+        return [event for line in lines if (event := RunEvent.parse(line)) is not None]
 
     def write_trajectories(self, step: int, text: str, kind: str = "step") -> Path:
         """Keep samples as text, of older steps each hundredth's. kind: "step": of a training batch; "held_out": of an evaluation."""
