@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from actors.metrics.step_metrics import StepMetrics, shown
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
 from actors.record.stack_gist import newest_gist
+from actors.state.json_lines import JsonLines
 from correction.errors import ConfigError, DataError
 from learner.file_sums import read_manifest_of_files, verify
 
@@ -238,17 +239,17 @@ def _troubles(events: Sequence[RunEvent]) -> tuple[Trouble, ...]:
     return tuple(found.values())
 
 
+def _settled(record: Mapping[str, Any]) -> tuple[str, str, int]:
+    """Prompt, what became of it, and the step, of a line of the ledger."""
+    return str(record["prompt_id"]), str(record["outcome"]), int(record["step"])
+
+
 def _books(path: Path, metrics: Sequence[StepMetrics]) -> str:
     """Whether each prompt left the queue once, and as many did as the last step says."""
     outcomes: dict[str, int] = {}
     seen: set[str] = set()
     twice: set[str] = set()
-    for line in path.open(encoding="utf-8") if path.is_file() else ():
-        try:
-            record = json.loads(line)
-            prompt, outcome, step = str(record["prompt_id"]), str(record["outcome"]), int(record["step"])
-        except (ValueError, KeyError, TypeError):  # the last line of a run that was killed may be torn
-            continue
+    for prompt, outcome, step in JsonLines(path).each(_settled):
         if metrics and step > metrics[-1].step:
             continue  # settled before the step's line was written
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
