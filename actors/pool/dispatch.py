@@ -15,8 +15,7 @@ from typing import Protocol, TypeVar
 
 from actors.carriers import BegunTicket, Ticket
 from rollout.config import AnswerSampling
-from rollout.continuation import UnfinishedGroup
-from rollout.trajectory import Prompt, Trajectory
+from rollout.trajectory import Prompt, Trajectory, UnfinishedGroup
 
 _EVALUATION_SHARE = 4
 """One in so many of a worker's slots may go to evaluations while training is fed."""

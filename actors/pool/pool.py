@@ -33,8 +33,7 @@ from actors.settings.deadlines import group_s
 from actors.weights.weight_sync import SyncTarget
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError
 from rollout.config import AnswerSampling, FunctionReward
-from rollout.continuation import UnfinishedGroup
-from rollout.trajectory import GroupFacts, Prompt, Trajectory
+from rollout.trajectory import GroupFacts, Prompt, Trajectory, UnfinishedGroup
 
 log = logging.getLogger("evenkeel.pool")
 _MAX_RESYNCS = 3
@@ -86,10 +85,8 @@ class RolloutPool(Membership):
         self.spawn(self._watch())
 
     async def withdraw(self) -> None:
-        """Take all work back, and all weights: the workers go on to nothing, until `serve`, `follow` and `feed`.
-
-        What the pool has failed with is dealt with then: what fails from here on counts.
-        """
+        """Withdraw all work and weights; workers stay idle until `serve`, `follow` and `feed`. A failure so far is cleared, later ones
+        count."""
         self._sync = None
         calls = [task for task in self._tasks if task.get_name() == _CALL]
         for call in calls:

@@ -27,11 +27,10 @@ from correction.engines.weight_spec import WeightSpec
 from correction.errors import DataError, DeadlineExceeded, EngineError, LateError, RequestError, SyncError
 from correction.schedule import needs_topk
 from rollout.config import AnswerSampling, RolloutConfig
-from rollout.continuation import UnfinishedGroup
 from rollout.sampler import Sampler
 from rollout.stacks import tell_stacks
 from rollout.temporary_files import own_folder, remove
-from rollout.trajectory import FailureKind, FinishReason, GroupFacts, Prompt, SyncReceipt, Trajectory, ids_of, logprobs_of
+from rollout.trajectory import FailureKind, FinishReason, GroupFacts, Prompt, SyncReceipt, Trajectory, UnfinishedGroup, ids_of, logprobs_of
 from rollout.weight_update import require_checksums
 
 T = TypeVar("T")

@@ -30,8 +30,8 @@ from actors.pool.scaling import ScalingDecision
 from actors.processes.supervision import HALF_OVER, USUAL_START, kill, persistently, unwrapped, wait_for
 from actors.weights.weight_sync import SyncTarget
 from correction.errors import DeadlineExceeded, EvenkeelError
-from rollout.continuation import UnfinishedGroup
 from rollout.heartbeat import MISSES
+from rollout.trajectory import UnfinishedGroup
 
 log = logging.getLogger("evenkeel.pool")
 _LOAD_S = 5.0

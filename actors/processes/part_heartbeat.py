@@ -41,7 +41,7 @@ class BeatingInTurn:
 
 
 def sequential_actor(actor: type[BeatingInTurn]) -> Any:
-    """As ray.remote. Ray keeps no order among calls: a heartbeat would wait behind one whose arguments are on their way."""
+    """Like ray.remote, with calls out of order: in order, a heartbeat would wait behind a call whose arguments are still on their way."""
     return ray.remote(concurrency_groups={**GROUPS, BESIDE: 1}, allow_out_of_order_execution=True)(actor)  # type: ignore[call-overload]
 
 

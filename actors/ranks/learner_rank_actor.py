@@ -126,7 +126,8 @@ class LearnerRankActor(NumberedRank, BeatingInTurn):
 
     @collective
     def proximal(self, number: int, batch: PackedBatch, version: int) -> tuple[None, Proximal | None]:
-        """Proximal logprobs at the weights of `version`: nothing for who waits, and the answer for who has asked."""
+        """Proximal logprobs at the weights of `version`. Two results: None, which the group waits for, and rank 0's answer, which stays in
+        the object store."""
         self._begin(number, "proximal logprobs", version)
         result = self._learner.proximal(batch.holding(self._read) if self._read else batch)
         if self._rank != 0:

@@ -151,7 +151,7 @@ def as_text(deadlines: list[Deadline]) -> str:
 
 
 def inversions(config: RunConfig) -> list[str]:
-    """What a recipe's own deadlines turn around, one sentence each: somebody would stop waiting before what is waited for may be late."""
+    """One sentence for each deadline of the recipe that is no longer than the deadline of what it waits for."""
     run, engine = config.deadlines, config.rollout.engine.deadlines
     pairs = (
         ("deadlines.batch_s", run.batch_s, "one group (answer, rewards, queue)", group_s(config.rollout)),

@@ -18,7 +18,7 @@ _CHUNK = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class RunShape:
-    """The settings that decide how work flows; their names and meanings are the recipe's."""
+    """The settings of a recipe that decide how work flows."""
 
     workers: int
     groups_per_step: int

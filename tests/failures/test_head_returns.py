@@ -1,8 +1,8 @@
 """The head of a joined cluster keeps what it knows in a Redis (Ray's GCS fault tolerance), dies, and comes back before Ray gives it up.
 
-Redis is Debian's (deploy/fetch_redis.sh). Ray's control service is ended by SIGKILL and started again with its own command, as a supervisor
-of the head would. Behaviours locked here: the run goes on with what it has while the head is gone; a worker that dies after the head's
-return is replaced, which takes the head; no step is done again.
+Redis is Debian's (deploy/fetch_redis.sh). Ray's control service alone is ended, by SIGKILL, and started again with its own command; its
+node lives on, as those of a cluster do whose head is a machine of its own. Behaviours locked here: the run goes on with what it has while
+the head is gone; a worker that dies after the head's return is replaced, which takes the head; no step is done again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from actors.record.run_folder import RunFolder
@@ -58,9 +57,8 @@ def kill_control_service(cluster: RunningCluster) -> tuple[list[str], dict[str, 
     """Returns: its command and its variables."""
     (server,) = cluster.head.processes("gcs_server")
     command, variables = server.cmdline(), server.environ()
-    os.kill(cluster.head.main.pid, signal.SIGKILL)  # it would end the other processes of the head
+    cluster.head.main.send_signal(signal.SIGSTOP)  # `ray start` would end the head's other processes
     server.kill()
-    psutil.wait_procs([server], timeout=10.0)
     return command, variables
 
 
@@ -86,6 +84,7 @@ def test_a_head_that_comes_back_costs_nothing(small_model: Path, tmp_path: Path,
                     assert run.wait() == 128 + signal.SIGTERM, run.output()[-4000:]
                 finally:
                     returned.kill()
+                    cluster.head.main.send_signal(signal.SIGCONT)
         finally:
             run.close()
     state = TrainingState.load(RunFolder.view(run_dir).latest_checkpoint().state)

@@ -16,9 +16,9 @@ from typing import Any
 
 from correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, SyncError
 from rollout.config import AnswerSampling, RolloutConfig
-from rollout.continuation import UnfinishedGroup, continued, is_begun, kept, unsampled
+from rollout.continuation import continued, is_begun, kept, unsampled
 from rollout.sglang_answer import trajectory_of
-from rollout.trajectory import FailureKind, Group, Prompt, SyncReceipt, Trajectory
+from rollout.trajectory import FailureKind, Group, Prompt, SyncReceipt, Trajectory, UnfinishedGroup
 from tests.simulation.processes import Process
 
 _CHUNKS = 3

@@ -10,7 +10,9 @@ import yaml
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
+from actors.record.run_folder import RunFolder
 from actors.settings.deadlines import as_text, bytes_of, fetch_s, group_s, inversions, table, with_deadlines
+from correction.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 
@@ -60,7 +62,7 @@ def test_long_answers_and_many_bytes_need_no_setting() -> None:
     assert small.rollout.engine.deadlines.generate_s == pytest.approx(3 * 256 / 5) and small.deadlines.checkpoint_s == 600
 
 
-def test_what_a_recipe_sets_stays_and_is_all_that_is_written_down() -> None:
+def test_what_a_recipe_sets_stays_and_is_all_that_a_dump_has() -> None:
     """So that a resume with longer answers has longer deadlines; deriving twice gives the same."""
     config = run_config(engine={"device": "cpu", "deadlines": {"update_s": 50.0}})
     config = config.model_copy(update={"deadlines": type(config.deadlines)(batch_s=100.0)})
@@ -74,6 +76,31 @@ def test_what_a_recipe_sets_stays_and_is_all_that_is_written_down() -> None:
     longer = RunConfig.model_validate(written | {"rollout": written["rollout"] | {"sampling": {"max_tokens": 10_000}}})
     assert with_deadlines(longer, 10**10).rollout.engine.deadlines.generate_s == pytest.approx(3 * 10_000 / 5)
     assert [sentence.partition(" = ")[0] for sentence in inversions(whole)] == ["deadlines.batch_s"]
+
+
+def test_config_yaml_shows_derived_deadlines_and_a_resume_derives_them_anew(tmp_path: Path) -> None:
+    """Under `derived`, so that a resume with longer answers, or with one of them set, doesn't meet the old value. Earlier folders
+    don't have the key."""
+    config = run_config(engine={"device": "cpu", "deadlines": {"update_s": 50.0}})
+    whole = with_deadlines(config, 10**10)
+    with RunFolder.create(tmp_path / "run", "run") as folder:
+        folder.write_config(whole)
+        written = folder.read_config()
+    of_engine = written["rollout"]["engine"]["deadlines"]
+    assert (written["deadlines"]["derived"]["sync_s"], of_engine["update_s"]) == (pytest.approx(100 + 50 + 2 * 80), 50.0)
+    assert of_engine["derived"] == {"start_s": 400.0, "generate_s": pytest.approx(3 * 256 / 5), "control_s": 80.0}
+    read = run_config_of(tmp_path / "run")
+    assert read.deadlines == config.deadlines and read.rollout.engine.deadlines == config.rollout.engine.deadlines
+    assert with_deadlines(read, 10**10).deadlines == whole.deadlines
+    assert run_config_of(tmp_path / "run", "deadlines.sync_s=77").deadlines.sync_s == 77.0
+    earlier = whole.model_dump(mode="json")
+    assert "derived" not in earlier["deadlines"] and RunConfig.model_validate(earlier).deadlines == config.deadlines
+    with pytest.raises(ConfigError, match="no value named sink_s is derived"):
+        run_config_of(tmp_path / "run", "deadlines.derived.sink_s=77")
+
+
+def run_config_of(folder: Path, *overrides: str) -> RunConfig:
+    return load_config(RunConfig, folder / "config.yaml", overrides)
 
 
 def test_the_table_has_every_key_and_says_what_is_set() -> None:
