@@ -33,7 +33,7 @@ class ReplayedEngine:
 
     engine: ReplayedEngine
     requests_in_flight = generated_tokens = 0
-    busy_s = up_s = 0.0
+    busy_s = up_s = silent_s = 0.0
 
     def __init__(self, tokens: int, seconds: float, seed: int) -> None:
         self._tokens, self._seconds, self._random = tokens, seconds, random.Random(seed)
