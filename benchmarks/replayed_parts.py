@@ -75,6 +75,7 @@ class ReplayedEngine:
 
     engine: ReplayedEngine
     requests_in_flight = generated_tokens = 0
+    silent_s = 0.0
 
     def __init__(self, tokens: int, seconds: float, wide: WideShape, seed: int) -> None:
         self._tokens, self._seconds, self._wide, self._random = tokens, seconds, wide, random.Random(seed)

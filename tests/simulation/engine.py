@@ -90,6 +90,7 @@ class SimulatedEngine:
         self.held: dict[str, int] = dict.fromkeys(_TENSORS, -1)
         """By tensor: the weights that it is of."""
         self.requests_in_flight = 0
+        self.silent_s = 0.0
         self.is_leaving = False
         self._dirty: str | None = "it has had no weights yet"
         self._failed_updates = 0
