@@ -1,4 +1,5 @@
-"""All that crosses a process between actors; what crosses packages is theirs (rollout/trajectory.py, correction/batch.py).
+"""What actors and driver send each other. What crosses packages too is in theirs: rollout/trajectory.py, learner/results.py,
+correction/batch.py, correction/engines/. tests/test_layers.py lists the few that are elsewhere, with reasons.
 
 Frozen: nothing is changed after it was handed over, and tensors are read-only by agreement.
 """
@@ -16,8 +17,7 @@ if TYPE_CHECKING:  # torch: seconds that not every process needs
     from correction.engines.processor import Processor
     from correction.engines.weight_spec import WeightSpec
     from correction.monitor import Event, State
-    from rollout.continuation import UnfinishedGroup
-    from rollout.trajectory import FailureKind, Group, GroupFacts, Prompt
+    from rollout.trajectory import FailureKind, Group, GroupFacts, Prompt, UnfinishedGroup
 
 INVALID = "fewer than two valid trajectories"
 UNIFORM = "rewards all alike"
@@ -191,7 +191,7 @@ class GroupFailure:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """Running totals of one worker."""
+    """Running totals of one worker, and how it is."""
 
     busy_s: float
     """Seconds with at least one request in the engine, weight updates included."""
@@ -199,6 +199,8 @@ class WorkerLoad:
     """Seconds since its engine was up."""
     generated_tokens: int
     requests_in_flight: int
+    silent_s: float = 0.0
+    """Seconds for which its engine has given no sign."""
 
     def since(self, before: WorkerLoad | None) -> WorkerLoad:
         """What has been added to the totals since `before`; None: since its start."""

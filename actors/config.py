@@ -12,7 +12,7 @@ from correction.config import CorrectionConfig
 from correction.errors import ConfigError
 from correction.monitor import MonitorConfig
 from correction.replacement import check_replaceable, reason_of, switched, tightened
-from correction.schedule import fold_obstacle, needs_proximal_forward
+from correction.schedule import defers, fold_obstacle, needs_proximal_forward
 from correction.settings import DerivedSettings, Settings
 from learner.config import LearnerConfig
 from learner.nano import NanoModelConfig
@@ -262,7 +262,8 @@ class RunConfig(Settings):
                 f"{self.correction.proximal}: no proximal forward runs before training whose routing could be replayed. Set "
                 "learner.routing_replay: rollout or none, or have several optimizer steps per batch and correction.proximal: recompute"
             )
-        obstacle = fold_obstacle(self.correction, is_deferred=not has_forward and steps == 1, has_auxiliary_loss=True)
+        is_deferred = defers(self.correction, steps, has_auxiliary_loss=balances)
+        obstacle = fold_obstacle(self.correction, is_deferred=is_deferred, has_auxiliary_loss=True)
         if balances and obstacle is not None:
             raise ValueError(
                 f"learner.moe_aux_loss_coefficient = {learner.moe_aux_loss_coefficient} with this correction: {obstacle}. Set it to 0, or "

@@ -5,8 +5,9 @@
 Each node is a raylet on this machine, brought and taken by Ray's own autoscaler. A policy that knows nothing samples long answers, so a
 learner of full speed waits: the pool grows. Then a node is killed, with all that runs on it. Then the learner's process is stopped for
 19/20 of the time, so workers wait, and the pool shrinks. It prints the timeline with the reasons of each decision, the time from a decision
-to the first group that a new worker has sampled (which holds the first token), from the killed node to its groups being sampled elsewhere,
-and whether the books balance. Processes of one machine die with a closed connection, which is noticed sooner than a machine without power.
+to the first group that a new worker has sampled (so to its first token at most that), from the killed node to its groups being sampled
+elsewhere, and whether the books balance. Processes of one machine die with a closed connection, which is noticed sooner than a machine
+without power.
 """
 
 from __future__ import annotations

@@ -6,11 +6,16 @@ Engines sleep and hand over groups of real size, cut from made-up buffers; many 
 from __future__ import annotations
 
 import asyncio
+import functools
+import math
 import os
 import random
 import time
+from array import array
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +25,49 @@ from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
 from actors.pool.pool import RolloutPool
 from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
 from actors.pool.workers import WorkerHandle
+from actors.queue.payloads import read_now
 from actors.weights.weight_sync import SyncTarget
 from correction.config import CorrectionConfig
-from rollout.trajectory import FinishReason, Group, Prompt, SyncReceipt, Trajectory, VersionSpan, ids_of, logprobs_of
+from correction.errors import ActorLost, EngineError
+from rollout.trajectory import (
+    FinishReason,
+    Group,
+    Prompt,
+    RoutedExperts,
+    SyncReceipt,
+    TopLogprobs,
+    Trajectory,
+    VersionSpan,
+    ids_of,
+    logprobs_of,
+)
 
 SAMPLES = 8
 """Answers of a group."""
+EXPERTS = 8
+"""Experts of a token in each layer."""
+
+
+@dataclass(frozen=True)
+class WideShape:
+    """Of the fields with many values a token that answers have."""
+
+    topk: int = 0
+    """Likeliest tokens beside each sampled one."""
+    layers: int = 0
+    """With routed experts."""
+
+    @property
+    def token_bytes(self) -> int:
+        return 8 * self.topk + EXPERTS * self.layers
+
+
+@functools.cache
+def made_up(tokens: int, wide: WideShape) -> tuple[TopLogprobs | None, RoutedExperts | None]:
+    """Wide fields of so many tokens, one of each for a process: what answers have of them are copies."""
+    ids, logprobs = ids_of(range(tokens * wide.topk)), logprobs_of(-1.0 for _ in range(tokens * wide.topk))
+    top = TopLogprobs(wide.topk, ids, logprobs) if wide.topk else None
+    return top, RoutedExperts(wide.layers, EXPERTS, array("B", bytes(tokens * wide.layers * EXPERTS))) if wide.layers else None
 
 
 class ReplayedEngine:
@@ -33,10 +75,11 @@ class ReplayedEngine:
 
     engine: ReplayedEngine
     requests_in_flight = generated_tokens = 0
-    busy_s = up_s = 0.0
+    silent_s = 0.0
 
-    def __init__(self, tokens: int, seconds: float, seed: int) -> None:
-        self._tokens, self._seconds, self._random = tokens, seconds, random.Random(seed)
+    def __init__(self, tokens: int, seconds: float, wide: WideShape, seed: int) -> None:
+        self._tokens, self._seconds, self._wide, self._random = tokens, seconds, wide, random.Random(seed)
+        self._began, self._dead = time.monotonic(), asyncio.Event()
         longest = 8 * tokens
         self._ids = ids_of(self._random.randrange(150_000) for _ in range(longest))
         self._logprobs = logprobs_of(-self._random.random() for _ in range(longest))
@@ -45,7 +88,11 @@ class ReplayedEngine:
 
     async def group(self, prompt: Prompt, *, group_id: int, admitted_version: int, topk: int = 0, begun: Any = None) -> Group:
         lengths = [min(len(self._ids), max(1, int(self._tokens * self._random.lognormvariate(-0.125, 0.5)))) for _ in range(SAMPLES)]
-        await asyncio.sleep(self._seconds * max(lengths) / self._tokens)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._seconds * max(lengths) / self._tokens):
+                await self._dead.wait()
+        self.raise_if_lost()
+        self.generated_tokens += sum(lengths)
         answers = tuple(self._answer(prompt, n, i % 2, admitted_version) for i, n in enumerate(lengths))
         return Group(group_id, prompt, answers, admitted_version)
 
@@ -56,13 +103,36 @@ class ReplayedEngine:
         ids, logprobs = self._ids[:length], self._logprobs[:length]
         text = "word " * (length // 2)
         prompt_ids = ids_of(prompt.token_ids)
-        return Trajectory(prompt.prompt_id, prompt_ids, ids, logprobs, spans, FinishReason.STOP, text=text, reward=float(reward))
+        one = Trajectory(prompt.prompt_id, prompt_ids, ids, logprobs, spans, FinishReason.STOP, text=text, reward=float(reward))
+        return self._with_wide_fields(one) if self._wide.token_bytes else one
+
+    def _with_wide_fields(self, one: Trajectory) -> Trajectory:
+        k, layers, length, read = self._wide.topk, self._wide.layers, len(one.response_ids), len(one.prompt_ids) + len(one.response_ids) - 1
+        top, routes = made_up(len(one.prompt_ids) + len(self._ids), self._wide)
+        return replace(
+            one,
+            top_logprobs=top and TopLogprobs(k, top.ids[: length * k], top.logprobs[: length * k]),
+            routed_experts=routes and RoutedExperts(layers, EXPERTS, routes.ids[: read * layers * EXPERTS]),
+        )
 
     async def update_weights(self, version: int, buckets: Sequence[Any]) -> SyncReceipt:
+        self.raise_if_lost()
         self._version = version
         return SyncReceipt(version, "retract", len(buckets), 0, 0, 0.0)
 
-    def raise_if_lost(self) -> None: ...
+    @property
+    def up_s(self) -> float:
+        return time.monotonic() - self._began
+
+    busy_s = up_s
+
+    def die(self) -> None:
+        """What it has under way fails."""
+        self._dead.set()
+
+    def raise_if_lost(self) -> None:
+        if self._dead.is_set():
+            raise ActorLost("the replayed engine was ended")
 
     async def weight_checksums(self, *_: Any) -> dict[str, str]:
         return {}
@@ -79,20 +149,23 @@ class NoEndpoint:
 class WorkerHost:
     """A process with many rollout workers, real ones but for their engines; calls name the worker."""
 
-    def __init__(self, settings: WorkerSettings, tokens: int, seconds: float) -> None:
-        self._settings, self._tokens, self._seconds = settings, tokens, seconds
+    def __init__(self, settings: WorkerSettings, tokens: int, seconds: float, wide: WideShape) -> None:
+        self._settings, self._replays = settings, (tokens, seconds, wide)
         self._workers: dict[str, RolloutWorker] = {}
 
     async def start(self, name: str, version: int) -> ActorInfo:
         worker = RolloutWorker(name, self._settings)
         worker._endpoint = NoEndpoint()  # type: ignore[assignment]
         worker._end_notice = SimpleNamespace(told=asyncio.Event())  # type: ignore[assignment]
-        worker._sampler = ReplayedEngine(self._tokens, self._seconds, int(name))  # type: ignore[assignment]
+        worker._sampler = ReplayedEngine(*self._replays, int(name))  # type: ignore[assignment]
         self._workers[name] = worker
         return ActorInfo("rollout", name, os.getpid(), "")
 
     async def call(self, name: str, method: str, *arguments: Any) -> Any:
         return await getattr(self._workers[name], method)(*arguments)
+
+    async def end_engine(self, name: str) -> None:
+        self._workers[name]._sampler.die()  # type: ignore[attr-defined]
 
 
 class HostedWorker:
@@ -127,7 +200,23 @@ class ReplayedRank:
     """A learner's rank that reads its batch, takes its time and says logprobs near the sampled ones."""
 
     def __init__(self, seconds: float) -> None:
-        self._seconds, self._version = seconds, 0
+        self._seconds, self._version, self._calls = seconds, 0, 0
+        self._read: dict[Any, Any] = {}
+        self._exports = Counter[int]()
+
+    def _in_order(self, number: int) -> None:
+        self._calls += 1
+        if number != self._calls:
+            raise EngineError(f"collective call {number} came as the one of number {self._calls}")
+
+    def fetch(self, batch: Any, correction: CorrectionConfig | None, step: int, limit_s: float, *, everything: bool) -> dict[int, str]:
+        """As a rank that computes with all sequences."""
+        packed = getattr(batch, "batch", None) or batch
+        self._read, lost = read_now(list(dict.fromkeys(one for place in packed.wide for one in place.references)), limit_s)
+        if not lost:
+            packed.holding(self._read).check_wide_fields()
+        of_group = zip(packed.group_ids.tolist(), packed.wide, strict=True)
+        return {group: lost[one] for group, place in of_group for one in place.references if one in lost}
 
     def step(self, number: int, corrected: Any, correction: CorrectionConfig, step: int) -> tuple[Any, Any]:
         import torch
@@ -136,25 +225,47 @@ class ReplayedRank:
         from correction.decision import no_counts
         from learner.results import StepResult, StepValues
 
-        batch = corrected.batch
+        self._in_order(number)
+        batch, self._read = corrected.batch, {}
         began = time.monotonic()
-        target = torch.where(batch.loss_mask, batch.behavior_logprobs + 0.01, 0.0)
+        gap = torch.where(torch.arange(batch.num_tokens) % 2 == 0, math.log(1.01), math.log(0.99))  # the monitor expects a mean ratio of 1
+        target = torch.where(batch.loss_mask, batch.behavior_logprobs + gap, 0.0)
         decided = FinalDecision(corrected.keep_mask.clone(), corrected.importance_weights.clone(), no_counts(correction))
         values = StepValues(target, decided, torch.ones(batch.num_tokens))
         time.sleep(max(0.0, self._seconds - (time.monotonic() - began)))
         self._version += 1
         numbers: dict[str, Any] = dict.fromkeys(StepResult.__dataclass_fields__, 0)
         numbers |= {"values": None, "metrics": {}, "group_norms": {}, "grad_norms": (1.0,), "seconds": {}, "entropy": 1.0, "loss": 0.0}
+        numbers |= {"tokens": batch.num_tokens, "trained_tokens": int(batch.loss_mask.sum()), "loss_scale": None, "routing_agreement": None}
         return StepResult(**numbers), values
 
     def export(self, number: int, version: int, plan: ExportPlan) -> WeightSnapshot:
+        self._in_order(number)
+        self._exports[version] += 1
         return WeightSnapshot(self._version, [ray.put([])], [[]], [], {}, 0.0)
+
+    def exports(self) -> dict[int, int]:
+        """Copies of the weights, by version."""
+        return dict(self._exports)
 
 
 class ReplayPool(RolloutPool):
     """The pool, whose workers share a few processes."""
 
     hosts: Sequence[Any] = ()
+
+    def joined_names(self) -> list[str]:
+        return [worker.name for worker in self._joined()]
+
+    async def end_engine(self, name: str) -> None:
+        """Of a worker, with what it has under way."""
+        await self.hosts[int(name) % len(self.hosts)].end_engine.remote(name)
+
+    async def stop(self) -> None:
+        """The processes are ended by who has started them."""
+        self._is_stopping = True
+        for task in list(self._tasks):
+            task.cancel()
 
     def _start_worker(self) -> None:
         name = str(self._born)

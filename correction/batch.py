@@ -108,7 +108,7 @@ class PackedBatch:
         return replace(self, topk_ids=topk_ids, topk_logprobs=topk_logprobs, routed_experts=routes, wide=None)
 
     def validate(self) -> PackedBatch:
-        """Check shapes, types and offsets; return self.
+        """Check shapes, types, offsets and versions; return self.
 
         Raises: DataError naming the field.
         """
@@ -127,6 +127,11 @@ class PackedBatch:
             value = getattr(self, name)
             if value is not None and value.dtype not in (torch.float32, torch.float64):
                 raise DataError(f"PackedBatch.{name} must be float32 or float64, got {value.dtype}")
+        if n and (newest := int(self.weight_versions.max())) > self.learner_version:
+            raise DataError(
+                f"PackedBatch.weight_versions reach {newest}, and learner_version is {self.learner_version}: no token can be of weights "
+                "that the learner doesn't have yet. Set learner_version to the version from which the update starts"
+            )
         return self
 
     def token_index(self, sequences: Sequence[int]) -> Tensor:

@@ -84,7 +84,6 @@ def shard_sums(
     Raises: ConfigError if sums are not enough for the config; what `correct` raises.
     """
     check_sharded(config, num_prompts, has_reduce=False)
-    is_deferred = is_deferred and config.proximal is ProximalSource.RECOMPUTE
     own = replace(batch, proximal_logprobs=None) if is_deferred else batch
     return _decide_early(own, config, Schedule.of(config, is_deferred=is_deferred), None, num_prompts).sums
 

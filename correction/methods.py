@@ -40,7 +40,7 @@ def preset_settings(name: str) -> PresetSettings:
 
 
 def presets_table() -> str:
-    """Markdown, one row for each preset, for README and command line."""
+    """The presets as a Markdown table, one row each, for docs/presets.md."""
     titles = ["preset", "optimises", "when to use it", "what was found", "source"]
     lines = [_row(titles), _row(["---"] * len(titles))]
     for name, preset in PRESETS.items():

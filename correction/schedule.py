@@ -50,9 +50,10 @@ class Schedule:
         """The one place where this is decided.
 
         Args:
-            is_deferred: pi_prox is to be the detached target of the training forward.
+            is_deferred: a proximal policy that is to be recomputed is the detached target of the training forward.
         """
-        waits_for_forward = is_deferred or config.proximal is ProximalSource.INTERPOLATE
+        recomputes = config.proximal is ProximalSource.RECOMPUTE
+        waits_for_forward = (is_deferred and recomputes) or config.proximal is ProximalSource.INTERPOLATE
         proximal = Stage.LATE if waits_for_forward else Stage.EARLY
 
         def stage_on(ratio: Ratio) -> Stage:
@@ -97,7 +98,7 @@ def needs_gradient_factor(config: CorrectionSettings, *, is_deferred: bool = Fal
     Args:
         is_deferred: the batch comes from `defer`, not from `correct`.
     """
-    schedule = Schedule.of(config, is_deferred=is_deferred and config.proximal is ProximalSource.RECOMPUTE)
+    schedule = Schedule.of(config, is_deferred=is_deferred)
     return Stage.LATE in (schedule.normalization, schedule.kept_count)
 
 
@@ -156,3 +157,12 @@ def needs_proximal_forward(config: CorrectionSettings, optimizer_steps_per_batch
     if optimizer_steps_per_batch > 1:
         return True
     return fold_obstacle(config, is_deferred=True, has_auxiliary_loss=has_auxiliary_loss) is not None
+
+
+def defers(config: CorrectionSettings, optimizer_steps_per_batch: int, *, has_auxiliary_loss: bool = False) -> bool:
+    """True if the batches of a run are deferred: the training forward itself gives their proximal logprobs, which are to be recomputed.
+
+    Args: as for `needs_proximal_forward`.
+    """
+    is_alone = config.proximal is ProximalSource.RECOMPUTE and optimizer_steps_per_batch == 1
+    return is_alone and not needs_proximal_forward(config, optimizer_steps_per_batch, has_auxiliary_loss=has_auxiliary_loss)

@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 LARGEST_NUMBER = 10**12
 """A terabyte, or a step a second for 30,000 years: what is larger is a slip, and would fail late, as an overflow."""
+
+_WITH_DERIVED: dict[str, Any] = {"with_derived": True}
+"""The context of dump_with_derived."""
 
 
 class Settings(BaseModel):
@@ -39,7 +50,11 @@ class Settings(BaseModel):
 
 
 class DerivedSettings(Settings):
-    """A section of which some values follow from other sections, unless they are set: those are not written down, and derived anew."""
+    """A section of which some values follow from other sections, unless they are set.
+
+    Those are no settings: a dump leaves them out, and whoever reads it derives them anew. `dump_with_derived` adds them under the key
+    `derived`, to show what ran; it is forgotten when the section is read.
+    """
 
     DERIVED: ClassVar[frozenset[str]] = frozenset()
     """Keys whose default is the least that is derived."""
@@ -51,7 +66,25 @@ class DerivedSettings(Settings):
         new = {name: values.get(name, type(self).model_fields[name].default) for name in open_}
         return type(self).model_construct(_fields_set=set(self.model_fields_set), **{**own, **new})
 
+    @model_validator(mode="before")
+    @classmethod
+    def _forget_derived(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and isinstance(shown := given.get("derived"), Mapping):
+            if unknown := shown.keys() - cls.DERIVED:
+                raise ValueError(f"derived: no value named {min(unknown)} is derived")
+            return {key: value for key, value in given.items() if key != "derived"}
+        return given
+
     @model_serializer(mode="wrap")
-    def _leave_derived_out(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _leave_derived_out(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
         written: dict[str, Any] = handler(self)
-        return {name: value for name, value in written.items() if name not in self.DERIVED - self.model_fields_set}
+        unset = self.DERIVED - self.model_fields_set
+        kept = {name: value for name, value in written.items() if name not in unset}
+        if info.context is _WITH_DERIVED:
+            kept["derived"] = {name: value for name, value in written.items() if name in unset}
+        return kept
+
+
+def dump_with_derived(config: BaseModel) -> dict[str, Any]:
+    """As JSON has it, with the derived values of every DerivedSettings in it under the key `derived` of their section."""
+    return config.model_dump(mode="json", context=_WITH_DERIVED)

@@ -14,7 +14,7 @@ from .segments import masked
 
 def token_staleness(batch: PackedBatch) -> Tensor:
     """[N] integers, versions, >= 0; 0 for tokens that no weights sampled."""
-    age = (batch.learner_version - batch.weight_versions).clamp(min=0)
+    age = (batch.learner_version - batch.weight_versions).clamp(min=0)  # PackedBatch.validate refuses newer ones
     return masked(age, batch.weight_versions >= 0)
 
 

@@ -35,7 +35,7 @@ from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from correction.diagnostics import diagnose
-from correction.schedule import needs_proximal_forward, needs_topk
+from correction.schedule import defers, needs_proximal_forward, needs_topk
 from lab.background_loop import BackgroundLoop
 from learner.learner_rank import LearnerRank
 from learner.results import StepResult
@@ -111,7 +111,7 @@ class KeptEngines:
 
     @classmethod
     def start(cls, config: RunConfig) -> KeptEngines:
-        """Start the engine and the reward processes (20 to 90 s); the learner of a run starts with the run."""
+        """Start the engine and the reward processes (17 to 90 s); the learner of a run starts with the run."""
         loop = BackgroundLoop()
         return cls(config, loop, loop.run(Sampler.start(config.model, config.rollout, name="kept engine")))
 
@@ -245,14 +245,15 @@ class _Run:
         self.record = RunRecord(correction, version)
         self._config = config
         self._noise = torch.Generator().manual_seed(settings.seed)
-        self._needs_forward = needs_proximal_forward(correction, learner.config.total_optimizer_steps_per_batch)
+        steps = learner.config.total_optimizer_steps_per_batch
+        self._needs_forward, self._defers = needs_proximal_forward(correction, steps), defers(correction, steps)
 
     def step(self, step: int, groups: list[Group]) -> dict[str, float]:
         """Pack, correct, train, diagnose, as the service and the learner do; the version grows by one."""
         began = time.monotonic()
         correction = self.record.correction
         batch = self._with_forwards(self._noisy(self.packed(groups)))
-        corrected = (correct if self._needs_forward else defer)(batch, correction)
+        corrected = (defer if self._defers else correct)(batch, correction)
         result = self.learner.step(corrected, correction, step=step)
         numbers = diagnose(corrected.batch, corrected, result.target_logprobs, decided=result.decided, detailed=self.settings.detailed)
         self.version += 1

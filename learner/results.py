@@ -70,7 +70,7 @@ class StepResult:
 
     @classmethod
     def of_nothing(cls, step: int, correction: CorrectionConfig, optimizer: GuardedOptimizer, *, updates: int) -> StepResult:
-        """Of a batch without a single token, in which every answer was left out: the weights stay as they are.
+        """The result of a batch without tokens (every answer was left out): no update is made.
 
         Args: updates: that a batch has, all of them left out.
         """

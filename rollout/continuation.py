@@ -9,26 +9,10 @@ bit: that is so under true on-policy at the same weights, and there only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 
 from rollout.trajectory import FailureKind, FinishReason, TopLogprobs, Trajectory, VersionSpan, ids_of, logprobs_of
-
-
-@dataclass(frozen=True, slots=True)
-class UnfinishedGroup:
-    """What is there of a group whose worker leaves."""
-
-    group_id: int
-    answers: tuple[Trajectory, ...]
-    """In the order of their seeds: whole ones, and those with an `is_begun`, from which another engine goes on."""
-    generate_s: float = 0.0
-    """Spent on them so far."""
-
-    @property
-    def tokens(self) -> int:
-        """Sampled so far."""
-        return sum(len(one.response_ids) for one in self.answers)
 
 
 def is_begun(answer: Trajectory) -> bool:

@@ -44,13 +44,14 @@ class EngineDeadlines(DerivedSettings):
     DERIVED: ClassVar[frozenset[str]] = frozenset({"start_s", "generate_s", "update_s", "control_s"})
 
     heartbeat_s: float = Field(default=30.0, gt=0)
-    """An engine that answers no probe for so long, and computes nothing, is lost; no other wait loses one that answers."""
+    """An engine that answers no probe for so long, and computes nothing, is lost; of other waits only update_s loses one that answers."""
     start_s: float = Field(default=300.0, gt=0)
     """From the first import to the first answer; a large model on a cold disk needs more."""
     generate_s: float = Field(default=120.0, gt=0)
     """One request, those before it and weight updates in between included; past it the request has failed, not the engine."""
     update_s: float = Field(default=120.0, gt=0)
-    """One weight update, pause to continue; also joining and leaving the broadcast group."""
+    """One weight update, pause to continue, of weights that are on its node; an engine that needs longer is lost. Also joining and leaving
+    the broadcast group."""
     control_s: float = Field(default=60.0, gt=0)
     """Any other request: specs, checksums, scores."""
     shutdown_s: float = Field(default=15.0, gt=0)

@@ -1,6 +1,7 @@
 """The life of SGLang's processes: start, death, end; and waiting for them with a deadline.
 
-An engine runs in two processes: its owner (this one), and the scheduler with the model. What shapes this file:
+An engine's owner is this process. Its children are SGLang's schedulers, one for each rank, which hold the model; and, with
+attention_data_parallel > 1, a controller that deals requests out to the groups of ranks. What shapes this file:
 
 * The children ask the kernel to be killed with their parent, and the kernel means the parent *thread*: the engine is therefore built in a
   thread that lives as long as the engine does, which also leaves the event loop free during the start.

@@ -35,6 +35,7 @@ async def until_lost(
     *,
     limit_s: float,
     is_excused: Callable[[], bool],
+    silent: Callable[[float], None] = lambda _: None,
 ) -> str:
     """Returns why, when the engine has missed its heartbeat.
 
@@ -43,15 +44,18 @@ async def until_lost(
         cpu_s: processor seconds that each of its ranks has used. One that stands holds up all, whatever the others do meanwhile.
         limit_s: seconds without an answer after which an engine that computes nothing is lost.
         is_excused: it waits for others and can answer nothing meanwhile; that has a deadline of its own.
+        silent: told after each probe for how many seconds the engine has given no sign.
     """
     missed = stood = 0
     while True:
         used_s = cpu_s()
         if is_excused() or await probe(limit_s / MISSES) or is_excused():
             missed = stood = 0
+            silent(0.0)
             await asyncio.sleep(limit_s / _PROBES)
             continue
         missed += 1
+        silent(missed * limit_s / MISSES)
         least_s = min(now - before for before, now in zip(used_s, cpu_s(), strict=True))
         computes = least_s > _LEAST_SHARE * limit_s / MISSES
         stood = 0 if computes else stood + 1

@@ -27,11 +27,6 @@ NO_VERSION = -1
 """weight_versions of a token that no weights sampled."""
 
 
-def is_trainable(group: Group) -> bool:
-    """Whether a group can be its own baseline: at least two valid trajectories."""
-    return len(group.valid) >= 2
-
-
 def pack_groups(
     groups: Sequence[Group],
     *,
@@ -55,7 +50,7 @@ def pack_groups(
     Returns: the batch, possibly of no sequence at all.
     Raises: DataError for a trajectory whose logprobs or versions don't fit its tokens, or an unsuitable advantage.
     """
-    trainable = [group for group in groups if is_trainable(group)]
+    trainable = [group for group in groups if group.is_trainable]
     scored = [(group, trajectory) for group in trainable for trajectory in group.valid]
     penalties = [overlong_penalty(trajectory, overlong, max_tokens) for _, trajectory in scored]
     advantages = _advantages(scored, penalties, advantage)

@@ -15,10 +15,10 @@ from typing import Any
 from correction.errors import EngineError
 from rollout.chat import load_tokenizer
 from rollout.config import AnswerSampling, RolloutConfig, SamplingConfig
-from rollout.continuation import UnfinishedGroup, is_begun
+from rollout.continuation import is_begun
 from rollout.engine import RolloutEngine
 from rollout.rewards import RewardPool
-from rollout.trajectory import Group, Prompt, Trajectory
+from rollout.trajectory import Group, Prompt, Trajectory, UnfinishedGroup
 
 
 class Sampler:
@@ -50,7 +50,7 @@ class Sampler:
         topk: int = 0,
         has_weights: bool = True,
     ) -> Sampler:
-        """Start the reward processes and the engine (20 to 90 s on a CPU).
+        """Start the reward processes and the engine (17 to 90 s on a CPU).
 
         Args:
             sample: the reward function is tried on it first, so that its mistakes show now.

@@ -1,4 +1,4 @@
-"""Everything that rollouts hand on: prompts, trajectories, their groups, and receipts for weights. Nothing is changed after hand-over."""
+"""What rollouts hand on: prompts, trajectories, their groups, and receipts for weights. Nothing is changed after it was handed over."""
 
 from __future__ import annotations
 
@@ -228,6 +228,11 @@ class _Answers(Generic[A]):
         return tuple((t.failure or FailureKind.REWARD, t.error) for t in self.trajectories if t.error)
 
     @property
+    def is_trainable(self) -> bool:
+        """It can be its own baseline: at least two valid trajectories."""
+        return len(self.valid) >= 2
+
+    @property
     def is_uniform(self) -> bool:
         """All valid rewards alike: no gradient."""
         return len({t.reward for t in self.valid}) <= 1
@@ -293,6 +298,22 @@ class Group(_Answers[Trajectory]):
     def facts(self) -> GroupFacts:
         answers = tuple(one.facts for one in self.trajectories)
         return GroupFacts(self.group_id, self.prompt_id, answers, self.admitted_version, self.generate_s, self.reward_s)
+
+
+@dataclass(frozen=True, slots=True)
+class UnfinishedGroup:
+    """What is there of a group whose worker leaves."""
+
+    group_id: int
+    answers: tuple[Trajectory, ...]
+    """In the order of their seeds: whole ones, and those that another engine goes on with (rollout/continuation.py)."""
+    generate_s: float = 0.0
+    """Spent on them so far."""
+
+    @property
+    def tokens(self) -> int:
+        """Sampled so far."""
+        return sum(len(one.response_ids) for one in self.answers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,18 +48,25 @@ class UpdatableEngine:
         self._parts: RankParts | None = None
         """Of the ranks, if there are several."""
         self._staging = weight_transfer.SharedStaging(config.tensor_parallel)
+        self.silent_s = 0.0
+        """Seconds for which the engine has given no sign, as of its last probe."""
         self._interruptions = 0
         """Calls under way in which the scheduler waits for others, or is busy for long; each has a deadline of its own."""
 
     def watch_heartbeat(self) -> None:
         """From now on the engine is lost as soon as it misses its heartbeat."""
         process, limit_s = self._process, self.config.deadlines.heartbeat_s
+
+        def silent(seconds: float) -> None:
+            self.silent_s = seconds
+
         process.watch_heartbeat(
             until_lost(
                 SchedulerProbe(self._manager, is_paused=self._updating.locked),
                 lambda: processor_seconds(pid for role, pid in process.pids.items() if role != CONTROLLER),
                 limit_s=limit_s,
                 is_excused=lambda: self._interruptions > 0,
+                silent=silent,
             )
         )
 
@@ -249,7 +256,7 @@ class UpdatableEngine:
         try:
             await self._process.wait(replacing, deadline_s, phase, keep=True)
         except BaseException as error:
-            if not replacing.done():
+            if not replacing.done():  # its weights are here, and a broadcast ends by weight_group_timeout_s: the engine's own fault
                 self._process.declare_lost(f"{phase}: {error}")
                 raise
             await self._give_up(version, error)

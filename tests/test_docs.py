@@ -63,9 +63,9 @@ CALLS = [(page, words) for page in PAGES for words in commands(page.read_text())
 
 
 def test_there_are_commands_on_the_pages() -> None:
-    """Otherwise the next test has nothing to check: each command of the command line is shown somewhere, and README shows most."""
+    """Otherwise the next test has nothing to check: each command of the command line is shown somewhere, and one page shows most."""
     assert {words[0] for _, words in CALLS} == set(get_command(app).commands)  # type: ignore[attr-defined]
-    assert len({words[0] for page, words in CALLS if page.name == "README.md"}) >= 6
+    assert len({words[0] for page, words in CALLS if page.name == "command_line.md"}) >= 6
 
 
 @pytest.mark.parametrize(("page", "words"), CALLS, ids=[f"{page.stem}: {' '.join(words)}" for page, words in CALLS])
@@ -91,9 +91,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_only_one_page_says_how_evenkeel_is_called() -> None:
-    """README has it in a section of its own; elsewhere a path to the virtual environment would be a second answer."""
-    assert [page.name for page in PAGES if ".venv/bin/evenkeel" in page.read_text()] == ["README.md"]
-    assert (ROOT / "README.md").read_text().count(".venv/bin/evenkeel") == 1
+    """docs/command_line.md, which README links; elsewhere a path to the virtual environment would be a second answer."""
+    assert [page.name for page in PAGES if ".venv/bin/evenkeel" in page.read_text()] == ["command_line.md"]
+    assert (ROOT / "docs" / "command_line.md").read_text().count(".venv/bin/evenkeel") == 1
 
 
 @pytest.mark.parametrize("term", ["GRPO", "k1, k2, k3", "ESS", "Probe", "Receipt", "R2, R3", "Retract", "Mismatch, staleness, drift"])

@@ -198,3 +198,61 @@ def test_no_class_name_twice() -> None:
                 homes[name].append(str(path.relative_to(ROOT)))
     twice = {name: places for name, places in homes.items() if len(places) > 1}
     assert twice == {}
+
+
+CARRIERS = ("actors/carriers.py", "rollout/trajectory.py", "learner/results.py")
+"""What crosses a process or a package stands in its package's one file. A packed batch and what is made of it: correction/batch.py."""
+ELSEWHERE = {
+    "correction/batch.py": "correction's own: what its functions take and give",
+    "correction/engines/agreement.py": "correction's; the service makes one of two engines' logprobs",
+    "correction/engines/weight_spec.py": "what both engines call a tensor",
+    "actors/pool/rollout_worker.py": "WorkerSettings: what one worker is made with, beside the class that takes it",
+}
+RAY_ACTORS = {
+    "RolloutWorker": "actors/pool/rollout_worker.py",
+    "TrajectoryQueueActor": "actors/queue/queue_actor.py",
+    "CorrectionService": "actors/service/correction_service.py",
+    "LearnerRankActor": "actors/ranks/learner_rank_actor.py",
+}
+
+
+def dataclasses(path: Path) -> dict[str, bool]:
+    """Each dataclass of a file, and whether it is frozen."""
+    classes = [node for node in nodes(path) if isinstance(node, ast.ClassDef)]
+    marks = [(node.name, ast.unparse(mark)) for node in classes for mark in node.decorator_list]
+    return {name: "frozen=True" in mark for name, mark in marks if mark.startswith("dataclass")}
+
+
+def names_in_calls(path: Path, actor: str) -> set[str]:
+    """Names in the annotations of an actor's public methods, and of its `__init__`."""
+    (found,) = [node for node in nodes(path) if isinstance(node, ast.ClassDef) and node.name == actor]
+    methods = [node for node in found.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    public = [node for node in methods if not node.name.startswith("_") or node.name == "__init__"]
+    given = [one.annotation for node in public for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    notes = [note for note in (*given, *(node.returns for node in public)) if note is not None]
+    return {part.id for note in notes for part in ast.walk(note) if isinstance(part, ast.Name)}
+
+
+@pytest.mark.parametrize("name", [*CARRIERS, "correction/batch.py"])
+def test_what_is_handed_over_is_frozen(name: str) -> None:
+    found = dataclasses(ROOT / name)
+    assert len(found) > 2 and all(found.values()), found
+
+
+@pytest.mark.parametrize(("actor", "file"), RAY_ACTORS.items())
+def test_a_call_to_an_actor_carries_what_stands_in_the_files_of_carriers(actor: str, file: str) -> None:
+    homes = {name: str(path.relative_to(ROOT)) for package in PACKAGES for path in source_files(package) for name in dataclasses(path)}
+    carried = {name: homes[name] for name in names_in_calls(ROOT / file, actor) if name in homes}
+    assert carried, "no dataclass was seen: the test would pass for nothing"
+    assert {name: home for name, home in carried.items() if home not in (*CARRIERS, *ELSEWHERE)} == {}
+
+
+def test_every_part_with_a_heartbeat_is_among_the_actors() -> None:
+    """Beside the rollout worker, whose engine has a heartbeat of its own."""
+    found = {
+        node.name
+        for path in source_files("actors")
+        for node in nodes(path)
+        if isinstance(node, ast.ClassDef) and {"Beating", "BeatingInTurn"} & set(map(ast.unparse, node.bases))
+    }
+    assert found | {"RolloutWorker"} == RAY_ACTORS.keys()

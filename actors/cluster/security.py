@@ -45,6 +45,11 @@ def protect_token() -> None:
         _TOKEN.chmod(0o600)
 
 
+def protect_session(folder: Path) -> None:
+    """Let nobody else on this machine into a private Ray's folder, with its sockets and logs: Ray itself lets everybody write there."""
+    folder.chmod(0o700)
+
+
 def require_authentication(settings: RayConfig) -> None:
     """Ask the cluster that was joined whether it lets everybody in.
 

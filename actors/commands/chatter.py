@@ -23,7 +23,7 @@ def quiet() -> None:
 
 
 class ToStandardError(logging.StreamHandler[TextIO]):
-    """To what sys.stderr is at that moment: a live panel puts something there that prints above it."""
+    """Writes to what sys.stderr is when a record comes: a live panel replaces it by a stream that prints above the panel."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

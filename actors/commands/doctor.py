@@ -92,17 +92,12 @@ def _measured(config: RunConfig) -> list[Complaint]:
     from actors.cluster.hub import config_folder
     from actors.doctor.deep_rules import in_the_deep
     from actors.doctor.live import deep_facts
-    from actors.settings.deadlines import with_deadlines
     from actors.settings.derived import derived
-    from actors.settings.true_on_policy import resolved
     from learner.hf_folder import read_json
 
     typer.echo("starting the learner's ranks and an engine on a model of two layers, about a minute", err=True)
-    folder = config_folder(config.model)
-    config = resolved(derived(config, has_gpu=gpus_there(config) > 0), folder)
-    content = read_json(folder / "config.json")
-    size = ModelShape.read(folder).weight_bytes(config.learner.resolved_dtype)
-    config = with_deadlines(config, size)
+    config, _ = judged(derived(config, has_gpu=gpus_there(config) > 0))
+    content = read_json(config_folder(config.model) / "config.json")
     began = time.monotonic()
     told = deep_facts(config, content, lambda done: typer.echo(f"{time.monotonic() - began:4.0f} s  {done}", err=True))
     return in_the_deep(told, config)

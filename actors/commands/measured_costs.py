@@ -42,11 +42,11 @@ class MeasuredRun:
     """Their mean."""
 
     @classmethod
-    def of(cls, run_dir: Path, *, cores: float) -> MeasuredRun:
+    def of(cls, run_dir: Path, *, cores: float, other_cores: float = 0.0) -> MeasuredRun:
         """Read a run's folder.
 
         The decode speed is scaled until engines of a simulated run of the same shape have requests in them for as long as they had.
-        Args: cores: see RunCosts; the learner's and the engines' threads are those of the run.
+        Args: cores, other_cores: see RunCosts; the learner's and the engines' threads are those of the run.
         Raises: ConfigError for a folder without enough steps.
         """
         folder = RunFolder.view(run_dir)
@@ -77,6 +77,7 @@ class MeasuredRun:
             cores=cores,
             learner_threads=config.learner.threads * config.learner.world_size,
             engine_threads=config.rollout.engine.threads,
+            other_cores=other_cores,
         )
         run = cls(shape, costs, lengths, prompt_tokens, len(steps), _mean(steps, "time/step_s"), _mean(steps, "staleness/mean"))
         return replace(run, costs=_fitted(run, _occupied_s(steps, shape)))

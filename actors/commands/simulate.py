@@ -65,6 +65,14 @@ _Cores = Annotated[
     float | None,
     typer.Option(min=1, help="Engines and learner share one machine of so many cores; left out: they don't.", rich_help_panel=_SPEEDS),
 ]
+_OtherCores = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="Cores of --cores that the rest of the run takes (rewards, queue, service, driver), on average.",
+        rich_help_panel=_SPEEDS,
+    ),
+]
 
 
 def simulate(
@@ -83,6 +91,7 @@ def simulate(
     sync_s: _Sync = None,
     pause_s: _Pause = None,
     cores: _Cores = None,
+    other_cores: _OtherCores = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each simulated run, after those that fill its queue.")] = 100,
     seed: Annotated[int, typer.Option(help="Of the lengths that are drawn.")] = 0,
     picture: Annotated[Path, typer.Option(help="The picture to write.")] = Path("simulation.png"),
@@ -98,7 +107,10 @@ def simulate(
         raise ConfigError(f"--workers {workers} with --max-staleness {max_staleness}: more than {_MOST_SHAPES} runs; name fewer of each")
     if picture.suffix != ".png" or not picture.parent.is_dir():
         raise ConfigError(f"--picture {picture}: name a .png file in a folder that exists")
-    given = {"handover_s": handover_s, "publish_s": publish_s, "sync_s": sync_s, "pause_s": pause_s, "cores": cores}
+    given = {"handover_s": handover_s, "publish_s": publish_s, "sync_s": sync_s, "pause_s": pause_s}
+    given |= {"cores": cores, "other_cores": other_cores}
+    if other_cores is not None and other_cores >= (cores or 0):
+        raise ConfigError(f"--other-cores {other_cores:g}: give the machine's cores as well, which have to be more (--cores)")
     from actors.commands.recipe import load_config
     from actors.config import RunConfig
 
@@ -170,7 +182,8 @@ def _costs(given: dict[str, object], run: Path | None, lengths: AnswerLengths | 
     if run is not None:
         from actors.commands.measured_costs import MeasuredRun
 
-        measured = MeasuredRun.of(run, cores=float(str(given.get("cores", math.inf))))
+        shared = float(str(given.get("cores", math.inf))), float(str(given.get("other_cores", 0.0)))
+        measured = MeasuredRun.of(run, cores=shared[0], other_cores=shared[1])
         return replace(measured.costs, **given), lengths or measured.lengths, measured.prompt_tokens  # type: ignore[arg-type]
     missing = [option for name, option in (("decode", "--decode"), ("learner_token_s", "--learner-speed")) if name not in given]
     if missing or lengths is None:

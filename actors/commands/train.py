@@ -28,10 +28,11 @@ from actors.processes.daemon_threads import DaemonThreads
 from actors.processes.supervision import HALF_OVER, counted
 from actors.record.checkpoint_reader import ResumePoint, take_back
 from actors.record.observer import Observer
+from actors.record.run_event import EventKind
 from actors.record.run_folder import RunFolder
 from actors.record.stack_collector import StackCollector
 from actors.record.terminal import TerminalView
-from actors.settings.deadlines import bytes_of, inversions, with_deadlines
+from actors.settings.deadlines import inversions
 from actors.settings.derived import derived
 from actors.settings.devices import check_devices, check_types
 from correction.engines.quick_imports import uncollected
@@ -95,7 +96,6 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     config = checked(config, model, has_weights=has_weights)
     check_task_names(config.rollout.task)
     facts = paper_facts(config, model)
-    config = with_deadlines(config, bytes_of(model) if has_weights else facts.shape.weight_bytes("bfloat16"))
     check_types(config)
     of_paper = on_paper(facts, config)
     stop_at_failures(of_paper)
@@ -177,7 +177,7 @@ def _run_in(
     except BaseException as error:
         hurries = isinstance(error, interrupts.Interrupted)
         code = interrupts.exit_code(error.number) if isinstance(error, interrupts.Interrupted) else 1
-        observer.keep_event("error", _said(error))  # the terminal has it from whoever catches it
+        observer.keep_event("error", *_said(error))  # the terminal has it from whoever catches it
         saved = folder.checkpoints()
         if saved and saved[-1].step < config.steps:
             error.add_note(f"to go on: evenkeel train --resume {folder.path}")
@@ -251,12 +251,12 @@ class _EventHandler(logging.Handler):
         self._observer.event(level, record.getMessage())
 
 
-def _said(error: BaseException) -> str:
-    """A run's last event when it did not reach its end."""
+def _said(error: BaseException) -> tuple[str, EventKind]:
+    """A run's last event when it did not reach its end: text and kind."""
     if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError, interrupts.Interrupted)):
         by = str(error) if isinstance(error, interrupts.Interrupted) else "Ctrl-C"
-        return f"ended at once by {by}, without a checkpoint of what came after the last one"
-    return str(error) if isinstance(error, EvenkeelError) else f"{type(error).__name__}: {error}"
+        return f"ended at once by {by}, without a checkpoint of what came after the last one", EventKind.STOPPED
+    return (str(error) if isinstance(error, EvenkeelError) else f"{type(error).__name__}: {error}"), EventKind.NONE
 
 
 def _report(folder: RunFolder) -> Path | None:

@@ -136,7 +136,7 @@ DEEP_RULES: tuple[DeepRule, ...] = (
 
 
 def predicted(version_bytes: int, measured_bytes: int, seconds: float) -> float:
-    """Seconds for the whole model of what took so many for a part of it: they grow with the bytes, if with anything."""
+    """Seconds for the whole model, in proportion to the bytes of the part that was measured."""
     return max(1.0, version_bytes / measured_bytes) * seconds
 
 

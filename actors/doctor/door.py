@@ -38,7 +38,7 @@ class Door:
 
     @classmethod
     def on(cls, node_id: str) -> Door | None:
-        """None if the node doesn't start one: why, its other answers tell."""
+        """None if the listener can't be started on the node; the node's facts say why."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

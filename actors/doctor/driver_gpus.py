@@ -22,7 +22,7 @@ def gpus_of_driver() -> list[GpuFact]:
 
 
 def seen_by_torch(gpus: Sequence[GpuFact], visible: str | None, count: int) -> tuple[GpuFact, ...]:
-    """Of the driver's GPUs those that torch counts.
+    """The driver's GPUs that torch sees.
 
     Args:
         gpus: of the driver, numbered by their places on the bus, as CUDA numbers GPUs that are alike.

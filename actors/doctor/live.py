@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from actors.carriers import ExportPlan, WeightSnapshot
@@ -27,6 +28,7 @@ from actors.config import RunConfig
 from actors.doctor.cut_model import Reference, cut_config, make_model, reference, remove_model, write_config
 from actors.doctor.deep_facts import ENGINE_AND_LEARNER, AgreementFact, BroadcastFact, CollectiveFact, DeepFacts, UpdateFact
 from actors.doctor.on_ranks import backward, collectives
+from actors.metrics.exporter import node_address
 from actors.plan.shape import ModelShape
 from actors.processes.supervision import abandon, wait_for
 from actors.ranks.learner_group import LearnerGroup
@@ -34,6 +36,7 @@ from actors.settings.devices import check_received
 from actors.settings.environment import worker_environment
 from actors.weights.broadcast_group import BroadcastGroup
 from actors.weights.weight_sync import SyncTarget
+from correction.engines.rendezvous import keep_nccl_on
 from correction.errors import DeadlineExceeded, EvenkeelError, SyncError
 from rollout.trajectory import SyncReceipt
 
@@ -55,6 +58,7 @@ class CheckedEngine:
         rollout = config.rollout
         if rollout.engine.resolved_device == "cuda":
             check_received("the engine", rollout.gpus_of_a_worker, ray.get_gpu_ids())
+            keep_nccl_on(node_address(), psutil.net_if_addrs())
         self._folder = tempfile.TemporaryDirectory(prefix="evenkeel-doctor-")
         folder = write_config(Path(self._folder.name), content)
         limit_s = min(rollout.engine.weight_group_timeout_s, broadcast_s(config))

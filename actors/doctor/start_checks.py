@@ -14,7 +14,8 @@ from actors.cluster.hub import config_folder
 from actors.config import RunConfig
 from actors.doctor.facts import PaperFacts
 from actors.doctor.gather import paper_facts
-from actors.plan.shape import check_is_model
+from actors.plan.shape import ModelShape, check_is_model
+from actors.settings.deadlines import bytes_of, with_deadlines
 from actors.settings.hub_name import HubName
 from correction.errors import DataError, EvenkeelError
 from learner.hf_folder import HFWeights, read_config, read_json
@@ -38,7 +39,8 @@ def _check_weights(path: Path) -> None:
 def checked(
     config: RunConfig, folder: Path, *, has_weights: bool, refused: list[str] | None = None, lacking: list[str] | None = None
 ) -> RunConfig:
-    """The configuration as the run would be given it (actors/settings/true_on_policy.py), if the model's folder goes with it.
+    """The configuration as the run would be given it, if the model's folder goes with it: what true on-policy sets
+    (actors/settings/true_on_policy.py), and every deadline.
 
     Args:
         config: with devices and types (actors/settings/derived.py).
@@ -62,8 +64,14 @@ def checked(
                     _check_weights(folder)
                     check_trainable(folder)
     with _kept(refused):
-        return resolved(config, folder)
-    return config
+        config = resolved(config, folder)
+    return with_deadlines(config, _weight_bytes(folder, has_weights=has_weights))
+
+
+def _weight_bytes(folder: Path, *, has_weights: bool) -> int:
+    """Of those in the folder; of a folder without them, or with a part of them, as many as its config.json means in bfloat16."""
+    found = bytes_of(folder)
+    return found if found and has_weights else max(found, ModelShape.read(folder).weight_bytes("bfloat16"))
 
 
 def judged(config: RunConfig, *, gpu_bytes: int | None = None) -> tuple[RunConfig, PaperFacts]:

@@ -37,6 +37,7 @@ from actors.ranks.learner_group import LearnerGroup
 from actors.record.checkpoint_writer import CheckpointWriter
 from actors.record.fruitless import FruitlessSteps
 from actors.record.observer import Observer
+from actors.record.run_event import EventKind
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.record.step_teller import StepTeller
 from actors.settings.true_on_policy import check_batch
@@ -74,7 +75,8 @@ class Controller:
         self._are_up = False
         """All parts have started: of them queue and service can be replaced."""
         self._began = time.monotonic() - self._point.elapsed_s
-        self._ending = Ending(observer.event, observer.hurry, lambda: self._checkpoints.saved_step or self._point.step)
+        self._announce_end = partial(observer.event, "warning", kind=EventKind.ENDING)
+        self._ending = Ending(self._announce_end, observer.hurry, lambda: self._checkpoints.saved_step or self._point.step)
         self._alarms = AlarmResponse(config, self._point.replacement)
         self._alarm = ""
         """Why an alarm ends the run; empty: none does."""
@@ -194,6 +196,7 @@ class Controller:
     async def _replace(self, lost: list[str], failure: BaseException) -> None:
         """Queue and service by new ones. Learner, engines and what they have under way go on. Raises: what an update has failed with."""
         self._observer.doing(f"{' and '.join(lost)} gone: new ones start, rollouts go on")
+        await unless_set(self._ending.is_asked, self._returns.pause(self._observer.event))
         self._source.replace(self._alarms.correction)
         self._parts |= self._source.parts
         batch, updated = self._step_under_way or (None, None)
@@ -274,9 +277,8 @@ class Controller:
         await self._by_disk(self._observer.disk.room(), f"room for the lines of step {self._step + 1}")
         self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
         with self._watch.phase("wait_learner"), self._pool.learner_waits():
-            sync_s, is_moving = self._config.deadlines.sync_s, self._pool.is_moving
             asking = partial(self._source.next, self._version, self._pool), self._source.service, self._learner
-            batch = next_batch(*asking, step=self._step, deadline_s=sync_s, is_moving=is_moving)
+            batch = next_batch(*asking, step=self._step, deadline_s=self._config.deadlines.sync_s, is_moving=self._pool.is_moving)
             return await self._steps.beside(batch, after_s=_BATCH_IS_LATE_S)
 
     async def _learn(self, batch: PreparedBatch) -> Any:
@@ -294,20 +296,18 @@ class Controller:
         if self._alarm or not self._alarms.has_some:
             return
         await self._steps.flush()  # the alarm is told before what it leads to
-        if (action := self._alarms.decide()) is None:
-            return
-        if action.replacement is not None:
+        action = self._alarms.decide()
+        if action is not None and action.replacement is not None:
             self._warn(action.text)
             self._source.monitor = None  # of a service that dies meanwhile: what it followed means something else now
             self._source.monitor = await self._source.ask(self._source.service.switch, action.replacement.correction)
-        elif self._step < self._config.steps:
-            self._warn(action.text)
+        elif action is not None and self._step < self._config.steps:
+            self._announce_end(action.text)
             self._alarm = action.text
 
     async def _evaluate_last(self) -> Evaluation | None:
-        if self._ends_early:
-            return None
-        return await self._ending.last(self._evaluations.whole("after training", self._step, self._version, self._sync))
+        of_last = self._step, self._version, self._sync
+        return None if self._ends_early else await self._ending.last(self._evaluations.whole("after training", *of_last))
 
     async def _save(self) -> None:
         """Take a checkpoint of everything. The learner is idle, and nothing of the queue is between two places."""
@@ -380,7 +380,7 @@ class Controller:
         await self._sync.receipts(self._version, deadline_s=self._config.deadlines.receipts_s, is_one_enough=True)
 
     async def _end(self) -> None:
-        """Stop what was started, whatever state it is in. What ended the run need not cost the checkpoint that is being written."""
+        """Stop all parts that were started. A checkpoint that is being written is finished first, unless the run ends at once."""
         self._drop_step()
         self._observer.doing("ending")
         if not (at_once := self._ending.is_at_once):

@@ -48,6 +48,9 @@ Found = tuple[StartingPoint, list[tuple[str, str]]]
 MOST_RETURNS = 3
 """To one checkpoint, within RETURNS_S or from the same step. The fourth such death ends the run: the next attempt would die as well."""
 RETURNS_S = 3600.0
+_FREE_REPLACEMENTS = 10
+"""Of queue and service within RETURNS_S. After each further one the next starts later: 2, 4, 8 ... up to _LONGEST_PAUSE_S seconds."""
+_LONGEST_PAUSE_S = 60.0
 _LOOK_S = 1.0
 """Seconds between two questions whether a part's process is there."""
 _ANSWER_S = 10.0
@@ -174,6 +177,8 @@ class Returns:
         self._goal = -1
         self._before: list[tuple[float, int]] = []
         """Returns to the present goal: (time in seconds, step from which the run returned)."""
+        self._replaced: list[float] = []
+        """Times of the latest replacements of queue and service."""
 
     def allow(self, lost: list[str], error: BaseException, *, step: int, is_replaced: bool = False) -> None:
         """Count one more return. Deaths that are hours apart, each at another step, are taken for chance.
@@ -182,7 +187,8 @@ class Returns:
             lost: names of parts.
             error: by which they were found lost.
             step: the last one that the run has finished.
-            is_replaced: queue and service are replaced at that step, so that only deaths at the same step count.
+            is_replaced: queue and service are replaced at that step, so that only deaths at the same step count. However many come at
+                others, the run makes progress; `pause` sees to it that most of the time is not for replacements.
         Raises: the error itself, if nothing is lost; ActorLost after more than MOST_RETURNS to one checkpoint.
         """
         if not lost:
@@ -190,6 +196,7 @@ class Returns:
         saved = self._folder.checkpoints()
         goal = saved[-1].step if saved else 0
         now = time.monotonic()
+        self._replaced = [at for at in self._replaced if now - at < RETURNS_S] + [now] * is_replaced
         before = self._before if goal == self._goal else []
         self._goal, self._before = goal, [*before, (now, step)]
         times = sum((now - at < RETURNS_S and not is_replaced) or reached == step for at, reached in self._before)
@@ -198,6 +205,15 @@ class Returns:
                 f"{', '.join(lost)}: the {times}th death after step {goal}, before there was another checkpoint: "
                 f"{lost_answer(error) or error}"
             ) from error
+
+    async def pause(self, tell: Callable[[str, str], object]) -> None:
+        """Wait before queue and service are replaced once more, if that was often of late. Args: tell: takes level and sentence."""
+        number = len(self._replaced)
+        if number <= _FREE_REPLACEMENTS:
+            return
+        pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (number - _FREE_REPLACEMENTS))
+        tell("warning", f"queue or service are lost for the {number}th time in {RETURNS_S / 60:.0f} minutes: new ones in {pause_s:.0f} s")
+        await asyncio.sleep(pause_s)
 
     async def found(self, model: Path, disk: PatientWriter, tell: Callable[[str, str], object]) -> Found:
         """Find the newest readable checkpoint, and cut the run folder back to it, after all lines that wait for the disk.

@@ -1,6 +1,6 @@
 """Numbers of a step, by names of the catalogue (catalogue.py); an unlisted name is an error.
 
-The packages below return dataclasses or dicts of numbers; the controller puts them into a `StepMetrics`. metrics.jsonl, TensorBoard,
+Packages and actors return dataclasses or dicts of numbers; actors/record/ puts them into a `StepMetrics`. metrics.jsonl, TensorBoard,
 Prometheus, Weights & Biases, the terminal, the report and docs/metrics.md are views. `python -m actors.metrics` prints docs/metrics.md.
 """
 

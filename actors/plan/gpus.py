@@ -37,7 +37,7 @@ def bytes_of_instance(kind: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """So many nodes with so many GPUs each, all of one kind."""
+    """GPUs of one kind, in nodes with equally many each."""
 
     name: str
     memory: int

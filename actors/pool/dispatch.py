@@ -15,8 +15,7 @@ from typing import Protocol, TypeVar
 
 from actors.carriers import BegunTicket, Ticket
 from rollout.config import AnswerSampling
-from rollout.continuation import UnfinishedGroup
-from rollout.trajectory import Prompt, Trajectory
+from rollout.trajectory import Prompt, Trajectory, UnfinishedGroup
 
 _EVALUATION_SHARE = 4
 """One in so many of a worker's slots may go to evaluations while training is fed."""
@@ -95,18 +94,19 @@ class WaitingWork:
         questions = f"{sum(part.size for part in self._questions)} evaluation answers" if self._questions else ""
         return " and ".join(part for part in (groups, questions) if part) or "nothing"
 
-    def take(self, ready: Sequence[T], sharers: Sequence[T]) -> Iterator[tuple[T, Ticket | Questions]]:
+    def take(self, ready: Sequence[T], sharers: Sequence[T], most: int | None = None) -> Iterator[tuple[T, Ticket | Questions]]:
         """What workers take now, as (worker, what one call to it is given); counted among what they have under way.
 
         Args:
             ready: workers that hold the published weights.
             sharers: workers that a share is kept for: those, and whoever will soon be.
+            most: groups; None: all that there is room for.
         """
         self._forget_cancelled()
         if self._questions:
             yield from self._take_questions(ready, sharers)
         if self._tickets:
-            yield from self._take_groups(ready, sharers)
+            yield from self._take_groups(ready, sharers, len(self._tickets) if most is None else most)
 
     def _take_questions(self, ready: Sequence[T], sharers: Sequence[T]) -> Iterator[tuple[T, Questions]]:
         most = self._slots * self._samples_per_group // (_EVALUATION_SHARE if self.is_fed else 1)
@@ -118,14 +118,15 @@ class WaitingWork:
             worker.questions += size
             yield worker, self._questions.pop(0)
 
-    def _take_groups(self, ready: Sequence[T], sharers: Sequence[T]) -> Iterator[tuple[T, Ticket]]:
+    def _take_groups(self, ready: Sequence[T], sharers: Sequence[T], most: int) -> Iterator[tuple[T, Ticket]]:
         total = len(self._tickets) + sum(len(w.groups) for w in sharers)
         share, rest = divmod(total, max(1, len(sharers)))  # `rest` workers may hold one more than that
         above = sum(len(w.groups) > share for w in sharers)
         for worker in sorted(ready, key=lambda w: (len(w.groups), w.questions)):
             held = len(worker.groups)
-            free = min(share + (above < rest), self._room(worker)) - held
+            free = min(min(share + (above < rest), self._room(worker)) - held, most)
             taken = self._take_tickets(worker, max(0, free), is_alone=len(sharers) < 2)
+            most -= len(taken)
             worker.groups.update(ticket.group_id for ticket in taken)
             above += held <= share < len(worker.groups)
             yield from ((worker, ticket) for ticket in taken)

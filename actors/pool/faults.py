@@ -4,7 +4,8 @@
   doubles with each loss while no group is finished in between. Nodes that lost two engines are avoided.
 * Request failed (refused, malformed or late answer): another worker samples the group; after two failures it is discarded with the reason.
 * Data failed (no worker could sample the prompt): the group is discarded with the reason.
-* Reward failed: the trajectory is invalid; a group with fewer than two valid ones is discarded (correction service).
+* Reward failed: the trajectory is invalid; a group with fewer than two valid ones is discarded (correction service). When most groups
+  come so, work is handed out one group at a time, after pauses that double; after half an hour of pauses the run ends (scoring.py).
 * Queue or reward late: the run waits and says so; nothing is killed.
 * Infrastructure (an actor can't be reached at present): the call is repeated (supervision.persistently), and the heartbeat decides whether
   the actor is lost. A group is discarded after _UNREACHED such calls.
@@ -29,7 +30,7 @@ STRIKES = 3
 _UNREACHED = 5
 """Calls for one group that could not reach a worker for half a minute, though it answered its heartbeat, before the group is discarded."""
 _OUTCOMES = 64
-_FEWEST_FAILED = 16
+FEWEST_FAILED = 16
 SICK_AFTER = 4
 """Failed requests of one worker in a row, for different groups, after which all weights are sent to it again."""
 
@@ -93,18 +94,49 @@ class LossBook:
             self._in_vain.popleft()
 
 
-class GroupBook:
-    """Groups that failed or were lost, and how many of the latest _OUTCOMES were usable."""
+class LatestGroups:
+    """The latest 64 groups, none older than `window_s` seconds: how many of them went well."""
 
-    def __init__(self) -> None:
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
+        self._outcomes: deque[tuple[float, bool]] = deque(maxlen=_OUTCOMES)
+
+    def add(self, now: float, *, is_good: bool) -> None:
+        """Args: now: seconds."""
+        self._outcomes.append((now, is_good))
+        while now - self._outcomes[0][0] > self._window_s:
+            self._outcomes.popleft()
+
+    def clear(self) -> None:
+        self._outcomes.clear()
+
+    @property
+    def _bad(self) -> int:
+        return sum(not is_good for _, is_good in self._outcomes)
+
+    @property
+    def are_mostly_bad(self) -> bool:
+        """16 or more, and over half."""
+        return self._bad >= FEWEST_FAILED and 2 * self._bad > len(self._outcomes)
+
+    def __str__(self) -> str:
+        return f"{self._bad} of the last {len(self._outcomes)} groups"
+
+
+class GroupBook:
+    """Groups that failed or were lost, and how many of the latest ones were usable."""
+
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        """Args: window_s: seconds after which a group no longer counts."""
         self._failures: Counter[int] = Counter()
         self._strikes: Counter[int] = Counter()
         self._unreached: Counter[int] = Counter()
         self._in_a_row: dict[str, set[int]] = {}
-        self._outcomes: deque[bool] = deque(maxlen=_OUTCOMES)
+        self._latest = LatestGroups(window_s)
 
-    def finished(self, group_id: int, worker: str) -> None:
-        self._close(group_id, is_usable=True)
+    def finished(self, group_id: int, worker: str, now: float) -> None:
+        """A worker has sampled it. Args: now: seconds."""
+        self._close(group_id, now, is_usable=True)
         self._in_a_row.pop(worker, None)
 
     def failed(self, group_id: int, worker: str) -> bool:
@@ -140,16 +172,17 @@ class GroupBook:
         """Whether the next loss makes this group the cause. A worker is given only one such group at a time."""
         return self._strikes[group_id] >= STRIKES - 1
 
-    def discarded(self, group_id: int, reason: str) -> None:
-        """The group was discarded. Raises: RequestError when 16 or more, and over half, of the latest 64 groups were: the run would use up
-        its prompts without training."""
-        self._close(group_id, is_usable=False)
-        failed = self._outcomes.count(False)
-        if failed >= _FEWEST_FAILED and 2 * failed > len(self._outcomes):
-            raise RequestError(f"{failed} of the last {len(self._outcomes)} groups got no usable answer on any worker. The last: {reason}")
+    def discarded(self, group_id: int, reason: str, now: float) -> None:
+        """The group was discarded. Args: now: seconds.
 
-    def _close(self, group_id: int, *, is_usable: bool) -> None:
+        Raises: RequestError when 16 or more, and over half, of the latest groups were: the run would use up its prompts without training.
+        """
+        self._close(group_id, now, is_usable=False)
+        if self._latest.are_mostly_bad:
+            raise RequestError(f"{self._latest} got no usable answer on any worker. The last: {reason}")
+
+    def _close(self, group_id: int, now: float, *, is_usable: bool) -> None:
         self._failures.pop(group_id, None)
         self._strikes.pop(group_id, None)
         self._unreached.pop(group_id, None)
-        self._outcomes.append(is_usable)
+        self._latest.add(now, is_good=is_usable)

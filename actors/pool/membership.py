@@ -59,7 +59,7 @@ class Membership(ABC):
         self._renew()
 
     def _renew(self) -> None:
-        """What has failed so far is dealt with."""
+        """Clear the failure so far."""
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())  # it may come when nobody listens
 
@@ -112,7 +112,7 @@ class Membership(ABC):
         return max(self._progressed, self.attended_since())
 
     def is_moving(self) -> bool:
-        """The last progress is not so long ago that a batch is late."""
+        """Whether the pool has made progress within deadlines.batch_s."""
         return self._now() - self.last_progress() < self._deadlines.batch_s
 
     @property

@@ -20,9 +20,10 @@ from actors.pool import workers
 from actors.pool.admission import PatientQueue
 from actors.pool.delivery import Delivery
 from actors.pool.dispatch import Questions, WaitingWork, continuing
-from actors.pool.faults import STRIKES, GroupBook
+from actors.pool.faults import ATTEMPTS, FEWEST_FAILED, STRIKES, WINDOW_S, GroupBook
 from actors.pool.membership import Membership
 from actors.pool.rollout_worker import GroupOutcome, WorkerSettings
+from actors.pool.scoring import Scoring
 from actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
 from actors.processes.supervision import AGAIN_S, counted, patiently, persistently, unless_failed, wait_for
 from actors.queue.outstanding import Outstanding
@@ -31,9 +32,8 @@ from actors.queue.trajectory_queue import ANSWER_S
 from actors.settings.deadlines import group_s
 from actors.weights.weight_sync import SyncTarget
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError
-from rollout.config import AnswerSampling
-from rollout.continuation import UnfinishedGroup
-from rollout.trajectory import GroupFacts, Prompt, Trajectory
+from rollout.config import AnswerSampling, FunctionReward
+from rollout.trajectory import GroupFacts, Prompt, Trajectory, UnfinishedGroup
 
 log = logging.getLogger("evenkeel.pool")
 _MAX_RESYNCS = 3
@@ -67,10 +67,17 @@ class RolloutPool(Membership):
         self._results = 3 if settings.has_wide_fields else 2
         """Of a worker's call for a group."""
         self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
-        self._groups = GroupBook()
+        self._begin_books()
         self._will_look = False
+
+    def _begin_books(self) -> None:
         self._lost_with: dict[Questions, int] = {}
         """Engines, by the part of an evaluation that they were asked."""
+        window_s = max(WINDOW_S, FEWEST_FAILED * ATTEMPTS * group_s(self._config))  # enough for one worker with one slot
+        self._groups = GroupBook(window_s)
+        reward, tell = self._config.reward, self._observer.event
+        name = reward.path if isinstance(reward, FunctionReward) else reward.kind
+        self._scoring = Scoring(name, window_s, tell=tell, spawn=self.spawn, on_end=self._goes_on)
 
     def start(self) -> None:
         """Ask for all workers; they join as they come."""
@@ -78,17 +85,15 @@ class RolloutPool(Membership):
         self.spawn(self._watch())
 
     async def withdraw(self) -> None:
-        """Take all work back, and all weights: the workers go on to nothing, until `serve`, `follow` and `feed`.
-
-        What the pool has failed with is dealt with then: what fails from here on counts.
-        """
+        """Withdraw all work and weights; workers stay idle until `serve`, `follow` and `feed`. A failure so far is cleared, later ones
+        count."""
         self._sync = None
         calls = [task for task in self._tasks if task.get_name() == _CALL]
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)  # they settle what they have counted
         self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
-        self._groups, self._lost_with = GroupBook(), {}  # the same numbers come again
+        self._begin_books()  # the same numbers come again
         self._renew()
 
     def follow_queue(self, queue: Any) -> None:
@@ -228,11 +233,12 @@ class RolloutPool(Membership):
                 self._observer.event("info", workers.first_work(worker))
             worker.resyncs, self._progressed, worker.worked_at = 0, self._now(), self._now()
             self._losses.worked()
-            self._groups.finished(ticket.group_id, worker.name)
+            self._groups.finished(ticket.group_id, worker.name, self._now())
             self._work.forget(ticket.group_id)
             self._observer.group_finished(GroupSummary.of(outcome, worker.name))
             self._outstanding.finish(group := StoredGroup(outcome, payload, wide))
             self._delivery.add(group)
+            self._scoring.finished(outcome)
         else:
             may_go_on = not outcome.is_final and self._groups.failed(ticket.group_id, worker.name)
             self._again_or_discard(worker, ticket, outcome.reason, may_go_on=may_go_on)
@@ -271,7 +277,7 @@ class RolloutPool(Membership):
         self._work.forget(ticket.group_id)
         self._outstanding.give_up(ticket, reason)
         self.spawn(self._queue.give_up(ticket.group_id, reason))
-        self._groups.discarded(ticket.group_id, why)
+        self._groups.discarded(ticket.group_id, why, self._now())
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
         """Scored answers to each prompt, spread over the workers."""
@@ -354,6 +360,14 @@ class RolloutPool(Membership):
         joined, current = self.counts()
         return f"{counted(joined, 'worker')} joined, {current} of them with these weights, {len(self._workers) - joined} starting"
 
+    def last_progress(self) -> float:
+        return self._now() if self._scoring.is_pausing else super().last_progress()
+
+    def _goes_on(self) -> None:
+        """A pause that the rewards have made necessary is over."""
+        self._progressed = self._now()
+        self.wake()
+
     def wake(self) -> None:
         """Something has changed that waiting work looks at: a worker, a receipt, or the work itself."""
         self._changed.set()
@@ -374,7 +388,8 @@ class RolloutPool(Membership):
         """Workers take what waits."""
         current = [w for w in self._joined() if self._is_current(w)]
         soon = [w for w in self._joined() if w.sync.version >= 0]  # without one that is new or dirty: a full sync takes its time
-        for worker, work in self._work.take(current, soon):
+        most = self._scoring.places(is_idle=not any(w.groups for w in self._workers.values()))
+        for worker, work in self._work.take(current, soon, most):
             if isinstance(work, Questions):
                 self.spawn(self._ask(worker, work), name=_CALL)
                 continue

@@ -10,25 +10,27 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import ray
 
 from actors.carriers import ActorInfo, BegunTicket, GroupFailure, Ticket, WorkerLoad
 from actors.config import RunConfig
-from actors.metrics.exporter import MetricsEndpoint, listen_address
+from actors.metrics.exporter import MetricsEndpoint, listen_address, node_address
 from actors.pool.preemption import EndNotice
 from actors.queue import payloads
+from actors.settings.deadlines import fetch_s
 from actors.settings.devices import check_received
 from actors.settings.environment import worker_environment
+from correction.engines.rendezvous import keep_nccl_on
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DataError, DeadlineExceeded, EngineError, LateError, RequestError, SyncError
 from correction.schedule import needs_topk
 from rollout.config import AnswerSampling, RolloutConfig
-from rollout.continuation import UnfinishedGroup
 from rollout.sampler import Sampler
 from rollout.stacks import tell_stacks
 from rollout.temporary_files import own_folder, remove
-from rollout.trajectory import FailureKind, FinishReason, GroupFacts, Prompt, SyncReceipt, Trajectory, ids_of, logprobs_of
+from rollout.trajectory import FailureKind, FinishReason, GroupFacts, Prompt, SyncReceipt, Trajectory, UnfinishedGroup, ids_of, logprobs_of
 from rollout.weight_update import require_checksums
 
 T = TypeVar("T")
@@ -59,6 +61,8 @@ class WorkerSettings:
     """Most likely tokens to keep with each sampled one, for corrections that look at them."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of the worker's process, which its engine's inherit."""
+    fetch_s: float = 60.0
+    """Longest wait for the bytes of a version to come to the node."""
 
     @property
     def has_wide_fields(self) -> bool:
@@ -77,6 +81,7 @@ class WorkerSettings:
             seed=config.seed,
             topk=needs_topk(config.correction),
             environment=worker_environment(config),
+            fetch_s=fetch_s(config),
         )
 
 
@@ -116,6 +121,7 @@ class RolloutWorker:
         settings = self._settings
         if settings.rollout.engine.resolved_device == "cuda":
             check_received(f"rollout worker {self._name}", settings.rollout.gpus_of_a_worker, ray.get_gpu_ids())
+            keep_nccl_on(node_address(), psutil.net_if_addrs())
         self._endpoint = MetricsEndpoint("rollout", self._name, bind=listen_address(settings.bind))
         with own_folder() as self._temporary:
             self._sampler = await Sampler.start(
@@ -220,16 +226,31 @@ class RolloutWorker:
             buckets: references to WeightBuckets. A node fetches them once, for all of its engines, which read them in its object store.
             checksums: by Hugging Face name, of what has to arrive; empty: not compared, and not asked of the engine.
             generation: of the version; the receipt names both.
-        Raises: SyncError, and the engine is dirty if it had begun to take them; not begun, if others are asked for meanwhile.
+        Raises: LateError if they don't come to this node; SyncError, and the engine is dirty if it had begun to take them; not begun, if
+            others are asked for meanwhile.
         """
         began, this_update = time.monotonic(), self._number_of_update(version, generation)
-        fetched: list[WeightBucket] = list(await asyncio.gather(*buckets))
+        fetched = await self._fetched(version, buckets)
         if checksums:
             await asyncio.to_thread(require_checksums, fetched, checksums)
         if this_update != self._asked_update:
             raise SyncError(f"rollout worker {self._name}: weights v{version} came after others had been asked for; these stay")
         receipt = await self._sampler.engine.update_weights(version, fetched)
         return await self._receipt(replace(receipt, generation=generation), began, fetched, checksums)
+
+    async def _fetched(self, version: int, buckets: Sequence[Any]) -> list[WeightBucket]:
+        """The buckets, when all are on this node. Raises: LateError: network and object store are to blame, and the engine is as it was."""
+        place = f"rollout worker {self._name}: weights v{version}"
+        try:
+            async with asyncio.timeout(self._settings.fetch_s):
+                return list(await asyncio.gather(*buckets))
+        except TimeoutError:
+            raise LateError(
+                f"{place}: not all of {len(buckets)} buckets came in {self._settings.fetch_s:.0f} s; if that is the network's usual pace, "
+                "lower deadlines.bytes_per_s"
+            ) from None
+        except ray.exceptions.RayError as error:
+            raise LateError(f"{place} could not be read from the object store ({type(error).__name__})") from error
 
     def _number_of_update(self, version: int, generation: int) -> int:
         if (generation, version) < self._newest:
@@ -270,8 +291,9 @@ class RolloutWorker:
 
     async def load(self) -> WorkerLoad:
         """Raises: EngineError if the engine is lost."""
-        self._sampler.engine.raise_if_lost()
-        return WorkerLoad(self._sampler.busy_s, self._sampler.up_s, self._sampler.generated_tokens, self._sampler.engine.requests_in_flight)
+        sampler, engine = self._sampler, self._sampler.engine
+        engine.raise_if_lost()
+        return WorkerLoad(sampler.busy_s, sampler.up_s, sampler.generated_tokens, engine.requests_in_flight, engine.silent_s)
 
     async def hand_back(self) -> None:
         """Sample nothing more; `generate_group` returns what there is. Returns when the engine has nothing under way."""

@@ -27,11 +27,11 @@ from actors.cluster.cluster import lower_priority
 from actors.config import DeadlinesConfig
 from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
 from actors.pool.scaling import ScalingDecision
-from actors.processes.supervision import USUAL_START, kill, persistently, unwrapped, wait_for
+from actors.processes.supervision import HALF_OVER, USUAL_START, kill, persistently, unwrapped, wait_for
 from actors.weights.weight_sync import SyncTarget
 from correction.errors import DeadlineExceeded, EvenkeelError
-from rollout.continuation import UnfinishedGroup
 from rollout.heartbeat import MISSES
+from rollout.trajectory import UnfinishedGroup
 
 log = logging.getLogger("evenkeel.pool")
 _LOAD_S = 5.0
@@ -185,20 +185,20 @@ def first_work(worker: WorkerHandle) -> str:
 
 async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
     """Ask a worker for its load every few seconds: whether its engine lives, it looks after itself. Returns why, when it is lost. One that
-    has just finished a group or taken weights isn't asked.
+    has just finished a group or taken weights isn't asked. When half of the time is over for it or its engine, the stacks are asked for.
 
     Args: limit_s: seconds without an answer.
     """
-    what, missed = f"heartbeat <- rollout worker {worker.name}", 0
+    what, missed, is_told = f"heartbeat <- rollout worker {worker.name}", 0, False
 
-    async def probe() -> None:
+    async def probe() -> float:
         while True:
             try:
-                await worker.actor.load.remote()
+                load: WorkerLoad = await worker.actor.load.remote()
             except ray.exceptions.ActorUnavailableError:  # which Ray says at once; a moment later there may be a network again
                 await asyncio.sleep(_UNREACHED_S)
             else:
-                return
+                return load.silent_s
 
     while missed < MISSES:
         if not missed:
@@ -206,13 +206,16 @@ async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
             if asyncio.get_running_loop().time() - max(worker.worked_at, worker.sync.received_at) < limit_s / _PROBES:
                 continue
         try:
-            await wait_for(probe(), what, deadline_s=limit_s / MISSES, notice=log.debug)
+            silent_s = await wait_for(probe(), what, deadline_s=limit_s / MISSES, notice=log.debug)
         except DeadlineExceeded:  # a probe, not the time: that this process stood still is none of the worker's faults
-            missed += 1
+            missed, silent_s = missed + 1, (missed + 1) * limit_s / MISSES
         except (EvenkeelError, ray.exceptions.RayError) as error:
             return str(unwrapped(error))
         else:
             missed = 0
+        if silent_s >= limit_s / 2 and not is_told and (half_over := HALF_OVER.get()) is not None:
+            half_over(what)
+        is_told = silent_s >= limit_s / 2
     return f"missed its heartbeat: its process answered none of {missed} probes in {limit_s:g} s"
 
 

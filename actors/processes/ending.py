@@ -19,10 +19,10 @@ class Ending:
     the last evaluation cancels that evaluation. A second signal, or one while the run starts or returns to a checkpoint, ends it at once,
     without a further checkpoint."""
 
-    def __init__(self, tell: Callable[[str, str], object], hurry: Callable[[], object], saved_step: Callable[[], int]) -> None:
+    def __init__(self, tell: Callable[[str], object], hurry: Callable[[], object], saved_step: Callable[[], int]) -> None:
         """
         Args:
-            tell: takes level and sentence.
+            tell: takes a sentence: that the end is asked for, by what, and how it comes.
             hurry: called at SIGTERM, whose sender may kill the process a few seconds later.
             saved_step: returns the step of the newest checkpoint on disk; 0: there is none.
         """
@@ -61,11 +61,11 @@ class Ending:
             if number == signal.SIGTERM:  # whoever sends it may kill in a few seconds
                 self._hurry()
             how = "ending with a checkpoint, after the step under way if there is one (once more: at once)"
-            self._tell("warning", f"interrupted ({name}): {how}; until that is on disk, {on_disk}")
+            self._tell(f"interrupted ({name}): {how}; until that is on disk, {on_disk}")
         elif self.last_evaluation is not None and not self.last_evaluation.done() and is_first:
-            self._tell("warning", f"interrupted ({name}): leaving out the evaluation after training")
+            self._tell(f"interrupted ({name}): leaving out the evaluation after training")
             self.last_evaluation.cancel()
         else:
-            self._tell("warning", f"interrupted ({name}): ending at once; {on_disk}")
+            self._tell(f"interrupted ({name}): ending at once; {on_disk}")
             self.is_at_once = True
             main.cancel()

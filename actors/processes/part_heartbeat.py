@@ -8,6 +8,7 @@ the part has to tell: its own log is a file on its node.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,13 +35,13 @@ class BeatingInTurn:
     """
 
     @ray.method(concurrency_group="heartbeat")
-    def heartbeat(self, heard: int) -> list[str]:
+    def heartbeat(self, heard: int) -> list[tuple[int, str]]:
         """It has nothing to tell."""
         return []
 
 
 def sequential_actor(actor: type[BeatingInTurn]) -> Any:
-    """As ray.remote. Ray keeps no order among calls: a heartbeat would wait behind one whose arguments are on their way."""
+    """Like ray.remote, with calls out of order: in order, a heartbeat would wait behind a call whose arguments are still on their way."""
     return ray.remote(concurrency_groups={**GROUPS, BESIDE: 1}, allow_out_of_order_execution=True)(actor)  # type: ignore[call-overload]
 
 
@@ -48,17 +49,20 @@ class Beating:
     """An actor (async) that is a part of the run."""
 
     def __init__(self) -> None:
-        self._told: list[str] = []
+        self._told: deque[tuple[int, str]] = deque(maxlen=_MOST_TOLD)
+        self._number = 0
 
     def tell(self, text: str) -> None:
         """Something for the run's events, with the next heartbeat."""
-        if len(self._told) < _MOST_TOLD:
-            self._told.append(text)
+        self._number += 1
+        self._told.append((self._number, text))
 
     @ray.method(concurrency_group="heartbeat")
-    async def heartbeat(self, heard: int) -> list[str]:
-        """What it has told so far, without the first ones that were heard."""
-        return self._told[heard:]
+    async def heartbeat(self, heard: int) -> list[tuple[int, str]]:
+        """What it has told since, each with its number: of what nobody hears the newest are kept. Args: heard: number of the last."""
+        while self._told and self._told[0][0] <= heard:
+            self._told.popleft()
+        return list(self._told)
 
 
 async def raise_when_silent(parts: Mapping[str, Any], limit_s: float, tell: Callable[[str, str], None]) -> None:
@@ -83,18 +87,19 @@ async def _follow(name: str, actor: Any, limit_s: float, tell: Callable[[str, st
             continue
         except (EvenkeelError, RayError) as error:
             raise ActorLost(f"{name}: {error}") from error
-        missed, heard = 0, heard + len(told)
-        for text in told:
+        missed = 0
+        for number, text in told:
+            heard = number
             tell("warning", f"{name}: {text}")
         await asyncio.sleep(limit_s / _MISSES)
     kill(actor)
     raise ActorLost(f"{name}: it gave no sign for {limit_s:.0f} s (deadlines.part_heartbeat_s), and its process was ended")
 
 
-async def _reached(actor: Any, heard: int) -> list[str]:
+async def _reached(actor: Any, heard: int) -> list[tuple[int, str]]:
     while True:
         try:
-            told: list[str] = await actor.heartbeat.remote(heard)
+            told: list[tuple[int, str]] = await actor.heartbeat.remote(heard)
         except ActorUnavailableError:
             await asyncio.sleep(_UNREACHED_S)
         else:

@@ -187,7 +187,8 @@ async def unless_set(event: asyncio.Event, work: Awaitable[T]) -> T | None:
 
 
 async def done_or_told(work: Awaitable[Any], what: str, deadline_s: float, tell: Callable[[str], None]) -> None:
-    """Wait for something at an end that has to come, too; what it fails with is told, and must not stand in place of another error."""
+    """Wait for `work` while a run ends. Its error goes to `tell` instead of being raised, so that it doesn't replace the error that ended
+    the run."""
     try:
         await wait_for(work, what, deadline_s=deadline_s)
     except Exception as error:

@@ -17,7 +17,7 @@ from rollout.trajectory import GroupFacts
 
 def worthless(group: GroupFacts, *, dynamic_sampling: bool) -> str:
     """Why a group is not worth training; empty: it is."""
-    if len(group.valid) < 2:
+    if not group.is_trainable:
         return INVALID
     return UNIFORM if dynamic_sampling and group.is_uniform else ""
 

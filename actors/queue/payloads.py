@@ -196,7 +196,8 @@ async def whole_snapshot(queue: Any, *, deadline_s: float) -> QueueSnapshot:
     what = "snapshot <- trajectory queue"
     snapshot, held, tickets = await persistently(lambda: queue.snapshot.remote(), what, deadline_s=deadline_s)
     groups, lost = await whole(held, deadline_s=deadline_s)
-    again = [ticket for ticket in tickets if ticket.group_id in set(lost)]
+    gone = frozenset(lost)
+    again = [ticket for ticket in tickets if ticket.group_id in gone]
     in_flight = sorted([*snapshot.in_flight, *again], key=lambda ticket: ticket.group_id)
     return replace(snapshot, finished=tuple(groups), in_flight=tuple(in_flight))
 

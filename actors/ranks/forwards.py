@@ -100,18 +100,22 @@ async def next_batch(
 
 async def with_forwards(batch: PackedBatch, forwards: Sequence[Forward]) -> tuple[PackedBatch, float]:
     """The batch with what the learner said of the chunks put where their groups stand in it, and the learner's seconds."""
+    answers = [(chunk, *await task) for chunk, task in forwards]
+    chunks = [(chunk, found) for chunk, found, _ in answers]
+    return await asyncio.to_thread(_put_in_place, batch, chunks), sum(seconds for *_, seconds in answers)
+
+
+def _put_in_place(batch: PackedBatch, chunks: Sequence[tuple[Sequence[Group], dict[str, Any]]]) -> PackedBatch:
+    """The batch with what was found of chunks of its groups, by the field of PackedBatch."""
     from correction.wide import WidePlace
 
     # A chunk packs its groups in its own order; find each group's tokens in the whole batch by its group id.
     whole: dict[str, Any] = {} if batch.num_tokens else {"proximal_logprobs": batch.behavior_logprobs}
     places = list(batch.wide or [WidePlace(())] * batch.num_sequences)
-    seconds = 0.0
     sequences: dict[int, list[int]] = {}
     for i, group_id in enumerate(batch.group_ids.tolist()):
         sequences.setdefault(group_id, []).append(i)
-    for chunk, task in forwards:
-        found, chunk_s = await task
-        seconds += chunk_s
+    for chunk, found in chunks:
         own = [i for g in chunk for i in sequences.get(g.group_id, ())]
         index = batch.token_index(own)
         for name, values in found.items():
@@ -121,7 +125,7 @@ async def with_forwards(batch: PackedBatch, forwards: Sequence[Forward]) -> tupl
             else:
                 whole.setdefault(name, values.new_zeros(batch.num_tokens, *values.shape[1:]))[index] = values
     wide = tuple(places) if any(place.sources for place in places) else None
-    return replace(batch, **whole, wide=wide), seconds
+    return replace(batch, **whole, wide=wide)
 
 
 class ForwardRequests:

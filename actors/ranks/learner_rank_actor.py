@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
 
 from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
@@ -21,6 +22,7 @@ from actors.queue.payloads import read_now
 from actors.ranks.collective_calls import NumberedRank, collective
 from actors.settings.devices import check_received
 from correction.engines.quick_imports import uncollected
+from correction.engines.rendezvous import keep_nccl_on
 from correction.errors import DataError, EngineError, SyncError
 from learner.config import LearnerConfig
 from rollout.stacks import tell_stacks
@@ -76,6 +78,7 @@ class LearnerRankActor(NumberedRank, BeatingInTurn):
 
             if self._config.resolved_device == "cuda":
                 check_received(f"learner rank {self._rank}", self._config.gpus_per_rank, ray.get_gpu_ids())
+                keep_nccl_on(node_address(), psutil.net_if_addrs())
             self._learner = LearnerRank(self._config, self._rank, world_size, master[0], master[1])
         self._learner.load(model_folder(model))
         self._kept = KeptWeights(self._learner)
@@ -123,7 +126,8 @@ class LearnerRankActor(NumberedRank, BeatingInTurn):
 
     @collective
     def proximal(self, number: int, batch: PackedBatch, version: int) -> tuple[None, Proximal | None]:
-        """Proximal logprobs at the weights of `version`: nothing for who waits, and the answer for who has asked."""
+        """Proximal logprobs at the weights of `version`. Two results: None, which the group waits for, and rank 0's answer, which stays in
+        the object store."""
         self._begin(number, "proximal logprobs", version)
         result = self._learner.proximal(batch.holding(self._read) if self._read else batch)
         if self._rank != 0:

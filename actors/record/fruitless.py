@@ -1,4 +1,4 @@
-"""Steps from which nothing was learned, because nothing of their batch was left: each is said, and too many in a row end the run.
+"""Steps whose batch had no token left to train on: each is reported, and too many in a row end the run.
 
 Such a step is a skipped one: the weights stay, the version grows, its groups count as trained. A batch whose answers are all right or all
 wrong is another matter: it has no gradient either, but the next one may.

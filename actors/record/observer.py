@@ -25,7 +25,8 @@ from actors.record.finished_step import FinishedStep
 from actors.record.metric_views import open_views, views_from_an_earlier_step
 from actors.record.patience import PatientWriter
 from actors.record.probe_watch import ProbeWatch
-from actors.record.run_folder import RunEvent, RunFolder
+from actors.record.run_event import EventKind, RunEvent
+from actors.record.run_folder import RunFolder
 from actors.record.skipped_batches import keep_and_tell
 from actors.record.slowest import FILE, SlowestPrompts
 from actors.record.step_report import (
@@ -127,13 +128,13 @@ class Observer:
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def event(self, level: str, text: str) -> None:
-        self.keep_event(level, text)
+    def event(self, level: str, text: str, kind: EventKind = EventKind.NONE) -> None:
+        self.keep_event(level, text, kind)
         self._view.event(level, text)
 
-    def keep_event(self, level: str, text: str) -> None:
+    def keep_event(self, level: str, text: str, kind: EventKind = EventKind.NONE) -> None:
         """In events.log alone."""
-        self.disk.do(partial(self._folder.write_event, RunEvent.now(level, text)))
+        self.disk.do(partial(self._folder.write_event, RunEvent.now(level, text, kind)))
 
     def phase(self, text: str) -> None:
         self.keep_event("info", text)
@@ -198,14 +199,14 @@ class Observer:
         self._extra.update(numbers)
 
     def trained(self) -> None:
-        """The step's training has ended and its weights go out now: what the workers hold is what they have worked with."""
+        """The step's training has ended. Its weights go out next, so the versions that workers hold now are those they sampled with."""
         self._versions = self._pool.versions()
         joined, current = self._pool.counts()
         self.note({"pool/workers": joined, "pool/current_workers": current, "pool/target_workers": self._pool.target})
 
     def saved(self, path: Path, seconds: float) -> None:
         self._extra["time/checkpoint_s"] = seconds
-        self.event("info", f"checkpoint {path} in {seconds:.1f} s")
+        self.event("info", f"checkpoint {path} in {seconds:.1f} s", EventKind.SAVED)
 
     def evaluated(self, result: Evaluation, prompts: Sequence[Prompt]) -> None:
         numbers = result.metrics()

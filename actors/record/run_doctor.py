@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from actors.metrics.step_metrics import StepMetrics, shown
-from actors.record.run_folder import RunEvent, RunFolder
+from actors.record.run_event import EventKind, RunEvent
+from actors.record.run_folder import RunFolder
 from actors.record.stack_gist import newest_gist
+from actors.state.json_lines import JsonLines
 from correction.errors import ConfigError, DataError
 from learner.file_sums import read_manifest_of_files, verify
 
@@ -182,11 +184,11 @@ def _end(events: Sequence[RunEvent], is_complete: bool, is_running: bool) -> tup
         return RunState.RUNNING, ""
     last = events[-1] if events else None
     if last is not None and last.level == "error":
-        return (RunState.STOPPED if last.text.startswith("ended at once by") else RunState.FAILED), last.text
+        return (RunState.STOPPED if last.kind is EventKind.STOPPED else RunState.FAILED), last.text
     if is_complete:
         return RunState.COMPLETE, ""
-    asked = next((event for event in reversed(events) if event.text.startswith("interrupted (") or event.level == "alarm"), None)
-    saved_after = asked is not None and any(event.text.startswith("checkpoint ") for event in events[events.index(asked) :])
+    asked = next((event for event in reversed(events) if event.kind is EventKind.ENDING), None)
+    saved_after = asked is not None and any(event.kind is EventKind.SAVED for event in events[events.index(asked) :])
     if asked is not None and saved_after:
         return RunState.STOPPED, asked.text
     return RunState.VANISHED, f"its last event is of {last.time}" if last else "it has no events"
@@ -237,17 +239,17 @@ def _troubles(events: Sequence[RunEvent]) -> tuple[Trouble, ...]:
     return tuple(found.values())
 
 
+def _settled(record: Mapping[str, Any]) -> tuple[str, str, int]:
+    """Prompt, what became of it, and the step, of a line of the ledger."""
+    return str(record["prompt_id"]), str(record["outcome"]), int(record["step"])
+
+
 def _books(path: Path, metrics: Sequence[StepMetrics]) -> str:
     """Whether each prompt left the queue once, and as many did as the last step says."""
     outcomes: dict[str, int] = {}
     seen: set[str] = set()
     twice: set[str] = set()
-    for line in path.open(encoding="utf-8") if path.is_file() else ():
-        try:
-            record = json.loads(line)
-            prompt, outcome, step = str(record["prompt_id"]), str(record["outcome"]), int(record["step"])
-        except (ValueError, KeyError, TypeError):  # the last line of a run that was killed may be torn
-            continue
+    for prompt, outcome, step in JsonLines(path).each(_settled):
         if metrics and step > metrics[-1].step:
             continue  # settled before the step's line was written
         outcomes[outcome] = outcomes.get(outcome, 0) + 1

@@ -6,9 +6,11 @@
     clipped_tokens.jsonl            one line a step that clipped any: [token id, how often] of the most frequent ones, by advantage
     ledger.jsonl                    one line a prompt that has left the queue (actors/state/ledger.py)
     rewound.jsonl                   lines of the .jsonl files before the ledger that a resume took back (nothing of them is deleted)
-    events.log                      what happened: time, level, text
+    events.log                      what happened: time, level, [what it says of the run's end], text (run_event.py)
     tensorboard/                    event files
     trajectories/step_000010.txt    samples as text                      trajectories/held_out_000010.txt
+    slowest.json                    the prompts whose rewards took longest (slowest.py)
+    stacks/                         where each process stood when a wait was half over (stack_collector.py)
     skipped_batches/                batches whose loss or gradient was not finite: a few (skipped_batches.py)
     scatter.npz                     pi_prox against mu (ScatterSample in actors/carriers.py)
     checkpoints/step_000050/        hf/ (Hugging Face), state/ (for a resume), manifest.json; step_....damaged: set aside by a resume
@@ -31,7 +33,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,35 +43,19 @@ from pydantic import BaseModel
 
 from actors.metrics.step_metrics import StepMetrics
 from actors.record.ownership import FOLDERS, clear, fresh_path, is_failed_start, own
+from actors.record.run_event import RunEvent
 from actors.record.skipped_batches import KEPT, SkippedBatch
 from actors.state.json_lines import JsonLines
 from correction.errors import ConfigError, DataError
 from correction.monitor import Event, State
 from correction.quantities import current_name
+from correction.settings import dump_with_derived
 from learner.file_sums import flush_to_disk, seal
 
-_LEVELS = ("info", "watch", "warning", "alarm", "error")
 KEPT_SAMPLES = 1000  # steps whose samples are all kept as text
 CHECKPOINT_FORMAT = 5
 """Stands in a checkpoint's manifest; another one is refused."""
 _CHECKPOINT = re.compile(r"step_(\d{6,})$")
-
-
-@dataclass(frozen=True, slots=True)
-class RunEvent:
-    """One line of events.log."""
-
-    time: str
-    """ISO 8601, local time, to the second."""
-    level: str
-    """info, warning or error; watch or alarm, from the early warning."""
-    text: str
-
-    @classmethod
-    def now(cls, level: str, text: str) -> RunEvent:
-        if level not in _LEVELS:
-            raise ValueError(f"event level {level!r}: use one of {', '.join(_LEVELS)}")
-        return cls(datetime.now().isoformat(timespec="seconds"), level, " ".join(text.split()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +162,8 @@ class RunFolder:
     # Configuration, numbers, events, samples.
 
     def write_config(self, config: BaseModel) -> None:
-        """Keep the resolved configuration."""
-        data = config.model_dump(mode="json")
-        self.write_text("config.yaml", yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
+        """Keep the resolved configuration; derived deadlines stand under `derived` in their sections, and a resume derives them anew."""
+        self.write_text("config.yaml", yaml.safe_dump(dump_with_derived(config), sort_keys=False, allow_unicode=True))
 
     def read_config(self) -> dict[str, Any]:
         """The resolved configuration as plain data. Raises: ConfigError if the file can't be read as YAML."""
@@ -245,19 +229,18 @@ class RunFolder:
 
     def write_event(self, entry: RunEvent) -> None:
         """The same, of an event that may be older."""
-        line = f"{entry.time} {entry.level:7} {entry.text}\n"
         try:
             with self.events_path.open("a", encoding="utf-8") as file:
-                file.write(line)
+                file.write(entry.line)
         except OSError as error:  # a full disk: what there is to say may be just that
-            sys.stderr.write(f"{self.events_path} can't be written ({error}): {line}")
+            sys.stderr.write(f"{self.events_path} can't be written ({error}): {entry.line}")
 
     def read_events(self) -> list[RunEvent]:
         """All events so far, in order."""
         if not self.events_path.is_file():
             return []
-        parts = (line.split(None, 2) for line in self.events_path.read_text(errors="replace").splitlines())
-        return [RunEvent(*part) for part in parts if len(part) == 3 and part[1] in _LEVELS]
+        lines = self.events_path.read_text(errors="replace").splitlines()
+        return [event for line in lines if (event := RunEvent.parse(line)) is not None]
 
     def write_trajectories(self, step: int, text: str, kind: str = "step") -> Path:
         """Keep samples as text, of older steps each hundredth's. kind: "step": of a training batch; "held_out": of an evaluation."""

@@ -19,10 +19,10 @@ from actors.record.stack_gist import FOLDER
 from correction.errors import EvenkeelError
 from rollout.stacks import own_job, stacks_of
 
-_MOST = 8
-"""Collections of a run."""
-_APART_S = 120.0
-"""A second wait that is half over meanwhile is most likely for the same thing."""
+_KEPT = 20
+"""Collections of a run: the newest."""
+_APART_S, _LONGEST_APART_S = 120.0, 3600.0
+"""A second wait that is half over meanwhile is most likely for the same thing; each collection is followed by a pause twice as long."""
 _NODE_S = 20.0
 
 
@@ -32,15 +32,16 @@ class StackCollector:
     def __init__(self, folder: RunFolder, tell: Callable[[str, str], object]) -> None:
         """Args: tell: takes level and sentence, in the event loop."""
         self._folder, self._tell = folder, tell
-        self._number = len(list((folder.path / FOLDER).glob("*.txt")))
-        self._last_s = -_APART_S
+        self._number = max((int(path.stem) for path in (folder.path / FOLDER).glob("[0-9]*.txt")), default=0)
+        self._next_s, self._apart_s = 0.0, _APART_S
         self._collecting: asyncio.Task[None] | None = None
 
     def half_over(self, what: str) -> None:
         """A wait has used half of its deadline. Args: what: its name."""
-        if self._number >= _MOST or time.monotonic() - self._last_s < _APART_S:
+        if time.monotonic() < self._next_s:
             return
-        self._number, self._last_s = self._number + 1, time.monotonic()
+        self._number += 1
+        self._next_s, self._apart_s = time.monotonic() + self._apart_s, min(2 * self._apart_s, _LONGEST_APART_S)
         self._collecting = asyncio.create_task(self._collect(self._number, what))
 
     async def _collect(self, number: int, what: str) -> None:
@@ -50,6 +51,7 @@ class StackCollector:
             found = await asyncio.gather(asyncio.to_thread(_own), *(self._of_node(node) for node in nodes))
             text = "\n".join([what, "", *(part for of_one in found for part in of_one)])
             path = await asyncio.to_thread(self._folder.write_text, f"{FOLDER}/{number:02d}.txt", text)
+            (path.parent / f"{number - _KEPT:02d}.txt").unlink(missing_ok=True)
         except (EvenkeelError, RayError, OSError) as error:
             self._tell("warning", f"no stacks of the run's processes: {error}")
         else:

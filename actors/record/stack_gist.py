@@ -15,7 +15,7 @@ _FRAMES = 4
 
 def newest_gist(run_dir: Path) -> tuple[str, ...]:
     """Of the last collection: what was waited for, then a line for each process. Empty: there is none."""
-    path = max((run_dir / FOLDER).glob("*.txt"), default=None)
+    path = max((run_dir / FOLDER).glob("[0-9]*.txt"), key=lambda found: int(found.stem), default=None)
     return gist(path.read_text(errors="replace"), path.name) if path is not None else ()
 
 

@@ -147,10 +147,12 @@ def worker_metrics(finished: Sequence[GroupSummary], versions: Mapping[str, int]
     Args: versions: of the workers that have joined; -1 for one that holds none.
     """
     numbers: dict[str, float] = {f"worker/weight_version/{name}": version for name, version in versions.items() if version >= 0}
-    for name in dict.fromkeys([*versions, *(summary.worker for summary in finished)]):
-        theirs = [summary for summary in finished if summary.worker == name]
-        numbers[f"worker/tokens/{name}"] = sum(summary.response_tokens for summary in theirs)
-        numbers[f"worker/groups/{name}"] = len(theirs)
+    tokens, groups = dict.fromkeys(versions, 0), dict.fromkeys(versions, 0)
+    for summary in finished:
+        tokens[summary.worker] = tokens.get(summary.worker, 0) + summary.response_tokens
+        groups[summary.worker] = groups.get(summary.worker, 0) + 1
+    for name, number in tokens.items():
+        numbers |= {f"worker/tokens/{name}": number, f"worker/groups/{name}": groups[name]}
     return numbers
 
 

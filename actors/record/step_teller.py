@@ -28,7 +28,7 @@ class StepTeller:
         self._service = service
 
     def end_step(self, finished: Callable[[], FinishedStep]) -> None:
-        """A step ends now; the one before is told, if nothing took long enough to tell it beside. Args: finished: Observer.end_step."""
+        """Keep the step that ends now; report the one before, if that has not been done. Args: finished: Observer.end_step."""
         self._tell()
         self._untold = finished()
 

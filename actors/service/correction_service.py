@@ -42,7 +42,7 @@ from correction.diagnostics import clipped_tokens, diagnose
 from correction.divergence import Estimator, estimate
 from correction.errors import LateError
 from correction.monitor import Monitor
-from correction.schedule import needs_proximal_forward
+from correction.schedule import defers, needs_proximal_forward
 from rollout.packing import pack_groups
 from rollout.stacks import tell_stacks
 from rollout.trajectory import Group
@@ -305,8 +305,7 @@ class CorrectionService(Beating):
         split, split_s = await self._gap_split.split(batch, version) if self._gap_split.splits(version) else ({}, 0.0)
         split_s += await keeping if keeping is not None else 0.0
         began = time.monotonic()
-        is_deferred = not self._needs_forward and self._config.learner.total_optimizer_steps_per_batch == 1
-        corrected = await asyncio.to_thread(defer if is_deferred else correct, batch, self._correction)
+        corrected = await asyncio.to_thread(defer if self._defers else correct, batch, self._correction)
         correct_s = time.monotonic() - began
         stored = await asyncio.to_thread(ray.put, corrected)
         if fetch_s := self._fetch_s(batch):
@@ -331,6 +330,13 @@ class CorrectionService(Beating):
     def _needs_forward(self) -> bool:
         learner = self._config.learner
         return needs_proximal_forward(
+            self._correction, learner.total_optimizer_steps_per_batch, has_auxiliary_loss=learner.moe_aux_loss_coefficient > 0
+        )
+
+    @property
+    def _defers(self) -> bool:
+        learner = self._config.learner
+        return defers(
             self._correction, learner.total_optimizer_steps_per_batch, has_auxiliary_loss=learner.moe_aux_loss_coefficient > 0
         )
 

@@ -7,11 +7,13 @@ may hold, shortly before it, and none at other times.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from actors.ranks.forwards import AT_SAMPLING, NOW, ForwardRequests
 from correction.batch import PackedBatch
@@ -59,18 +61,27 @@ class GapSplit:
 
     async def split(self, batch: PackedBatch, version: int) -> tuple[dict[str, float], float]:
         """The numbers of quantities.SPLIT, none without stale tokens of kept versions, and the learner's seconds for them."""
-        stale = batch.loss_mask & (batch.weight_versions >= 0) & (batch.weight_versions < version)
-        sequences = torch.unique(torch.searchsorted(batch.offsets, stale.nonzero().flatten(), right=True) - 1).tolist()
-        if not sequences:
+        if (sample := await asyncio.to_thread(self._sample, batch, version)) is None:
             return {}, 0.0
-        chosen = sorted(random.Random(version).sample(sequences, min(TRAJECTORIES, len(sequences))))
-        sample = batch if self._replays_engine else replace(batch, routed_experts=None, wide=None)
-        sample = replace(sample, proximal_logprobs=None, reference_logprobs=None, topk_ids=None, topk_logprobs=None).select(chosen)
         oldest = version + self._every - self._max_staleness
         asked = self._forwards.ask(
             sample, version=version, scored_since=oldest, fetch_s=self._fetch_s(sample), deadline_s=self._deadline_s
         )
         found, seconds = await asked
-        at_sampling, now = found[AT_SAMPLING], found[NOW]
-        known = sample.loss_mask & (sample.weight_versions < version) & at_sampling.isfinite() & now.isfinite()
-        return split_numbers(sample.behavior_logprobs[known], at_sampling[known], now[known]), seconds
+        return await asyncio.to_thread(_numbers, sample, found[AT_SAMPLING], found[NOW], version), seconds
+
+    def _sample(self, batch: PackedBatch, version: int) -> PackedBatch | None:
+        """Some of the sequences with stale tokens; None: there are none."""
+        stale = batch.loss_mask & (batch.weight_versions >= 0) & (batch.weight_versions < version)
+        sequences = torch.unique(torch.searchsorted(batch.offsets, stale.nonzero().flatten(), right=True) - 1).tolist()
+        if not sequences:
+            return None
+        chosen = sorted(random.Random(version).sample(sequences, min(TRAJECTORIES, len(sequences))))
+        sample = batch if self._replays_engine else replace(batch, routed_experts=None, wide=None)
+        return replace(sample, proximal_logprobs=None, reference_logprobs=None, topk_ids=None, topk_logprobs=None).select(chosen)
+
+
+def _numbers(sample: PackedBatch, at_sampling: Tensor, now: Tensor, version: int) -> dict[str, float]:
+    """Args: at_sampling, now: [N] float32, log pi of the sample's tokens, as LearnerGroup.at_sampling finds them."""
+    known = sample.loss_mask & (sample.weight_versions < version) & at_sampling.isfinite() & now.isfinite()
+    return split_numbers(sample.behavior_logprobs[known], at_sampling[known], now[known])

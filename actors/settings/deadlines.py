@@ -2,7 +2,11 @@
 
 What is set in a recipe stays; the rest grows with the run, so that a long wait that is none of anybody's fault is no error: answers of 32k
 tokens and 60 GB of weights need no setting. Their order is what makes them useful: who waits for something waits longer than that something
-may take with all of its attempts. No deadline but the engine's heartbeat takes a worker away.
+may take with all of its attempts.
+
+What takes a worker away: its process or its engine ends, or misses its heartbeat; or it doesn't take weights that are on its node: an
+update isn't done in update_s, fails or has no answer three times in a row, or its engine is dirty a fourth time before it has finished a
+group. Never that answers, rewards, the queue or the way of the weights are late.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ _LEARNER_PACE = 1000
 """A learner takes in a second at least so many times the tokens that one answer grows by: it reads many sequences at once."""
 _CHECKPOINT_COPIES = 8
 """Bytes of a checkpoint by those of the model: weights, float32 masters and two moments of the optimizer, and the folder to serve."""
+_LEAST_TRAVEL_S = 60.0
+"""For new weights on their way to a node, beside what their bytes take: a network or an object store that is busy with others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,14 @@ def group_s(rollout: RolloutConfig) -> float:
     return rollout.engine.deadlines.generate_s + scoring_s(rollout) + ANSWER_S
 
 
+def fetch_s(config: RunConfig) -> float:
+    """Longest way of one version's bytes to a worker's node: of an attempt (sync_s), what it leaves beside the engine's own time; half of
+    it where a recipe's settings leave less than a fifth."""
+    engine, sync_s = config.rollout.engine.deadlines, config.deadlines.sync_s
+    left_s = sync_s - engine.update_s - 2 * engine.control_s
+    return left_s if left_s >= sync_s / 5 else sync_s / 2
+
+
 def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
     """The deadlines that a run would have, shortest part first; what waits for another stands below it."""
     whole = with_deadlines(config, model_bytes)
@@ -110,14 +124,15 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
         return Deadline(f"{prefix}.{name}", getattr(section, name), what, name in section.model_fields_set)
 
     return [
-        of(engine, "heartbeat_s", "an engine that answers no probe for so long is lost; nothing else loses a worker"),
+        of(engine, "heartbeat_s", "an engine that answers no probe for so long is lost; besides it an update that isn't taken loses one"),
         of(run, "part_heartbeat_s", "queue, service, learner ranks, likewise; for a rank the run goes back to its last checkpoint"),
         of(engine, "generate_s", f"one answer: {scale.waves} x {scale.answer_tokens} tokens at {run.tokens_per_s:g} a second"),
         Deadline("", scoring_s(rollout), f"rewards of a group: {scale.scored_in_turn} completions before it, {scale.reward_s:g} s each"),
         Deadline("", group_s(rollout), "a group: answer, rewards and the way to the queue; then another worker samples it"),
         of(run, "batch_s", "a batch without a single finished group: two groups one after the other, and a new worker between them"),
         of(engine, "control_s", f"specs, checksums, scores of an engine: {size} at five times {rate}"),
-        of(engine, "update_s", f"a weight update in the engine: {size} at {rate}"),
+        of(engine, "update_s", f"a weight update in the engine, which is lost then: {size} at {rate}"),
+        Deadline("", fetch_s(whole), "new weights on their way to a node: then that is said, and they are asked for again"),
         of(run, "sync_s", "one attempt at new weights: their way to the node, the update, the checksums"),
         Deadline("", run.receipts_s, "receipts of all workers: three attempts and their pauses"),
         of(engine, "start_s", "an engine's start, weights on disk"),
@@ -136,7 +151,7 @@ def as_text(deadlines: list[Deadline]) -> str:
 
 
 def inversions(config: RunConfig) -> list[str]:
-    """What a recipe's own deadlines turn around, one sentence each: somebody would stop waiting before what is waited for may be late."""
+    """One sentence for each deadline of the recipe that is no longer than the deadline of what it waits for."""
     run, engine = config.deadlines, config.rollout.engine.deadlines
     pairs = (
         ("deadlines.batch_s", run.batch_s, "one group (answer, rewards, queue)", group_s(config.rollout)),
@@ -165,7 +180,7 @@ def _values(config: RunConfig, model_bytes: int) -> tuple[Mapping[str, float], M
     }
     own = floor.derived(engine)
     rollout = config.rollout.model_copy(update={"engine": config.rollout.engine.model_copy(update={"deadlines": own})})
-    sync_s = least.derived({"sync_s": max(least.sync_s, travel_s + own.update_s + 2 * own.control_s)}).sync_s
+    sync_s = least.derived({"sync_s": max(least.sync_s, _LEAST_TRAVEL_S + travel_s + own.update_s + 2 * own.control_s)}).sync_s
     start_s = least.derived({"start_s": max(least.start_s, 2 * own.start_s + travel_s)}).start_s
     evaluation_s = scale.evaluation_waves * answer_s + scoring_s(rollout)
     run = {

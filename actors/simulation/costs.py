@@ -18,7 +18,7 @@ _CHUNK = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class RunShape:
-    """The settings that decide how work flows; their names and meanings are the recipe's."""
+    """The settings of a recipe that decide how work flows."""
 
     workers: int
     groups_per_step: int
@@ -92,7 +92,7 @@ class RunCosts:
     learner_threads: int = 1
     engine_threads: int = 1
     other_cores: float = 0.0
-    """Cores that the rest of the run takes while engines are at work: rewards, tokenizers, queue, service, driver."""
+    """Cores of these that the rest of the run takes while engines are at work: rewards, tokenizers, queue, service, driver, Ray."""
 
     def engine_pace(self, busy_engines: int, *, learner_trains: bool) -> float:
         """Speed of each engine as a share of what it would be alone."""

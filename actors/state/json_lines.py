@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,18 +30,24 @@ class JsonLines:
         self._append_text([json.dumps(record, allow_nan=False) for record in records])
 
     def read(self, parse: Callable[[dict[str, Any]], T]) -> list[T]:
-        """What `parse` makes of each line, in order; lines that are torn, or of which it can make nothing, are left out.
+        """What `parse` makes of each line, in order, as `each`."""
+        return list(self.each(parse))
+
+    def each(self, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
+        """What `parse` makes of each line, in order, without the others in memory; torn lines, and those that it can't read, are left out.
 
         Args:
             parse: raises ValueError, KeyError or TypeError for what it can't read.
         """
-        found = []
-        for line in self._lines():
-            try:
-                found.append(parse(json.loads(line)))
-            except _NOT_OURS:
-                continue
-        return found
+        if not self.path.is_file():
+            return
+        with self.path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    found = parse(json.loads(line))
+                except _NOT_OURS:
+                    continue
+                yield found
 
     def repair(self) -> None:
         """Cut off what follows the last line end: the part of a line that a crash has left, which the next line would join."""

@@ -52,7 +52,7 @@ def at_once(write: Callable[[], None]) -> None:
 
 
 class Ledger:
-    """Books of its own beside the queue's: its file, the ids that are under way, and the counts."""
+    """The driver's record of all prompts, kept apart from the queue's: the file, the ids under way, and the counts."""
 
     def __init__(self, path: Path, *, hand_over: HandOver = at_once) -> None:
         """Of a run that begins: what a start without a checkpoint has left in the file is taken back at the first line.

@@ -7,7 +7,10 @@ what the two processes compute with. After each sync the logprobs of a fixed pro
 full engine may take long to answer. If newer weights come first, that comparison is left out.
 
 What was published stays in the object store until the next version is: whoever joins or is to be mended reads it there, and the learner
-has nothing to do with it. Its checksums are made once, in the export or by the first who needs them, for all.
+has nothing to do with it (publication.py).
+
+An engine is given up when it is lost, or when three updates in a row have failed in it or had no answer. That the weights themselves are
+late on their way to its node (LateError) is not counted: it goes on waiting for them, with growing pauses.
 
 With deltas nodes fetch what has changed alone (actors.weights.weight_deltas); what an engine is handed is a whole version then, too.
 
@@ -24,7 +27,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,16 +38,15 @@ from actors.config import WeightSyncConfig
 from actors.processes.supervision import abandon, counted, persistently, wait_for
 from actors.ranks.learner_group import LearnerGroup
 from actors.weights.broadcast_group import BroadcastGroup
+from actors.weights.publication import SYNC_FAILURES, PublishedVersions, pause_s
 from actors.weights.weight_deltas import WeightDeltas
 from correction.engines.checksum import compare_checksums
-from correction.errors import ActorLost, DeadlineExceeded, EngineError, EvenkeelError, SyncError
+from correction.errors import ActorLost, DeadlineExceeded, EngineError, EvenkeelError, LateError, SyncError
 from rollout.trajectory import SyncReceipt
 
 log = logging.getLogger("evenkeel.sync")
-_SYNC_FAILURES = (SyncError, EngineError, DeadlineExceeded, ray.exceptions.RayError)
 _ATTEMPTS = 3
 _FINAL = (EngineError, ActorLost)  # of an engine that is gone, or its worker; what derives from them (dirty, not reached now) may pass
-_LONGEST_PAUSE_S = 30.0  # between attempts to have a version put into the object store
 _UNPROBED = 10
 """A warning comes after so many versions in a row whose probe was not answered before the next version."""
 
@@ -69,23 +71,6 @@ class SyncTarget:
     """When its last receipt came: time of the event loop."""
     node: str = ""
     """Id of its node; empty: not known."""
-
-
-@dataclass(slots=True)
-class _Publication:
-    """A published version, and what those who read it share."""
-
-    snapshot: WeightSnapshot
-    copying: asyncio.Task[None] | None = None
-    """Puts it into the object store."""
-    hashing: asyncio.Task[None] | None = None
-    """Makes its checksums."""
-    replaced: asyncio.Event = field(default_factory=asyncio.Event)
-    """A newer one is out."""
-
-    @property
-    def version(self) -> int:
-        return self.snapshot.version
 
 
 class WeightSync:
@@ -122,9 +107,9 @@ class WeightSync:
         self._config, self._learner, self._sync_s, self._plan = config, learner, sync_s, ExportPlan(config.bucket_bytes, float8=float8)
         self._probe_ids = list(probe_ids) if len(probe_ids) > 1 else []  # the first token has no logprob
         self._on_receipt, self._on_probe, self._on_dirty = on_receipt, on_probe, on_dirty
-        self._on_failure, self._on_loss = on_failure, on_loss
+        self._on_failure = on_failure
         self._targets: dict[str, SyncTarget] = {}
-        self._published: _Publication | None = None
+        self._versions = PublishedVersions(learner, self._plan, sync_s, on_loss)
         self._turn, self._generation = asyncio.Lock(), generation
         self._deltas = WeightDeltas(learner.node, sync_s / 3) if config.deltas else None
         self._broadcast: BroadcastGroup | None = None
@@ -134,7 +119,7 @@ class WeightSync:
     @property
     def version(self) -> int:
         """Version of the newest published weights; -1 before the first."""
-        return self._published.version if self._published else -1
+        return self._versions.version
 
     async def publish(self) -> WeightSnapshot:
         """Export the learner's present weights and start sending them to every engine. They are handed out from here on, not before."""
@@ -152,13 +137,11 @@ class WeightSync:
             # One who comes while the learner stands at a version that isn't published could not be given this one any more.
             stores=not members or others > 0 or self._config.every_steps > 1,
             broadcasts=bool(members),
-            checksums=self._published is None or any(not target.is_verified for target in self._targets.values()),
+            checksums=self._versions.newest is None or any(not target.is_verified for target in self._targets.values()),
             probe_ids=tuple(self._probe_ids),
         )
         snapshot, receipts = await self._export_to(members, plan) if members else (await self._learner.export(plan), [])
-        older, self._published = self._published, _Publication(snapshot)
-        if older is not None:
-            older.replaced.set()
+        self._versions.add(snapshot)
         if self._deltas is not None:
             self._deltas.published(snapshot, {target.node for target in self._targets.values()})
         for target, receipt in receipts:
@@ -203,9 +186,7 @@ class WeightSync:
     async def close(self) -> None:
         for name in list(self._targets):
             self._drop(name)
-        for task in (self._published.copying, self._published.hashing) if self._published else ():
-            if task is not None:
-                abandon(task)
+        self._versions.close()
         if self._deltas is not None:
             self._deltas.close()
         if self._broadcast is not None:
@@ -214,7 +195,7 @@ class WeightSync:
     # -- one engine --------------------------------------------------------------------------------------------------
 
     def _ensure_syncing(self, target: SyncTarget) -> None:
-        if self._published is not None and (target.task is None or target.task.done()):
+        if self._versions.newest is not None and (target.task is None or target.task.done()):
             target.task = asyncio.create_task(self._bring_up_to_date(target), name=f"sync {target.name}")
             target.task.add_done_callback(lambda task: self._note_end(target, task))
 
@@ -224,19 +205,19 @@ class WeightSync:
             self._on_failure(target, f"its weight sync failed: {error!r}")
 
     async def _bring_up_to_date(self, target: SyncTarget) -> None:
-        failures = 0
-        while self._published is not None and target.version < self.version:
+        failures = late = 0
+        while self._versions.newest is not None and target.version < self.version:
             version, is_asked = self.version, False
             try:
-                if (at_hand := await self._at_hand(target)) is None:
+                if (at_hand := await self._versions.at_hand(target.name, is_verified=target.is_verified)) is None:
                     return
                 published, checksums = at_hand
                 buckets, delta_bytes = published.snapshot.buckets, None
-                if self._deltas is not None and not failures:  # else the whole, whatever was wrong with what it was handed
+                if self._deltas is not None and not failures and not late:  # else the whole, whatever was wrong with what it was handed
                     buckets, delta_bytes = await self._deltas.of_node(target.node, published.snapshot)
                 async with self._turn:  # one call to a turn of the event loop: hundreds at once would hold it up for a second
                     await asyncio.sleep(0)
-                if published is not self._published:  # a newer one was published meanwhile
+                if published is not self._versions.newest:  # a newer one was published meanwhile
                     continue
                 version, is_asked = published.version, True
                 self._end_probe(target)
@@ -248,63 +229,18 @@ class WeightSync:
                 self._accept(target, replace(receipt, delta_bytes=delta_bytes), published.snapshot)
                 if self._deltas is not None:
                     self._deltas.taken(target.node, published.snapshot)
-                failures = 0
-            except _SYNC_FAILURES as error:
+                failures = late = 0
+            except LateError as error:  # its engine was not touched, and is none the worse for a network or a store
+                late += 1
+                log.warning("weights v%d did not come to rollout worker %s, tried %dx: %s", version, target.name, late, error)
+                await asyncio.sleep(pause_s(late))
+            except SYNC_FAILURES as error:
                 failures += 1
                 self._mark_dirty(target, f"weight sync v{version}, attempt {failures} of {_ATTEMPTS}: {error}")
                 if failures >= _ATTEMPTS or (is_asked and type(error) in _FINAL):
                     self._on_failure(target, f"took no weights in {counted(failures, 'attempt')}: {error}")
                     return
                 await asyncio.sleep(failures)
-
-    async def _at_hand(self, target: SyncTarget) -> tuple[_Publication, dict[str, str]] | None:
-        """The newest version in the object store, with the checksums that this engine has to show; None once the learner is lost.
-
-        What fails here is the learner's or the object store's: no engine's fault, and tried again until it is there.
-        """
-        failures = 0
-        while self._published is not None:
-            version = self.version
-            try:
-                try:
-                    published = await self._stored(self._published)
-                except ActorLost as error:
-                    self._on_loss(error)
-                    return None
-                return published, await self._checksums(published) if not target.is_verified else {}
-            except _SYNC_FAILURES as error:
-                failures += 1
-                log.warning("weights v%d are not at hand for rollout worker %s, tried %dx: %s", version, target.name, failures, error)
-                await asyncio.sleep(min(failures, _LONGEST_PAUSE_S))
-        return None
-
-    async def _stored(self, published: _Publication) -> _Publication:
-        """This version, or a newer one, as it lies in the object store."""
-        while not published.snapshot.buckets:
-            if self._learner.version == published.version:
-                if published.copying is None or published.copying.done():
-                    published.copying = asyncio.create_task(self._copy(published))
-                await asyncio.shield(published.copying)
-            else:  # the learner's own deadlines, for a step and for what it publishes then, come first
-                newer = f"weights newer than v{published.version}, which were broadcast only <- learner"
-                await wait_for(published.replaced.wait(), newer, deadline_s=2 * self._learner.step_s + 4 * self._sync_s)
-                published = self._published or published
-        return published
-
-    async def _copy(self, published: _Publication) -> None:
-        copy = await self._learner.export(replace(self._plan, checksums=True))
-        published.snapshot = replace(published.snapshot, buckets=copy.buckets, checksums=copy.checksums)
-
-    async def _checksums(self, published: _Publication) -> dict[str, str]:
-        if not published.snapshot.checksums:
-            if published.hashing is None or published.hashing.done():
-                published.hashing = asyncio.create_task(self._hash(published))
-            await asyncio.shield(published.hashing)
-        return published.snapshot.checksums
-
-    async def _hash(self, published: _Publication) -> None:
-        checksums = await self._learner.checksums(published.snapshot.buckets, deadline_s=self._sync_s)
-        published.snapshot = replace(published.snapshot, checksums=checksums)
 
     def _mark_dirty(self, target: SyncTarget, reason: str) -> None:
         target.version, target.is_verified = -1, False
@@ -364,7 +300,7 @@ class WeightSync:
     async def _members(self) -> list[SyncTarget]:
         """The engines that the next version is broadcast to: those of the group if it is whole, and they have nothing under way."""
         assert self._broadcast is not None
-        if self._published is None:
+        if self._versions.newest is None:
             return []
         members = [t for one in self._broadcast.members if (t := self._targets.get(one.name)) is one and t.is_verified]
         if len(members) < len(self._broadcast.members):  # one is gone, or is to be mended
@@ -379,19 +315,19 @@ class WeightSync:
         self, targets: Sequence[SyncTarget], plan: ExportPlan
     ) -> tuple[WeightSnapshot, list[tuple[SyncTarget, SyncReceipt]]]:
         """Broadcast to these engines, in one pass over the weights, and their receipts; if that fails they are dirty, and all is stored."""
-        assert self._broadcast is not None and self._published is not None
+        assert self._broadcast is not None and self._versions.newest is not None
         version = self._learner.version
         for target in targets:
             self._end_probe(target)
         waits: list[asyncio.Task[Any]] = []
         try:
-            receiving = self._broadcast.receiving(version, self._published.snapshot.specs)
+            receiving = self._broadcast.receiving(version, self._versions.newest.snapshot.specs)
             waits = [asyncio.create_task(wait) for wait in (self._learner.export(plan, deadline_s=self._sync_s), *receiving)]
             snapshot, *receipts = await asyncio.gather(*waits)
             if snapshot.broadcast_error:
                 raise SyncError(snapshot.broadcast_error)
             return snapshot, list(zip(targets, receipts, strict=True))
-        except _SYNC_FAILURES as error:
+        except SYNC_FAILURES as error:
             for wait in waits:
                 abandon(wait)
             for target in targets:  # before anything is waited for: none may get work at weights that it holds in part

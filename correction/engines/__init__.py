@@ -1,7 +1,9 @@
-"""What both engines share: the operators that give one result in both, and what they agree on before weights go from one to the other.
+"""What both engines share: operators that give one result in both, what they agree on, and weights on their way from one to the other.
 
 `operators`: what SGLang and Megatron compute with when they are batch-invariant. `contract`: the settings of both for equal bits, and what
 is refused. `processor`: whether two processes compute alike. `agreement`, `capture`: sampled against trained, by logprob and by operator.
-`weight_spec`, `checksum`: what a weight is, and whether it arrived. `matrix_products`: the faster library for them on a CPU. `host_memory`:
-what the heap needn't keep. `quick_imports`: what imports need not take. Nothing of the mathematics in `correction` imports from here.
+`weight_spec`, `weight_bucket`, `checksum`, `float8`: what a weight is, what carries it, whether it arrived, in a byte an entry.
+`device_choice`, `gpu_share`: what `auto` means, and how both divide one GPU. `rendezvous`: where ranks find each other. `matrix_products`:
+the faster library for them on a CPU. `host_memory`, `quick_imports`: memory that the heap gives back, and imports that take less time.
+Nothing of the mathematics in `correction` imports from here.
 """

@@ -62,12 +62,25 @@ def gloo_interface_towards(master: str | None, interfaces: Mapping[str, Sequence
                 os.environ["GLOO_SOCKET_IFNAME"] = named
 
 
+def keep_nccl_on(address: str, interfaces: Mapping[str, Sequence[Any]]) -> None:
+    """Let NCCL's groups of this process and its children meet, and listen, on the interface of one of this machine's addresses only, unless
+    the user has named one. To be called before the first of them: NCCL reads it once. What goes over InfiniBand still does.
+
+    Args: interfaces: as in `gloo_interface_towards`.
+    """
+    if interface := _interface_of(address, interfaces):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
 def _interface_towards(address: str, interfaces: Mapping[str, Sequence[Any]]) -> str | None:
     """Name of the network interface through which packets to an address leave."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # a datagram socket sends nothing here; it only picks the route
-        own_address = probe.getsockname()[0]
+        return _interface_of(probe.getsockname()[0], interfaces)
+
+
+def _interface_of(own_address: str, interfaces: Mapping[str, Sequence[Any]]) -> str | None:
     for name, addresses in interfaces.items():
         if any(item.address.split("%")[0] == own_address for item in addresses):
             return name

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from correction import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, CorrectionConfig, correct, defer, diagnose, loss_metrics, policy_loss
+from correction.errors import DataError
 from tests.correction.fixtures import MU, PROX, THETA, flat_log, random_batch, worked_example
 
 MU_FLAT, PROX_FLAT = [p for row in MU for p in row], [p for row in PROX for p in row]
@@ -119,6 +120,14 @@ def test_mismatch_is_from_fresh_tokens_and_stale_from_the_others():
     assert (measured["mismatch_tokens"], measured["stale_tokens"], measured["tokens"]) == (5, 4, 9)
     all_stale = numbers(batch=worked_example(learner_version=3))
     assert not any(name.startswith("mismatch_") for name in all_stale)  # absent, not 0
+
+
+def test_tokens_of_weights_that_the_learner_has_not_made_are_refused():
+    """They would count as fresh. The prompt's tokens, which no weights sampled, are of version -1."""
+    versions = torch.tensor([-1, -1, 2, 2, 3, 3, 3, 4, 1], dtype=torch.int32)
+    assert worked_example(weight_versions=versions, learner_version=4).num_tokens == 9
+    with pytest.raises(DataError, match=r"weight_versions reach 4, and learner_version is 3: .* Set learner_version"):
+        worked_example(weight_versions=versions, learner_version=3)
 
 
 def test_staleness_is_in_flight_plus_in_queue():

@@ -3,7 +3,7 @@
 import pytest
 
 from correction import CorrectionConfig
-from correction.schedule import Schedule, Stage, fold_obstacle
+from correction.schedule import Schedule, Stage, defers, fold_obstacle
 
 EARLY, LATE = Stage.EARLY, Stage.LATE
 BAND = {"lower": 0.5, "upper": 2.0}
@@ -37,6 +37,30 @@ PARTS = {
 )
 def test_the_stage_of_each_part(settings: dict[str, object], is_deferred: bool, expected: Schedule) -> None:
     assert Schedule.of(CorrectionConfig.model_validate(settings), is_deferred=is_deferred) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "has_auxiliary_loss", "expected"),
+    [
+        ({"preset": "tis-token"}, 1, False, True),
+        ({"preset": "tis-token"}, 2, False, False),  # the second step's forward is at other weights
+        ({"preset": "bypass"}, 1, False, False),
+        ({"preset": "tis-token", "proximal": "interpolate"}, 1, False, False),
+        ({"preset": "tis-token", "normalize": {"population": "all"}}, 1, False, True),
+        ({"preset": "tis-token", "normalize": {"population": "all"}}, 1, True, False),  # the forward runs first
+    ],
+)
+def test_which_runs_defer_their_batches(settings: dict[str, object], steps: int, has_auxiliary_loss: bool, expected: bool) -> None:
+    config = CorrectionConfig.model_validate(settings)
+    assert defers(config, steps, has_auxiliary_loss=has_auxiliary_loss) is expected
+
+
+def test_nothing_waits_for_a_proximal_policy_that_is_not_recomputed() -> None:
+    """Whoever calls a batch in bypass deferred gets the same schedule: there the veto's probability is known before training."""
+    settings = {"preset": "bypass", "veto": {"quantity": "probability", "lower": 1e-4}, "denominator": {"count": "kept"}}
+    config = CorrectionConfig.model_validate(settings)
+    assert Schedule.of(config, is_deferred=True) == Schedule.of(config, is_deferred=False)
+    assert fold_obstacle(config, is_deferred=True, has_auxiliary_loss=True) is None
 
 
 def test_a_late_factor_with_another_term_is_an_obstacle() -> None:

@@ -162,7 +162,7 @@ def test_an_update_in_flight_under_retract(
         await exact_engine.update_weights(version + 1, [WeightBucket.of(new)], mode="retract")
         return [Sampled(p, (await request)[0]) for p, request in zip(asked, running, strict=True)]
 
-    batch = as_batch(engine_loop.run(across()), temperature=1.0)
+    batch = as_batch(engine_loop.run(across()), temperature=1.0, version=version + 1)
     engine_loop.run(exact_engine.update_weights(version + 2, [WeightBucket.of(old)]))
     changed = shutil.copytree(folder, tmp_path / "changed")
     save_file(new, changed / "model.safetensors", metadata={"format": "pt"})

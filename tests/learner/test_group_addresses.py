@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
-from correction.engines.rendezvous import rendezvous_store
+from correction.engines.rendezvous import keep_nccl_on, rendezvous_store
 from learner.broadcast import WeightBroadcaster
 
 Listeners = Callable[[], set[tuple[str, int]]]
@@ -51,6 +53,29 @@ def test_a_store_listens_on_its_address_alone() -> None:
         store = rendezvous_store("127.0.0.1", port, rank=0, world_size=1, timeout=timedelta(seconds=30))
         assert listeners() == {("127.0.0.1", port)}
         del store
+
+
+INTERFACES = {
+    "lo": [SimpleNamespace(address="127.0.0.1")],
+    "eth0": [SimpleNamespace(address="fe80::1%eth0"), SimpleNamespace(address="10.0.0.7")],
+    "eth1": [SimpleNamespace(address="192.168.1.7")],
+}
+
+
+@pytest.mark.parametrize(
+    ("address", "of_the_user", "expected"),
+    [("10.0.0.7", None, "=eth0"), ("127.0.0.1", None, "=lo"), ("10.0.0.7", "eth1", "eth1"), ("10.9.9.9", None, None)],
+    ids=["a node's own", "a private run", "the user's word", "not this machine's"],
+)
+def test_nccl_meets_on_the_node_s_own_interface(
+    monkeypatch: pytest.MonkeyPatch, address: str, of_the_user: str | None, expected: str | None
+) -> None:
+    """Left alone, NCCL takes any interface that it finds, the public one, too; "=" is its word for exactly this name."""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", of_the_user or "")  # so that it is taken back at the end
+    if not of_the_user:
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    keep_nccl_on(address, INTERFACES)
+    assert os.environ.get("NCCL_SOCKET_IFNAME") == expected
 
 
 @pytest.mark.parametrize("is_private", [True, False], ids=["loopback", "in a network"])

@@ -21,6 +21,7 @@ class FrozenFrom:
     def __init__(self, *, freezes_at: float, wakes_at: float = FOREVER_S, share: float = 0.0, others: Sequence[float] = ()) -> None:
         self.freezes_at, self.wakes_at, self.share, self.others = freezes_at, wakes_at, share, others
         self.probes = 0
+        self.silences: list[float] = []
 
     @property
     def now(self) -> float:
@@ -31,6 +32,9 @@ class FrozenFrom:
         if self.freezes_at <= self.now < self.wakes_at:
             await asyncio.sleep(deadline_s)
         return not self.freezes_at <= self.now < self.wakes_at
+
+    def silent(self, seconds: float) -> None:
+        self.silences.append(seconds)
 
     def cpu_s(self) -> list[float]:
         return [share * self.now for share in (self.share, *self.others)]
@@ -43,7 +47,7 @@ def lost_at(engine: FrozenFrom, *, is_excused: Callable[[], bool] = lambda: Fals
     async def scenario() -> None:
         try:
             async with asyncio.timeout(within_s):
-                why = await until_lost(engine.probe, engine.cpu_s, limit_s=LIMIT_S, is_excused=is_excused)
+                why = await until_lost(engine.probe, engine.cpu_s, limit_s=LIMIT_S, is_excused=is_excused, silent=engine.silent)
                 found.append((engine.now, why))
         except TimeoutError:
             return
@@ -73,7 +77,10 @@ def test_a_rank_that_stands_is_not_excused_by_one_that_computes() -> None:
 
 
 def test_two_missed_probes_are_none() -> None:
-    assert lost_at(FrozenFrom(freezes_at=100.0, wakes_at=118.0)) is None
+    """But they are known: at half of the limit the stacks of the run are asked for."""
+    engine = FrozenFrom(freezes_at=100.0, wakes_at=118.0)
+    assert lost_at(engine) is None
+    assert [seconds for seconds in engine.silences if seconds] == [10.0] and engine.silences[-1] == 0.0
 
 
 def test_what_it_is_excused_for_has_a_deadline_of_its_own() -> None:

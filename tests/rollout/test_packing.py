@@ -14,7 +14,7 @@ from torch import Tensor
 from correction.batch import PackedBatch
 from correction.errors import DataError
 from rollout.config import MaskOverlong, OverlongConfig, PenaliseOverlong, TrainOverlong
-from rollout.packing import is_trainable, overlong_penalty, pack_groups
+from rollout.packing import overlong_penalty, pack_groups
 from rollout.trajectory import FinishReason, Group, Prompt, RoutedExperts, TopLogprobs, Trajectory, VersionSpan, ids_of, logprobs_of
 
 PROMPT_IDS = (7, 8, 9)
@@ -92,7 +92,7 @@ def test_a_failed_trajectory_is_in_neither_baseline_nor_loss() -> None:
 def test_a_group_with_fewer_than_two_valid_trajectories_is_left_out() -> None:
     alone = group(1, trajectory(1.0), trajectory(None, error="raised"), trajectory(1.0, 0))      # no token: not valid either
     full = group(2, trajectory(1.0), trajectory(0.0))
-    assert (is_trainable(alone), is_trainable(full)) == (False, True)
+    assert (alone.is_trainable, full.is_trainable) == (False, True)
     batch = pack(alone, full)
     assert batch.group_ids.tolist() == [2, 2]
 

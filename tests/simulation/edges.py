@@ -35,7 +35,7 @@ def doubles(schedule: Schedule, disk: Disk, faults: Faults) -> Iterator[None]:
     endpoint = lambda *_, **__: SimpleNamespace(set=nothing, add=nothing, close=nothing, target="127.0.0.1:1")  # noqa: E731
     with contextlib.ExitStack() as stack:
         for place, name, double in (
-            (worker.Sampler, "start", partial(_start_sampler, schedule)),
+            (worker.Sampler, "start", partial(_start_sampler, schedule, faults)),
             (worker, "MetricsEndpoint", endpoint),
             (service, "correct", parts.corrected),
             (service, "defer", parts.corrected),
@@ -65,9 +65,11 @@ def _handled_in(faults: Faults, loop: Any, handle: Callable[[int], None]) -> Ite
         faults.interrupt = None
 
 
-async def _start_sampler(schedule: Schedule, model: Path, config: Any, *, version: int = 0, **_: Any) -> SimulatedSampler:
+async def _start_sampler(
+    schedule: Schedule, faults: Faults, model: Path, config: Any, *, version: int = 0, **_: Any
+) -> SimulatedSampler:
     process = HERE.get()
     assert process is not None
     engine = SimulatedEngine(process, config, version)
     await asyncio.sleep(process.cluster.delay(f"{process.name} engine", 1.0, 8.0))
-    return SimulatedSampler(engine, config.sampling.samples_per_group, schedule.unscored)
+    return SimulatedSampler(engine, config.sampling.samples_per_group, schedule.unscored, faults.judge_is_down)

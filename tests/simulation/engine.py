@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, SyncError
 from rollout.config import AnswerSampling, RolloutConfig
-from rollout.continuation import UnfinishedGroup, continued, is_begun, kept, unsampled
+from rollout.continuation import continued, is_begun, kept, unsampled
 from rollout.sglang_answer import trajectory_of
-from rollout.trajectory import Group, Prompt, SyncReceipt, Trajectory
+from rollout.trajectory import FailureKind, Group, Prompt, SyncReceipt, Trajectory, UnfinishedGroup
 from tests.simulation.processes import Process
 
 _CHUNKS = 3
@@ -90,6 +90,7 @@ class SimulatedEngine:
         self.held: dict[str, int] = dict.fromkeys(_TENSORS, -1)
         """By tensor: the weights that it is of."""
         self.requests_in_flight = 0
+        self.silent_s = 0.0
         self.is_leaving = False
         self._dirty: str | None = "it has had no weights yet"
         self._failed_updates = 0
@@ -262,8 +263,8 @@ class SimulatedSampler:
     generated_tokens = 0
     busy_s = up_s = 1.0
 
-    def __init__(self, engine: SimulatedEngine, samples: int, unscored: float) -> None:
-        self.engine, self._samples, self._unscored = engine, samples, unscored
+    def __init__(self, engine: SimulatedEngine, samples: int, unscored: float, judge_is_down: Callable[[], bool]) -> None:
+        self.engine, self._samples, self._unscored, self._judge_is_down = engine, samples, unscored, judge_is_down
 
     async def group(
         self, prompt: Prompt, *, group_id: int, admitted_version: int, topk: int = 0, begun: UnfinishedGroup | None = None
@@ -282,8 +283,8 @@ class SimulatedSampler:
 
     def _scored(self, answer: Trajectory, prompt: Prompt, index: int) -> Trajectory:
         share = zlib.crc32(f"reward of {prompt.prompt_id}/{index}".encode()) / 2**32
-        if share < self._unscored:
-            return replace(answer, error="the reward took longer than its deadline")
+        if share < self._unscored or self._judge_is_down():
+            return replace(answer, error="the reward took longer than its deadline", failure=FailureKind.REWARD_TIMEOUT)
         return replace(answer, reward=float(share > 0.6))
 
     async def close(self) -> None: ...

@@ -58,7 +58,7 @@ class Faults:
         self._late_again = 0.0
         """So late is the next answer with each group that was lost with a node."""
         self._late_groups: set[int] = set()
-        self._held_up_until = 0.0
+        self._held_up_until = self._judge_back_at = 0.0
         self.learner_slowness = 1.0
         self.rejected = 0
         """So many of the learner's next batches are rejected to the last token."""
@@ -215,6 +215,13 @@ class Faults:
 
     def _no_node(self, fault: Fault) -> None:
         self._held_up_until = fault.at + fault.lasts
+
+    def _dead_judge(self, fault: Fault) -> None:
+        self._judge_back_at = fault.at + fault.lasts
+
+    def judge_is_down(self) -> bool:
+        """No answer can be scored."""
+        return self._cluster is not None and self._cluster.loop.time() < self._judge_back_at
 
     def _slow_learner(self, fault: Fault) -> None:
         self.learner_slowness = 5.0

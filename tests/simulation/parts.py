@@ -59,7 +59,7 @@ class Notes:
             raise AttributeError(name)
         return lambda *_, **__: None  # what is only shown to people
 
-    def event(self, level: str, text: str) -> None:
+    def event(self, level: str, text: str, kind: str = "") -> None:
         self._world.tells(level, text)
 
     phase = waiting = doing = lambda self, text: self._world.tells("info", text)

@@ -22,6 +22,7 @@ from actors.ranks.collective_calls import CollectiveCaller
 from actors.record import checkpoint_reader, checkpoint_writer
 from actors.record.patience import PatientWriter
 from actors.state.ledger import Ledger
+from actors.weights.publication import PublishedVersions
 from actors.weights.weight_sync import WeightSync
 from correction.errors import LedgerError
 from rollout import continuation
@@ -182,13 +183,13 @@ def groups_of_a_lost_worker_are_dropped() -> Iterator[None]:
 def everybody_makes_the_checksums() -> Iterator[None]:
     """Each engine that joins has the whole snapshot hashed for itself, instead of one for all."""
 
-    async def each(sync: WeightSync, published: Any) -> dict[str, str]:
+    async def each(versions: PublishedVersions, published: Any) -> dict[str, str]:
         if not published.snapshot.checksums:
-            await sync._hash(published)
+            await versions._hash(published)
         checksums: dict[str, str] = published.snapshot.checksums
         return checksums
 
-    with mock.patch.object(WeightSync, "_checksums", each):
+    with mock.patch.object(PublishedVersions, "_checksums", each):
         yield
 
 

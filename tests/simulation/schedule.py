@@ -153,6 +153,8 @@ _FAULTS = {  # by kind: how often, how long
     "kill_service": (1, None),
     "reject_batches": (1, (1, 2)),
 }
+_DEAD_JUDGES = 16
+"""In one run of so many all rewards fail for a while."""
 _LATE = (
     "admit",
     "generate_group",
@@ -199,7 +201,15 @@ def schedule_of(seed: int) -> Schedule:
         unscored=chance.choice((0.0, 0.0, 0.1, 0.4)),
         faults=tuple(faults),
     )
+    if seed % _DEAD_JUDGES == _DEAD_JUDGES // 2:
+        schedule = schedule.with_faults(sorted([*faults, _dead_judge(seed, until_s)], key=lambda fault: fault.at))
     return replace(schedule, publish_every=chance.choice((1, 1, schedule.max_staleness + 1)), references=chance.random() < 0.7)
+
+
+def _dead_judge(seed: int, until_s: float) -> Fault:
+    """Drawn apart: the other faults of this seed, and all other seeds, stay what they are."""
+    chance = random.Random(f"judge of {seed}")
+    return Fault(round(chance.uniform(0.0, until_s), 1), "dead_judge", lasts=round(10.0 * 90.0 ** chance.random(), 1))
 
 
 def _fault(chance: random.Random, until_s: float) -> Fault:

@@ -39,7 +39,7 @@ def test_seeds_differ_in_what_befalls_a_run() -> None:
     """Every kind of fault comes in two hundred; in the fast suite runs are resumed, and go through without a fault."""
     schedules = [schedule_of(seed) for seed in range(SEEDS)]
     kinds = {fault.kind for seed in range(2 * SEEDS) for fault in schedule_of(seed).faults}
-    assert len(kinds) == 32, kinds
+    assert len(kinds) == 33, kinds
     assert sum(not schedule.faults for schedule in schedules) > 10
     assert sum(any(fault.kind == "crash_driver" for fault in schedule.faults) for schedule in schedules) > 10
 
@@ -192,6 +192,27 @@ def test_a_call_that_a_bad_network_swallows_costs_no_worker(kind: str, method: s
         assert not any(text in line for line in outcome.trace for text in ("The run goes back to", " is gone: ", "is discarded"))
         played += any(f"{kind}: " in line for line in outcome.trace)
     assert played > (3 if method in ("generate_group", "update_weights") else 0)
+
+
+@pytest.mark.parametrize(("seconds", "ends"), [(600.0, False), (4000.0, True)], ids=["ten minutes", "for good"])
+def test_a_run_outlives_a_judge_that_is_down_for_a_while(seconds: float, ends: bool) -> None:
+    """Some tens of groups go, in place of hundreds; one that stays down ends the run, and its resume, in a sentence."""
+    outcome = play(run_of_one_worker(steps=4, groups_per_step=2, faults=(Fault(15.0, "dead_judge", lasts=seconds),)))
+    sampled = sum("-> RolloutWorker 0.generate_group" in line for line in outcome.trace)
+    if ends:
+        assert "RequestError: reward exact_match: " in outcome.violation and "The last error: the reward took longer" in outcome.violation
+    else:
+        assert (outcome.violation, outcome.drivers, outcome.steps) == ("", 1, 4)
+    assert 30 < sampled < 80 and not any("is gone: " in line for line in outcome.trace)
+
+
+def test_a_queue_that_dies_again_and_again_is_replaced_after_pauses() -> None:
+    """In other steps each time. It ends no run, and the twelfth death waits for four seconds."""
+    deaths = tuple(Fault(20.0 + 15.0 * i, "kill_queue") for i in range(12))
+    outcome = play(run_of_one_worker(steps=70, groups_per_step=2, faults=deaths))
+    assert (outcome.violation, outcome.drivers, outcome.steps) == ("", 1, 70)
+    told = [line.partition("warning: ")[2] for line in outcome.trace if "queue or service are lost for the" in line]
+    assert [text.rpartition(": ")[2] for text in told] == ["new ones in 2 s", "new ones in 4 s"]
 
 
 @pytest.mark.parametrize("what", ["", "queue", "service", "hangs"])

@@ -137,6 +137,20 @@ def test_nothing_is_said_of_a_whole_folder_and_the_run_gets_what_train_resolves(
     assert config.learner.batch_invariant and config.rollout.engine.batch_invariant
 
 
+def test_doctor_judges_the_deadlines_that_the_run_will_have(tmp_path: Path, whole: Path) -> None:
+    """From the bytes of the weights in the folder, which no config.json tells. Without weights: from those that config.json means."""
+    words = [f"run_dir={tmp_path}", "rollout.reward={kind: reasoning_gym}", "rollout.sampling.max_tokens=8", "deadlines.bytes_per_s=100"]
+    config = load_config(RunConfig, SMALL, [*words, f"model={whole}"])
+    told, facts = judged(derived(config, has_gpu=False))
+    runs, _, _ = prepare(config)
+    assert (told.deadlines, told.rollout.engine.deadlines) == (runs.deadlines, runs.rollout.engine.deadlines)
+    size = sum(path.stat().st_size for path in whole.glob("*.safetensors"))
+    assert told.rollout.engine.deadlines.update_s == pytest.approx(120 + size / 100)
+    bare = load_config(RunConfig, SMALL, [*words, f"model={without(tmp_path / 'bare', whole, '*.safetensors')}"])
+    meant, _ = judged(derived(bare, has_gpu=False))
+    assert meant.rollout.engine.deadlines.update_s == pytest.approx(120 + facts.shape.weight_bytes("bfloat16") / 100)
+
+
 def test_what_is_no_folder_is_told_how_the_hub_s_are_named(tmp_path: Path) -> None:
     for folder, reason in ((Path("Qwen/Qwen3-0.6B"), "is not there"), (tmp_path, "has no config.json")):
         with pytest.raises(DataError, match=f"model = {folder}: {reason}; .* of the Hugging Face hub write hf:ORGANISATION/NAME"):

@@ -121,8 +121,8 @@ class Observer:
     async def flush(self) -> None:
         self.told.append("(the step's own events)")
 
-    def event(self, level: str, text: str) -> None:
-        self.told.append(f"{level}: {text}")
+    def event(self, level: str, text: str, kind: str = "") -> None:
+        self.told.append(f"{level}: {text}" + (f" ({kind})" if kind else ""))
 
     def hurry(self) -> None: ...
 
@@ -145,10 +145,11 @@ def test_the_controller_switches_and_says_so_after_the_alarm() -> None:
 
 
 def test_the_controller_ends_the_run_unless_it_is_over_anyway() -> None:
-    one, service, _ = controller("monitor.on_alarm=stop")
+    one, service, told = controller("monitor.on_alarm=stop")
     one._alarms.take([event()])
     asyncio.run(one._answer_alarms())
     assert one._ends_early and "alarm of k3_kl" in one._alarm and service.switched == []
+    assert told.told[-1] == f"warning: {one._alarm} (ending)", "by its kind `evenkeel doctor RUN_DIR` knows that this is an end"
     last, _, observer = controller("monitor.on_alarm=stop", "steps=41")
     last._alarms.take([event()])
     asyncio.run(last._answer_alarms())

@@ -30,8 +30,8 @@ class Observer:
         self.phases: list[str] = []
         self.disk = SimpleNamespace(room=nothing, do=lambda job: job())
 
-    def event(self, level: str, text: str) -> None:
-        self.events.append(text)
+    def event(self, level: str, text: str, kind: str = "") -> None:
+        self.events.append(f"[{kind}] {text}" if kind else text)
 
     def phase(self, text: str) -> None: ...
 
@@ -223,7 +223,7 @@ def test_an_interrupt_during_the_last_evaluation_leaves_that_out(monkeypatch: py
         monkeypatch.setattr(run._evaluations, "whole", endless)
         with run._ending.handled():
             assert await run._evaluate_last() is None
-        assert observer.events == ["interrupted (SIGTERM): leaving out the evaluation after training"]
+        assert observer.events == ["[ending] interrupted (SIGTERM): leaving out the evaluation after training"]
         assert run.ended_by == signal.SIGTERM
 
     asyncio.run(asyncio.wait_for(scenario(), 20.0))
@@ -253,7 +253,7 @@ def test_a_signal_while_the_learner_waits_for_its_batch_saves_at_once() -> None:
         assert saved == [2] and run._step == 2
         assert "hurry" in observer.events, "whoever sends SIGTERM may kill in a few seconds"
         assert observer.events[-1] == (
-            "interrupted (SIGTERM): ending with a checkpoint, after the step under way if there is one (once more: at once); "
+            "[ending] interrupted (SIGTERM): ending with a checkpoint, after the step under way if there is one (once more: at once); "
             "until that is on disk, a resume goes on from step 1"
         )
 

@@ -220,7 +220,7 @@ def test_a_signal_while_it_goes_back_for_the_last_evaluation_ends_it(monkeypatch
 
     with pytest.raises(asyncio.CancelledError):
         playing(scenario)
-    assert told[-1] == "interrupted (SIGTERM): ending at once; a resume goes on from step 10"
+    assert told[-1] == "[ending] interrupted (SIGTERM): ending at once; a resume goes on from step 10"
 
 
 @pytest.mark.parametrize("comes", ["as it goes back", "before, in the step"])
@@ -258,5 +258,5 @@ def test_a_signal_ends_a_run_that_has_lost_a_part_without_starting_it_again(monk
 
     with pytest.raises(asyncio.CancelledError):
         playing(scenario)
-    last = "interrupted (SIGTERM): ending at once" if comes == "as it goes back" else "not saved: the queue is gone"
+    last = "[ending] interrupted (SIGTERM): ending at once" if comes == "as it goes back" else "not saved: the queue is gone"
     assert told[-1] == f"{last}; a resume goes on from step 2"

@@ -42,6 +42,7 @@ from learner.config import LearnerConfig
 from learner.kept_weights import KeptWeights
 from rollout.trajectory import Group
 from tests.actors.cases import group, prompts
+from tests.actors.simulated_time import simulate
 
 
 class Part:
@@ -230,6 +231,31 @@ def test_deaths_that_are_hours_apart_end_no_run_unless_they_come_at_the_same_ste
         for step in steps[3:]:
             returns.allow(["rank"], EngineError("killed"), step=step)
             now[0] += 4000.0
+
+
+def test_queue_and_service_that_die_every_few_steps_are_replaced_after_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At other steps, and after new checkpoints, too: that never ends the run, and takes no more than its share of it. An hour later the
+    first of them no longer count."""
+    now, told = [0.0], list[str]()
+    monkeypatch.setattr("actors.driver.going_back.time", SimpleNamespace(monotonic=lambda: now[0]))
+    saved: Any = SimpleNamespace(step=0)
+    returns = Returns(SimpleNamespace(checkpoints=lambda: [saved]), None)  # type: ignore[arg-type]
+
+    async def dies(step: int) -> float:
+        saved.step = step - step % 3
+        returns.allow(["trajectory queue"], EngineError("killed"), step=step, is_replaced=True)
+        before = asyncio.get_running_loop().time()
+        await returns.pause(lambda level, text: told.append(f"{level}: {text}"))
+        now[0] += 20.0
+        return asyncio.get_running_loop().time() - before
+
+    async def scenario() -> None:
+        assert [round(await dies(step)) for step in range(18)] == [0] * 10 + [2, 4, 8, 16, 32, 60, 60, 60]
+        now[0] += 3600.0
+        assert await dies(18) == 0.0
+
+    simulate(scenario)
+    assert told[0] == "warning: queue or service are lost for the 11th time in 60 minutes: new ones in 2 s" and len(told) == 8
 
 
 def test_a_full_disk_is_waited_for_before_the_run_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from actors.config import MetricsConfig
 from actors.metrics.catalogue import CATALOGUE, LOSS_PLACES
-from actors.metrics.kinds import Kind
+from actors.metrics.kinds import Kind, Unit
 from actors.metrics.step_metrics import MetricError, StepMetrics, is_listed, lookup, markdown, member, shown
 from actors.record.metric_views import TensorBoardView, open_views
 from actors.record.report import summary_rows
@@ -24,6 +24,18 @@ from correction.errors import ConfigError
 from tests.correction.fixtures import random_batch
 
 ROOT = Path(__file__).parents[3]
+
+
+FIELD_S_NAMES = ("held_out/accuracy", "held_out/wilson_", "held_out/pass_at", "rho/ess", "correction/rejected_by_")
+"""Shares that have other names: an accuracy with its interval, pass@k, effective sample sizes, and a share by its criterion."""
+
+
+def test_names_of_shares_say_so() -> None:
+    """`..._share`, or of a family `..._share/` and `..._share_`; and nothing else is called a share."""
+    shares = {name for name, metric in CATALOGUE.items() if metric.unit is Unit.SHARE}
+    called = {name for name in CATALOGUE if name.rstrip("/_").endswith("_share")}
+    others = {name for name in shares - called if not name.startswith(FIELD_S_NAMES) and "ess" not in name.split("/")[-1].split("_")}
+    assert len(called) >= 30 and called <= shares and others == set()
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_a_node_that_is_behind_takes_several_steps_in_one(nodes: Nodes) -> None:
     async def scenario(scene: Scene) -> None:
         assert scene.sync._deltas is not None
         first = scene.sync._deltas._copies.pop(scene.far.node_id)
-        snapshot = scene.sync._published.snapshot  # type: ignore[union-attr]
+        snapshot = scene.sync._versions.newest.snapshot  # type: ignore[union-attr]
         for name in ("a", "b"):
             scene.sync.leave(name)
         late = scene.targets.pop("a"), scene.targets.pop("b")
@@ -210,7 +210,7 @@ def test_what_does_not_lead_to_the_learners_bytes_leads_to_the_whole_and_then_to
         assert len(by_deltas(await scene.step())) == 2
         assert await scene.step(everything=True) == [None] * 3, "differences of all bits are no smaller"
         assert len(by_deltas(await scene.step())) == 2
-        whole = scene.sync._published
+        whole = scene.sync._versions.newest
         assert whole is not None and scene.sync._deltas._newest is not None
         whole.snapshot.specs.pop()
         assert await scene.step() == [None] * 3, "other buckets"

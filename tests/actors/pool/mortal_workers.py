@@ -35,6 +35,7 @@ class Mortal:
         self.finished: list[int] = []
         self.dead = asyncio.Event()
         self.is_frozen = False
+        self.engine_silent_s = 0.0
         self.loads = 0
 
     async def start(self, *_: Any) -> ActorInfo:
@@ -44,7 +45,7 @@ class Mortal:
     async def load(self) -> WorkerLoad:
         self.loads += 1
         await self._living(self._answer())
-        return WorkerLoad(1.0, 2.0, 3, 4)
+        return WorkerLoad(1.0, 2.0, 3, 4, self.engine_silent_s)
 
     async def _answer(self) -> None:
         if self.is_frozen:

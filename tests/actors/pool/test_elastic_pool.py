@@ -24,8 +24,8 @@ from actors.pool.scaling import Cause, ScalingDecision
 from actors.queue.queue_actor import TrajectoryQueueActor
 from correction.errors import EngineError
 from rollout.config import AnswerSampling, RolloutConfig
-from rollout.continuation import UnfinishedGroup, unsampled
-from rollout.trajectory import FinishReason, Group, GroupFacts, Trajectory, VersionSpan, ids_of, logprobs_of
+from rollout.continuation import unsampled
+from rollout.trajectory import FinishReason, Group, GroupFacts, Trajectory, UnfinishedGroup, VersionSpan, ids_of, logprobs_of
 from tests.actors.cases import FakeActor, group, prompt
 from tests.actors.simulated_time import simulate
 

@@ -241,7 +241,7 @@ def test_what_goes_wrong_while_work_is_handed_out_ends_the_run_with_hundreds_of_
 def test_a_group_that_is_finished_has_a_clean_slate() -> None:
     book = GroupBook()
     assert book.lost([1, 2], "0") == [] and not book.is_suspect(1)
-    book.finished(1, "1")
+    book.finished(1, "1", 0.0)
     assert book.lost([1, 2], "1") == [] and book.is_suspect(2) and not book.is_suspect(1)
     assert book.lost([1, 2], "1") == [2]
     assert [book.failed(9, worker) for worker in "01"] == [True, False]

@@ -11,6 +11,7 @@ import ray.exceptions
 
 from actors.carriers import Ticket
 from actors.pool.faults import LossBook
+from actors.processes.supervision import HALF_OVER
 from correction.errors import EngineError, LateError
 from rollout.config import AnswerSampling
 from tests.actors.cases import group, prompt
@@ -121,9 +122,11 @@ def test_workers_that_die_one_after_the_other_end_the_run_after_longer_and_longe
 
 
 def test_a_frozen_worker_is_condemned_by_its_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a minute after it froze, though its answers would have had many minutes."""
+    """Half a minute after it froze, though its answers would have had many minutes; before, the stacks of all processes are asked for."""
+    stacks: list[float] = []
 
     async def scenario() -> None:
+        HALF_OVER.set(lambda what: stacks.append(world.now - froze) if what == "heartbeat <- rollout worker 0" else None)
         world = World(monkeypatch, workers=2, places=8)
         await world.begin()
         await asyncio.sleep(1.0)
@@ -138,10 +141,28 @@ def test_a_frozen_worker_is_condemned_by_its_heartbeat(monkeypatch: pytest.Monke
         while not world.lost:
             await asyncio.sleep(1.0)
         assert 30.0 <= world.now - froze <= 37.0 and "missed its heartbeat" in world.lost[0]
+        assert len(stacks) == 1 and 15.0 <= stacks[0] <= 27.0
         await world.all_done(8)
         assert sorted(world.finished) == list(range(8))
 
     play(scenario)
+
+
+def test_stacks_are_asked_for_once_each_time_an_engine_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker answers, and says for how long the engine has not: half of its time is 15 s."""
+    stacks: list[str] = []
+
+    async def scenario() -> None:
+        HALF_OVER.set(stacks.append)
+        world = World(monkeypatch, workers=2, places=0)
+        await world.begin()
+        for seconds in (10.0, 20.0, 30.0, 0.0, 20.0):
+            world.mortals["1"].engine_silent_s = seconds
+            await asyncio.sleep(11.0)
+        assert world.lost == []
+
+    play(scenario)
+    assert stacks == ["heartbeat <- rollout worker 1"] * 2
 
 
 def test_a_worker_that_has_just_finished_something_is_not_asked_whether_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray.exceptions
 
 from actors.carriers import GroupFailure, Ticket
+from actors.config import RunConfig
 from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
 from correction.errors import DataError, DeadlineExceeded, EngineError, EvenkeelError, LateError, RequestError
 from rollout.config import AnswerSampling, RolloutConfig
@@ -176,3 +179,31 @@ def test_a_worker_that_is_asked_to_start_again_starts_once(monkeypatch: pytest.M
         assert await worker.start(0) == "here" and started == [0]  # type: ignore[comparison-overlap]
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_weights_that_do_not_come_are_told_apart_from_an_engine_that_takes_none(is_late: bool) -> None:
+    """The engine isn't asked for anything: it goes on as it was."""
+
+    async def scenario() -> None:
+        worker = RolloutWorker("0", replace(SETTINGS, fetch_s=0.05))
+        bucket = asyncio.get_running_loop().create_future()
+        if not is_late:
+            bucket.set_exception(ray.exceptions.ObjectLostError("", "", ""))
+        why = r"not all of 1 buckets came in 0 s" if is_late else r"could not be read from the object store \(ObjectLostError\)"
+        with pytest.raises(LateError, match=f"rollout worker 0: weights v3:? {why}"):
+            await worker.update_weights(3, [bucket], {})
+        assert not hasattr(worker, "_sampler")
+
+    asyncio.run(scenario())
+
+
+def test_an_attempt_at_new_weights_leaves_the_engine_its_own_time() -> None:
+    engine = {"device": "cpu", "deadlines": {"update_s": 30.0, "control_s": 10.0}}
+    rollout = {"task": {"kind": "file", "path": "none"}, "reward": {"kind": "exact_match"}, "engine": engine}
+    run = {"model": "model", "steps": 1, "groups_per_step": 2, "rollout": rollout}
+    found = [
+        WorkerSettings.of(RunConfig.model_validate(run | {"deadlines": {"sync_s": sync_s}}), Path("model"), prompt(0)).fetch_s
+        for sync_s in (120.0, 40.0)
+    ]
+    assert found == [120.0 - 30.0 - 2 * 10.0, 20.0], "or half, where a recipe leaves none"

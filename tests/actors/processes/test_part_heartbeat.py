@@ -33,7 +33,7 @@ class Freezable(Beating):
         super().__init__()
         self.at, self.stands_s, self.unreached_s = at, stands_s, unreached_s
 
-    async def heartbeat(self, heard: int) -> list[str]:
+    async def heartbeat(self, heard: int) -> list[tuple[int, str]]:
         late_s = asyncio.get_running_loop().time() - self.at
         if 0 <= late_s < self.unreached_s:
             raise ray.exceptions.ActorUnavailableError("a moment", b"1" * 16)
@@ -98,6 +98,27 @@ def test_what_a_part_has_to_tell_comes_with_its_heartbeat_once() -> None:
     assert told == [
         f"correction service: groups <- trajectory queue: late, no answer in {seconds} s; it is asked again" for seconds in (60, 120, 180)
     ]
+
+
+def test_what_nobody_heard_is_kept_to_a_limit_and_what_was_heard_makes_room() -> None:
+    """Before, a part that had told a thousand things told nothing more. Whoever listens next gets what the last one missed."""
+
+    async def scenario() -> None:
+        part, heard = Beating(), 0
+        for number in range(3000):
+            part.tell(f"notice {number}")
+            if number % 500 == 499:
+                told = await part.heartbeat(heard)
+                assert [text for _, text in told] == [f"notice {n}" for n in range(number - 499, number + 1)]
+                assert await part.heartbeat(heard) == told, "an answer that was lost is asked for again"
+                heard = told[-1][0]
+        for number in range(1200):
+            part.tell(f"unheard {number}")
+        told = await part.heartbeat(heard)
+        assert [told[0][1], told[-1][1], len(told)] == ["unheard 200", "unheard 1199", 1000]
+        assert await part.heartbeat(0) == told
+
+    asyncio.run(scenario())
 
 
 class Busy(Beating):

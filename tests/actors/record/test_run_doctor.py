@@ -12,6 +12,7 @@ from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.metrics.step_metrics import StepMetrics
 from actors.record.run_doctor import RunDiagnosis, RunState, diagnose, page
+from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
 
 RECIPE = Path(__file__).parents[3] / "recipes/nano_spell_backward.yaml"
@@ -28,7 +29,7 @@ def run_folder(path: Path, *, steps: int = 4, done: int = 2, saved: int | None =
     if saved is not None:
         with folder.checkpoint(saved) as checkpoint:
             (checkpoint.state / "part.json").write_text("{}")
-        folder.event("info", f"checkpoint {folder.checkpoints()[-1].path} in 0.1 s")
+        folder.write_event(RunEvent.now("info", f"checkpoint {folder.checkpoints()[-1].path} in 0.1 s", EventKind.SAVED))
     return folder
 
 
@@ -63,9 +64,50 @@ def test_running_complete_failed_and_stopped(tmp_path: Path) -> None:
     found = after(failed)
     assert found.state is RunState.FAILED and found.reason == "weight sync v2 -> rollout 0: not done in 120 s"
     stopped = run_folder(tmp_path / "d")
-    stopped.event("warning", "interrupted (SIGTERM): ending after this step with a checkpoint (once more: at once)")
-    stopped.event("info", "checkpoint x in 0.1 s")
-    assert after(stopped).state is RunState.STOPPED
+    stopped.write_event(RunEvent.now("warning", "asked to end (SIGTERM)", EventKind.ENDING))
+    stopped.write_event(RunEvent.now("info", "saved x", EventKind.SAVED))
+    found = after(stopped)
+    assert (found.state, found.reason) == (RunState.STOPPED, "asked to end (SIGTERM)")
+    at_once = run_folder(tmp_path / "e")
+    at_once.write_event(RunEvent.now("error", "over, by Ctrl-C", EventKind.STOPPED))
+    assert after(at_once).state is RunState.STOPPED
+
+
+def test_a_checkpoint_that_was_given_up_and_an_alarm_that_ends_nothing_are_no_end(tmp_path: Path) -> None:
+    """A killed run is told from one that was stopped by what its events are, not by how they begin."""
+    given_up = run_folder(tmp_path / "a")
+    given_up.write_event(RunEvent.now("warning", "interrupted (SIGTERM): ending with a checkpoint", EventKind.ENDING))
+    given_up.event("warning", "checkpoint under way: given up (checkpoint under way: not done in 60 s)")
+    assert after(given_up).state is RunState.VANISHED
+    alarmed = run_folder(tmp_path / "b", saved=1)
+    alarmed.event("alarm", "step 1: k3_kl = 0.008, 8.0 times the level of steps 3 to 22")
+    alarmed.write_event(RunEvent.now("info", "checkpoint x in 0.1 s", EventKind.SAVED))
+    assert after(alarmed).state is RunState.VANISHED
+
+
+@pytest.mark.parametrize(
+    ("lines", "state"),
+    [
+        ("warning interrupted (SIGTERM): ending after this step with a checkpoint\ninfo    checkpoint x y in 0.1 s", RunState.STOPPED),
+        ("warning alarm of k3_kl at step 2: the run ends with a checkpoint, as monitor.on_alarm = stop asks for\n"
+         "info    checkpoint x in 12.3 s", RunState.STOPPED),
+        ("error   ended at once by Ctrl-C, without a checkpoint of what came after the last one", RunState.STOPPED),
+        ("warning interrupted (SIGTERM): ending\nwarning checkpoint under way: given up (late)", RunState.VANISHED),
+    ],
+)
+def test_events_of_earlier_versions_have_their_kind_in_their_words(tmp_path: Path, lines: str, state: RunState) -> None:
+    folder = run_folder(tmp_path / "run")
+    folder.events_path.write_text("".join(f"2026-01-01T00:00:00 {line}\n" for line in lines.split("\n")))
+    assert after(folder).state is state
+
+
+def test_an_event_is_read_as_it_was_written(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    written = [RunEvent.now("info", f"{kind} text", kind) for kind in EventKind]
+    for event in written:
+        folder.write_event(event)
+    assert folder.read_events() == written
+    assert folder.events_path.read_text().splitlines()[1].split()[1:] == ["info", "[ending]", "ending", "text"]
 
 
 def test_waits_by_what_was_waited_for_and_warnings_by_kind(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from actors.carriers import Ticket
-from actors.config import DeadlinesConfig, MetricsConfig
-from actors.service import correction_service, drawing
+from actors.config import DeadlinesConfig, EarlyWarningConfig, MetricsConfig
+from actors.service import correction_service, drawing, gap_split
+from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.errors import ActorLost, DeadlineExceeded, LateError
 from rollout.config import MaskOverlong
@@ -219,7 +220,7 @@ def test_a_queue_that_does_not_answer_is_asked_again_and_named(monkeypatch: pyte
         monkeypatch.setattr(scene.queue, "waiting_for", silent)
         with pytest.raises(DeadlineExceeded, match=r"^batch of version 0 <- trajectory queue: not done in 2 s"):
             await scene.next_batch(0)
-        told.extend(await scene.service.heartbeat(0))
+        told.extend(text for _, text in await scene.service.heartbeat(0))
         await scene.service.stop()
 
     play(scenario)
@@ -327,25 +328,32 @@ def test_groups_whose_tokens_are_lost_are_sampled_again() -> None:
 
 
 def test_packing_and_correcting_leave_the_event_loop_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch whose packing and correction wait for the event loop to do something else."""
+    """Batches whose packing, correction, joining with the learner's logprobs and split gap would stop the event loop."""
     loop_thread = threading.get_ident()
-    threads: dict[str, int] = {}
+    threads: dict[str, set[int]] = {}
 
     def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*arguments: Any, **named: Any) -> Any:
-            threads[name] = threading.get_ident()
+            threads.setdefault(name, set()).add(threading.get_ident())
             return function(*arguments, **named)
 
         return noted
 
     async def scenario() -> None:
-        for name in ("pack_groups", "correct", "defer"):
-            monkeypatch.setattr(correction_service, name, noting(name, getattr(correction_service, name)))
+        of_service = [(correction_service, name) for name in ("pack_groups", "correct", "defer")]
+        places: list[tuple[Any, str]] = [*of_service, (gap_split, "split_numbers"), (PackedBatch, "token_index"), (PackedBatch, "select")]
+        for place, name in places:
+            monkeypatch.setattr(place, name, noting(name, getattr(place, name)))
         for steps in (1, 2):
-            scene = Scene(steps=steps)
-            await scene.batch(0)
+            scene = Scene(steps=steps, monitor=EarlyWarningConfig(detailed=False, split_every=1))
+            tickets = await scene.admit(0, 2 * GROUPS)  # all at version 0: the second batch is stale
+            for version in range(2):
+                waiting = asyncio.create_task(scene.next_batch(version))
+                await scene.put(*map(answered, tickets[version * GROUPS : (version + 1) * GROUPS]))
+                batch = await waiting
+                await scene.queue.advance(version + 1, [one.group_id for one in batch.groups])
             await scene.service.stop()
-        assert threads.keys() == {"pack_groups", "correct", "defer"} and loop_thread not in threads.values()
+        assert threads.keys() == {name for _, name in places} and loop_thread not in set().union(*threads.values())
 
     play(scenario)
 

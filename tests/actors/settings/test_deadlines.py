@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 from actors.commands.cli import app
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.settings.deadlines import as_text, bytes_of, group_s, inversions, table, with_deadlines
+from actors.record.run_folder import RunFolder
+from actors.settings.deadlines import as_text, bytes_of, fetch_s, group_s, inversions, table, with_deadlines
+from correction.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 
@@ -44,6 +46,8 @@ def test_who_waits_for_something_waits_longer_than_it_may_take(tokens: int, size
     assert 2 * engine.heartbeat_s < run.part_heartbeat_s < run.batch_s, "a frozen part is known long before its batch is late"
     assert engine.generate_s < group_s(config.rollout) < 2 * group_s(config.rollout) < run.batch_s
     assert group_s(config.rollout) <= run.evaluation_s
+    own_s = engine.update_s + 2 * engine.control_s
+    assert fetch_s(config) == pytest.approx(run.sync_s - own_s) == pytest.approx(60 + size / run.bytes_per_s), "an engine keeps its time"
     assert engine.control_s + engine.update_s < run.sync_s < 3 * run.sync_s < run.receipts_s < run.batch_s
     assert 2 * engine.start_s <= run.start_s < run.batch_s, "a batch outlives the start of a worker's replacement"
     assert inversions(config) == []
@@ -54,19 +58,19 @@ def test_long_answers_and_many_bytes_need_no_setting() -> None:
     config = with_deadlines(run_config(sampling={"max_tokens": 32_768}), 60 * 10**9)
     run, engine = config.deadlines, config.rollout.engine.deadlines
     assert engine.generate_s == pytest.approx(3 * 32_768 / 5)
-    assert engine.update_s == 720 and run.sync_s == pytest.approx(600 + 720 + 2 * 180)
+    assert engine.update_s == 720 and run.sync_s == pytest.approx(60 + 600 + 720 + 2 * 180)
     assert run.checkpoint_s == pytest.approx(8 * 600)
     small = with_deadlines(run_config(), 10**6)
     assert small.rollout.engine.deadlines.generate_s == pytest.approx(3 * 256 / 5) and small.deadlines.checkpoint_s == 600
 
 
-def test_what_a_recipe_sets_stays_and_is_all_that_is_written_down() -> None:
+def test_what_a_recipe_sets_stays_and_is_all_that_a_dump_has() -> None:
     """So that a resume with longer answers has longer deadlines; deriving twice gives the same."""
     config = run_config(engine={"device": "cpu", "deadlines": {"update_s": 50.0}})
     config = config.model_copy(update={"deadlines": type(config.deadlines)(batch_s=100.0)})
     whole = with_deadlines(config, 10**10)
     assert (whole.deadlines.batch_s, whole.rollout.engine.deadlines.update_s) == (100.0, 50.0)
-    assert whole.deadlines.sync_s == pytest.approx(100 + 50 + 2 * 80)
+    assert whole.deadlines.sync_s == pytest.approx(60 + 100 + 50 + 2 * 80)
     assert with_deadlines(whole, 10**10) == whole
     written = yaml.safe_load(yaml.safe_dump(whole.model_dump(mode="json")))
     assert written["deadlines"]["batch_s"] == 100.0 and "sync_s" not in written["deadlines"]
@@ -74,6 +78,31 @@ def test_what_a_recipe_sets_stays_and_is_all_that_is_written_down() -> None:
     longer = RunConfig.model_validate(written | {"rollout": written["rollout"] | {"sampling": {"max_tokens": 10_000}}})
     assert with_deadlines(longer, 10**10).rollout.engine.deadlines.generate_s == pytest.approx(3 * 10_000 / 5)
     assert [sentence.partition(" = ")[0] for sentence in inversions(whole)] == ["deadlines.batch_s"]
+
+
+def test_config_yaml_shows_derived_deadlines_and_a_resume_derives_them_anew(tmp_path: Path) -> None:
+    """Under `derived`, so that a resume with longer answers, or with one of them set, doesn't meet the old value. Earlier folders
+    don't have the key."""
+    config = run_config(engine={"device": "cpu", "deadlines": {"update_s": 50.0}})
+    whole = with_deadlines(config, 10**10)
+    with RunFolder.create(tmp_path / "run", "run") as folder:
+        folder.write_config(whole)
+        written = folder.read_config()
+    of_engine = written["rollout"]["engine"]["deadlines"]
+    assert (written["deadlines"]["derived"]["sync_s"], of_engine["update_s"]) == (pytest.approx(60 + 100 + 50 + 2 * 80), 50.0)
+    assert of_engine["derived"] == {"start_s": 400.0, "generate_s": pytest.approx(3 * 256 / 5), "control_s": 80.0}
+    read = run_config_of(tmp_path / "run")
+    assert read.deadlines == config.deadlines and read.rollout.engine.deadlines == config.rollout.engine.deadlines
+    assert with_deadlines(read, 10**10).deadlines == whole.deadlines
+    assert run_config_of(tmp_path / "run", "deadlines.sync_s=77").deadlines.sync_s == 77.0
+    earlier = whole.model_dump(mode="json")
+    assert "derived" not in earlier["deadlines"] and RunConfig.model_validate(earlier).deadlines == config.deadlines
+    with pytest.raises(ConfigError, match="no value named sink_s is derived"):
+        run_config_of(tmp_path / "run", "deadlines.derived.sink_s=77")
+
+
+def run_config_of(folder: Path, *overrides: str) -> RunConfig:
+    return load_config(RunConfig, folder / "config.yaml", overrides)
 
 
 def test_the_table_has_every_key_and_says_what_is_set() -> None:

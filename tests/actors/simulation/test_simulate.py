@@ -123,6 +123,18 @@ def test_a_run_s_lengths_can_be_replaced(tmp_path: Path) -> None:
     assert "lognormal, p50 3, p99 9" in " ".join(CliRunner().invoke(app, [*words, "--lengths", "3,9"]).stdout.split())
 
 
+def test_engines_get_the_cores_that_the_rest_of_the_run_leaves(tmp_path: Path) -> None:
+    """A synchronous step waits for the engine, which has half a core of the two that are there."""
+    words = ["simulate", str(RECIPE), *SPEEDS, "--max-staleness", "0", "--steps", "5", "--picture", str(tmp_path / "p.png"), "--cores", "2"]
+    rates = []
+    for given in ([], ["--other-cores", "1.5"]):
+        rows = [line.split() for line in CliRunner().invoke(app, [*words, *given]).stdout.splitlines()]
+        rates += [float(row[3].replace(",", "")) for row in rows if row[:2] == ["1", "0"]]
+    assert rates[1] < 0.7 * rates[0]
+    record(tmp_path / "run", 1)
+    assert MeasuredRun.of(tmp_path / "run", cores=2.0, other_cores=0.4).costs.other_cores == 0.4
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -140,6 +152,8 @@ def test_a_run_s_lengths_can_be_replaced(tmp_path: Path) -> None:
         (["rollout.slots=0", *SPEEDS], "rollout.slots = 0"),
         (["--picture", "nowhere/p.png"], "--picture nowhere/p.png: name a .png file in a folder that exists"),
         (["--run", "runs/none"], "runs/none: not a run folder"),
+        ([*SPEEDS, "--other-cores", "1"], "--other-cores 1: give the machine's cores as well"),
+        ([*SPEEDS, "--cores", "2", "--other-cores", "2"], "--other-cores 2: give the machine's cores as well, which have to be more"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )

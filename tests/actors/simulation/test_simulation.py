@@ -153,16 +153,19 @@ def test_requests_in_flight_are_read_again_at_an_update(retracts: bool, read_aga
     assert tokens_by_version == {0: 100, 1: 100}
 
 
-def test_a_shared_machine_slows_the_engines_while_the_learner_trains() -> None:
-    """Two engines and the learner on two cores, the learner first: the engines share one while it trains, and have one each otherwise."""
+@pytest.mark.parametrize("other_cores", [0.0, 0.5])
+def test_a_shared_machine_slows_the_engines_while_the_learner_trains(other_cores: float) -> None:
+    """Two engines and the learner on two cores, the learner first: the engines share one while it trains, and have one each otherwise; less
+    what the rest of the run takes."""
     shared = {"workers": 2, "max_staleness": 4, "slots": 16, "max_running_requests": 128}
     alone = DecodeSpeed(((1, 64.0), (128, 64.0 * 128)))
     train_s = 32 * 8 * LENGTH / (2 * 64.0 * 128) * 1.0
-    costs = RunCosts(alone, learner_token_s=train_s / BATCH_TOKENS, cores=2.0)
+    costs = RunCosts(alone, learner_token_s=train_s / BATCH_TOKENS, cores=2.0, other_cores=other_cores)
     found = run(costs, **shared)
-    # In a step the learner works train_s; the engines need 2 x rollout core seconds, of which 1 a second is left while it trains.
+    # In a step the learner works train_s; the engines need 2 x rollout core seconds, of which 1 a second is left while it trains, then 2.
     rollout_s = 32 * 8 * LENGTH / (2 * 64.0 * 128)
-    assert found.step_s == pytest.approx(train_s + (2 * rollout_s - train_s) / 2, rel=0.03)
+    expected = train_s + (2 * rollout_s - (1 - other_cores) * train_s) / (2 - other_cores)
+    assert found.step_s == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.parametrize(("max_staleness", "slots"), [(0, 64), (1, 8), (1, 64), (3, 4)])

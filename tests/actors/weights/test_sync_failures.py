@@ -18,7 +18,7 @@ import ray.exceptions
 from actors.carriers import ExportPlan, WeightSnapshot
 from actors.processes.supervision import counted
 from actors.weights.weight_sync import SyncTarget
-from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, SyncError
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, LateError, SyncError
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate
@@ -87,14 +87,33 @@ def test_an_engine_that_can_not_be_reached_for_a_moment_takes_its_weights_then()
     simulate(scenario)
 
 
+def test_weights_that_do_not_come_are_no_engines_fault(caplog: pytest.LogCaptureFixture) -> None:
+    """Three attempts would have been its end. It is asked again after pauses that grow, stays verified, and takes them when they come."""
+    late = ray.exceptions.RayTaskError("f", "traceback", LateError("not all of 3 buckets came in 60 s"))
+    engine = Engine(None, *[late] * 8)
+
+    async def scenario() -> None:
+        scene = Scene(w=engine)
+        await scene.join()
+        await scene.publish(1)
+        await scene.sync.receipts(1, deadline_s=60.0)
+        assert scene.failures == scene.dirty == [] and len(scene.receipts) == 2
+        assert asyncio.get_running_loop().time() == pytest.approx(sum(range(1, 9)), abs=2.0)
+
+    simulate(scenario)
+    assert engine.taken == [(0, True), *[(1, False)] * 9], "it was not touched: no checksums are compared anew"
+    told = [record.message for record in caplog.records if "did not come" in record.message]
+    assert told[-1] == "weights v1 did not come to rollout worker w, tried 8x: not all of 3 buckets came in 60 s"
+
+
 def test_a_learner_that_fails_is_no_engines_fault() -> None:
     """Who joins needs checksums of what is published; the learner's error is no reason to replace the engine."""
 
     async def scenario() -> None:
         scene = Scene(w=Engine())
         await scene.sync.publish()
-        assert scene.sync._published is not None
-        scene.sync._published.snapshot.checksums.clear()
+        assert scene.sync._versions.newest is not None
+        scene.sync._versions.newest.snapshot.checksums.clear()
         asked: list[int] = []
 
         async def checksums(*_: Any, **__: Any) -> dict[str, str]:

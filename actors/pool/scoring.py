@@ -1,0 +1,95 @@
+"""Whether the reward can score what the workers sample. While it can't, work is held back: prompts would be used up without training.
+
+A judge that other machines serve, a key that has run out, a full disk below a scorer: then all rewards fail at once, on every worker, and
+the groups are discarded. Once that is so for most of the latest groups, one group at a time is handed out, after a pause that doubles with
+each failure. The first group that can be scored ends that. Answers that were cut, and groups whose rewards are all alike, were scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from actors.pool.faults import LatestGroups
+from actors.processes.supervision import counted
+from correction.errors import RequestError
+from rollout.trajectory import FailureKind, GroupFacts
+
+_LONGEST_PAUSE_S = 60.0
+PATIENCE_S = 1800.0
+"""Seconds of pauses in a row. A judge that is started again, or gets another node, is back by then; a function with a bug never is."""
+
+
+def unscored(group: GroupFacts) -> str:
+    """The last error of a group's reward, if that alone left it with fewer than two valid answers; else empty."""
+    errors = [error for kind, error in group.failures if kind is not FailureKind.ENGINE]
+    return errors[-1] if len(group.valid) < 2 <= len(group.valid) + len(errors) else ""
+
+
+class Scoring:
+    """Counts groups that can't be scored, and says how many may be handed out."""
+
+    def __init__(
+        self,
+        reward: str,
+        window_s: float,
+        *,
+        tell: Callable[[str, str], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            reward: its name.
+            window_s: seconds after which a group no longer counts.
+            tell: takes level and sentence.
+            spawn: has a task for a pause.
+            on_end: called at the end of each pause.
+        """
+        self._reward, self._tell, self._spawn, self._on_end = reward, tell, spawn, on_end
+        self._latest = LatestGroups(window_s)
+        self._pauses, self._paused_s = 0, 0.0
+        """Since a group was last scored."""
+        self.is_pausing = False
+
+    def finished(self, group: GroupFacts) -> None:
+        """A worker has sampled it. Raises: RequestError once PATIENCE_S of pauses have passed without one group that could be scored."""
+        now = asyncio.get_running_loop().time()
+        if not (why := unscored(group)):
+            if len(group.valid) >= 2:
+                self._scored(now)
+            return
+        self._latest.add(now, is_good=False)
+        if self.is_pausing or not (self._pauses or self._latest.are_mostly_bad):
+            return
+        if self._paused_s >= PATIENCE_S:
+            raise RequestError(
+                f"reward {self._reward}: {self._latest} could not be scored, and none in the last {counted(self._pauses, 'pause')}, "
+                f"{self._paused_s / 60:.0f} minutes in all. Put it right and resume the run, which goes on from its last checkpoint. "
+                f"The last error: {why}"
+            )
+        self._pauses += 1
+        pause_s = min(_LONGEST_PAUSE_S, 2.0**self._pauses)
+        self._paused_s += pause_s
+        self._tell("warning", f"rewards: {self._latest} could not be scored; the next group in {pause_s:.0f} s: {why}")
+        self.is_pausing = True
+        self._spawn(self._pause(pause_s))
+
+    def _scored(self, now: float) -> None:
+        if self._pauses:
+            self._tell("info", f"rewards: a group was scored, after {counted(self._pauses, 'pause')}: all groups are handed out again")
+            self._latest.clear()
+        self._latest.add(now, is_good=True)
+        self._pauses, self._paused_s = 0, 0.0
+
+    async def _pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self.is_pausing = False
+        self._on_end()
+
+    def places(self, *, is_idle: bool) -> int | None:
+        """How many groups may be handed out; None: all that wait. Args: is_idle: no worker has a group."""
+        if not self._pauses:
+            return None
+        return int(is_idle and not self.is_pausing)

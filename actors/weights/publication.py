@@ -1,0 +1,121 @@
+"""The newest published weights, and what all who need them share: their copy in the object store, and their checksums.
+
+Both are made once, in the learner's export or for the first who needs them. What fails here is the learner's or the object store's, and no
+engine's fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import ray.exceptions
+
+from actors.carriers import ExportPlan, WeightSnapshot
+from actors.processes.supervision import abandon, wait_for
+from actors.ranks.learner_group import LearnerGroup
+from correction.errors import ActorLost, DeadlineExceeded, EngineError, SyncError
+
+log = logging.getLogger("evenkeel.sync")
+SYNC_FAILURES = (SyncError, EngineError, DeadlineExceeded, ray.exceptions.RayError)
+_LONGEST_PAUSE_S = 30.0
+
+
+def pause_s(failures: int) -> float:
+    """Seconds between attempts at what no engine is to blame for."""
+    return min(failures, _LONGEST_PAUSE_S)
+
+
+@dataclass(slots=True)
+class Publication:
+    """A published version."""
+
+    snapshot: WeightSnapshot
+    copying: asyncio.Task[None] | None = None
+    """Puts it into the object store."""
+    hashing: asyncio.Task[None] | None = None
+    """Makes its checksums."""
+    replaced: asyncio.Event = field(default_factory=asyncio.Event)
+    """A newer one is out."""
+
+    @property
+    def version(self) -> int:
+        return self.snapshot.version
+
+
+class PublishedVersions:
+    """Knows the newest one. One event loop uses it."""
+
+    def __init__(self, learner: LearnerGroup, plan: ExportPlan, sync_s: float, on_loss: Callable[[ActorLost], None]) -> None:
+        """Args: plan: of a copy in the object store. on_loss: told when a rank of the learner is lost in a copy."""
+        self._learner, self._plan, self._sync_s, self._on_loss = learner, plan, sync_s, on_loss
+        self.newest: Publication | None = None
+
+    @property
+    def version(self) -> int:
+        """-1 before the first."""
+        return self.newest.version if self.newest else -1
+
+    def add(self, snapshot: WeightSnapshot) -> None:
+        """A newer one is out."""
+        older, self.newest = self.newest, Publication(snapshot)
+        if older is not None:
+            older.replaced.set()
+
+    async def at_hand(self, worker: str, *, is_verified: bool) -> tuple[Publication, dict[str, str]] | None:
+        """The newest version in the object store, with the checksums that this engine has to show; None once the learner is lost.
+
+        Tried again until it is there.
+        Args: worker: its name. is_verified: its engine has to show none.
+        """
+        failures = 0
+        while self.newest is not None:
+            version = self.version
+            try:
+                try:
+                    published = await self._stored(self.newest)
+                except ActorLost as error:
+                    self._on_loss(error)
+                    return None
+                return published, await self._checksums(published) if not is_verified else {}
+            except SYNC_FAILURES as error:
+                failures += 1
+                log.warning("weights v%d are not at hand for rollout worker %s, tried %dx: %s", version, worker, failures, error)
+                await asyncio.sleep(pause_s(failures))
+        return None
+
+    async def _stored(self, published: Publication) -> Publication:
+        """This version, or a newer one, as it lies in the object store."""
+        while not published.snapshot.buckets:
+            if self._learner.version == published.version:
+                if published.copying is None or published.copying.done():
+                    published.copying = asyncio.create_task(self._copy(published))
+                await asyncio.shield(published.copying)
+            else:  # the learner's own deadlines, for a step and for what it publishes then, come first
+                newer = f"weights newer than v{published.version}, which were broadcast only <- learner"
+                await wait_for(published.replaced.wait(), newer, deadline_s=2 * self._learner.step_s + 4 * self._sync_s)
+                published = self.newest or published
+        return published
+
+    async def _copy(self, published: Publication) -> None:
+        copy = await self._learner.export(replace(self._plan, checksums=True))
+        published.snapshot = replace(published.snapshot, buckets=copy.buckets, checksums=copy.checksums)
+
+    async def _checksums(self, published: Publication) -> dict[str, str]:
+        if not published.snapshot.checksums:
+            if published.hashing is None or published.hashing.done():
+                published.hashing = asyncio.create_task(self._hash(published))
+            await asyncio.shield(published.hashing)
+        return published.snapshot.checksums
+
+    async def _hash(self, published: Publication) -> None:
+        checksums = await self._learner.checksums(published.snapshot.buckets, deadline_s=self._sync_s)
+        published.snapshot = replace(published.snapshot, checksums=checksums)
+
+    def close(self) -> None:
+        """Nobody waits for a copy or for checksums any more."""
+        for task in (self.newest.copying, self.newest.hashing) if self.newest else ():
+            if task is not None:
+                abandon(task)

@@ -1,0 +1,301 @@
+"""A run whose engines and learner replay: controller, queue, correction service, pool, weight sync and observer are a run's own.
+
+The controller's loop is what drives it, so that ledger, metrics line and events are paid for as in a run. It starts no engine and no
+Megatron, takes no checkpoint, and notes when things happen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import itertools
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import ray
+from rich.console import Console
+
+from actors.carriers import PreparedBatch, Ticket
+from actors.config import CheckpointConfig, EarlyWarningConfig, RunConfig
+from actors.driver.controller import Controller
+from actors.driver.evaluation import Evaluations
+from actors.driver.parts import make_sync
+from actors.pool.rollout_worker import WorkerSettings
+from actors.processes.loop_clock import LoopClock
+from actors.processes.supervision import kill, unless_failed
+from actors.ranks.learner_group import LearnerGroup
+from actors.record.observer import Observer
+from actors.record.run_folder import RunFolder
+from actors.record.terminal import TerminalView
+from actors.settings.environment import OF_BATCHES
+from benchmarks.late_loop import LateLoop
+from benchmarks.process_use import Uses
+from benchmarks.replayed_parts import SAMPLES, ReplayedRank, ReplayPool, WideShape, WorkerHost
+from correction.config import CorrectionConfig
+from rollout.config import RolloutConfig
+from rollout.trajectory import Prompt
+
+PROMPT_TOKENS = 200
+CORRECTION = CorrectionConfig.model_validate({"preset": "tis-token"})
+WARM_UP = 2
+"""Steps that don't count."""
+_JOIN_S = 120.0
+_RECEIPT_S = 60.0
+_SETTLE_S = 0.1
+
+
+@dataclass
+class Figures:
+    """Of a run."""
+
+    admission_s: list[float] = field(default_factory=list)
+    gap_s: list[float] = field(default_factory=list)
+    receipts_s: list[float] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+    late_s: float = 0.0
+    calls: dict[str, int] = field(default_factory=dict)
+    """Of actors, as Uses.calls."""
+    idle: dict[str, float] = field(default_factory=dict)
+    """Of each process, as Uses.idle_share."""
+    lost: int = 0
+    """Workers that were ended."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """Of the run, by name of the catalogue."""
+    exports: dict[int, int] = field(default_factory=dict)
+    """Copies that the learner made, by version."""
+    stored: int = 0
+    """Bytes by which the object store has grown."""
+
+
+@dataclass(frozen=True)
+class ReplayedShape:
+    """Of a run."""
+
+    workers: int
+    groups: int
+    """Of a step."""
+    tokens: int
+    """Mean length of an answer."""
+    rate: float
+    """Tokens a second that engines and learner would make if nothing else took time."""
+    steps: int
+    hosts: int
+    """Processes that the workers share."""
+    churn: int = 0
+    """Workers that die in the time of a step; others join in their places."""
+    wide: WideShape = field(default_factory=WideShape)
+
+    @property
+    def step_s(self) -> float:
+        return self.groups * SAMPLES * self.tokens / self.rate
+
+    @property
+    def config(self) -> RunConfig:
+        requests = max(SAMPLES, 2 * self.groups * SAMPLES // self.workers)  # all that admission allows
+        rollout = RolloutConfig.model_validate(
+            {
+                "task": {"kind": "file", "path": "none"},
+                "reward": {"kind": "exact_match"},
+                "workers": self.workers,
+                "sampling": {"samples_per_group": SAMPLES, "max_tokens": 8 * self.tokens},
+                "engine": {"device": "cpu", "max_running_requests": requests, "return_routed_experts": self.wide.layers > 0},
+            }
+        )
+        return RunConfig(
+            model=Path("model"), steps=self.steps + WARM_UP, groups_per_step=self.groups, max_staleness=1, rollout=rollout,
+            correction=CORRECTION, monitor=EarlyWarningConfig(detailed=False), checkpoint=CheckpointConfig(every_steps=0),
+        )  # fmt: skip
+
+
+def prompt_of(number: int) -> Prompt:
+    return Prompt(f"replayed/0/{number}", "question " * 20, tuple(range(PROMPT_TOKENS)), "answer")
+
+
+class _Store:
+    """Ray's object store on this node: what its process has written to, which is never given back."""
+
+    def __init__(self) -> None:
+        self._raylet = next(one for one in psutil.Process().children() if one.name() == "raylet")
+        self._first = self._raylet.memory_info().shared
+
+    @property
+    def grown(self) -> int:
+        return int(self._raylet.memory_info().shared - self._first)
+
+
+class TimedObserver(Observer):
+    """A run's, which notes how long places waited, and prints what a person should know."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, figures: Figures, *, steps: int) -> None:
+        super().__init__(config, folder, TerminalView(steps, "replayed", console=Console(file=io.StringIO(), width=200)))
+        self.figures, self.freed_at = figures, 0.0
+
+    def event(self, level: str, text: str) -> None:
+        super().event(level, text)
+        if level != "info":
+            print(f"  {level}: {text}", flush=True)
+
+    def admitted(self, tickets: Sequence[Ticket]) -> None:
+        super().admitted(tickets)
+        if self.freed_at:
+            self.figures.admission_s += [time.monotonic() - self.freed_at] * len(tickets)
+
+
+class ReplayedRun(Controller):
+    """A run's driver, with parts that replay."""
+
+    def __init__(self, shape: ReplayedShape, *, profile: str) -> None:
+        """Start the parts; workers join as they come."""
+        self._store = _Store()
+        self.shape, self.figures, self.profile = shape, Figures(), profile
+        self._temporary = tempfile.TemporaryDirectory(prefix="ek-replayed-")
+        config = shape.config
+        folder = RunFolder.create(Path(self._temporary.name) / "run", "replayed")
+        self.observer = TimedObserver(config, folder, self.figures, steps=config.steps)
+        task: Any = SimpleNamespace(train_prompt=prompt_of)
+        super().__init__(config, folder, task, self.observer)
+        self._is_begun = True  # without an evaluation
+        self.observer.serve()
+        self._make_queue()
+        self._source.start(CORRECTION)
+        self.rank = ray.remote(ReplayedRank).options(num_cpus=0, runtime_env={"env_vars": OF_BATCHES}).remote(shape.step_s)
+        self._learner = LearnerGroup([self.rank], version=0, step_s=600.0)
+        self._begin_pool()
+        self._sync = make_sync(config, self._learner, [], self.observer, self._pool, generation=0, on_receipt=self._receipt)
+        self._steps.follow(self._source.service)
+        self.observer.follow(self._pool, self._learner)
+        self._waits: list[asyncio.Task[None]] = []
+        self._late: LateLoop | None = None
+        self._clock, self._counted_from, self._learned_at = LoopClock(), 0.0, time.monotonic()
+
+    def _begin_pool(self) -> None:
+        shape, config = self.shape, self._config
+        topk = shape.wide.topk
+        settings = WorkerSettings(config.rollout, Path("model"), prompt_of(0), bind="127.0.0.1", resource="rollout", topk=topk)
+        self._pool = ReplayPool(settings, config.deadlines, self.queue, self.observer, config.places, self._source.outstanding)
+        host = ray.remote(WorkerHost).options(num_cpus=0, max_concurrency=4096)
+        self._pool.hosts = [host.remote(settings, shape.tokens, shape.step_s / 4, shape.wide) for _ in range(shape.hosts)]
+        self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, [], self.observer, steps=config.steps)
+
+    queue = property(lambda self: self._source.queue)
+    service = property(lambda self: self._source.service)
+    learner = property(lambda self: self._learner)
+    sync = property(lambda self: self._sync)
+    pool = property(lambda self: self._pool)
+
+    @property
+    def actors(self) -> dict[str, Any]:
+        hosts = {f"host {number}": one for number, one in enumerate(self.pool.hosts)}
+        return {"queue": self.queue, "service": self.service, "rank": self.rank} | hosts
+
+    async def join(self) -> None:
+        """All workers, with the weights of version 0. Raises: TimeoutError if they take too long, or what the pool fails with."""
+        self.pool.start()
+        self.pool.follow(self.sync)
+        async with asyncio.timeout(_JOIN_S):
+            await self.pool.until(lambda: self.pool.counts()[0] == self.shape.workers)
+        await self.sync.publish()
+        await self.sync.receipts(0, deadline_s=_RECEIPT_S)
+
+    async def train(self, uses: Uses) -> dict[str, tuple[float, int]]:
+        """Steps that don't count, then those that do. Returns: of each process, CPU seconds and bytes of these, besides.
+
+        Raises: what the pool fails with, and LedgerError where prompts are lost.
+        """
+        self._uses = uses
+        self._clock.start()
+        await unless_failed(self._until_trained(), self.pool.raise_on_failure())
+        figures = self.figures
+        await asyncio.wait(self._waits, timeout=_RECEIPT_S)
+        await self._steps.flush()
+        figures.counts = dict(self._folder.read_metrics()[-1])
+        figures.exports = await self.rank.exports.remote()
+        return self._used
+
+    async def _failing(self) -> None:
+        prompts = map(prompt_of, itertools.count())
+        await asyncio.gather(self.pool.feed(prompts, [], self.observer.admitted), self.pool.raise_on_failure())
+
+    # -- the controller's loop, with notes of when it comes where ----------------------------------------------------------
+
+    async def _train_and_save(self) -> None:
+        dying = asyncio.create_task(self._churn())
+        try:
+            await unless_failed(self._train(), self._stays(dying))
+        finally:
+            dying.cancel()
+        figures = self.figures
+        figures.seconds, figures.late_s = time.monotonic() - self._counted_from, self._clock.read()
+        if self._late is not None:
+            print(self._late.end(), flush=True)
+        self._used = self._uses.end()
+        figures.calls, figures.stored = self._uses.calls, self._store.grown
+
+    async def _learn(self, batch: PreparedBatch) -> Any:
+        self.figures.gap_s.append(time.monotonic() - self._learned_at)
+        result = await super()._learn(batch)
+        self._learned_at = time.monotonic()
+        return result
+
+    async def _publish(self) -> None:
+        await super()._publish()
+        self._waits.append(asyncio.create_task(self._receipts()))
+
+    async def _learn_and_publish(self, batch: PreparedBatch) -> Any:
+        result = await super()._learn_and_publish(batch)
+        self.observer.freed_at = time.monotonic()  # the queue frees the batch's places now
+        return result
+
+    async def _settle(self, batch: PreparedBatch, updated: asyncio.Task[Any]) -> None:
+        await super()._settle(batch, updated)
+        self.figures.tokens += batch.tokens
+        if self._step == WARM_UP:
+            await self._count_from_here()
+
+    async def _count_from_here(self) -> None:
+        figures = self.figures
+        self._uses.begin()
+        await asyncio.sleep(_SETTLE_S)  # so that by how much this was late is read here
+        self._clock.read()
+        self._late = LateLoop() if self.profile == "late" else None
+        figures.admission_s, figures.gap_s, figures.tokens, self._counted_from = [], [], 0, time.monotonic()
+        self._learned_at = time.monotonic()
+
+    async def _receipts(self) -> None:
+        began = time.monotonic()
+        await self.sync.receipts(self.sync.version, deadline_s=_RECEIPT_S)
+        self.figures.receipts_s.append(time.monotonic() - began)
+
+    async def _churn(self) -> None:
+        """Engines die, one after the other, at even intervals; who, is drawn."""
+        chance, dead = random.Random(0), set[str]()
+        while self.shape.churn:
+            await asyncio.sleep(self.shape.step_s / self.shape.churn)
+            if names := [name for name in self.pool.joined_names() if name not in dead]:
+                dead.add(name := chance.choice(names))
+                await self.pool.end_engine(name)
+                self.figures.lost = len(dead)
+
+    @staticmethod
+    async def _stays(task: asyncio.Task[None]) -> None:
+        """Never returns. Raises: what the task fails with."""
+        await task
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        await self._source.stop()
+        await self.sync.close()
+        await self.pool.stop()
+        kill(*self.actors.values())
+        self._clock.stop()
+        self.observer.close()
+        self._folder.close()
+        self._temporary.cleanup()
