@@ -76,8 +76,8 @@ def test_a_head_that_comes_back_costs_nothing(small_model: Path, tmp_path: Path,
             with subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/tmp") as returned:
                 try:
                     recovery.wait()
-                    (worker,) = run.pids("ray::RolloutWorker")
-                    os.kill(worker, signal.SIGKILL)
+                    (worker,) = cluster.head.processes("ray::RolloutWorker")
+                    worker.kill()
                     recovery = Recovery(run, "", "")
                     recovery.wait(steps=2)
                     run.process.send_signal(signal.SIGTERM)
