@@ -200,7 +200,7 @@ class WorkerLoad:
     generated_tokens: int
     requests_in_flight: int
     silent_s: float = 0.0
-    """Seconds for which its engine has given no sign."""
+    """Seconds of heartbeat_s that its engine has used without a sign."""
 
     def since(self, before: WorkerLoad | None) -> WorkerLoad:
         """What has been added to the totals since `before`; None: since its start."""

@@ -32,6 +32,7 @@ from actors.processes.loop_clock import LoopClock
 from actors.processes.supervision import kill, unless_failed
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.observer import Observer
+from actors.record.run_event import EventKind
 from actors.record.run_folder import RunFolder
 from actors.record.terminal import TerminalView
 from actors.settings.environment import OF_BATCHES
@@ -138,8 +139,8 @@ class TimedObserver(Observer):
         super().__init__(config, folder, TerminalView(steps, "replayed", console=Console(file=io.StringIO(), width=200)))
         self.figures, self.freed_at = figures, 0.0
 
-    def event(self, level: str, text: str) -> None:
-        super().event(level, text)
+    def event(self, level: str, text: str, kind: EventKind = EventKind.NONE) -> None:
+        super().event(level, text, kind)
         if level != "info":
             print(f"  {level}: {text}", flush=True)
 
@@ -214,7 +215,7 @@ class ReplayedRun(Controller):
         self._clock.start()
         await unless_failed(self._until_trained(), self.pool.raise_on_failure())
         figures = self.figures
-        await asyncio.wait(self._waits, timeout=_RECEIPT_S)
+        await asyncio.gather(*self._waits)
         await self._steps.flush()
         figures.counts = dict(self._folder.read_metrics()[-1])
         figures.exports = await self.rank.exports.remote()
@@ -266,7 +267,8 @@ class ReplayedRun(Controller):
         await asyncio.sleep(_SETTLE_S)  # so that by how much this was late is read here
         self._clock.read()
         self._late = LateLoop() if self.profile == "late" else None
-        figures.admission_s, figures.gap_s, figures.tokens, self._counted_from = [], [], 0, time.monotonic()
+        figures.admission_s, figures.gap_s, figures.receipts_s, figures.tokens = [], [], [], 0
+        self._counted_from = time.monotonic()
         self._learned_at = time.monotonic()
 
     async def _receipts(self) -> None:

@@ -69,9 +69,7 @@ class DerivedSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _forget_derived(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and isinstance(shown := given.get("derived"), Mapping):
-            if unknown := shown.keys() - cls.DERIVED:
-                raise ValueError(f"derived: no value named {min(unknown)} is derived")
+        if isinstance(given, Mapping) and isinstance(given.get("derived"), Mapping):
             return {key: value for key, value in given.items() if key != "derived"}
         return given
 

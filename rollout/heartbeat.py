@@ -44,7 +44,7 @@ async def until_lost(
         cpu_s: processor seconds that each of its ranks has used. One that stands holds up all, whatever the others do meanwhile.
         limit_s: seconds without an answer after which an engine that computes nothing is lost.
         is_excused: it waits for others and can answer nothing meanwhile; that has a deadline of its own.
-        silent: told after each probe for how many seconds the engine has given no sign.
+        silent: told after each probe how much of its time an engine that gives no sign has used, as seconds of limit_s.
     """
     missed = stood = 0
     while True:
@@ -55,10 +55,10 @@ async def until_lost(
             await asyncio.sleep(limit_s / _PROBES)
             continue
         missed += 1
-        silent(missed * limit_s / MISSES)
         least_s = min(now - before for before, now in zip(used_s, cpu_s(), strict=True))
         computes = least_s > _LEAST_SHARE * limit_s / MISSES
         stood = 0 if computes else stood + 1
+        silent(limit_s * max(stood / MISSES, missed / _MISSES_AT_WORK))
         of = "its processes" if len(used_s) == 1 else f"one of its {len(used_s)} ranks"
         if stood >= MISSES:
             return f"it missed its heartbeat: no answer to {missed} probes, and {of} computed nothing in the last {limit_s:g} s"

@@ -49,7 +49,7 @@ class UpdatableEngine:
         """Of the ranks, if there are several."""
         self._staging = weight_transfer.SharedStaging(config.tensor_parallel)
         self.silent_s = 0.0
-        """Seconds for which the engine has given no sign, as of its last probe."""
+        """Seconds of heartbeat_s that the engine has used without a sign, as of its last probe."""
         self._interruptions = 0
         """Calls under way in which the scheduler waits for others, or is busy for long; each has a deadline of its own."""
 

@@ -100,7 +100,11 @@ class Cluster:
         with _own_turn(), loopback_only():
             self._try(lambda: ray.init(**arguments, **common), "starting a private Ray", start_s)
         protect_token()
-        protect_session(self.log_folder.parent)
+        try:
+            protect_session(self.log_folder.parent)
+        except BaseException:
+            ray.shutdown()
+            raise
         return self
 
     @adopted_orphans()

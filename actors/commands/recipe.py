@@ -102,6 +102,8 @@ def _parse_override(text: str) -> tuple[str, Any]:
         raise ConfigError(f"command line: {text!r} is no override: one recipe is taken, and comes before the overrides")
     if not equals or not key.strip() or key != key.strip():
         raise ConfigError(f"command line: {text!r} is no override: write KEY=VALUE without spaces, such as rollout.workers=2")
+    if ".derived." in key:
+        raise ConfigError(f"command line: {key}: that shows what a run has derived; set {key.replace('.derived.', '.')}")
     try:
         return key, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)["value"]    # type: ignore[index,call-overload]
     except yaml.YAMLError as error:

@@ -161,7 +161,7 @@ def _run_in(
         for level, note in notes:
             observer.event(level, note)
         if point:
-            observer.event("info", f"going on from step {point.checkpoint.step} ({point.checkpoint.path})")
+            observer.event("info", f"going on from step {point.checkpoint.step} ({point.checkpoint.path})", EventKind.RESUMED)
         controller = Controller(config, folder, task, observer, resume_from=(point.checkpoint, point.state) if point else None)
         with _log_as_events(observer):
             observer.phase("starting Ray")

@@ -175,8 +175,8 @@ class Returns:
     def __init__(self, folder: RunFolder, task: Task) -> None:
         self._folder, self._task = folder, task
         self._goal = -1
-        self._before: list[tuple[float, int]] = []
-        """Returns to the present goal: (time in seconds, step from which the run returned)."""
+        self._before: list[tuple[float, int, bool]] = []
+        """Returns to the present goal: (time in seconds, step, whether only queue and service were replaced, at that step)."""
         self._replaced: list[float] = []
         """Times of the latest replacements of queue and service."""
 
@@ -198,8 +198,10 @@ class Returns:
         now = time.monotonic()
         self._replaced = [at for at in self._replaced if now - at < RETURNS_S] + [now] * is_replaced
         before = self._before if goal == self._goal else []
-        self._goal, self._before = goal, [*before, (now, step)]
-        times = sum((now - at < RETURNS_S and not is_replaced) or reached == step for at, reached in self._before)
+        self._goal, self._before = goal, [*before, (now, step, is_replaced)]
+        times = sum(
+            reached == step or (now - at < RETURNS_S and not is_replaced and not was_replaced) for at, reached, was_replaced in self._before
+        )
         if times > MOST_RETURNS:
             raise ActorLost(
                 f"{', '.join(lost)}: the {times}th death after step {goal}, before there was another checkpoint: "
@@ -212,7 +214,7 @@ class Returns:
         if number <= _FREE_REPLACEMENTS:
             return
         pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (number - _FREE_REPLACEMENTS))
-        tell("warning", f"queue or service are lost for the {number}th time in {RETURNS_S / 60:.0f} minutes: new ones in {pause_s:.0f} s")
+        tell("warning", f"queue or service were lost {number} times in {RETURNS_S / 60:.0f} minutes: new ones in {pause_s:.0f} s")
         await asyncio.sleep(pause_s)
 
     async def found(self, model: Path, disk: PatientWriter, tell: Callable[[str, str], object]) -> Found:

@@ -59,6 +59,7 @@ class Delivery:
             self._hurry.clear()
 
     async def _deliver(self) -> None:
+        failures = 0
         try:
             while self._waiting and not self._is_closed:
                 with suppress(TimeoutError):
@@ -68,7 +69,9 @@ class Delivery:
                 try:
                     await self._queue.put(sent)
                 except ActorLost as error:  # another queue gets them from who knows all that is under way, if this one is gone
-                    self._tell(f"groups {[group.group_id for group in sent]} wait: {error}")
+                    failures += 1
+                    if failures % 10 == 1:
+                        self._tell(f"groups {[group.group_id for group in sent]} wait: {error}")
                     self._waiting = [*sent, *self._waiting]
                     await asyncio.sleep(_AGAIN_S)
         finally:

@@ -187,10 +187,10 @@ def _end(events: Sequence[RunEvent], is_complete: bool, is_running: bool) -> tup
         return (RunState.STOPPED if last.kind is EventKind.STOPPED else RunState.FAILED), last.text
     if is_complete:
         return RunState.COMPLETE, ""
-    asked = next((event for event in reversed(events) if event.kind is EventKind.ENDING), None)
-    saved_after = asked is not None and any(event.kind is EventKind.SAVED for event in events[events.index(asked) :])
-    if asked is not None and saved_after:
-        return RunState.STOPPED, asked.text
+    resumed_at = max((i for i, event in enumerate(events) if event.kind is EventKind.RESUMED), default=0)
+    asked_at = max((i for i, event in enumerate(events) if event.kind is EventKind.ENDING), default=-1)
+    if asked_at >= resumed_at and any(event.kind is EventKind.SAVED for event in events[asked_at:]):
+        return RunState.STOPPED, events[asked_at].text
     return RunState.VANISHED, f"its last event is of {last.time}" if last else "it has no events"
 
 

@@ -20,15 +20,18 @@ class EventKind(StrEnum):
     """A checkpoint is whole."""
     STOPPED = "stopped"
     """A signal has ended the run at once."""
+    RESUMED = "resumed"
+    """The run goes on from a checkpoint: what events before say of its end is over."""
 
 
 _EARLIER = {
     EventKind.ENDING: re.compile(r"interrupted \(|.*, as monitor\.on_alarm = stop asks for$"),
     EventKind.SAVED: re.compile(r"checkpoint .+ in [\d.]+ s$"),
     EventKind.STOPPED: re.compile(r"ended at once by "),
+    EventKind.RESUMED: re.compile(r"going on from step \d+ \("),
 }
 """How the lines of these kinds read in runs that wrote no kind."""
-_KIND = re.compile(r"\[(ending|saved|stopped)\] ")
+_KIND = re.compile(rf"\[({'|'.join(kind for kind in EventKind if kind)})\] ")
 
 
 @dataclass(frozen=True, slots=True)

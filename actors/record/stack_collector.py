@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.processes.supervision import wait_for
 from actors.record.run_folder import RunFolder
-from actors.record.stack_gist import FOLDER
+from actors.record.stack_gist import FOLDER, collections
 from correction.errors import EvenkeelError
 from rollout.stacks import own_job, stacks_of
 
@@ -32,7 +32,7 @@ class StackCollector:
     def __init__(self, folder: RunFolder, tell: Callable[[str, str], object]) -> None:
         """Args: tell: takes level and sentence, in the event loop."""
         self._folder, self._tell = folder, tell
-        self._number = max((int(path.stem) for path in (folder.path / FOLDER).glob("[0-9]*.txt")), default=0)
+        self._number = max((int(path.stem) for path in collections(folder.path)), default=0)
         self._next_s, self._apart_s = 0.0, _APART_S
         self._collecting: asyncio.Task[None] | None = None
 

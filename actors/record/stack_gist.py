@@ -13,9 +13,14 @@ _FRAMES = 4
 """Innermost functions that are named."""
 
 
+def collections(run_dir: Path) -> list[Path]:
+    """Files of the collections, each named by its number."""
+    return [path for path in (run_dir / FOLDER).glob("*.txt") if path.stem.isdigit()]
+
+
 def newest_gist(run_dir: Path) -> tuple[str, ...]:
     """Of the last collection: what was waited for, then a line for each process. Empty: there is none."""
-    path = max((run_dir / FOLDER).glob("[0-9]*.txt"), key=lambda found: int(found.stem), default=None)
+    path = max(collections(run_dir), key=lambda found: int(found.stem), default=None)
     return gist(path.read_text(errors="replace"), path.name) if path is not None else ()
 
 

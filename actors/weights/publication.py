@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import ray.exceptions
 
@@ -49,7 +50,7 @@ class PublishedVersions:
     """Knows the newest one. One event loop uses it."""
 
     def __init__(self, learner: LearnerGroup, plan: ExportPlan, sync_s: float, on_loss: Callable[[ActorLost], None]) -> None:
-        """Args: plan: of a copy in the object store. on_loss: told when a rank of the learner is lost in a copy."""
+        """Args: plan: of a copy in the object store. on_loss: told when a rank is lost in a copy, or nobody has the newest weights."""
         self._learner, self._plan, self._sync_s, self._on_loss = learner, plan, sync_s, on_loss
         self.newest: Publication | None = None
 
@@ -98,6 +99,18 @@ class PublishedVersions:
                 await wait_for(published.replaced.wait(), newer, deadline_s=2 * self._learner.step_s + 4 * self._sync_s)
                 published = self.newest or published
         return published
+
+    def make_anew(self, published: Publication, buckets: Sequence[Any]) -> None:
+        """Nobody can read the copy of which these are the buckets: the next who asks has the learner make another one.
+
+        Once the learner has gone on it can't: `on_loss` is told.
+        """
+        if published is not self.newest or published.snapshot.buckets is not buckets:
+            return
+        if self._learner.version == published.version:
+            published.snapshot = replace(published.snapshot, buckets=[])
+        else:
+            self._on_loss(ActorLost(f"weights v{published.version}: no rollout worker can read them, and the learner has newer ones"))
 
     async def _copy(self, published: Publication) -> None:
         copy = await self._learner.export(replace(self._plan, checksums=True))

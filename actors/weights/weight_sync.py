@@ -46,6 +46,7 @@ from rollout.trajectory import SyncReceipt
 
 log = logging.getLogger("evenkeel.sync")
 _ATTEMPTS = 3
+_LATE = 3  # attempts in a row, without anybody who has a version, after which its copy in the object store counts as lost
 _FINAL = (EngineError, ActorLost)  # of an engine that is gone, or its worker; what derives from them (dirty, not reached now) may pass
 _UNPROBED = 10
 """A warning comes after so many versions in a row whose probe was not answered before the next version."""
@@ -212,7 +213,8 @@ class WeightSync:
                 if (at_hand := await self._versions.at_hand(target.name, is_verified=target.is_verified)) is None:
                     return
                 published, checksums = at_hand
-                buckets, delta_bytes = published.snapshot.buckets, None
+                stored, delta_bytes = published.snapshot.buckets, None
+                buckets = stored
                 if self._deltas is not None and not failures and not late:  # else the whole, whatever was wrong with what it was handed
                     buckets, delta_bytes = await self._deltas.of_node(target.node, published.snapshot)
                 async with self._turn:  # one call to a turn of the event loop: hundreds at once would hold it up for a second
@@ -232,7 +234,10 @@ class WeightSync:
                 failures = late = 0
             except LateError as error:  # its engine was not touched, and is none the worse for a network or a store
                 late += 1
-                log.warning("weights v%d did not come to rollout worker %s, tried %dx: %s", version, target.name, late, error)
+                level = logging.WARNING if late % 10 == 1 else logging.DEBUG  # all workers of a slow network say so
+                log.log(level, "weights v%d did not come to rollout worker %s, tried %dx: %s", version, target.name, late, error)
+                if is_asked and late % _LATE == 0 and all(other.version < version for other in self._targets.values()):
+                    self._versions.make_anew(published, stored)
                 await asyncio.sleep(pause_s(late))
             except SYNC_FAILURES as error:
                 failures += 1

@@ -64,12 +64,13 @@ def gloo_interface_towards(master: str | None, interfaces: Mapping[str, Sequence
 
 def keep_nccl_on(address: str, interfaces: Mapping[str, Sequence[Any]]) -> None:
     """Let NCCL's groups of this process and its children meet, and listen, on the interface of one of this machine's addresses only, unless
-    the user has named one. To be called before the first of them: NCCL reads it once. What goes over InfiniBand still does.
+    NCCL_SOCKET_IFNAME names one already. To be called before the first of them: NCCL reads it once. What goes over InfiniBand still does;
+    without it tensors take this interface, too.
 
     Args: interfaces: as in `gloo_interface_towards`.
     """
     if interface := _interface_of(address, interfaces):
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface.partition(':')[0]}")  # an alias has a colon, which NCCL takes for a port
 
 
 def _interface_towards(address: str, interfaces: Mapping[str, Sequence[Any]]) -> str | None:

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -53,13 +54,22 @@ def redis(tmp_path: Path) -> Iterator[dict[str, str]]:
         server.terminate()
 
 
-def kill_control_service(cluster: RunningCluster) -> tuple[list[str], dict[str, str]]:
-    """Returns: its command and its variables."""
+@contextmanager
+def killed_and_back(cluster: RunningCluster, after_s: float) -> Iterator[None]:
+    """Begins when Ray's control service is there again."""
     (server,) = cluster.head.processes("gcs_server")
     command, variables = server.cmdline(), server.environ()
     cluster.head.main.send_signal(signal.SIGSTOP)  # `ray start` would end the head's other processes
-    server.kill()
-    return command, variables
+    try:
+        server.kill()
+        time.sleep(after_s)
+        with subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/tmp") as returned:
+            try:
+                yield
+            finally:
+                returned.kill()
+    finally:
+        cluster.head.main.send_signal(signal.SIGCONT)
 
 
 def test_a_head_that_comes_back_costs_nothing(small_model: Path, tmp_path: Path, redis: dict[str, str]) -> None:
@@ -69,23 +79,17 @@ def test_a_head_that_comes_back_costs_nothing(small_model: Path, tmp_path: Path,
         run = Run(run_dir, str(RECIPE), f"run_dir={run_dir}", *words, address=cluster.address, **cluster.variables)
         try:
             run.wait_until(lambda: len(run.metrics()) >= 3, "three steps")
-            command, variables = kill_control_service(cluster)
             follows = "the run goes on with what it has, and what is to start waits for the head"
             recovery = Recovery(run, f"head of a joined cluster, its memory in a Redis, killed and back after {GONE_S:g} s", follows)
-            time.sleep(GONE_S)
-            with subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/tmp") as returned:
-                try:
-                    recovery.wait()
-                    (worker,) = cluster.head.processes("ray::RolloutWorker")
-                    worker.kill()
-                    run.wait_until(lambda: "rollout 1 is up" in run.output(), "another worker in its place")
-                    steps = len(run.metrics())
-                    run.wait_until(lambda: len(run.metrics()) >= steps + 2, "steps with it")
-                    run.process.send_signal(signal.SIGTERM)
-                    assert run.wait() == 128 + signal.SIGTERM, run.output()[-4000:]
-                finally:
-                    returned.kill()
-                    cluster.head.main.send_signal(signal.SIGCONT)
+            with killed_and_back(cluster, GONE_S):
+                recovery.wait()
+                (worker,) = cluster.head.processes("ray::RolloutWorker")
+                worker.kill()
+                run.wait_until(lambda: "rollout 1 is up" in run.output(), "another worker in its place")
+                steps = len(run.metrics())
+                run.wait_until(lambda: len(run.metrics()) >= steps + 2, "steps with it")
+                run.process.send_signal(signal.SIGTERM)
+                assert run.wait() == 128 + signal.SIGTERM, run.output()[-4000:]
         finally:
             run.close()
     state = TrainingState.load(RunFolder.view(run_dir).latest_checkpoint().state)

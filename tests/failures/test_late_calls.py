@@ -24,6 +24,7 @@ import ray
 from actors.driver.going_back import while_they_answer
 from actors.processes.supervision import unless_failed, wait_for
 from actors.ranks.forwards import next_batch
+from actors.record.run_event import EventKind
 from actors.record.step_report import learned_numbers
 from benchmarks.control_plane_actors import ReplayedRun, ReplayedShape
 from benchmarks.late_calls import LateCalls
@@ -80,7 +81,7 @@ class ImpatientRun(ReplayedRun):
 
     def __init__(self) -> None:
         super().__init__(ReplayedShape(workers=2, groups=GROUPS, tokens=50, rate=5e3, steps=STEPS, hosts=1), profile="")
-        self.observer.event = lambda level, text: self.said.append(text)  # type: ignore[method-assign]
+        self.observer.event = lambda level, text, kind=EventKind.NONE: self.said.append(text)  # type: ignore[method-assign]
         self.said: list[str] = []
         self.asked = Counter[int]()
         self.trained: list[tuple[str, ...]] = []

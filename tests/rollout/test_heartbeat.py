@@ -65,7 +65,9 @@ def test_a_frozen_engine_is_lost_after_three_probes_in_vain() -> None:
 
 def test_an_engine_at_a_long_pass_has_ten_times_as_long() -> None:
     assert lost_at(FrozenFrom(freezes_at=100.0, wakes_at=350.0, share=0.5)) is None
-    found = lost_at(FrozenFrom(freezes_at=100.0, share=0.5))
+    engine = FrozenFrom(freezes_at=100.0, share=0.5)
+    found = lost_at(engine)
+    assert max(engine.silences[:-15]) == pytest.approx(0.5 * LIMIT_S), "half of its time is over at the fifteenth of thirty probes"
     assert found is not None and 400.0 <= found[0] <= 405.0 and "though its processes compute" in found[1]
 
 

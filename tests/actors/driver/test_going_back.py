@@ -255,7 +255,18 @@ def test_queue_and_service_that_die_every_few_steps_are_replaced_after_pauses(mo
         assert await dies(18) == 0.0
 
     simulate(scenario)
-    assert told[0] == "warning: queue or service are lost for the 11th time in 60 minutes: new ones in 2 s" and len(told) == 8
+    assert told[0] == "warning: queue or service were lost 11 times in 60 minutes: new ones in 2 s" and len(told) == 8
+
+
+def test_replaced_queues_are_no_returns_of_a_learner_that_dies_later() -> None:
+    """Three queues died at other steps. Before, the first death of a rank after that counted as the fourth return, and ended the run."""
+    returns = Returns(SimpleNamespace(checkpoints=lambda: [SimpleNamespace(step=3)]), None)  # type: ignore[arg-type]
+    for step in (4, 5, 6):
+        returns.allow(["trajectory queue"], EngineError("killed"), step=step, is_replaced=True)
+    for step in (7, 8, 9):
+        returns.allow(["learner rank 0"], EngineError("killed"), step=step)
+    with pytest.raises(ActorLost, match="the 4th death after step 3"):
+        returns.allow(["learner rank 0"], EngineError("killed"), step=10)
 
 
 def test_a_full_disk_is_waited_for_before_the_run_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,16 @@ def test_running_complete_failed_and_stopped(tmp_path: Path) -> None:
     assert after(at_once).state is RunState.STOPPED
 
 
+def test_what_ended_a_run_before_it_was_resumed_is_over(tmp_path: Path) -> None:
+    """Stopped by a signal, resumed, and killed: it was not stopped."""
+    folder = run_folder(tmp_path / "a")
+    folder.write_event(RunEvent.now("warning", "asked to end (SIGTERM)", EventKind.ENDING))
+    folder.write_event(RunEvent.now("info", "saved x", EventKind.SAVED))
+    folder.write_event(RunEvent.now("info", "on it goes", EventKind.RESUMED))
+    folder.write_event(RunEvent.now("info", "saved y", EventKind.SAVED))
+    assert after(folder).state is RunState.VANISHED
+
+
 def test_a_checkpoint_that_was_given_up_and_an_alarm_that_ends_nothing_are_no_end(tmp_path: Path) -> None:
     """A killed run is told from one that was stopped by what its events are, not by how they begin."""
     given_up = run_folder(tmp_path / "a")
@@ -91,6 +101,8 @@ def test_a_checkpoint_that_was_given_up_and_an_alarm_that_ends_nothing_are_no_en
         ("warning interrupted (SIGTERM): ending after this step with a checkpoint\ninfo    checkpoint x y in 0.1 s", RunState.STOPPED),
         ("warning alarm of k3_kl at step 2: the run ends with a checkpoint, as monitor.on_alarm = stop asks for\n"
          "info    checkpoint x in 12.3 s", RunState.STOPPED),
+        ("warning interrupted (SIGTERM): ending\ninfo    checkpoint x in 0.1 s\n"
+         "info    going on from step 4 (x/step_000004)", RunState.VANISHED),
         ("error   ended at once by Ctrl-C, without a checkpoint of what came after the last one", RunState.STOPPED),
         ("warning interrupted (SIGTERM): ending\nwarning checkpoint under way: given up (late)", RunState.VANISHED),
     ],

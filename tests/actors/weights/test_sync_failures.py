@@ -88,7 +88,8 @@ def test_an_engine_that_can_not_be_reached_for_a_moment_takes_its_weights_then()
 
 
 def test_weights_that_do_not_come_are_no_engines_fault(caplog: pytest.LogCaptureFixture) -> None:
-    """Three attempts would have been its end. It is asked again after pauses that grow, stays verified, and takes them when they come."""
+    """Three attempts would have been its end. It is asked again after pauses that grow, stays verified, and takes them when they come. As
+    nobody else has them, their copy is made anew after three and after six: it may be lost for good."""
     late = ray.exceptions.RayTaskError("f", "traceback", LateError("not all of 3 buckets came in 60 s"))
     engine = Engine(None, *[late] * 8)
 
@@ -103,7 +104,39 @@ def test_weights_that_do_not_come_are_no_engines_fault(caplog: pytest.LogCapture
     simulate(scenario)
     assert engine.taken == [(0, True), *[(1, False)] * 9], "it was not touched: no checksums are compared anew"
     told = [record.message for record in caplog.records if "did not come" in record.message]
-    assert told[-1] == "weights v1 did not come to rollout worker w, tried 8x: not all of 3 buckets came in 60 s"
+    assert told == ["weights v1 did not come to rollout worker w, tried 1x: not all of 3 buckets came in 60 s"], "then each tenth time"
+
+
+@pytest.mark.parametrize("others_have_them", [True, False])
+def test_weights_that_nobody_can_read_are_exported_once_more_for_all(others_have_them: bool) -> None:
+    """A slow way to one node costs the learner nothing; a copy that is lost with its store would be asked for without end."""
+    late = ray.exceptions.RayTaskError("f", "traceback", LateError("could not be read from the object store (ObjectLostError)"))
+    slow = [Engine(None, *[late] * 5) for _ in range(4)]
+
+    async def scenario() -> None:
+        scene = Scene(**{f"slow{i}": engine for i, engine in enumerate(slow)}, **({"quick": Engine()} if others_have_them else {}))
+        await scene.join()
+        await scene.publish(1)
+        await scene.sync.receipts(1, deadline_s=60.0)
+        assert [version for version, _ in scene.learner.exported] == ([0, 1] if others_have_them else [0, 1, 1])
+        assert scene.failures == scene.dirty == scene.losses == []
+
+    simulate(scenario)
+
+
+def test_weights_that_nobody_can_read_and_the_learner_no_longer_has_take_the_run_back() -> None:
+    late = ray.exceptions.RayTaskError("f", "traceback", LateError("could not be read from the object store (ObjectLostError)"))
+
+    async def scenario() -> None:
+        scene = Scene(every_steps=2, w=Engine(None, *[late] * 3))
+        await scene.join()
+        await scene.publish(1)
+        scene.learner.version = 2
+        await asyncio.sleep(30.0)
+        assert scene.losses == ["weights v1: no rollout worker can read them, and the learner has newer ones"]
+        assert scene.failures == scene.dirty == []
+
+    simulate(scenario)
 
 
 def test_a_learner_that_fails_is_no_engines_fault() -> None:
