@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from actors.settings.environment import worker_environment
 from correction.engines.rendezvous import keep_nccl_on
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
-from correction.errors import DataError, DeadlineExceeded, EngineError, LateError, RequestError, SyncError
+from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, LateError, RequestError, SyncError
 from correction.schedule import needs_topk
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.sampler import Sampler
@@ -93,6 +94,10 @@ class RolloutWorker:
         self._name, self._settings = name, settings
         self._asked_update = 0
         """Number of the newest one; an older one whose weights arrive late would take the engine back."""
+        self._verifying: set[asyncio.Future[None]] = set()
+        """Updates whose checksums are not compared yet: until then nothing that the engine has sampled goes out."""
+        self._spoilt = 0
+        """Updates that arrived otherwise than they were sent: what ran meanwhile is of no version."""
         self._newest = (0, -1)
         """Generation and version asked for, the highest so far; a call for an older one, which itself comes late, would do the same."""
         self._generation = 0
@@ -164,6 +169,7 @@ class RolloutWorker:
 
     async def _generate_group(self, ticket: Ticket) -> Answer:
         generation, nothing = self._generation, (None, None) if self._settings.has_wide_fields else (None,)
+        spoilt = self._spoilt
         try:
             group = await self._sampler.group(
                 ticket.prompt,
@@ -174,6 +180,7 @@ class RolloutWorker:
             )
         except UNANSWERED as error:
             return GroupFailure(ticket.group_id, str(error), is_final=isinstance(error, DataError)), *nothing
+        await self._of_known_weights(spoilt)
         if generation != self._generation:
             raise LateError(f"rollout worker {self._name}: group {ticket.group_id} was withdrawn while it was sampled")
         if isinstance(group, UnfinishedGroup):
@@ -183,8 +190,10 @@ class RolloutWorker:
         return payloads.split_answer(group) if self._settings.has_wide_fields else (group.facts, group)
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
-        """Scored answers to each prompt (evaluation); not put into the queue."""
+        """Scored answers to each prompt (evaluation); not put into the queue. Raises: as `generate_group`."""
+        spoilt = self._spoilt
         answers = await self._until_withdrawn([self._answer(prompt, how) for prompt in prompts])
+        await self._of_known_weights(spoilt)
         self._count([one for of_one in answers for one in of_one])
         return answers
 
@@ -235,8 +244,33 @@ class RolloutWorker:
             await asyncio.to_thread(require_checksums, fetched, checksums)
         if this_update != self._asked_update:
             raise SyncError(f"rollout worker {self._name}: weights v{version} came after others had been asked for; these stay")
-        receipt = await self._sampler.engine.update_weights(version, fetched)
-        return await self._receipt(replace(receipt, generation=generation), began, fetched, checksums)
+        with self._holding_back() if checksums else contextlib.nullcontext():
+            receipt = await self._sampler.engine.update_weights(version, fetched)
+            is_as_sent = not checksums
+            try:
+                receipt = await self._receipt(replace(receipt, generation=generation), began, fetched, checksums)
+                is_as_sent = receipt.checksums == checksums
+            finally:
+                self._spoilt += not is_as_sent
+        return receipt
+
+    @contextlib.contextmanager
+    def _holding_back(self) -> Iterator[None]:
+        """In it groups and answers that are done wait."""
+        verified = asyncio.get_running_loop().create_future()
+        self._verifying.add(verified)
+        try:
+            yield
+        finally:
+            self._verifying.discard(verified)
+            verified.set_result(None)
+
+    async def _of_known_weights(self, spoilt: int) -> None:
+        """Returns once the weights of the engine are compared. Args: spoilt: as it was when the work began. Raises: EngineDirty."""
+        while self._verifying:
+            await asyncio.wait(self._verifying)
+        if self._spoilt != spoilt:
+            raise EngineDirty(f"rollout worker {self._name}: weights arrived otherwise than they were sent while this ran. Submit it again")
 
     async def _fetched(self, version: int, buckets: Sequence[Any]) -> list[WeightBucket]:
         """The buckets, when all are on this node. Raises: LateError: network and object store are to blame, and the engine is as it was."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,9 @@ from rollout.stacks import own_job, stacks_of
 _KEPT = 20
 """Collections of a run: the newest."""
 _APART_S, _LONGEST_APART_S = 120.0, 3600.0
-"""A second wait that is half over meanwhile is most likely for the same thing; each collection is followed by a pause twice as long."""
+"""After a collection, until there is another one for a wait of the same kind; each time twice as long."""
+_LEAST_APART_S = 15.0
+"""Between any two: waits that are half over together are most likely for the same thing."""
 _NODE_S = 20.0
 
 
@@ -33,15 +36,19 @@ class StackCollector:
         """Args: tell: takes level and sentence, in the event loop."""
         self._folder, self._tell = folder, tell
         self._number = max((int(path.stem) for path in collections(folder.path)), default=0)
-        self._next_s, self._apart_s = 0.0, _APART_S
+        self._last_s = -_LEAST_APART_S
+        self._next: dict[str, tuple[float, float]] = {}
+        """By kind of wait, which is its name without numbers: when it may have another one, and the pause after that."""
         self._collecting: asyncio.Task[None] | None = None
 
     def half_over(self, what: str) -> None:
         """A wait has used half of its deadline. Args: what: its name."""
-        if time.monotonic() < self._next_s:
+        now, kind = time.monotonic(), re.sub(r"\d+", "", what)
+        next_s, apart_s = self._next.get(kind, (now, _APART_S))
+        if now < next_s or now - self._last_s < _LEAST_APART_S:
             return
-        self._number += 1
-        self._next_s, self._apart_s = time.monotonic() + self._apart_s, min(2 * self._apart_s, _LONGEST_APART_S)
+        self._next[kind] = now + apart_s, min(2 * apart_s, _LONGEST_APART_S)
+        self._number, self._last_s = self._number + 1, now
         self._collecting = asyncio.create_task(self._collect(self._number, what))
 
     async def _collect(self, number: int, what: str) -> None:

@@ -202,9 +202,11 @@ class SimulatedEngine:
     async def update_weights(self, version: int, buckets: Sequence[Piece]) -> SyncReceipt:
         """As the real one: under way it is shielded from whoever has asked for it."""
         self.raise_if_lost()
-        return await asyncio.shield(asyncio.ensure_future(self._update(version, buckets)))
+        is_damaged = self.health.damages_updates > 0  # this one, though a broadcast may still be under way
+        self.health.damages_updates -= is_damaged
+        return await asyncio.shield(asyncio.ensure_future(self._update(version, buckets, is_damaged=is_damaged)))
 
-    async def _update(self, version: int, buckets: Sequence[Piece]) -> SyncReceipt:
+    async def _update(self, version: int, buckets: Sequence[Piece], *, is_damaged: bool = False) -> SyncReceipt:
         async with self._updating:
             self.raise_if_lost()
             began = asyncio.get_running_loop().time()
@@ -217,8 +219,7 @@ class SimulatedEngine:
                         raise SyncError(f"{self._process.name}: tensor {piece.tensor} of v{version} could not be read")
                     await self._takes(self._s("tensor", 0.02, 0.6), self._deadlines.update_s, f"weight update v{version}")
                     self.held[piece.tensor] = piece.weights
-                if self.health.damages_updates:
-                    self.health.damages_updates -= 1
+                if is_damaged:
                     self.held["b"] = -3
             except DeadlineExceeded as error:
                 self.health.lost = f"weight update v{version}: {error}"

@@ -26,7 +26,7 @@ from actors.weights.publication import PublishedVersions
 from actors.weights.weight_sync import WeightSync
 from correction.errors import LedgerError
 from rollout import continuation
-from rollout.trajectory import VersionSpan
+from rollout.trajectory import UnfinishedGroup, VersionSpan
 
 Bug = Callable[[], AbstractContextManager[Any]]
 
@@ -231,7 +231,7 @@ def what_is_handed_back_is_as_good_as_finished() -> Iterator[None]:
     take = RolloutPool._take
 
     def careless(pool: RolloutPool, worker: Any, ticket: Ticket, outcome: Any, *rest: Any) -> None:
-        if not isinstance(outcome, continuation.UnfinishedGroup):
+        if not isinstance(outcome, UnfinishedGroup):
             take(pool, worker, ticket, outcome, *rest)
 
     with mock.patch.object(RolloutPool, "_take", careless):

@@ -17,6 +17,12 @@ ENDS_A_RUN = {"crash_driver", "stop_driver", "full_disk"}
 """After one of these the run may end with an error, and is resumed. After any other it has to go on by itself."""
 
 
+TAKES_BACK = {
+    *("lose_node", "late_call", "late_reply", "lost_reply", "lost_call", "stuck_call", "slow_learner"),
+    *("freeze_service", "freeze_queue", "freeze_learner", "kill_learner", "kill_queue", "kill_service"),
+}
+"""After one of these a run may go back to its last checkpoint, or replace queue and service: so often before another one, and it ends."""
+
 REFUSES_A_START = {"freeze_worker"}
 """After one of these a run may end before it has begun to train: the first engine didn't come up in the time for that."""
 

@@ -21,6 +21,7 @@ import ray.exceptions
 import torch
 
 from actors.driver.controller import Controller
+from actors.driver.going_back import MOST_RETURNS
 from actors.record import checkpoint_reader
 from actors.record.checkpoint_writer import ATTEMPTS
 from actors.state.resume import TrainingState
@@ -33,7 +34,7 @@ from tests.simulation.edges import doubles
 from tests.simulation.faults import QUEUE, RANK, WORKER, Fate, Faults, damage
 from tests.simulation.learner import SimulatedRank, Weights
 from tests.simulation.processes import DRIVER, HERE, Process, SimulatedRay, in_place_of_ray, make_task
-from tests.simulation.schedule import ENDS_A_RUN, REFUSES_A_START, Schedule
+from tests.simulation.schedule import ENDS_A_RUN, REFUSES_A_START, TAKES_BACK, Schedule
 
 FINISH_S = 3000.0
 """Virtual seconds after the last fault within which a run has to be through."""
@@ -229,7 +230,9 @@ class World:
                 return
             played = {fault.kind for fault in self.faults.played[before:]}
             is_refused_start = bool(played & REFUSES_A_START) and not self._is_training
-            if ended not in ("crash", "stopped") and not played & ENDS_A_RUN and not is_refused_start:
+            taken_back = sum(fault.kind in TAKES_BACK for fault in self.faults.played[before:])
+            is_limit = taken_back > MOST_RETURNS and f"the {MOST_RETURNS + 1}th death after step" in ended
+            if ended not in ("crash", "stopped") and not played & ENDS_A_RUN and not is_refused_start and not is_limit:
                 if began < self.faults.last_end or resumes_left == 0 or not self.faults.played:
                     self.books.refuse(f"the run ended, though nothing befell it that may end it: {ended}")
                 resumes_left -= 1

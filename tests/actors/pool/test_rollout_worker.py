@@ -14,9 +14,9 @@ import ray.exceptions
 from actors.carriers import GroupFailure, Ticket
 from actors.config import RunConfig
 from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
-from correction.errors import DataError, DeadlineExceeded, EngineError, EvenkeelError, LateError, RequestError
+from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError, RequestError
 from rollout.config import AnswerSampling, RolloutConfig
-from rollout.trajectory import FailureKind, Group, Prompt
+from rollout.trajectory import FailureKind, Group, Prompt, SyncReceipt
 from tests.actors.cases import group, prompt
 
 CONFIG = RolloutConfig.model_validate({"task": {"kind": "file", "path": "none"}, "reward": {"kind": "exact_match"}})
@@ -143,6 +143,45 @@ def test_a_group_that_is_aborted_ends_and_may_begin_anew() -> None:
         await asyncio.sleep(0.01)
         sampler.finish.set()
         assert (await again)[0].group_id == 7 and (sampler.begun, sampler.aborted) == (2, 1)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("arrives", [{"a": "1"}, {"a": "2"}], ids=["as sent", "otherwise"])
+def test_what_ran_on_weights_that_arrived_otherwise_is_of_no_version(monkeypatch: pytest.MonkeyPatch, arrives: dict[str, str]) -> None:
+    """An engine that others take for dirty may have requests in flight while it is sent everything anew. What is done before the checksums
+    are compared waits for that."""
+    monkeypatch.setattr("actors.pool.rollout_worker.require_checksums", lambda *_: None)
+
+    class Engine:
+        requests_in_flight = 0
+        compared = asyncio.Event()
+
+        async def update_weights(self, version: int, buckets: list[Any]) -> SyncReceipt:
+            return SyncReceipt(version, "retract", 1, 1, bytes=8, pause_s=0.1)
+
+        async def weight_checksums(self, *_: Any) -> dict[str, str]:
+            await self.compared.wait()
+            return arrives
+
+    async def scenario() -> None:
+        worker, sampler = slow_worker()
+        sampler.engine = Engine()  # type: ignore[assignment]
+        sampler.engine.compared = asyncio.Event()
+        group_of = asyncio.ensure_future(worker.generate_group(Ticket(7, prompt(0), 3)))
+        await asyncio.sleep(0.01)
+        update = asyncio.ensure_future(worker.update_weights(4, [asyncio.sleep(0, "bucket")], {"a": "1"}))
+        await asyncio.sleep(0.01)
+        sampler.finish.set()
+        assert not (await asyncio.wait({group_of}, timeout=0.05))[0], "its weights are not known yet"
+        sampler.engine.compared.set()
+        assert (await update).checksums == arrives
+        if arrives == {"a": "1"}:
+            assert (await group_of)[0].group_id == 7
+        else:
+            with pytest.raises(EngineDirty, match="weights arrived otherwise than they were sent"):
+                await group_of
+        assert (await worker.generate_group(Ticket(8, prompt(0), 4)))[0].group_id == 8
 
     asyncio.run(scenario())
 

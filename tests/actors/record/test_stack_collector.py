@@ -89,8 +89,8 @@ def test_a_long_wait_is_told_once_when_half_of_its_deadline_is_over() -> None:
 
 
 def test_collections_are_few_and_in_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this process and of each living node's. Two waits within two minutes are one collection, and each pause is twice the last: a run
-    of weeks that is slow each hour has its stacks each hour, and the newest twenty."""
+    """Of this process and of each living node's. Waits of one kind within two minutes are one collection, and so are any two at the same
+    time; each pause of a kind is twice the last: a run of weeks that is slow each hour has its stacks each hour, and the newest twenty."""
     now = [1000.0]
     events: list[str] = []
     folder: Any = SimpleNamespace(path=tmp_path, write_text=lambda name, text: wrote(name, text))
@@ -110,15 +110,21 @@ def test_collections_are_few_and_in_files_of_their_own(tmp_path: Path, monkeypat
     async def scenario() -> None:
         collector = StackCollector(folder, lambda _, text: events.append(text))
         for number in range(26):
-            for what in (f"wait {number}", "another one for the same"):
+            for what in (f"wait {number}", f"wait {number} again", "another one at the same time"):
                 collector.half_over(what)
                 assert collector._collecting is not None
                 await collector._collecting
             now[0] += min(130.0 * 2**number, 3700.0)
+        now[0] = 1e6
+        for what in ("learner step 7", "heartbeat of worker 3", "learner step 8"):
+            collector.half_over(what)
+            await collector._collecting
+            now[0] += 20.0
+        assert collector._number == 28, "another kind need not wait for the first one's pause"
 
     asyncio.run(scenario())
     files = sorted(path.name for path in (tmp_path / "stacks").iterdir())
-    assert files == [f"{number:02d}.txt" for number in range(7, 27)] and len(events) == 26
-    text = (tmp_path / "stacks/07.txt").read_text()
-    assert text.startswith("wait 6\n\n") and "=== a process of n1\nstands" in text
-    assert StackCollector(folder, print)._number == 26, "a resume goes on counting"
+    assert files == [f"{number:02d}.txt" for number in range(9, 29)] and len(events) == 28
+    text = (tmp_path / "stacks/09.txt").read_text()
+    assert text.startswith("wait 8\n\n") and "=== a process of n1\nstands" in text
+    assert StackCollector(folder, print)._number == 28, "a resume goes on counting"
