@@ -20,7 +20,7 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.cluster.security import loopback_only, protect_session, protect_token, require_authentication
+from actors.cluster.security import loopback_only, protect_token, require_authentication
 from actors.config import RayConfig, RunConfig
 from actors.processes import interrupts
 from actors.processes.descendants import adopted_orphans, command_of, descendants, end, end_new
@@ -100,11 +100,6 @@ class Cluster:
         with _own_turn(), loopback_only():
             self._try(lambda: ray.init(**arguments, **common), "starting a private Ray", start_s)
         protect_token()
-        try:
-            protect_session(self.log_folder.parent)
-        except BaseException:
-            ray.shutdown()
-            raise
         return self
 
     @adopted_orphans()

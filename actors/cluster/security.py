@@ -45,17 +45,6 @@ def protect_token() -> None:
         _TOKEN.chmod(0o600)
 
 
-def protect_session(folder: Path) -> None:
-    """Let nobody else on this machine into a private Ray's folder, with its sockets and logs: Ray itself lets everybody write there.
-
-    Raises: ConfigError if its file system has no such thing.
-    """
-    try:
-        folder.chmod(0o700)
-    except OSError as error:
-        raise ConfigError(f"ray.temp_dir: {folder} can't be made its owner's alone ({error}); name a folder on a local disk") from error
-
-
 def require_authentication(settings: RayConfig) -> None:
     """Ask the cluster that was joined whether it lets everybody in.
 

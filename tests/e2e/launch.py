@@ -96,10 +96,6 @@ class Run:
         path = self.run_dir / "events.log"
         return path.read_text() if path.exists() else ""
 
-    def sessions(self) -> list[Path]:
-        """Folders of its own Rays."""
-        return [path for path in Path(self._temp).glob("session_*") if not path.is_symlink()]
-
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 

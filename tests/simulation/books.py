@@ -163,10 +163,13 @@ class Books:
         if (len(ledger[: mark.bytes]), zlib.crc32(ledger[: mark.bytes])) != (mark.bytes, mark.crc32):
             self.refuse(f"the checkpoint of step {step} counts on {mark.lines} lines of the ledger, which are not all on disk")
         lacking = self._lacking(step, folder)
-        known = self._lines_lacking[max(saved for saved in self._lines_lacking if saved <= step)]
-        if is_flushed and (new := lacking - known):
+        if is_flushed and (new := lacking - self._known_lacking(step)):
             self.refuse(f"the checkpoint of step {step} is complete, and the lines of steps {_told(new)} are not on disk")
         self._lines_lacking[step] = lacking
+
+    def _known_lacking(self, step: int) -> set[int]:
+        """Of the last checkpoint up to there that was told. (A crash may come between one that is whole and its telling.)"""
+        return self._lines_lacking[max(saved for saved in self._lines_lacking if saved <= step)]
 
     def _lacking(self, step: int, folder: Path) -> set[int]:
         """Steps up to this one that have no line of numbers. Raises: ViolationError for one that has two."""
@@ -187,6 +190,7 @@ class Books:
         """The run goes on at this step. What was called complete, and was not damaged since, is not lost."""
         self.lost = {}
         self._lines_lacking = {saved: lacking for saved, lacking in self._lines_lacking.items() if saved <= step}
+        self._lines_lacking.setdefault(step, self._known_lacking(step))
         if new := self._lacking(step, folder) - self._lines_lacking[step]:
             self.refuse(f"the run goes on at step {step}, and the lines of steps {_told(new)} are gone")
         whole = [saved for name, saved in self.saved.items() if name not in set(damaged)]

@@ -211,7 +211,7 @@ def test_a_queue_that_dies_again_and_again_is_replaced_after_pauses() -> None:
     deaths = tuple(Fault(20.0 + 15.0 * i, "kill_queue") for i in range(12))
     outcome = play(run_of_one_worker(steps=70, groups_per_step=2, faults=deaths))
     assert (outcome.violation, outcome.drivers, outcome.steps) == ("", 1, 70)
-    told = [line.partition("warning: ")[2] for line in outcome.trace if "queue or service are lost for the" in line]
+    told = [line.partition("warning: ")[2] for line in outcome.trace if "queue or service were lost" in line]
     assert [text.rpartition(": ")[2] for text in told] == ["new ones in 2 s", "new ones in 4 s"]
 
 
