@@ -57,7 +57,7 @@ class Scoring:
         """A worker has sampled it. Raises: RequestError once PATIENCE_S of pauses have passed without one group that could be scored."""
         now = asyncio.get_running_loop().time()
         if not (why := unscored(group)):
-            if len(group.valid) >= 2:
+            if group.is_trainable:
                 self._scored(now)
             return
         self._latest.add(now, is_good=False)
