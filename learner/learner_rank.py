@@ -28,6 +28,7 @@ from correction.engines.weight_bucket import WeightBucket
 from correction.errors import ConfigError, DataError
 from correction.loss import loss_metrics, policy_scale
 from learner import checkpoint, convert, export, hf_folder, model, model_capture, parallel
+from learner.abort import Abort
 from learner.config import LearnerConfig
 from learner.logprobs import scaled_logits
 from learner.loss import correction_objective, supervised_objective
@@ -72,6 +73,7 @@ class LearnerRank:
         self._loaded: _Loaded | None = None
         self._reference: list[Tensor] | None = None
         self._saving: Future[None] | None = None
+        self.abort = Abort()
 
     # Weights in
 
@@ -188,6 +190,7 @@ class LearnerRank:
                 config=self.config,
                 placement=self.placement,
                 watch=watch,
+                abort=self.abort,
             )
             for _, share in shares
         ]
@@ -245,6 +248,7 @@ class LearnerRank:
             config=self.config,
             placement=self.placement,
             watch=PhaseTimer(self.placement.device),
+            abort=self.abort,
         )
         return loss, update
 
@@ -368,6 +372,7 @@ class LearnerRank:
             config=self.config,
             placement=self.placement,
             watch=PhaseTimer(self.placement.device),
+            abort=self.abort,
             keep_routes=keep_routes,
         )
 
