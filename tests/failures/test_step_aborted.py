@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -17,22 +18,26 @@ from tests.failures.measured import REAL, Measured
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-GROUPS, MORE = 48, 2
+GROUPS, MORE = 16, 2
+_BEGUN_S = 8.0
+"""Then the next step has its batch, and can't come to its end without the rank that stands still."""
 
 
 def test_the_last_finished_step_is_saved_without_the_one_under_way(small_model: Path, tmp_path: Path) -> None:
-    """Of two ranks, whose micro-batches hold a sequence or two, so that a step has a hundred of them."""
+    """Of two ranks, one of which stands still meanwhile, so that the other is ahead: they have to agree on where to end."""
     folder = RunFolder(tmp_path / "run")
-    words = [f"model={small_model}", f"groups_per_step={GROUPS}", "learner.data_parallel=2", "learner.tokens_per_microbatch=32"]
+    words = [f"model={small_model}", f"groups_per_step={GROUPS}", "learner.data_parallel=2", "learner.tokens_per_microbatch=64"]
     rest = ["checkpoint.every_steps=0", "evaluation.problems=4", "max_staleness=2"]
     run = Run(folder.path, str(RECIPE), f"run_dir={folder.path}", *words, *rest)
     try:
         run.wait_until(lambda: len(run.metrics()) >= 2, "two steps")
-        line = run.metrics()[-1]
-        takes_s = line["time/train_s"]
-        time.sleep(takes_s / 4)  # the engine samples ahead, so that the next step has begun
-        began = time.monotonic()
+        behind = run.pids("LearnerRankActor")[1]
+        os.kill(behind, signal.SIGSTOP)
+        time.sleep(_BEGUN_S)
         run.process.send_signal(signal.SIGTERM)
+        run.wait_until(lambda: "interrupted (SIGTERM)" in run.events(), "the signal to be noticed")
+        began = time.monotonic()
+        os.kill(behind, signal.SIGCONT)
         assert run.wait() == 128 + signal.SIGTERM, run.output()[-4000:]
         seconds = time.monotonic() - began
         assert run.orphans(30.0) == []
@@ -43,9 +48,9 @@ def test_the_last_finished_step_is_saved_without_the_one_under_way(small_model: 
     state = TrainingState.load(folder.latest_checkpoint().state)
     check_books(run, state, groups_per_step=GROUPS)
     held = {group.prompt.prompt_id for group in state.queue.finished}
-    assert len(held) >= GROUPS, "those of the aborted step are finished, and not sampled again"
-    follows = f"the last finished step is saved; the step under way, of {takes_s:.0f} s, is aborted, and a resume trains on its groups"
-    Measured("SIGTERM in a step of two ranks", follows, seconds, "the micro-batches of that step", REAL).write()
+    assert len(held) >= GROUPS, "among them those of the aborted step are finished, and not sampled again"
+    follows = "the last finished step is saved; the one under way is aborted, and a resume trains on its groups"
+    Measured("SIGTERM in a step of two ranks, one ahead of the other", follows, seconds, "the begun micro-batches", REAL).write()
 
     resumed = Run(folder.path, "--resume", str(folder.path), f"steps={aborted + MORE}")
     try:
