@@ -75,7 +75,7 @@ async def wait_for(
             waited = clock() - began
             clause = f" ({await _ask(detail)})" if detail else ""
             if clock() - max(began, counts_from() if counts_from else began) >= deadline_s:
-                raise DeadlineExceeded(f"{what}: not done in {deadline_s:.0f} s{clause}; the deadline is set under deadlines")
+                raise DeadlineExceeded(f"{what}: not done in {deadline_s:.0f} s{clause}", setting="deadlines")
             say = notice or (log.warning if waited >= usual_s else log.info)
             say(f"waiting {waited:.0f} s for {what}{clause}")
     except ray.exceptions.RayTaskError as error:

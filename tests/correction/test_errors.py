@@ -1,0 +1,28 @@
+"""What errors carry beside their message, and that they carry it to another process."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineError, EvenkeelError, LateError
+
+
+@pytest.mark.parametrize("kind", [ConfigError, DataError, EngineError, LateError])
+@pytest.mark.parametrize(
+    ("remedy", "message"),
+    [("", "a = 3: too large (b; c. D)"), ("lower it", "a = 3: too large (b; c. D); lower it"), ("Set b", "a = 3: too large (b; c. D). Set b")],
+)
+def test_a_message_ends_with_its_remedy_and_both_cross_processes(kind: type[EvenkeelError], remedy: str, message: str) -> None:
+    error = kind("a = 3: too large (b; c. D)", remedy=remedy)
+    for one in (error, pickle.loads(pickle.dumps(error))):
+        assert (type(one), str(one), one.reason, one.remedy) == (kind, message, "a = 3: too large (b; c. D)", remedy)
+
+
+def test_a_deadline_names_its_setting_apart_from_what_was_late() -> None:
+    error = DeadlineExceeded("weight group w-0-1: not done in 40 s", setting="deadlines")
+    for one in (error, pickle.loads(pickle.dumps(error))):
+        assert str(one) == "weight group w-0-1: not done in 40 s; the deadline is set under deadlines"
+        assert one.reason == "weight group w-0-1: not done in 40 s"
+    assert str(DeadlineExceeded("no answer in 600 s")) == DeadlineExceeded("no answer in 600 s").reason == "no answer in 600 s"
