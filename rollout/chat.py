@@ -30,7 +30,8 @@ def load_tokenizer(folder: Path | str) -> Any:
         return tokenizer
     except Exception as error:
         reason = " ".join(str(error).split())  # transformers' texts have several lines
-        raise DataError(f"model = {folder}: unusable tokenizer ({type(error).__name__}: {reason})", remedy="copy the files afresh") from error
+        said = f"{type(error).__name__}: {reason}"
+        raise DataError(f"model = {folder}: unusable tokenizer ({said})", remedy="copy the files afresh") from error
 
 
 _CHARACTERS_PER_TOKEN = 16

@@ -26,6 +26,7 @@ from actors.plan.shape import ModelShape
 from actors.processes import interrupts
 from actors.processes.daemon_threads import DaemonThreads
 from actors.processes.supervision import HALF_OVER, counted
+from actors.processes.wait_notice import WaitNotice
 from actors.record.checkpoint_reader import ResumePoint, take_back
 from actors.record.observer import Observer
 from actors.record.run_event import EventKind
@@ -248,7 +249,7 @@ class _EventHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         level = "info" if record.levelno < logging.WARNING else "warning" if record.levelno < logging.ERROR else "error"
-        self._observer.event(level, record.getMessage())
+        self._observer.event(level, record.msg if isinstance(record.msg, WaitNotice) else record.getMessage())
 
 
 def _said(error: BaseException) -> tuple[str, EventKind]:

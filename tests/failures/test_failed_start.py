@@ -108,6 +108,7 @@ def test_the_log_of_a_run_is_its_events(tmp_path: Path, capsys: pytest.CaptureFi
 
     from actors.commands.train import _log_as_events
     from actors.config import RunConfig
+    from actors.processes.wait_notice import WaitNotice
     from actors.record.observer import Observer
     from actors.record.terminal import TerminalView
 
@@ -115,11 +116,11 @@ def test_the_log_of_a_run_is_its_events(tmp_path: Path, capsys: pytest.CaptureFi
     observer = Observer(load_config(RunConfig, RECIPE, []), folder, TerminalView(1, "x"))
     log = logging.getLogger("evenkeel.sync")
     with _log_as_events(observer):
-        log.info("waiting 30 s for %s", "an engine")
-        log.warning("waiting 300 s for %s", "an engine")
+        log.info("%s is up", "an engine")
+        log.warning(WaitNotice("an engine", 300))
     observer.close()
-    assert [(event.level, event.text) for event in folder.read_events()] == [
-        ("info", "waiting 30 s for an engine"), ("warning", "waiting 300 s for an engine"),
+    assert [(event.level, event.text, event.notice) for event in folder.read_events()] == [
+        ("info", "an engine is up", None), ("warning", "waiting 300 s for an engine", WaitNotice("an engine", 300)),
     ]
     printed = capsys.readouterr()
-    assert printed.out.splitlines() == ["x", "waiting 30 s for an engine", "warning: waiting 300 s for an engine"] and printed.err == ""
+    assert printed.out.splitlines() == ["x", "an engine is up", "warning: waiting 300 s for an engine"] and printed.err == ""

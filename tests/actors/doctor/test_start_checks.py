@@ -81,14 +81,14 @@ def without(folder: Path, whole: Path, pattern: str = "", **options: Any) -> Pat
     [
         ("*.safetensors", {}, [], r"no \*\.safetensors in it", "Save the weights in that format (save_pretrained does)"),
         ("tokenizer*", {}, [], "the folder has no tokenizer", "Copy the model's own into it"),
-        ("chat_template.jinja", {}, [], "tokenizer has no chat template", "Set rollout.task.apply_chat_template: false, or put chat_template"),
+        ("chat_template.jinja", {}, [], "tokenizer has no chat template", "Set rollout.task.apply_chat_template: false, or put"),
         ("", {"intermediate_size": 96}, [], "its config.json and its safetensors describe different models", "Put back those that belong"),
         ("", WINDOW, [], "use_sliding_window = True of qwen3", "Set model to another one"),
         ("", {}, ["true_on_policy=true", "learner.threads=4"], "learner.threads = 4: with more than 2", "Or set true_on_policy: false"),
-        ("", {}, ["rollout.task.dataset=spell_backwards"], r"dataset = spell_backwards: .*; did you mean spell_backward\?", "Did you mean spe"),
-        ("", {}, ["rollout.task.options={min_len: 3}"], r"rollout\.task\.options\.min_len: spell_backward has no such option", "Did you mean"),
+        ("", {}, ["rollout.task.dataset=spell_backwards"], r"dataset = spell_backwards: .*; did you mean spell_backward\?", "Did you mean"),
+        ("", {}, ["rollout.task.options={min_len: 3}"], r"task\.options\.min_len: spell_backward has no such option", "Did you mean"),
         ("", {}, ["rollout.task={kind: file, path: none.jsonl}"], "rollout.task.path = .*none.jsonl: no such file", "Correct the path, or"),
-        ("", {}, ["rollout.task={kind: file, path: ROWS, held_out_path: none.jsonl}"], "held_out_path = .*: no such", "Correct the path, or"),
+        ("", {}, ["rollout.task={kind: file, path: ROWS, held_out_path: none.jsonl}"], "held_out_path = .*: no such", "Correct the path"),
     ],
 )
 def test_of_a_run_on_this_machine(

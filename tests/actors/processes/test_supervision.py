@@ -16,6 +16,7 @@ import pytest
 import ray.exceptions
 
 from actors.processes.supervision import Stopwatch, counted, persistently, together, unwrapped, wait_for
+from actors.processes.wait_notice import WaitNotice
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, SyncError
 from tests.actors.simulated_time import simulate
 
@@ -58,7 +59,7 @@ def test_what_is_waited_for_is_cancelled_at_the_deadline() -> None:
 
 
 def test_notices_come_while_it_waits() -> None:
-    notices: list[str] = []
+    notices: list[WaitNotice] = []
 
     async def broken_detail() -> str:
         raise RuntimeError("no")
@@ -66,7 +67,8 @@ def test_notices_come_while_it_waits() -> None:
     result = wait_for(late(0.5), "receipt of worker 2", deadline_s=5.0, notice_s=0.1, notice=notices.append, detail=broken_detail)
     assert asyncio.run(result) == "done"
     assert 2 <= len(notices) <= 4
-    assert all(re.match(r"waiting \d s for receipt of worker 2 \(no detail: RuntimeError\)", notice) for notice in notices), notices
+    assert {(notice.what, notice.detail) for notice in notices} == {("receipt of worker 2", "no detail: RuntimeError")}
+    assert re.fullmatch(r"waiting \d s for receipt of worker 2 \(no detail: RuntimeError\)", str(notices[0]))
 
 
 def test_a_usual_wait_is_information_and_a_longer_one_a_warning(caplog: pytest.LogCaptureFixture) -> None:
