@@ -21,7 +21,7 @@ from rollout.gym_entry import COLUMN, as_json
 from rollout.gym_source import ReasoningGymSource, check_names
 from rollout.questions import Question, QuestionSource, SkippedRow, text_key
 from rollout.rows import RowSource, check_file, with_field
-from rollout.trajectory import Prompt
+from rollout.trajectory import Prompt, PromptPlace
 
 _FINGERPRINT_POSITIONS = 16
 
@@ -136,7 +136,7 @@ class Task:
         Raises: DataError if the task can't make one.
         """
         epoch, index = (0, position) if self._source.questions_per_epoch is None else divmod(position, self._source.questions_per_epoch)
-        return self._prompt(f"train/{epoch}/{index}", self._source.train_question(position))
+        return self._prompt(str(PromptPlace("train", epoch, index)), self._source.train_question(position))
 
     @property
     def questions_per_epoch(self) -> int | None:
