@@ -183,7 +183,7 @@ class Task:
 
     def held_out_prompts(self) -> tuple[Prompt, ...]:
         """All held-out questions as prompts, "held_out/0/0" onwards."""
-        return tuple(self._prompt(f"held_out/0/{i}", question) for i, question in enumerate(self._source.held_out))
+        return tuple(self._prompt(str(PromptPlace("held_out", 0, i)), question) for i, question in enumerate(self._source.held_out))
 
     def held_out_sample(self) -> Prompt:
         """The first held-out prompt.
@@ -191,7 +191,7 @@ class Task:
         Raises: DataError if there is none, with the reason.
         """
         if self._source.held_out:
-            return self._prompt("held_out/0/0", self._source.held_out[0])
+            return self._prompt(str(PromptPlace("held_out", 0, 0)), self._source.held_out[0])
         if skipped := self._source.skipped:
             raise DataError(
                 f"{self.name}: no question could be held out; {len(skipped)} of those looked at can't be asked, the first: {skipped[0]}. "

@@ -39,7 +39,7 @@ class Prompt:
     """One question, as the task gives it."""
 
     prompt_id: str
-    """Unique in a run: of a training prompt a PromptPlace, e.g. "train/0/17"."""
+    """Unique in a run: a task gives its PromptPlace, e.g. "train/0/17"."""
     text: str
     """What the user turn says; the chat template is applied to it."""
     token_ids: tuple[int, ...]
@@ -51,7 +51,7 @@ class Prompt:
 
 
 class PromptPlace(NamedTuple):
-    """Where a prompt stands in a stream of questions: what its id says, which is the text."""
+    """Where a prompt of a task comes from; its id is the text."""
 
     source: str
     epoch: int
