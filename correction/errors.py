@@ -71,6 +71,12 @@ class LedgerError(EvenkeelError, RuntimeError):
 class DeadlineExceeded(EvenkeelError, TimeoutError):
     """A wait reached its deadline; the message names phase, actor and version."""
 
-    def __init__(self, *said: object, setting: str = "") -> None:
-        """Args: setting: what says how long the wait may take, which is the remedy; empty: the message alone names it."""
+    def __init__(self, *said: object, what: str = "", seconds: float = 0.0, setting: str = "") -> None:
+        """
+        Args:
+            what: name of the wait, with both sides, as its notices have it; empty: the message alone says it.
+            seconds: that it has lasted.
+            setting: what says how long it may last, which is the remedy; empty: the message alone names it.
+        """
         super().__init__(*said, remedy=f"the deadline is set under {setting}" if setting else "")
+        self.what, self.seconds = what, seconds

@@ -37,7 +37,7 @@ from actors.settings.deadlines import inversions
 from actors.settings.derived import derived
 from actors.settings.devices import check_devices, check_types
 from correction.engines.quick_imports import uncollected
-from correction.errors import EvenkeelError
+from correction.errors import DeadlineExceeded, EvenkeelError
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.rewards import RewardPool
 from rollout.stacks import tell_stacks
@@ -178,6 +178,8 @@ def _run_in(
     except BaseException as error:
         hurries = isinstance(error, interrupts.Interrupted)
         code = interrupts.exit_code(error.number) if isinstance(error, interrupts.Interrupted) else 1
+        if isinstance(error, DeadlineExceeded) and error.what:
+            observer.keep_event("warning", WaitNotice(error.what, round(error.seconds)))
         observer.keep_event("error", *_said(error))  # the terminal has it from whoever catches it
         saved = folder.checkpoints()
         if saved and saved[-1].step < config.steps:

@@ -77,7 +77,7 @@ async def wait_for(
             missing = await _ask(detail) if detail else ""
             if clock() - max(began, counts_from() if counts_from else began) >= deadline_s:
                 clause = f" ({missing})" if missing else ""
-                raise DeadlineExceeded(f"{what}: not done in {deadline_s:.0f} s{clause}", setting="deadlines")
+                raise DeadlineExceeded(f"{what}: not done in {deadline_s:.0f} s{clause}", what=what, seconds=waited, setting="deadlines")
             say = notice or (log.warning if waited >= usual_s else log.info)
             say(WaitNotice(what, round(waited), missing))
     except ray.exceptions.RayTaskError as error:

@@ -18,9 +18,9 @@ def test_a_message_ends_with_its_remedy_and_both_cross_processes(kind: type[Even
         assert (type(one), str(one), one.reason, one.remedy) == (kind, reason + end, reason, remedy)
 
 
-def test_a_deadline_names_its_setting_apart_from_what_was_late() -> None:
-    error = DeadlineExceeded("weight group w-0-1: not done in 40 s", setting="deadlines")
+def test_a_deadline_has_its_wait_and_its_setting_apart() -> None:
+    error = DeadlineExceeded("weight group w-0-1: not done in 40 s", what="weight group w-0-1", seconds=40.5, setting="deadlines")
     for one in (error, pickle.loads(pickle.dumps(error))):
         assert str(one) == "weight group w-0-1: not done in 40 s; the deadline is set under deadlines"
-        assert one.reason == "weight group w-0-1: not done in 40 s"
+        assert (one.reason, one.what, one.seconds) == ("weight group w-0-1: not done in 40 s", "weight group w-0-1", 40.5)
     assert str(DeadlineExceeded("no answer in 600 s")) == DeadlineExceeded("no answer in 600 s").reason == "no answer in 600 s"

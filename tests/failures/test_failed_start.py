@@ -10,8 +10,9 @@ import pytest
 from actors.commands.cli import main
 from actors.commands.recipe import load_config
 from actors.metrics.step_metrics import StepMetrics
+from actors.record.run_doctor import RunState, diagnose
 from actors.record.run_folder import RunFolder
-from correction.errors import EngineError
+from correction.errors import DeadlineExceeded, EngineError
 from tests.e2e.launch import RECIPE
 
 REASON = "Ray did not start"
@@ -95,6 +96,25 @@ def test_an_error_after_a_checkpoint_names_the_command_that_goes_on(
 
     monkeypatch.setattr("actors.commands.train.Cluster", BreaksLater)
     assert fails("train", "--resume", str(run)) == f"evenkeel: {REASON}\nto go on: evenkeel train --resume {run}"
+
+
+def test_a_wait_that_ends_a_run_is_among_those_that_the_doctor_names(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not it has given notice."""
+    what = "start of Ray <- this machine"
+    said = f"{what}: not done in 75 s; the deadline is set under deadlines"
+
+    class Late(BrokenCluster):
+        def __enter__(self) -> None:
+            raise DeadlineExceeded(f"{what}: not done in 75 s", what=what, seconds=75.2, setting="deadlines")
+
+    monkeypatch.setattr("actors.commands.train.Cluster", Late)
+    assert fails("train", str(recipe)) == f"evenkeel: {said}"
+    found = diagnose(RunFolder.view(tmp_path / "run"))
+    assert [(wait.what, wait.seconds) for wait in found.waits] == [(what, 75)]
+    assert found.state is RunState.FAILED and found.reason == said
+    assert f"It waited 75 s for {what}: look at that part first." in found.advice
 
 
 def test_an_address_is_tried_before_a_folder_is_made(recipe: Path, tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ def test_a_deadline_names_the_wait_and_what_is_missing() -> None:
     with pytest.raises(DeadlineExceeded) as caught:
         asyncio.run(wait_for(late(30.0), "batch of version 3 <- correction service", deadline_s=0.2, detail=missing))
     assert str(caught.value).startswith("batch of version 3 <- correction service: not done in 0 s (due and unfinished: [7])")
+    assert (caught.value.what, caught.value.remedy) == ("batch of version 3 <- correction service", "the deadline is set under deadlines")
+    assert caught.value.seconds >= 0.2
 
 
 def test_what_is_waited_for_is_cancelled_at_the_deadline() -> None:
