@@ -192,7 +192,8 @@ class LearnerConfig(Settings):
         if family is not None and family.qk_norm == "all_heads" and self.tensor_parallel > 1:
             raise ConfigError(
                 f"learner.tensor_parallel = {self.tensor_parallel}: {hf_config.model_type} normalises queries and keys over the "
-                "channels of all heads, which would be on several ranks. Set it to 1, and take data_parallel or pipeline_parallel"
+                "channels of all heads, which would be on several ranks",
+                remedy="Set it to 1, and take data_parallel or pipeline_parallel",
             )
         names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
         heads, groups, width = (getattr(hf_config, name, None) or 0 for name in names)  # what a family lacks is refused with the family
@@ -200,7 +201,8 @@ class LearnerConfig(Settings):
         if experts and self.dtype == "float16":
             raise ConfigError(
                 f"learner.dtype = float16: {hf_config.model_type} has {experts} experts, whose gradients have an optimizer and so a loss "
-                "scale of their own: the two scales would part at the first overflow (Megatron refuses it, too). Set it to bfloat16"
+                "scale of their own: the two scales would part at the first overflow (Megatron refuses it, too)",
+                remedy="Set it to bfloat16",
             )
         is_shared = {
             "num_attention_heads": heads % ranks == 0,
@@ -210,7 +212,8 @@ class LearnerConfig(Settings):
         if wrong := [f"{name} = {getattr(hf_config, name)}" for name, fits in is_shared.items() if not fits]:
             raise ConfigError(
                 f"learner.tensor_parallel = {ranks}: {', '.join(wrong)} in the model's config.json can't be shared equally by {ranks} "
-                "ranks. Set it to a common divisor, or to 1"
+                "ranks",
+                remedy="Set it to a common divisor, or to 1",
             )
 
     @property

@@ -21,6 +21,7 @@ from actors.pool.scaling import ScalingDecision
 from actors.processes.loop_clock import LoopClock
 from actors.processes.repeated import Repeated
 from actors.processes.supervision import abandon, counted, unless_set, wait_for
+from actors.processes.wait_notice import WaitNotice
 from actors.record.finished_step import FinishedStep
 from actors.record.metric_views import open_views, views_from_an_earlier_step
 from actors.record.patience import PatientWriter
@@ -63,15 +64,15 @@ class Observer:
     def __init__(self, config: RunConfig, folder: RunFolder, view: TerminalView, totals: dict[str, float] | None = None) -> None:
         """totals: of an earlier part of the run, see `totals()`."""
         self._config, self._folder, self._view = config, folder, view
-        self._views = open_views(folder, config.metrics, self.waiting)
+        self._views = open_views(folder, config.metrics, partial(self.event, "warning"))
         self._take_totals(totals or {})
         self._finished: list[GroupSummary] = []
         self._slowest = SlowestPrompts(folder)
         self._receipts: list[SyncReceipt] = []
         self._probes = ProbeWatch(ProbeLimits.of_run(config))
         self._versions: dict[str, int] = {}
-        self._workers: set[str] = set()
-        """Rollout workers that are up."""
+        self._workers: dict[str, str] = {}
+        """Rollout workers that are up: key in the service discovery by name."""
         self._loads: dict[str, WorkerLoad] | None = None
         """Of each worker, as it answered last."""
         self._step_ended = self._began = time.monotonic()
@@ -117,22 +118,22 @@ class Observer:
     def joined(self, info: ActorInfo) -> None:
         self._discovery.register(info.key, info.target, {"role": info.role, "name": info.name})
         if info.role == "rollout":
-            self._workers.add(info.name)
+            self._workers[info.name] = info.key
         self.event("info", f"{info.role} {info.name} is up (process {info.pid}{info.detail and f', {info.detail}'})")
 
-    def left(self, key: str) -> None:
-        self._discovery.deregister(key)
-        self._workers.discard(key.removeprefix("rollout-"))
-        (self._loads or {}).pop(key.removeprefix("rollout-"), None)
+    def left(self, worker: str) -> None:
+        """A rollout worker is gone."""
+        self._discovery.deregister(self._workers.pop(worker, ""))
+        (self._loads or {}).pop(worker, None)
         self._endpoint.keep_only("worker", self._workers)
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def event(self, level: str, text: str, kind: EventKind = EventKind.NONE) -> None:
+    def event(self, level: str, text: str | WaitNotice, kind: EventKind = EventKind.NONE) -> None:
         self.keep_event(level, text, kind)
-        self._view.event(level, text)
+        self._view.event(level, str(text))
 
-    def keep_event(self, level: str, text: str, kind: EventKind = EventKind.NONE) -> None:
+    def keep_event(self, level: str, text: str | WaitNotice, kind: EventKind = EventKind.NONE) -> None:
         """In events.log alone."""
         self.disk.do(partial(self._folder.write_event, RunEvent.now(level, text, kind)))
 
@@ -144,8 +145,8 @@ class Observer:
         """Like `phase`, for what only a live panel has room for."""
         self._view.waiting(text)
 
-    def waiting(self, text: str) -> None:
-        self.event("warning", text)
+    def waiting(self, notice: WaitNotice) -> None:
+        self.event("warning", notice)
 
     def warned(self, event: Event) -> None:
         """The monitor has seen a symptom come, grow or go."""

@@ -25,6 +25,7 @@ from pathlib import Path
 from actors.carriers import QueueSnapshot
 from actors.state.json_lines import append_whole
 from correction.errors import LedgerError
+from rollout.trajectory import PromptPlace
 
 _CHUNK_BYTES = 4 << 20
 HandOver = Callable[[Callable[[], None]], object]
@@ -242,8 +243,8 @@ def _difference(path: Path, mark: LedgerMark) -> str:
 
 def _order(prompt_id: str) -> tuple[int, ...]:
     """(epoch, position in it) of a task's prompt; empty for another name."""
-    parts = prompt_id.split("/")
-    return tuple(map(int, parts[-2:])) if len(parts) == 3 and all(part.isdecimal() for part in parts[-2:]) else ()
+    place = PromptPlace.parse(prompt_id)
+    return (place.epoch, place.position) if place else ()
 
 
 def _named(prompt_ids: Sequence[str]) -> str:

@@ -191,7 +191,7 @@ def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypat
         held.update(dict.fromkeys(held, -1))
         counts = {"admitted": 4, "trained": 4, "discarded": 0, "finished": 0, "in_flight": 0, "drawn": 0}
         ended = observer.end_step(1, 5, batch, result, {"train": 1.0}, counts, [])  # type: ignore[arg-type]
-        observer.left("rollout-2")
+        observer.left("2")
         observer.tell(ended, asyncio.sleep(0, None))  # type: ignore[arg-type]
         await observer.flush()
 
@@ -204,7 +204,7 @@ def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypat
     with urllib.request.urlopen(f"http://{seen.observer._endpoint.target}/metrics") as answer:
         page = answer.read().decode()
     assert 'evenkeel_worker_tokens{worker="1"} 20.0' in page and 'worker="2"' not in page
-    seen.observer.left("rollout-1")
+    seen.observer.left("1")
     with urllib.request.urlopen(f"http://{seen.observer._endpoint.target}/metrics") as answer:
         page = answer.read().decode()
     assert 'evenkeel_worker_tokens{worker="0"} 15.0' in page and 'worker="1"' not in page
