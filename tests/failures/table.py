@@ -21,6 +21,7 @@ from tests.failures.measured import FILE, Measured
 TESTS = (
     "tests/failures/test_parts_killed.py",
     "tests/failures/test_driver_killed.py",
+    "tests/failures/test_own_ray_killed.py",
     "tests/failures/test_joined_cluster.py",
     "tests/failures/test_head_stopped.py",
     "tests/failures/test_head_killed.py",
