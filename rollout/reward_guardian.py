@@ -123,7 +123,8 @@ def end_tree(group: ControlGroup | None = None) -> None:
 def end_orphans(guardian: int) -> None:
     """For the worker, when this guardian has been killed: kill what that was to guard, and remove its control group."""
     group = ControlGroup.of(guardian)
-    _end(lambda: _orphans() | group.members(), group.kill)
+    # Looked at twice: who gets a living guardian for a parent just then is seen below nobody, once.
+    _end(lambda: (_orphans() & _orphans()) | group.members(), group.kill)
     group.remove()
 
 
