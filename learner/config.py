@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from correction.engines.device_choice import Device, Dtype, device_of, dtype_of
-from correction.settings import Settings
+from correction.settings import DerivedSettings
 
 if TYPE_CHECKING:  # reading settings must not cost the import of torch
     import torch
@@ -20,9 +20,10 @@ _NOT_BUILT = {
 """What Megatron has and the learner does not, with the reason; 1 is allowed."""
 
 
-class LearnerConfig(Settings):
+class LearnerConfig(DerivedSettings):
     """How a corrected batch becomes new weights."""
 
+    DERIVED: ClassVar[frozenset[str]] = frozenset({"collective_timeout_s"})
     FORMER_NAMES: ClassVar[dict[str, str]] = {"fixed_order": "batch_invariant"}
 
     data_parallel: int = Field(default=1, ge=1, le=10**5)
@@ -104,7 +105,8 @@ class LearnerConfig(Settings):
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at the same time; bounds the memory of the vocabulary projection."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds after which a collective among ranks that a rank does not join fails."""
+    """Seconds after which a collective among ranks that a rank does not join fails; unset, a minute more than a step or a checkpoint may
+    take, so that no rank fails that waits for a slower one."""
 
     @model_validator(mode="before")
     @classmethod

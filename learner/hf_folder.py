@@ -58,7 +58,7 @@ def read_config(folder: str | os.PathLike[str]) -> Any:
         raise DataError(f"{folder}: no config.json; a model is a Hugging Face folder with config.json, *.safetensors and a tokenizer")
     read_json(path)
     try:
-        return without_model_classes(lambda: AutoConfig.from_pretrained(folder))
+        return without_model_classes(lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))  # unset, it asks at a terminal
     except Exception as error:  # each config class has checks of its own
         reason = " ".join(str(error).split())[:300]
         raise DataError(f"{path}: transformers makes no model of it ({reason})", remedy=PUT_BACK) from error
@@ -115,8 +115,8 @@ class HFWeights:
 
 
 def side_files(folder: str | os.PathLike[str]) -> dict[str, bytes]:
-    """What is not weights, by name: config, generation config, tokenizer, chat template."""
-    files = (file for file in sorted(Path(folder).iterdir()) if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES))
+    """What is neither weights nor code, by name: config, generation config, tokenizer, chat template."""
+    files = (file for file in sorted(Path(folder).iterdir()) if file.is_file() and not file.name.endswith((*_WEIGHT_SUFFIXES, ".py")))
     return {file.name: file.read_bytes() for file in files}
 
 

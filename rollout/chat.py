@@ -25,7 +25,7 @@ def load_tokenizer(folder: Path | str) -> Any:
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")):
         raise DataError(f"model = {folder}: the folder has no tokenizer (no tokenizer.json)", remedy="copy the model's own into it")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # unset, it asks at a terminal
         tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True  # `excess` says it, of the row
         return tokenizer
     except Exception as error:

@@ -26,7 +26,7 @@ import psutil
 
 from correction.errors import ConfigError
 from rollout.config import FunctionReward, ReasoningGymReward, ReasoningGymTask, RewardConfig, TaskConfig
-from rollout.reward_guardian import MEMORY, MOST_PROCESSES, PROCESSES
+from rollout.reward_guardian import MEMORY, MOST_PROCESSES, PROCESSES, WORKER, end_orphans
 from rollout.reward_process import LENGTH, SINGLE, pack_message
 from rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory
 
@@ -197,6 +197,7 @@ class _ScoringProcess:
         leash, self._leash = os.pipe()
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),      # the user's module is found as here
+            WORKER: str(os.getpid()),
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
         }
@@ -300,7 +301,7 @@ class _ScoringProcess:
 
 
 def _see_to_its_end(guardian: subprocess.Popen[bytes]) -> None:
-    """It ends its child and itself; if it can't, they are killed from here."""
+    """It ends its child, all that this has started, and itself; if it can't, or is killed, that is done from here."""
     try:
         guardian.wait(_END_S)
     except subprocess.TimeoutExpired:
@@ -310,6 +311,8 @@ def _see_to_its_end(guardian: subprocess.Popen[bytes]) -> None:
         guardian.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # in the middle of a read from a disk that is gone, nothing ends it
             guardian.wait(_END_S)
+    if guardian.returncode is None or guardian.returncode < 0:
+        end_orphans(guardian.pid)
 
 
 def _as_reply(payload: bytes) -> dict[str, Any]:

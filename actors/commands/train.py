@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from actors.cluster.cluster import Cluster, check_ray, gpus_there
-from actors.cluster.head_watch import ends_with_the_head
+from actors.cluster.head_watch import ends_with_own_ray, ends_with_the_head
 from actors.cluster.hub import config_folder, outline_folder, pinned
 from actors.commands.init_model import read_record
 from actors.commands.recipe import load_config
@@ -167,8 +167,13 @@ def _run_in(
         with _log_as_events(observer):
             observer.phase("starting Ray")
             # Outside the event loop, so that a Ctrl-C ends this, too, at once.
-            with contextlib.ExitStack() as beyond_its_end, Cluster(config) as cluster:
-                beyond_its_end.enter_context(ends_with_the_head(config.ray, folder.path, partial(folder.event, "error"), observer.event))
+            last = partial(folder.event, "error")
+            with (
+                contextlib.ExitStack() as beyond_its_end,
+                Cluster(config) as cluster,
+                ends_with_own_ray(cluster.own_daemons, folder.path, last, observer.event),
+            ):
+                beyond_its_end.enter_context(ends_with_the_head(config.ray, folder.path, last, observer.event))
                 observer.event("info", f"output of the actors: {cluster.log_folder}")
                 _look_at_nodes(config, folder, observer, point.checkpoint.hf if point else config.model)
                 tell_stacks()

@@ -238,6 +238,15 @@ def reach_by_name(listeners: Iterable[tuple[str, str]], names: Iterable[str]) ->
     return found
 
 
+def check_private(listeners: set[tuple[str, str]]) -> None:
+    """On loopback alone, and by names of docs/security.md. Args: listeners: command and address of each, of a private run."""
+    page = reach_of_the_page(PRIVATE)
+    found = reach_by_name(listeners, page)
+    assert set(page.values()) == {THIS_MACHINE} == set(found.values()), f"docs/security.md says otherwise: {listeners}"
+    assert {"gcs_server", "raylet", "LearnerRank", "sglang::scheduler"} <= found.keys(), "the look must have seen what it is for"
+    assert not found.keys() - page.keys(), "docs/security.md doesn't name them"
+
+
 def json_lines(path: Path) -> list[dict[str, Any]]:
     """Whole lines; the last one may still be growing."""
     text = path.read_text() if path.exists() else ""
