@@ -46,6 +46,7 @@ from learner.model import unwrap
 from learner.model_family import Rule
 from learner.optimizer import GuardedOptimizer
 from learner.parallel import Placement
+from learner.tensor_files import saving
 
 WEIGHT = "weight"
 """Kind of tensor; the others are the optimizer's."""
@@ -245,9 +246,10 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _write(path: Path, fill: Callable[[Path], Any]) -> None:
-    """Write a file that is either complete or absent, also after a power cut."""
+    """Write a file that is either complete or absent, also after a power cut. Raises: OSError."""
     partial = path.with_name(f".{path.name}.partial")
-    fill(partial)
+    with saving(partial):
+        fill(partial)
     flush_to_disk(partial)
     partial.rename(path)
     leave_sum(path)

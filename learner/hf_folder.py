@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from correction.engines.quick_imports import without_model_classes
 from correction.errors import DataError
+from learner.tensor_files import saving
 
 if TYPE_CHECKING:  # who reads a folder's JSON alone must not wait for torch
     from torch import Tensor
@@ -125,6 +126,7 @@ def write_shards(folder: str | os.PathLike[str], shards: Iterable[dict[str, Tens
 
     Args:
         shards: HF name -> contiguous CPU tensor.
+    Raises: OSError.
     """
     from safetensors.torch import save_file
 
@@ -133,7 +135,8 @@ def write_shards(folder: str | os.PathLike[str], shards: Iterable[dict[str, Tens
     total_bytes = 0
     for number, tensors in enumerate(shards):
         path = target / f"shard-{number}.safetensors"
-        save_file(tensors, path, metadata={"format": "pt"})
+        with saving(path):
+            save_file(tensors, path, metadata={"format": "pt"})
         written.append((path, list(tensors)))
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())
     if len(written) == 1:

@@ -66,7 +66,7 @@ class Run:
         self._temp = tempfile.mkdtemp(prefix="ek-", dir="/tmp")  # socket paths must stay below 108 characters
         (Path(self._temp) / "ray_current_cluster").write_text("192.0.2.1:6379")  # as `ray start` leaves it: a private Ray joins nobody's
         self.log = run_dir.parent / f"{run_dir.name}-{self._mark[:6]}.log"
-        with self.log.open("wb") as log:
+        with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*EVENKEEL, "train", *words, f"ray.address={address}" if address else f"ray.temp_dir={self._temp}"],
                 stdout=log,
