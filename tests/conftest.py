@@ -29,7 +29,10 @@ _ENGINES = (
     "tests/e2e/test_weight_updates.py",
     "tests/rollout/test_continuation.py",
     "tests/rollout/test_engine.py",
+    "tests/rollout/test_engine_buckets.py",
     "tests/rollout/test_engine_failures.py",
+    "tests/rollout/test_engine_process.py",
+    "tests/rollout/test_engine_updates.py",
     "tests/rollout/test_sampler.py",
     "tests/rollout/test_seeded_sampler.py",
 )
@@ -166,7 +169,7 @@ def shared_engine(tiny_model: Path, engine_loop: BackgroundLoop) -> Iterator[Any
     from rollout.engine import RolloutEngine
     from rollout.engine_config import EngineConfig
 
-    config = EngineConfig(device="cpu", max_total_tokens=65_536, max_running_requests=64, weight_group_timeout_s=10.0)
+    config = EngineConfig(device="cpu", max_total_tokens=65_536, max_running_requests=64)
     engine = engine_loop.run(RolloutEngine.start(tiny_model, config, name="test engine"))
     yield engine
     engine_loop.run(engine.shutdown())

@@ -1,4 +1,4 @@
-"""When an engine is paused for new weights: as late as can be. What SGLang would be asked is a list here; test_engine.py asks it.
+"""When an engine is paused for new weights: as late as can be. What SGLang would be asked is a list here; test_engine_updates.py asks it.
 
 Behaviours locked here: whatever is slow (the network, checksums, the copy into shared memory) is done with before the pause; weights that
 arrive wrong, or too late, leave the engine as it was; each further bucket is prepared while the one before is loaded, never over it.
