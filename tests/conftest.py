@@ -65,13 +65,18 @@ _RUNS = (
 """Whole runs, which wait as much as they compute, the longest first: one of the processes begins with them."""
 
 _COMPUTING = (
-    "tests/rollout/test_rewards.py",
+    "tests/actors/plan/test_plan_hosts.py",
+    "tests/actors/processes",
+    "tests/actors/metrics/test_exporter.py",
+    "tests/actors/service",
+    "tests/actors/record",
+    "tests/simulation",
     "tests/rollout",
     "tests/learner",
     "ranks",
     "engines",
 )
-"""What computes, the longest last: the others begin there. What is short lies between, and they end together."""
+"""What else takes seconds, what computes most last: the others begin there. What is short lies between, and they end together."""
 
 
 def group_of(node_id: str) -> str:
