@@ -30,6 +30,8 @@ USUAL_START = 1 / 3
 HALF_OVER: ContextVar[Callable[[str], None] | None] = ContextVar("half_over", default=None)
 """Is told, in tasks of this context, of each long wait that has used half of its deadline: its name."""
 _LONG_S = 60.0
+_DETAIL_S = 5.0
+"""For the clause on what is missing."""
 AGAIN_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Pauses between attempts to reach an actor that is unavailable: a network that comes back within half a minute costs nothing."""
 
@@ -235,7 +237,7 @@ async def _as_coroutine(awaitable: Awaitable[T]) -> T:
 
 async def _ask(detail: Callable[[], Awaitable[str]]) -> str:
     try:
-        return await asyncio.wait_for(_as_coroutine(detail()), 5.0)
+        return await asyncio.wait_for(_as_coroutine(detail()), _DETAIL_S)
     except Exception as error:  # a notice must not fail because its detail did
         return f"no detail: {type(error).__name__}"
 

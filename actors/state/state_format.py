@@ -6,6 +6,7 @@ Numbers in a row (token ids, logprobs) go into one column for each type of numbe
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from array import array
@@ -95,11 +96,17 @@ def of_plain(kind: Any, plain: Any, columns: Mapping[str, np.ndarray], names: Ma
         row, typecode = _row(plain, columns), _TYPECODE.get(plain[_ROW][0])
         return array(typecode, row.tobytes()) if typecode else array(code, row.astype(code).tobytes())
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind, localns={**names, "array": _Array})
+        hints = _types_of_fields(kind, tuple(names.items()))
         return typing.cast(Any, kind)(**{name: of_plain(hints[name], item, columns, names) for name, item in plain.items()})
     if kind is float:
         return float(plain)
     return kind(plain) if isinstance(kind, type) and issubclass(kind, Enum) else plain
+
+
+@functools.cache
+def _types_of_fields(kind: type, names: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """Of a dataclass. Looked up anew for each trajectory this would take most of the time that a checkpoint's queue is read in."""
+    return typing.get_type_hints(kind, localns={**dict(names), "array": _Array})
 
 
 def _row(plain: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> np.ndarray:

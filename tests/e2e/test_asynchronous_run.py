@@ -193,7 +193,7 @@ def test_tokens_carry_the_versions_that_sampled_them(story: Story, small_model: 
     Version 0 is the start's: on a busy machine only the first checkpoint finds groups that were finished ahead.
 
     The trajectories are those that were finished and not trained when a checkpoint was made; straddling ones are rare among them, and
-    tests/rollout/test_engine.py compares those. Here they have to be in the batches.
+    tests/rollout/test_engine_updates.py compares those. Here they have to be in the batches.
     """
     assert any(line["staleness/mixed_version_share"] > 0 for line in story.resumed.metrics())
     checkpoints = {c.step: c for c in RunFolder.view(story.first.run_dir).checkpoints()}

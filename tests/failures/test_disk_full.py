@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from actors.record.run_folder import RunFolder
-from actors.state.resume import TrainingState
 from tests.e2e.launch import RAY_AGENTS, RECIPE, Run
 from tests.failures.books import check_books
 from tests.failures.measured import Recovery
@@ -99,6 +98,4 @@ def test_a_checkpoint_that_found_no_room_is_made_up_for(small_model: Path, run_d
         assert resumed.wait() == 0, resumed.output()[-4000:]
     finally:
         resumed.close()
-    state = TrainingState.load(folder.latest_checkpoint().state)
-    assert resumed.steps() == list(range(1, stop + 1)) and state.step == stop
-    check_books(resumed, state, groups_per_step=GROUPS)
+    check_books(resumed, groups_per_step=GROUPS, steps=stop)

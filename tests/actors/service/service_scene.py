@@ -164,10 +164,10 @@ class Scene:
         assert observation is not None
         return observation
 
-    async def put(self, *groups: Group) -> None:
+    async def put(self, *groups: Group, apart_s: float = 0.01) -> None:
         for finished in groups:
             await self.queue.put(stored(finished))
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(apart_s)
 
 
 def play(scenario: Callable[[], Awaitable[None]]) -> None:
