@@ -71,17 +71,6 @@ def _token_ages(trajectories: Sequence[AnswerFacts], version: int) -> Counter[in
     return ages
 
 
-def learned_numbers(prepared: PreparedBatch, result: StepResult) -> dict[str, float]:
-    """What the monitor may follow besides the correction's diagnostics, by names as plain as theirs."""
-    rewards = [t.reward for group in prepared.groups for t in group.valid if t.reward is not None]
-    numbers = {"reward_mean": statistics.fmean(rewards), "loss": result.loss}
-    if result.grad_norm is not None:
-        numbers["grad_norm"] = result.grad_norm
-    if result.entropy is not None:
-        numbers["entropy"] = result.entropy
-    return numbers
-
-
 def learner_metrics(result: StepResult) -> dict[str, float | None]:
     """Loss, gradient and entropy of the step."""
     return {

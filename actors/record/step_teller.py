@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from actors.carriers import Observation
 from actors.record.finished_step import FinishedStep
 from actors.record.observer import Observer
-from actors.record.step_report import learned_numbers
 
 T = TypeVar("T")
 
@@ -56,8 +55,7 @@ class StepTeller:
     def _observed(self, step: FinishedStep) -> Awaitable[Observation | None]:
         """Diagnostics of a step's batch, in the making: the service is asked now, which holds the batch for one step more."""
         batch, result = step.batch, step.result
-        learned = learned_numbers(batch, result)
-        reference = self._service.observe.remote(step.number, batch.version, (result.values,), learned)
+        reference = self._service.observe.remote(step.number, batch.version, (result.values,))
 
         async def told() -> Observation | None:
             observation: Observation | None = await reference

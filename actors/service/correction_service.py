@@ -177,13 +177,12 @@ class CorrectionService(Beating):
             self._ahead[1].cancel()
             self._ahead = None
 
-    async def observe(self, step: int, version: int, values: tuple[Any], learned: Mapping[str, float]) -> Observation | None:
+    async def observe(self, step: int, version: int, values: tuple[Any]) -> Observation | None:
         """Diagnostics of the batch of `version` and what the monitor says about them.
 
         Args:
             step: number of the batch's step.
             values: reference to the step's StepValues; in a tuple, because Ray would bring a bare one on the event loop.
-            learned: further numbers that the monitor may follow, by name: the learner's and the rewards'.
         Returns: None if the batch isn't held (any more), or is left out because another one waits for its turn already.
         """
         trained = self._undiagnosed.pop(version, None)  # its tensors live as long as this call
@@ -199,19 +198,13 @@ class CorrectionService(Beating):
             self._waiting_to_observe -= 1
         try:
             found: StepValues = await wait_for(payloads.value_of(values[0]), _VALUES, deadline_s=self._config.deadlines.batch_s)
-            observation = await asyncio.to_thread(self._observe, step, version, trained, reference, found, learned)
+            observation = await asyncio.to_thread(self._observe, step, version, trained, reference, found)
             return replace(observation, late_s=self._clock.read())
         finally:
             self._observing.release()
 
     def _observe(
-        self,
-        step: int,
-        version: int,
-        trained: _Undiagnosed,
-        reference: Tensor | None,
-        values: StepValues,
-        learned: Mapping[str, float],
+        self, step: int, version: int, trained: _Undiagnosed, reference: Tensor | None, values: StepValues
     ) -> Observation:
         """Runs in a thread; what it touches (monitor, scatter) is touched under the lock alone."""
         began = time.monotonic()
@@ -224,7 +217,7 @@ class CorrectionService(Beating):
         detailed = self._config.monitor.detailed
         numbers = diagnose(batch, corrected, target_logprobs, decided=decided, entropy=values.entropies, detailed=detailed)
         numbers |= trained.split
-        events = self._monitor.update(step, {**learned, **numbers})
+        events = self._monitor.update(step, numbers)
         state, clipped = self._monitor.state, clipped_tokens(batch, decided)
         if reference is not None:
             numbers["reference_kl"] = mean_kl(target_logprobs, reference, batch.loss_mask)

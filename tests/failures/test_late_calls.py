@@ -25,7 +25,6 @@ from actors.driver.going_back import while_they_answer
 from actors.processes.supervision import unless_failed, wait_for
 from actors.ranks.forwards import next_batch
 from actors.record.run_event import EventKind
-from actors.record.step_report import learned_numbers
 from benchmarks.control_plane_actors import ReplayedRun, ReplayedShape
 from benchmarks.late_calls import LateCalls
 from tests.e2e.launch import ROOT
@@ -104,7 +103,7 @@ class ImpatientRun(ReplayedRun):
         _, self.counts, self.outstanding = await while_they_answer(
             {"trajectory queue": self.queue}, settle, f"advance to v{learner.version}", deadline_s=PATIENCE_S, tell=tell
         )
-        self.service.observe.remote(step, batch.version, (result.values,), learned_numbers(batch, result))
+        self.service.observe.remote(step, batch.version, (result.values,))
         self.trained.append(tuple(group.prompt_id for group in batch.groups))
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from actors.carriers import Observation
-from actors.record import step_teller
 from actors.record.step_teller import StepTeller
 from correction.monitor import Event, State
 from tests.actors.cases import FakeActor
@@ -20,8 +19,7 @@ EVENT = Event(step=3, name="k3_kl", state=State.ALARM, value=1.0, growth=2.0, me
 class Scene:
     """A teller whose observer and service keep a log."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, observation: Observation | None = None) -> None:
-        monkeypatch.setattr(step_teller, "learned_numbers", lambda *_: {})
+    def __init__(self, observation: Observation | None = None) -> None:
         self.log: list[str] = []
         self.events: list[Event] = []
         self.observation = observation
@@ -55,11 +53,11 @@ class Scene:
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.05], ids=["at once", "when late"])
-def test_a_step_is_told_when_the_next_one_is_under_way_and_once(monkeypatch: pytest.MonkeyPatch, after_s: float) -> None:
+def test_a_step_is_told_when_the_next_one_is_under_way_and_once(after_s: float) -> None:
     """The learner has its work first; a terminal that shows the step before last for as long as a batch takes would mislead."""
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch)
+        scene = Scene()
         scene.end(3)
         assert await scene.teller.beside(scene.work(0.3), after_s=after_s) == "result"
         assert scene.log == ["end 3", "work", "told 3", "done"]
@@ -69,11 +67,11 @@ def test_a_step_is_told_when_the_next_one_is_under_way_and_once(monkeypatch: pyt
     asyncio.run(scenario())
 
 
-def test_without_such_a_moment_it_is_told_before_the_next_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_such_a_moment_it_is_told_before_the_next_one_ends() -> None:
     """Lines are written in the order of steps, and the service holds the batch of the step before, no older one."""
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch)
+        scene = Scene()
         scene.end(3)
         await scene.teller.beside(scene.work(0.0), after_s=10.0)
         scene.end(4)
@@ -83,11 +81,11 @@ def test_without_such_a_moment_it_is_told_before_the_next_one_ends(monkeypatch: 
 
 
 @pytest.mark.parametrize("after_s", [0.0, 10.0])
-def test_a_flush_tells_what_is_untold_whatever_has_ended_the_work(monkeypatch: pytest.MonkeyPatch, after_s: float) -> None:
+def test_a_flush_tells_what_is_untold_whatever_has_ended_the_work(after_s: float) -> None:
     """What came just before the end of a run is what one wants to read."""
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch)
+        scene = Scene()
         scene.end(3)
 
         async def fails() -> None:
@@ -103,9 +101,9 @@ def test_a_flush_tells_what_is_untold_whatever_has_ended_the_work(monkeypatch: p
     asyncio.run(scenario())
 
 
-def test_what_can_not_be_told_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_not_be_told_ends_the_run() -> None:
     async def scenario() -> None:
-        scene = Scene(monkeypatch)
+        scene = Scene()
 
         def full(*_: Any) -> None:
             raise OSError("no space left on device")
@@ -121,11 +119,11 @@ def test_what_can_not_be_told_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_what_the_early_warning_says_is_handed_on_once_it_is_known(monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
+def test_what_the_early_warning_says_is_handed_on_once_it_is_known(is_known: bool) -> None:
     observation = Observation({}, (EVENT,), State.ALARM, 0.0) if is_known else None
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch, observation)
+        scene = Scene(observation)
         scene.end(3)
         await scene.teller.flush()
         assert await scene.observed is observation
