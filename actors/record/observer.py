@@ -16,7 +16,7 @@ from actors.carriers import ActorInfo, GroupSummary, Observation, PreparedBatch,
 from actors.config import RunConfig
 from actors.metrics.exporter import DiscoveryServer, MetricsEndpoint, listen_address
 from actors.metrics.held_out import Evaluation
-from actors.metrics.step_metrics import DISCARD_COUNTERS, StepMetrics
+from actors.metrics.step_metrics import DISCARD_COUNTERS, StepMetrics, shown
 from actors.pool.scaling import ScalingDecision
 from actors.processes.loop_clock import LoopClock
 from actors.processes.repeated import Repeated
@@ -206,7 +206,7 @@ class Observer:
 
     def saved(self, path: Path, seconds: float) -> None:
         self._extra["time/checkpoint_s"] = seconds
-        self.event("info", f"checkpoint {path} in {seconds:.1f} s", EventKind.SAVED)
+        self.event("info", f"checkpoint {path} in {shown(self._extra, 'time/checkpoint_s')}", EventKind.SAVED)
 
     def evaluated(self, result: Evaluation, prompts: Sequence[Prompt]) -> None:
         numbers = result.metrics()
@@ -216,7 +216,7 @@ class Observer:
         self._show(metrics)
         self._endpoint.publish(dict(metrics))
         self._view.evaluation(metrics)
-        self.keep_event("info", f"held-out accuracy after {result.step} steps: {result} (95% Wilson), {result.seconds:.1f} s")
+        self.keep_event("info", f"held-out accuracy after {result.step} steps: {result} (95% Wilson), {shown(metrics, 'held_out/seconds')}")
         if result.failed:
             self.event(
                 "warning",

@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from actors.carriers import GroupSummary
+from actors.metrics.catalogue import CATALOGUE
 from actors.record.run_folder import RunFolder
 
 FILE = "slowest.json"
@@ -65,6 +66,13 @@ def read_slowest(folder: RunFolder) -> list[SlowPrompt]:
 def slowest_rows(folder: RunFolder) -> list[tuple[str, ...]]:
     """(prompt, seconds of its rewards, seconds of its answers, their tokens, answers without a reward, worker)."""
     return [
-        (one.prompt_id, f"{one.reward_s:.1f} s", f"{one.generate_s:.1f} s", f"{one.response_tokens:,}", str(one.unscored), one.worker)
+        (
+            one.prompt_id,
+            CATALOGUE["time/reward_s"].text(one.reward_s),
+            CATALOGUE["time/generate_s"].text(one.generate_s),
+            CATALOGUE["worker/tokens/"].number(one.response_tokens),
+            str(one.unscored),
+            one.worker,
+        )
         for one in read_slowest(folder)
     ]

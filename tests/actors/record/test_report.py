@@ -237,7 +237,7 @@ def test_the_slowest_prompts_are_told_slowest_first_and_go_on_after_a_resume(fol
         folder.write_text(FILE, text)
     rows = slowest_rows(folder)
     assert [row[0] for row in rows] == [f"train/0/<{seconds}>" for seconds in range(24, 14, -1)]
-    assert rows[0] == ("train/0/<24>", "24.0 s", "1.5 s", "40", "1", "3") and rows[1][4] == "0"
+    assert rows[0] == ("train/0/<24>", "24.00 s", "1.50 s", "40", "1", "3") and rows[1][4] == "0"
     page = write_report(folder).read_text()
     assert "Slowest prompts" in page and "train/0/&lt;24&gt;" in page and "train/0/&lt;14&gt;" not in page
     (folder.path / "slowest.json").write_text("[{")
