@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from actors.carriers import FAILED, LOST, GroupFailure, GroupSummary, StoredGroup, Ticket
+from actors.carriers import FAILED, LOST, GroupFailure, StoredGroup, Ticket
 from actors.config import DeadlinesConfig
 from actors.pool import workers
 from actors.pool.admission import PatientQueue
@@ -235,7 +235,7 @@ class RolloutPool(Membership):
             self._losses.worked()
             self._groups.finished(ticket.group_id, worker.name, self._now())
             self._work.forget(ticket.group_id)
-            self._observer.group_finished(GroupSummary.of(outcome, worker.name))
+            self._observer.group_finished(outcome, worker.name)
             self._outstanding.finish(group := StoredGroup(outcome, payload, wide))
             self._delivery.add(group)
             self._scoring.finished(outcome)

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import ray
 from ray.util.scheduling_strategies import NodeLabelSchedulingStrategy, NotIn
 
-from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
+from actors.carriers import ActorInfo, Ticket, WorkerLoad
 from actors.cluster.cluster import lower_priority
 from actors.config import DeadlinesConfig
 from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
@@ -31,7 +31,7 @@ from actors.processes.supervision import HALF_OVER, USUAL_START, kill, persisten
 from actors.weights.weight_sync import SyncTarget
 from correction.errors import DeadlineExceeded, EvenkeelError
 from rollout.heartbeat import MISSES
-from rollout.trajectory import UnfinishedGroup
+from rollout.trajectory import GroupFacts, UnfinishedGroup
 
 log = logging.getLogger("evenkeel.pool")
 _LOAD_S = 5.0
@@ -98,7 +98,7 @@ class PoolObserver(Protocol):
     def left(self, key: str) -> None:
         """key: as ActorInfo.key."""
 
-    def group_finished(self, summary: GroupSummary) -> None: ...
+    def group_finished(self, group: GroupFacts, worker: str) -> None: ...
 
     def handed_back(self, groups: int, tokens: int) -> None:
         """Groups that go on elsewhere, with so many tokens sampled."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError
 
-from actors.carriers import ActorInfo, GroupSummary, Observation, PreparedBatch, ScatterSample, Ticket, WorkerLoad
+from actors.carriers import ActorInfo, Observation, PreparedBatch, ScatterSample, Ticket, WorkerLoad
 from actors.config import RunConfig
 from actors.metrics.exporter import DiscoveryServer, MetricsEndpoint, listen_address
 from actors.metrics.held_out import Evaluation
@@ -44,7 +44,7 @@ from actors.record.terminal import TerminalView
 from actors.settings.probe_limits import ProbeLimits
 from correction.errors import EvenkeelError
 from correction.monitor import Event, State
-from rollout.trajectory import Prompt, SyncReceipt
+from rollout.trajectory import GroupFacts, Prompt, SyncReceipt
 
 if TYPE_CHECKING:
     from actors.pool.pool import RolloutPool
@@ -65,7 +65,7 @@ class Observer:
         self._config, self._folder, self._view = config, folder, view
         self._views = open_views(folder, config.metrics, self.waiting)
         self._take_totals(totals or {})
-        self._finished: list[GroupSummary] = []
+        self._finished: dict[str, list[GroupFacts]] = {}
         self._slowest = SlowestPrompts(folder)
         self._receipts: list[SyncReceipt] = []
         self._probes = ProbeWatch(ProbeLimits.of_run(config))
@@ -92,7 +92,7 @@ class Observer:
         """The run goes on from an earlier step, whose totals these are; the folder is taken back."""
         returns = self._totals.get(_RETURNS, 0.0) + 1
         self._take_totals({**totals, _RETURNS: returns})
-        self._finished, self._receipts, self._extra = [], [], {}
+        self._finished, self._receipts, self._extra = {}, [], {}
         self._probes.forget()
         self._views = views_from_an_earlier_step(self._views, self._folder)
 
@@ -157,15 +157,16 @@ class Observer:
     def admitted(self, tickets: Sequence[Ticket]) -> None:
         self._count("groups/admitted_total", len(tickets))
 
-    def group_finished(self, summary: GroupSummary) -> None:
-        self._finished.append(summary)
-        self._slowest.add(summary)
-        self._count("rollout/generated_tokens_total", summary.response_tokens)
+    def group_finished(self, group: GroupFacts, worker: str) -> None:
+        """Args: worker: name of the one that sampled it."""
+        self._finished.setdefault(worker, []).append(group)
+        self._slowest.add(group, worker)
+        self._count("rollout/generated_tokens_total", group.response_tokens)
         self._count("rollout/finished_groups_total", 1)
-        for kind, error in summary.failures:
+        for kind, error in group.failures:
             counter, words = FAILED_TRAJECTORIES[kind]
             self._count(counter, 1)
-            if told := self._repeated.add(words, f"group {summary.group_id}: a trajectory failed: {error}"):
+            if told := self._repeated.add(words, f"group {group.group_id}: a trajectory failed: {error}"):
                 self.event("warning", told)
 
     def handed_back(self, groups: int, tokens: int) -> None:
@@ -261,7 +262,7 @@ class Observer:
             self._count("steps/overflowed_total", result.overflowed_steps)
         noted = self._extra | {"time/driver_late_s": self._clock.read()} | self._queue_numbers(counts) | self._totals
         elapsed_s, groups, receipts = now - self._began, self._finished, self._receipts
-        self._finished, self._receipts, self._extra = [], [], {}
+        self._finished, self._receipts, self._extra = {}, [], {}
         return FinishedStep(
             number, version, batch, result, elapsed_s, seconds, phases, loads, groups, self._versions, receipts, differences, noted
         )
@@ -299,7 +300,7 @@ class Observer:
     async def _write_when_known(
         self,
         metrics: StepMetrics,
-        finished: Sequence[GroupSummary],
+        finished: Mapping[str, Sequence[GroupFacts]],
         loads: Awaitable[dict[str, WorkerLoad]],
         observed: Awaitable[Observation | None],
         previous: asyncio.Task[None] | None,

@@ -142,7 +142,7 @@ class ElasticScene:
         observer = SimpleNamespace(
             joined=lambda _: None,
             left=lambda key: self.left.append(key.removeprefix("rollout-")),
-            group_finished=lambda _: None,
+            group_finished=lambda *_: None,
             handed_back=self._count,
             lost=lambda _: None,
             scaled=self.decisions.append,

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from actors.carriers import UNIFORM, ActorInfo, GroupSummary
+from actors.carriers import UNIFORM, ActorInfo
 from actors.driver.evaluation import evaluate
 from actors.metrics.step_metrics import StepMetrics, by_worker
 from actors.pool.scaling import Cause, ScalingDecision
@@ -24,7 +24,7 @@ from correction.config import CorrectionConfig
 from correction.monitor import Event, State
 from rollout.config import AnswerSampling
 from rollout.trajectory import FailureKind, SyncReceipt
-from tests.actors.cases import prompts
+from tests.actors.cases import facts, prompts
 from tests.actors.driver.test_evaluation import Answers
 from tests.actors.metrics.test_metrics import scalars
 from tests.actors.record.observer_cases import ALARM, BROKEN, OVER, WATCH, Seen, diagnosed, observe, write
@@ -70,7 +70,7 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
         for step in (1, 2):
             observer.note({"true_on_policy/tokens": step})
             observer.receipt(SyncReceipt(step, "retract", 1, 1, bytes=100 * step, pause_s=0.0, worker="0", seconds=0.1 * step))
-            observer.group_finished(GroupSummary(step, 7 * step, 1, (), 0.1, "0"))
+            observer.group_finished(facts(step, 7 * step), "0")
             counts = {"admitted": 10 * step, "trained": step, "discarded": step, "finished": 0, "in_flight": 0, "drawn": 0}
             ended.append(observer.end_step(step, step, batch, result, {"train": 1.0}, counts, [("train/0/1", UNIFORM)]))  # type: ignore[arg-type]
         for step in ended:
@@ -106,11 +106,11 @@ def test_a_reward_that_fails_by_the_hundred_is_one_line_a_step(seen: Seen, monke
             late = ((FailureKind.REWARD_TIMEOUT, "the reward took more than 10 s"),) if group % 10 == 0 else ()
             raised = FailureKind.REWARD, f"the reward raised ValueError: {number}-{group} misses the deadline of a page that it asks"
             errors = (raised, *late)
-            seen.observer.group_finished(GroupSummary(group, 7, 8, errors, 0.1, "0"))
+            seen.observer.group_finished(facts(group, *[1] * 8, failures=errors), "0")
         return seen.observer.end_step(number, number, batch, result, {}, counts, []).noted  # type: ignore[arg-type]
 
     totals = [asyncio.run(step(number)) for number in (1, 2)][-1]
-    seen.observer.group_finished(GroupSummary(7, 7, 8, ((FailureKind.ENGINE, "the engine aborted the request"),), 0.1, "0"))
+    seen.observer.group_finished(facts(7, *[1] * 8, failures=[(FailureKind.ENGINE, "the engine aborted the request")]), "0")
     seen.observer.close()
     warnings = [event.text for event in seen.folder.read_events() if event.level == "warning"]
     assert len(warnings) == 2 + 2 + 2 + 1
@@ -186,7 +186,7 @@ def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypat
         for name in held:
             observer.joined(ActorInfo("rollout", name, 1, "127.0.0.1:1"))
         for name, tokens in (("0", 10), ("1", 20), ("0", 5), ("2", 40)):
-            observer.group_finished(GroupSummary(1, tokens, 1, (), 0.1, name))
+            observer.group_finished(facts(1, tokens), name)
         observer.trained()
         held.update(dict.fromkeys(held, -1))
         counts = {"admitted": 4, "trained": 4, "discarded": 0, "finished": 0, "in_flight": 0, "drawn": 0}
@@ -245,7 +245,7 @@ def test_a_run_that_may_have_seconds_left_waits_for_no_diagnostics(seen: Seen) -
 
     async def scenario() -> None:
         never, metrics = asyncio.get_running_loop().create_future, StepMetrics(1, {"time/step_s": 1.0, "reward/mean": 0.5})
-        seen.observer._writing = asyncio.create_task(seen.observer._write_when_known(metrics, [], never(), never(), None))
+        seen.observer._writing = asyncio.create_task(seen.observer._write_when_known(metrics, {}, never(), never(), None))
         flushing = asyncio.create_task(seen.observer.flush())
         await asyncio.sleep(0.05)
         assert not flushing.done()
