@@ -38,20 +38,20 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 
 
 @contextlib.contextmanager
 def ends_with_the_head(
-    settings: RayConfig, run_dir: Path, last: Callable[[str], object], tell: Callable[[str, str], object]
+    settings: RayConfig, run_dir: Path, last: Callable[[str], object], notify: Callable[[str, str], object]
 ) -> Iterator[None]:
     """In this context the loss of the head ends this process. Nothing is watched for a private cluster, or one joined by ray://.
 
     Args:
         last: takes the reason, in another thread; the process ends at most two seconds later.
-        tell: takes level and message, in that thread, when the head hangs and when it answers again.
+        notify: takes level and message, in that thread, when the head hangs and when it answers again.
     """
     if settings.address is None or settings.address.startswith("ray://"):
         yield
         return
     over = threading.Event()
     address = ray.get_runtime_context().gcs_address if settings.address == "auto" else settings.address
-    threading.Thread(target=_look, args=(address, over, run_dir, last, tell), name="head watch", daemon=True).start()
+    threading.Thread(target=_look, args=(address, over, run_dir, last, notify), name="head watch", daemon=True).start()
     try:
         yield
     finally:
@@ -59,7 +59,7 @@ def ends_with_the_head(
 
 
 def _look(
-    address: str, over: threading.Event, run_dir: Path, last: Callable[[str], object], tell: Callable[[str, str], object]
+    address: str, over: threading.Event, run_dir: Path, last: Callable[[str], object], notify: Callable[[str, str], object]
 ) -> None:
     limit_s = _SHARE * float(os.environ.get(_LIMIT, "60"))
     look_s = limit_s / _LOOKS
@@ -82,11 +82,11 @@ def _look(
         if answers:
             answered_s = seen_s
             if hangs:
-                tell("warning", f"{head} answers again, after {silent_s:.0f} s")
+                notify("warning", f"{head} answers again, after {silent_s:.0f} s")
             hangs = False
         elif silent_s >= limit_s and not hangs:
             hangs = True
-            tell(
+            notify(
                 "warning",
                 f"{head} hangs: it listens, and has answered nothing for {silent_s:.0f} s. The run goes on with what it has; whatever is "
                 f"to start on the cluster waits until the head answers. Ray gives up after some minutes: after {hangs_limit_s:.0f} s this "

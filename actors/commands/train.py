@@ -39,7 +39,7 @@ from correction.engines.quick_imports import uncollected
 from correction.errors import EvenkeelError
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.rewards import RewardPool
-from rollout.stacks import tell_stacks
+from rollout.stacks import register_stack_dump
 from rollout.tasks import Demonstration, Task, build_task, check_task_names
 
 _LEFT_S = 600.0
@@ -152,7 +152,7 @@ def _from_the_start(folder: RunFolder) -> str:
 def _run_in(
     folder: RunFolder, config: RunConfig, task: Task, notes: Sequence[tuple[str, str]], point: ResumePoint | None
 ) -> RunSummary:
-    """Args: notes: what to tell first, as (level, sentence)."""
+    """Args: notes: what to report first, as (level, sentence)."""
     view = TerminalView(config.steps, f"{config.name}: {config.model} -> {folder.path}")
     observer = Observer(config, folder, view, point.state.totals if point else None)
     hurries, code = False, 0
@@ -170,7 +170,7 @@ def _run_in(
                 beyond_its_end.enter_context(ends_with_the_head(config.ray, folder.path, partial(folder.event, "error"), observer.event))
                 observer.event("info", f"output of the actors: {cluster.log_folder}")
                 _look_at_nodes(config, folder, observer, point.checkpoint.hf if point else config.model)
-                tell_stacks()
+                register_stack_dump()
                 HALF_OVER.set(StackCollector(folder, observer.event).half_over)
                 summary = _run_controller(controller)
                 code = summary.exit_code

@@ -91,7 +91,7 @@ class WorkerHandle:
 
 
 class PoolObserver(Protocol):
-    """Is told what happens in the pool."""
+    """Takes what happens in the pool."""
 
     def joined(self, info: ActorInfo) -> None: ...
 
@@ -113,8 +113,8 @@ class PoolObserver(Protocol):
 class LostGroups:
     """Groups whose worker was lost, until others sample them; says how long that took when the last ones are under way again."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify = notify
         self._waiting: dict[int, str] = {}
         """Worker that had it, by group."""
         self._since: dict[str, float] = {}
@@ -128,7 +128,7 @@ class LostGroups:
         """Other workers have them."""
         back = {self._waiting.pop(i) for i in group_ids if i in self._waiting}
         for name in back.difference(self._waiting.values()):
-            self._tell(f"all groups of rollout worker {name} are under way again, {time.monotonic() - self._since.pop(name):.2f} s later")
+            self._notify(f"all groups of rollout worker {name} are under way again, {time.monotonic() - self._since.pop(name):.2f} s later")
 
 
 def create(name: str, settings: WorkerSettings, avoided: Sequence[str] = ()) -> WorkerHandle:
@@ -189,7 +189,7 @@ async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
 
     Args: limit_s: seconds without an answer.
     """
-    what, missed, is_told = f"heartbeat <- rollout worker {worker.name}", 0, False
+    what, missed, is_reported = f"heartbeat <- rollout worker {worker.name}", 0, False
 
     async def probe() -> float:
         while True:
@@ -213,9 +213,9 @@ async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
             return str(unwrapped(error))
         else:
             missed = 0
-        if silent_s >= limit_s / 2 and not is_told and (half_over := HALF_OVER.get()) is not None:
+        if silent_s >= limit_s / 2 and not is_reported and (half_over := HALF_OVER.get()) is not None:
             half_over(what)
-        is_told = silent_s >= limit_s / 2
+        is_reported = silent_s >= limit_s / 2
     return f"missed its heartbeat: its process answered none of {missed} probes in {limit_s:g} s"
 
 

@@ -27,7 +27,7 @@ from actors.record.patience import PatientWriter
 from actors.record.probe_watch import ProbeWatch
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
-from actors.record.skipped_batches import keep_and_tell
+from actors.record.skipped_batches import keep_and_describe
 from actors.record.slowest import FILE, SlowestPrompts
 from actors.record.step_report import (
     FAILED_TRAJECTORIES,
@@ -166,8 +166,8 @@ class Observer:
         for kind, error in group.failures:
             counter, words = FAILED_TRAJECTORIES[kind]
             self._count(counter, 1)
-            if told := self._repeated.add(words, f"group {group.group_id}: a trajectory failed: {error}"):
-                self.event("warning", told)
+            if line := self._repeated.add(words, f"group {group.group_id}: a trajectory failed: {error}"):
+                self.event("warning", line)
 
     def handed_back(self, groups: int, tokens: int) -> None:
         self._count("pool/handed_back_total", groups)
@@ -180,16 +180,16 @@ class Observer:
     def lost(self, tickets: Sequence[Ticket]) -> None:
         """The tokens of finished groups went with a node, or with a worker that had them still, or did not come in time."""
         self._count("groups/lost_total", len(tickets))
-        told = f"{counted(len(tickets), 'finished group')} could not be read (gone with a node or a worker, or late) and are sampled again"
-        self.event("warning", f"{told}: {', '.join(ticket.prompt.prompt_id for ticket in tickets[:4])}{' ...' * (len(tickets) > 4)}")
+        line = f"{counted(len(tickets), 'finished group')} could not be read (gone with a node or a worker, or late) and are sampled again"
+        self.event("warning", f"{line}: {', '.join(ticket.prompt.prompt_id for ticket in tickets[:4])}{' ...' * (len(tickets) > 4)}")
 
     def receipt(self, receipt: SyncReceipt) -> None:
         self._receipts.append(receipt)
 
     def probed(self, target: SyncTarget, version: int, differences: Sequence[float]) -> None:
         """The probe prompt's logprobs of an engine differ by so much from the learner's at the same weights, token by token."""
-        if told := self._probes.add(target.name, version, differences):
-            self.event("warning", told)
+        if line := self._probes.add(target.name, version, differences):
+            self.event("warning", line)
 
     def dirty(self, target: SyncTarget, reason: str) -> None:
         self._count("sync/failures_total", 1)
@@ -267,7 +267,7 @@ class Observer:
             number, version, batch, result, elapsed_s, seconds, phases, loads, groups, self._versions, receipts, differences, noted
         )
 
-    def tell(self, step: FinishedStep, observed: Awaitable[Observation | None]) -> None:
+    def report(self, step: FinishedStep, observed: Awaitable[Observation | None]) -> None:
         """Make a step's numbers known, beside the loop: loads, diagnostics and warnings come later; steps are written in order."""
         batch, result = step.batch, step.result
         if not math.isfinite(result.loss + (result.grad_norm or 0.0)):
@@ -295,7 +295,7 @@ class Observer:
         """Say what the guard did, and keep the batch for study."""
         if previous is not None:
             await previous
-        self.event("warning", await keep_and_tell(self._folder.keep_skipped_batch, step, batch, result))
+        self.event("warning", await keep_and_describe(self._folder.keep_skipped_batch, step, batch, result))
 
     async def _write_when_known(
         self,
@@ -340,7 +340,7 @@ class Observer:
             self.warned(event)
 
     async def flush(self) -> None:
-        """Wait until all steps told so far are written (a cancelled wait stops no writing). Raises: DeadlineExceeded if the disk hangs."""
+        """Wait until all reported steps are written (a cancelled wait stops no writing). Raises: DeadlineExceeded if the disk hangs."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
         what, limit_s = "lines of the last steps -> the run folder's disk", self._config.deadlines.disk_s
@@ -370,7 +370,7 @@ class Observer:
         return self.disk.hangs or any(view.hangs for view in self._views)
 
     def close(self, *, within_s: float = 30.0) -> None:
-        """Args: within_s: time for the disk to take what is left; what it doesn't take is told."""
+        """Args: within_s: time for the disk to take what is left; what it doesn't take is reported."""
         for line in self._repeated.take():
             self.event("warning", f"after the last step: {line}")
         self._clock.stop()

@@ -1,4 +1,4 @@
-"""The probe of each weight sync against what its type of numbers allows; a version is told of once, however many engines it is wrong on."""
+"""The probe of each weight sync against what its type of numbers allows; it reports a version once, however many engines it is wrong on."""
 
 from __future__ import annotations
 

@@ -99,9 +99,9 @@ class ImpatientRun(ReplayedRun):
         result = await learner.step(batch.corrected, batch.correction, step=step)
         await self.sync.publish()
         settle = partial(self.queue.advance.remote, learner.version, [group.group_id for group in batch.groups])
-        tell = lambda _, text: self.said.append(text)  # noqa: E731
+        notify = lambda _, text: self.said.append(text)  # noqa: E731
         _, self.counts, self.outstanding = await while_they_answer(
-            {"trajectory queue": self.queue}, settle, f"advance to v{learner.version}", deadline_s=PATIENCE_S, tell=tell
+            {"trajectory queue": self.queue}, settle, f"advance to v{learner.version}", deadline_s=PATIENCE_S, notify=notify
         )
         self.service.observe.remote(step, batch.version, (result.values,))
         self.trained.append(tuple(group.prompt_id for group in batch.groups))

@@ -74,7 +74,7 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
             counts = {"admitted": 10 * step, "trained": step, "discarded": step, "finished": 0, "in_flight": 0, "drawn": 0}
             ended.append(observer.end_step(step, step, batch, result, {"train": 1.0}, counts, [("train/0/1", UNIFORM)]))  # type: ignore[arg-type]
         for step in ended:
-            observer.tell(step, asyncio.sleep(0, None))  # type: ignore[arg-type]
+            observer.report(step, asyncio.sleep(0, None))  # type: ignore[arg-type]
         await observer.flush()
 
     asyncio.run(scenario())
@@ -116,7 +116,7 @@ def test_a_reward_that_fails_by_the_hundred_is_one_line_a_step(seen: Seen, monke
     assert len(warnings) == 2 + 2 + 2 + 1
     assert warnings[0] == (
         "group 0: a trajectory failed: the reward raised ValueError: 1-0 misses the deadline of a page that it asks "
-        "(further trajectories without a reward are counted, and told once a step)"
+        "(further trajectories without a reward are counted, and reported once a step)"
     )
     assert warnings[2].startswith("step 1: trajectories without a reward: 99 more, the first: group 1: ")
     assert warnings[3].startswith("step 1: trajectories whose reward took too long: 9 more, the first: group 10: ")
@@ -137,7 +137,7 @@ def test_an_overflow_in_float16_is_said_and_counted_apart(seen: Seen, monkeypatc
 
     async def scenario() -> None:
         step = seen.observer.end_step(1, 1, batch, result, {"train": 1.0}, counts, [])  # type: ignore[arg-type]
-        seen.observer.tell(step, asyncio.sleep(0, None))  # type: ignore[arg-type]
+        seen.observer.report(step, asyncio.sleep(0, None))  # type: ignore[arg-type]
         await seen.observer.flush()
 
     asyncio.run(scenario())
@@ -192,7 +192,7 @@ def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypat
         counts = {"admitted": 4, "trained": 4, "discarded": 0, "finished": 0, "in_flight": 0, "drawn": 0}
         ended = observer.end_step(1, 5, batch, result, {"train": 1.0}, counts, [])  # type: ignore[arg-type]
         observer.left("rollout-2")
-        observer.tell(ended, asyncio.sleep(0, None))  # type: ignore[arg-type]
+        observer.report(ended, asyncio.sleep(0, None))  # type: ignore[arg-type]
         await observer.flush()
 
     asyncio.run(scenario())
