@@ -44,7 +44,7 @@ from rollout.tasks import Demonstration, Task, build_task, check_task_names
 
 _LEFT_S = 600.0
 """For the report and the end of the process, if something that the run has left hangs or uploads slowly. A package's own end waits."""
-_LEFT_HURRIED_S = 60.0
+_LEFT_INTERRUPTED_S = 60.0
 """After a signal."""
 
 def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None, *, discard_queue: bool = False) -> RunSummary:
@@ -155,7 +155,7 @@ def _run_in(
     """Args: notes: what to report first, as (level, sentence)."""
     view = TerminalView(config.steps, f"{config.name}: {config.model} -> {folder.path}")
     observer = Observer(config, folder, view, point.state.totals if point else None)
-    hurries, code = False, 0
+    is_interrupted, code = False, 0
     try:
         observer.event("info", config.batch_arithmetic())
         for level, note in notes:
@@ -175,7 +175,7 @@ def _run_in(
                 summary = _run_controller(controller)
                 code = summary.exit_code
     except BaseException as error:
-        hurries = isinstance(error, interrupts.Interrupted)
+        is_interrupted = isinstance(error, interrupts.Interrupted)
         code = interrupts.exit_code(error.number) if isinstance(error, interrupts.Interrupted) else 1
         observer.keep_event("error", *_said(error))  # the terminal has it from whoever catches it
         saved = folder.checkpoints()
@@ -184,11 +184,11 @@ def _run_in(
         view.close()
         raise
     finally:
-        hurries = hurries or interrupts.is_ending()  # which knows nothing of a signal that the run's event loop has taken
-        observer.close(within_s=2.0 if hurries else 30.0)
+        is_interrupted = is_interrupted or interrupts.is_ending()  # which knows nothing of a signal that the run's event loop has taken
+        observer.close(within_s=2.0 if is_interrupted else 30.0)
         if observer.hangs():
-            interrupts.end_within(_LEFT_HURRIED_S if hurries else _LEFT_S, code, observer.hangs)
-        report = None if hurries else _report(folder)
+            interrupts.end_within(_LEFT_INTERRUPTED_S if is_interrupted else _LEFT_S, code, observer.hangs)
+        report = None if is_interrupted else _report(folder)
     view.close(_summary_text(summary, folder, report, how=config.evaluation.description, steps=config.steps))
     return summary
 

@@ -53,7 +53,7 @@ class Departures:
         self._observer.event("info", f"rollout worker {worker.name} leaves, {under_way}: {why}")
         self._pool.spawn(self._leave(worker, within_s))
 
-    async def heed_end_notice(self, worker: WorkerHandle, on_notice: Callable[[WorkerHandle], None]) -> None:
+    async def wait_for_end_notice(self, worker: WorkerHandle, on_notice: Callable[[WorkerHandle], None]) -> None:
         """Wait until a worker's process gets a SIGTERM."""
         with suppress(EvenkeelError, RayError):  # a worker that dies is another's concern
             what = f"end notice <- rollout worker {worker.name}"

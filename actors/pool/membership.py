@@ -195,7 +195,7 @@ class Membership(ABC):
         self._has_begun, self._progressed = True, self._now()
         self._observer.joined(info)
         self.spawn(self._follow_heartbeat(worker))
-        self.spawn(self._departures.heed_end_notice(worker, self._got_sigterm))
+        self.spawn(self._departures.wait_for_end_notice(worker, self._got_sigterm))
         if self._sync is not None:
             self._sync.join(worker.sync)
         self.wake()
