@@ -37,6 +37,10 @@ class LateError(EvenkeelError, TimeoutError):
     """What was needed of another part is late or lost: whoever waited for it is not to blame."""
 
 
+class StepAborted(EvenkeelError, RuntimeError):
+    """A step was ended before its update, as the run has to end at once. The weights are those of the step before."""
+
+
 class SyncError(EvenkeelError, RuntimeError):
     """Weights of the learner and of an engine do not agree."""
 

@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     if sys.platform == "linux":
         parent = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # after the step under way, with a checkpoint
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # with a checkpoint
         if parent == 1 or os.getppid() != parent:
             sys.exit(128 + signal.SIGTERM)
     interrupts.is_attempt = True

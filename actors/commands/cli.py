@@ -98,7 +98,7 @@ def train(
 
     On a terminal it shows a live panel, anywhere else one line a step: reward, tokens a second, mismatch between the engines. Everything
     is kept in a folder of its own (runs/NAME-DATE-TIME, or run_dir): settings, metrics, sampled answers, checkpoints, and report.html at
-    the end. Ctrl-C ends after the step under way with a checkpoint; a second one ends at once.
+    the end. Ctrl-C ends after the step under way, SIGTERM without it, with a checkpoint; a second signal ends at once.
 
     With --retries a run whose process dies (a crash, kill -9, no memory) goes on from its newest checkpoint, or anew if it has none.
     Wrong settings are not tried again, nor is a run that makes no new step.

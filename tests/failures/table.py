@@ -36,6 +36,7 @@ TESTS = (
     "tests/failures/test_late_calls.py",
     "tests/failures/test_out_of_memory.py",
     "tests/failures/test_killed_for_memory.py",
+    "tests/failures/test_step_aborted.py",
     "tests/failures/test_disk_full.py",
     "tests/failures/test_full_object_store.py",
     "tests/rollout/test_engine_failures.py",
