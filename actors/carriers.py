@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # torch: seconds that not every process needs
     from correction.engines.processor import Processor
     from correction.engines.weight_spec import WeightSpec
     from correction.monitor import Event, State
-    from rollout.trajectory import FailureKind, Group, GroupFacts, Prompt, UnfinishedGroup
+    from rollout.trajectory import Group, GroupFacts, Prompt, UnfinishedGroup
 
 INVALID = "fewer than two valid trajectories"
 UNIFORM = "rewards all alike"
@@ -145,38 +145,6 @@ class Example:
     prompt: Prompt
     text: str
     """Of the first trajectory of its group."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSummary:
-    """What the pool learns of a finished group; the group itself is in the queue."""
-
-    group_id: int
-    response_tokens: int
-    """Of all its trajectories together."""
-    trajectories: int
-    failures: tuple[tuple[FailureKind, str], ...]
-    """Kind and message of each trajectory without a reward."""
-    generate_s: float
-    """Seconds from the first request to the last answer."""
-    worker: str
-    """Name of the one that sampled it."""
-    prompt_id: str = ""
-    reward_s: float = 0.0
-    """Seconds from the last answer to the last reward."""
-
-    @classmethod
-    def of(cls, group: GroupFacts, worker: str) -> GroupSummary:
-        return cls(
-            group_id=group.group_id,
-            response_tokens=sum(t.response_tokens for t in group.trajectories),
-            trajectories=len(group.trajectories),
-            failures=group.failures,
-            generate_s=group.generate_s,
-            worker=worker,
-            prompt_id=group.prompt_id,
-            reward_s=group.reward_s,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,7 +175,7 @@ class EarlyWarningConfig(Settings):
     tighten_factor: float = Field(default=0.5, gt=0, lt=1)
     """For tighten: bounds on ratios are raised to this power (0.5: 2 becomes 1.41), clips and divergences are multiplied by it."""
     detailed: bool = True
-    """Quantiles and numbers by probability too, which tell where a symptom sits. They sort the batch's tokens, beside training."""
+    """Quantiles and numbers by probability too, which show where a symptom sits. They sort the batch's tokens, beside training."""
     split_every: int = Field(default=0, ge=0)
     """Batches after which the gap of stale tokens is split exactly into mismatch and staleness, on a sample scored at the weights that
     sampled it; 0: never. Every rank copies its weights of the max_staleness versions before to host memory, and loads each again on its
@@ -310,7 +310,7 @@ class RunConfig(Settings):
 
     @property
     def needs_reference(self) -> bool:
-        """The learner keeps the weights of the model that the run began with: for a KL penalty, or to tell the KL."""
+        """The learner keeps the weights of the model that the run began with: for a KL penalty, or to report the KL."""
         return self.correction.kl.coefficient > 0 or self.learner.report_kl_every > 0
 
     def correction_after_alarm(self) -> CorrectionConfig | None:

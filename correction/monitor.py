@@ -303,7 +303,7 @@ class Monitor:
         return f", above {level.alarm:.2g}, the alarm level for {level.text} ({level.low:.2g} to {level.high:.2g} is usual)"
 
     def _place(self, name: str, diagnostics: Mapping[str, float]) -> str:
-        """Which tokens show the symptom, or which criterion causes it, as far as the numbers tell."""
+        """Which tokens show the symptom, or which criterion causes it, as far as the numbers show."""
         words = []
         by = {label: share for label, share in diagnostics.items() if label.startswith("rejected_by_")}
         if name == "rejected_share" and by:

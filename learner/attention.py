@@ -73,7 +73,7 @@ class TileCall:
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # Megatron has no types
     """Megatron's description of packed sequences, with what the attention calls need; made once for each micro-batch.
 
-    Megatron uses cu_seqlens for its rotary embedding alone, and is told of one sequence, because PolicyModel hands it one angle for each
+    Megatron uses cu_seqlens for its rotary embedding alone, and is given one sequence, because PolicyModel hands it one angle for each
     row. max_seqlen is the longest real sequence, its continuation included: the length of the table of angles.
     """
 

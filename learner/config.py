@@ -100,8 +100,8 @@ class LearnerConfig(DerivedSettings):
     """Experts of a mixture of experts that tokens are sent to in proximal forward and training: the learner's own choice each time; the
     engine's while it sampled (rollout, R3); or in training that of the proximal forward (recompute, R2)."""
     report_kl_every: int = Field(default=0, ge=0, le=10**9)
-    """Every so many steps, tell the KL to the model that the run began with, by a forward of that model over the batch; 0: never. It is no
-    part of the loss. With correction.kl.coefficient the penalty's own KL is told, at every step."""
+    """Every so many steps, report the KL to the model that the run began with, by a forward of that model over the batch; 0: never. It is
+    no part of the loss. With correction.kl.coefficient the penalty's own KL is reported, at every step."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at the same time; bounds the memory of the vocabulary projection."""
     collective_timeout_s: float = Field(default=600.0, gt=0)

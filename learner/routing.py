@@ -32,7 +32,7 @@ def smallest_type(experts: int) -> torch.dtype:
 
 @dataclass(slots=True)
 class Routes:
-    """The experts of one micro-batch on this rank: those that its routers are told to take, and those that they took.
+    """The experts of one micro-batch on this rank: those that its routers are given, and those that they took.
 
     Passed through the model with the rows, because a pipeline's schedule and the recomputation of activations come back to a micro-batch
     in an order of their own.

@@ -264,7 +264,7 @@ def train_step(
 
 
 def attach_schedule(chunks: Sequence[DistributedDataParallel], optimizer: GuardedOptimizer) -> None:
-    """Tell Megatron's schedule how to begin a backward pass (float16's loss scale) and to end it: sum over ranks, divide by nothing."""
+    """Give Megatron's schedule how to begin a backward pass (float16's loss scale) and to end it: sum over ranks, divide by nothing."""
 
     def finalize(models: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
         finalize_model_grads(models, None, **options)

@@ -162,7 +162,7 @@ class RolloutEngine(UpdatableEngine):
 
     @contextlib.contextmanager
     def _in_a_group(self, answers: int) -> Iterator[dict[str, int]]:
-        """What SGLang is told of the group of ranks with the fewest answers under way: it reads the prompt, and samples all of these."""
+        """SGLang's argument for the group of ranks with the fewest answers under way: it reads the prompt, and samples all of these."""
         if len(self._in_groups) == 1:
             yield {}
             return

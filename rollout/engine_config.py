@@ -98,7 +98,7 @@ class EngineConfig(Settings):
     projection_parts: int = Field(default=1, ge=1, le=10**4)
     """With batch_invariant: parts in which attention and MLP are projected back, then added, as the learner's tensor-parallel ranks do."""
     return_routed_experts: bool = False
-    """Tell with each answer which experts its tokens were sent to; set by the run's learner.routing_replay: rollout."""
+    """Return with each answer which experts its tokens were sent to; set by the run's learner.routing_replay: rollout."""
     prefix_cache: bool = True
     """Keep keys and values of shared prefixes; those of an older weight version are never reused."""
     weight_update_mode: Literal["retract", "in_place"] = "retract"

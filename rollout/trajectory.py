@@ -243,6 +243,11 @@ class _Answers(Generic[A]):
         return tuple(t for t in self.trajectories if t.is_valid)
 
     @property
+    def response_tokens(self) -> int:
+        """Of all its trajectories together."""
+        return sum(t.response_tokens for t in self.trajectories)
+
+    @property
     def failures(self) -> tuple[tuple[FailureKind, str], ...]:
         """Kind and message of each trajectory without a reward."""
         return tuple((t.failure or FailureKind.REWARD, t.error) for t in self.trajectories if t.error)
@@ -307,8 +312,9 @@ class Group(_Answers[Trajectory]):
     admitted_version: int
     """Learner's version when the group was admitted; no token is older."""
     generate_s: float = 0.0
-    """From the first request to the last answer."""
+    """Seconds from the first request to the last answer."""
     reward_s: float = 0.0
+    """Seconds from the last answer to the last reward."""
 
     @property
     def prompt_id(self) -> str:

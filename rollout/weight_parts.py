@@ -1,4 +1,4 @@
-"""An engine of several ranks: which part of each tensor a rank holds, as the ranks tell it, and whether it is what was sent.
+"""An engine of several ranks: which part of each tensor a rank holds, as the ranks report it, and whether it is what was sent.
 
 Every rank is sent whole tensors, and SGLang's own loaders take its part of them. What was taken is compared with a part that is cut here.
 """

@@ -374,11 +374,11 @@ class UpdateCheck:
 
         Raises: SyncError naming the first rank that has not loaded every bucket.
         """
-        for rank, told in enumerate(receipts):
-            if told["failure"] or told["buckets"] != str(self._buckets) or told["version"] != str(version):
+        for rank, receipt in enumerate(receipts):
+            if receipt["failure"] or receipt["buckets"] != str(self._buckets) or receipt["version"] != str(version):
                 raise SyncError(
-                    f"rank {rank} of {len(receipts)} has loaded {told['buckets']} of {self._buckets} buckets and holds "
-                    f"v{told['version']}{': ' + told['failure'] if told['failure'] else ''}; the others are of no use without it"
+                    f"rank {rank} of {len(receipts)} has loaded {receipt['buckets']} of {self._buckets} buckets and holds "
+                    f"v{receipt['version']}{': ' + receipt['failure'] if receipt['failure'] else ''}; the others are of no use without it"
                 )
 
     def receipt(self, version: int, mode: str, pause_s: float) -> SyncReceipt:

@@ -253,6 +253,6 @@ def test_every_part_with_a_heartbeat_is_among_the_actors() -> None:
         node.name
         for path in source_files("actors")
         for node in nodes(path)
-        if isinstance(node, ast.ClassDef) and {"Beating", "BeatingInTurn"} & set(map(ast.unparse, node.bases))
+        if isinstance(node, ast.ClassDef) and {"HeartbeatActor", "SequentialHeartbeatActor"} & set(map(ast.unparse, node.bases))
     }
     assert found | {"RolloutWorker"} == RAY_ACTORS.keys()

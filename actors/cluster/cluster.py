@@ -136,7 +136,7 @@ class Cluster:
                 raise
 
     def _clear(self) -> str:
-        """End what a start that failed has left. Returns: where its logs are, as a sentence, if that can be told."""
+        """End what a start that failed has left. Returns: where its logs are, as a sentence, if that is known."""
         left = [process for process in descendants() if process not in self._before]
         session = next((match[0] for process in left if (match := re.search(r"/\S*/session_[0-9_-]+", command_of(process)))), None)
         end_new(self._before)
@@ -150,7 +150,7 @@ class Cluster:
         offered = ray.cluster_resources().get(resource, 0.0)  # type: ignore[no-untyped-call]
         try:
             possible = ray._private.state.state.get_max_resources_from_cluster_config()
-        except Exception as error:  # not told in this form: then it is not known
+        except Exception as error:  # not given in this form: then it is not known
             log.debug("node types of the cluster: %s", error)
             possible = None
         if note := check_rollout_resource(self._config, offered, None if possible is None else possible.get(resource, 0)):
@@ -220,7 +220,7 @@ def check_ray(settings: RayConfig) -> None:
 
 
 def beside_the_driver(actor: type, *, max_concurrency: int, environment: Mapping[str, str] | None = None) -> Any:
-    """A class of Beating actors, to be started on the driver's node: a rollout node may leave, and must not take the run's state along."""
+    """A HeartbeatActor, to be started on the driver's node: a rollout node may leave, and must not take the run's state along."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     variables = {"env_vars": dict(environment or {})}
     made = ray.remote(concurrency_groups=GROUPS)(actor)  # type: ignore[call-overload]

@@ -45,13 +45,13 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 
 
 @contextlib.contextmanager
 def ends_with_the_head(
-    settings: RayConfig, run_dir: Path, last: Callable[[str], object], tell: Callable[[str, str], object]
+    settings: RayConfig, run_dir: Path, last: Callable[[str], object], notify: Callable[[str, str], object]
 ) -> Iterator[None]:
     """In this context the loss of a joined cluster's head ends this process. One joined by ray:// is not watched.
 
     Args:
         last: takes the reason, in another thread; the process ends at most two seconds later.
-        tell: takes level and message, in that thread, when the head hangs and when it answers again.
+        notify: takes level and message, in that thread, when the head hangs and when it answers again.
     """
     if settings.address is None or settings.address.startswith("ray://"):
         yield
@@ -61,19 +61,19 @@ def ends_with_the_head(
         "and what the cluster knew of this run goes with it. Start a head again (deploy/README.md), then: "
         f"evenkeel train --resume {run_dir}, with ray.address=HOST:PORT if it is another one"
     )
-    with _threads(partial(_look, address, f"the head of the Ray cluster at {address}", remedy, last, tell)):
+    with _threads(partial(_look, address, f"the head of the Ray cluster at {address}", remedy, last, notify)):
         yield
 
 
 @contextlib.contextmanager
 def ends_with_own_ray(
-    own: Mapping[str, subprocess.Popen[bytes]], run_dir: Path, last: Callable[[str], object], tell: Callable[[str, str], object]
+    own: Mapping[str, subprocess.Popen[bytes]], run_dir: Path, last: Callable[[str], object], notify: Callable[[str, str], object]
 ) -> Iterator[None]:
     """In this context the death of a private cluster's control service or raylet ends this process. To be left before the cluster ends.
 
     Args:
         own: these two processes, by name; none: the cluster is a joined one, and not watched here.
-        last, tell: as for ends_with_the_head.
+        last, notify: as for ends_with_the_head.
     """
     if not own:
         yield
@@ -84,7 +84,7 @@ def ends_with_own_ray(
     # A raylet's agents would look for it for a minute; actors end by themselves.
     left = [below for process in own.values() for below in descendants(psutil.Process(process.pid))]
     ends = [partial(_wait_for_the_end, name, process, left, remedy, last) for name, process in own.items()]
-    with _threads(partial(_look, address, service, remedy, last, tell), *ends):
+    with _threads(partial(_look, address, service, remedy, last, notify), *ends):
         yield
 
 
@@ -118,7 +118,7 @@ def _wait_for_the_end(
 
 
 def _look(
-    address: str, head: str, remedy: str, last: Callable[[str], object], tell: Callable[[str, str], object], over: threading.Event
+    address: str, head: str, remedy: str, last: Callable[[str], object], notify: Callable[[str, str], object], over: threading.Event
 ) -> None:
     """Args: head: what listens at the address, for sentences."""
     limit_s = _SHARE * float(os.environ.get(_LIMIT, "60"))
@@ -141,11 +141,11 @@ def _look(
         if answers:
             answered_s = seen_s
             if hangs:
-                tell("warning", f"{head} answers again, after {silent_s:.0f} s")
+                notify("warning", f"{head} answers again, after {silent_s:.0f} s")
             hangs = False
         elif silent_s >= limit_s and not hangs:
             hangs = True
-            tell(
+            notify(
                 "warning",
                 f"{head} hangs: it listens, and has answered nothing for {silent_s:.0f} s. The run goes on with what it has; whatever is "
                 f"to start waits until it answers. Ray gives up after some minutes: after {hangs_limit_s:.0f} s this run ends",

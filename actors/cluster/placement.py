@@ -131,8 +131,8 @@ def _gpus(config: LearnerConfig) -> float:
 
 def _offer() -> str:
     there, free = ray.cluster_resources(), ray.available_resources()  # type: ignore[no-untyped-call]
-    told = [f"{there.get(kind, 0):g} {kind}s, {free.get(kind, 0):g} of them free" for kind in ("GPU", "CPU")]
-    return "has " + ", and ".join(told)
+    resources = [f"{there.get(kind, 0):g} {kind}s, {free.get(kind, 0):g} of them free" for kind in ("GPU", "CPU")]
+    return "has " + ", and ".join(resources)
 
 
 async def _until_ready(group: PlacementGroup) -> None:

@@ -91,7 +91,7 @@ def diff_engines(
     Args:
         prompts: of random tokens and random lengths, in flight together.
         tokens: sampled for each.
-        say: told what is done next.
+        say: called with what is done next.
     Raises: ConfigError for what the mode can't honour; DataError, EngineError.
     """
     check_model_folder(model)

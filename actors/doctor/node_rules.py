@@ -135,7 +135,7 @@ def _unseen(node: NodeFacts, config: RunConfig) -> Iterator[Complaint]:
     yield Complaint(
         "fail" if _uses_gpus(config) else "warn",
         f"{there}, but torch, a build with CUDA, sees none: most often the driver is too old for the CUDA that torch brings",
-        "Update the driver: the CUDA that nvidia-smi tells has to be as new as torch.version.cuda. Or install a torch for it",
+        "Update the driver: the CUDA that nvidia-smi reports has to be as new as torch.version.cuda. Or install a torch for it",
     )
 
 

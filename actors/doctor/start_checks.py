@@ -1,4 +1,4 @@
-"""What the model's folder and the task's file have to say against a run: `train` stops at the first of it, `doctor` and `plan` tell all.
+"""What the model's folder and the task's file have to say against a run: `train` stops at the first of it, `doctor` and `plan` report all.
 
 The results are facts; nothing is started.
 """

@@ -94,8 +94,8 @@ class BatchSource:
     async def ask(self, method: Any, *arguments: Any) -> Any:
         """Make a short call that may be repeated. Args: method: of the queue's or the service's actor."""
         what = f"{method._method_name} <- queue or service"
-        call, tell = partial(method.remote, *arguments), self._observer.event
-        return await while_they_answer(self.parts, call, what, deadline_s=self._config.deadlines.sync_s, tell=tell)
+        call, notify = partial(method.remote, *arguments), self._observer.event
+        return await while_they_answer(self.parts, call, what, deadline_s=self._config.deadlines.sync_s, notify=notify)
 
     async def next(self, version: int, pool: RolloutPool) -> PreparedBatch | ForwardRequest:
         """The batch of a version, or what the learner has to compute for it first. Args: pool: its last progress starts the deadline."""

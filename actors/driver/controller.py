@@ -31,7 +31,7 @@ from actors.metrics.held_out import Evaluation
 from actors.pool.pool import RolloutPool
 from actors.pool.rollout_worker import WorkerSettings
 from actors.processes.ending import Ending
-from actors.processes.supervision import Stopwatch, counted, done_or_told, kill, together, unless_failed, unless_set, wait_for
+from actors.processes.supervision import Stopwatch, counted, done_or_reported, kill, together, unless_failed, unless_set, wait_for
 from actors.queue.payloads import whole_snapshot
 from actors.ranks.forwards import next_batch
 from actors.ranks.learner_group import LearnerGroup
@@ -40,14 +40,14 @@ from actors.record.fruitless import FruitlessSteps
 from actors.record.observer import Observer
 from actors.record.run_event import EventKind
 from actors.record.run_folder import Checkpoint, RunFolder
-from actors.record.step_teller import StepTeller
+from actors.record.step_reporter import StepReporter
 from actors.settings.true_on_policy import check_batch
 from actors.state.resume import TrainingState
 from correction.errors import EvenkeelError
 from rollout.tasks import Task
 from rollout.trajectory import SyncReceipt
 
-_BATCH_IS_LATE_S = 0.1  # the last step is told while the learner waits for a batch, if it waits longer than that
+_BATCH_IS_LATE_S = 0.1  # the last step is reported while the learner waits for a batch, if it waits longer than that
 _END_S = 30.0  # for each of the things that are still to be done when a run ends
 
 
@@ -83,7 +83,7 @@ class Controller:
         self._first_evaluation: Evaluation | None = None
         self._is_begun, self._is_trained = self._step > 0, False
         """Evaluated before training, or not to be; all steps that there will be are done and saved."""
-        self._steps = StepTeller(observer, on_observed=self._observed)
+        self._steps = StepReporter(observer, on_observed=self._observed)
         self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines)
         self._watch, self._warn = Stopwatch(), partial(observer.event, "warning")
 
@@ -218,8 +218,8 @@ class Controller:
         self._kept, self._parts = await end_parts(self._parts, getattr(self, "_learner", None), lost)
         if hasattr(self, "_sync"):
             await self._sync.close()
-        await done_or_told(self._checkpoints.finished(), "checkpoint under way", _END_S, self._warn)
-        await done_or_told(self._steps.flush(), "lines of the last steps", _END_S, self._warn)
+        await done_or_reported(self._checkpoints.finished(), "checkpoint under way", _END_S, self._warn)
+        await done_or_reported(self._steps.flush(), "lines of the last steps", _END_S, self._warn)
         self._checkpoints.abandon()
         self._observer.abandon()
 
@@ -257,7 +257,7 @@ class Controller:
     def _hurry(self) -> None:
         """Whoever has sent SIGTERM may kill in a few seconds: what is there is saved, not what a step under way would come to."""
         self._observer.hurry()
-        self._aborting = asyncio.create_task(done_or_told(self._learner.abort(), "end of the step under way", _END_S, self._warn))
+        self._aborting = asyncio.create_task(done_or_reported(self._learner.abort(), "end of the step under way", _END_S, self._warn))
 
     async def _publish(self) -> None:
         """The new weights, as the next version, if the engines are to have it."""
@@ -283,7 +283,7 @@ class Controller:
     async def _learn(self, batch: PreparedBatch) -> Any:
         self._observer.doing(f"step {self._step + 1} in training; rollouts go on")
         with self._watch.phase("train"):
-            # Told as soon as the learner has its work: a step's books take the driver and the service as long as a batch's way to it.
+            # Reported as soon as the learner has its work: a step's books take the driver and the service as long as a batch's way to it.
             return await self._steps.beside(self._learner.step(batch.corrected, batch.correction, step=self._step), after_s=0.0)
 
     def _observed(self, observation: Observation) -> None:
@@ -294,7 +294,7 @@ class Controller:
         """Do what is configured about the alarms that have come."""
         if self._alarm or not self._alarms.has_some:
             return
-        await self._steps.flush()  # the alarm is told before what it leads to
+        await self._steps.flush()  # the alarm is reported before what it leads to
         action = self._alarms.decide()
         if action is not None and action.replacement is not None:
             self._warn(action.text)
@@ -383,8 +383,8 @@ class Controller:
             self._step_under_way.drop()
         self._observer.doing("ending")
         if not (at_once := self._ending.is_at_once):
-            await done_or_told(self._checkpoints.finished(), "checkpoint under way", self._config.deadlines.checkpoint_s, self._warn)
-        await done_or_told(self._steps.flush(), "lines of the last steps", 1.0 if at_once else _END_S, self._warn)
+            await done_or_reported(self._checkpoints.finished(), "checkpoint under way", self._config.deadlines.checkpoint_s, self._warn)
+        await done_or_reported(self._steps.flush(), "lines of the last steps", 1.0 if at_once else _END_S, self._warn)
         self._checkpoints.abandon()
         endings: dict[str, Callable[[], Any]] = {
             "_evaluations": lambda: self._evaluations.abandon(),

@@ -67,7 +67,7 @@ def _pass_at(k: int, scored: Sequence[Sequence[bool]]) -> Proportion:
 
 
 class EvaluationObserver(Protocol):
-    """Is told how evaluations go."""
+    """Takes the results of evaluations."""
 
     def evaluated(self, result: Evaluation, prompts: Sequence[Prompt]) -> None: ...
 

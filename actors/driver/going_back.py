@@ -8,7 +8,7 @@ steps since the checkpoint are done again. A learner whose ranks are all alive l
 
 Weights published after the checkpoint are withdrawn: their version numbers will come again, with other weights. The generation, a number
 that grows by one at each return, distinguishes them: the weight sync accepts receipts of its own generation only, a worker drops all
-requests under way before it is told of the next generation, and the pool waits for no answer of an earlier one.
+requests under way before it gets the next generation, and the pool waits for no answer of an earlier one.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ _ANSWER = "an answer"
 """Stands among the names of lost parts when all parts are alive and an answer is lost."""
 
 
-async def raise_when_lost(parts: Mapping[str, Any], heartbeat_s: float, tell: Callable[[str, str], None]) -> None:
+async def raise_when_lost(parts: Mapping[str, Any], heartbeat_s: float, notify: Callable[[str, str], None]) -> None:
     """Watch actors; never returns. Raises: ActorLost naming the first whose process ends, or sends no heartbeat for `heartbeat_s` seconds.
 
     Args:
         parts: actors by name.
-        tell: takes level and sentence: what a part reports with its heartbeat.
+        notify: takes level and sentence: what a part reports with its heartbeat.
     """
-    await unless_failed(_raise_when_gone(parts), raise_when_silent(parts, heartbeat_s, tell))
+    await unless_failed(_raise_when_gone(parts), raise_when_silent(parts, heartbeat_s, notify))
 
 
 async def _raise_when_gone(parts: Mapping[str, Any]) -> None:
@@ -117,14 +117,14 @@ def lost_answer(error: BaseException) -> str:
 
 
 async def while_they_answer(
-    parts: Mapping[str, Any], call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, tell: Callable[[str, str], None]
+    parts: Mapping[str, Any], call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, notify: Callable[[str, str], None]
 ) -> T:
     """As `persistently`, and past the deadline the call is made again, up to _ATTEMPTS times in all, if all parts answer `__ray_ready__`.
 
     Args:
         parts: actors by name.
         deadline_s: of each attempt.
-        tell: takes level and sentence, at each further attempt.
+        notify: takes level and sentence, at each further attempt.
     Raises: as `persistently`; ActorLost if a part doesn't answer within _ANSWER_S after the deadline; it is killed.
     """
     attempts = 0
@@ -138,7 +138,7 @@ async def while_they_answer(
             if lost := await lost_among(parts, error):  # asked once only: a part may answer again a moment later
                 kill(*(parts[name] for name in lost if name in parts))
                 raise ActorLost(f"{error}; {' and '.join(lost)} answered nothing for {_ANSWER_S:g} s more") from error
-            tell("warning", f"{error}; who was late answers again, and is asked again")
+            notify("warning", f"{error}; who was late answers again, and is asked again")
 
 
 async def end_parts(
@@ -208,20 +208,20 @@ class Returns:
                 f"{lost_answer(error) or error}"
             ) from error
 
-    async def pause(self, tell: Callable[[str, str], object]) -> None:
-        """Wait before queue and service are replaced once more, if that was often of late. Args: tell: takes level and sentence."""
+    async def pause(self, notify: Callable[[str, str], object]) -> None:
+        """Wait before queue and service are replaced once more, if that was often of late. Args: notify: takes level and sentence."""
         number = len(self._replaced)
         if number <= _FREE_REPLACEMENTS:
             return
         pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (number - _FREE_REPLACEMENTS))
-        tell("warning", f"queue or service were lost {number} times in {RETURNS_S / 60:.0f} minutes: new ones in {pause_s:.0f} s")
+        notify("warning", f"queue or service were lost {number} times in {RETURNS_S / 60:.0f} minutes: new ones in {pause_s:.0f} s")
         await asyncio.sleep(pause_s)
 
-    async def found(self, model: Path, disk: PatientWriter, tell: Callable[[str, str], object]) -> Found:
+    async def found(self, model: Path, disk: PatientWriter, notify: Callable[[str, str], object]) -> Found:
         """Find the newest readable checkpoint, and cut the run folder back to it, after all lines that wait for the disk.
 
         While the disk refuses, this is tried again every _DISK_AGAIN_S, _DISK_ATTEMPTS times in all.
-        Args: tell: takes level and sentence.
+        Args: notify: takes level and sentence.
         Raises: DataError after the last attempt.
         """
         for attempt in itertools.count(1):
@@ -232,7 +232,7 @@ class Returns:
             except OSError as error:
                 if attempt == _DISK_ATTEMPTS:
                     raise DataError(f"{self._folder.path}: the run can't go back to its last checkpoint: {error}") from error
-                tell("warning", f"the run can't go back to its last checkpoint, and tries again in {_DISK_AGAIN_S:.0f} s: {error}")
+                notify("warning", f"the run can't go back to its last checkpoint, and tries again in {_DISK_AGAIN_S:.0f} s: {error}")
                 await asyncio.sleep(_DISK_AGAIN_S)
         raise AssertionError
 

@@ -116,7 +116,7 @@ def make_sync(
     generation: int,
     on_receipt: Callable[[SyncReceipt], None],
 ) -> WeightSync:
-    """Of the learner's weights to the pool's engines; the observer is told what goes wrong, and the pool whom to replace."""
+    """Of the learner's weights to the pool's engines; the observer gets what goes wrong, and the pool whom to replace."""
     return WeightSync(
         config.weight_sync,
         learner,

@@ -20,7 +20,7 @@ MEMORY_MIB = {
     "L40S": 46_068,
     "RTX4090": 24_564,
 }
-"""As nvidia-smi tells it."""
+"""As nvidia-smi has it."""
 INSTANCES = {
     "p4d": "A100-40", "p4de": "A100", "p5": "H100", "p5e": "H200", "p5en": "H200", "p6-b200": "B200", "g5": "A10G", "g6e": "L40S",
     "a2-highgpu": "A100-40", "a2-ultragpu": "A100", "a3-highgpu": "H100", "a3-megagpu": "H100", "a3-ultragpu": "H200",

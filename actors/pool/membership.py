@@ -150,7 +150,7 @@ class Membership(ABC):
                 self._let_go(worker, "Ray drains its node", left_s)
         self._replenish()
 
-    def _told_to_end(self, worker: WorkerHandle) -> None:
+    def _got_sigterm(self, worker: WorkerHandle) -> None:
         if worker.state is WorkerState.JOINED:
             self._let_go(worker, "its process was told to end (SIGTERM)")
             self._replenish()
@@ -195,7 +195,7 @@ class Membership(ABC):
         self._has_begun, self._progressed = True, self._now()
         self._observer.joined(info)
         self.spawn(self._follow_heartbeat(worker))
-        self.spawn(self._departures.heed_end_notice(worker, self._told_to_end))
+        self.spawn(self._departures.wait_for_end_notice(worker, self._got_sigterm))
         if self._sync is not None:
             self._sync.join(worker.sync)
         self.wake()
@@ -213,8 +213,8 @@ class Membership(ABC):
         self._progressed = self._now()
         self._losses.lost(self._now(), worker.info.node if worker.info else "")
         if never_worked and not self._has_begun and not self._workers and not self._may_start_again(error):
-            is_told = isinstance(error, EvenkeelError) and not isinstance(error, ActorLost)
-            self.fail(error if error and is_told else EngineError(f"rollout worker {worker.name} {reason}"))
+            is_known = isinstance(error, EvenkeelError) and not isinstance(error, ActorLost)
+            self.fail(error if error and is_known else EngineError(f"rollout worker {worker.name} {reason}"))
         else:
             try:
                 self._losses.check(self.target, f"rollout worker {worker.name}: {reason}")

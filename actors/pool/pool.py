@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from actors.carriers import FAILED, LOST, GroupFailure, GroupSummary, StoredGroup, Ticket
+from actors.carriers import FAILED, LOST, GroupFailure, StoredGroup, Ticket
 from actors.config import DeadlinesConfig
 from actors.pool import workers
 from actors.pool.admission import PatientQueue
@@ -59,7 +59,7 @@ class RolloutPool(Membership):
         places: int = 1,
         outstanding: Outstanding | None = None,
     ) -> None:
-        """Args: places: groups that admission allows outstanding. outstanding: is told what the queue's groups come to."""
+        """Args: places: groups that admission allows outstanding. outstanding: takes what becomes of the queue's groups."""
         super().__init__(settings, deadlines, observer, places)
         self._queue = PatientQueue(queue, late=lambda text: observer.event("warning", text))
         self._outstanding = outstanding or Outstanding()
@@ -75,9 +75,9 @@ class RolloutPool(Membership):
         """Engines, by the part of an evaluation that they were asked."""
         window_s = max(WINDOW_S, FEWEST_FAILED * ATTEMPTS * group_s(self._config))  # enough for one worker with one slot
         self._groups = GroupBook(window_s)
-        reward, tell = self._config.reward, self._observer.event
+        reward, notify = self._config.reward, self._observer.event
         name = reward.path if isinstance(reward, FunctionReward) else reward.kind
-        self._scoring = Scoring(name, window_s, tell=tell, spawn=self.spawn, on_end=self._goes_on)
+        self._scoring = Scoring(name, window_s, notify=notify, spawn=self.spawn, on_end=self._goes_on)
 
     def start(self) -> None:
         """Ask for all workers; they join as they come."""
@@ -97,7 +97,7 @@ class RolloutPool(Membership):
         self._renew()
 
     def follow_queue(self, queue: Any) -> None:
-        """A new queue, which holds what was outstanding: all work goes on. It is told again what it may have missed while it was filled."""
+        """A new queue, which holds what was outstanding: all work goes on. It gets again what it may have missed while it was filled."""
         self._queue = self._queue.replaced_by(queue)
         self._delivery.close()
         self._begin_delivery()
@@ -147,7 +147,7 @@ class RolloutPool(Membership):
 
         Args:
             unfinished: tickets of a restored queue, sampled first.
-            on_admitted: told of tickets before workers get them.
+            on_admitted: called with tickets before workers get them.
         """
         self._work.is_fed = True
         try:
@@ -235,7 +235,7 @@ class RolloutPool(Membership):
             self._losses.worked()
             self._groups.finished(ticket.group_id, worker.name, self._now())
             self._work.forget(ticket.group_id)
-            self._observer.group_finished(GroupSummary.of(outcome, worker.name))
+            self._observer.group_finished(outcome, worker.name)
             self._outstanding.finish(group := StoredGroup(outcome, payload, wide))
             self._delivery.add(group)
             self._scoring.finished(outcome)
@@ -263,13 +263,13 @@ class RolloutPool(Membership):
                 self._engine_failed(worker, error)
 
     def _begin_delivery(self) -> None:
-        tell, spawn = partial(self._observer.event, "warning"), partial(self.spawn, name=_CALL)
-        self._delivery = Delivery(self._queue, tell, spawn=spawn)
+        notify, spawn = partial(self._observer.event, "warning"), partial(self.spawn, name=_CALL)
+        self._delivery = Delivery(self._queue, notify, spawn=spawn)
 
     @contextmanager
     def learner_waits(self) -> Iterator[None]:
         """Around the learner's wait for a batch, once a step."""
-        with super().learner_waits(), self._delivery.hurried():
+        with super().learner_waits(), self._delivery.urgent():
             yield
 
     def _discard(self, ticket: Ticket, reason: str, why: str) -> None:

@@ -29,7 +29,7 @@ from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineEr
 from correction.schedule import needs_topk
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.sampler import Sampler
-from rollout.stacks import tell_stacks
+from rollout.stacks import register_stack_dump
 from rollout.temporary_files import own_folder, remove
 from rollout.trajectory import FailureKind, FinishReason, GroupFacts, Prompt, SyncReceipt, Trajectory, UnfinishedGroup, ids_of, logprobs_of
 from rollout.weight_update import require_checksums
@@ -90,7 +90,7 @@ class RolloutWorker:
     """Used as a Ray actor (async). Calls overlap; a weight update pauses the engine, not the calls."""
 
     def __init__(self, name: str, settings: WorkerSettings) -> None:
-        tell_stacks()
+        register_stack_dump()
         self._name, self._settings = name, settings
         self._asked_update = 0
         """Number of the newest one; an older one whose weights arrive late would take the engine back."""
@@ -334,8 +334,8 @@ class RolloutWorker:
         await self._sampler.engine.hand_back()
 
     async def end_notice(self) -> None:
-        """Returns when the process has been told to end (SIGTERM)."""
-        await self._end_notice.told.wait()
+        """Returns when the process has got a SIGTERM."""
+        await self._end_notice.received.wait()
 
     async def stop(self) -> None:
         """End the engine."""

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import ray
 from ray.util.scheduling_strategies import NodeLabelSchedulingStrategy, NotIn
 
-from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
+from actors.carriers import ActorInfo, Ticket, WorkerLoad
 from actors.cluster.cluster import lower_priority
 from actors.config import DeadlinesConfig
 from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
@@ -32,7 +32,7 @@ from actors.processes.wait_notice import WaitNotice
 from actors.weights.weight_sync import SyncTarget
 from correction.errors import DeadlineExceeded, EvenkeelError
 from rollout.heartbeat import MISSES
-from rollout.trajectory import UnfinishedGroup
+from rollout.trajectory import GroupFacts, UnfinishedGroup
 
 log = logging.getLogger("evenkeel.pool")
 _LOAD_S = 5.0
@@ -92,14 +92,14 @@ class WorkerHandle:
 
 
 class PoolObserver(Protocol):
-    """Is told what happens in the pool."""
+    """Takes what happens in the pool."""
 
     def joined(self, info: ActorInfo) -> None: ...
 
     def left(self, worker: str) -> None:
         """Args: worker: its name."""
 
-    def group_finished(self, summary: GroupSummary) -> None: ...
+    def group_finished(self, group: GroupFacts, worker: str) -> None: ...
 
     def handed_back(self, groups: int, tokens: int) -> None:
         """Groups that go on elsewhere, with so many tokens sampled."""
@@ -116,8 +116,8 @@ class PoolObserver(Protocol):
 class LostGroups:
     """Groups whose worker was lost, until others sample them; says how long that took when the last ones are under way again."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify = notify
         self._waiting: dict[int, str] = {}
         """Worker that had it, by group."""
         self._since: dict[str, float] = {}
@@ -131,7 +131,7 @@ class LostGroups:
         """Other workers have them."""
         back = {self._waiting.pop(i) for i in group_ids if i in self._waiting}
         for name in back.difference(self._waiting.values()):
-            self._tell(f"all groups of rollout worker {name} are under way again, {time.monotonic() - self._since.pop(name):.2f} s later")
+            self._notify(f"all groups of rollout worker {name} are under way again, {time.monotonic() - self._since.pop(name):.2f} s later")
 
 
 def create(name: str, settings: WorkerSettings, avoided: Sequence[str] = ()) -> WorkerHandle:
@@ -192,7 +192,7 @@ async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
 
     Args: limit_s: seconds without an answer.
     """
-    what, missed, is_told = f"heartbeat <- rollout worker {worker.name}", 0, False
+    what, missed, is_reported = f"heartbeat <- rollout worker {worker.name}", 0, False
 
     async def probe() -> float:
         while True:
@@ -216,9 +216,9 @@ async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
             return str(unwrapped(error))
         else:
             missed = 0
-        if silent_s >= limit_s / 2 and not is_told and (half_over := HALF_OVER.get()) is not None:
+        if silent_s >= limit_s / 2 and not is_reported and (half_over := HALF_OVER.get()) is not None:
             half_over(what)
-        is_told = silent_s >= limit_s / 2
+        is_reported = silent_s >= limit_s / 2
     return f"missed its heartbeat: its process answered none of {missed} probes in {limit_s:g} s"
 
 

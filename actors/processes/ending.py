@@ -19,14 +19,14 @@ class Ending:
     it. The first one during the last evaluation cancels that evaluation. A second signal, or one while the run starts or returns to a
     checkpoint, ends it at once, without a further checkpoint."""
 
-    def __init__(self, tell: Callable[[str], object], hurry: Callable[[], object], saved_step: Callable[[], int]) -> None:
+    def __init__(self, notify: Callable[[str], object], hurry: Callable[[], object], saved_step: Callable[[], int]) -> None:
         """
         Args:
-            tell: takes a sentence: that the end is asked for, by what, and how it comes.
+            notify: takes a sentence: that the end is asked for, by what, and how it comes.
             hurry: called at SIGTERM during training. Whoever sends it may kill the process a few seconds later.
             saved_step: returns the step of the newest checkpoint on disk; 0: there is none.
         """
-        self._tell, self._hurry, self._saved_step = tell, hurry, saved_step
+        self._notify, self._hurry, self._saved_step = notify, hurry, saved_step
         self.by: int | None = None
         """The signal that has asked for the end."""
         self.is_asked = asyncio.Event()
@@ -61,11 +61,11 @@ class Ending:
             if number == signal.SIGTERM:
                 self._hurry()
             which = "of the last finished step" if number == signal.SIGTERM else "after the step under way if there is one"
-            self._tell(f"interrupted ({name}): ending with a checkpoint, {which} (once more: at once); until that is on disk, {on_disk}")
+            self._notify(f"interrupted ({name}): ending with a checkpoint, {which} (once more: at once); until that is on disk, {on_disk}")
         elif self.last_evaluation is not None and not self.last_evaluation.done() and is_first:
-            self._tell(f"interrupted ({name}): leaving out the evaluation after training")
+            self._notify(f"interrupted ({name}): leaving out the evaluation after training")
             self.last_evaluation.cancel()
         else:
-            self._tell(f"interrupted ({name}): ending at once; {on_disk}")
+            self._notify(f"interrupted ({name}): ending at once; {on_disk}")
             self.is_at_once = True
             main.cancel()

@@ -28,7 +28,7 @@ USUAL_START = 1 / 3
 """Share of its deadline: if the start of an engine or a rank takes longer, its notices become warnings."""
 
 HALF_OVER: ContextVar[Callable[[str], None] | None] = ContextVar("half_over", default=None)
-"""Is told, in tasks of this context, of each long wait that has used half of its deadline: its name."""
+"""Called, in tasks of this context, with the name of each long wait that has used half of its deadline."""
 _LONG_S = 60.0
 _DETAIL_S = 5.0
 """For the clause on what is missing."""
@@ -120,7 +120,7 @@ async def patiently(
 
     Args:
         call: may run twice.
-        late: told each time.
+        late: called each time.
     Raises: as `persistently`, but for the deadline. The end of the wait is the caller's.
     """
     waited_s = 0.0
@@ -190,13 +190,13 @@ async def unless_set(event: asyncio.Event, work: Awaitable[T]) -> T | None:
                 await one
 
 
-async def done_or_told(work: Awaitable[Any], what: str, deadline_s: float, tell: Callable[[str], None]) -> None:
-    """Wait for `work` while a run ends. Its error goes to `tell` instead of being raised, so that it doesn't replace the error that ended
+async def done_or_reported(work: Awaitable[Any], what: str, deadline_s: float, notify: Callable[[str], None]) -> None:
+    """Wait for `work` while a run ends. Its error goes to `notify` instead of being raised, so that it doesn't replace the error that ended
     the run."""
     try:
         await wait_for(work, what, deadline_s=deadline_s)
     except Exception as error:
-        tell(f"{what}: given up ({error})")
+        notify(f"{what}: given up ({error})")
 
 
 def abandon(task: asyncio.Task[Any]) -> None:

@@ -65,7 +65,7 @@ class TrajectoryQueue:
         self._finished: list[int] = []
         """A heap of the finished groups' ids; some may have been discarded since."""
         self.lost: list[int] = []
-        """Groups to be sampled again, which nobody has been told of."""
+        """Groups to be sampled again, which nobody knows of yet."""
 
     # -- admission ---------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import ray
 from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
 from actors.cluster.hub import model_folder
 from actors.metrics.exporter import MetricsEndpoint, listen_address, node_address
-from actors.processes.part_heartbeat import BESIDE, BeatingInTurn
+from actors.processes.part_heartbeat import BESIDE, SequentialHeartbeatActor
 from actors.queue.payloads import read_now
 from actors.ranks.collective_calls import NumberedRank, collective
 from actors.settings.devices import check_received
@@ -25,7 +25,7 @@ from correction.engines.quick_imports import uncollected
 from correction.engines.rendezvous import keep_nccl_on
 from correction.errors import DataError, EngineError, SyncError
 from learner.config import LearnerConfig
-from rollout.stacks import tell_stacks
+from rollout.stacks import register_stack_dump
 
 if TYPE_CHECKING:  # torch and Megatron are imported when the rank starts
     from torch import Tensor
@@ -44,7 +44,7 @@ ABORTABLE = frozenset({"step", "proximal", "reference_logprobs", "at_sampling"})
 """Collective calls that can end before one of their micro-batches."""
 
 
-class LearnerRankActor(NumberedRank, BeatingInTurn):
+class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
     """One Megatron rank in a process of its own. Calls run one after the other, as they arrive with their arguments.
 
     Collective ones say first which number they have among those of their caller. Rank 0 answers them; the others return nothing.
@@ -52,7 +52,7 @@ class LearnerRankActor(NumberedRank, BeatingInTurn):
 
     def __init__(self, config: LearnerConfig, rank: int, *, bind: str) -> None:
         super().__init__(f"learner rank {rank}")
-        tell_stacks()
+        register_stack_dump()
         self._config, self._rank, self._bind = config, rank, bind
         self._version = 0
         self._broadcaster: WeightBroadcaster | None = None
@@ -199,7 +199,7 @@ class LearnerRankActor(NumberedRank, BeatingInTurn):
     def export(self, number: int, version: int, plan: ExportPlan) -> WeightSnapshot | None:
         """One pass over the weights of `version`: every rank takes part in gathering, rank 0 alone copies, sends and answers.
 
-        A broadcast that fails is told in the answer; the learner goes on.
+        A broadcast that fails is reported in the answer; the learner goes on.
         """
         from correction.engines.float8 import in_float8
         from correction.engines.weight_spec import WeightSpec

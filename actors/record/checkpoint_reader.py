@@ -25,7 +25,7 @@ class ResumePoint:
     damaged: tuple[tuple[Checkpoint, str], ...]
     """Newer checkpoints that can't be read, newest first, each with the reason."""
     notes: tuple[tuple[str, str], ...] = ()
-    """To be told at the start: level and sentence."""
+    """Events of the start: level and sentence."""
 
 
 def newest_readable(folder: RunFolder) -> ResumePoint:

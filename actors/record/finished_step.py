@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from actors.carriers import GroupSummary, PreparedBatch, WorkerLoad
-from rollout.trajectory import SyncReceipt
+from actors.carriers import PreparedBatch, WorkerLoad
+from rollout.trajectory import GroupFacts, SyncReceipt
 
 if TYPE_CHECKING:
     from learner.results import StepResult
@@ -30,7 +30,8 @@ class FinishedStep:
     phases: dict[str, float]
     """Seconds by phase of the loop."""
     loads: Awaitable[dict[str, WorkerLoad]]
-    groups: Sequence[GroupSummary]
+    groups: Mapping[str, Sequence[GroupFacts]]
+    """What each worker, by name, has finished since the step before."""
     versions: Mapping[str, int]
     """Of the workers, as the step's training ended."""
     receipts: Sequence[SyncReceipt]

@@ -90,8 +90,8 @@ class WandbView:
     Its calls run in a thread of their own: one that fails or never comes back keeps neither the run's start, nor its lines, nor its end.
     """
 
-    def __init__(self, *, project: str, name: str, folder: Path, config: Mapping[str, Any], tell: Callable[[str], object]) -> None:
-        """Args: tell: is told, once, when it takes no steps any more. Raises: ConfigError if the package is not installed."""
+    def __init__(self, *, project: str, name: str, folder: Path, config: Mapping[str, Any], notify: Callable[[str], object]) -> None:
+        """Args: notify: called, once, when it takes no steps any more. Raises: ConfigError if the package is not installed."""
         try:
             import wandb
         except ImportError as error:
@@ -99,7 +99,7 @@ class WandbView:
                 f"metrics.wandb_project = {project!r}: the package wandb is not installed. "
                 f"Install it with `pip install 'evenkeel[wandb]'`, or leave metrics.wandb_project empty."
             ) from error
-        self._tell, self._is_open, self._lock = tell, True, threading.Lock()
+        self._notify, self._is_open, self._lock = notify, True, threading.Lock()
         self._thread = FileThread("Weights & Biases")
         self._run: Any = None
         self._began = time.monotonic()
@@ -110,7 +110,7 @@ class WandbView:
         self._thread.do(partial(self._try, begin))
 
     def write(self, metrics: StepMetrics) -> None:
-        """Hand a step over. The first error, of whatever kind, is told and is the end of this view, as are too many steps that wait: a
+        """Hand a step over. The first error, of whatever kind, is reported and is the end of this view, as are too many steps that wait: a
         service that shows a run must not end it."""
         if self._thread.waiting >= _MOST_STEPS:
             self._give_up(f"{_MOST_STEPS} of them wait for it")
@@ -142,22 +142,22 @@ class WandbView:
         with self._lock:
             is_first, self._is_open = self._is_open, False
         if is_first:
-            self._tell(f"Weights & Biases gets no more steps of this run; all of them are in its folder: {why}")
+            self._notify(f"Weights & Biases gets no more steps of this run; all of them are in its folder: {why}")
 
 
 View = TensorBoardView | WandbView
 
 
-def open_views(folder: RunFolder, config: MetricsConfig, tell: Callable[[str], object]) -> list[View]:
+def open_views(folder: RunFolder, config: MetricsConfig, notify: Callable[[str], object]) -> list[View]:
     """The views of a run, by its settings; steps and evaluations go to all of them.
 
-    Args: tell: is told, in whatever thread, when one of them is dropped.
+    Args: notify: called, in whatever thread, when one of them is dropped.
     Raises: ConfigError if Weights & Biases is asked for and not installed.
     """
     views: list[View] = [_tensorboard(folder)]
     if config.wandb_project:
         of_run = folder.read_config()
-        views.append(WandbView(project=config.wandb_project, name=folder.path.name, folder=folder.path, config=of_run, tell=tell))
+        views.append(WandbView(project=config.wandb_project, name=folder.path.name, folder=folder.path, config=of_run, notify=notify))
     return views
 
 

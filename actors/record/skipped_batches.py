@@ -94,7 +94,7 @@ class SkippedBatch:
         return cls(plain["step"], plain["weight_version"], corrected, correction, tuple(norms), plain["group_norms"])
 
 
-async def keep_and_tell(keep: Callable[[SkippedBatch], Path | None], step: int, batch: PreparedBatch, result: StepResult) -> str:
+async def keep_and_describe(keep: Callable[[SkippedBatch], Path | None], step: int, batch: PreparedBatch, result: StepResult) -> str:
     """What the guard did at a step, in a sentence; the batch is kept. The weights were those of the version before the step.
 
     Args: keep: RunFolder.keep_skipped_batch.

@@ -33,8 +33,8 @@ def gist(text: str, name: str) -> tuple[str, ...]:
 def _line(part: str) -> str:
     title, _, stacks = part.partition("\n")
     threads = stacks.strip().split("\n\n")
-    told = threads[-1]  # faulthandler tells the main thread last
-    if " in main_loop" in told:  # Ray's, of a worker process: an actor's calls may run in a thread of their own
-        told = next((thread for serves in _SERVES for thread in threads if serves in thread), told)
-    frames = [f"{Path(file).stem}:{line} {function}" for file, line, function in _FRAME.findall(told)[:_FRAMES]]
-    return f"{title}: {' < '.join(frames) or told or 'nothing'}"
+    shown = threads[-1]  # faulthandler writes the main thread last
+    if " in main_loop" in shown:  # Ray's, of a worker process: an actor's calls may run in a thread of their own
+        shown = next((thread for serves in _SERVES for thread in threads if serves in thread), shown)
+    frames = [f"{Path(file).stem}:{line} {function}" for file, line, function in _FRAME.findall(shown)[:_FRAMES]]
+    return f"{title}: {' < '.join(frames) or shown or 'nothing'}"

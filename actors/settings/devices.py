@@ -159,7 +159,7 @@ def check_rollout_resource(config: RunConfig, offered: float, possible: float | 
 
     Args:
         offered: units of the rollout resource on the nodes that are there.
-        possible: on all nodes that its autoscaler may start; None: there is no autoscaler, or it has not told yet.
+        possible: on all nodes that its autoscaler may start; None: there is no autoscaler, or it has not said so yet.
     Returns: what to say if there will never be enough for all.
     Raises: ConfigError if an autoscaler is there, and no node, nor any type of node that it may start, offers it.
     """
@@ -201,7 +201,7 @@ def room_for_engines(nodes: Sequence[tuple[int, float]], config: RunConfig) -> i
     groups = whole_gpus([learner.gpus_per_rank] * learner.world_size) // learner.tensor_parallel
     for _ in range(groups if learner.resolved_device == "cuda" else 0):
         place = next((i for i, room in enumerate(left) if room >= learner.tensor_parallel), None)
-        if place is not None:                       # a learner without room is told so by a rule of its own
+        if place is not None:                       # a learner without room is reported by a rule of its own
             left[place] -= learner.tensor_parallel
     return int(sum(min(room // ranks, takes) for room, (_, takes) in zip(left, nodes, strict=True)))
 

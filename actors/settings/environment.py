@@ -1,4 +1,4 @@
-"""Environment variables of the actors, by role: what NCCL and the allocator have to be told before a process starts, and the user's own."""
+"""Environment variables of the actors, by role: what NCCL and the allocator have to know before a process starts, and the user's own."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Co
 
 
 class BatchObserver(Protocol):
-    """Is told what the comparison of a batch has found."""
+    """Takes what the comparison of a batch has found."""
 
     def event(self, level: str, text: str) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What a simulated run is told: how long answers are, and how long everything takes."""
+"""What a simulated run is given: how long answers are, and how long everything takes."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class SampledGroup:
 
 
 class EngineOwner(Protocol):
-    """Who is told what happens in an engine."""
+    """Who gets what happens in an engine."""
 
     def group_finished(self, engine: SimulatedEngine, group: SampledGroup) -> None: ...
 

@@ -121,18 +121,18 @@ class TrainingState:
         return replace(self, queue=_with_prompts(self.queue, found))
 
 
-def open_ledger(path: Path, state: TrainingState | None, tell: Callable[[str, str], object], hand_over: HandOver = at_once) -> Ledger:
+def open_ledger(path: Path, state: TrainingState | None, notify: Callable[[str, str], object], hand_over: HandOver = at_once) -> Ledger:
     """The ledger of a run that begins, or goes on from a state.
 
     Args:
-        tell: takes level and sentence, if the file is not what the checkpoint knows.
+        notify: takes level and sentence, if the file is not what the checkpoint knows.
         hand_over: see Ledger.
     """
     if state is None:
         return Ledger(path, hand_over=hand_over)
     ledger, warning = Ledger.resumed(path, state.queue, state.ledger, hand_over=hand_over)
     if warning:
-        tell("warning", warning)
+        notify("warning", warning)
     return ledger
 
 

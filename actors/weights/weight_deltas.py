@@ -154,11 +154,11 @@ class WeightDeltas:
         place = NodeAffinitySchedulingStrategy(node, soft=False) if node else None
         # No retries: for one Ray would keep the arguments in the store; if a result is lost, the node fetches all weights.
         task = ray.remote(function).options(num_cpus=0, max_retries=0, num_returns=len(newest.buckets) + 1, scheduling_strategy=place)
-        *found, told = task.remote(len(newest.buckets), *arguments)
+        *found, summary = task.remote(len(newest.buckets), *arguments)
         try:
-            return found, await wait_for(told, f"{what}, v{newest.version} <- node {node[:8]}", deadline_s=self._limit_s)
+            return found, await wait_for(summary, f"{what}, v{newest.version} <- node {node[:8]}", deadline_s=self._limit_s)
         except BaseException:  # late or cancelled: the task would go on, and keep its versions in the store
-            ray.cancel(told, force=True)
+            ray.cancel(summary, force=True)
             raise
 
     # -- one node ----------------------------------------------------------------------------------------------------

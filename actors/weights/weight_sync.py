@@ -96,11 +96,11 @@ class WeightSync:
         """
         Args:
             probe_ids: token ids of the prompt whose logprobs both sides compute.
-            on_receipt: told of each receipt; the engine gets work from then on.
-            on_probe: told of each comparison: engine, version, each token's difference in nats.
-            on_dirty: told of each attempt that failed, with the reason; the engine gets no work until a full sync has succeeded.
-            on_failure: told of an engine that took no weights in several attempts, with the reason.
-            on_loss: told when a rank of the learner, or a call that all of them run, is lost in a copy of the weights.
+            on_receipt: called with each receipt; the engine gets work from then on.
+            on_probe: called with each comparison: engine, version, each token's difference in nats.
+            on_dirty: called with each attempt that failed, with the reason; the engine gets no work until a full sync has succeeded.
+            on_failure: called with an engine that took no weights in several attempts, with the reason.
+            on_loss: called when a rank of the learner, or a call that all of them run, is lost in a copy of the weights.
             generation: of the run; only receipts of its versions count.
             float8: engines hold their projections so.
             ranks_of_engine: all of them members of a broadcast group.

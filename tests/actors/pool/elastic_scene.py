@@ -139,7 +139,7 @@ class ElasticScene:
         observer = SimpleNamespace(
             joined=lambda _: None,
             left=self.left.append,
-            group_finished=lambda _: None,
+            group_finished=lambda *_: None,
             handed_back=self._count,
             lost=lambda _: None,
             scaled=self.decisions.append,

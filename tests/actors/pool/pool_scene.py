@@ -126,7 +126,7 @@ class Scene:
         observer = SimpleNamespace(
             joined=lambda info: self.joined.append(info.name),
             left=self.left.append,
-            group_finished=lambda summary: self.finished.append(summary.group_id),
+            group_finished=lambda group, _: self.finished.append(group.group_id),
             lost=lambda _: None,
             event=lambda _, text: self.events.append(text),
             waiting=lambda notice: self.events.append(str(notice)),

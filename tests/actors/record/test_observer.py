@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.carriers import UNIFORM, ActorInfo, GroupSummary
+from actors.carriers import UNIFORM, ActorInfo
 from actors.driver.evaluation import evaluate
 from actors.metrics.step_metrics import StepMetrics, by_worker
 from actors.pool.scaling import Cause, ScalingDecision
@@ -27,7 +27,7 @@ from correction.config import CorrectionConfig
 from correction.monitor import Event, State
 from rollout.config import AnswerSampling
 from rollout.trajectory import FailureKind, SyncReceipt
-from tests.actors.cases import prompts
+from tests.actors.cases import facts, prompts
 from tests.actors.driver.test_evaluation import Answers
 from tests.actors.metrics.test_metrics import scalars
 from tests.actors.record.observer_cases import ALARM, BROKEN, OVER, WATCH, Seen, diagnosed, observe, write
@@ -73,11 +73,11 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
         for step in (1, 2):
             observer.note({"true_on_policy/tokens": step})
             observer.receipt(SyncReceipt(step, "retract", 1, 1, bytes=100 * step, pause_s=0.0, worker="0", seconds=0.1 * step))
-            observer.group_finished(GroupSummary(step, 7 * step, 1, (), 0.1, "0"))
+            observer.group_finished(facts(step, 7 * step), "0")
             counts = {"admitted": 10 * step, "trained": step, "discarded": step, "finished": 0, "in_flight": 0, "drawn": 0}
             ended.append(observer.end_step(step, step, batch, result, {"train": 1.0}, counts, [("train/0/1", UNIFORM)]))  # type: ignore[arg-type]
         for step in ended:
-            observer.tell(step, asyncio.sleep(0, None))  # type: ignore[arg-type]
+            observer.report(step, asyncio.sleep(0, None))  # type: ignore[arg-type]
         await observer.flush()
 
     asyncio.run(scenario())
@@ -109,17 +109,17 @@ def test_a_reward_that_fails_by_the_hundred_is_one_line_a_step(seen: Seen, monke
             late = ((FailureKind.REWARD_TIMEOUT, "the reward took more than 10 s"),) if group % 10 == 0 else ()
             raised = FailureKind.REWARD, f"the reward raised ValueError: {number}-{group} misses the deadline of a page that it asks"
             errors = (raised, *late)
-            seen.observer.group_finished(GroupSummary(group, 7, 8, errors, 0.1, "0"))
+            seen.observer.group_finished(facts(group, *[1] * 8, failures=errors), "0")
         return seen.observer.end_step(number, number, batch, result, {}, counts, []).noted  # type: ignore[arg-type]
 
     totals = [asyncio.run(step(number)) for number in (1, 2)][-1]
-    seen.observer.group_finished(GroupSummary(7, 7, 8, ((FailureKind.ENGINE, "the engine aborted the request"),), 0.1, "0"))
+    seen.observer.group_finished(facts(7, *[1] * 8, failures=[(FailureKind.ENGINE, "the engine aborted the request")]), "0")
     seen.observer.close()
     warnings = [event.text for event in seen.folder.read_events() if event.level == "warning"]
     assert len(warnings) == 2 + 2 + 2 + 1
     assert warnings[0] == (
         "group 0: a trajectory failed: the reward raised ValueError: 1-0 misses the deadline of a page that it asks "
-        "(further trajectories without a reward are counted, and told once a step)"
+        "(further trajectories without a reward are counted, and reported once a step)"
     )
     assert warnings[2].startswith("step 1: trajectories without a reward: 99 more, the first: group 1: ")
     assert warnings[3].startswith("step 1: trajectories whose reward took too long: 9 more, the first: group 10: ")
@@ -140,7 +140,7 @@ def test_an_overflow_in_float16_is_said_and_counted_apart(seen: Seen, monkeypatc
 
     async def scenario() -> None:
         step = seen.observer.end_step(1, 1, batch, result, {"train": 1.0}, counts, [])  # type: ignore[arg-type]
-        seen.observer.tell(step, asyncio.sleep(0, None))  # type: ignore[arg-type]
+        seen.observer.report(step, asyncio.sleep(0, None))  # type: ignore[arg-type]
         await seen.observer.flush()
 
     asyncio.run(scenario())
@@ -189,13 +189,13 @@ def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypat
         for name in held:
             observer.joined(ActorInfo("rollout", name, 1, "127.0.0.1:1"))
         for name, tokens in (("0", 10), ("1", 20), ("0", 5), ("2", 40)):
-            observer.group_finished(GroupSummary(1, tokens, 1, (), 0.1, name))
+            observer.group_finished(facts(1, tokens), name)
         observer.trained()
         held.update(dict.fromkeys(held, -1))
         counts = {"admitted": 4, "trained": 4, "discarded": 0, "finished": 0, "in_flight": 0, "drawn": 0}
         ended = observer.end_step(1, 5, batch, result, {"train": 1.0}, counts, [])  # type: ignore[arg-type]
         observer.left("2")
-        observer.tell(ended, asyncio.sleep(0, None))  # type: ignore[arg-type]
+        observer.report(ended, asyncio.sleep(0, None))  # type: ignore[arg-type]
         await observer.flush()
 
     asyncio.run(scenario())
@@ -248,7 +248,7 @@ def test_a_run_that_may_have_seconds_left_waits_for_no_diagnostics(seen: Seen) -
 
     async def scenario() -> None:
         never, metrics = asyncio.get_running_loop().create_future, StepMetrics(1, {"time/step_s": 1.0, "reward/mean": 0.5})
-        seen.observer._writing = asyncio.create_task(seen.observer._write_when_known(metrics, [], never(), never(), None))
+        seen.observer._writing = asyncio.create_task(seen.observer._write_when_known(metrics, {}, never(), never(), None))
         flushing = asyncio.create_task(seen.observer.flush())
         await asyncio.sleep(0.05)
         assert not flushing.done()

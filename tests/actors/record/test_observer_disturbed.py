@@ -88,7 +88,7 @@ def test_weights_and_biases_that_fails_is_told_once_and_left_out(seen: Seen, mon
 
     run = SimpleNamespace(log=log, finish=lambda: pytest.fail("it is left out"))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
-    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, tell=partial(seen.observer.event, "warning"))
+    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, notify=partial(seen.observer.event, "warning"))
     seen.observer._views.append(view)
     asyncio.run(write(seen.observer, *((step, diagnosed(state=State.OK)) for step in (1, 2, 3))))
     view.close()
@@ -160,7 +160,7 @@ def wandb_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 def test_weights_and_biases_that_hangs_holds_nothing_up(seen: Seen, wandb_that_hangs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the lines of the run's folder, nor a flush, which a checkpoint waits for, nor the end."""
-    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, tell=partial(seen.observer.event, "warning"))
+    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, notify=partial(seen.observer.event, "warning"))
     seen.observer._views.append(view)
     asyncio.run(write(seen.observer, *((step, diagnosed(state=State.OK)) for step in (1, 2, 3))))
     assert wandb_that_hangs == [1] and [line.step for line in seen.folder.read_metrics()] == [1, 2, 3]
@@ -178,7 +178,7 @@ def test_weights_and_biases_that_uploads_at_the_end_is_not_given_up(seen: Seen, 
     uploads, tried = threading.Event(), list[int]()
     run = SimpleNamespace(log=lambda numbers: tried.append(int(numbers["step"])), finish=lambda: uploads.wait(60.0))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
-    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, tell=partial(seen.observer.event, "warning"))
+    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, notify=partial(seen.observer.event, "warning"))
     view.write(StepMetrics(1, {}))
     view.write(StepMetrics(2, {}))
     until(lambda: len(tried) == 2)
@@ -192,7 +192,7 @@ def test_weights_and_biases_that_uploads_at_the_end_is_not_given_up(seen: Seen, 
 
 def test_what_waits_for_weights_and_biases_is_bounded(seen: Seen, wandb_that_hangs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metric_views, "_MOST_STEPS", 2)
-    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, tell=partial(seen.observer.event, "warning"))
+    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, notify=partial(seen.observer.event, "warning"))
     view.write(StepMetrics(1, {}))
     until(lambda: bool(wandb_that_hangs))
     for step in range(2, 7):
