@@ -23,12 +23,13 @@ def main() -> None:
     from actors.cluster.cluster import NoClusterError
     from actors.commands.cli import main as command_line
     from actors.commands.retries import NOT_AGAIN
+    from actors.processes.output import put
 
     try:
         command_line()
     except SystemExit as end:
         if isinstance(end.__context__, ConfigError):
-            print(end.code, file=sys.stderr)
+            put(f"{end.code}\n", sys.stderr)
             sys.exit(interrupts.NO_CLUSTER if isinstance(end.__context__, NoClusterError) else NOT_AGAIN)
         raise
 

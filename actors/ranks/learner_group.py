@@ -187,7 +187,9 @@ class LearnerGroup:
             if all(await self._each("is_saved", "end of a checkpoint", deadline_s + self.step_s)):
                 return
             if is_late:
-                raise DeadlineExceeded(f"checkpoint <- learner: not on disk after {deadline_s:g} s (deadlines.checkpoint_s)")
+                what = "checkpoint <- learner"
+                said = f"{what}: not on disk after {deadline_s:g} s (deadlines.checkpoint_s)"
+                raise DeadlineExceeded(said, what=what, seconds=deadline_s)
             await asyncio.sleep(_SAVED_POLL_S)
 
     async def restore(self, folder: Path, version: int, *, deadline_s: float) -> None:

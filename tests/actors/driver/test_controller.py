@@ -17,6 +17,7 @@ from actors.config import DeadlinesConfig, RunConfig
 from actors.driver.batch_source import BatchSource
 from actors.driver.controller import Controller
 from actors.driver.evaluation import Evaluations
+from actors.processes.wait_notice import WaitNotice
 from correction.errors import ActorLost, DeadlineExceeded, EngineError, StepAborted
 from tests.actors.cases import FakeActor, prompts
 
@@ -38,8 +39,8 @@ class Observer:
     def doing(self, text: str) -> None:
         self.phases.append(text)
 
-    def waiting(self, text: str) -> None:
-        self.events.append(text)
+    def waiting(self, notice: WaitNotice) -> None:
+        self.events.append(str(notice))
 
     def serve(self) -> None: ...
 

@@ -35,6 +35,7 @@ from correction.errors import StepAborted
 from learner.config import LearnerConfig
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
+from tests.actors.on_two_nodes.batch_maker import BatchMaker
 from tests.learner.learner_cases import TIS, random_batch, save_model, with_noisy_behavior
 
 STEPS, JOINS = 10, 50
@@ -166,16 +167,6 @@ def test_a_step_that_is_aborted_leaves_the_ranks_agreed_and_able_to_save(cluster
             assert (await group.step(ray.put(batch), TIS, step=0)).microbatches >= 20, "after a restore the ranks train again"
 
     asyncio.run(asyncio.wait_for(scenario(), 400.0))
-
-
-class BatchMaker:
-    """Stands where the correction service stands: a batch that is lost with it."""
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    async def make(self) -> None:
-        await asyncio.Event().wait()
 
 
 async def two_steps(group: LearnerGroup) -> list[dict[str, str]]:

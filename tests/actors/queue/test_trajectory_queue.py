@@ -392,6 +392,20 @@ def test_a_checkpoint_has_the_groups_that_are_left_and_samples_the_others_again(
     asyncio.run(scenario())
 
 
+def test_books_of_the_driver_that_do_not_balance_name_the_prompts() -> None:
+    """A group that nobody knows of any more; one is given up, two are under way."""
+    outstanding = Outstanding()
+    tickets = [Ticket(number, prompt(number), 0) for number in range(4)]
+    outstanding.admit(tickets)
+    outstanding.give_up(tickets[3], "invalid")
+    assert len(outstanding.contents().tickets) == 3
+    outstanding._leave(tickets[1].prompt.prompt_id)
+    first, _, third, last = (ticket.prompt.prompt_id for ticket in tickets)
+    known = rf"4 groups were admitted, but 3 are known: 0 as trained, 1 as discarded \({last} not .*\), 2 under way \({first}, {third}\)"
+    with pytest.raises(LedgerError, match=known):
+        outstanding.contents()
+
+
 def test_a_repeated_delivery_changes_nothing() -> None:
     """Neither of a whole call, which may run twice, nor of a group that another worker has sampled as well: the first one counts."""
 
