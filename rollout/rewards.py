@@ -306,7 +306,7 @@ class _ScoringProcess:
 
     def _restart(self) -> None:
         self.kill()
-        with contextlib.suppress(RewardCallError):  # tried again, and told, by the next call
+        with contextlib.suppress(RewardCallError):  # tried again, and reported, by the next call
             self.start()
 
     def _exit_code(self, child: subprocess.Popen[bytes]) -> str:

@@ -131,7 +131,7 @@ def test_weights_and_biases_whose_start_hangs_is_given_up(seen: Seen, monkeypatc
     goes_on = threading.Event()
     run = SimpleNamespace(log=lambda _: pytest.fail("it is given up"), finish=lambda: pytest.fail("it is given up"))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run if goes_on.wait(60.0) else None))
-    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, tell=seen.observer.waiting)
+    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, notify=seen.observer.waiting)
     view.write(StepMetrics(1, {}))
     monkeypatch.setattr(metric_views, "_START_S", 0.0)
     view.write(StepMetrics(2, {}))

@@ -17,7 +17,7 @@ from actors.record.run_folder import RunFolder
 from actors.record.stack_collector import StackCollector
 from actors.record.stack_gist import newest_gist
 from correction.errors import DeadlineExceeded
-from rollout.stacks import tell_stacks
+from rollout.stacks import register_stack_dump
 from tests.actors.simulated_time import simulate
 
 TEXT = """learner step 3 <- rank 0
@@ -140,7 +140,7 @@ def test_a_head_that_hangs_leaves_the_drivers_own_stacks(tmp_path: Path, monkeyp
     monkeypatch.setattr(stack_collector.ray, "nodes", wakes.wait)
     monkeypatch.setattr(stack_collector, "_NODE_S", 0.2)
     folder = RunFolder.create(tmp_path / "run", "run")
-    tell_stacks()
+    register_stack_dump()
 
     async def scenario() -> None:
         collector = StackCollector(folder, folder.event)
