@@ -94,7 +94,7 @@ def of_plain(kind: Any, plain: Any, columns: Mapping[str, np.ndarray], names: Ma
         row = _row(plain, columns)
         return array(typecode, row.tobytes()) if kind_of_row == "array" else array(code, row.astype(code).tobytes())
     if dataclasses.is_dataclass(kind):
-        hints = _types_of_fields(kind, tuple(names.items()))
+        hints = _types_of_fields(typing.cast(type, kind), tuple(names.items()))
         return typing.cast(Any, kind)(**{name: of_plain(hints[name], item, columns, names) for name, item in plain.items()})
     if kind is float:
         return float(plain)
