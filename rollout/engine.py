@@ -260,7 +260,7 @@ def _read_model_config(folder: Path, engine: EngineConfig) -> tuple[int, int, Ex
 
     if not (folder / "config.json").is_file():
         raise DataError(f"{folder}: no config.json: not a Hugging Face model folder. Give a folder that transformers can load")
-    config = AutoConfig.from_pretrained(folder).get_text_config()
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
     has_experts = getattr(config, "num_experts", None) is not None
     if has_experts and config.tie_word_embeddings:
         raise DataError(

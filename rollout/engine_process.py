@@ -156,7 +156,8 @@ class EngineProcess:
                 return task.result()
             if self._lost.done():
                 raise EngineError(f"{self.name}: {self._lost.result()} (phase: {phase}). Its log lines say why; start a new engine")
-            raise DeadlineExceeded(f"{self.name}: no answer in {deadline_s:g} s (phase: {phase})")
+            said = f"{self.name}: no answer in {deadline_s:g} s (phase: {phase})"
+            raise DeadlineExceeded(said, what=f"{self.name}: {phase}", seconds=deadline_s)
         finally:
             self._waiting.discard(released)
             if not keep:

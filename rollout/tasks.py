@@ -21,7 +21,7 @@ from rollout.gym_entry import COLUMN, as_json
 from rollout.gym_source import ReasoningGymSource, check_names
 from rollout.questions import Question, QuestionSource, SkippedRow, text_key
 from rollout.rows import RowSource, check_file, with_field
-from rollout.trajectory import Prompt
+from rollout.trajectory import Prompt, PromptPlace
 
 _FINGERPRINT_POSITIONS = 16
 
@@ -136,7 +136,7 @@ class Task:
         Raises: DataError if the task can't make one.
         """
         epoch, index = (0, position) if self._source.questions_per_epoch is None else divmod(position, self._source.questions_per_epoch)
-        return self._prompt(f"train/{epoch}/{index}", self._source.train_question(position))
+        return self._prompt(str(PromptPlace("train", epoch, index)), self._source.train_question(position))
 
     @property
     def questions_per_epoch(self) -> int | None:
@@ -183,7 +183,7 @@ class Task:
 
     def held_out_prompts(self) -> tuple[Prompt, ...]:
         """All held-out questions as prompts, "held_out/0/0" onwards."""
-        return tuple(self._prompt(f"held_out/0/{i}", question) for i, question in enumerate(self._source.held_out))
+        return tuple(self._prompt(str(PromptPlace("held_out", 0, i)), question) for i, question in enumerate(self._source.held_out))
 
     def held_out_sample(self) -> Prompt:
         """The first held-out prompt.
@@ -191,7 +191,7 @@ class Task:
         Raises: DataError if there is none, with the reason.
         """
         if self._source.held_out:
-            return self._prompt("held_out/0/0", self._source.held_out[0])
+            return self._prompt(str(PromptPlace("held_out", 0, 0)), self._source.held_out[0])
         if skipped := self._source.skipped:
             raise DataError(
                 f"{self.name}: no question could be held out; {len(skipped)} of those looked at can't be asked, the first: {skipped[0]}. "

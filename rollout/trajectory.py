@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from correction.engines.processor import Processor
@@ -39,7 +39,7 @@ class Prompt:
     """One question, as the task gives it."""
 
     prompt_id: str
-    """Unique in a run: data source, epoch and position, e.g. "train/0/17"."""
+    """Unique in a run: a task gives its PromptPlace, e.g. "train/0/17"."""
     text: str
     """What the user turn says; the chat template is applied to it."""
     token_ids: tuple[int, ...]
@@ -48,6 +48,26 @@ class Prompt:
     """What the reward function is given to compare with."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The task's own entry (reasoning-gym scorers need it)."""
+
+
+class PromptPlace(NamedTuple):
+    """Where a prompt of a task comes from; its id is the text."""
+
+    source: str
+    epoch: int
+    position: int
+    """In the epoch."""
+
+    @classmethod
+    def parse(cls, prompt_id: str) -> PromptPlace | None:
+        """None for an id of another form."""
+        source, *numbers = prompt_id.split("/")
+        if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+            return None
+        return cls(source, *map(int, numbers))
+
+    def __str__(self) -> str:
+        return "/".join(map(str, self))
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,7 +236,8 @@ class UpdatableEngine:
             if check.is_empty:
                 check.finish()                                      # an iterator without a single bucket
         except TimeoutError as error:
-            raise DeadlineExceeded(f"{self.name}: {phase}: the weights were not there in {deadline_s:g} s; {self._state}") from error
+            said = f"{self.name}: {phase}: the weights were not there in {deadline_s:g} s; {self._state}"
+            raise DeadlineExceeded(said, what=f"{self.name}: {phase}", seconds=deadline_s) from error
         except Exception as error:
             raise SyncError(f"{self.name}: {phase}: {error}. {self._state}") from error
 

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -160,6 +161,14 @@ class Cluster:
         """Where the output of every actor of this node is."""
         node = ray._private.worker._global_node
         return Path(node.get_logs_dir_path()) if node is not None else Path("/tmp/ray/session_latest/logs")
+
+    @property
+    def own_daemons(self) -> Mapping[str, subprocess.Popen[bytes]]:
+        """Of a private Ray the control service and the raylet, by name: children of this process. Of a joined one none."""
+        node: Any = ray._private.worker._global_node
+        if node is None or self._config.ray.address is not None:
+            return {}
+        return {name: node.all_processes[name][0].process for name in ("gcs_server", "raylet")}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         node: Any = ray._private.worker._global_node

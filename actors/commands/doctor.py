@@ -142,7 +142,7 @@ def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]
     except EvenkeelError as error:
         if not isinstance(error, ConfigError):
             raise
-        return [Complaint("fail", str(error))], []
+        return [Complaint.refusal(error)], []
     if config.ray.address is None:
         nodes = own_machine(config)
     else:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from actors.cluster.cluster import Cluster, check_ray, gpus_there
-from actors.cluster.head_watch import ends_with_the_head
+from actors.cluster.head_watch import ends_with_own_ray, ends_with_the_head
 from actors.cluster.hub import config_folder, outline_folder, pinned
 from actors.commands.init_model import read_record
 from actors.commands.recipe import load_config
@@ -26,6 +26,7 @@ from actors.plan.shape import ModelShape
 from actors.processes import interrupts
 from actors.processes.daemon_threads import DaemonThreads
 from actors.processes.supervision import HALF_OVER, counted
+from actors.processes.wait_notice import WaitNotice
 from actors.record.checkpoint_reader import ResumePoint, take_back
 from actors.record.observer import Observer
 from actors.record.run_event import EventKind
@@ -36,7 +37,7 @@ from actors.settings.deadlines import inversions
 from actors.settings.derived import derived
 from actors.settings.devices import check_devices, check_types
 from correction.engines.quick_imports import uncollected
-from correction.errors import EvenkeelError
+from correction.errors import DeadlineExceeded, EvenkeelError
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.rewards import RewardPool
 from rollout.stacks import tell_stacks
@@ -166,8 +167,13 @@ def _run_in(
         with _log_as_events(observer):
             observer.phase("starting Ray")
             # Outside the event loop, so that a Ctrl-C ends this, too, at once.
-            with contextlib.ExitStack() as beyond_its_end, Cluster(config) as cluster:
-                beyond_its_end.enter_context(ends_with_the_head(config.ray, folder.path, partial(folder.event, "error"), observer.event))
+            last = partial(folder.event, "error")
+            with (
+                contextlib.ExitStack() as beyond_its_end,
+                Cluster(config) as cluster,
+                ends_with_own_ray(cluster.own_daemons, folder.path, last, observer.event),
+            ):
+                beyond_its_end.enter_context(ends_with_the_head(config.ray, folder.path, last, observer.event))
                 observer.event("info", f"output of the actors: {cluster.log_folder}")
                 _look_at_nodes(config, folder, observer, point.checkpoint.hf if point else config.model)
                 tell_stacks()
@@ -177,6 +183,8 @@ def _run_in(
     except BaseException as error:
         hurries = isinstance(error, interrupts.Interrupted)
         code = interrupts.exit_code(error.number) if isinstance(error, interrupts.Interrupted) else 1
+        if isinstance(error, DeadlineExceeded) and error.what:
+            observer.keep_event("warning", WaitNotice(error.what, round(error.seconds)))
         observer.keep_event("error", *_said(error))  # the terminal has it from whoever catches it
         saved = folder.checkpoints()
         if saved and saved[-1].step < config.steps:
@@ -248,7 +256,7 @@ class _EventHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         level = "info" if record.levelno < logging.WARNING else "warning" if record.levelno < logging.ERROR else "error"
-        self._observer.event(level, record.getMessage())
+        self._observer.event(level, record.msg if isinstance(record.msg, WaitNotice) else record.getMessage())
 
 
 def _said(error: BaseException) -> tuple[str, EventKind]:

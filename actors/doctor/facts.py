@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from actors.plan.shape import ModelShape
+from correction.errors import EvenkeelError
 
 Severity = Literal["fail", "warn", "note"]
 
@@ -23,6 +24,11 @@ class Complaint:
     stops_deep: bool = True
     """Of a failure: `doctor --deep` can't measure with it. It does without weights, tokenizer and task, of which it makes its own."""
 
+    @classmethod
+    def refusal(cls, error: EvenkeelError) -> Complaint:
+        """A failure, in the words of the error with which `train` would stop."""
+        return cls("fail", error.reason, error.remedy[:1].upper() + error.remedy[1:])
+
     def __str__(self) -> str:
         return f"{self.sentence}. {self.setting}" if self.setting else self.sentence
 
@@ -38,9 +44,9 @@ class PaperFacts:
     """Free bytes on the disk of the run folder."""
     host_bytes: int | None = None
     """Memory of the machine that keeps the object store; None: not known."""
-    refused: tuple[str, ...] = ()
+    refused: tuple[EvenkeelError, ...] = ()
     """Why `train` would not take the model's config, or settings that go with it (start_checks.py)."""
-    lacking: tuple[str, ...] = ()
+    lacking: tuple[EvenkeelError, ...] = ()
     """Why it would not take the weights, the tokenizer, the task or its file."""
 
 

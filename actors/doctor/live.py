@@ -315,7 +315,7 @@ def why_no_broadcast(error: BaseException, config: RunConfig) -> str:
     limit = f"deadlines.sync_s = {config.deadlines.sync_s:g}"
     if broadcast_s(config) < config.deadlines.sync_s:
         limit = f"the doctor's own limit, below {limit}"
-    return f"{_last_line(error).partition('; the deadline is set')[0]}; a weight group has {broadcast_s(config):g} s here ({limit})"
+    return f"{error.reason}; a weight group has {broadcast_s(config):g} s here ({limit})"
 
 
 def _last_line(error: BaseException) -> str:

@@ -32,12 +32,17 @@ def check_model_folder(path: Path, *, has_weights: bool = True) -> None:
 
 def _check_weights(path: Path) -> None:
     if not any(path.glob("*.safetensors")):
-        raise DataError(f"model = {path}: no *.safetensors in it; save the weights in that format (save_pretrained does)")
+        raise DataError(f"model = {path}: no *.safetensors in it", remedy="save the weights in that format (save_pretrained does)")
     HFWeights(path).shapes()
 
 
 def checked(
-    config: RunConfig, folder: Path, *, has_weights: bool, refused: list[str] | None = None, lacking: list[str] | None = None
+    config: RunConfig,
+    folder: Path,
+    *,
+    has_weights: bool,
+    refused: list[EvenkeelError] | None = None,
+    lacking: list[EvenkeelError] | None = None,
 ) -> RunConfig:
     """The configuration as the run would be given it, if the model's folder goes with it: what true on-policy sets
     (actors/settings/true_on_policy.py), and every deadline.
@@ -82,8 +87,8 @@ def judged(config: RunConfig, *, gpu_bytes: int | None = None) -> tuple[RunConfi
         gpu_bytes: of each GPU of machines that are meant and aren't here: config.json alone has to be; None: the run is started here.
     Raises: DataError if there is no config.json of a model that the learner trains, or no such model on the hub.
     """
-    refused: list[str] = []
-    lacking: list[str] = []
+    refused: list[EvenkeelError] = []
+    lacking: list[EvenkeelError] = []
     is_here, of_hub = gpu_bytes is None, HubName.of(config.model) is not None
     folder = config_folder(config.model)
     config = checked(config, folder, has_weights=is_here and not of_hub, refused=refused, lacking=lacking)
@@ -102,10 +107,10 @@ def judged(config: RunConfig, *, gpu_bytes: int | None = None) -> tuple[RunConfi
 
 
 @contextlib.contextmanager
-def _kept(refused: list[str] | None) -> Iterator[None]:
+def _kept(refused: list[EvenkeelError] | None) -> Iterator[None]:
     try:
         yield
     except EvenkeelError as error:
         if refused is None:
             raise
-        refused.append(str(error))
+        refused.append(error)

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from actors.carriers import ForwardRequest, PreparedBatch, Ticket
 from actors.config import RunConfig
 from actors.driver.going_back import while_they_answer
@@ -21,6 +23,7 @@ from actors.queue.outstanding import Outstanding
 from actors.record.observer import Observer
 from actors.state.resume import open_ledger
 from correction.config import CorrectionConfig
+from correction.errors import EvenkeelError
 
 QUEUE, SERVICE = "trajectory queue", "correction service"
 REPLACEABLE = frozenset({QUEUE, SERVICE})
@@ -70,6 +73,18 @@ class BatchSource:
         """Groups of the starting point that the pool has to sample; empty at a second call."""
         tickets, self._unfinished = self._unfinished, []
         return tickets
+
+    async def switch(self, correction: CorrectionConfig) -> None:
+        """Have the service correct by this from the next batch on that is begun."""
+        self.monitor = None  # of a service that dies meanwhile: what it followed means something else now
+        self.monitor = await self.ask(self.service.switch, correction)
+
+    async def keep_scatter(self) -> None:
+        """Hand the service's picture of tokens to the report."""
+        try:
+            self._observer.keep_scatter(await self.ask(self.service.scatter))
+        except (EvenkeelError, ray.exceptions.RayError) as error:
+            self._observer.event("warning", f"the report goes without its picture of tokens: {error}")
 
     async def stop(self) -> None:
         """Have the service, if there is one, prepare no further batch."""

@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 from actors.config import DeadlinesConfig, EvaluationConfig
 from actors.metrics.held_out import UNKNOWN, Evaluation, Proportion, pass_at, share_over_questions
 from actors.processes.supervision import abandon, counted, wait_for
+from actors.processes.wait_notice import WaitNotice
 from actors.weights.weight_sync import WeightSync
 from correction.errors import DeadlineExceeded, EvenkeelError
 from rollout.config import AnswerSampling
@@ -74,7 +75,7 @@ class EvaluationObserver(Protocol):
 
     def phase(self, text: str) -> None: ...
 
-    def waiting(self, text: str) -> None: ...
+    def waiting(self, notice: WaitNotice) -> None: ...
 
 
 class Evaluations:

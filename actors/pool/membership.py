@@ -234,7 +234,7 @@ class Membership(ABC):
             return False
         if self._sync is not None:
             self._sync.leave(worker.name)
-        self._observer.left(f"rollout-{worker.name}")
+        self._observer.left(worker.name)
         self.wake()
         return True
 

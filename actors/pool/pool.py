@@ -349,7 +349,7 @@ class RolloutPool(Membership):
                 f"{self._work} <- a rollout worker with weights v{self._sync.version if self._sync else -1}",
                 deadline_s=self._no_workers_s,
                 notice_s=self._deadlines.notice_s,
-                notice=lambda text: self._observer.event("warning", text),
+                notice=self._observer.waiting,
                 detail=self._missing,
             )
 

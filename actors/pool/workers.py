@@ -28,6 +28,7 @@ from actors.config import DeadlinesConfig
 from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
 from actors.pool.scaling import ScalingDecision
 from actors.processes.supervision import HALF_OVER, USUAL_START, kill, persistently, unwrapped, wait_for
+from actors.processes.wait_notice import WaitNotice
 from actors.weights.weight_sync import SyncTarget
 from correction.errors import DeadlineExceeded, EvenkeelError
 from rollout.heartbeat import MISSES
@@ -95,8 +96,8 @@ class PoolObserver(Protocol):
 
     def joined(self, info: ActorInfo) -> None: ...
 
-    def left(self, key: str) -> None:
-        """key: as ActorInfo.key."""
+    def left(self, worker: str) -> None:
+        """Args: worker: its name."""
 
     def group_finished(self, summary: GroupSummary) -> None: ...
 
@@ -108,6 +109,8 @@ class PoolObserver(Protocol):
     def lost(self, tickets: Sequence[Ticket]) -> None: ...
 
     def event(self, level: str, text: str) -> None: ...
+
+    def waiting(self, notice: WaitNotice) -> None: ...
 
 
 class LostGroups:

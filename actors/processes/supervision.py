@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import ray
 import ray.exceptions
 
+from actors.processes.wait_notice import WaitNotice
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EvenkeelError
 
 log = logging.getLogger("evenkeel")
@@ -41,7 +42,7 @@ async def wait_for(
     *,
     deadline_s: float,
     notice_s: float = 30.0,
-    notice: Callable[[str], None] | None = None,
+    notice: Callable[[WaitNotice], None] | None = None,
     usual_s: float = 0.0,
     detail: Callable[[], Awaitable[str]] | None = None,
     counts_from: Callable[[], float] | None = None,
@@ -75,11 +76,12 @@ async def wait_for(
                 half_over = None
                 continue
             waited = clock() - began
-            clause = f" ({await _ask(detail)})" if detail else ""
+            missing = await _ask(detail) if detail else ""
             if clock() - max(began, counts_from() if counts_from else began) >= deadline_s:
-                raise DeadlineExceeded(f"{what}: not done in {deadline_s:.0f} s{clause}; the deadline is set under deadlines")
+                clause = f" ({missing})" if missing else ""
+                raise DeadlineExceeded(f"{what}: not done in {deadline_s:.0f} s{clause}", what=what, seconds=waited, setting="deadlines")
             say = notice or (log.warning if waited >= usual_s else log.info)
-            say(f"waiting {waited:.0f} s for {what}{clause}")
+            say(WaitNotice(what, round(waited), missing))
     except ray.exceptions.RayTaskError as error:
         raise unwrapped(error) from error
     except ray.exceptions.ActorUnavailableError as error:

@@ -40,6 +40,10 @@ if TYPE_CHECKING:  # torch and Megatron are imported when the rank starts
     from learner.results import Proximal, StepResult, StepValues
 
 
+ABORTABLE = frozenset({"step", "proximal", "reference_logprobs", "at_sampling"})
+"""Collective calls that can end before one of their micro-batches."""
+
+
 class LearnerRankActor(NumberedRank, BeatingInTurn):
     """One Megatron rank in a process of its own. Calls run one after the other, as they arrive with their arguments.
 
@@ -107,6 +111,15 @@ class LearnerRankActor(NumberedRank, BeatingInTurn):
             packed.holding(self._read).select(own).check_wide_fields()
         return {int(packed.group_ids[i]): lost[one] for i in own for one in packed.wide[i].references if one in lost}
 
+    @ray.method(concurrency_group="heartbeat")
+    def hold(self, number: int) -> int | None:
+        """As Abort.hold, of a collective call; answers beside it."""
+        return self._learner.abort.hold(number)
+
+    @ray.method(concurrency_group="heartbeat")
+    def release(self, number: int, before: int | None) -> None:
+        self._learner.abort.release(number, before)
+
     @collective
     def step(
         self, number: int, corrected: CorrectedBatch, correction: CorrectionConfig, step: int
@@ -117,7 +130,8 @@ class LearnerRankActor(NumberedRank, BeatingInTurn):
         """
         self._in_order(number, f"step {step}")
         began = time.monotonic()
-        result = self._learner.step(corrected.holding(self._read) if self._read else corrected, correction, step=step)
+        with self._learner.abort.during(number):
+            result = self._learner.step(corrected.holding(self._read) if self._read else corrected, correction, step=step)
         self._read = {}
         self._version += 1
         self._endpoint.set("time/train_s", time.monotonic() - began)
@@ -129,7 +143,8 @@ class LearnerRankActor(NumberedRank, BeatingInTurn):
         """Proximal logprobs at the weights of `version`. Two results: None, which the group waits for, and rank 0's answer, which stays in
         the object store."""
         self._begin(number, "proximal logprobs", version)
-        result = self._learner.proximal(batch.holding(self._read) if self._read else batch)
+        with self._learner.abort.during(number):
+            result = self._learner.proximal(batch.holding(self._read) if self._read else batch)
         if self._rank != 0:
             return None, None
         routes = result.routed_experts
@@ -161,7 +176,8 @@ class LearnerRankActor(NumberedRank, BeatingInTurn):
     def reference_logprobs(self, number: int, batch: PackedBatch, version: int) -> tuple[None, Tensor | None]:
         """As `proximal`."""
         self._begin(number, "reference logprobs", version)
-        result = self._learner.reference_logprobs(batch)
+        with self._learner.abort.during(number):
+            result = self._learner.reference_logprobs(batch)
         return None, result if self._rank == 0 else None
 
     @collective
@@ -175,7 +191,8 @@ class LearnerRankActor(NumberedRank, BeatingInTurn):
         """As `proximal`: logprobs at the weights that sampled each token, as KeptWeights.at_sampling, and at the present ones."""
         self._begin(number, "logprobs at the weights that sampled", version)
         batch = batch.holding(self._read) if self._read else batch
-        found = self._kept.at_sampling(batch, oldest=oldest), self._learner.logprobs(batch)
+        with self._learner.abort.during(number):
+            found = self._kept.at_sampling(batch, oldest=oldest), self._learner.logprobs(batch)
         return None, found if self._rank == 0 else None
 
     @collective

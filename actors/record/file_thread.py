@@ -86,6 +86,6 @@ class FileThread:
             job = self._jobs.get()
             try:
                 job()
-            except Exception as error:
-                self._error = self._error or error
+            except BaseException as error:  # a package's SystemExit, too: others wait for what this thread has still to do
+                self._error = self._error or (error if isinstance(error, Exception) else RuntimeError(repr(error)))
         self._is_over.set()

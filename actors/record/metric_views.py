@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _MOST_STEPS = 1000
 """That wait for Weights & Biases; more, and it counts as gone."""
+_START_S = 180.0
+"""For its start, which itself gives up after 90 s."""
 _CLOSE_S = 20.0
 _NUMBERS = itertools.count()
 """Event files of a process are read in the order of their names, and two may begin within a second."""
@@ -85,7 +87,7 @@ def _records(events: Sequence[Any]) -> bytes:
 class WandbView:
     """Weights & Biases, off by default; the package is imported here only, and only when `metrics.wandb_project` is set.
 
-    Its calls run in a thread of their own: one that never comes back keeps neither the run's lines nor its end.
+    Its calls run in a thread of their own: one that fails or never comes back keeps neither the run's start, nor its lines, nor its end.
     """
 
     def __init__(self, *, project: str, name: str, folder: Path, config: Mapping[str, Any], tell: Callable[[str], object]) -> None:
@@ -97,15 +99,23 @@ class WandbView:
                 f"metrics.wandb_project = {project!r}: the package wandb is not installed. "
                 f"Install it with `pip install 'evenkeel[wandb]'`, or leave metrics.wandb_project empty."
             ) from error
-        self._run: Any = wandb.init(project=project, name=name, dir=str(folder), config=dict(config), resume="allow", id=folder.name)
         self._tell, self._is_open, self._lock = tell, True, threading.Lock()
         self._thread = FileThread("Weights & Biases")
+        self._run: Any = None
+        self._began = time.monotonic()
+
+        def begin() -> None:
+            self._run = wandb.init(project=project, name=name, dir=str(folder), config=dict(config), resume="allow", id=folder.name)
+
+        self._thread.do(partial(self._try, begin))
 
     def write(self, metrics: StepMetrics) -> None:
         """Hand a step over. The first error, of whatever kind, is told and is the end of this view, as are too many steps that wait: a
         service that shows a run must not end it."""
         if self._thread.waiting >= _MOST_STEPS:
             self._give_up(f"{_MOST_STEPS} of them wait for it")
+        if self._run is None and time.monotonic() - self._began > _START_S:
+            self._give_up(f"its start is not done in {_START_S:.0f} s")
         if self._is_open:
             # An evaluation may arrive after later steps; W&B refuses steps that go back, so the step is a value like others.
             self._thread.do(partial(self._try, lambda: self._run.log(dict(metrics.finite()))))
@@ -125,7 +135,7 @@ class WandbView:
         if self._is_open:
             try:
                 call()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._give_up(f"{type(error).__name__}: {error}")
 
     def _give_up(self, why: str) -> None:

@@ -21,6 +21,7 @@ from actors.pool.scaling import ScalingDecision
 from actors.processes.loop_clock import LoopClock
 from actors.processes.repeated import Repeated
 from actors.processes.supervision import abandon, counted, unless_set, wait_for
+from actors.processes.wait_notice import WaitNotice
 from actors.record.finished_step import FinishedStep
 from actors.record.metric_views import open_views, views_from_an_earlier_step
 from actors.record.patience import PatientWriter
@@ -63,15 +64,14 @@ class Observer:
     def __init__(self, config: RunConfig, folder: RunFolder, view: TerminalView, totals: dict[str, float] | None = None) -> None:
         """totals: of an earlier part of the run, see `totals()`."""
         self._config, self._folder, self._view = config, folder, view
-        self._views = open_views(folder, config.metrics, self.waiting)
         self._take_totals(totals or {})
         self._finished: list[GroupSummary] = []
         self._slowest = SlowestPrompts(folder)
         self._receipts: list[SyncReceipt] = []
         self._probes = ProbeWatch(ProbeLimits.of_run(config))
         self._versions: dict[str, int] = {}
-        self._workers: set[str] = set()
-        """Rollout workers that are up."""
+        self._workers: dict[str, str] = {}
+        """Rollout workers that are up: key in the service discovery by name."""
         self._loads: dict[str, WorkerLoad] | None = None
         """Of each worker, as it answered last."""
         self._step_ended = self._began = time.monotonic()
@@ -79,9 +79,11 @@ class Observer:
         self._repeated = Repeated()
         self._clock = LoopClock()
         self._writing: asyncio.Task[None] | None = None
+        self._written_at = 0.0  # the newest line of a step, by the event loop's time
         self._hurries = asyncio.Event()
         self.disk = PatientWriter(lambda text: self.event("warning", text))
         """All that is written into the run's folder between two checkpoints goes this way."""
+        self._views = open_views(folder, config.metrics, partial(self.event, "warning"))  # last: one that fails at once tells so
 
     def _take_totals(self, totals: Mapping[str, float]) -> None:
         self._totals = dict(totals)
@@ -117,22 +119,22 @@ class Observer:
     def joined(self, info: ActorInfo) -> None:
         self._discovery.register(info.key, info.target, {"role": info.role, "name": info.name})
         if info.role == "rollout":
-            self._workers.add(info.name)
+            self._workers[info.name] = info.key
         self.event("info", f"{info.role} {info.name} is up (process {info.pid}{info.detail and f', {info.detail}'})")
 
-    def left(self, key: str) -> None:
-        self._discovery.deregister(key)
-        self._workers.discard(key.removeprefix("rollout-"))
-        (self._loads or {}).pop(key.removeprefix("rollout-"), None)
+    def left(self, worker: str) -> None:
+        """A rollout worker is gone."""
+        self._discovery.deregister(self._workers.pop(worker, ""))
+        (self._loads or {}).pop(worker, None)
         self._endpoint.keep_only("worker", self._workers)
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def event(self, level: str, text: str, kind: EventKind = EventKind.NONE) -> None:
+    def event(self, level: str, text: str | WaitNotice, kind: EventKind = EventKind.NONE) -> None:
         self.keep_event(level, text, kind)
-        self._view.event(level, text)
+        self._view.event(level, str(text))
 
-    def keep_event(self, level: str, text: str, kind: EventKind = EventKind.NONE) -> None:
+    def keep_event(self, level: str, text: str | WaitNotice, kind: EventKind = EventKind.NONE) -> None:
         """In events.log alone."""
         self.disk.do(partial(self._folder.write_event, RunEvent.now(level, text, kind)))
 
@@ -144,8 +146,8 @@ class Observer:
         """Like `phase`, for what only a live panel has room for."""
         self._view.waiting(text)
 
-    def waiting(self, text: str) -> None:
-        self.event("warning", text)
+    def waiting(self, notice: WaitNotice) -> None:
+        self.event("warning", notice)
 
     def warned(self, event: Event) -> None:
         """The monitor has seen a symptom come, grow or go."""
@@ -277,8 +279,7 @@ class Observer:
                 f"step {step.number}: {counted(result.overflowed_steps, 'update')} left out: the gradient overflowed in float16; the loss "
                 f"scale is {result.loss_scale:g} now",
             )
-        times = {"time/elapsed_s": step.elapsed_s, "time/step_s": step.seconds}
-        metrics = StepMetrics(step.number, {"weight_version": step.version, **times})
+        metrics = StepMetrics(step.number, {"weight_version": step.version, "time/elapsed_s": step.elapsed_s, "time/step_s": step.seconds})
         metrics.update(batch_metrics(batch, correct_at=self._config.evaluation.correct_at))
         metrics.update(learner_metrics(result))
         metrics.update(sync_metrics(step.receipts, step.differences))
@@ -310,10 +311,9 @@ class Observer:
         now = await unless_set(self._hurries, loads) or {}
         metrics.update(rollout_metrics(finished, now, self._loads, metrics["time/step_s"]))
         self._loads = {**(self._loads or {}), **now}
-        limit_s = self._config.deadlines.step_s
         try:
             what = f"diagnostics of step {metrics.step} <- correction service"
-            found = await wait_for(unless_set(self._hurries, observed), what, deadline_s=limit_s)
+            found = await wait_for(unless_set(self._hurries, observed), what, deadline_s=self._config.deadlines.step_s)
             if found is None:
                 self._count("monitor/left_out_total", 1)
             else:
@@ -330,6 +330,7 @@ class Observer:
         self._endpoint.publish(dict(metrics))
         self._endpoint.keep_only("worker", self._workers)
         self._view.step(metrics)
+        self._written_at = asyncio.get_running_loop().time()
 
     def _take_observation(self, metrics: StepMetrics, found: Observation) -> None:
         metrics.update(diagnostic_metrics(found.diagnostics))
@@ -339,9 +340,10 @@ class Observer:
             self.warned(event)
 
     async def flush(self) -> None:
-        """Wait until all steps told so far are written (a cancelled wait stops no writing). Raises: DeadlineExceeded if the disk hangs."""
+        """Wait until all steps told so far are written (a cancelled wait stops no writing). Raises: DeadlineExceeded if one never is."""
         if self._writing is not None:
-            await asyncio.shield(self._writing)
+            wait, limit_s = asyncio.shield(self._writing), 2 * self._config.deadlines.step_s
+            await wait_for(wait, "numbers of the last steps", deadline_s=limit_s, counts_from=lambda: self._written_at)
         what, limit_s = "lines of the last steps -> the run folder's disk", self._config.deadlines.disk_s
         await wait_for(self.disk.done(), what, deadline_s=limit_s, notice=self.waiting)
 
@@ -394,6 +396,5 @@ class Observer:
         self._totals[name] = self._totals.get(name, 0.0) + amount
 
     def _queue_numbers(self, counts: dict[str, int]) -> dict[str, float]:
-        for name in ("admitted", "trained", "discarded"):
-            self._totals[f"groups/{name}_total"] = counts[name]
+        self._totals |= {f"groups/{name}_total": counts[name] for name in ("admitted", "trained", "discarded")}
         return {"queue/groups": counts["finished"], "queue/outstanding": counts["in_flight"] + counts["finished"] + counts["drawn"]}

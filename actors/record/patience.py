@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -149,11 +150,15 @@ class PatientWriter:
         except OSError as error:
             self.failures += 1
             if not self._refused:
-                self._tell(f"the disk does not take what the run writes ({error}): lines wait in memory, samples as text are left out")
+                self._say(f"the disk does not take what the run writes ({error}): lines wait in memory, samples as text are left out")
             self._refused.add(kind)
             return False
         if self._refused:
             self._refused.discard(kind)
             if not self._refused:
-                self._tell("the disk takes what the run writes again; no line is lost")
+                self._say("the disk takes what the run writes again; no line is lost")
         return True
+
+    def _say(self, text: str) -> None:
+        with suppress(Exception):  # or it would pass for the error of the line that is being written, which would be dropped
+            self._tell(text)

@@ -53,16 +53,24 @@ class StackCollector:
 
     async def _collect(self, number: int, what: str) -> None:
         try:
-            listed = await asyncio.to_thread(ray.nodes)  # asks the cluster's head, which may be what is slow
-            nodes = [node["NodeID"] for node in listed if node["Alive"]]
-            found = await asyncio.gather(asyncio.to_thread(_own), *(self._of_node(node) for node in nodes))
-            text = "\n".join([what, "", *(part for of_one in found for part in of_one)])
+            parts = await asyncio.to_thread(_own)
+            parts += await self._of_all_nodes()
+            text = "\n".join([what, "", *parts])
             path = await asyncio.to_thread(self._folder.write_text, f"{FOLDER}/{number:02d}.txt", text)
             (path.parent / f"{number - _KEPT:02d}.txt").unlink(missing_ok=True)
         except (EvenkeelError, RayError, OSError) as error:
             self._tell("warning", f"no stacks of the run's processes: {error}")
         else:
             self._tell("info", f"half of the time for {what} is over: where every process stands is in {path}")
+
+    async def _of_all_nodes(self) -> list[str]:
+        """The cluster's head, which lists them, may be what hangs."""
+        try:
+            listed = await wait_for(asyncio.to_thread(ray.nodes), "list of nodes <- head of the Ray cluster", deadline_s=_NODE_S)
+        except (EvenkeelError, RayError) as error:
+            return [f"=== other processes: {error}\n"]
+        found = await asyncio.gather(*(self._of_node(node["NodeID"]) for node in listed if node["Alive"]))
+        return [part for of_one in found for part in of_one]
 
     async def _of_node(self, node: str) -> list[str]:
         where = NodeAffinitySchedulingStrategy(node, soft=False)

@@ -41,7 +41,8 @@ def check_shares(config: RunConfig) -> None:
     if rollout.engine.resolved_device == "cuda" and rollout.gpus_per_worker < 1 and rollout.engine.tensor_parallel > 1:
         raise ConfigError(
             f"rollout.gpus_per_worker = {rollout.gpus_per_worker:g} with engine.tensor_parallel = {rollout.engine.tensor_parallel}: an "
-            "engine's ranks are on whole GPUs of one node. Set rollout.gpus_per_worker to 1, or tensor_parallel to 1"
+            "engine's ranks are on whole GPUs of one node",
+            remedy="Set rollout.gpus_per_worker to 1, or tensor_parallel to 1",
         )
     _check_weight_group(config)
     _check_nccl_options(config)
@@ -50,18 +51,21 @@ def check_shares(config: RunConfig) -> None:
     if learner.gpus_per_rank <= 0.5 and learner.world_size > 1:
         raise ConfigError(
             f"learner.gpus_per_rank = {learner.gpus_per_rank:g} with {learner.world_size} ranks: two of them would fit on one GPU, where "
-            "NCCL makes no group of them. Set it above 0.5, or have one rank"
+            "NCCL makes no group of them",
+            remedy="Set it above 0.5, or have one rank",
         )
     if learner.gpus_per_rank < 1 and learner.tensor_parallel > 1:
         raise ConfigError(
             f"learner.gpus_per_rank = {learner.gpus_per_rank:g} with tensor_parallel = {learner.tensor_parallel}: the ranks of a group are "
-            "asked for together, as whole GPUs of one node. Set it to 1"
+            "asked for together, as whole GPUs of one node",
+            remedy="Set it to 1",
         )
     is_shared = learner.gpus_per_rank < 1 or rollout.gpus_per_worker < 1
     if is_shared and config.weight_sync.transport == "broadcast":
         raise ConfigError(
             "weight_sync.transport = broadcast where a rank or a worker has a share of a GPU: an engine may be on the learner's own, and "
-            "NCCL makes no group of two processes on one. Set weight_sync.transport: object_store"
+            "NCCL makes no group of two processes on one",
+            remedy="Set weight_sync.transport: object_store",
         )
 
 
@@ -72,11 +76,11 @@ def _check_weight_group(config: RunConfig) -> None:
     is_alike = engine.resolved_device == learner.resolved_device
     if config.weight_sync.transport != "broadcast" or (is_alike and engine.resolved_group_backend == own):
         return
-    remedy = "rollout.engine.weight_group_backend: auto, or " if is_alike else ""
+    or_auto = "rollout.engine.weight_group_backend: auto, or " if is_alike else ""
     raise ConfigError(
         f"weight_sync.transport = broadcast: the learner, on {learner.resolved_device}, joins the weight group by {own}, and engines, on "
-        f"{engine.resolved_device}, by {engine.resolved_group_backend}: a group has one backend, and one kind of device. Set {remedy}"
-        "weight_sync.transport: object_store"
+        f"{engine.resolved_device}, by {engine.resolved_group_backend}: a group has one backend, and one kind of device",
+        remedy=f"Set {or_auto}weight_sync.transport: object_store",
     )
 
 
@@ -89,8 +93,8 @@ def _check_nccl_options(config: RunConfig) -> None:
         if engine.engine_args.get(name):
             raise ConfigError(
                 f"rollout.engine.engine_args.{name} = {engine.engine_args[name]!r} with weight_sync.transport = broadcast: SGLang sets "
-                "NCCL_NVLS_ENABLE: 1 for it, which the learner's ranks don't have, and NCCL wants it alike in one group. Set "
-                "weight_sync.transport: object_store, or leave it out"
+                "NCCL_NVLS_ENABLE: 1 for it, which the learner's ranks don't have, and NCCL wants it alike in one group",
+                remedy="Set weight_sync.transport: object_store, or leave it out",
             )
 
 
@@ -105,12 +109,13 @@ def check_types(config: RunConfig) -> None:
         shown = f"auto ({learner.resolved_dtype})" if learner.dtype == "auto" else learner.dtype
         raise ConfigError(
             f"rollout.engine.dtype = {held} with learner.dtype = {shown}: an engine takes new weights in the type that it holds them in, "
-            f"and the learner sends its own. Set learner.dtype: {held}, or leave rollout.engine.dtype out"
+            "and the learner sends its own",
+            remedy=f"Set learner.dtype: {held}, or leave rollout.engine.dtype out",
         )
     if held == "float32" and engine.resolved_device == "cuda":
         raise ConfigError(
-            "rollout.engine.dtype = float32 on a GPU: SGLang's attention kernels compute in half precision alone there. Set learner.dtype: "
-            "bfloat16, or device: cpu"
+            "rollout.engine.dtype = float32 on a GPU: SGLang's attention kernels compute in half precision alone there",
+            remedy="Set learner.dtype: bfloat16, or device: cpu",
         )
 
 

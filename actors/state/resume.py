@@ -24,6 +24,7 @@ from actors.state.ledger import HandOver, Ledger, LedgerMark, at_once, imbalance
 from actors.state.state_format import Columns, as_plain, of_plain
 from correction.config import CorrectionConfig
 from correction.errors import DataError
+from learner.tensor_files import saving
 from rollout.trajectory import Group, Prompt
 
 STATE, COLUMNS = "controller.json", "groups.safetensors"
@@ -79,7 +80,8 @@ class TrainingState:
         plain = {name: getattr(self, name) for name in ("step", "weight_version", "elapsed_s", "totals", "monitor", "data", "settings")}
         plain |= {"queue": as_plain(queue, columns), "ledger": as_plain(self.ledger, columns), "replacement": correction}
         (folder / STATE).write_text(json.dumps(plain, default=float))  # float: numpy's numbers
-        save_file(columns.arrays(), folder / COLUMNS)
+        with saving(folder / COLUMNS) as path:
+            save_file(columns.arrays(), path)
 
     @classmethod
     def load(cls, folder: Path) -> TrainingState:

@@ -18,6 +18,9 @@ import numpy as np
 
 _ROW = "row"
 """Key of what stands in JSON for a row of numbers: [column, first, number of them]."""
+_COLUMN = {typecode: f"array_{typecode}" for typecode in "bBhHiIlLqQfd"}
+"""Column of the rows of an `array`, by its typecode."""
+_TYPECODE = {column: typecode for typecode, column in _COLUMN.items()}
 
 
 _T = typing.TypeVar("_T")
@@ -58,7 +61,7 @@ def as_plain(value: Any, columns: Columns) -> Any:
     if dataclasses.is_dataclass(value):
         return {field.name: as_plain(getattr(value, field.name), columns) for field in dataclasses.fields(value)}
     if isinstance(value, array):
-        return columns.add(f"array_{value.typecode}", np.frombuffer(value, dtype=value.typecode) if value else np.zeros(0, value.typecode))
+        return columns.add(_COLUMN[value.typecode], np.frombuffer(value, dtype=value.typecode) if value else np.zeros(0, value.typecode))
     if isinstance(value, tuple | list):
         kinds = {type(item) for item in value}
         if kinds in ({int}, {float}):
@@ -90,9 +93,8 @@ def of_plain(kind: Any, plain: Any, columns: Mapping[str, np.ndarray], names: Ma
         code = {int: "i", float: "f"}[inner[0]]
         if not isinstance(plain, dict):  # earlier versions had tuples here, and an empty one as such
             return array(code, plain)
-        kind_of_row, _, typecode = plain[_ROW][0].partition("_")
-        row = _row(plain, columns)
-        return array(typecode, row.tobytes()) if kind_of_row == "array" else array(code, row.astype(code).tobytes())
+        row, typecode = _row(plain, columns), _TYPECODE.get(plain[_ROW][0])
+        return array(typecode, row.tobytes()) if typecode else array(code, row.astype(code).tobytes())
     if dataclasses.is_dataclass(kind):
         hints = _types_of_fields(typing.cast(type, kind), tuple(names.items()))
         return typing.cast(Any, kind)(**{name: of_plain(hints[name], item, columns, names) for name, item in plain.items()})

@@ -180,7 +180,8 @@ class WeightSync:
             if is_one_enough and any(t.version >= version for t in self._targets.values()):
                 return
             if asyncio.get_running_loop().time() > until:
-                raise DeadlineExceeded(f"weight sync v{version} -> workers {', '.join(missing)}: no receipt in {deadline_s:.0f} s")
+                what = f"weight sync v{version} -> workers {', '.join(missing)}"
+                raise DeadlineExceeded(f"{what}: no receipt in {deadline_s:.0f} s", what=what, seconds=deadline_s)
             tasks = [t.task for t in self._targets.values() if t.task is not None and not t.task.done()]
             await (asyncio.wait(tasks, timeout=1.0) if tasks else asyncio.sleep(0.05))
 

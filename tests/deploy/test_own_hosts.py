@@ -2,9 +2,9 @@
 
 The hosts are loopback addresses with an sshd, a home and a copy of the working tree each (deploy/fetch_sshd.sh fetches Debian's sshd).
 Behaviours locked here: Ray lets nobody in without the token; workers are placed on both hosts; a real Prometheus with the shipped
-configuration finds them, and Ray's own metrics; `ray job logs` has the run's output; `ray job stop` ends the run with a checkpoint after
-the step under way, although it tells every process of the job; another job goes on from there, and by itself after kill -9 of its process
-that trains, with each prompt once; nothing stays.
+configuration finds them, and Ray's own metrics; `ray job logs` has the run's output; `ray job stop` ends the run with a checkpoint of
+the last finished step, although it tells every process of the job; another job goes on from there, and by itself after kill -9 of its
+process that trains, with each prompt once; nothing stays.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def test_a_real_prometheus_finds_the_workers_of_both_hosts(story: Story) -> None
     assert story.scraped["ray"] == dict.fromkeys(ADDRESSES, 1.0)
 
 
-def test_a_stopped_job_has_saved_the_step_under_way(story: Story) -> None:
+def test_a_stopped_job_has_saved_its_last_step(story: Story) -> None:
     """Its only checkpoint is that of its end. Every process of the job is told, the parent that passes it on to its child as well."""
     last = story.lines_at_stop[-1]["step"]
     assert story.statuses["first"] == "STOPPED"

@@ -81,7 +81,7 @@ class ImpatientRun(ReplayedRun):
 
     def __init__(self) -> None:
         super().__init__(ReplayedShape(workers=2, groups=GROUPS, tokens=50, rate=5e3, steps=STEPS, hosts=1), profile="")
-        self.observer.event = lambda level, text, kind=EventKind.NONE: self.said.append(text)  # type: ignore[method-assign]
+        self.observer.event = lambda level, text, kind=EventKind.NONE: self.said.append(str(text))  # type: ignore[method-assign]
         self.said: list[str] = []
         self.asked = Counter[int]()
         self.trained: list[tuple[str, ...]] = []

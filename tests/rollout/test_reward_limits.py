@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -10,13 +12,17 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 import rollout.rewards
+from correction.errors import ConfigError
 from rollout.reward_cgroup import ControlGroup
-from tests.rollout.reward_scene import scored, user_reward
+from rollout.rewards import RewardPool
+from rollout.trajectory import FailureKind
+from tests.rollout.reward_scene import asked, scored, user_reward
 from tests.rollout.reward_scene import user_module as user_module
 
 
@@ -113,3 +119,50 @@ def test_scoring_processes_die_with_their_parent_idle_or_deep_in_a_c_function(tm
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     assert wait_until(lambda: not any(is_running(pid) for pid in pids + scorers) and not sleepers("62.5"))
+
+
+class Refusing:
+    """In the place of subprocess.Popen: the machine has no process left for these calls, counted from 0."""
+
+    def __init__(self, *calls: int) -> None:
+        self._calls, self._number = calls, 0
+
+    def __call__(self, *words: Any, **named: Any) -> Any:
+        self._number += 1
+        if self._number - 1 in self._calls:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return POPEN(*words, **named)
+
+
+POPEN = subprocess.Popen
+
+
+@pytest.mark.parametrize(
+    ("refused", "texts", "expected"),
+    [
+        ((0,), ("four", "three"), ("lets no scoring process start ([Errno 11] Resource temporarily unavailable)", None)),
+        (range(9), ("four", "three"), ("lets no scoring process start", "lets no scoring process start")),
+        ((1,), ("die", "three"), ("signal SIGSEGV", None)),
+    ],
+    ids=["once", "for good", "at a restart"],
+)
+def test_a_machine_without_a_process_left_fails_one_answer_after_the_other(
+    refused: tuple[int, ...], texts: tuple[str, ...], expected: tuple[str | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no more than that: not the worker, whose engine is well. No descriptor stays open."""
+    open_before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr("rollout.rewards.subprocess.Popen", Refusing(*refused))
+    for found, reason in zip(scored(user_reward("moody"), *texts), expected, strict=True):
+        assert (found.error is None and found.reward is not None) if reason is None else (reason in str(found.error))
+        assert reason is None or (found.reward is None and found.failure is FailureKind.REWARD)
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+def test_a_worker_that_starts_without_a_process_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.rewards.subprocess.Popen", Refusing(0))
+
+    async def run() -> None:
+        await RewardPool(user_reward("length")).check(asked())
+
+    with pytest.raises(ConfigError, match=r"the machine lets no scoring process start \(\[Errno 11\]"):
+        asyncio.run(run())

@@ -15,6 +15,7 @@ from rollout.config import FileTask, HuggingFaceTask, ReasoningGymTask
 from rollout.gym_entry import as_json, from_json
 from rollout.questions import hash_share, text_key
 from rollout.tasks import Demonstration, build_task
+from rollout.trajectory import PromptPlace
 from tests.rollout.row_files import numbered, write_rows
 
 TWO_TERMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
@@ -72,6 +73,8 @@ def test_a_training_prompt_depends_on_seed_and_position_alone() -> None:
     task = build_task(chain_sum())
     assert [task.train_prompt(i) for i in (200, 2, 1, 0)][:0:-1] == forwards      # after another stretch, backwards
     assert [p.prompt_id for p in forwards] == ["train/0/0", "train/0/1", "train/0/2"]
+    assert [PromptPlace.parse(p.prompt_id) for p in forwards] == [("train", 0, 0), ("train", 0, 1), ("train", 0, 2)]
+    assert {PromptPlace.parse(other) for other in ("train/3", "train/0/x", "a/b/0/1", "")} == {None}
     assert build_task(chain_sum(seed=1)).train_prompt(0).text != forwards[0].text
 
 

@@ -62,7 +62,7 @@ class Notes:
     def event(self, level: str, text: str, kind: str = "") -> None:
         self._world.tells(level, text)
 
-    phase = waiting = doing = lambda self, text: self._world.tells("info", text)
+    phase = waiting = doing = lambda self, said: self._world.tells("info", str(said))
 
     def probed(self, target: Any, version: int, difference: float) -> None:
         if difference > 0:

@@ -1,4 +1,4 @@
-"""The head of a joined cluster is gone while the main thread stands in a call that doesn't come back."""
+"""The head of a joined cluster is gone, or a process of a private one, while the main thread stands in a call that doesn't come back."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from actors.cluster.head_watch import _KEEPALIVE_MS, _LIMIT, _answers, ends_with_the_head
+from actors.cluster.head_watch import _KEEPALIVE_MS, _LIMIT, _answers, ends_with_own_ray, ends_with_the_head
 from actors.config import RayConfig
 from actors.processes.interrupts import NO_CLUSTER
 
@@ -94,9 +96,56 @@ def test_a_head_that_hangs_for_good_ends_the_process_before_ray_does(processes: 
     assert " hangs: it has answered nothing for " in error and "evenkeel train --resume runs/one" in error
 
 
-def test_a_private_ray_has_no_head_to_look_after() -> None:
+OWN = """
+import socket, subprocess, sys, time, types
+from pathlib import Path
+import psutil, ray
+from actors.processes import interrupts
+from actors.cluster.head_watch import ends_with_own_ray
+interrupts.is_attempt = True
+service = socket.create_server(("127.0.0.1", 0))
+ray.get_runtime_context = lambda: types.SimpleNamespace(gcs_address="127.0.0.1:%d" % service.getsockname()[1])
+agent = "import subprocess, time; print(subprocess.Popen(['sleep', '100'], start_new_session=True).pid, flush=True); time.sleep(100)"
+own = {"gcs_server": subprocess.Popen(["sleep", "100"]), "raylet": subprocess.Popen([sys.executable, "-c", agent], stdout=subprocess.PIPE)}
+of_raylet = int(own["raylet"].stdout.readline())
+with ends_with_own_ray(own, Path("runs/one"), lambda text: print(text, flush=True), print):
+    print(own["WHO"].pid, own["gcs_server"].pid, own["raylet"].pid, of_raylet, flush=True)
+    own["WHO"].kill()
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("who", ["gcs_server", "raylet"])
+def test_the_death_of_a_process_of_its_own_ray_ends_the_run_with_one_sentence(who: str) -> None:
+    """And all that Ray had started ends with it, what has a session of its own, too."""
+    variables = os.environ | {"PYTHONPATH": str(ROOT)}
+    script = OWN.replace("WHO", who)
+    done = subprocess.run([sys.executable, "-c", script], env=variables, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    pids, told = done.stdout.splitlines()
+    pid, *everybody = map(int, pids.split())
+    assert done.returncode == NO_CLUSTER and done.stderr == f"evenkeel: {told}\n", "a lost cluster to --retries; told once"
+    assert told.startswith(f"this run's own Ray is gone: its {who} (process {pid}) was killed by SIGKILL, ")
+    assert "evenkeel train --resume runs/one" in told and "--retries N" in told
+    assert not [pid for pid in everybody if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+def test_own_ray_may_end_after_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+    monkeypatch.setattr("actors.processes.interrupts.end_all", lambda why, *_, **__: said.append(why))
+    with socket.create_server(("127.0.0.1", 0)) as service, subprocess.Popen(["sleep", "100"]) as raylet:
+        context = SimpleNamespace(gcs_address=f"127.0.0.1:{service.getsockname()[1]}")
+        monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+        with ends_with_own_ray({"raylet": raylet}, Path("runs/one"), print, print):
+            watches = [thread for thread in threading.enumerate() if thread.name == "Ray watch"]
+        raylet.kill()
+        for watch in watches:
+            watch.join(60.0)
+    assert len(watches) == 2 and not any(watch.is_alive() for watch in watches) and said == []
+
+
+def test_a_private_ray_has_no_head_to_look_after_and_a_joined_one_no_processes_of_ours() -> None:
     before = threading.active_count()
-    with ends_with_the_head(RayConfig(), Path("runs/one"), print, print):
+    with ends_with_the_head(RayConfig(), Path("runs/one"), print, print), ends_with_own_ray({}, Path("runs/one"), print, print):
         assert threading.active_count() == before
 
 

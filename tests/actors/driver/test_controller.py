@@ -17,7 +17,8 @@ from actors.config import DeadlinesConfig, RunConfig
 from actors.driver.batch_source import BatchSource
 from actors.driver.controller import Controller
 from actors.driver.evaluation import Evaluations
-from correction.errors import ActorLost, DeadlineExceeded, EngineError
+from actors.processes.wait_notice import WaitNotice
+from correction.errors import ActorLost, DeadlineExceeded, EngineError, StepAborted
 from tests.actors.cases import FakeActor, prompts
 
 
@@ -38,12 +39,14 @@ class Observer:
     def doing(self, text: str) -> None:
         self.phases.append(text)
 
-    def waiting(self, text: str) -> None:
-        self.events.append(text)
+    def waiting(self, notice: WaitNotice) -> None:
+        self.events.append(str(notice))
 
     def serve(self) -> None: ...
 
     def trained(self) -> None: ...
+
+    def end_step(self, *_: Any) -> None: ...
 
     def hurry(self) -> None:
         self.events.append("hurry")
@@ -246,16 +249,58 @@ def test_a_signal_while_the_learner_waits_for_its_batch_saves_at_once() -> None:
             saved.append(step)
 
         run._ending.is_training = True
-        run._source, run._learner = source(run, FakeActor(Starved())), SimpleNamespace()  # type: ignore[assignment]
+        run._source, run._learner = source(run, FakeActor(Starved())), SimpleNamespace(abort=nothing)  # type: ignore[assignment]
         run._checkpoints = SimpleNamespace(finished=nothing, insist=insist, saved_step=1)  # type: ignore[assignment]
         with run._ending.handled():
             await run._train_and_save()
         assert saved == [2] and run._step == 2
         assert "hurry" in observer.events, "whoever sends SIGTERM may kill in a few seconds"
         assert observer.events[-1] == (
-            "[ending] interrupted (SIGTERM): ending with a checkpoint, after the step under way if there is one (once more: at once); "
+            "[ending] interrupted (SIGTERM): ending with a checkpoint, of the last finished step (once more: at once); "
             "until that is on disk, a resume goes on from step 1"
         )
+
+    asyncio.run(asyncio.wait_for(scenario(), 20.0))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_sigterm_saves_without_the_step_under_way_and_ctrl_c_with_it(number: int) -> None:
+    """Who sends SIGTERM may kill in a few seconds; the learner ends the step when it is asked to."""
+
+    async def scenario() -> None:
+        observer = Observer()
+        run = controller(observer)
+        saved: list[int] = []
+        is_aborted = asyncio.Event()
+
+        async def learn(_: Any) -> Any:
+            asyncio.get_running_loop().call_later(0.05, signal.raise_signal, number)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(is_aborted.wait(), 0.5)
+                raise StepAborted("before its update")
+            return "a result"
+
+        async def abort() -> None:
+            is_aborted.set()
+
+        async def insist(step: int, save: Any) -> None:
+            saved.append(step)
+
+        async def settle(*_: Any, **__: Any) -> tuple[dict[str, int], list[Any]]:
+            return {}, []
+
+        run._ending.is_training = True
+        run._source, run._learner = source(run, FakeActor(Service())), SimpleNamespace(abort=abort)  # type: ignore[assignment]
+        run._source.settle, run._learn_and_publish = settle, learn  # type: ignore[method-assign]
+        run._steps = SimpleNamespace(beside=lambda work, **_: work, end_step=lambda _: None)  # type: ignore[assignment]
+        run._fruitless = SimpleNamespace(note=lambda *_: None)  # type: ignore[assignment]
+        run._checkpoints = SimpleNamespace(  # type: ignore[assignment]
+            finished=nothing, insist=insist, saved_step=1, is_due=lambda step: False
+        )
+        with run._ending.handled():
+            await run._train_and_save()
+        of_step = "step 3 was aborted; a resume trains on its groups"
+        assert (saved, of_step in observer.events) == (([2], True) if number == signal.SIGTERM else ([3], False))
 
     asyncio.run(asyncio.wait_for(scenario(), 20.0))
 

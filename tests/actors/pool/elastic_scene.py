@@ -138,12 +138,13 @@ class ElasticScene:
         settings = WorkerSettings(config, Path("model"), prompt(0), bind="127.0.0.1", resource="rollout")
         observer = SimpleNamespace(
             joined=lambda _: None,
-            left=lambda key: self.left.append(key.removeprefix("rollout-")),
+            left=self.left.append,
             group_finished=lambda _: None,
             handed_back=self._count,
             lost=lambda _: None,
             scaled=self.decisions.append,
             event=lambda _, text: self.events.append(text),
+            waiting=lambda notice: self.events.append(str(notice)),
         )
         deadlines = DeadlinesConfig(start_s=50.0, notice_s=20.0, drain_s=drain_s)
         places = (max_staleness + 1) * groups_per_step

@@ -136,6 +136,7 @@ class World:
             group_finished=lambda summary: self.finished.append(summary.group_id),
             lost=lambda _: None,
             event=lambda _, text: self.events.append(text),
+            waiting=lambda notice: self.events.append(str(notice)),
         )
         self.pool = RolloutPool(settings, DeadlinesConfig(no_workers_s=no_workers_s), FakeActor(self.queue), observer)
 

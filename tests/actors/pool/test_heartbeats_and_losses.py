@@ -17,6 +17,7 @@ from rollout.config import AnswerSampling
 from tests.actors.cases import group, prompt
 from tests.actors.pool.mortal_workers import GROUP_S, Mortal, Outcome, World, play
 from tests.actors.processes.test_supervision import errors_of_ray
+from tests.failures.measured import PLAYED, Measured
 
 
 def test_a_queue_that_is_silent_for_ninety_seconds_costs_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +118,8 @@ def test_workers_that_die_one_after_the_other_end_the_run_after_longer_and_longe
             await world.all_done(1)
         pauses = [event for event in world.events if "the next replacement starts in" in event]
         assert [event.rpartition(" in ")[2] for event in pauses] == [f"{2**i} s" for i in range(1, 9)]
+        fault = "11 workers of a pool of two (3 x the pool, if that is above 10) lost in an hour, and not one group finished"
+        Measured(fault, "replacements start after longer and longer pauses, and then the run ends in a sentence", None, "-", PLAYED).write()
 
     play(scenario)
 

@@ -395,3 +395,17 @@ def test_what_a_group_takes_does_not_grow_with_the_groups_held() -> None:
     """From 2,048 to 8,192: two levels of a heap more, of the dozen that there are; what walks through them takes four times as much."""
     few, many = operations(2048), operations(8192)
     assert many < 1.5 * few
+
+
+def test_books_of_the_driver_that_do_not_balance_name_the_prompts() -> None:
+    """A group that nobody knows of any more; one is given up, two are under way."""
+    outstanding = Outstanding()
+    tickets = [Ticket(number, prompt(number), 0) for number in range(4)]
+    outstanding.admit(tickets)
+    outstanding.give_up(tickets[3], "invalid")
+    assert len(outstanding.contents().tickets) == 3
+    outstanding._leave(tickets[1].prompt.prompt_id)
+    first, _, third, last = (ticket.prompt.prompt_id for ticket in tickets)
+    known = rf"4 groups were admitted, but 3 are known: 0 as trained, 1 as discarded \({last} not .*\), 2 under way \({first}, {third}\)"
+    with pytest.raises(LedgerError, match=known):
+        outstanding.contents()

@@ -6,9 +6,11 @@ import asyncio
 import json
 import math
 import urllib.request
+from collections.abc import Generator
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from actors.carriers import UNIFORM, ActorInfo, GroupSummary
 from actors.driver.evaluation import evaluate
 from actors.metrics.step_metrics import StepMetrics, by_worker
 from actors.pool.scaling import Cause, ScalingDecision
+from actors.record import skipped_batches
 from actors.record.run_folder import RunFolder
 from actors.record.skipped_batches import KEPT, SkippedBatch
 from correction.batch import CorrectedBatch, PackedBatch
@@ -191,7 +194,7 @@ def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypat
         held.update(dict.fromkeys(held, -1))
         counts = {"admitted": 4, "trained": 4, "discarded": 0, "finished": 0, "in_flight": 0, "drawn": 0}
         ended = observer.end_step(1, 5, batch, result, {"train": 1.0}, counts, [])  # type: ignore[arg-type]
-        observer.left("rollout-2")
+        observer.left("2")
         observer.tell(ended, asyncio.sleep(0, None))  # type: ignore[arg-type]
         await observer.flush()
 
@@ -204,7 +207,7 @@ def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypat
     with urllib.request.urlopen(f"http://{seen.observer._endpoint.target}/metrics") as answer:
         page = answer.read().decode()
     assert 'evenkeel_worker_tokens{worker="1"} 20.0' in page and 'worker="2"' not in page
-    seen.observer.left("rollout-1")
+    seen.observer.left("1")
     with urllib.request.urlopen(f"http://{seen.observer._endpoint.target}/metrics") as answer:
         page = answer.read().decode()
     assert 'evenkeel_worker_tokens{worker="0"} 15.0' in page and 'worker="1"' not in page
@@ -323,3 +326,42 @@ def test_a_skipped_batch_is_kept_for_study_and_named_in_the_log(seen: Seen) -> N
         given = getattr(batch, name)
         assert torch.equal(value, given) if isinstance(given, torch.Tensor) else value == given, name
     assert {path.suffix for path in (seen.folder.path / "skipped_batches").iterdir()} == {".safetensors", ".json"}, "no pickle"
+
+    with pytest.raises(OSError, match=r"x\.safetensors: Error while serializing"):  # safetensors' own is none
+        back.save_tensors(seen.folder.path / "no folder" / "x.safetensors")
+
+
+class Reference:
+    """To an object that never comes, or whose reading fails as nobody expects."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if self._error is not None:
+            raise self._error
+        return asyncio.Event().wait().__await__()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (None, "(DeadlineExceeded: batch of step 7 -> skipped_batches: not done in 0 s"),
+        (MemoryError("no room for it"), "(MemoryError: no room for it)"),
+    ],
+)
+def test_a_skipped_batch_that_can_not_be_read_holds_up_no_later_line(
+    error: Exception | None, reason: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(skipped_batches, "_KEEP_S", 0.01)
+    prepared: Any = SimpleNamespace(version=6, corrected=Reference(error), correction=CorrectionConfig(preset="tis-token"))
+    result = SimpleNamespace(skipped_steps=1, optimizer_steps=1, loss=math.nan, grad_norms=(math.nan,), group_norms={})
+
+    async def scenario() -> None:
+        seen.observer._writing = asyncio.create_task(seen.observer._keep_skipped(7, prepared, result))
+        await write(seen.observer, (8, diagnosed(state=State.OK)))
+
+    asyncio.run(scenario())
+    seen.settle()
+    (told,) = (event.text for event in seen.folder.read_events())
+    assert f"the batch is not kept {reason}" in told and [line.step for line in seen.folder.read_metrics()] == [8]

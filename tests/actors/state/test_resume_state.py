@@ -20,7 +20,7 @@ import learner.checkpoint_files
 import learner.file_sums
 from actors.queue.trajectory_queue import TrajectoryQueue
 from actors.state.ledger import LedgerMark
-from actors.state.resume import Replacement, TrainingState
+from actors.state.resume import COLUMNS, Replacement, TrainingState
 from correction.config import CorrectionConfig
 from correction.errors import DataError
 from correction.monitor import Monitor
@@ -165,6 +165,13 @@ def test_a_missing_file_is_refused(state: TrainingState, tmp_path: Path) -> None
     (tmp_path / "groups.safetensors").unlink()
     with pytest.raises(DataError, match=r"controller.json: damaged, no state can be read from it"):
         TrainingState.load(tmp_path)
+
+
+def test_arrays_that_can_not_be_written_are_an_error_of_the_disk(state: TrainingState, tmp_path: Path) -> None:
+    """Which one failed checkpoint more is made of; safetensors has an error of its own for it, which would end a healthy run."""
+    (tmp_path / COLUMNS).mkdir()
+    with pytest.raises(OSError, match=rf"{COLUMNS}: Error while serializing: .*Is a directory"):
+        state.save(tmp_path)
 
 
 def test_reading_a_state_runs_nothing() -> None:
