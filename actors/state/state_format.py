@@ -96,7 +96,7 @@ def of_plain(kind: Any, plain: Any, columns: Mapping[str, np.ndarray], names: Ma
         row, typecode = _row(plain, columns), _TYPECODE.get(plain[_ROW][0])
         return array(typecode, row.tobytes()) if typecode else array(code, row.astype(code).tobytes())
     if dataclasses.is_dataclass(kind):
-        hints = _types_of_fields(typing.cast(typing.Hashable, kind), tuple(names.items()))
+        hints = _types_of_fields(typing.cast(type, kind), tuple(names.items()))
         return typing.cast(Any, kind)(**{name: of_plain(hints[name], item, columns, names) for name, item in plain.items()})
     if kind is float:
         return float(plain)
@@ -104,7 +104,7 @@ def of_plain(kind: Any, plain: Any, columns: Mapping[str, np.ndarray], names: Ma
 
 
 @functools.cache
-def _types_of_fields(kind: typing.Hashable, names: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+def _types_of_fields(kind: type, names: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
     """Of a dataclass. Looked up anew for each trajectory this would take most of the time that a checkpoint's queue is read in."""
     return typing.get_type_hints(kind, localns={**dict(names), "array": _Array})
 
