@@ -18,6 +18,7 @@ from tests.failures.measured import Recovery
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 STEPS, GROUPS = 8, 4
+AGAIN = "the run's process found no Ray cluster, or lost its own, after step "
 ENDS_S = 60.0
 """Ray's own processes take as long to give up."""
 
@@ -30,6 +31,8 @@ def kill_of_ray(run: Run, name: str) -> Recovery:
     os.kill(pid, signal.SIGKILL)
     said = f"this run's own Ray is gone: its {name} (process {pid}) was killed by SIGKILL, "
     run.wait_until(lambda: said in run.events(), f"a sentence about the {name}", timeout_s=ENDS_S)
+    run.wait_until(lambda: AGAIN in run.events().rpartition(said)[2], "the next attempt", timeout_s=ENDS_S)
+    recovery.has_ended()
     return recovery
 
 
@@ -47,7 +50,7 @@ def test_each_process_that_a_private_ray_cannot_do_without(small_model: Path, tm
         assert run.steps() == list(range(1, STEPS + 1)) and state.step == STEPS
         check_books(run, state, groups_per_step=GROUPS)
         assert len(re.findall(r"^evenkeel: this run's own Ray is gone: ", run.output(), re.MULTILINE)) == 2
-        assert run.events().count("the run's process found no Ray cluster, or lost its own, ") == 2
+        assert run.events().count(AGAIN) == 2
         assert "Traceback" not in run.output() and run.orphans(30.0) == []
     finally:
         run.close()
