@@ -72,9 +72,8 @@ class QueueSnapshot:
 
     version: int
     """Of the published weights."""
-    next_group_id: int
     admitted: int
-    """Groups since the run began, like the next two."""
+    """Groups since the run began, like the next two; the id of the next one."""
     trained: int
     discarded: int
     in_flight: tuple[Ticket, ...]

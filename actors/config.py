@@ -56,7 +56,8 @@ class WeightSyncConfig(Settings):
     """How new weights reach the engines."""
 
     transport: Literal["object_store", "broadcast"] = "object_store"
-    """object_store: for any pool, workers may come and go. broadcast: torch.distributed, for a fixed pool (NCCL on GPUs, gloo on CPUs)."""
+    """object_store: each node reads the learner's copy from Ray's object store. broadcast: torch.distributed, from the learner's rank 0 to
+    all engines at once (NCCL on GPUs, gloo on CPUs); when engines come or go, versions take the object store until the group is rebuilt."""
     every_steps: PositiveInt = 1
     """Steps from one version that the engines get to the next; evaluated ones go out besides. Fewer pauses, and tokens that are older by up
     to every_steps - 1 versions, which max_staleness has to allow."""

@@ -6,7 +6,8 @@ is neither's number that holds the run up: admission, the longest answers or the
 Why it comes to rest at constant load: say that a worker makes r groups a second and the learner could take L. The pool grows to at most
 ceil(L / r), which is n / (1 - learner's waiting share) with n workers, and shrinks to no fewer than ceil(1.1 L / r), which is 1.1 n times
 the busy share. So what a growing pool comes to, a shrinking one doesn't leave, nor the other way round. The thresholds keep noise from
-deciding, and after each change the window begins anew, when the change has arrived.
+deciding. After each change the window begins anew, and again with each worker that comes or goes; the pool grows no further while one that
+was asked for has not come, but it may shrink.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def decide(load: StepLoad, target: int, limits: PoolLimits) -> ScalingDecision |
     if load.learner_waits > LEARNER_WAITS:
         wanted = math.ceil(present / max(1e-9, 1.0 - load.learner_waits) - 1e-9)
         wanted = min(wanted, max(2 * present, present + 2), limits.most)
-        if load.workers_wait < WORKERS_WAIT and wanted > target:
+        if load.workers_wait < WORKERS_WAIT and wanted > target and present >= target:  # what is on its way may be enough
             return ScalingDecision(wanted, Cause.LEARNER_WAITS, said)
         return None
     needed = present

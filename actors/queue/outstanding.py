@@ -77,7 +77,7 @@ class Outstanding:
     def give_up(self, ticket: Ticket, reason: str) -> None:
         """No worker could sample this group."""
         prompt_id = ticket.prompt.prompt_id
-        if prompt_id in self._tickets and prompt_id not in self._finished.keys() | self._worthless.keys():
+        if prompt_id in self._tickets and prompt_id not in self._finished and prompt_id not in self._worthless:
             self._unreported.setdefault(prompt_id, reason)
 
     def settle(self, version: int, published: int, *, trained: Sequence[str], discarded: Iterable[tuple[str, str]]) -> None:
