@@ -47,3 +47,8 @@ class LedgerError(EvenkeelError, RuntimeError):
 
 class DeadlineExceeded(EvenkeelError, TimeoutError):
     """A wait reached its deadline; the message names phase, actor and version."""
+
+
+def counted(number: int, what: str) -> str:
+    """"1 rollout worker", "2 rollout workers": for sentences."""
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from correction.errors import DataError
+from correction.errors import DataError, counted
 from rollout.chat import ChatEncoder
 from rollout.config import FileTask, ReasoningGymTask, TaskConfig
 from rollout.gym_entry import COLUMN, as_json
@@ -66,7 +66,7 @@ class TaskReport:
 
     def __str__(self) -> str:
         stock = "without end" if self.train_questions is None else f"{self.train_questions} distinct"
-        rows = f"; {len(self.skipped)} bad row{'s' * (len(self.skipped) > 1)} skipped" if self.skipped else ""
+        rows = f"; {counted(len(self.skipped), 'bad row')} skipped" if self.skipped else ""
         shown = f" and from the {self.demonstrations_checked} demonstrations of the model's warm-up" if self.demonstrations_checked else ""
         return (
             f"{self.name}: {self.held_out} held-out questions, disjoint by text from the training questions ({stock}; "

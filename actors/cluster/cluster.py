@@ -25,9 +25,8 @@ from actors.config import RayConfig, RunConfig
 from actors.processes import interrupts
 from actors.processes.descendants import adopted_orphans, command_of, descendants, end, end_new
 from actors.processes.part_heartbeat import GROUPS
-from actors.processes.supervision import counted
 from actors.settings.devices import check_rollout_resource, visible_gpus
-from correction.errors import ConfigError, EngineError
+from correction.errors import ConfigError, EngineError, counted
 
 log = logging.getLogger("evenkeel.cluster")
 

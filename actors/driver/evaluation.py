@@ -17,9 +17,9 @@ from ray.exceptions import RayError
 
 from actors.config import DeadlinesConfig, EvaluationConfig
 from actors.metrics.held_out import UNKNOWN, Evaluation, Proportion, pass_at, share_over_questions
-from actors.processes.supervision import abandon, counted, wait_for
+from actors.processes.supervision import abandon, wait_for
 from actors.weights.weight_sync import WeightSync
-from correction.errors import DeadlineExceeded, EvenkeelError
+from correction.errors import DeadlineExceeded, EvenkeelError, counted
 from rollout.config import AnswerSampling
 from rollout.trajectory import Prompt, Trajectory
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean, pvariance
 
 from actors.metrics.step_metrics import with_interval
+from correction.errors import counted
 from rollout.trajectory import FinishReason, Prompt, Trajectory
 
 
@@ -96,7 +97,7 @@ class Evaluation:
         text = str(self.accuracy)
         if self.samples > 1:
             text += f" x {self.samples} answers" + "".join(f", pass@{k} {share}" for k, share in self.pass_at.items() if k == self.samples)
-        return text + (f", {self.failed} answer{'s' * (self.failed > 1)} could not be scored" if self.failed else "")
+        return text + (f", {counted(self.failed, 'answer')} could not be scored" if self.failed else "")
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:

@@ -24,9 +24,9 @@ from actors.pool.elastic import Elastic
 from actors.pool.faults import LossBook
 from actors.pool.rollout_worker import WorkerSettings
 from actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
-from actors.processes.supervision import counted, kill, unwrapped, wait_for
+from actors.processes.supervision import kill, unwrapped, wait_for
 from actors.weights.weight_sync import WeightSync
-from correction.errors import ActorLost, EngineError, EvenkeelError
+from correction.errors import ActorLost, EngineError, EvenkeelError, counted
 
 log = logging.getLogger("evenkeel.pool")
 _STARTS = 3

@@ -17,6 +17,8 @@ from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 
+from correction.errors import counted
+
 LEARNER_WAITS = 0.15
 """The learner waits for data if it does so for more than this share of its time; a part of that is hand-over, which workers can't mend."""
 WORKERS_WAIT = 0.25
@@ -92,7 +94,7 @@ def decide(load: StepLoad, target: int, limits: PoolLimits) -> ScalingDecision |
     """
     present = load.workers
     said = (
-        f"in {load.seconds:.0f} s the learner waited for {load.learner_waits:.0%} of its time, {present} worker{'s' * (present != 1)} for "
+        f"in {load.seconds:.0f} s the learner waited for {load.learner_waits:.0%} of its time, {counted(present, 'worker')} for "
         f"{load.workers_wait:.0%} of theirs"
     )
     if load.learner_waits > LEARNER_WAITS:

@@ -20,7 +20,7 @@ from actors.metrics.step_metrics import DISCARD_COUNTERS, StepMetrics
 from actors.pool.scaling import ScalingDecision
 from actors.processes.loop_clock import LoopClock
 from actors.processes.repeated import Repeated
-from actors.processes.supervision import abandon, counted, unless_set, wait_for
+from actors.processes.supervision import abandon, unless_set, wait_for
 from actors.record.finished_step import FinishedStep
 from actors.record.metric_views import open_views, views_from_an_earlier_step
 from actors.record.patience import PatientWriter
@@ -42,7 +42,7 @@ from actors.record.step_report import (
 )
 from actors.record.terminal import TerminalView
 from actors.settings.probe_limits import ProbeLimits
-from correction.errors import EvenkeelError
+from correction.errors import EvenkeelError, counted
 from correction.monitor import Event, State
 from rollout.trajectory import Prompt, SyncReceipt
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from actors.processes.supervision import counted
 from actors.settings.probe_limits import ProbeLimits
+from correction.errors import counted
 
 
 class ProbeWatch:

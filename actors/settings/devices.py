@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from actors.config import RunConfig
-from correction.errors import ConfigError
+from correction.errors import ConfigError, counted
 
 SETS_NVLS = ("enable_nccl_nvls", "enable_symm_mem")
 """Of SGLang's arguments: with these it sets NCCL's variable itself, whatever it was."""
@@ -220,10 +220,10 @@ def _wanted(config: RunConfig) -> tuple[list[float], str]:
     if engine.resolved_device == "cuda":
         shares += [rollout.gpus_per_worker] * workers * engine.tensor_parallel
         of = _of(rollout.gpus_per_worker) if engine.tensor_parallel == 1 else f" of {engine.tensor_parallel} GPUs"
-        asking.append(f"rollout.engine.device = {engine.device} with {workers} worker{'s' * (workers > 1)}{of}")
+        asking.append(f"rollout.engine.device = {engine.device} with {counted(workers, 'worker')}{of}")
     if learner.resolved_device == "cuda":
         shares += [learner.gpus_per_rank] * ranks
-        asking.append(f"learner.device = {learner.device} with {ranks} rank{'s' * (ranks > 1)}{_of(learner.gpus_per_rank)}")
+        asking.append(f"learner.device = {learner.device} with {counted(ranks, 'rank')}{_of(learner.gpus_per_rank)}")
     return shares, " and ".join(asking)
 
 

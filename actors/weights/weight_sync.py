@@ -35,13 +35,13 @@ import ray
 
 from actors.carriers import ExportPlan, WeightSnapshot
 from actors.config import WeightSyncConfig
-from actors.processes.supervision import abandon, counted, persistently, wait_for
+from actors.processes.supervision import abandon, persistently, wait_for
 from actors.ranks.learner_group import LearnerGroup
 from actors.weights.broadcast_group import BroadcastGroup
 from actors.weights.publication import SYNC_FAILURES, PublishedVersions, pause_s
 from actors.weights.weight_deltas import WeightDeltas
 from correction.engines.checksum import compare_checksums
-from correction.errors import ActorLost, DeadlineExceeded, EngineError, EvenkeelError, LateError, SyncError
+from correction.errors import ActorLost, DeadlineExceeded, EngineError, EvenkeelError, LateError, SyncError, counted
 from rollout.trajectory import SyncReceipt
 
 log = logging.getLogger("evenkeel.sync")

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import pytest
 import ray.exceptions
 
-from actors.processes.supervision import Stopwatch, counted, persistently, together, unwrapped, wait_for
-from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, SyncError
+from actors.processes.supervision import Stopwatch, persistently, together, unwrapped, wait_for
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, SyncError, counted
 from tests.actors.simulated_time import simulate
 
 
