@@ -287,9 +287,9 @@ def _load() -> str:
     return f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
 
 
-def check_listening(address: str, limit_s: float = _CONNECT_S) -> None:
+def check_listening(address: str) -> None:
     """Ray itself would look for a cluster that isn't there for minutes. Raises: OSError if nothing listens at host:port."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
-        with socket.create_connection((host, int(port)), timeout=limit_s):
+        with socket.create_connection((host, int(port)), timeout=_CONNECT_S):
             pass

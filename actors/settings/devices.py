@@ -161,7 +161,7 @@ def check_rollout_resource(config: RunConfig, offered: float, possible: float | 
     wanted, resource = config.rollout.most_workers, config.ray.rollout_resource
     if possible is None or max(offered, possible) >= wanted:
         return None
-    setting = f"rollout.{'max_workers' if config.rollout.is_elastic else 'workers'} = {wanted}"
+    setting = most_workers_setting(config)
     if max(offered, possible) < 1:
         raise ConfigError(
             f"{setting} with ray.rollout_resource = {resource!r}: no node of the cluster at {config.ray.address} offers that resource, nor "
@@ -171,6 +171,11 @@ def check_rollout_resource(config: RunConfig, offered: float, possible: float | 
         f"{setting}: the cluster at {config.ray.address} offers the resource {resource!r} {max(offered, possible):g} times at most, with "
         f"all nodes that its autoscaler may start; the other workers wait"
     )
+
+
+def most_workers_setting(config: RunConfig) -> str:
+    """The setting that says how many workers there may be, with its value, for sentences."""
+    return f"rollout.{'max_workers' if config.rollout.is_elastic else 'workers'} = {config.rollout.most_workers}"
 
 
 def whole_gpus(shares: Sequence[float]) -> int:

@@ -94,8 +94,8 @@ def of_plain(kind: Any, plain: Any, columns: Mapping[str, np.ndarray], names: Ma
         return array(typecode, row.tobytes()) if kind_of_row == "array" else array(code, row.astype(code).tobytes())
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind, localns={**names, "array": _Array})
-        known = {field.name for field in dataclasses.fields(kind)} & plain.keys()
-        return typing.cast(Any, kind)(**{name: of_plain(hints[name], plain[name], columns, names) for name in known})
+        given = {name: of_plain(hints[name], item, columns, names) for name, item in plain.items() if name in hints}
+        return typing.cast(Any, kind)(**given)
     if kind is float:
         return float(plain)
     return kind(plain) if isinstance(kind, type) and issubclass(kind, Enum) else plain
