@@ -29,7 +29,7 @@ BAD_UPDATE = 0.5
 _SHIFT = 0.5
 """Taken off probabilities whose squares are added up over shards: one for all."""
 _SIDES = ("positive", "negative")
-"""Of the advantage."""
+"""Signs of the advantage that the clip's numbers are split by."""
 
 
 def diagnose(

@@ -74,7 +74,7 @@ class MonitorConfig(Settings):
     watch_deviations: float = Field(default=5.0, gt=0)
     """Standard errors of the run's own scatter by which it must grow for a watch."""
     alarm_deviations: float = Field(default=7.0, gt=0)
-    """The same for an alarm."""
+    """Standard errors of the run's own scatter by which it must grow for an alarm."""
     patience: int = Field(default=2, ge=1)
     """Steps in a row that a new state must hold before it is an event."""
     setting: str | None = None
@@ -95,12 +95,12 @@ class Event:
 
     step: int
     name: str
-    """Of the symptom."""
+    """Name of the symptom."""
     state: State
     value: float
-    """Of the diagnostic, at this step."""
+    """The diagnostic's value at this step."""
     growth: float
-    """Of the level against the run's start; 1 is none. Not a number where a limit was met before there was a start."""
+    """Level over the level at the run's start; 1: no change. Not a number where a limit was met before there was a start."""
     message: str
     """One line: what is wrong, since when, where, and what to try."""
 

@@ -14,7 +14,7 @@ class Symptom:
     """A diagnostic that is followed."""
 
     name: str
-    """Of correction.quantities.DIAGNOSTICS."""
+    """Name of the diagnostic (correction.quantities.DIAGNOSTICS)."""
     meaning: str
     """What is wrong when it grows."""
     remedy: str

@@ -51,7 +51,7 @@ class Update:
 
     @property
     def norm(self) -> float:
-        """Of the whole gradient."""
+        """L2 norm of the whole gradient."""
         return math.sqrt(math.fsum(norm * norm for norm in self.group_norms.values()))
 
 
@@ -92,7 +92,7 @@ class GuardedOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """Of the last update."""
+        """Learning rate of the last update."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     @property

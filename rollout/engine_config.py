@@ -143,9 +143,13 @@ class EngineConfig(Settings):
                     "attention_data_parallel to a divisor of it, or to 1"
                 )
             if self.has_float8 or self.return_routed_experts or self.max_running_requests < groups:
-                what = "quantization" if self.has_float8 else "learner.routing_replay: rollout"
-                what = f"max_running_requests = {self.max_running_requests}" if self.max_running_requests < groups else what
-                raise ValueError(f"{setting} with {what}: no engine so was tried. Set attention_data_parallel to 1, or the other otherwise")
+                if self.max_running_requests < groups:
+                    what, instead = f"max_running_requests = {self.max_running_requests}", f"max_running_requests to {groups} or more"
+                elif self.has_float8:
+                    what, instead = "quantization", "quantization to none"
+                else:
+                    what, instead = "learner.routing_replay: rollout", "learner.routing_replay to none or recompute"
+                raise ValueError(f"{setting} with {what}: this combination is untested. Set attention_data_parallel to 1, or {instead}")
         if self.batch_invariant and self.tensor_parallel > 1:
             raise ValueError(
                 f"rollout.engine.tensor_parallel = {self.tensor_parallel} with batch_invariant: the sums over ranks are SGLang's, not the "
@@ -196,7 +200,7 @@ class EngineConfig(Settings):
 
     @property
     def resolved_device(self) -> Device:
-        """Of this process, where it is auto."""
+        """The device; for auto what this process finds."""
         return device_of(self.device)
 
     @property

@@ -22,7 +22,7 @@ from rollout.reward_cgroup import ControlGroup
 MEMORY, PROCESSES = 97, 98
 """Exit codes of a guardian that ended its scorer: the tree took more memory, or had more processes than it may."""
 MOST_PROCESSES = 128
-"""Of a scorer, all that it started included."""
+"""Processes of a scorer, itself and all that it started."""
 _MOST_FILES = 4096
 _LARGEST_FILE_BYTES = 4 << 30
 _PR_SET_CHILD_SUBREAPER = 36

@@ -249,7 +249,7 @@ class GroupFacts(_Answers[AnswerFacts]):
     generate_s: float = 0.0
     reward_s: float = 0.0
     wide_bytes: int = 0
-    """Of its wide fields, where these are objects of their own; 0: they aren't."""
+    """Bytes of its wide fields, where these are objects of their own; 0: they aren't."""
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         """Plain tuples: facts cross four processes, and each dataclass within them would be pickled by Python code."""
@@ -336,6 +336,6 @@ class SyncReceipt:
     processor: Processor | None = None
     """What the engine computes with, together with the checksums; for true on-policy only."""
     generation: int = 0
-    """Of the run: versions after a checkpoint that it has gone back to come again, with other weights."""
+    """Generation of the run: after it has gone back to a checkpoint, version numbers come again with other weights."""
     delta_bytes: int | None = None
-    """Of the differences that its node made these weights of; None: they came whole."""
+    """Bytes of the deltas that its node made these weights of; None: they came whole."""

@@ -46,7 +46,7 @@ class UpdatableEngine:
         self._updating = asyncio.Lock()
         self._specs: dict[str, WeightSpec] | None = None
         self._parts: RankParts | None = None
-        """Of the ranks, if there are several."""
+        """What each rank holds, if there are several; known after `weight_specs`."""
         self._staging = weight_transfer.SharedStaging(config.tensor_parallel)
         self.silent_s = 0.0
         """Seconds of heartbeat_s that the engine has used without a sign, as of its last probe."""
@@ -76,7 +76,7 @@ class UpdatableEngine:
 
     @property
     def version(self) -> int:
-        """Of the weights that the next request is sampled with."""
+        """Version of the weights that the next request is sampled with."""
         return self._version
 
     @property

@@ -13,7 +13,7 @@ from actors.simulation.outcome import FULL_ENGINES, HANDOVER, PUBLISH, UNDER_WAY
 from correction.errors import counted
 
 ENOUGH = 0.95
-"""Of the best throughput: what the choice in the last sentence has to reach."""
+"""Share of the best throughput that the choice in the last sentence has to reach."""
 _CAUSES = (FULL_ENGINES, UNDER_WAY, HANDOVER, PUBLISH)
 _COLOURS = ("#3a7fc1", "#dd7a2b", "#3c9c63", "#a05cb8", "#c94f5c", "#8a8f2f")
 _COLUMNS = (

@@ -1,4 +1,4 @@
-"""What the model's folder and the task's file have to say against a run: `train` stops at the first of it, `doctor` and `plan` tell all.
+"""Checks of the model's folder and the task's file before a start: `train` stops at the first problem, `doctor` and `plan` list all.
 
 The results are facts; nothing is started.
 """

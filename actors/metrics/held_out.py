@@ -29,7 +29,7 @@ class Proportion:
 
 
 UNKNOWN = Proportion(math.nan, 0.0, 1.0, 0)
-"""Of no trial."""
+"""A proportion without a single trial."""
 
 
 def wilson_interval(share: float, n: float, *, confidence: float = 0.95) -> tuple[float, float]:
@@ -89,7 +89,7 @@ class Evaluation:
     """By k: 2, 4, 8 ... and samples, each over the questions of which k answers could be scored."""
     seconds: float
     answers: tuple[tuple[Trajectory, ...], ...]
-    """Of each question."""
+    """All answers to each question."""
     failed: int
     """Answers that could not be scored; the accuracy leaves them out."""
 

@@ -29,7 +29,7 @@ TRANSFERS = 2
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Of one node."""
+    """Main memory of one node, bytes by what takes it."""
 
     node: str
     parts: dict[str, int]

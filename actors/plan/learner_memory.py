@@ -20,7 +20,7 @@ RESERVE = 3 << 30
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Of the rank that holds most, bytes."""
+    """GPU memory of the rank that holds most, bytes."""
 
     weights: int
     gradients: int

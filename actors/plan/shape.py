@@ -87,7 +87,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model; a head that is the embedding counts once."""
+        """Parameters of the whole model; a head that is the embedding counts once."""
         return sum(self.split(1, 1, 1)[0])
 
     @property
@@ -104,7 +104,7 @@ class ModelShape:
 
     @property
     def norms(self) -> int:
-        """Of a layer, over the hidden channels."""
+        """Norms of a layer over the hidden channels."""
         return 2 * self.family.has(INPUT_NORM) + 2 * self.family.has(ATTENTION_NORM_AFTER)
 
     def split(self, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int) -> list[tuple[int, int]]:

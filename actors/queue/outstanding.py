@@ -31,7 +31,7 @@ class Outstanding:
         self._version = self._published = snapshot.version if snapshot else 0  # engines get the checkpoint's weights
         self._trained = snapshot.trained if snapshot else 0
         self._tickets: dict[str, Ticket] = {}
-        """Of all groups under way, in the order of admission; keys are prompt ids here and in the next three."""
+        """Tickets of all groups under way, in the order of admission; keys are prompt ids here and in the next three."""
         self._finished: dict[str, StoredGroup] = {}
         """Sampled groups that are worth training."""
         self._worthless: dict[str, str] = {}

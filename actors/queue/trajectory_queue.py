@@ -52,7 +52,7 @@ class TrajectoryQueue:
         self.groups_per_step = groups_per_step
         self.max_staleness = max_staleness
         self.version = self.published = 0
-        """Of the learner's weights, and of those that the engines have or get: not every version goes out (weight_sync.every_steps)."""
+        """Versions of the learner's weights, and of those that engines have or get: not every one goes out (weight_sync.every_steps)."""
         self.admitted = self.trained = self.discarded = 0
         """Groups since the run began; `admitted` is the id of the next one."""
         self.discarded_by_reason: Counter[str] = Counter()

@@ -73,7 +73,7 @@ class Observer:
         self._workers: set[str] = set()
         """Rollout workers that are up."""
         self._loads: dict[str, WorkerLoad] | None = None
-        """Of each worker, as it answered last."""
+        """Load of each worker, as it answered last."""
         self._step_ended = self._began = time.monotonic()
         self._extra: dict[str, float] = {}
         self._repeated = Repeated()

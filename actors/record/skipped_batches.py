@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # torch: seconds that the driver's start doesn't need
     from learner.results import StepResult
 
 KEPT = 8
-"""Of a run: the first ones say most."""
+"""Batches of a run that are kept: the first ones say most."""
 _FETCH_S = 600.0
 
 
@@ -31,11 +31,11 @@ class SkippedBatch:
 
     step: int
     weight_version: int
-    """Of the weights before the step, which it left as they were."""
+    """Version of the weights before the step, which it left as they were."""
     corrected: CorrectedBatch
     correction: CorrectionConfig
     grad_norms: tuple[float, ...]
-    """Of each optimizer step."""
+    """Gradient norm of each optimizer step."""
     group_norms: dict[str, float]
     """By group of parameters."""
 

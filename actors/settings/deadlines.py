@@ -43,7 +43,7 @@ class Scale:
     reward_s: float
     """Longest time for one completion."""
     batch_tokens: int
-    """Of a training batch, in all of its passes."""
+    """Tokens of a training batch, in all of its passes."""
     evaluation_waves: int
     """As `waves`, for all questions of an evaluation on all workers."""
 
@@ -90,7 +90,7 @@ def with_deadlines(config: RunConfig, model_bytes: int) -> RunConfig:
 
 
 def bytes_of(model: Path) -> int:
-    """Of a model folder's weights; 0 if there are none yet."""
+    """Bytes of a model folder's weights; 0 if there are none yet."""
     return sum(path.stat().st_size for path in model.glob("*.safetensors"))
 
 

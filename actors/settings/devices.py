@@ -10,7 +10,7 @@ from actors.config import RunConfig
 from correction.errors import ConfigError, counted
 
 SETS_NVLS = ("enable_nccl_nvls", "enable_symm_mem")
-"""Of SGLang's arguments: with these it sets NCCL's variable itself, whatever it was."""
+"""Arguments of SGLang with which it sets NCCL's variable itself, whatever it was."""
 
 
 def check_devices(config: RunConfig) -> None:

@@ -59,7 +59,7 @@ class SyncTarget:
     name: str
     actor: Any
     version: int = -1
-    """Of the last receipt; -1: none yet, or dirty."""
+    """Version of the last receipt; -1: none yet, or dirty."""
     is_verified: bool = False
     """Checksums have been compared since it joined or failed."""
     task: asyncio.Task[None] | None = None
