@@ -306,7 +306,7 @@ class RunConfig(Settings):
 
     @property
     def logical_cpus(self) -> int:
-        """Of a private cluster: one for each rank and each rank of an engine, and one."""
+        """CPUs of a private cluster: one for each rank and each rank of an engine, and one."""
         return self.ray.num_cpus or self.rollout.most_workers * self.rollout.engine.tensor_parallel + self.learner.world_size + 1
 
     @property

@@ -64,7 +64,7 @@ class MonitorConfig(Settings):
     level_steps: int = Field(default=8, ge=3)
     """Last steps whose median is the level."""
     jump_steps: int = Field(default=2, ge=1)
-    """The same for jumps: fewer steps show a change sooner, but it must be larger."""
+    """Steps over which a jump is looked for: fewer steps show a change sooner, but it must be larger."""
     trend_steps: int = Field(default=24, ge=8)
     """Last steps from whose slopes the trend is taken."""
     watch_growth: float = Field(default=2.0, gt=1)
@@ -322,7 +322,7 @@ class Monitor:
         return "".join(f", {word}" for word in words)
 
     def _growth(self, name: str) -> float:
-        """Of the level against the start; not a number while there is none."""
+        """Level over the level at the start; not a number while there is none."""
         series = self._series.get(name)
         if series is None or not series.is_ready(self._config):
             return math.nan

@@ -133,7 +133,7 @@ def clear_leftovers() -> None:
 
 
 def descendants(pid: int) -> set[int]:
-    """Of a process, as the kernel lists them (Linux); those that have ended and wait for their parent don't count."""
+    """Process ids of all below a process, as the kernel lists them (Linux); those that have ended and wait for their parent don't count."""
     found: set[int] = set()
     waiting = [pid]
     while waiting:

@@ -159,7 +159,7 @@ class Trajectory(_Answer):
     """One sampled answer."""
 
     prompt_id: str
-    """Of its Prompt; empty for tokens that no task asked (comparisons, benchmarks)."""
+    """Id of its Prompt; empty for tokens that no task asked (comparisons, benchmarks)."""
     prompt_ids: array[int]
     """32-bit token ids, as the next."""
     response_ids: array[int]
@@ -179,7 +179,7 @@ class Trajectory(_Answer):
     """Of every token of prompt and response but the last, which the model didn't read; where the learner replays them. The positions of
     a trajectory that a weight update found under way were read anew then: these are the routes of the last reading."""
     route_keys: array[int] | None = None
-    """Of the prompt's tokens, what stands for their routed experts where these are objects of their own (rollout/wide_fields.py)."""
+    """For each token of the prompt, what stands for their routed experts where these are objects of their own (rollout/wide_fields.py)."""
     text: str = ""
     """The response, decoded without special tokens: what the reward function saw."""
     reward: float | None = None

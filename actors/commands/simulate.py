@@ -221,7 +221,7 @@ def _decode(text: str) -> DecodeSpeed:
 
 
 def _seconds(option: str, speed: float | None) -> float | None:
-    """Of a token."""
+    """Seconds of a token at so many tokens/s. Raises: ConfigError."""
     if speed is None:
         return None
     if not 0 < speed < math.inf:

@@ -75,7 +75,7 @@ class ClusterFile:
 
 
 def _types(content: Mapping[str, Any], resource: str) -> tuple[NodeKind, ...]:
-    """Of a cloud: types of nodes, with their resources."""
+    """Types of nodes of a cloud's file, with their resources."""
     head, found = content["head_node_type"], []
     for name, kind in content["available_node_types"].items():
         offered = kind.get("resources", {})

@@ -69,7 +69,7 @@ def checked(
 
 
 def _weight_bytes(folder: Path, *, has_weights: bool) -> int:
-    """Of those in the folder; of a folder that need not have them, at least as many as its config.json means in bfloat16."""
+    """Bytes of the weights in the folder; of a folder that need not have them, at least as many as its config.json means in bfloat16."""
     found = bytes_of(folder)
     return found if found and has_weights else max(found, ModelShape.read(folder).weight_bytes("bfloat16"))
 

@@ -59,7 +59,7 @@ def _ks(samples: int) -> list[int]:
 
 
 def _pass_at(k: int, scored: Sequence[Sequence[bool]]) -> Proportion:
-    """Of the questions that have k scored answers; UNKNOWN if none has."""
+    """pass@k over the questions that have k scored answers; UNKNOWN if none has."""
     enough = [of_one for of_one in scored if len(of_one) >= k]
     values = [pass_at(k, right=sum(of_one), answers=len(of_one)) for of_one in enough]
     return share_over_questions(values, sum(len(of_one) // k for of_one in enough)) if values else UNKNOWN

@@ -49,12 +49,12 @@ ANSWER = 4 + 4
 
 
 def corrected_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Of a token of a CorrectedBatch: weight, mask and scale beside the batch."""
+    """Bytes of a CorrectedBatch for each token: weight, mask and scale beside the batch."""
     return token_bytes(shape, config) + 4 + 1 + 4
 
 
 def hosts(shape: ModelShape, config: RunConfig, *, gpus_per_node: int, nodes: int) -> list[HostMemory]:
-    """Of the fullest node of each role: one node that has all of them, or the driver's, one with ranks, and one with engines."""
+    """Main memory of the fullest node of each role: one node with all of them, or the driver's, one with ranks, and one with engines."""
     ranks = min(config.learner.world_size, int(gpus_per_node / config.learner.gpus_per_rank))
     engines = min(config.rollout.most_workers, int(gpus_per_node / config.rollout.gpus_of_a_worker))
     if nodes == 1:

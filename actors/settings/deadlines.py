@@ -168,7 +168,7 @@ def inversions(config: RunConfig) -> list[str]:
 
 
 def _values(config: RunConfig, model_bytes: int) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """Of the run, and of each engine: those in the recipe are taken as they are where others follow from them."""
+    """Deadlines of the run, and of each engine, seconds: those in the recipe are taken as they are where others follow from them."""
     scale = Scale.of(config)
     least, floor = config.deadlines.derived({}), config.rollout.engine.deadlines.derived({})
     answer_s, travel_s = scale.answer_tokens / scale.tokens_per_s, model_bytes / scale.bytes_per_s
