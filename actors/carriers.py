@@ -152,7 +152,7 @@ class GroupSummary:
 
     group_id: int
     response_tokens: int
-    """Response tokens of all its trajectories together."""
+    """Of all its trajectories together."""
     trajectories: int
     failures: tuple[tuple[FailureKind, str], ...]
     """Kind and message of each trajectory without a reward."""

@@ -162,7 +162,7 @@ class ModelShape:
         return whole + self.layers * (entries * (1 - BYTES_OF[dtype]) + 4 * blocks)
 
     def channels(self, ranks: int) -> dict[str, int]:
-        """Channels of a dense layer, by which its matrices are cut: what each of an engine's ranks has of them."""
+        """Of a dense layer, by which its matrices are cut: what each of an engine's ranks has of them."""
         keys = max(self.key_heads // ranks, 1) * self.head_width
         return {"queries": self.heads * self.head_width // ranks, "keys": keys, "feed-forward part": self.feed_forward // ranks}
 

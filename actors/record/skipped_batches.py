@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # torch: seconds that the driver's start doesn't need
     from learner.results import StepResult
 
 KEPT = 8
-"""Batches of a run that are kept: the first ones say most."""
+"""Of a run: the first ones say most."""
 _FETCH_S = 600.0
 
 
