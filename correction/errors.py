@@ -1,6 +1,11 @@
 """One root and a few kinds; every message names the place, the value, the reason and the remedy."""
 
 
+def counted(number: int, what: str) -> str:
+    """"1 rollout worker", "2 rollout workers": for sentences."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 class EvenkeelError(Exception):
     """Root of all errors that evenkeel raises on purpose. Picklable: it crosses processes."""
 

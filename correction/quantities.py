@@ -13,7 +13,7 @@ from enum import StrEnum
 BUCKET_EDGES = (0.1, 0.25, 0.5, 0.75)
 """Edges of the proximal probability in `bucket_`; the paper prints its own only in a figure."""
 PERCENTS = (1, 10, 50, 90, 99)
-"""Of log rho, in `log_ratio_quantile_`."""
+"""Percentiles of log rho, in `log_ratio_quantile_`."""
 
 
 class Unit(StrEnum):

@@ -230,7 +230,7 @@ class LearnerConfig(DerivedSettings):
 
     @property
     def resolved_device(self) -> Device:
-        """Of this process, where it is auto. A run decides it for all ranks, before any of them starts."""
+        """The device; for auto what this process finds. A run decides it for all ranks, before any of them starts."""
         return device_of(self.device)
 
     @property

@@ -63,7 +63,7 @@ def expected_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes(rule: Rule, family: ModelFamily, heads: HeadShape, hf_config: Any) -> tuple[tuple[int, ...], ...]:
-    """Of the rule's HF tensors."""
+    """Shapes of the rule's HF tensors."""
     hidden, queries, keys = hf_config.hidden_size, heads.groups * heads.queries_per_group * heads.width, heads.groups * heads.width
     width = getattr(hf_config, family.experts.width) if family.experts else hf_config.intermediate_size
     is_of_attention = ".self_attention." in rule.megatron

@@ -25,7 +25,7 @@ _MISSES_AT_WORK = 10 * MISSES
 _PROBES = 6
 """In the time of the limit, while they are answered."""
 _LEAST_SHARE = 0.05
-"""Of a processor: what computes uses more."""
+"""Share of a processor; a process that computes uses more."""
 _LOOK_S = 0.1
 
 

@@ -25,7 +25,7 @@ MEMORY, PROCESSES = 97, 98
 WORKER = "EVENKEEL_REWARD_WORKER"
 """Variable of the environment with the worker's process id: of a guardian, and of all that is started below it."""
 MOST_PROCESSES = 128
-"""Of a scorer, all that it started included."""
+"""Processes of a scorer, itself and all that it started."""
 _MOST_FILES = 4096
 _LARGEST_FILE_BYTES = 4 << 30
 _PR_SET_CHILD_SUBREAPER = 36
@@ -165,7 +165,7 @@ def clear_leftovers() -> None:
 
 
 def descendants(pid: int) -> set[int]:
-    """Of a process, as the kernel lists them (Linux); those that have ended and wait for their parent don't count."""
+    """Process ids of all below a process, as the kernel lists them (Linux); those that have ended and wait for their parent don't count."""
     found: set[int] = set()
     waiting = [pid]
     while waiting:

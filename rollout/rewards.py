@@ -68,7 +68,7 @@ class RewardPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the scoring processes that are up."""
+        """Process ids of the scoring processes that are up."""
         return tuple(process.pid for process in self._processes if process.pid is not None)
 
     async def check(self, sample: Prompt | None = None) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from correction.errors import DataError
+from correction.errors import DataError, counted
 from rollout.chat import ChatEncoder
 from rollout.config import FileTask, ReasoningGymTask, TaskConfig
 from rollout.gym_entry import COLUMN, as_json
@@ -66,7 +66,7 @@ class TaskReport:
 
     def __str__(self) -> str:
         stock = "without end" if self.train_questions is None else f"{self.train_questions} distinct"
-        rows = f"; {len(self.skipped)} bad row{'s' * (len(self.skipped) > 1)} skipped" if self.skipped else ""
+        rows = f"; {counted(len(self.skipped), 'bad row')} skipped" if self.skipped else ""
         shown = f" and from the {self.demonstrations_checked} demonstrations of the model's warm-up" if self.demonstrations_checked else ""
         return (
             f"{self.name}: {self.held_out} held-out questions, disjoint by text from the training questions ({stock}; "
@@ -145,7 +145,7 @@ class Task:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the training questions and their answers in their order: all of a file or data set, the first of a stream without end."""
+        """Hash of the training questions and their answers in order: all of a file or data set, the first of a stream without end."""
         digest = xxhash.xxh3_64(repr(self._source.questions_per_epoch).encode())
         for position in range(self._source.questions_per_epoch or _FINGERPRINT_POSITIONS):
             question = self._source.train_question(position)
@@ -161,7 +161,7 @@ class Task:
         return self._row(self._source.train_question(position), f"training question {position}")
 
     def held_out_rows(self) -> list[dict[str, Any]]:
-        """The same of the held-out questions. Raises: DataError likewise."""
+        """Rows of the held-out questions. Raises: DataError likewise."""
         return [self._row(question, f"held-out question {number}") for number, question in enumerate(self._source.held_out)]
 
     def _row(self, question: Question, place: str) -> dict[str, Any]:

@@ -179,7 +179,7 @@ class Trajectory(_Answer):
     """One sampled answer."""
 
     prompt_id: str
-    """Of its Prompt; empty for tokens that no task asked (comparisons, benchmarks)."""
+    """Id of its Prompt; empty for tokens that no task asked (comparisons, benchmarks)."""
     prompt_ids: array[int]
     """32-bit token ids, as the next."""
     response_ids: array[int]
@@ -199,7 +199,7 @@ class Trajectory(_Answer):
     """Of every token of prompt and response but the last, which the model didn't read; where the learner replays them. The positions of
     a trajectory that a weight update found under way were read anew then: these are the routes of the last reading."""
     route_keys: array[int] | None = None
-    """Of the prompt's tokens, what stands for their routed experts where these are objects of their own (rollout/wide_fields.py)."""
+    """For each token of the prompt, what stands for their routed experts where these are objects of their own (rollout/wide_fields.py)."""
     text: str = ""
     """The response, decoded without special tokens: what the reward function saw."""
     reward: float | None = None
@@ -274,7 +274,7 @@ class GroupFacts(_Answers[AnswerFacts]):
     generate_s: float = 0.0
     reward_s: float = 0.0
     wide_bytes: int = 0
-    """Of its wide fields, where these are objects of their own; 0: they aren't."""
+    """Bytes of its wide fields, where these are objects of their own; 0: they aren't."""
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         """Plain tuples: facts cross four processes, and each dataclass within them would be pickled by Python code."""
@@ -362,6 +362,6 @@ class SyncReceipt:
     processor: Processor | None = None
     """What the engine computes with, together with the checksums; for true on-policy only."""
     generation: int = 0
-    """Of the run: versions after a checkpoint that it has gone back to come again, with other weights."""
+    """Generation of the run: after it has gone back to a checkpoint, version numbers come again with other weights."""
     delta_bytes: int | None = None
-    """Of the differences that its node made these weights of; None: they came whole."""
+    """Bytes of the deltas that its node made these weights of; None: they came whole."""

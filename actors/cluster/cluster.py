@@ -26,9 +26,8 @@ from actors.config import RayConfig, RunConfig
 from actors.processes import interrupts
 from actors.processes.descendants import adopted_orphans, command_of, descendants, end, end_new
 from actors.processes.part_heartbeat import GROUPS
-from actors.processes.supervision import counted
 from actors.settings.devices import check_rollout_resource, visible_gpus
-from correction.errors import ConfigError, EngineError
+from correction.errors import ConfigError, EngineError, counted
 
 log = logging.getLogger("evenkeel.cluster")
 
@@ -297,9 +296,9 @@ def _load() -> str:
     return f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
 
 
-def check_listening(address: str, limit_s: float = _CONNECT_S) -> None:
+def check_listening(address: str) -> None:
     """Ray itself would look for a cluster that isn't there for minutes. Raises: OSError if nothing listens at host:port."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
-        with socket.create_connection((host, int(port)), timeout=limit_s):
+        with socket.create_connection((host, int(port)), timeout=_CONNECT_S):
             pass

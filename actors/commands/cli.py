@@ -78,6 +78,9 @@ def _sentence(text: str, error: BaseException) -> str:
     return "\n".join([f"evenkeel: {text}", *getattr(error, "__notes__", ())])
 
 
+_DISCARD_QUEUE = "With --resume: discard finished groups that the new settings make unusable, and sample their prompts again."
+
+
 @app.command(
     epilog=_examples(
         "evenkeel train recipes/nano_spell_backward.yaml",
@@ -93,8 +96,8 @@ def train(
         Path | None,
         typer.Option(metavar="RUN_DIR", help="Go on with an earlier run from its newest checkpoint; its folder holds the recipe."),
     ] = None,
-    discard_queue: Annotated[bool, typer.Option("--discard-queue", help="With --resume: sample anew what new settings spoil.")] = False,
-    retries: Annotated[int, typer.Option(min=0, help="So many times at most, go on by itself when the run's process has died.")] = 0,
+    discard_queue: Annotated[bool, typer.Option("--discard-queue", help=_DISCARD_QUEUE)] = False,
+    retries: Annotated[int, typer.Option(min=0, help="Restart the run's process at most this many times if it dies.")] = 0,
 ) -> None:
     """Train a model by reinforcement learning, as a recipe says.
 

@@ -39,9 +39,9 @@ class EngineDiff:
     gaps: list[OperatorGap]
     """In the order of computation."""
     agreement: Agreement
-    """Of sampled and trained logprobs: what comes after the logits."""
+    """Agreement of sampled and trained logprobs: of what comes after the logits."""
     offsets: tuple[int, ...]
-    """Of the sequences in the packed batch."""
+    """Offsets of the sequences in the packed batch."""
 
     @property
     def parting(self) -> str | None:

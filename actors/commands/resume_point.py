@@ -17,7 +17,7 @@ from actors.config import RunConfig
 from actors.record.checkpoint_reader import ResumePoint, newest_readable
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.settings.hub_name import HubName, absolute
-from correction.errors import ConfigError, DataError
+from correction.errors import ConfigError, DataError, counted
 from correction.schedule import needs_topk
 from rollout.config import FileTask, HuggingFaceTask
 
@@ -169,7 +169,7 @@ def _with_groups_of_these_settings(
     useless = [reason for reason in reasons if not reason.startswith(_OF_ENGINES)]
     if useless and not discard_queue:
         diff = ", ".join(f"{key} ({_short(changed[key][0])} -> {_short(changed[key][1])})" if key in changed else key for key in useless)
-        groups = f"{len(queue.finished)} finished group{'s' * (len(queue.finished) > 1)} of {point.checkpoint.path}"
+        groups = f"{counted(len(queue.finished), 'finished group')} of {point.checkpoint.path}"
         raise ConfigError(
             f"{diff}: {groups} can't be trained on with that. Leave it as it was, or add --discard-queue: their "
             "answers are thrown away and their prompts asked again"

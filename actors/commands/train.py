@@ -25,7 +25,7 @@ from actors.driver.run_summary import RunSummary
 from actors.plan.shape import ModelShape
 from actors.processes import interrupts
 from actors.processes.daemon_threads import DaemonThreads
-from actors.processes.supervision import HALF_OVER, counted
+from actors.processes.supervision import HALF_OVER
 from actors.processes.wait_notice import WaitNotice
 from actors.record.checkpoint_reader import ResumePoint, take_back
 from actors.record.observer import Observer
@@ -37,7 +37,7 @@ from actors.settings.deadlines import inversions
 from actors.settings.derived import derived
 from actors.settings.devices import check_devices, check_types
 from correction.engines.quick_imports import uncollected
-from correction.errors import DeadlineExceeded, EvenkeelError
+from correction.errors import DeadlineExceeded, EvenkeelError, counted
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.rewards import RewardPool
 from rollout.stacks import register_stack_dump

@@ -22,7 +22,7 @@ class Complaint:
     setting: str = ""
     """What to change, as KEY: VALUE or in words; empty: nothing."""
     stops_deep: bool = True
-    """Of a failure: `doctor --deep` can't measure with it. It does without weights, tokenizer and task, of which it makes its own."""
+    """A failure with which `doctor --deep` can't measure. It does without weights, tokenizer and task, of which it makes its own."""
 
     @classmethod
     def refusal(cls, error: EvenkeelError) -> Complaint:

@@ -41,7 +41,7 @@ from correction.errors import DeadlineExceeded, EvenkeelError, SyncError
 from rollout.trajectory import SyncReceipt
 
 _TOKENS = 48
-"""Of a sequence."""
+"""Tokens of each random sequence that both sides compute the logprobs of."""
 _REQUESTS, _ANSWER = 8, 64
 """Requests in flight during a weight update, and tokens of each answer."""
 _TENSOR_BYTES = {"cuda": 256 << 20, "cpu": 8 << 20}

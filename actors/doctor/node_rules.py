@@ -18,6 +18,7 @@ from actors.plan.shape import ModelShape
 from actors.plan.traffic import traffic, versions_text
 from actors.settings.devices import gpus_asked
 from actors.settings.hub_name import HubName
+from correction.errors import counted
 
 Nodes = Sequence[NodeFacts]
 NodeRule = Callable[[Nodes, RunConfig], Iterator[Complaint]]
@@ -77,7 +78,7 @@ def engines_inside_nodes(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]
     ranks, wanted = config.rollout.engine.tensor_parallel, config.rollout.first_workers
     if config.rollout.engine.resolved_device != "cuda" or ranks == 1:
         return
-    what = f"{_counted(wanted, 'engine')} of {ranks} GPUs each (rollout.engine.tensor_parallel)"
+    what = f"{counted(wanted, 'engine')} of {ranks} GPUs each (rollout.engine.tensor_parallel)"
     yield from _inside_nodes(nodes, config, wanted, ranks, what, "Lower rollout.engine.tensor_parallel or rollout.workers, or add nodes")
 
 
@@ -111,7 +112,7 @@ def torch_sees_the_gpus(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
         if node.driver_gpus and not node.has_cuda:
             yield Complaint(
                 "fail" if _uses_gpus(config) else "warn",
-                f"{node.name} has {_counted(node.driver_gpus, 'GPU')}, but its torch is a build without CUDA",
+                f"{node.name} has {counted(node.driver_gpus, 'GPU')}, but its torch is a build without CUDA",
                 "To use them, install what constraints-gpu.txt has (docs/gpu.md); for the CPU alone nothing is wrong",
             )
         elif _uses_gpus(config) and node.offered_gpus > len(node.gpus) > 0:
@@ -126,7 +127,7 @@ def torch_sees_the_gpus(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
 
 def _unseen(node: NodeFacts, config: RunConfig) -> Iterator[Complaint]:
     """A build of torch with CUDA sees none of the GPUs that the driver knows."""
-    there = f"{node.name} has {_counted(node.driver_gpus, 'GPU')}"
+    there = f"{node.name} has {counted(node.driver_gpus, 'GPU')}"
     if node.visible_devices is not None and node.visible_devices.strip() in ("", "-1"):
         if not node.offered_gpus:  # else Ray hides them from tasks that ask for none
             text = f"{there}, but CUDA_VISIBLE_DEVICES = {node.visible_devices!r} hides them: the run is on the CPU"
@@ -267,7 +268,7 @@ NODE_RULES: tuple[NodeRule, ...] = (
 def requests(nodes: Nodes, config: RunConfig) -> list[Request]:
     """What the run asks of Ray, what the nodes have, what of it nobody holds."""
     rollout, learner = config.rollout, config.learner
-    ranks, workers = _counted(learner.world_size, "rank"), _counted(rollout.first_workers, "worker")
+    ranks, workers = counted(learner.world_size, "rank"), counted(rollout.first_workers, "worker")
     of_ranks = [f"{ranks} x {learner.gpus_per_rank:g}"] if learner.resolved_device == "cuda" else []
     of_workers = [f"{workers} x {rollout.gpus_of_a_worker:g}"] if rollout.engine.resolved_device == "cuda" else []
     cpus, free = sum(node.cpus for node in nodes), sum(node.free_cpus for node in nodes)
@@ -284,10 +285,6 @@ def requests(nodes: Nodes, config: RunConfig) -> list[Request]:
 
 def _uses_gpus(config: RunConfig) -> bool:
     return gpus_asked(config) > 0
-
-
-def _counted(count: int, thing: str) -> str:
-    return f"{count} {thing}{'s' * (count > 1)}"
 
 
 def _runs(kind: str, built: Sequence[str]) -> bool:
@@ -356,8 +353,8 @@ def hosts_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) -
     for node in nodes:
         ranks = min(config.learner.world_size, int(node.offered_gpus / config.learner.gpus_per_rank))
         engines = min(config.rollout.first_workers, int(node.rollout_units), int(node.offered_gpus / config.rollout.gpus_of_a_worker))
-        roles = [HostMemory(_counted(ranks, "rank"), of_learner(shape, config, ranks))] if ranks else []
-        roles += [HostMemory(_counted(engines, "engine"), of_engines(shape, config, engines))] if engines else []
+        roles = [HostMemory(counted(ranks, "rank"), of_learner(shape, config, ranks))] if ranks else []
+        roles += [HostMemory(counted(engines, "engine"), of_engines(shape, config, engines))] if engines else []
         fullest = max(roles, key=lambda role: role.total, default=None)
         if fullest is not None and fullest.total > node.memory:
             text = f"{node.name}: {fullest.node} would take up to {gib(fullest.total)} of its {gib(node.memory)} of memory: {fullest}"

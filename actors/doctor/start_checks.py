@@ -1,4 +1,4 @@
-"""What the model's folder and the task's file have to say against a run: `train` stops at the first of it, `doctor` and `plan` report all.
+"""Checks of the model's folder and the task's file before a start: `train` stops at the first problem, `doctor` and `plan` list all.
 
 The results are facts; nothing is started.
 """
@@ -74,7 +74,7 @@ def checked(
 
 
 def _weight_bytes(folder: Path, *, has_weights: bool) -> int:
-    """Of those in the folder; of a folder that need not have them, at least as many as its config.json means in bfloat16."""
+    """Bytes of the weights in the folder; of a folder that need not have them, at least as many as its config.json means in bfloat16."""
     found = bytes_of(folder)
     return found if found and has_weights else max(found, ModelShape.read(folder).weight_bytes("bfloat16"))
 

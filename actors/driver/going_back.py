@@ -49,7 +49,8 @@ MOST_RETURNS = 3
 """To one checkpoint, within RETURNS_S or from the same step. The fourth such death ends the run: the next attempt would die as well."""
 RETURNS_S = 3600.0
 _FREE_REPLACEMENTS = 10
-"""Of queue and service within RETURNS_S. After each further one the next starts later: 2, 4, 8 ... up to _LONGEST_PAUSE_S seconds."""
+"""Replacements of queue and service within RETURNS_S without a pause. After each further one the next starts later: 2, 4, 8 ... up to
+_LONGEST_PAUSE_S seconds."""
 _LONGEST_PAUSE_S = 60.0
 _LOOK_S = 1.0
 """Seconds between two questions whether a part's process is there."""
@@ -62,9 +63,9 @@ _DISK_ATTEMPTS, _DISK_AGAIN_S = 30, 10.0
 _DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
 """What Ray says of a process that has ended. A kill by its memory monitor is no RayActorError."""
 _ATTEMPTS = 10
-"""Of one call, each with the whole deadline, while the actor answers `__ray_ready__`."""
+"""Attempts at one call, each with the whole deadline, while the actor answers `__ray_ready__`."""
 _ANSWER = "an answer"
-"""Stands among the names of lost parts when all parts are alive and an answer is lost."""
+"""Pseudo part: every part is alive, but the answer to a call is lost."""
 
 
 async def raise_when_lost(parts: Mapping[str, Any], heartbeat_s: float, notify: Callable[[str, str], None]) -> None:
@@ -138,7 +139,7 @@ async def while_they_answer(
             if lost := await lost_among(parts, error):  # asked once only: a part may answer again a moment later
                 kill(*(parts[name] for name in lost if name in parts))
                 raise ActorLost(f"{error}; {' and '.join(lost)} answered nothing for {_ANSWER_S:g} s more") from error
-            notify("warning", f"{error}; who was late answers again, and is asked again")
+            notify("warning", f"{error}; the late part answers again; the call is repeated")
 
 
 async def end_parts(

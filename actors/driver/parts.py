@@ -33,13 +33,13 @@ class StartingPoint:
     """Where a run stands as its parts begin: at its own beginning, or at a checkpoint."""
 
     model: Path
-    """That the run began with, and its reference policy: a folder, or a name of the hub at a commit."""
+    """What the run began with, and its reference policy: a model folder, or a name of the hub at a commit."""
     checkpoint: Checkpoint | None = None
     state: TrainingState | None = None
 
     @property
     def weights(self) -> Path:
-        """Likewise."""
+        """The weights that it begins with: the checkpoint's folder, or the model that the run began with."""
         return self.checkpoint.hf.resolve() if self.checkpoint else absolute(self.model)
 
     @property

@@ -317,7 +317,7 @@ _ROLLOUT = [
     _gauge("sync/bytes", _U.BYTES, _R.SUM, "weight bytes", "Bytes of weights handed over in the sync, to all engines together."),
     _gauge("sync/rebuilt", _U.ONE, _R.SUM, "rebuilt", "Of the receipts, those for weights that a node made of differences (deltas)."),
     _gauge("sync/delta_bytes", _U.BYTES, _R.SUM, "delta bytes", "Bytes of those differences, which came in place of the weights."),
-    _gauge("sync/read_again_tokens", _U.TOKENS, _R.SUM, "read again", "Tokens of the batch that newer weights read anew (retract)."),
+    _gauge("sync/read_again_tokens", _U.TOKENS, _R.SUM, "read again", "Tokens that engines prefilled again after an update (retract)."),
     _gauge(
         "sync/probe_max_abs_difference", _U.NATS, _R.MAX, "probe difference",
         "Largest logprob difference between engine and learner on the probe, a fixed prompt, after a weight sync.",

@@ -164,7 +164,7 @@ def accuracy(metrics: Mapping[str, float]) -> str:
 
 
 def with_interval(share: float, low: float, high: float) -> str:
-    """Of a held-out share."""
+    """A held-out share with its interval, for people."""
     number = CATALOGUE["held_out/accuracy"].number
     return f"{number(share)} [{number(low)}, {number(high)}]"
 

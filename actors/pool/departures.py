@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from ray.exceptions import RayError
 
 from actors.pool.workers import STOP_S, PoolObserver, WorkerHandle, WorkerState
-from actors.processes.supervision import counted, kill, unwrapped, wait_for
-from correction.errors import DeadlineExceeded, EvenkeelError
+from actors.processes.supervision import kill, unwrapped, wait_for
+from correction.errors import DeadlineExceeded, EvenkeelError, counted
 
 log = logging.getLogger("evenkeel.pool")
 _HAND_BACK_S = 10.0

@@ -25,13 +25,13 @@ from actors.pool.membership import Membership
 from actors.pool.rollout_worker import GroupOutcome, WorkerSettings
 from actors.pool.scoring import Scoring
 from actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
-from actors.processes.supervision import AGAIN_S, counted, patiently, persistently, unless_failed, wait_for
+from actors.processes.supervision import AGAIN_S, patiently, persistently, unless_failed, wait_for
 from actors.queue.outstanding import Outstanding
 from actors.queue.payloads import disregard, to_hand_on
 from actors.queue.trajectory_queue import ANSWER_S
 from actors.settings.deadlines import group_s
 from actors.weights.weight_sync import SyncTarget
-from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError, counted
 from rollout.config import AnswerSampling, FunctionReward
 from rollout.trajectory import GroupFacts, Prompt, Trajectory, UnfinishedGroup
 
@@ -40,11 +40,12 @@ _MAX_RESYNCS = 3
 """Full syncs that a worker gets for an engine that says it is dirty, before it is replaced; counted anew with each finished group."""
 _CALL = "a worker's call"
 _ANSWERS = 32
-"""Of an evaluation, in one call to a worker."""
+"""Answers of an evaluation that one call to a worker asks for."""
 _FEW = 64
 """Workers that are looked through at once when something changes; more are when the changes of some milliseconds have come together."""
 _LOOK_S = 2e-5
-"""For each of them. The receipts of hundreds of workers come within a second, and to look through them all takes milliseconds."""
+"""Seconds of waiting for further changes, for each worker of the pool. The receipts of hundreds of workers come within a second, and to
+look through them all takes milliseconds."""
 
 
 class RolloutPool(Membership):
@@ -65,14 +66,14 @@ class RolloutPool(Membership):
         self._outstanding = outstanding or Outstanding()
         self._begin_delivery()
         self._results = 3 if settings.has_wide_fields else 2
-        """Of a worker's call for a group."""
+        """Ray objects that a worker's call for a group returns: facts, tokens, and wide fields if there are any."""
         self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
         self._begin_books()
         self._will_look = False
 
     def _begin_books(self) -> None:
         self._lost_with: dict[Questions, int] = {}
-        """Engines, by the part of an evaluation that they were asked."""
+        """Number of engines lost with a part of an evaluation under way, by that part."""
         window_s = max(WINDOW_S, FEWEST_FAILED * ATTEMPTS * group_s(self._config))  # enough for one worker with one slot
         self._groups = GroupBook(window_s)
         reward, notify = self._config.reward, self._observer.event

@@ -55,9 +55,9 @@ class WorkerSettings:
     bind: str
     """metrics.bind."""
     resource: str
-    """Of Ray; a worker asks for one."""
+    """Ray resource of which a worker asks for one unit."""
     seed: int = 0
-    """Of the run's samples."""
+    """Seed of the run's samples."""
     topk: int = 0
     """Most likely tokens to keep with each sampled one, for corrections that look at them."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class RolloutWorker:
         self._spoilt = 0
         """Updates that arrived otherwise than they were sent: what ran meanwhile is of no version."""
         self._newest = (0, -1)
-        """Generation and version asked for, the highest so far; a call for an older one, which itself comes late, would do the same."""
+        """Highest (generation, version) asked for; a late call for an older one is refused."""
         self._generation = 0
         self._under_way: set[asyncio.Future[Any]] = set()
         self._groups: dict[int, asyncio.Task[Answer]] = {}

@@ -12,8 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from actors.pool.faults import LatestGroups
-from actors.processes.supervision import counted
-from correction.errors import RequestError
+from correction.errors import RequestError, counted
 from rollout.trajectory import FailureKind, GroupFacts
 
 _LONGEST_PAUSE_S = 60.0

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -68,17 +69,18 @@ class WorkerHandle:
     """Full syncs asked for since its last finished group."""
     info: ActorInfo | None = None
     asked_at: float = field(default_factory=lambda: time.monotonic())
+    """time.monotonic() when Ray was asked for it."""
     placed_at: float | None = None
-    """When its process was there; None: it waits for a node. Like the others of time.monotonic."""
+    """time.monotonic() when its process was placed; None: it waits for a node."""
     up_at: float = 0.0
-    """When its engine was."""
+    """time.monotonic() when its engine was ready."""
     has_worked: bool = False
     """It has finished a group."""
     leaves: bool = False
     """It is or was LEAVING: that its calls fail says nothing about their groups."""
     handed_back: list[UnfinishedGroup] = field(default_factory=list)
     worked_at: float = -math.inf
-    """When it last finished a group: time of the event loop."""
+    """Event-loop time (s) when it last finished a group."""
 
     @property
     def has_node(self) -> bool:
@@ -119,19 +121,29 @@ class LostGroups:
     def __init__(self, notify: Callable[[str], None]) -> None:
         self._notify = notify
         self._waiting: dict[int, str] = {}
-        """Worker that had it, by group."""
+        """Worker that had it last, by group."""
+        self._left: Counter[str] = Counter()
+        """Number of groups in `_waiting`, by worker."""
         self._since: dict[str, float] = {}
+        """time.monotonic() when the worker was lost."""
 
     def add(self, worker: WorkerHandle) -> None:
-        if worker.groups:
-            self._waiting |= dict.fromkeys(worker.groups, worker.name)
-            self._since[worker.name] = time.monotonic()
+        if not worker.groups:
+            return
+        self._waiting |= dict.fromkeys(worker.groups, worker.name)
+        self._left[worker.name], self._since[worker.name] = len(worker.groups), time.monotonic()
 
     def taken(self, group_ids: Iterable[int]) -> None:
-        """Other workers have them."""
-        back = {self._waiting.pop(i) for i in group_ids if i in self._waiting}
-        for name in back.difference(self._waiting.values()):
-            self._notify(f"all groups of rollout worker {name} are under way again, {time.monotonic() - self._since.pop(name):.2f} s later")
+        """Other workers have them. Costs the same however many wait."""
+        for group_id in group_ids:
+            name = self._waiting.pop(group_id, None)
+            if name is None:
+                continue
+            self._left[name] -= 1
+            if not self._left[name]:
+                del self._left[name]
+                took_s = time.monotonic() - self._since.pop(name)
+                self._notify(f"all groups of rollout worker {name} are under way again, {took_s:.2f} s later")
 
 
 def create(name: str, settings: WorkerSettings, avoided: Sequence[str] = ()) -> WorkerHandle:

@@ -20,6 +20,7 @@ import ray.exceptions
 
 from actors.processes.wait_notice import WaitNotice
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EvenkeelError
+from correction.errors import counted as counted  # for those who have it from here
 
 log = logging.getLogger("evenkeel")
 T = TypeVar("T")
@@ -224,11 +225,6 @@ def _reason(error: BaseException) -> str:
     """The first line of what Ray says, for an error whose name alone says little."""
     said = str(error).strip().splitlines()
     return f": {said[0][:200]}" if said and not isinstance(error, ray.exceptions.RayActorError) else ""
-
-
-def counted(number: int, what: str) -> str:
-    """"1 rollout worker", "2 rollout workers"."""
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 async def _as_coroutine(awaitable: Awaitable[T]) -> T:

@@ -32,7 +32,7 @@ class Outstanding:
         self._version = self._published = snapshot.version if snapshot else 0  # engines get the checkpoint's weights
         self._trained = snapshot.trained if snapshot else 0
         self._tickets: dict[str, Ticket] = {}
-        """Of all groups under way, in the order of admission; keys are prompt ids here and in the next three."""
+        """Tickets of all groups under way, in the order of admission; keys are prompt ids here and in the next three."""
         self._finished: dict[str, StoredGroup] = {}
         """Sampled groups that are worth training."""
         self._worthless: dict[str, str] = {}
@@ -78,7 +78,7 @@ class Outstanding:
     def give_up(self, ticket: Ticket, reason: str) -> None:
         """No worker could sample this group."""
         prompt_id = ticket.prompt.prompt_id
-        if prompt_id in self._tickets and prompt_id not in self._finished.keys() | self._worthless.keys():
+        if prompt_id in self._tickets and prompt_id not in self._finished and prompt_id not in self._worthless:
             self._unreported.setdefault(prompt_id, reason)
 
     def settle(self, version: int, published: int, *, trained: Sequence[str], discarded: Iterable[tuple[str, str]]) -> None:

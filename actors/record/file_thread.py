@@ -42,7 +42,7 @@ class FileThread:
             self._jobs.put(job)
 
     async def result(self, job: Callable[[], T]) -> T:
-        """Of a job that is done after all those before it. Raises: as the job."""
+        """The result of a job that is done after all those before it. Raises: as the job."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 

@@ -20,7 +20,7 @@ class FinishedStep:
     number: int
     """From 1."""
     version: int
-    """Of the weights after it."""
+    """Version of the weights after it."""
     batch: PreparedBatch
     result: StepResult
     elapsed_s: float
@@ -33,9 +33,9 @@ class FinishedStep:
     groups: Mapping[str, Sequence[GroupFacts]]
     """What each worker, by name, has finished since the step before."""
     versions: Mapping[str, int]
-    """Of the workers, as the step's training ended."""
+    """Weight version of each worker, as the step's training ended."""
     receipts: Sequence[SyncReceipt]
     differences: Sequence[float]
-    """Of the probes."""
+    """|engine - learner| of each probe token since the last step, nats."""
     noted: dict[str, float]
     """Further numbers, by name of the catalogue, and the totals."""

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from actors.metrics.kinds import Kind
 from actors.metrics.step_metrics import StepMetrics, lookup
-from actors.processes.supervision import counted
 from actors.record.file_thread import FileThread
 from actors.state.json_lines import append_whole
-from correction.errors import ConfigError
+from correction.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from actors.config import MetricsConfig

@@ -20,7 +20,7 @@ from actors.metrics.step_metrics import DISCARD_COUNTERS, StepMetrics, shown
 from actors.pool.scaling import ScalingDecision
 from actors.processes.loop_clock import LoopClock
 from actors.processes.repeated import Repeated
-from actors.processes.supervision import abandon, counted, unless_set, wait_for
+from actors.processes.supervision import abandon, unless_set, wait_for
 from actors.processes.wait_notice import WaitNotice
 from actors.record.finished_step import FinishedStep
 from actors.record.metric_views import open_views, views_from_an_earlier_step
@@ -43,7 +43,7 @@ from actors.record.step_report import (
 )
 from actors.record.terminal import TerminalView
 from actors.settings.probe_limits import ProbeLimits
-from correction.errors import EvenkeelError
+from correction.errors import EvenkeelError, counted
 from correction.monitor import Event, State
 from rollout.trajectory import GroupFacts, Prompt, SyncReceipt
 
@@ -73,7 +73,7 @@ class Observer:
         self._workers: dict[str, str] = {}
         """Rollout workers that are up: key in the service discovery by name."""
         self._loads: dict[str, WorkerLoad] | None = None
-        """Of each worker, as it answered last."""
+        """Load of each worker, as it answered last."""
         self._step_ended = self._began = time.monotonic()
         self._extra: dict[str, float] = {}
         self._repeated = Repeated()

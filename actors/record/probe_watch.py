@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Sequence
 
 from actors.metrics.catalogue import CATALOGUE
-from actors.processes.supervision import counted
 from actors.settings.probe_limits import ProbeLimits
+from correction.errors import counted
 
 _DIFFERENCE = CATALOGUE["sync/probe_max_abs_difference"]
 

@@ -85,7 +85,7 @@ class RunFolder:
         self.metrics_path, self.evaluations_path = path / "metrics.jsonl", path / "evaluations.jsonl"
         self.events_path, self.monitor_path, self._clipped_path = path / "events.log", path / "monitor.jsonl", path / "clipped_tokens.jsonl"
         self.tensorboard_path, self.model_path = path / "tensorboard", path / "model"
-        self.scatter_path, self.report_path = path / "scatter.npz", path / "report.html"
+        self.scatter_path = path / "scatter.npz"
         self._lock = lock
         self.is_reused = False
         """It held what a start that failed had left."""

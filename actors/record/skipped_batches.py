@@ -32,11 +32,11 @@ class SkippedBatch:
 
     step: int
     weight_version: int
-    """Of the weights before the step, which it left as they were."""
+    """Version of the weights before the step, which it left as they were."""
     corrected: CorrectedBatch
     correction: CorrectionConfig
     grad_norms: tuple[float, ...]
-    """Of each optimizer step."""
+    """Gradient norm of each optimizer step."""
     group_norms: dict[str, float]
     """By group of parameters."""
 

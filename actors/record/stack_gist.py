@@ -19,7 +19,7 @@ def collections(run_dir: Path) -> list[Path]:
 
 
 def newest_gist(run_dir: Path) -> tuple[str, ...]:
-    """Of the last collection: what was waited for, then a line for each process. Empty: there is none."""
+    """Lines of the last collection: what was waited for, then a line for each process. Empty: there is none."""
     path = max(collections(run_dir), key=lambda found: int(found.stem), default=None)
     return gist(path.read_text(errors="replace"), path.name) if path is not None else ()
 

@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: a live panel on a terminal, one plain line a step anywhere else.
 
 The view only shows; it is given phases, step metrics and events, and knows nothing of actors. `terminal_svg` draws the panel of a
-run folder as a picture for documents.
+run folder as a picture for documents (docs/generate.py --terminal).
 """
 
 from __future__ import annotations

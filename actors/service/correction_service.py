@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("evenkeel.correction")
 _VALUES = "what the learner computed of a batch <- rank 0"
 _OF_THE_BOUNDS = ("rejected_share",)
-"""Symptoms whose usual level other bounds change; another proximal policy changes that of all."""
+"""Symptoms whose usual level depends on the bounds of a correction. With another proximal policy the level of every symptom changes."""
 
 
 def mean_kl(target: Tensor, reference: Tensor, mask: Tensor) -> float:

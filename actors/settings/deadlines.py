@@ -48,7 +48,7 @@ class Scale:
     reward_s: float
     """Longest time for one completion."""
     batch_tokens: int
-    """Of a training batch, in all of its passes."""
+    """Tokens of a training batch, in all of its passes."""
     evaluation_waves: int
     """As `waves`, for all questions of an evaluation on all workers."""
 
@@ -97,7 +97,7 @@ def with_deadlines(config: RunConfig, model_bytes: int) -> RunConfig:
 
 
 def bytes_of(model: Path) -> int:
-    """Of a model folder's weights; 0 if there are none yet."""
+    """Bytes of a model folder's weights; 0 if there are none yet."""
     return sum(path.stat().st_size for path in model.glob("*.safetensors"))
 
 
@@ -193,7 +193,7 @@ def inversions(config: RunConfig) -> list[str]:
 
 
 def _values(config: RunConfig, model_bytes: int) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """Of the run, and of each engine: those in the recipe are taken as they are where others follow from them."""
+    """Deadlines of the run, and of each engine, seconds: those in the recipe are taken as they are where others follow from them."""
     scale = Scale.of(config)
     least, floor = config.deadlines.derived({}), config.rollout.engine.deadlines.derived({})
     answer_s, travel_s = scale.answer_tokens / scale.tokens_per_s, model_bytes / scale.bytes_per_s

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from actors.config import RunConfig
-from correction.errors import ConfigError
+from correction.errors import ConfigError, counted
 
 SETS_NVLS = ("enable_nccl_nvls", "enable_symm_mem")
-"""Of SGLang's arguments: with these it sets NCCL's variable itself, whatever it was."""
+"""Arguments of SGLang with which it sets NCCL's variable itself, whatever it was."""
 
 
 def check_devices(config: RunConfig) -> None:
@@ -166,7 +166,7 @@ def check_rollout_resource(config: RunConfig, offered: float, possible: float | 
     wanted, resource = config.rollout.most_workers, config.ray.rollout_resource
     if possible is None or max(offered, possible) >= wanted:
         return None
-    setting = f"rollout.{'max_workers' if config.rollout.is_elastic else 'workers'} = {wanted}"
+    setting = most_workers_setting(config)
     if max(offered, possible) < 1:
         raise ConfigError(
             f"{setting} with ray.rollout_resource = {resource!r}: no node of the cluster at {config.ray.address} offers that resource, nor "
@@ -176,6 +176,11 @@ def check_rollout_resource(config: RunConfig, offered: float, possible: float | 
         f"{setting}: the cluster at {config.ray.address} offers the resource {resource!r} {max(offered, possible):g} times at most, with "
         f"all nodes that its autoscaler may start; the other workers wait"
     )
+
+
+def most_workers_setting(config: RunConfig) -> str:
+    """The setting that says how many workers there may be, with its value, for sentences."""
+    return f"rollout.{'max_workers' if config.rollout.is_elastic else 'workers'} = {config.rollout.most_workers}"
 
 
 def whole_gpus(shares: Sequence[float]) -> int:
@@ -225,10 +230,10 @@ def _wanted(config: RunConfig) -> tuple[list[float], str]:
     if engine.resolved_device == "cuda":
         shares += [rollout.gpus_per_worker] * workers * engine.tensor_parallel
         of = _of(rollout.gpus_per_worker) if engine.tensor_parallel == 1 else f" of {engine.tensor_parallel} GPUs"
-        asking.append(f"rollout.engine.device = {engine.device} with {workers} worker{'s' * (workers > 1)}{of}")
+        asking.append(f"rollout.engine.device = {engine.device} with {counted(workers, 'worker')}{of}")
     if learner.resolved_device == "cuda":
         shares += [learner.gpus_per_rank] * ranks
-        asking.append(f"learner.device = {learner.device} with {ranks} rank{'s' * (ranks > 1)}{_of(learner.gpus_per_rank)}")
+        asking.append(f"learner.device = {learner.device} with {counted(ranks, 'rank')}{_of(learner.gpus_per_rank)}")
     return shares, " and ".join(asking)
 
 

@@ -63,7 +63,7 @@ class SimulatedEngine:
         self.groups: set[int] = set()
         self.questions = 0
         self.version = 0
-        """Of its weights."""
+        """Version of its weights."""
         self.is_syncing = False
         self.pace = 1.0
         self.occupied_s = self.working_s = self.request_s = self.waits_for_weights_s = 0.0

@@ -40,7 +40,7 @@ class LedgerMark:
     lines: int = 0
     bytes: int = 0
     crc32: int = 0
-    """Of these bytes."""
+    """CRC-32 of these bytes."""
     aside: int = 0
     """Lines of damaged files that resumes have set aside."""
     last: str = ""
@@ -201,7 +201,7 @@ class Ledger:
 
 
 def outstanding_ids(queue: QueueSnapshot) -> list[str]:
-    """Of the prompts that are under way."""
+    """Ids of the prompts that are under way."""
     return [*(ticket.prompt.prompt_id for ticket in queue.in_flight), *(group.prompt.prompt_id for group in queue.finished)]
 
 
@@ -220,8 +220,8 @@ def imbalance_of(queue: QueueSnapshot, mark: LedgerMark | None) -> str | None:
         return f"{queue.discarded} groups discarded, but by reason {queue.discarded_by_reason}"
     if mark is not None and mark.lines + mark.aside != (settled := queue.trained + queue.discarded - len(unreported)):
         return (
-            f"the ledger has {mark.lines + mark.aside} lines, but {settled} prompts were trained or discarded, those without a line "
-            f"({listed(unreported)}) aside"
+            f"the ledger has {mark.lines + mark.aside} lines, but {settled} prompts were trained or discarded, not counting those "
+            f"that have no line yet ({listed(unreported)})"
         )
     return None
 

@@ -52,7 +52,7 @@ class TrainingState:
     step: int
     """Steps done."""
     weight_version: int
-    """Of the learner; equals step unless a step published nothing."""
+    """Version of the learner's weights; equals step unless a step published nothing."""
     elapsed_s: float
     """Wall time of the run, all its parts together."""
     queue: QueueSnapshot

@@ -73,7 +73,7 @@ def as_plain(value: Any, columns: Columns) -> Any:
 
 
 def of_plain(kind: Any, plain: Any, columns: Mapping[str, np.ndarray], names: Mapping[str, Any]) -> Any:
-    """The value of that type again.
+    """The value of that type again. Fields that it doesn't have are left out: earlier versions had some that nothing reads any more.
 
     Args:
         names: types that the annotations name and that are not imported where they stand.
@@ -97,7 +97,8 @@ def of_plain(kind: Any, plain: Any, columns: Mapping[str, np.ndarray], names: Ma
         return array(typecode, row.tobytes()) if typecode else array(code, row.astype(code).tobytes())
     if dataclasses.is_dataclass(kind):
         hints = _types_of_fields(typing.cast(type, kind), tuple(names.items()))
-        return typing.cast(Any, kind)(**{name: of_plain(hints[name], item, columns, names) for name, item in plain.items()})
+        given = {name: of_plain(hints[name], item, columns, names) for name, item in plain.items() if name in hints}
+        return typing.cast(Any, kind)(**given)
     if kind is float:
         return float(plain)
     return kind(plain) if isinstance(kind, type) and issubclass(kind, Enum) else plain

@@ -40,7 +40,7 @@ _FOR_WHO_COMES = 2
 _FRUITLESS = 3
 """After so many deltas in a row that were not smaller than the weights, none are computed any more."""
 _THREADS = 4
-"""Of a task that computes or applies deltas, beside training or sampling."""
+"""Threads of a task that computes or applies deltas, beside training or sampling."""
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class _Copy:
     version: int
     buckets: list[Any]
     delta_bytes: int | None = None
-    """Of the deltas that they were made from; None: they were fetched whole."""
+    """Bytes of the deltas that they were made from; None: they were fetched whole."""
     following: asyncio.Task[None] | None = None
     """Brings them to the newest version."""
 

@@ -33,7 +33,7 @@ class SideSettings:
     device: str
     """cpu or cuda."""
     dtype: str
-    """Of weights and activations."""
+    """Type of weights and activations: float32, bfloat16 or float16."""
     threads: int
     tensor_parallel: int = 1
     sequence_parallel: bool = False
@@ -60,11 +60,11 @@ class Contract:
     """
 
     model_type: str
-    """Of the Hugging Face config."""
+    """`model_type` of the Hugging Face config."""
     tensor_parallel: int = 1
-    """Of the learner."""
+    """The learner's ranks that share each matrix."""
     dtype: str = "float32"
-    """Of weights and activations on both sides."""
+    """Type of weights and activations on both sides."""
 
     @classmethod
     def of(cls, model: Mapping[str, Any], engine: SideSettings, learner: SideSettings) -> Contract:

@@ -140,7 +140,7 @@ def test_resume_ends_with_every_step_once(story: Story) -> None:
     assert story.resumed.steps() == list(range(1, story.last_step + 1))
     folder = RunFolder.view(story.resumed.run_dir)
     assert folder.latest_checkpoint().step == story.last_step
-    assert folder.report_path.exists()
+    assert (folder.path / "report.html").exists()
     assert f"going on from step {story.checkpoint_at_kill}" in story.resumed.events()
     assert f"checkpoint.keep 100 -> {KEEP}" in story.resumed.events(), "what was set anew is told"
 

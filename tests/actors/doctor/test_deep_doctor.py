@@ -203,12 +203,12 @@ def test_an_engine_in_float8_is_broadcast_float8() -> None:
     """It refuses weights of other types, by either way."""
     asked: list[ExportPlan] = []
 
-    class Group:
+    class BuiltGroup:
         async def export(self, plan: ExportPlan, **_: float) -> Any:
             asked.append(plan)
             return SimpleNamespace(broadcast_error="")
 
-    group: Any = Group()
+    group: Any = BuiltGroup()
     for quantization in ("none", "float8_block"):
         run = eight(BY_BROADCAST, f"rollout.engine.quantization={quantization}")
         visit = _Visit(run, QWEN3_8B, print)

@@ -312,7 +312,7 @@ def test_events_are_written_while_a_checkpoint_is_read(monkeypatch: pytest.Monke
     disk.close(within_s=60.0)
 
 
-class Sampler:
+class StubbornSampler:
     """Takes until `finish` is set; may swallow its cancellation, as a library's code could."""
 
     def __init__(self, *, is_stubborn: bool = False) -> None:
@@ -334,7 +334,7 @@ class Sampler:
 def test_a_worker_gives_up_what_it_has_under_way_when_it_follows_another_generation(is_stubborn: bool) -> None:
     async def scenario() -> None:
         worker = RolloutWorker("0", SimpleNamespace(topk=0, has_wide_fields=False))  # type: ignore[arg-type]
-        sampler = Sampler(is_stubborn=is_stubborn)
+        sampler = StubbornSampler(is_stubborn=is_stubborn)
         worker._sampler = sampler  # type: ignore[assignment]
         worker._endpoint = SimpleNamespace(add=lambda *_: None, set=lambda *_: None)  # type: ignore[assignment]
         queue = TrajectoryQueueActor(groups_per_step=2, max_staleness=0)

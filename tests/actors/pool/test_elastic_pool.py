@@ -182,6 +182,29 @@ def test_a_node_that_is_drained_gets_back_what_its_grace_allows(
     simulate(scenario)
 
 
+def test_a_worker_whose_engine_starts_on_a_node_that_is_drained_never_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray tells of a node once, while the engine of its worker takes 5 s to start: another worker comes in its place."""
+
+    async def scenario() -> None:
+        scene = ElasticScene(monkeypatch, workers=2)
+        feeding = await scene.begin()
+        await scene.until(lambda: len(scene.joined()) == 2)
+        scene.pool.resize(3, "the test says so")
+        await asyncio.sleep(1.0)
+        scene.pool._node_leaves("node2", 60.0)
+        assert scene.left == [], "which worker is on that node is not known yet"
+        await scene.until(lambda: scene.left == ["2"])
+        assert [engine.name for engine in scene.engines] == ["0", "1", "2", "3"] and scene.engines[2].ended and scene.killed == ["2"]
+        assert any("rollout worker 2 leaves" in event and "Ray drains its node" in event for event in scene.events)
+        await scene.until(lambda: scene.joined() == ["0", "1", "3"])
+        await scene.step()
+        assert {name for _, name, _ in scene.sampled} <= {"0", "1", "3"}
+        scene.assert_balanced()
+        feeding.cancel()
+
+    simulate(scenario)
+
+
 def test_each_node_that_ray_drains_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         answers: list[Any] = [{}, {"a": 0}, ConnectionError("the head is busy"), {"a": 0, "b": 1}, {"b": 1}]
@@ -220,7 +243,7 @@ def test_an_evaluation_outlives_a_worker_that_leaves(monkeypatch: pytest.MonkeyP
 
 
 def test_the_pool_follows_a_learner_that_becomes_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker has 8 groups under way for 10 s, a step takes 8. A learner of 1 s waits for one worker and not for three or more at
+    """A worker has 8 groups under way for 10 s, a step takes 8. A learner of 3 s waits for one worker and not for three or more at
     max_staleness 3; at 60 s a step one is enough. Each change once, with its cause, and nothing is lost on the way."""
 
     async def scenario() -> None:

@@ -11,7 +11,9 @@ import ray.exceptions
 
 from actors.carriers import Ticket
 from actors.pool.faults import LossBook
+from actors.pool.workers import LostGroups, WorkerHandle
 from actors.processes.supervision import HALF_OVER
+from actors.weights.weight_sync import SyncTarget
 from correction.errors import EngineError, LateError
 from rollout.config import AnswerSampling
 from tests.actors.cases import group, prompt
@@ -237,6 +239,33 @@ def test_losses_are_counted_in_time_and_forgotten_with_work() -> None:
     with pytest.raises(EngineError):
         book.check(40, "it died")
     book.check(41, "it died")
+
+
+def test_a_lost_worker_is_made_up_for_when_the_last_of_its_groups_is_taken() -> None:
+    """To hand one group out takes the same however many others wait."""
+
+    class Name(str):
+        lookups = 0
+
+        def __hash__(self) -> int:
+            Name.lookups += 1
+            return str.__hash__(self)
+
+        __eq__ = str.__eq__
+
+    told: list[str] = []
+    lost = LostGroups(told.append)
+    for name, groups in (("a", range(100)), ("b", range(100, 104)), ("c", range(0))):
+        lost.add(WorkerHandle(Name(name), None, SyncTarget(name, None), groups=set(groups)))
+    Name.lookups = 0
+    lost.taken([7])
+    assert Name.lookups < 10 and told == []
+    lost.taken(range(100, 103))
+    lost.taken([103, 103, 999])
+    assert len(told) == 1 and told[0].startswith("all groups of rollout worker b are under way again, ")
+    for group_id in range(100):
+        lost.taken([group_id])
+    assert [sentence.split()[5] for sentence in told] == ["b", "a"]
 
 
 def test_losses_without_work_that_are_far_apart_end_no_run() -> None:

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import pytest
 import ray.exceptions
 
-from actors.processes.supervision import Stopwatch, counted, persistently, together, unwrapped, wait_for
+from actors.processes.supervision import Stopwatch, persistently, together, unwrapped, wait_for
 from actors.processes.wait_notice import WaitNotice
-from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, SyncError
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, SyncError, counted
 from tests.actors.simulated_time import simulate
 
 

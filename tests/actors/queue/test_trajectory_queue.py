@@ -366,7 +366,7 @@ def operations(held: int) -> int:
         return trace
 
     queue, work = TrajectoryQueue(groups_per_step=2 * held, max_staleness=1), WaitingWork(10, 1)
-    queue._next_group_id = Number(0)
+    queue.admitted = Number(0)
     others = [replace(ticket, group_id=Number(ticket.group_id)) for ticket in queue.admit(prompts(0, held))]
     for ticket in others[::2]:
         queue.put(group(ticket))
@@ -409,3 +409,31 @@ def test_books_of_the_driver_that_do_not_balance_name_the_prompts() -> None:
     known = rf"4 groups were admitted, but 3 are known: 0 as trained, 1 as discarded \({last} not .*\), 2 under way \({first}, {third}\)"
     with pytest.raises(LedgerError, match=known):
         outstanding.contents()
+
+
+def hashed_by_giving_up(worthless: int) -> int:
+    """Prompt ids that are looked up while one group is given up, beside so many that are not worth training."""
+
+    class Name(str):
+        lookups = 0
+
+        def __hash__(self) -> int:
+            Name.lookups += 1
+            return str.__hash__(self)
+
+        __eq__ = str.__eq__
+
+    books = Outstanding(dynamic_sampling=True)
+    tickets = [Ticket(i, replace(prompt(i), prompt_id=Name(f"train/0/{i}")), 0) for i in range(worthless + 1)]
+    books.admit(tickets)
+    for ticket in tickets[:-1]:
+        books.finish(at_hand(group(ticket, rewards=(1.0, 1.0))))
+    Name.lookups = 0
+    books.give_up(tickets[-1], "failed")
+    lookups = Name.lookups
+    assert (worthless, "failed") in books.given_up
+    return lookups
+
+
+def test_giving_up_does_not_look_through_the_others() -> None:
+    assert hashed_by_giving_up(10) == hashed_by_giving_up(1000) < 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from array import array
 from dataclasses import replace
@@ -96,6 +97,16 @@ def test_a_state_without_kinds_of_failures_is_read(state: TrainingState, tmp_pat
     loaded = TrainingState.load(tmp_path)
     assert taken_out and loaded == state
     assert loaded.queue.finished[0].failures == ((FailureKind.REWARD, "no"),)
+
+
+def test_a_state_with_a_field_that_is_gone_is_read(state: TrainingState, tmp_path: Path) -> None:
+    """Earlier versions kept the id of the next group beside the number of those admitted, which it equals."""
+    state.save(tmp_path)
+    path = tmp_path / "controller.json"
+    plain = json.loads(path.read_text())
+    plain["queue"]["next_group_id"] = plain["queue"]["admitted"]
+    path.write_text(json.dumps(plain))
+    assert TrainingState.load(tmp_path) == state
 
 
 def test_a_state_with_tuples_is_read(state: TrainingState, tmp_path: Path) -> None:
