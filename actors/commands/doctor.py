@@ -132,7 +132,7 @@ def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]
 
     if gpus:
         kind = Gpus.parse(gpus)
-        config, facts = judged(derived(config, has_gpu=True), gpu_bytes=kind.memory)
+        config, facts = judged(derived(config, has_gpu=True), meant=[kind])
         return worst_first(on_paper(facts, config) + enough(kind, config)), []
     from actors.cluster.cluster import Cluster, check_ray, gpus_there
 

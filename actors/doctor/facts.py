@@ -34,6 +34,8 @@ class PaperFacts:
     shape: ModelShape
     gpus: tuple[int, ...] = ()
     """Memory in bytes of each GPU that the run may get; empty: not known, or none is used. GPUs of a cluster's nodes are in NodeFacts."""
+    architectures: tuple[str, ...] = ()
+    """Of these GPUs, such as sm_90; empty: not known, or in NodeFacts as well."""
     disk_free: int | None = None
     """Free bytes on the disk of the run folder."""
     host_bytes: int | None = None
@@ -90,6 +92,8 @@ class NodeFacts:
     """Number of GPUs that the driver lists, whether torch sees them or not."""
     gpu_bytes: tuple[int, ...] = ()
     """Memory of each of the driver's GPUs, or of those that CUDA_VISIBLE_DEVICES names; those of unknown memory are left out."""
+    driver_architectures: tuple[str, ...] = ()
+    """Of the same GPUs, such as sm_90: Ray hides a node's GPUs from the torch of a task that asks for none."""
     links: tuple[Link, ...] = ()
     """Between the driver's GPUs; empty: not known."""
     visible_devices: str | None = None

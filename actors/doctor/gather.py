@@ -21,6 +21,7 @@ from actors.doctor.door import Door, no_way
 from actors.doctor.driver_gpus import gpus_of_driver, links_of_driver, seen_by_torch
 from actors.doctor.facts import GpuFact, NodeFacts, PaperFacts
 from actors.doctor.memory_rules import could_be_given
+from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape
 from actors.settings.devices import visible_gpus
 from correction.errors import EngineError
@@ -34,22 +35,23 @@ _ANSWER_S = 60.0
 _SIGN = ".seen_by_all_nodes"
 
 
-def paper_facts(config: RunConfig, model: Path | None = None, *, gpu_bytes: int | None = None) -> PaperFacts:
+def paper_facts(config: RunConfig, model: Path | None = None, *, meant: Sequence[Gpus] | None = None) -> PaperFacts:
     """Of the model folder and of this machine.
 
     Args:
         model: folder, if it isn't config.model.
-        gpu_bytes: of each GPU that is meant, on machines of which nothing else is known; None: of those here, if the run is here.
+        meant: GPUs of machines that aren't here and of which nothing else is known; None: those here, if the run is here.
     Raises: DataError if the folder has no config.json of a model that the learner trains.
     """
     shape = ModelShape.read(config_folder(model or config.model))
-    if gpu_bytes is not None:
-        return PaperFacts(shape, (gpu_bytes,))
+    if meant is not None:
+        return PaperFacts(shape, tuple(kind.memory for kind in meant), tuple(kind.architecture for kind in meant))
     gpus: tuple[int, ...] = ()
     if config.ray.address is None and "cuda" in (config.learner.resolved_device, config.rollout.engine.resolved_device):
         gpus = could_be_given(_sizes(_named(gpus_of_driver(), visible_gpus())), visible_gpus())
     host = psutil.virtual_memory().total if config.ray.address is None else None
-    return PaperFacts(shape, gpus, shutil.disk_usage(_existing(config.run_dir or Path("runs"))).free, host)
+    free = shutil.disk_usage(_existing(config.run_dir or Path("runs"))).free
+    return PaperFacts(shape, gpus, disk_free=free, host_bytes=host)
 
 
 def _existing(folder: Path) -> Path:
@@ -85,11 +87,13 @@ def this_node(
 
     driver = gpus_of_driver()
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    named = _named(driver, seen)
     return NodeFacts(
         name="this machine",
         gpus=seen_by_torch(driver, os.environ.get(VISIBLE), seen),
         driver_gpus=len(driver),
-        gpu_bytes=_sizes(_named(driver, seen)),
+        gpu_bytes=_sizes(named),
+        driver_architectures=tuple(gpu.architecture for gpu in named),
         links=links_of_driver() if len(driver) > 1 else (),
         visible_devices=os.environ.get(VISIBLE),
         architectures=tuple(torch.cuda.get_arch_list()) if seen else (),

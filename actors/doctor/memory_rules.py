@@ -16,6 +16,10 @@ from actors.plan.layouts import layouts, obstacles
 from actors.plan.learner_memory import RESERVE, rank_memory
 from actors.plan.shape import ModelShape
 from actors.settings.devices import workers_asked
+from correction.engines.gpu_share import beside_the_cache
+
+_SURELY_TOO_LITTLE = 0.5
+"""Share of what an engine is estimated to need beside its cache."""
 
 
 def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Iterator[Complaint]:
@@ -63,6 +67,23 @@ def engine_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) ->
         )
 
 
+def engine_leaves_room_beside_its_cache(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Iterator[Complaint]:
+    """On whole GPUs; an engine with a share of one keeps the room free by itself."""
+    rollout = config.rollout
+    if rollout.engine.resolved_device != "cuda" or rollout.gpus_per_worker < 1:
+        return
+    memory, requests = engine_memory(shape, rollout, gpu_bytes), rollout.engine.max_running_requests
+    left = gpu_bytes - memory.weights - max(0, memory.cache)
+    needed = beside_the_cache(requests, shape.vocabulary)
+    if needed > left and memory.cache > 0:
+        yield Complaint(
+            "fail" if left < _SURELY_TOO_LITTLE * needed else "warn",
+            f"an engine leaves {gib(left)} beside weights and KV cache, where {requests} requests at the same time take up to "
+            f"{gib(needed)} for context, activations, graphs and sampler: it would run out of memory when they all run",
+            "Lower rollout.engine.max_running_requests or rollout.engine.memory_fraction",
+        )
+
+
 def both_sides_fit_one_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Iterator[Complaint]:
     """Where a rank and engines share a GPU: whether both fit, with their CUDA contexts and the sampler's memory."""
     learner, rollout = config.learner, config.rollout
@@ -107,7 +128,8 @@ def on_gpus(shape: ModelShape, config: RunConfig, *, of_ranks: Collection[int], 
 
     Args: of_ranks, of_engines: bytes of each GPU that a rank, or an engine, may get; none: not known.
     """
-    for rule, sizes in ((rank_fits_its_gpu, of_ranks), (engine_fits_its_gpu, of_engines), (both_sides_fit_one_gpu, of_engines)):
+    of_engine = (engine_fits_its_gpu, engine_leaves_room_beside_its_cache, both_sides_fit_one_gpu)
+    for rule, sizes in ((rank_fits_its_gpu, of_ranks), *((one, of_engines) for one in of_engine)):
         if not sizes:
             continue
         always = any(one.severity == "fail" for one in rule(shape, config, max(sizes)))

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint, NodeFacts
+from actors.doctor.kernel_rules import weights_stay_as_sent
 from actors.doctor.link_rules import gpus_of_a_group_are_linked, ports_are_open, rdma_may_lock_memory
 from actors.doctor.memory_rules import could_be_given, gib, on_gpus
 from actors.doctor.paper_rules import LESS, worst_first
 from actors.plan.host_memory import FETCHED, TRANSFERS, WIDE, HostMemory, of_engines, of_learner
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import traffic, versions_text
-from actors.settings.devices import gpus_asked
+from actors.settings.devices import gpus_asked, room_for_engines
 from actors.settings.hub_name import HubName
 
 Nodes = Sequence[NodeFacts]
@@ -69,25 +70,28 @@ def tensor_parallel_groups_inside_nodes(nodes: Nodes, config: RunConfig) -> Iter
         return
     wanted = learner.world_size // learner.tensor_parallel
     what = f"the learner has {wanted} tensor-parallel groups of {learner.tensor_parallel} ranks"
-    yield from _inside_nodes(nodes, config, wanted, learner.tensor_parallel, what, "Lower learner.tensor_parallel, or add nodes")
+    room = sum(int(node.offered_gpus) // learner.tensor_parallel for node in nodes)
+    yield from _inside_nodes(nodes, config, wanted, room, what, "Lower learner.tensor_parallel, or add nodes")
 
 
 def engines_inside_nodes(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    """Counts all GPUs of a node, those that the learner takes included."""
+    """Beside the learner. Of too few GPUs in all another rule speaks."""
     ranks, wanted = config.rollout.engine.tensor_parallel, config.rollout.first_workers
-    if config.rollout.engine.resolved_device != "cuda" or ranks == 1:
+    is_short = gpus_asked(config) > sum(node.offered_gpus for node in nodes)
+    if config.rollout.engine.resolved_device != "cuda" or ranks == 1 or is_short:
         return
+    room = room_for_engines([(int(node.offered_gpus), node.rollout_units) for node in nodes], config)
     what = f"{_counted(wanted, 'engine')} of {ranks} GPUs each (rollout.engine.tensor_parallel)"
-    yield from _inside_nodes(nodes, config, wanted, ranks, what, "Lower rollout.engine.tensor_parallel or rollout.workers, or add nodes")
+    what += " beside the learner"
+    yield from _inside_nodes(nodes, config, wanted, room, what, "Lower rollout.engine.tensor_parallel or rollout.workers, or add nodes")
 
 
-def _inside_nodes(nodes: Nodes, config: RunConfig, wanted: int, gpus: int, what: str, remedy: str) -> Iterator[Complaint]:
-    """Args: wanted: number of groups. gpus: of a group, all on one node."""
-    there = sum(int(node.offered_gpus) // gpus for node in nodes)
-    if there < wanted:
+def _inside_nodes(nodes: Nodes, config: RunConfig, wanted: int, room: int, what: str, remedy: str) -> Iterator[Complaint]:
+    """Args: wanted: number of groups, each on one node. room: for so many."""
+    if room < wanted:
         yield Complaint(
             "warn" if config.ray.address is not None else "fail",
-            f"{what}, each on one node, and there is room for {there}: GPUs by node are {[int(node.offered_gpus) for node in nodes]}",
+            f"{what}, each on one node, and there is room for {room}: GPUs by node are {[int(node.offered_gpus) for node in nodes]}",
             remedy,
         )
 
@@ -156,17 +160,6 @@ def kernels_for_these_gpus(nodes: Nodes, config: RunConfig) -> Iterator[Complain
             if node.architectures and not _runs(kind, node.architectures):
                 text = f"{node.name}: torch has no kernels for {kind}, only for {', '.join(node.architectures)}"
                 yield Complaint("fail", text, "Install another torch")
-
-
-def experts_on_blackwell(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    engine = config.rollout.engine
-    is_there = any(gpu.architecture.startswith(("sm_100", "sm_103")) for node in nodes for gpu in node.gpus)
-    if is_there and engine.resolved_device == "cuda" and "moe_runner_backend" not in engine.engine_args:
-        yield Complaint(
-            "fail",
-            "on Blackwell SGLang lays the weights of bfloat16 experts out in blocks, where new weights of the usual shape have no place",
-            "Set rollout.engine.engine_args.moe_runner_backend: triton",
-        )
 
 
 def gpus_are_empty(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
@@ -282,6 +275,12 @@ def requests(nodes: Nodes, config: RunConfig) -> list[Request]:
     return rows
 
 
+def _architectures(node: NodeFacts) -> set[str]:
+    """Of the GPUs that an engine may get there."""
+    seen = {gpu.architecture for gpu in node.gpus} or set(node.driver_architectures)
+    return seen if node.offered_gpus and node.rollout_units else set()
+
+
 def _uses_gpus(config: RunConfig) -> bool:
     return gpus_asked(config) > 0
 
@@ -308,8 +307,7 @@ def _names(nodes: Nodes, package: str, version: str) -> str:
 def on_nodes(nodes: Nodes, config: RunConfig, shape: ModelShape) -> list[Complaint]:
     """All complaints of the second layer, the worst first."""
     found = [complaint for rule in NODE_RULES for complaint in rule(nodes, config)]
-    if shape.experts:
-        found += experts_on_blackwell(nodes, config)
+    found += weights_stay_as_sent(shape, config, {kind for node in nodes for kind in _architectures(node)})
     if config.ray.address is not None:  # for this machine the first layer has these rules
         found += gpus_hold_their_roles(nodes, config, shape)
         found += stores_hold_the_weights(nodes, config, shape)
