@@ -38,6 +38,8 @@ class PaperFacts:
     """Of these GPUs, such as sm_90; empty: not known, or in NodeFacts as well."""
     disk_free: int | None = None
     """Free bytes on the disk of the run folder."""
+    closed_folder: str = ""
+    """Where the run folder would be made, if this process may not write there."""
     host_bytes: int | None = None
     """Memory of the machine that keeps the object store; None: not known."""
     refused: tuple[str, ...] = ()

@@ -50,12 +50,14 @@ def paper_facts(config: RunConfig, model: Path | None = None, *, meant: Sequence
     if config.ray.address is None and "cuda" in (config.learner.resolved_device, config.rollout.engine.resolved_device):
         gpus = could_be_given(_sizes(_named(gpus_of_driver(), visible_gpus())), visible_gpus())
     host = psutil.virtual_memory().total if config.ray.address is None else None
-    free = shutil.disk_usage(_existing(config.run_dir or Path("runs"))).free
-    return PaperFacts(shape, gpus, disk_free=free, host_bytes=host)
+    there = home_of_run(config)
+    closed = "" if os.access(there, os.W_OK) else str(there)
+    return PaperFacts(shape, gpus, disk_free=shutil.disk_usage(there).free, closed_folder=closed, host_bytes=host)
 
 
-def _existing(folder: Path) -> Path:
-    folder = folder.absolute()
+def home_of_run(config: RunConfig) -> Path:
+    """The run folder, or the nearest folder that is there already and in which it would be made."""
+    folder = (config.run_dir or Path("runs")).absolute()
     return next(parent for parent in (folder, *folder.parents) if parent.exists())
 
 
@@ -154,14 +156,15 @@ def nodes_of_cluster(config: RunConfig, folder: Path | None) -> list[NodeFacts]:
     """All nodes of the cluster that this process is connected to, each by a task on it.
 
     Args:
-        folder: of the run, in which a file is left for a moment; None: there is none yet.
+        folder: of the run, or where it will be made (home_of_run), in which a file is left for a moment; None: none is looked for.
     Raises: EngineError naming the node that doesn't answer.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     door: Door | None = None
-    sign, token = (folder / _SIGN, uuid.uuid4().hex) if folder else (None, "")
+    token = uuid.uuid4().hex if folder else ""
+    sign = folder / f"{_SIGN}.{token}" if folder else None  # others may look into the same folder now
     if sign is not None:
         sign.write_text(token)
     try:
@@ -188,7 +191,7 @@ def nodes_of_cluster(config: RunConfig, folder: Path | None) -> list[NodeFacts]:
     finally:
         if door is not None:
             door.close()
-        for left in folder.glob(f"{_SIGN}*") if folder else ():
+        for left in sign.parent.glob(f"{sign.name}*") if sign else ():
             left.unlink(missing_ok=True)
 
 

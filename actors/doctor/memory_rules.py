@@ -34,7 +34,8 @@ def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> I
     others = layouts(
         shape, learner, learner.world_size, share, longest=longest, has_reference=config.needs_reference
     )
-    remedy = f"Set, under learner: {others[0]}" if others and others[0].fits else "Use more ranks, larger GPUs, or shorter answers"
+    advised = others[0].changes(learner) if others and others[0].fits else ""
+    remedy = f"Set, under learner: {advised}" if advised else "Use more ranks, larger GPUs, or shorter answers"
     yield Complaint(
         "fail",
         f"a learner rank needs {gib(needed.total + RESERVE)} of its {gib(share)} (weights {gib(needed.weights)}, gradients "

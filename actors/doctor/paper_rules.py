@@ -124,6 +124,12 @@ def optimizer_is_shared(facts: PaperFacts, config: RunConfig) -> Iterator[Compla
     )
 
 
+def run_folder_can_be_made(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    if facts.closed_folder:
+        text = f"run_dir = {config.run_dir or 'runs'}: this process may not write into {facts.closed_folder}"
+        yield Complaint("fail", text, "Set run_dir, or let it write there", stops_deep=False)
+
+
 def disk_holds_the_checkpoints(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     if facts.disk_free is None:
         return
@@ -200,6 +206,7 @@ PAPER_RULES: tuple[PaperRule, ...] = (
     engine_ranks_divide_the_model,
     context_is_the_models,
     optimizer_is_shared,
+    run_folder_can_be_made,
     disk_holds_the_checkpoints,
     object_store_holds_the_weights,
     deltas_have_a_network,

@@ -157,14 +157,6 @@ def test_nothing_is_said_about_gpus_that_nobody_uses() -> None:
     assert on_paper(paper(), eight(FLOAT8)) == []
 
 
-def test_a_rank_that_doesn_t_fit_is_told_a_layout_that_does() -> None:
-    facts = paper()
-    remedy = next(c.setting for c in on_paper(facts, eight("learner.recompute_activations=false")) if "rank needs" in c.sentence)
-    words = [f"learner.{word}" for word in remedy.removeprefix("Set, under learner: ").split()]
-    mended = eight("learner.recompute_activations=false", *words)
-    assert [c for c in on_paper(facts, mended) if c.severity == "fail"] == []
-
-
 def node(**facts: Any) -> NodeFacts:
     gpu = GpuFact("H100", H100.memory, H100.memory, "sm_90")
     whole: dict[str, Any] = {
