@@ -23,6 +23,7 @@ from actors.plan.traffic import checkpoint_bytes, traffic, versions_text
 from actors.settings.devices import check_shares, check_types, gpus_asked, room_for_engines, workers_asked
 from correction.errors import ConfigError
 from rollout import engine_ranks
+from rollout.engine_arguments import unknown
 from rollout.engine_ranks import UNREPORTED_ROUTES
 
 PaperRule = Callable[[PaperFacts, RunConfig], Iterator[Complaint]]
@@ -63,6 +64,12 @@ def experts_are_there_for_their_settings(facts: PaperFacts, config: RunConfig) -
         yield Complaint("fail", text, "Set it to 0")
     if kind in UNREPORTED_ROUTES and learner.routing_replay == "rollout":
         yield Complaint("fail", f"{replay}: SGLang's {kind} doesn't report which experts it took", "Set it to recompute, or to none")
+
+
+def sglang_knows_its_arguments(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    engine = config.rollout.engine
+    for reason, remedy in unknown(engine.attention_backend, engine.engine_args, on_cpu=engine.resolved_device == "cpu"):
+        yield Complaint("fail", reason, remedy)
 
 
 def experts_keep_their_layout(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -200,6 +207,7 @@ PAPER_RULES: tuple[PaperRule, ...] = (
     train_takes_model_and_task,
     layout_divides_the_model,
     experts_are_there_for_their_settings,
+    sglang_knows_its_arguments,
     experts_keep_their_layout,
     weights_keep_layout_and_type,
     float8_can_be_had,

@@ -18,7 +18,7 @@ from actors.doctor.facts import NodeFacts, PaperFacts
 from actors.doctor.paper_rules import enough, on_paper
 from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape
-from tests.actors.doctor.test_doctor import EXPERTS, H100, RECIPES, eight, node, paper
+from tests.actors.doctor.test_doctor import DENSE, EXPERTS, H100, RECIPES, eight, node, paper, recipe
 from tests.actors.known_models import QWEN3_06B, QWEN3_8B, save_config
 
 doctor = import_module("actors.commands.doctor")  # whose function has the same name
@@ -27,6 +27,7 @@ OLMOE = {"shape": replace(EXPERTS, model_type="olmoe")}
 RECOMPUTED = "learner.routing_replay=recompute learner.optimizer_steps_per_batch=2 correction.proximal=recompute"
 ALONE = "learner.tensor_parallel=1 learner.sequence_parallel=false"
 FOUR = "learner.tensor_parallel=4 learner.data_parallel=1"
+ARGS, BACKEND = "rollout.engine.engine_args", "rollout.engine.attention_backend"
 FRACTION, REQUESTS = "rollout.engine.memory_fraction", "rollout.engine.max_running_requests"
 
 
@@ -37,6 +38,11 @@ FRACTION, REQUESTS = "rollout.engine.memory_fraction", "rollout.engine.max_runni
         (f"{FRACTION}=0.98", {}, "warn", "an engine leaves 1.59 GiB beside weights and KV cache", "memory_fraction"),
         (f"{FRACTION}=0.9 {REQUESTS}=4096", {}, "fail", "4096 requests at the same time take up to", "max_running_requests"),
         ("", {"closed_folder": "/shared"}, "fail", "run_dir = runs: this process may not write into /shared", "Set run_dir"),
+        (f"{ARGS}.chunked_prefil_size=8", {}, "fail", "chunked_prefil_size: SGLang has no such argument", "chunked_prefill_size?"),
+        (f"{BACKEND}=flashinfre", {}, "fail", "attention_backend = flashinfre: SGLang has no such backend", "Did you mean flashinfer?"),
+        (f"{BACKEND}=nonsense", {}, "fail", "attention_backend = nonsense", "Leave it out"),
+        (f"{BACKEND}=stock", {}, "fail", "attention_backend = stock: SGLang has no such backend", "Leave it out"),
+        (f"{ARGS}.decode_attention_backend=nonsense", {}, "fail", "engine_args.decode_attention_backend = nonsense", "Leave it out"),
         ("learner.routing_replay=rollout", {}, "fail", "routing_replay = rollout: qwen3 has no experts", "none"),
         (RECOMPUTED, {}, "fail", "routing_replay = recompute: qwen3 has no experts", "none"),
         ("learner.moe_aux_loss_coefficient=0.001", {}, "fail", "moe_aux_loss_coefficient = 0.001: qwen3 has no experts", "Set it to 0"),
@@ -46,6 +52,12 @@ FRACTION, REQUESTS = "rollout.engine.memory_fraction", "rollout.engine.max_runni
 def test_a_rule(overrides: str, facts: dict[str, Any], severity: str, said: str, setting: str) -> None:
     complaints = on_paper(paper(**facts), eight(*overrides.split()))
     assert any(c.severity == severity and said in c.sentence and setting in c.setting for c in complaints), complaints
+
+
+def test_what_sglang_knows_is_handed_on() -> None:
+    assert on_paper(paper(), eight(f"{BACKEND}=fa3", f"{ARGS}.chunked_prefill_size=4096", f"{ARGS}.prefill_attention_backend=triton")) == []
+    on_cpu = recipe("nano_spell_backward", f"{BACKEND}=stock", has_gpu=False)
+    assert on_paper(PaperFacts(replace(DENSE, context=128)), on_cpu) == []
 
 
 def test_nothing_is_said_of_experts_that_are_there() -> None:
