@@ -210,6 +210,10 @@ class EngineConfig(Settings):
         has_own = self.attention_backend is None and not self.batch_invariant and self.attention_data_parallel == 1
         return self.resolved_device == "cpu" and has_own
 
+    def cpu_cache_tokens(self, context: int) -> int:
+        """Of the KV cache on a CPU, where SGLang would take most of the machine's memory. Args: context: of a request, tokens."""
+        return self.max_total_tokens or min(self.max_running_requests * context, 65_536)
+
     def sglang_arguments(self, model_folder: str, model_context: int, version: int, *, has_weights: bool = True) -> dict[str, Any]:
         """Keyword arguments for sglang.Engine.
 
@@ -239,8 +243,7 @@ class EngineConfig(Settings):
                 "grammar_backend": "none",
                 "disable_cuda_graph": True,
                 "disable_overlap_schedule": True,                   # overlap hides the GPU's time; here it is a step too many a request
-                # SGLang would take most of the machine's memory for the cache
-                "max_total_tokens": self.max_total_tokens or min(self.max_running_requests * context, 65_536),
+                "max_total_tokens": self.cpu_cache_tokens(context),
             }
         else:
             optional = {

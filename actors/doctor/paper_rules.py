@@ -14,7 +14,7 @@ from actors.doctor.facts import Complaint, PaperFacts
 from actors.doctor.kernel_rules import experts_stay_as_sent, weights_stay_as_sent
 from actors.doctor.memory_rules import gib, on_gpus
 from actors.plan.gpus import Gpus
-from actors.plan.host_memory import WIDE, hosts, of_engines
+from actors.plan.host_memory import OF_ENGINES, OF_LEARNER, WIDE, hosts, of_engines
 from actors.plan.layouts import obstacles
 from actors.plan.learner_memory import rank_memory
 from actors.plan.pace import MEAN_SHARE, TOKENS_PER_S, pace
@@ -193,13 +193,15 @@ def staleness_leaves_time_for_the_longest(facts: PaperFacts, config: RunConfig) 
 
 
 def host_holds_the_run(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    """For one machine with GPUs. On a CPU the host holds weights and caches as well, but those of small models."""
-    if facts.host_bytes is None or {config.learner.resolved_device, config.rollout.engine.resolved_device} != {"cuda"}:
+    """For one machine. A failure if what a CPU holds all the time is too much: weights, gradients and optimizer."""
+    if facts.host_bytes is None:
         return
     (host,) = hosts(facts.shape, config, gpus_per_node=gpus_asked(config), nodes=1)
     if host.total > facts.host_bytes:
-        text = f"the run takes up to {gib(host.total)} of this machine's {gib(facts.host_bytes)} beside its GPUs: {host}"
-        yield Complaint("warn", text, LESS)
+        beside = " beside its GPUs" if "cuda" in (config.learner.resolved_device, config.rollout.engine.resolved_device) else ""
+        text = f"the run takes up to {gib(host.total)} of this machine's {gib(facts.host_bytes)}{beside}: {host}"
+        is_certain = host.parts[OF_LEARNER] + host.parts[OF_ENGINES] > facts.host_bytes
+        yield Complaint("fail" if is_certain else "warn", text, f"Take a smaller model. {LESS}" if is_certain else LESS)
 
 
 PAPER_RULES: tuple[PaperRule, ...] = (

@@ -18,7 +18,7 @@ from actors.doctor.facts import NodeFacts, PaperFacts
 from actors.doctor.paper_rules import enough, on_paper
 from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape
-from tests.actors.doctor.test_doctor import DENSE, EXPERTS, H100, RECIPES, eight, node, paper, recipe
+from tests.actors.doctor.test_doctor import DENSE, EXPERTS, H100, IN_FLOAT32, RECIPES, eight, node, paper, recipe
 from tests.actors.known_models import QWEN3_06B, QWEN3_8B, save_config
 
 doctor = import_module("actors.commands.doctor")  # whose function has the same name
@@ -28,6 +28,7 @@ RECOMPUTED = "learner.routing_replay=recompute learner.optimizer_steps_per_batch
 ALONE = "learner.tensor_parallel=1 learner.sequence_parallel=false"
 FOUR = "learner.tensor_parallel=4 learner.data_parallel=1"
 ARGS, BACKEND = "rollout.engine.engine_args", "rollout.engine.attention_backend"
+ENGINES = "rollout.engine.device=cpu rollout.engine.dtype=bfloat16 weight_sync.transport=object_store"
 FRACTION, REQUESTS = "rollout.engine.memory_fraction", "rollout.engine.max_running_requests"
 
 
@@ -43,6 +44,9 @@ FRACTION, REQUESTS = "rollout.engine.memory_fraction", "rollout.engine.max_runni
         (f"{BACKEND}=nonsense", {}, "fail", "attention_backend = nonsense", "Leave it out"),
         (f"{BACKEND}=stock", {}, "fail", "attention_backend = stock: SGLang has no such backend", "Leave it out"),
         (f"{ARGS}.decode_attention_backend=nonsense", {}, "fail", "engine_args.decode_attention_backend = nonsense", "Leave it out"),
+        (f"{IN_FLOAT32} {ALONE}", {"host_bytes": 16 << 30}, "fail", "of this machine's 16 GiB: weights, gradients and", "smaller model"),
+        (f"{IN_FLOAT32} {ALONE}", {"host_bytes": 500 << 30}, "warn", "of this machine's 500 GiB: weights, gradients", "more memory"),
+        (ENGINES, {"host_bytes": 48 << 30}, "fail", "of this machine's 48 GiB beside its GPUs: ", "smaller model"),
         ("learner.routing_replay=rollout", {}, "fail", "routing_replay = rollout: qwen3 has no experts", "none"),
         (RECOMPUTED, {}, "fail", "routing_replay = recompute: qwen3 has no experts", "none"),
         ("learner.moe_aux_loss_coefficient=0.001", {}, "fail", "moe_aux_loss_coefficient = 0.001: qwen3 has no experts", "Set it to 0"),
