@@ -51,9 +51,10 @@ def gpus_for_everybody(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
         return
     row = requests(nodes, config)[0]
     if row.asked > row.there:
+        wait = f"; ranks wait for nodes up to deadlines.start_s = {config.deadlines.start_s:g} s, workers as long as the run lasts"
         yield Complaint(
             "warn" if config.ray.address is not None else "fail",
-            f"the run asks for {row.asked:g} GPUs, and Ray has {row.there:g}: {row.parts}",
+            f"the run asks for {row.asked:g} GPUs, and Ray has {row.there:g}: {row.parts}{wait if config.ray.address is not None else ''}",
             "Use fewer workers or ranks, have them share GPUs (learner.gpus_per_rank, rollout.gpus_per_worker), or add nodes",
         )
     elif row.asked > row.free:

@@ -182,7 +182,7 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
     ("nodes", "overrides", "severity", "said"),
     [
         ([node(offered_gpus=4.0, free_gpus=4.0)], "", "fail", "the run asks for 8 GPUs, and Ray has 4: 4 ranks x 1, 4 workers x 1"),
-        ([node(offered_gpus=4.0)], "ray.address=auto", "warn", "the run asks for 8 GPUs, and Ray has 4"),
+        ([node(offered_gpus=4.0)], "ray.address=auto", "warn", "4 workers x 1; ranks wait for nodes up to deadlines.start_s = 600 s"),
         ([node(free_gpus=5.0)], "", "warn", "of 8 only 5 are free"),
         (
             [node(offered_gpus=3.0), node(name="b", offered_gpus=3.0), node(name="c", offered_gpus=2.0)],
