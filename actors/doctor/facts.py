@@ -109,6 +109,8 @@ class NodeFacts:
     free_cpus: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the packages that have to be the same on all nodes; an empty one isn't installed."""
+    nccl: Mapping[str, str] = field(default_factory=dict)
+    """Variables of its environment that begin with NCCL_."""
     shared_memory: int = 1 << 40
     """Bytes of /dev/shm that are free."""
     open_files: int = 1 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import resource
 import shutil
@@ -30,6 +31,7 @@ _PACKAGES = (
     *("evenkeel", "torch", "sglang", "sglang-kernel", "flashinfer-python"),
     *("megatron-core", "transformer-engine", "ray", "transformers"),
 )
+_OWN = ("actors", "correction", "learner", "rollout")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ANSWER_S = 60.0
 _SIGN = ".seen_by_all_nodes"
@@ -100,7 +102,8 @@ def this_node(
         visible_devices=os.environ.get(VISIBLE),
         architectures=tuple(torch.cuda.get_arch_list()) if seen else (),
         has_cuda=torch.version.cuda is not None,
-        versions={name: found for name in _PACKAGES if (found := _version(name))},
+        versions={name: found for name in _PACKAGES if (found := _version(name))} | {"evenkeel's own files": _own_files()},
+        nccl={name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
         shared_memory=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
         memory=psutil.virtual_memory().total,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -124,6 +127,14 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
+
+
+def _own_files() -> str:
+    """A checksum of evenkeel's sources: checkouts of different commits have the same version."""
+    root, found = Path(__file__).parents[2], hashlib.sha256()
+    for path in sorted(path for package in _OWN for kind in ("*.py", "*.c") for path in (root / package).rglob(kind)):
+        found.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def _reads(sign: Path, token: str) -> bool:

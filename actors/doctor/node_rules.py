@@ -26,6 +26,8 @@ NodeRule = Callable[[Nodes, RunConfig], Iterator[Complaint]]
 FEWEST_OPEN_FILES = 4096
 """Ray's processes and sockets need more than the usual limit of 1,024."""
 MOST_SKEW_S = 5.0
+_OF_A_NODE = ("_IFNAME", "_HCA", "_FILE")
+"""Endings of NCCL's variables that name a node's own network devices or files."""
 FREE_SHARE = 0.9
 """Share of a GPU's memory that should be free."""
 
@@ -181,6 +183,20 @@ def packages_are_alike(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
             yield Complaint("fail", f"the nodes have different versions of {package}: {where}", "Install the same everywhere")
 
 
+def nccl_is_told_the_same(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    """On nodes with GPUs; names of a node's own devices may differ, and ray.env says the same to all."""
+    with_gpus = [node for node in nodes if node.offered_gpus]
+    for name in sorted({name for node in with_gpus for name in node.nccl} - config.ray.env.keys()):
+        found = {node.nccl.get(name, "") for node in with_gpus}
+        if len(found) > 1 and not name.endswith(_OF_A_NODE):
+            where = "; ".join(
+                f"{value or 'not set'} on {', '.join(node.name for node in with_gpus if node.nccl.get(name, '') == value)}"
+                for value in sorted(found)
+            )
+            text = f"{name} isn't the same on all nodes with GPUs: {where}. Ranks that are told different things may wait for each other"
+            yield Complaint("warn", text, f"Set ray.env.{name}")
+
+
 def folders_are_seen_everywhere(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     """Ranks write checkpoints into the run folder, from which engines read config and tokenizer; ranks alone read the model folder."""
     if blind := [node.name for node in nodes if not node.reads_run_folder]:
@@ -248,6 +264,7 @@ NODE_RULES: tuple[NodeRule, ...] = (
     kernels_for_these_gpus,
     gpus_are_empty,
     packages_are_alike,
+    nccl_is_told_the_same,
     folders_are_seen_everywhere,
     room_for_files_and_buckets,
     clocks_agree,

@@ -228,6 +228,7 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
         ([node(architectures=("sm_80",))], "", "fail", "torch has no kernels for sm_90, only for sm_80"),
         ([node(gpus=(replace(BLACKWELL, free=90 << 30),) * 8, architectures=("sm_100",))], "", "warn", "(B200) has 90 GiB of 180 GiB free"),
         ([node(), node(name="b", versions={"torch": "2.12", "ray": "2.60.0"})], "", "fail", "versions of torch: 2.12 on b; 2.13.0 on 10."),
+        ([node(), node(name="b", nccl={"NCCL_P2P_DISABLE": "1"})], "", "warn", "NCCL_P2P_DISABLE isn't the same on all nodes with GPUs"),
         ([node(), node(name="b", reads_run_folder=False)], "", "fail", "the run folder isn't the same on b"),
         ([node(), node(name="b", model_obstacle=NO_FOLDER)], "model=m/Qwen3-8B", "warn", "Qwen3-8B: the folder isn't there on b"),
         ([node(), node(name="b", model_obstacle="not in the cache")], "", "warn", "hf:Qwen/Qwen3-8B: not in the cache on b, where"),
@@ -249,6 +250,11 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
 def test_a_rule_about_nodes(nodes: list[NodeFacts], overrides: str, severity: str, said: str) -> None:
     complaints = on_nodes(nodes, eight(*overrides.split()), DENSE)
     assert any(c.severity == severity and said in c.sentence for c in complaints), complaints
+
+
+def test_a_node_s_own_names_and_what_ray_env_says_may_differ() -> None:
+    other = node(name="b", nccl={"NCCL_SOCKET_IFNAME": "eth1", "NCCL_DEBUG": "INFO"})
+    assert on_nodes([node(), other, replace(HEAD, nccl={"NCCL_NVLS_ENABLE": "0"})], eight("ray.env.NCCL_DEBUG=WARN"), DENSE) == []
 
 
 def test_kernels_of_a_minor_architecture_run_on_later_ones() -> None:
@@ -360,11 +366,13 @@ def test_a_card_that_is_hidden_is_not_taken_for_one_that_torch_sees(
     assert [f"GPU {number} (" in text for number, text in zip(numbers, told, strict=True)] == [True] * len(numbers)
 
 
-def test_facts_of_this_machine(tmp_path: Path) -> None:
+def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
     sign = tmp_path / "sign"
     sign.write_text("token")
     answer = tmp_path / "answer"
     here = this_node(str(save_config(tmp_path / "m", QWEN3_8B)), sign=str(sign), token="token", answer=str(answer))
+    assert len(here.versions["evenkeel's own files"]) == 12 and here.nccl["NCCL_DEBUG"] == "WARN"
     assert not here.model_obstacle and here.reads_run_folder and here.versions["torch"] and here.shared_memory > 0
     assert gather._sees_both_ways(here, str(answer), "token") and not gather._sees_both_ways(here, str(tmp_path / "elsewhere"), "token")
     other = this_node(str(tmp_path), sign=str(sign), token="another's", answer=str(tmp_path / "not-written"))
