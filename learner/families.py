@@ -124,6 +124,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0,),
     "decoder_sparse_step": (1,),  # layers with experts among layers without
     "mlp_only_layers": (None,),
+    "quantization_config": (None,),  # weights that are scaled integers or float8 numbers
 }
 """Options of config.json, and the values that can be trained. One that a file doesn't have is as if it had the first."""
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -188,6 +189,8 @@ def _options(hf_config: Any) -> dict[str, Any]:
     if hf_config.num_key_value_heads == hf_config.num_attention_heads:
         options["num_key_value_heads"] = "num_attention_heads"
     options["mlp_only_layers"] = options.get("mlp_only_layers") or None
+    quantised = options.get("quantization_config") or None
+    options["quantization_config"] = quantised.get("quant_method", "unnamed") if isinstance(quantised, Mapping) else quantised
     others = sorted(set(options.pop("layer_types", None) or ()) - {"full_attention"})
     return options | ({"layer_types": others[0]} if others else {})
 

@@ -17,9 +17,15 @@ _SIZES = {
     "max_position_embeddings",
 }
 _OF_EXPERTS = {"moe_intermediate_size", "num_experts", "num_experts_per_tok"}
-_SIZES_OF = {"qwen3": _SIZES, "qwen3_moe": _SIZES | _OF_EXPERTS, "qwen2": _SIZES, "llama": _SIZES}
-"""By model_type: what the file has to say. Of these families transformers' defaults of all else are what the learner supports; of mistral,
-for one, they are not (sliding_window)."""
+_SIZES_OF = {
+    **dict.fromkeys(("qwen3", "qwen2", "llama", "olmo2"), _SIZES),
+    "qwen3_moe": _SIZES | _OF_EXPERTS,
+    "mistral": _SIZES | {"sliding_window"},
+    "glm4": _SIZES | {"attention_bias", "head_dim"},
+    "mixtral": _SIZES | {"num_local_experts", "num_experts_per_tok"},
+    "olmoe": _SIZES | {"num_experts", "num_experts_per_tok"},
+}
+"""By model_type: what the file has to say. Of all else transformers' defaults are what the learner supports."""
 
 
 def _is_size(value: Any) -> bool:
@@ -32,6 +38,10 @@ def _is_bool(value: Any) -> bool:
 
 def _is_token(value: Any) -> bool:
     return value is None or type(value) is int
+
+
+def _are_tokens(value: Any) -> bool:
+    return _is_token(value) or (type(value) is list and all(type(one) is int for one in value))
 
 
 def _is_share(value: Any) -> bool:
@@ -47,11 +57,15 @@ def _is_theta(value: Any) -> bool:
 
 
 _FORMS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(_SIZES | _OF_EXPERTS | {"head_dim", "max_window_layers", "decoder_sparse_step", "pretraining_tp"}, _is_size),
+    **dict.fromkeys(_SIZES | _OF_EXPERTS | {"num_local_experts", "head_dim"}, _is_size),
+    **dict.fromkeys(("max_window_layers", "decoder_sparse_step", "pretraining_tp"), _is_size),
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window", "tie_word_embeddings", "use_cache"), _is_bool),
     **dict.fromkeys(("norm_topk_prob", "output_router_logits"), _is_bool),
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _is_token),
-    **dict.fromkeys(("initializer_range", "rms_norm_eps", "attention_dropout", "router_aux_loss_coef"), _is_share),
+    **dict.fromkeys(("bos_token_id", "pad_token_id"), _is_token),
+    "eos_token_id": _are_tokens,
+    **dict.fromkeys(("initializer_range", "rms_norm_eps", "attention_dropout"), _is_share),
+    **dict.fromkeys(("router_aux_loss_coef", "router_jitter_noise", "partial_rotary_factor"), _is_share),
+    "clip_qkv": lambda value: value is None,
     **dict.fromkeys(("model_type", "hidden_act", "transformers_version"), lambda value: type(value) is str),
     **dict.fromkeys(("dtype", "torch_dtype"), lambda value: value in ("float32", "bfloat16", "float16")),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), _is_plain_rope),

@@ -18,14 +18,12 @@ from correction.errors import ConfigError, DataError, EngineDirty, EvenkeelError
 from rollout.continuation import continued, is_begun, kept, unsampled
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineProcess
-from rollout.engine_ranks import obstacles
+from rollout.engine_ranks import UNREPORTED_ROUTES, obstacles
 from rollout.sglang_answer import trajectory_of
 from rollout.trajectory import ExpertShape, Trajectory
 from rollout.weight_update import UpdatableEngine
 
 _HAND_BACK_S = 0.2
-UNREPORTED_ROUTES = ("mixtral", "olmoe")
-"""By model_type: SGLang's routers don't know the number of their layer, without which it can't note which experts they took."""
 
 
 class RolloutEngine(UpdatableEngine):

@@ -7,7 +7,12 @@ correction bears. A test has every field of SGLang's ServerArgs in one of three 
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from rollout.engine_ranks import REFUSED_ARGUMENTS
+from rollout.sglang_arguments import ATTENTION_BACKENDS, HANDED_ON
 
 _REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
@@ -80,3 +85,26 @@ def refusal(name: str) -> tuple[str, str] | None:
     if name in REFUSED_ARGUMENTS:
         return REFUSED_ARGUMENTS[name]
     return next(((reason, remedy) for beginnings, reason, remedy in _REFUSED if name.startswith(beginnings)), None)
+
+
+def unknown(attention_backend: str | None, arguments: Mapping[str, Any], *, on_cpu: bool) -> Iterator[tuple[str, str]]:
+    """What SGLang would end with when it starts: (what it doesn't know, what may be meant).
+
+    Args:
+        attention_backend, arguments: rollout.engine's attention_backend and engine_args.
+        on_cpu: where attention_backend may be "stock" as well.
+    """
+    for name in arguments:
+        if name not in HANDED_ON:
+            yield f"rollout.engine.engine_args.{name}: SGLang has no such argument", _nearest(name, HANDED_ON)
+    backends = {"attention_backend": attention_backend}
+    names = ("prefill_attention_backend", "decode_attention_backend")
+    backends |= {f"engine_args.{name}": arguments[name] for name in names if name in arguments}
+    for name, value in backends.items():
+        if value is not None and value not in ATTENTION_BACKENDS and not (on_cpu and value == "stock"):
+            yield f"rollout.engine.{name} = {value}: SGLang has no such backend", _nearest(str(value), ATTENTION_BACKENDS)
+
+
+def _nearest(name: str, known: frozenset[str]) -> str:
+    found = difflib.get_close_matches(name, sorted(known), 1)
+    return f"Did you mean {found[0]}?" if found else "Leave it out"

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from correction.engines.device_choice import Device, Dtype, device_of, dtype_of
 from correction.engines.gpu_share import PREFILL_TOKENS
+from correction.errors import ConfigError
 from correction.settings import DerivedSettings, Settings
 from rollout.engine_arguments import refusal
 
@@ -150,7 +151,9 @@ class EngineConfig(Settings):
                     what, instead = "quantization", "quantization to none"
                 else:
                     what, instead = "learner.routing_replay: rollout", "learner.routing_replay to none or recompute"
-                raise ValueError(f"{setting} with {what}: this combination is untested. Set attention_data_parallel to 1, or {instead}")
+                raise ConfigError(
+                    f"{setting} with {what}: this combination is untested", remedy=f"Set attention_data_parallel to 1, or {instead}"
+                )
         if self.batch_invariant and self.tensor_parallel > 1:
             raise ValueError(
                 f"rollout.engine.tensor_parallel = {self.tensor_parallel} with batch_invariant: the sums over ranks are SGLang's, not the "
@@ -215,6 +218,10 @@ class EngineConfig(Settings):
         has_own = self.attention_backend is None and not self.batch_invariant and self.attention_data_parallel == 1
         return self.resolved_device == "cpu" and has_own
 
+    def cpu_cache_tokens(self, context: int) -> int:
+        """Of the KV cache on a CPU, where SGLang would take most of the machine's memory. Args: context: of a request, tokens."""
+        return self.max_total_tokens or min(self.max_running_requests * context, 65_536)
+
     def sglang_arguments(self, model_folder: str, model_context: int, version: int, *, has_weights: bool = True) -> dict[str, Any]:
         """Keyword arguments for sglang.Engine.
 
@@ -244,8 +251,7 @@ class EngineConfig(Settings):
                 "grammar_backend": "none",
                 "disable_cuda_graph": True,
                 "disable_overlap_schedule": True,                   # overlap hides the GPU's time; here it is a step too many a request
-                # SGLang would take most of the machine's memory for the cache
-                "max_total_tokens": self.max_total_tokens or min(self.max_running_requests * context, 65_536),
+                "max_total_tokens": self.cpu_cache_tokens(context),
             }
         else:
             optional = {

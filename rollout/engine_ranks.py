@@ -20,6 +20,8 @@ NORMS_OVER_RANKS = ("olmo2",)
 """By model_type: normalised so, too, and SGLang's ranks gather all heads for it: a key head that two of them have would come twice."""
 GROUPS_OF_RANKS = ("qwen3", "qwen3_moe")
 """By model_type: attention is cut over a group's ranks; SGLang's layers of others are cut over all of them whatever is set."""
+UNREPORTED_ROUTES = ("mixtral", "olmoe")
+"""By model_type: SGLang's routers don't know the number of their layer, without which it can't note which experts they took."""
 _PORTS = (13, *range(233, 240))
 """Ports that an engine with such groups takes, counted from SGLang's `port` (its server_args.py); others talk by sockets in files."""
 _ONE, _DIVISOR = "Set it to 1", "Set it to a common divisor, or to 1"

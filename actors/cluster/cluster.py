@@ -26,7 +26,7 @@ from actors.config import RayConfig, RunConfig
 from actors.processes import interrupts
 from actors.processes.descendants import adopted_orphans, command_of, descendants, end, end_new
 from actors.processes.part_heartbeat import GROUPS
-from actors.settings.devices import check_rollout_resource, visible_gpus
+from actors.settings.devices import check_gpus_to_come, check_rollout_resource, visible_gpus
 from correction.errors import ConfigError, EngineError, counted
 
 log = logging.getLogger("evenkeel.cluster")
@@ -144,15 +144,16 @@ class Cluster:
         return f" Ray's own logs: {session}/logs" if session else ""
 
     def _check_rollout_resource(self) -> None:
-        """Raises: ConfigError if no node, nor any that an autoscaler may start, can take a rollout worker."""
+        """Raises: ConfigError if no node, nor any that an autoscaler may start, can take a rollout worker, or all of them too few ranks."""
         resource = self._config.ray.rollout_resource
-        offered = ray.cluster_resources().get(resource, 0.0)  # type: ignore[no-untyped-call]
+        there = ray.cluster_resources()  # type: ignore[no-untyped-call]
         try:
             possible = ray._private.state.state.get_max_resources_from_cluster_config()
         except Exception as error:  # not given in this form: then it is not known
             log.debug("node types of the cluster: %s", error)
             possible = None
-        if note := check_rollout_resource(self._config, offered, None if possible is None else possible.get(resource, 0)):
+        check_gpus_to_come(self._config, there.get("GPU", 0.0), None if possible is None else possible.get("GPU", 0))
+        if note := check_rollout_resource(self._config, there.get(resource, 0.0), None if possible is None else possible.get(resource, 0)):
             log.warning(note)
 
     @property

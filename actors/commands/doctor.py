@@ -12,11 +12,11 @@ import typer
 
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint
-from actors.doctor.gather import nodes_of_cluster, own_machine
+from actors.doctor.gather import home_of_run, nodes_of_cluster, own_machine
 from actors.doctor.node_rules import Request, on_nodes, requests
 from actors.doctor.paper_rules import enough, on_paper, worst_first
 from actors.doctor.start_checks import judged
-from actors.plan.shape import ModelShape
+from actors.plan.shape import check_is_model
 from correction.errors import ConfigError, DataError, EvenkeelError
 
 UNFIT = 1
@@ -120,10 +120,11 @@ def _of_cluster(config: RunConfig, path: Path) -> tuple[list[Complaint], list[Re
     cluster = ClusterFile.read(path, config.ray.rollout_resource)
     config = derived(config, has_gpu=cluster.has_gpus)
     try:
-        shape = ModelShape.read(config_folder(config.model))
-    except DataError as error:
-        return [*agreement(cluster, config), Complaint("note", f"the memory of GPUs wasn't judged: {error}")], []
-    return agreement(cluster, config, shape), []
+        check_is_model(config_folder(config.model))
+    except DataError as error:  # on the nodes it may be
+        return [*agreement(cluster, config), Complaint("note", f"neither the model nor the memory of GPUs was judged: {error}")], []
+    config, facts = judged(config, meant=())
+    return worst_first(on_paper(facts, config) + agreement(cluster, config, facts.shape)), []
 
 
 def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]]:
@@ -132,7 +133,7 @@ def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]
 
     if gpus:
         kind = Gpus.parse(gpus)
-        config, facts = judged(derived(config, has_gpu=True), gpu_bytes=kind.memory)
+        config, facts = judged(derived(config, has_gpu=True), meant=[kind])
         return worst_first(on_paper(facts, config) + enough(kind, config)), []
     from actors.cluster.cluster import Cluster, check_ray, gpus_there
 
@@ -147,5 +148,5 @@ def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]
         nodes = own_machine(config)
     else:
         with Cluster(config):
-            nodes = nodes_of_cluster(config, None)
+            nodes = nodes_of_cluster(config, None if facts.closed_folder else home_of_run(config))
     return worst_first(on_paper(facts, config) + on_nodes(nodes, config, facts.shape)), requests(nodes, config)

@@ -38,7 +38,7 @@ def plan(
     from actors.settings.derived import derived
 
     kind = Gpus.parse(gpus)
-    config, facts = judged(derived(load_config(RunConfig, recipe, overrides or []), has_gpu=True), gpu_bytes=kind.memory)
+    config, facts = judged(derived(load_config(RunConfig, recipe, overrides or []), has_gpu=True), meant=[kind])
     complaints = worst_first(on_paper(facts, config) + enough(kind, config))
     found = make_plan(facts, config, kind, complaints)
     if as_json:

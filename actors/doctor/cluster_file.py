@@ -17,9 +17,10 @@ import yaml
 
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint
+from actors.doctor.kernel_rules import weights_stay_as_sent
 from actors.doctor.memory_rules import on_gpus
 from actors.doctor.paper_rules import worst_first
-from actors.plan.gpus import MEMORY_MIB, bytes_of_instance
+from actors.plan.gpus import ARCHITECTURES, MEMORY_MIB, gpu_of_instance
 from actors.plan.shape import ModelShape
 from actors.settings.devices import most_workers_setting, room_for_engines, whole_gpus
 from correction.errors import ConfigError
@@ -38,8 +39,13 @@ class NodeKind:
     """Units of the rollout resource on each."""
     gpus: float | None
     """On each; None: the file doesn't say, and Ray counts them on the node."""
-    gpu_bytes: int | None = None
-    """Memory of one of them, by the instance type or the resource accelerator_type:NAME; None: not known."""
+    gpu: str | None = None
+    """Their name in plan/gpus.py, by the instance type or the resource accelerator_type:NAME; None: not known."""
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        """Memory of one of them; None: not known."""
+        return MEMORY_MIB[self.gpu] << 20 if self.gpu else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +87,16 @@ def _types(content: Mapping[str, Any], resource: str) -> tuple[NodeKind, ...]:
         offered = kind.get("resources", {})
         most = 1 if name == head else kind.get("max_workers", content.get("max_workers", 0))
         gpus = offered.get("GPU", None if not offered else 0.0)
-        found.append(NodeKind(name, most, offered.get(resource, 0.0), gpus, None if gpus == 0 else _gpu_bytes(kind, offered)))
+        found.append(NodeKind(name, most, offered.get(resource, 0.0), gpus, None if gpus == 0 else _gpu_name(kind, offered)))
     return tuple(sorted(found, key=lambda kind: kind.name != head))
 
 
-def _gpu_bytes(kind: Mapping[str, Any], offered: Mapping[str, Any]) -> int | None:
+def _gpu_name(kind: Mapping[str, Any], offered: Mapping[str, Any]) -> str | None:
     config = kind.get("node_config") or {}
-    if size := bytes_of_instance(str(config.get("InstanceType") or config.get("machineType") or "")):
-        return size
+    if found := gpu_of_instance(str(config.get("InstanceType") or config.get("machineType") or "")):
+        return found
     named = (name.partition(":")[2].upper() for name in offered if name.startswith("accelerator_type:"))
-    known = (MEMORY_MIB[name] for name in named if name in MEMORY_MIB and name != "A100")  # Ray's A100 has 40 GB or 80
-    return next((mib << 20 for mib in known), None)
+    return next((name for name in named if name in MEMORY_MIB and name != "A100"), None)  # Ray's A100 has 40 GB or 80
 
 
 def _hosts(content: Mapping[str, Any], starts: Mapping[str, tuple[str, ...]], resource: str) -> tuple[NodeKind, ...]:
@@ -242,4 +247,5 @@ def agreement(cluster: ClusterFile, config: RunConfig, shape: ModelShape | None 
         wanted = config.rollout.engine.tensor_parallel
         engines = [size for size, kind in known if kind.units >= 1 and (kind.gpus is None or kind.gpus >= wanted)]
         found += on_gpus(shape, config, of_ranks=ranks, of_engines=engines)
+        found += weights_stay_as_sent(shape, config, {ARCHITECTURES[kind.gpu] for kind in cluster.kinds if kind.gpu and kind.units >= 1})
     return worst_first(found)

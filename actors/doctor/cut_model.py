@@ -46,7 +46,6 @@ def cut_config(content: Mapping[str, Any], learner: LearnerConfig) -> dict[str, 
             cut[key] = min(cut[key], cut["vocab_size"] - 1)
         else:
             cut.pop(key, None)
-    cut.pop("quantization_config", None)
     return cut
 
 

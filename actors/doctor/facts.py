@@ -40,8 +40,12 @@ class PaperFacts:
     shape: ModelShape
     gpus: tuple[int, ...] = ()
     """Memory in bytes of each GPU that the run may get; empty: not known, or none is used. GPUs of a cluster's nodes are in NodeFacts."""
+    architectures: tuple[str, ...] = ()
+    """Of these GPUs, such as sm_90; empty: not known, or in NodeFacts as well."""
     disk_free: int | None = None
     """Free bytes on the disk of the run folder."""
+    closed_folder: str = ""
+    """Where the run folder would be made, if this process may not write there."""
     host_bytes: int | None = None
     """Memory of the machine that keeps the object store; None: not known."""
     refused: tuple[EvenkeelError, ...] = ()
@@ -96,6 +100,8 @@ class NodeFacts:
     """Number of GPUs that the driver lists, whether torch sees them or not."""
     gpu_bytes: tuple[int, ...] = ()
     """Memory of each of the driver's GPUs, or of those that CUDA_VISIBLE_DEVICES names; those of unknown memory are left out."""
+    driver_architectures: tuple[str, ...] = ()
+    """Of the same GPUs, such as sm_90: Ray hides a node's GPUs from the torch of a task that asks for none."""
     links: tuple[Link, ...] = ()
     """Between the driver's GPUs; empty: not known."""
     visible_devices: str | None = None
@@ -109,6 +115,8 @@ class NodeFacts:
     free_cpus: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the packages that have to be the same on all nodes; an empty one isn't installed."""
+    nccl: Mapping[str, str] = field(default_factory=dict)
+    """Variables of its environment that begin with NCCL_."""
     shared_memory: int = 1 << 40
     """Bytes of /dev/shm that are free."""
     open_files: int = 1 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import resource
 import shutil
@@ -21,6 +22,7 @@ from actors.doctor.door import Door, no_way
 from actors.doctor.driver_gpus import gpus_of_driver, links_of_driver, seen_by_torch
 from actors.doctor.facts import GpuFact, NodeFacts, PaperFacts
 from actors.doctor.memory_rules import could_be_given
+from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape
 from actors.settings.devices import visible_gpus
 from correction.errors import EngineError
@@ -29,31 +31,35 @@ _PACKAGES = (
     *("evenkeel", "torch", "sglang", "sglang-kernel", "flashinfer-python"),
     *("megatron-core", "transformer-engine", "ray", "transformers"),
 )
+_OWN = ("actors", "correction", "learner", "rollout")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ANSWER_S = 60.0
 _SIGN = ".seen_by_all_nodes"
 
 
-def paper_facts(config: RunConfig, model: Path | None = None, *, gpu_bytes: int | None = None) -> PaperFacts:
+def paper_facts(config: RunConfig, model: Path | None = None, *, meant: Sequence[Gpus] | None = None) -> PaperFacts:
     """Of the model folder and of this machine.
 
     Args:
         model: folder, if it isn't config.model.
-        gpu_bytes: of each GPU that is meant, on machines of which nothing else is known; None: of those here, if the run is here.
+        meant: GPUs of machines that aren't here and of which nothing else is known; None: those here, if the run is here.
     Raises: DataError if the folder has no config.json of a model that the learner trains.
     """
     shape = ModelShape.read(config_folder(model or config.model))
-    if gpu_bytes is not None:
-        return PaperFacts(shape, (gpu_bytes,))
+    if meant is not None:
+        return PaperFacts(shape, tuple(kind.memory for kind in meant), tuple(kind.architecture for kind in meant))
     gpus: tuple[int, ...] = ()
     if config.ray.address is None and "cuda" in (config.learner.resolved_device, config.rollout.engine.resolved_device):
         gpus = could_be_given(_sizes(_named(gpus_of_driver(), visible_gpus())), visible_gpus())
     host = psutil.virtual_memory().total if config.ray.address is None else None
-    return PaperFacts(shape, gpus, shutil.disk_usage(_existing(config.run_dir or Path("runs"))).free, host)
+    there = home_of_run(config)
+    closed = "" if os.access(there, os.W_OK) else str(there)
+    return PaperFacts(shape, gpus, disk_free=shutil.disk_usage(there).free, closed_folder=closed, host_bytes=host)
 
 
-def _existing(folder: Path) -> Path:
-    folder = folder.absolute()
+def home_of_run(config: RunConfig) -> Path:
+    """The run folder, or the nearest folder that is there already and in which it would be made."""
+    folder = (config.run_dir or Path("runs")).absolute()
     return next(parent for parent in (folder, *folder.parents) if parent.exists())
 
 
@@ -85,16 +91,19 @@ def this_node(
 
     driver = gpus_of_driver()
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    named = _named(driver, seen)
     return NodeFacts(
         name="this machine",
         gpus=seen_by_torch(driver, os.environ.get(VISIBLE), seen),
         driver_gpus=len(driver),
-        gpu_bytes=_sizes(_named(driver, seen)),
+        gpu_bytes=_sizes(named),
+        driver_architectures=tuple(gpu.architecture for gpu in named),
         links=links_of_driver() if len(driver) > 1 else (),
         visible_devices=os.environ.get(VISIBLE),
         architectures=tuple(torch.cuda.get_arch_list()) if seen else (),
         has_cuda=torch.version.cuda is not None,
-        versions={name: found for name in _PACKAGES if (found := _version(name))},
+        versions={name: found for name in _PACKAGES if (found := _version(name))} | {"evenkeel's own files": _own_files()},
+        nccl={name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
         shared_memory=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
         memory=psutil.virtual_memory().total,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -118,6 +127,14 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
+
+
+def _own_files() -> str:
+    """A checksum of evenkeel's sources: checkouts of different commits have the same version."""
+    root, found = Path(__file__).parents[2], hashlib.sha256()
+    for path in sorted(path for package in _OWN for kind in ("*.py", "*.c") for path in (root / package).rglob(kind)):
+        found.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def _reads(sign: Path, token: str) -> bool:
@@ -150,14 +167,15 @@ def nodes_of_cluster(config: RunConfig, folder: Path | None) -> list[NodeFacts]:
     """All nodes of the cluster that this process is connected to, each by a task on it.
 
     Args:
-        folder: of the run, in which a file is left for a moment; None: there is none yet.
+        folder: of the run, or where it will be made (home_of_run), in which a file is left for a moment; None: none is looked for.
     Raises: EngineError naming the node that doesn't answer.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     door: Door | None = None
-    sign, token = (folder / _SIGN, uuid.uuid4().hex) if folder else (None, "")
+    token = uuid.uuid4().hex if folder else ""
+    sign = folder / f"{_SIGN}.{token}" if folder else None  # others may look into the same folder now
     if sign is not None:
         sign.write_text(token)
     try:
@@ -184,7 +202,7 @@ def nodes_of_cluster(config: RunConfig, folder: Path | None) -> list[NodeFacts]:
     finally:
         if door is not None:
             door.close()
-        for left in folder.glob(f"{_SIGN}*") if folder else ():
+        for left in sign.parent.glob(f"{sign.name}*") if sign else ():
             left.unlink(missing_ok=True)
 
 

@@ -16,6 +16,10 @@ from actors.plan.layouts import layouts, obstacles
 from actors.plan.learner_memory import RESERVE, rank_memory
 from actors.plan.shape import ModelShape
 from actors.settings.devices import workers_asked
+from correction.engines.gpu_share import beside_the_cache
+
+_SURELY_TOO_LITTLE = 0.5
+"""Share of what an engine is estimated to need beside its cache."""
 
 
 def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Iterator[Complaint]:
@@ -30,7 +34,8 @@ def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> I
     others = layouts(
         shape, learner, learner.world_size, share, longest=longest, has_reference=config.needs_reference
     )
-    remedy = f"Set, under learner: {others[0]}" if others and others[0].fits else "Use more ranks, larger GPUs, or shorter answers"
+    advised = others[0].changes(learner) if others and others[0].fits else ""
+    remedy = f"Set, under learner: {advised}" if advised else "Use more ranks, larger GPUs, or shorter answers"
     yield Complaint(
         "fail",
         f"a learner rank needs {gib(needed.total + RESERVE)} of its {gib(share)} (weights {gib(needed.weights)}, gradients "
@@ -60,6 +65,23 @@ def engine_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) ->
             f"an engine's KV cache holds {memory.tokens:,} tokens: {memory.longest_requests} requests of {memory.request_tokens:,}, fewer "
             f"than a group's {rollout.sampling.samples_per_group} answers, so that long ones are put back and read again",
             "Lower rollout.engine.context_length, use larger GPUs, or several for an engine (rollout.engine.tensor_parallel)",
+        )
+
+
+def engine_leaves_room_beside_its_cache(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Iterator[Complaint]:
+    """On whole GPUs; an engine with a share of one keeps the room free by itself."""
+    rollout = config.rollout
+    if rollout.engine.resolved_device != "cuda" or rollout.gpus_per_worker < 1:
+        return
+    memory, requests = engine_memory(shape, rollout, gpu_bytes), rollout.engine.max_running_requests
+    left = gpu_bytes - memory.weights - max(0, memory.cache)
+    needed = beside_the_cache(requests, shape.vocabulary)
+    if needed > left and memory.cache > 0:
+        yield Complaint(
+            "fail" if left < _SURELY_TOO_LITTLE * needed else "warn",
+            f"an engine leaves {gib(left)} beside weights and KV cache, where {requests} requests at the same time take up to "
+            f"{gib(needed)} for context, activations, graphs and sampler: it would run out of memory when they all run",
+            "Lower rollout.engine.max_running_requests or rollout.engine.memory_fraction",
         )
 
 
@@ -107,7 +129,8 @@ def on_gpus(shape: ModelShape, config: RunConfig, *, of_ranks: Collection[int], 
 
     Args: of_ranks, of_engines: bytes of each GPU that a rank, or an engine, may get; none: not known.
     """
-    for rule, sizes in ((rank_fits_its_gpu, of_ranks), (engine_fits_its_gpu, of_engines), (both_sides_fit_one_gpu, of_engines)):
+    of_engine = (engine_fits_its_gpu, engine_leaves_room_beside_its_cache, both_sides_fit_one_gpu)
+    for rule, sizes in ((rank_fits_its_gpu, of_ranks), *((one, of_engines) for one in of_engine)):
         if not sizes:
             continue
         always = any(one.severity == "fail" for one in rule(shape, config, max(sizes)))

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint, NodeFacts
+from actors.doctor.kernel_rules import weights_stay_as_sent
 from actors.doctor.link_rules import gpus_of_a_group_are_linked, ports_are_open, rdma_may_lock_memory
 from actors.doctor.memory_rules import could_be_given, gib, on_gpus
 from actors.doctor.paper_rules import LESS, worst_first
 from actors.plan.host_memory import FETCHED, TRANSFERS, WIDE, HostMemory, of_engines, of_learner
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import traffic, versions_text
-from actors.settings.devices import gpus_asked
+from actors.settings.devices import gpus_asked, room_for_engines
 from actors.settings.hub_name import HubName
 from correction.errors import counted
 
@@ -26,6 +27,8 @@ NodeRule = Callable[[Nodes, RunConfig], Iterator[Complaint]]
 FEWEST_OPEN_FILES = 4096
 """Ray's processes and sockets need more than the usual limit of 1,024."""
 MOST_SKEW_S = 5.0
+_OF_A_NODE = ("_IFNAME", "_HCA", "_FILE")
+"""Endings of NCCL's variables that name a node's own network devices or files."""
 FREE_SHARE = 0.9
 """Share of a GPU's memory that should be free."""
 
@@ -51,9 +54,10 @@ def gpus_for_everybody(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
         return
     row = requests(nodes, config)[0]
     if row.asked > row.there:
+        wait = f"; ranks wait for nodes up to deadlines.start_s = {config.deadlines.start_s:g} s, workers as long as the run lasts"
         yield Complaint(
             "warn" if config.ray.address is not None else "fail",
-            f"the run asks for {row.asked:g} GPUs, and Ray has {row.there:g}: {row.parts}",
+            f"the run asks for {row.asked:g} GPUs, and Ray has {row.there:g}: {row.parts}{wait if config.ray.address is not None else ''}",
             "Use fewer workers or ranks, have them share GPUs (learner.gpus_per_rank, rollout.gpus_per_worker), or add nodes",
         )
     elif row.asked > row.free:
@@ -70,25 +74,28 @@ def tensor_parallel_groups_inside_nodes(nodes: Nodes, config: RunConfig) -> Iter
         return
     wanted = learner.world_size // learner.tensor_parallel
     what = f"the learner has {wanted} tensor-parallel groups of {learner.tensor_parallel} ranks"
-    yield from _inside_nodes(nodes, config, wanted, learner.tensor_parallel, what, "Lower learner.tensor_parallel, or add nodes")
+    room = sum(int(node.offered_gpus) // learner.tensor_parallel for node in nodes)
+    yield from _inside_nodes(nodes, config, wanted, room, what, "Lower learner.tensor_parallel, or add nodes")
 
 
 def engines_inside_nodes(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    """Counts all GPUs of a node, those that the learner takes included."""
+    """Beside the learner. Of too few GPUs in all another rule speaks."""
     ranks, wanted = config.rollout.engine.tensor_parallel, config.rollout.first_workers
-    if config.rollout.engine.resolved_device != "cuda" or ranks == 1:
+    is_short = gpus_asked(config) > sum(node.offered_gpus for node in nodes)
+    if config.rollout.engine.resolved_device != "cuda" or ranks == 1 or is_short:
         return
+    room = room_for_engines([(int(node.offered_gpus), node.rollout_units) for node in nodes], config)
     what = f"{counted(wanted, 'engine')} of {ranks} GPUs each (rollout.engine.tensor_parallel)"
-    yield from _inside_nodes(nodes, config, wanted, ranks, what, "Lower rollout.engine.tensor_parallel or rollout.workers, or add nodes")
+    what += " beside the learner"
+    yield from _inside_nodes(nodes, config, wanted, room, what, "Lower rollout.engine.tensor_parallel or rollout.workers, or add nodes")
 
 
-def _inside_nodes(nodes: Nodes, config: RunConfig, wanted: int, gpus: int, what: str, remedy: str) -> Iterator[Complaint]:
-    """Args: wanted: number of groups. gpus: of a group, all on one node."""
-    there = sum(int(node.offered_gpus) // gpus for node in nodes)
-    if there < wanted:
+def _inside_nodes(nodes: Nodes, config: RunConfig, wanted: int, room: int, what: str, remedy: str) -> Iterator[Complaint]:
+    """Args: wanted: number of groups, each on one node. room: for so many."""
+    if room < wanted:
         yield Complaint(
             "warn" if config.ray.address is not None else "fail",
-            f"{what}, each on one node, and there is room for {there}: GPUs by node are {[int(node.offered_gpus) for node in nodes]}",
+            f"{what}, each on one node, and there is room for {room}: GPUs by node are {[int(node.offered_gpus) for node in nodes]}",
             remedy,
         )
 
@@ -159,17 +166,6 @@ def kernels_for_these_gpus(nodes: Nodes, config: RunConfig) -> Iterator[Complain
                 yield Complaint("fail", text, "Install another torch")
 
 
-def experts_on_blackwell(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    engine = config.rollout.engine
-    is_there = any(gpu.architecture.startswith(("sm_100", "sm_103")) for node in nodes for gpu in node.gpus)
-    if is_there and engine.resolved_device == "cuda" and "moe_runner_backend" not in engine.engine_args:
-        yield Complaint(
-            "fail",
-            "on Blackwell SGLang lays the weights of bfloat16 experts out in blocks, where new weights of the usual shape have no place",
-            "Set rollout.engine.engine_args.moe_runner_backend: triton",
-        )
-
-
 def gpus_are_empty(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     if not _uses_gpus(config):
         return
@@ -186,6 +182,20 @@ def packages_are_alike(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
         if len(found) > 1:
             where = "; ".join(f"{version or 'none'} on {_names(nodes, package, version)}" for version in sorted(found))
             yield Complaint("fail", f"the nodes have different versions of {package}: {where}", "Install the same everywhere")
+
+
+def nccl_is_told_the_same(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    """On nodes with GPUs; names of a node's own devices may differ, and ray.env says the same to all."""
+    with_gpus = [node for node in nodes if node.offered_gpus]
+    for name in sorted({name for node in with_gpus for name in node.nccl} - config.ray.env.keys()):
+        found = {node.nccl.get(name, "") for node in with_gpus}
+        if len(found) > 1 and not name.endswith(_OF_A_NODE):
+            where = "; ".join(
+                f"{value or 'not set'} on {', '.join(node.name for node in with_gpus if node.nccl.get(name, '') == value)}"
+                for value in sorted(found)
+            )
+            text = f"{name} isn't the same on all nodes with GPUs: {where}. Ranks that are told different things may wait for each other"
+            yield Complaint("warn", text, f"Set ray.env.{name}")
 
 
 def folders_are_seen_everywhere(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
@@ -255,6 +265,7 @@ NODE_RULES: tuple[NodeRule, ...] = (
     kernels_for_these_gpus,
     gpus_are_empty,
     packages_are_alike,
+    nccl_is_told_the_same,
     folders_are_seen_everywhere,
     room_for_files_and_buckets,
     clocks_agree,
@@ -283,6 +294,12 @@ def requests(nodes: Nodes, config: RunConfig) -> list[Request]:
     return rows
 
 
+def _architectures(node: NodeFacts) -> set[str]:
+    """Of the GPUs that an engine may get there."""
+    seen = {gpu.architecture for gpu in node.gpus} or set(node.driver_architectures)
+    return seen if node.offered_gpus and node.rollout_units else set()
+
+
 def _uses_gpus(config: RunConfig) -> bool:
     return gpus_asked(config) > 0
 
@@ -305,8 +322,7 @@ def _names(nodes: Nodes, package: str, version: str) -> str:
 def on_nodes(nodes: Nodes, config: RunConfig, shape: ModelShape) -> list[Complaint]:
     """All complaints of the second layer, the worst first."""
     found = [complaint for rule in NODE_RULES for complaint in rule(nodes, config)]
-    if shape.experts:
-        found += experts_on_blackwell(nodes, config)
+    found += weights_stay_as_sent(shape, config, {kind for node in nodes for kind in _architectures(node)})
     if config.ray.address is not None:  # for this machine the first layer has these rules
         found += gpus_hold_their_roles(nodes, config, shape)
         found += stores_hold_the_weights(nodes, config, shape)

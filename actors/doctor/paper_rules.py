@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint, PaperFacts
+from actors.doctor.kernel_rules import experts_stay_as_sent, weights_stay_as_sent
 from actors.doctor.memory_rules import gib, on_gpus
 from actors.plan.gpus import Gpus
-from actors.plan.host_memory import WIDE, hosts, of_engines
+from actors.plan.host_memory import OF_ENGINES, OF_LEARNER, WIDE, hosts, of_engines
 from actors.plan.layouts import obstacles
 from actors.plan.learner_memory import rank_memory
 from actors.plan.pace import MEAN_SHARE, TOKENS_PER_S, pace
@@ -22,6 +23,8 @@ from actors.plan.traffic import checkpoint_bytes, traffic, versions_text
 from actors.settings.devices import check_shares, check_types, gpus_asked, room_for_engines, workers_asked
 from correction.errors import ConfigError
 from rollout import engine_ranks
+from rollout.engine_arguments import unknown
+from rollout.engine_ranks import UNREPORTED_ROUTES
 
 PaperRule = Callable[[PaperFacts, RunConfig], Iterator[Complaint]]
 STORE_SHARE = 0.3
@@ -48,6 +51,33 @@ def train_takes_model_and_task(facts: PaperFacts, config: RunConfig) -> Iterator
 
 def layout_divides_the_model(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     yield from map(Complaint.refusal, obstacles(facts.shape, config.learner))
+
+
+def experts_are_there_for_their_settings(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    """learner/model.py and rollout/engine.py refuse the same, when ranks and engines start."""
+    learner, kind = config.learner, facts.shape.model_type
+    replay = f"learner.routing_replay = {learner.routing_replay}"
+    if not facts.shape.experts and learner.routing_replay != "none":
+        yield Complaint("fail", f"{replay}: {kind} has no experts whose choice could be replayed", "Set it to none")
+    if not facts.shape.experts and learner.moe_aux_loss_coefficient:
+        text = f"learner.moe_aux_loss_coefficient = {learner.moe_aux_loss_coefficient:g}: {kind} has no experts to be used evenly"
+        yield Complaint("fail", text, "Set it to 0")
+    if kind in UNREPORTED_ROUTES and learner.routing_replay == "rollout":
+        yield Complaint("fail", f"{replay}: SGLang's {kind} doesn't report which experts it took", "Set it to recompute, or to none")
+
+
+def sglang_knows_its_arguments(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    engine = config.rollout.engine
+    for reason, remedy in unknown(engine.attention_backend, engine.engine_args, on_cpu=engine.resolved_device == "cpu"):
+        yield Complaint("fail", reason, remedy)
+
+
+def experts_keep_their_layout(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    yield from experts_stay_as_sent(facts.shape, config)
+
+
+def weights_keep_layout_and_type(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    yield from weights_stay_as_sent(facts.shape, config, facts.architectures)
 
 
 def float8_can_be_had(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -99,6 +129,12 @@ def optimizer_is_shared(facts: PaperFacts, config: RunConfig) -> Iterator[Compla
         f"every one of {learner.data_parallel} data-parallel ranks keeps the whole optimizer, {gib(before)} instead of {gib(after)}",
         "Set learner.distributed_optimizer: true",
     )
+
+
+def run_folder_can_be_made(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    if facts.closed_folder:
+        text = f"run_dir = {config.run_dir or 'runs'}: this process may not write into {facts.closed_folder}"
+        yield Complaint("fail", text, "Set run_dir, or let it write there", stops_deep=False)
 
 
 def disk_holds_the_checkpoints(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -157,23 +193,30 @@ def staleness_leaves_time_for_the_longest(facts: PaperFacts, config: RunConfig) 
 
 
 def host_holds_the_run(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    """For one machine with GPUs. On a CPU the host holds weights and caches as well, but those of small models."""
-    if facts.host_bytes is None or {config.learner.resolved_device, config.rollout.engine.resolved_device} != {"cuda"}:
+    """For one machine. A failure if what a CPU holds all the time is too much: weights, gradients and optimizer."""
+    if facts.host_bytes is None:
         return
     (host,) = hosts(facts.shape, config, gpus_per_node=gpus_asked(config), nodes=1)
     if host.total > facts.host_bytes:
-        text = f"the run takes up to {gib(host.total)} of this machine's {gib(facts.host_bytes)} beside its GPUs: {host}"
-        yield Complaint("warn", text, LESS)
+        beside = " beside its GPUs" if "cuda" in (config.learner.resolved_device, config.rollout.engine.resolved_device) else ""
+        text = f"the run takes up to {gib(host.total)} of this machine's {gib(facts.host_bytes)}{beside}: {host}"
+        is_certain = host.parts[OF_LEARNER] + host.parts[OF_ENGINES] > facts.host_bytes
+        yield Complaint("fail" if is_certain else "warn", text, f"Take a smaller model. {LESS}" if is_certain else LESS)
 
 
 PAPER_RULES: tuple[PaperRule, ...] = (
     devices_and_types,
     train_takes_model_and_task,
     layout_divides_the_model,
+    experts_are_there_for_their_settings,
+    sglang_knows_its_arguments,
+    experts_keep_their_layout,
+    weights_keep_layout_and_type,
     float8_can_be_had,
     engine_ranks_divide_the_model,
     context_is_the_models,
     optimizer_is_shared,
+    run_folder_can_be_made,
     disk_holds_the_checkpoints,
     object_store_holds_the_weights,
     deltas_have_a_network,
@@ -191,7 +234,12 @@ def on_paper(facts: PaperFacts, config: RunConfig) -> list[Complaint]:
 def enough(gpus: Gpus, config: RunConfig) -> list[Complaint]:
     """Complaints if there are fewer GPUs than ranks and engines ask for, or a node can't hold a tensor-parallel group."""
     learner, engine, wanted, found = config.learner, config.rollout.engine, gpus_asked(config), []
-    if wanted > gpus.count:
+    if config.ray.address is None and gpus.nodes > 1:
+        gpus = replace(gpus, nodes=1)
+        if wanted > gpus.count:
+            text = f"ray.address isn't set, so that the run has one node alone: it asks for {wanted} GPUs, and {gpus} are {gpus.count}"
+            found.append(Complaint("fail", text, "Set ray.address: auto, on a node of their cluster"))
+    elif wanted > gpus.count:
         found.append(Complaint("fail", f"the run asks for {wanted} GPUs, and {gpus} are {gpus.count}", "Use fewer workers or ranks"))
     if learner.resolved_device == "cuda" and learner.tensor_parallel > gpus.per_node:
         text = f"learner.tensor_parallel = {learner.tensor_parallel}, but a node has {gpus.per_node} GPUs: a group talks in every layer"

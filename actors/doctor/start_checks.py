@@ -6,7 +6,7 @@ The results are facts; nothing is started.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from actors.cluster.hub import config_folder
 from actors.config import RunConfig
 from actors.doctor.facts import PaperFacts
 from actors.doctor.gather import paper_facts
+from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape, check_is_model
 from actors.settings.deadlines import bytes_of, with_deadlines
 from actors.settings.hub_name import HubName
@@ -79,20 +80,20 @@ def _weight_bytes(folder: Path, *, has_weights: bool) -> int:
     return found if found and has_weights else max(found, ModelShape.read(folder).weight_bytes("bfloat16"))
 
 
-def judged(config: RunConfig, *, gpu_bytes: int | None = None) -> tuple[RunConfig, PaperFacts]:
+def judged(config: RunConfig, *, meant: Sequence[Gpus] | None = None) -> tuple[RunConfig, PaperFacts]:
     """The configuration as the run would be given it, and what is known without a cluster, with every reason against the run.
 
     Args:
         config: with devices and types.
-        gpu_bytes: of each GPU of machines that are meant and aren't here: config.json alone has to be; None: the run is started here.
+        meant: GPUs of machines that aren't here: config.json alone has to be; none: not known. None: the run is started here.
     Raises: DataError if there is no config.json of a model that the learner trains, or no such model on the hub.
     """
     refused: list[EvenkeelError] = []
     lacking: list[EvenkeelError] = []
-    is_here, of_hub = gpu_bytes is None, HubName.of(config.model) is not None
+    is_here, of_hub = meant is None, HubName.of(config.model) is not None
     folder = config_folder(config.model)
     config = checked(config, folder, has_weights=is_here and not of_hub, refused=refused, lacking=lacking)
-    facts = paper_facts(config, folder, gpu_bytes=gpu_bytes)
+    facts = paper_facts(config, folder, meant=meant)
     if is_here:
         from rollout.chat import ChatEncoder, load_tokenizer
         from rollout.tasks import check_files, check_task_names

@@ -21,6 +21,11 @@ MEMORY_MIB = {
     "RTX4090": 24_564,
 }
 """As nvidia-smi has it."""
+ARCHITECTURES = {
+    "A100": "sm_80", "A100-40": "sm_80", "A100-40G": "sm_80", "A100-80G": "sm_80", "A10": "sm_86", "A10G": "sm_86", "B200": "sm_100",
+    "H100": "sm_90", "H200": "sm_90", "L40S": "sm_89", "RTX4090": "sm_89",
+}  # fmt: skip
+"""NVIDIA's table of compute capabilities (developer.nvidia.com/cuda-gpus)."""
 INSTANCES = {
     "p4d": "A100-40", "p4de": "A100", "p5": "H100", "p5e": "H200", "p5en": "H200", "p6-b200": "B200", "g5": "A10G", "g6e": "L40S",
     "a2-highgpu": "A100-40", "a2-ultragpu": "A100", "a3-highgpu": "H100", "a3-megagpu": "H100", "a3-ultragpu": "H200",
@@ -28,11 +33,9 @@ INSTANCES = {
 """Families of two clouds' instances, and their GPUs."""
 
 
-def bytes_of_instance(kind: str) -> int | None:
-    """Memory of one GPU of an instance type, such as p5.48xlarge or a3-highgpu-8g; None: not known."""
-    family = kind.partition(".")[0] if "." in kind else kind.rpartition("-")[0]
-    name = INSTANCES.get(family)
-    return MEMORY_MIB[name] << 20 if name else None
+def gpu_of_instance(kind: str) -> str | None:
+    """The GPUs of an instance type, such as p5.48xlarge or a3-highgpu-8g, by name; None: not known."""
+    return INSTANCES.get(kind.partition(".")[0] if "." in kind else kind.rpartition("-")[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,11 @@ class Gpus:
     @property
     def count(self) -> int:
         return self.per_node * self.nodes
+
+    @property
+    def architecture(self) -> str:
+        """Empty where the GPUs are given by their memory."""
+        return ARCHITECTURES.get(self.name, "")
 
     @classmethod
     def parse(cls, text: str) -> Gpus:

@@ -1,4 +1,4 @@
-"""Memory of the hosts, in bytes, role by role: what the nodes' processors hold beside their GPUs.
+"""Memory of the hosts, in bytes, role by role: what the nodes' processors hold beside their GPUs, or instead of GPUs.
 
 Counted: answers, batches, versions of the weights, copies for checkpoints, buckets. Measured: what a batch costs the correction service
 while it is corrected and looked at, and what a process takes for its modules. Estimated: what CUDA takes of a process.
@@ -23,6 +23,8 @@ CUDA = 2 << 30
 """What CUDA, its libraries and NCCL take of the host's memory in a process with a GPU: an estimate."""
 WIDE, FETCHED = "wide fields in the object store", "wide fields, fetched to the object store"
 FOR_CHECKPOINTS = "answers, fetched to the object store for a checkpoint"
+OF_LEARNER, OF_ENGINES = "weights, gradients and optimizer", "engines' weights"
+"""Of sides that compute on the CPU, where they are all the time."""
 TRANSFERS = 2
 """Buckets of weights that an engine has in shared memory at the same time."""
 
@@ -101,7 +103,9 @@ def of_learner(shape: ModelShape, config: RunConfig, ranks: int) -> dict[str, in
     copies = (checkpoint_bytes(shape, config) - whole_folder) * min(ranks, holders) // holders + whole_folder
     tokens = batch_tokens(shape, config)
     batch = tokens * corrected_bytes(shape, config) + key_bytes(shape, config)
+    on_cpu = learner.resolved_device == "cpu"
     return {
+        OF_LEARNER: ranks * max(sum(state_bytes(shape, learner, stage)) for stage in stages) if on_cpu else 0,
         "copy for a checkpoint": copies,
         "reference policy": weights if config.needs_reference else 0,
         "earlier weights (monitor.split_every)": config.max_staleness * weights if config.monitor.split_every else 0,
@@ -118,8 +122,13 @@ def of_engines(shape: ModelShape, config: RunConfig, engines: int, *, has_the_st
     """Args: engines: on the node. has_the_store: the versions that rank 0 has stored lie on the same node."""
     engine, moved = config.rollout.engine, traffic(shape, config)
     outstanding = (config.max_staleness + 1) * batch_tokens(shape, config) * engines // config.rollout.most_workers
+    on_cpu, dtype, ranks = engine.resolved_device == "cpu", engine.resolved_dtype, engines * engine.tensor_parallel
+    weights = ranks * shape.weight_bytes(dtype, engine.tensor_parallel, float8=engine.has_float8)
+    cache = ranks * shape.key_value_bytes(dtype, engine.tensor_parallel) * engine.cpu_cache_tokens(engine.context_length or shape.context)
     stored = 0 if has_the_store or config.weight_sync.transport != "object_store" else 2 * moved.version
     return {
+        OF_ENGINES: weights if on_cpu else 0,
+        "engines' KV caches": cache if on_cpu else 0,
         "versions fetched to the object store": stored,
         "buckets in shared memory": engines * TRANSFERS * min(config.weight_sync.bucket_bytes, moved.version),
         "answers in the object store": outstanding * ANSWER,

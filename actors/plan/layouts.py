@@ -12,6 +12,11 @@ from actors.plan.shape import ModelShape
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
 
+_VARIED = (
+    *("tensor_parallel", "sequence_parallel", "pipeline_parallel", "virtual_pipeline", "expert_parallel", "data_parallel"),
+    *("distributed_optimizer", "recompute_activations"),
+)
+"""Settings in which layouts differ."""
 _LARGEST_TENSOR_PARALLEL = 8
 """A tensor-parallel group stays inside a node."""
 
@@ -34,6 +39,11 @@ class Layout:
         }
         named = " ".join(f"{name}={size}" for name, size in parts.items() if size > 1 or name == "data_parallel")
         return named + (" recompute_activations=true" if config.recompute_activations else "")
+
+    def changes(self, config: LearnerConfig) -> str:
+        """What leads to it from a recipe's learner, as KEY=VALUE words."""
+        values = {name: getattr(self.config, name) for name in _VARIED if getattr(self.config, name) != getattr(config, name)}
+        return " ".join(f"{name}={str(value).lower()}" for name, value in values.items())
 
 
 def layouts(
@@ -76,7 +86,7 @@ def obstacles(shape: ModelShape, config: LearnerConfig) -> list[ConfigError]:
 
 def _possible(shape: ModelShape, config: LearnerConfig, ranks: int, gpus_per_node: int) -> Iterator[LearnerConfig]:
     sizes = [2**power for power in range(ranks.bit_length())]
-    most = min(_LARGEST_TENSOR_PARALLEL, gpus_per_node)
+    most = min(_LARGEST_TENSOR_PARALLEL, gpus_per_node) if config.gpus_per_rank == 1 else 1  # a group's ranks have whole GPUs
     for tensor in (size for size in sizes if size <= most):
         for pipeline in (size for size in sizes if tensor * size <= ranks and ranks % (tensor * size) == 0):
             data = ranks // (tensor * pipeline)

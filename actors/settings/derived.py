@@ -44,7 +44,7 @@ def _learner(learner: LearnerConfig, has_gpu: bool) -> LearnerConfig:
         values["dtype"] = "bfloat16" if device == "cuda" else "float32"
     if device == "cuda":
         values |= _unset(learner, distributed_optimizer=learner.data_parallel > 1, tokens_per_microbatch=GPU_TOKENS_PER_MICROBATCH)
-    return _with(learner, values, "learner")
+    return with_values(learner, values, "learner")
 
 
 def _engine(engine: EngineConfig, learner: LearnerConfig, share: float, has_gpu: bool) -> EngineConfig:
@@ -55,7 +55,7 @@ def _engine(engine: EngineConfig, learner: LearnerConfig, share: float, has_gpu:
     if device == "cuda":
         values |= _unset(engine, max_running_requests=GPU_RUNNING_REQUESTS)
         values["gpu_share"] = share
-    return _with(engine, values, "rollout.engine")
+    return with_values(engine, values, "rollout.engine")
 
 
 def _device(asked: str, has_gpu: bool) -> str:
@@ -67,11 +67,13 @@ def _unset(settings: Settings, **values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in settings.model_fields_set}
 
 
-def _with(settings: Section, values: dict[str, Any], place: str) -> Section:
+def with_values(settings: Section, values: dict[str, Any], place: str) -> Section:
     """With these values, checked as if they had been given. Only what was given, or is given now, counts as given afterwards."""
     known = {name: getattr(settings, name) for name in settings.model_fields_set}
     try:
         return type(settings).model_validate(known | values)
     except ValidationError as error:
-        reason = reason_of(error)
-        raise ConfigError(reason if reason.startswith(place) else f"{place}: {reason}") from error
+        cause = error.errors()[0].get("ctx", {}).get("error")
+        remedy = cause.remedy if isinstance(cause, ConfigError) else ""
+        reason = cause.reason if isinstance(cause, ConfigError) else reason_of(error)
+        raise ConfigError(reason if reason.startswith(place) else f"{place}: {reason}", remedy=remedy) from error

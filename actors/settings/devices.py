@@ -183,6 +183,21 @@ def most_workers_setting(config: RunConfig) -> str:
     return f"rollout.{'max_workers' if config.rollout.is_elastic else 'workers'} = {config.rollout.most_workers}"
 
 
+def check_gpus_to_come(config: RunConfig, offered: float, possible: float | None) -> None:
+    """Whether a joined cluster can ever place the learner's ranks; workers without GPUs wait, and those that have some sample.
+
+    Args: offered, possible: GPUs, as check_rollout_resource.
+    Raises: ConfigError.
+    """
+    learner = config.learner
+    ranks = whole_gpus([learner.gpus_per_rank] * learner.world_size) if learner.resolved_device == "cuda" else 0
+    if possible is not None and max(offered, possible) < ranks:
+        raise ConfigError(
+            f"learner.device = cuda with {learner.world_size} ranks: {ranks} GPUs are needed, and the cluster at {config.ray.address} has "
+            f"{max(offered, possible):g} at most, with all nodes that its autoscaler may start. Use fewer ranks, or give it more nodes"
+        )
+
+
 def whole_gpus(shares: Sequence[float]) -> int:
     """GPUs that hold these shares, each of which lies on one: filled one after the other, the largest shares first."""
     left: list[float] = []

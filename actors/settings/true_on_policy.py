@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.config import RunConfig
+from actors.settings.derived import with_values
 from correction.engines.contract import Contract, SideSettings
 from correction.errors import ActorLost, ConfigError, EngineError
 from correction.schedule import needs_proximal_forward
@@ -53,13 +54,9 @@ def resolved(config: RunConfig, model: Path | None = None) -> RunConfig:
 
 
 def _with_settings(config: RunConfig, of_engine: dict[str, Any], of_learner: dict[str, Any]) -> RunConfig:
-    engine = config.rollout.engine.model_copy(update=of_engine)
-    return config.model_copy(
-        update={
-            "rollout": config.rollout.model_copy(update={"engine": engine}),
-            "learner": config.learner.model_copy(update=of_learner),
-        }
-    )
+    """Raises: ConfigError if the recipe's other settings don't go with these."""
+    rollout = config.rollout.model_copy(update={"engine": with_values(config.rollout.engine, of_engine, "rollout.engine")})
+    return config.model_copy(update={"rollout": rollout, "learner": with_values(config.learner, of_learner, "learner")})
 
 
 def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Contract:

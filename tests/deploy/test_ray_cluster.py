@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from actors.commands.cli import app
 from actors.commands.recipe import load_config
 from actors.config import RayConfig, RunConfig
-from actors.doctor.cluster_file import ClusterFile, NodeKind, _gpu_bytes, agreement
+from actors.doctor.cluster_file import ClusterFile, NodeKind, _gpu_name, agreement
 from actors.doctor.facts import Complaint
 from actors.plan.gpus import MEMORY_MIB
 from actors.plan.host_memory import hosts
@@ -82,8 +82,8 @@ def test_it_has_what_the_recipe_asks_for(path: Path) -> None:
 def test_what_is_read() -> None:
     assert ClusterFile.read(CLOUD, "rollout").kinds == (
         NodeKind("head", 1, 0.0, 0.0),
-        NodeKind("learner", 1, 0.0, 8, MEMORY_MIB["H100"] << 20),
-        NodeKind("rollout", 16, 1, 1, MEMORY_MIB["L40S"] << 20),
+        NodeKind("learner", 1, 0.0, 8, "H100"),
+        NodeKind("rollout", 16, 1, 1, "L40S"),
     )
     local = ClusterFile.read(LOCAL, "rollout")
     assert local.kinds == (NodeKind("head host", 1, 8.0, 8.0), NodeKind("worker host", 1, 8.0, 8.0)) and local.is_fixed
@@ -119,13 +119,13 @@ def test_a_model_is_judged_by_the_memory_of_the_instances(tmp_path: Path) -> Non
 def test_an_a100_is_of_40_gb_or_of_80(instance: str, resource: str, gib: int | None) -> None:
     """Ray's accelerator_type:A100 is either, so that the instance type is asked first."""
     kind = {"node_config": {"InstanceType": instance}}
-    found = _gpu_bytes(kind, {"GPU": 8, f"accelerator_type:{resource}": 1})
-    assert (found and round(found / 2**30)) == gib
+    found = _gpu_name(kind, {"GPU": 8, f"accelerator_type:{resource}": 1})
+    assert (found and round(MEMORY_MIB[found] / 2**10)) == gib
 
 
 def test_the_larger_model_has_room_on_the_nodes_with_an_image() -> None:
     cluster, config = ClusterFile.read(IMAGE, "rollout"), derived(load_config(RunConfig, LARGE), has_gpu=True)
-    assert cluster.kinds[1] == NodeKind("gpus", 4, 8, 8, MEMORY_MIB["H200"] << 20)
+    assert cluster.kinds[1] == NodeKind("gpus", 4, 8, 8, "H200")
     assert agreement(cluster, config, ModelShape.of(QWEN3_30B_A3B)) == []
 
 
@@ -241,7 +241,10 @@ def test_the_doctor_judges_it(tmp_path: Path) -> None:
     good = CliRunner().invoke(app, [*words, str(LOCAL), *ASKED[LOCAL]])
     assert (good.exit_code, good.stdout) == (0, "ready\n")
     unseen = CliRunner().invoke(app, [*words, str(LOCAL), *ASKED[LOCAL], f"model={tmp_path / 'none'}"])
-    assert unseen.exit_code == 0 and "the memory of GPUs wasn't judged" in unseen.stdout
+    assert unseen.exit_code == 0 and "neither the model nor the memory of GPUs was judged" in unseen.stdout
+    for words_of_model in ("learner.pipeline_parallel=5", "rollout.engine.context_length=65536"):
+        refused = CliRunner().invoke(app, [*words, str(LOCAL), *ASKED[LOCAL], words_of_model])
+        assert refused.exit_code == 1 and "model's" in refused.stdout, "rules of the first layer"
     bad = CliRunner().invoke(app, [*words, str(LOCAL), "ray.rollout_resource=sampler"])
     assert bad.exit_code == 1 and "'sampler'" in bad.stdout
     with pytest.raises(ConfigError, match="no cluster file of `ray up`"):

@@ -13,7 +13,21 @@ from learner.model_check import check_trainable
 from learner.plain_config import _FORMS, is_plainly_trainable
 from tests.actors.known_models import LLAMA_31_8B, QWEN3_8B, QWEN3_30B_A3B, QWEN25_7B
 
-MODELS: dict[str, dict[str, Any]] = {"qwen3": QWEN3_8B, "qwen3_moe": QWEN3_30B_A3B, "qwen2": QWEN25_7B, "llama": LLAMA_31_8B}
+_EXPERTS = {"num_experts_per_tok": 8}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": QWEN3_8B,
+    "qwen3_moe": QWEN3_30B_A3B,
+    "qwen2": QWEN25_7B,
+    "llama": LLAMA_31_8B,
+    "mistral": LLAMA_31_8B | {"model_type": "mistral", "sliding_window": None},
+    "olmo2": LLAMA_31_8B | {"model_type": "olmo2"},
+    "glm4": LLAMA_31_8B
+    | {"model_type": "glm4", "attention_bias": True, "head_dim": 128, "partial_rotary_factor": 0.5, "eos_token_id": [151_329, 151_336]},
+    "mixtral": LLAMA_31_8B | _EXPERTS | {"model_type": "mixtral", "num_local_experts": 16, "router_jitter_noise": 0.0},
+    "olmoe": LLAMA_31_8B
+    | _EXPERTS
+    | {"model_type": "olmoe", "num_experts": 64, "num_key_value_heads": 32, "clip_qkv": None, "rms_norm_eps": 1e-5},
+}
 OF_THE_HUB = {
     "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151_643,
     "eos_token_id": 151_645, "hidden_act": "silu", "initializer_range": 0.02, "max_window_layers": 36, "rms_norm_eps": 1e-6,
@@ -29,9 +43,9 @@ VALUES += [{"rope_type": "default", "rope_theta": 1e4}, {"rope_type": "x"}, {"ro
 def changed(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One option taken away, or one with a value that may not be its own."""
     yield config
-    yield config | OF_THE_HUB
+    yield OF_THE_HUB | config
     yield from ({key: value for key, value in config.items() if key != gone} for gone in config)
-    yield from (config | {name: value} for name in (*_FORMS, "clip_qkv", "partial_rotary_factor") for value in VALUES)
+    yield from (config | {name: value} for name in _FORMS for value in VALUES)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -41,7 +55,7 @@ def test_what_passes_passes_transformers_too(tmp_path: Path, kind: str) -> None:
     for one in passed:
         (tmp_path / "config.json").write_text(json.dumps(one))
         check_trainable(tmp_path, has_weights=False)
-    assert passed[:2] == [MODELS[kind], MODELS[kind] | OF_THE_HUB]
+    assert passed[:2] == [MODELS[kind], OF_THE_HUB | MODELS[kind]]
     assert len(passed) > 80, "values that are fine are among them"
 
 
@@ -56,7 +70,10 @@ def test_what_passes_passes_transformers_too(tmp_path: Path, kind: str) -> None:
         {"layer_types": ["full_attention"] * 35 + ["sliding_attention"]},
         {"num_attention_heads": 0},
         {"hidden_size": "4096"},
-        {"model_type": "olmo2"},
+        {"model_type": "gemma3_text"},
+        {"model_type": "mistral"},
+        {"model_type": "glm4"},
+        {"quantization_config": {"quant_method": "fp8"}},
         {"an_option_of_tomorrow": True},
     ],
 )

@@ -7,12 +7,14 @@ from pydantic import ValidationError
 
 from rollout.engine_arguments import refusal
 from rollout.engine_config import RESERVED_ARGUMENTS, EngineConfig
-from tests.rollout.sglang_arguments import HANDED_ON
+from rollout.sglang_arguments import ATTENTION_BACKENDS, HANDED_ON
 
 
 def test_every_argument_of_sglang_is_set_refused_or_handed_on() -> None:
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
     from sglang.srt.server_args import ServerArgs
 
+    assert set(ATTENTION_BACKEND_CHOICES) == ATTENTION_BACKENDS
     there = set(ServerArgs.__struct_fields__)
     refused = {name for name in there if refusal(name) is not None}
     assert not refused & RESERVED_ARGUMENTS.keys() and not refused & HANDED_ON and not HANDED_ON & RESERVED_ARGUMENTS.keys()

@@ -85,7 +85,7 @@ def test_engines_of_two_gpus_make_room_where_one_has_none() -> None:
 )
 def test_engines_have_room_on_nodes_not_in_a_sum(workers: int, gpus: str, said: list[str]) -> None:
     """Of six GPUs each; the learner has four of a node, which leave room for none beside it, though 16 GPUs are there, and asked for."""
-    found = enough(Gpus.parse(gpus), eight("rollout.engine.tensor_parallel=6", f"rollout.workers={workers}"))
+    found = enough(Gpus.parse(gpus), eight("rollout.engine.tensor_parallel=6", f"rollout.workers={workers}", "ray.address=auto"))
     assert len(found) == len(said) and all(text in one.sentence for text, one in zip(said, found, strict=True)), found
 
 
@@ -157,14 +157,6 @@ def test_nothing_is_said_about_gpus_that_nobody_uses() -> None:
     assert on_paper(paper(), eight(FLOAT8)) == []
 
 
-def test_a_rank_that_doesn_t_fit_is_told_a_layout_that_does() -> None:
-    facts = paper()
-    remedy = next(c.setting for c in on_paper(facts, eight("learner.recompute_activations=false")) if "rank needs" in c.sentence)
-    words = [f"learner.{word}" for word in remedy.removeprefix("Set, under learner: ").split()]
-    mended = eight("learner.recompute_activations=false", *words)
-    assert [c for c in on_paper(facts, mended) if c.severity == "fail"] == []
-
-
 def node(**facts: Any) -> NodeFacts:
     gpu = GpuFact("H100", H100.memory, H100.memory, "sm_90")
     whole: dict[str, Any] = {
@@ -190,7 +182,7 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
     ("nodes", "overrides", "severity", "said"),
     [
         ([node(offered_gpus=4.0, free_gpus=4.0)], "", "fail", "the run asks for 8 GPUs, and Ray has 4: 4 ranks x 1, 4 workers x 1"),
-        ([node(offered_gpus=4.0)], "ray.address=auto", "warn", "the run asks for 8 GPUs, and Ray has 4"),
+        ([node(offered_gpus=4.0)], "ray.address=auto", "warn", "4 workers x 1; ranks wait for nodes up to deadlines.start_s = 600 s"),
         ([node(free_gpus=5.0)], "", "warn", "of 8 only 5 are free"),
         (
             [node(offered_gpus=3.0), node(name="b", offered_gpus=3.0), node(name="c", offered_gpus=2.0)],
@@ -199,10 +191,10 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
             "1 tensor-parallel groups of 4 ranks, each on one node, and there is room for 0",
         ),
         (
-            [node(offered_gpus=3.0), node(name="b", offered_gpus=7.0)],
+            [node(offered_gpus=5.0), node(name="b", offered_gpus=7.0)],
             "rollout.engine.tensor_parallel=4 rollout.workers=2",
             "fail",
-            "2 engines of 4 GPUs each (rollout.engine.tensor_parallel), each on one node, and there is room for 1: GPUs by node are [3, 7]",
+            "2 engines of 4 GPUs each (rollout.engine.tensor_parallel) beside the learner, each on one node, and there is room for 1: GPUs",
         ),
         ([node()], "rollout.engine.tensor_parallel=2", "fail", "the run asks for 12 GPUs, and Ray has 8: 4 ranks x 1, 4 workers x 2"),
         ([node(rollout_units=2.0)], "ray.address=auto", "warn", "4 rollout workers each ask for one unit of the Ray resource 'rollout'"),
@@ -236,6 +228,7 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
         ([node(architectures=("sm_80",))], "", "fail", "torch has no kernels for sm_90, only for sm_80"),
         ([node(gpus=(replace(BLACKWELL, free=90 << 30),) * 8, architectures=("sm_100",))], "", "warn", "(B200) has 90 GiB of 180 GiB free"),
         ([node(), node(name="b", versions={"torch": "2.12", "ray": "2.60.0"})], "", "fail", "versions of torch: 2.12 on b; 2.13.0 on 10."),
+        ([node(), node(name="b", nccl={"NCCL_P2P_DISABLE": "1"})], "", "warn", "NCCL_P2P_DISABLE isn't the same on all nodes with GPUs"),
         ([node(), node(name="b", reads_run_folder=False)], "", "fail", "the run folder isn't the same on b"),
         ([node(), node(name="b", model_obstacle=NO_FOLDER)], "model=m/Qwen3-8B", "warn", "Qwen3-8B: the folder isn't there on b"),
         ([node(), node(name="b", model_obstacle="not in the cache")], "", "warn", "hf:Qwen/Qwen3-8B: not in the cache on b, where"),
@@ -259,12 +252,9 @@ def test_a_rule_about_nodes(nodes: list[NodeFacts], overrides: str, severity: st
     assert any(c.severity == severity and said in c.sentence for c in complaints), complaints
 
 
-def test_experts_on_blackwell_want_another_runner() -> None:
-    nodes = [node(gpus=(BLACKWELL,) * 8, architectures=("sm_100",))]
-    (found,) = on_nodes(nodes, eight(), EXPERTS)
-    assert (found.severity, found.setting) == ("fail", "Set rollout.engine.engine_args.moe_runner_backend: triton")
-    assert on_nodes(nodes, eight("rollout.engine.engine_args.moe_runner_backend=triton"), EXPERTS) == []
-    assert on_nodes(nodes, eight(), DENSE) == []
+def test_a_node_s_own_names_and_what_ray_env_says_may_differ() -> None:
+    other = node(name="b", nccl={"NCCL_SOCKET_IFNAME": "eth1", "NCCL_DEBUG": "INFO"})
+    assert on_nodes([node(), other, replace(HEAD, nccl={"NCCL_NVLS_ENABLE": "0"})], eight("ray.env.NCCL_DEBUG=WARN"), DENSE) == []
 
 
 def test_kernels_of_a_minor_architecture_run_on_later_ones() -> None:
@@ -376,11 +366,13 @@ def test_a_card_that_is_hidden_is_not_taken_for_one_that_torch_sees(
     assert [f"GPU {number} (" in text for number, text in zip(numbers, told, strict=True)] == [True] * len(numbers)
 
 
-def test_facts_of_this_machine(tmp_path: Path) -> None:
+def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
     sign = tmp_path / "sign"
     sign.write_text("token")
     answer = tmp_path / "answer"
     here = this_node(str(save_config(tmp_path / "m", QWEN3_8B)), sign=str(sign), token="token", answer=str(answer))
+    assert len(here.versions["evenkeel's own files"]) == 12 and here.nccl["NCCL_DEBUG"] == "WARN"
     assert not here.model_obstacle and here.reads_run_folder and here.versions["torch"] and here.shared_memory > 0
     assert gather._sees_both_ways(here, str(answer), "token") and not gather._sees_both_ways(here, str(tmp_path / "elsewhere"), "token")
     other = this_node(str(tmp_path), sign=str(sign), token="another's", answer=str(tmp_path / "not-written"))

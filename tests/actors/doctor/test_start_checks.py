@@ -31,6 +31,9 @@ H100 = Gpus.parse("H100x8")
 OLMO2 = {**QWEN3_8B, "model_type": "olmo2"}
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32_768}
 WINDOW = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28}
+FP8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}}
+AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}}
+GROUPS = "learner.routing_replay=rollout rollout.engine.tensor_parallel=8 rollout.engine.attention_data_parallel=4 rollout.workers=2"
 SCORED = "rollout.reward={kind: exact_match}"
 
 
@@ -43,13 +46,16 @@ SCORED = "rollout.reward={kind: exact_match}"
         (OLMO2, "", "learner.tensor_parallel = 2: olmo2 normalises queries and keys over the channels of all heads", "Set it to 1, and"),
         (QWEN3_8B | WINDOW, "", "use_sliding_window = True of qwen3 has no counterpart in the learner", "Set model to another"),
         (QWEN3_8B | {"rope_parameters": YARN}, "", "rope_type = yarn of qwen3 has no counterpart", "Set model to another"),
+        (QWEN3_30B_A3B, GROUPS, "rollout.engine.attention_data_parallel = 4 with learner.routing_replay", "attention_data_parallel"),
+        (QWEN3_8B | FP8, "", "quantization_config = fp8 of qwen3 has no counterpart in the learner, which does", "Set model to another"),
+        (QWEN3_8B | AWQ, "", "quantization_config = awq of qwen3 has no counterpart in the learner, which does", "Set model to another"),
     ],
 )
 def test_of_gpus_that_aren_t_here(tmp_path: Path, model: dict[str, Any], overrides: str, said: str, setting: str) -> None:
     """From config.json alone."""
     words = [f"model={save_config(tmp_path, model)}", *overrides.split()]
     config = derived(load_config(RunConfig, RECIPES / "qwen3_8b_8gpu.yaml", words), has_gpu=True)
-    config, facts = judged(config, gpu_bytes=H100.memory)
+    config, facts = judged(config, meant=[H100])
     found = [one for one in on_paper(facts, config) if one.severity == "fail" and said in one.sentence]
     assert [setting in one.setting for one in found] == [True], facts.refused
 
@@ -84,6 +90,7 @@ def without(folder: Path, whole: Path, pattern: str = "", **options: Any) -> Pat
         ("chat_template.jinja", {}, [], "tokenizer has no chat template", "Set rollout.task.apply_chat_template: false, or put"),
         ("", {"intermediate_size": 96}, [], "its config.json and its safetensors describe different models", "Put back those that belong"),
         ("", WINDOW, [], "use_sliding_window = True of qwen3", "Set model to another one"),
+        ("", FP8, [], "quantization_config = fp8 of qwen3", "Set model to another one"),
         ("", {}, ["true_on_policy=true", "learner.threads=4"], "learner.threads = 4: with more than 2", "Or set true_on_policy: false"),
         ("", {}, ["rollout.task.dataset=spell_backwards"], r"dataset = spell_backwards: .*; did you mean spell_backward\?", "Did you mean"),
         ("", {}, ["rollout.task.options={min_len: 3}"], r"task\.options\.min_len: spell_backward has no such option", "Did you mean"),

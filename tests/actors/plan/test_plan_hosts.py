@@ -16,7 +16,7 @@ from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.plan import host_memory
 from actors.plan.gpus import Gpus
-from actors.plan.host_memory import CUDA, DIAGNOSTICS, MODULES, HostMemory, corrected_bytes, hosts
+from actors.plan.host_memory import CUDA, DIAGNOSTICS, MODULES, OF_ENGINES, OF_LEARNER, HostMemory, corrected_bytes, hosts
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import batch_tokens, checkpoint_bytes, key_bytes, prompt_tokens, wide_bytes
 from actors.settings.derived import derived
@@ -105,6 +105,7 @@ def test_one_node_has_every_role() -> None:
     assert whole.parts["versions in the object store"] == 2 * version and whole.parts["versions fetched to the object store"] == 0
     assert whole.parts["ranks themselves"] == 4 * (MODULES + CUDA)
     assert whole.parts["buckets in shared memory"] == 4 * 2 * config.weight_sync.bucket_bytes
+    assert whole.parts[OF_LEARNER] == whole.parts[OF_ENGINES] == whole.parts["engines' KV caches"] == 0, "they are on GPUs"
     assert whole.parts["reference policy"] == whole.parts["earlier weights (monitor.split_every)"] == 0
     (by_broadcast,) = dense("weight_sync.transport=broadcast")
     assert by_broadcast.parts["versions in the object store"] == version, "for an engine that joins"
@@ -114,6 +115,15 @@ def test_one_node_has_every_role() -> None:
     own = 4 * 2 * (DENSE.parameters // 2 + (2 * 36 * 4096 + 36 * 256 + 4096) // 2)
     assert kept.parts["reference policy"] == own and kept.parts["earlier weights (monitor.split_every)"] == 3 * own
     assert str(whole).startswith("copy for a checkpoint 122 GiB, versions in the object store 30.5 GiB")
+
+
+def test_on_a_cpu_the_host_holds_what_gpus_would() -> None:
+    """Two copies of 8B parameters with float32 gradients, averages and weights, four engines with 65,536 tokens each."""
+    both = ("device=cpu", "dtype=float32")
+    (whole,) = dense(*(f"{side}.{word}" for side in ("learner", "rollout.engine") for word in both))
+    assert whole.parts[OF_LEARNER] == pytest.approx(2 * 16 * DENSE.parameters, rel=1e-3)
+    assert whole.parts[OF_ENGINES] == 4 * 4 * DENSE.parameters
+    assert whole.parts["engines' KV caches"] == 4 * 65_536 * DENSE.key_value_bytes("float32")
 
 
 def test_several_nodes_have_a_role_each() -> None:

@@ -331,7 +331,7 @@ def test_a_skipped_batch_is_kept_for_study_and_named_in_the_log(seen: Seen) -> N
         back.save_tensors(seen.folder.path / "no folder" / "x.safetensors")
 
 
-class Reference:
+class StandInReference:
     """To an object that never comes, or whose reading fails as nobody expects."""
 
     def __init__(self, error: Exception | None) -> None:
@@ -354,7 +354,7 @@ def test_a_skipped_batch_that_can_not_be_read_holds_up_no_later_line(
     error: Exception | None, reason: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(skipped_batches, "_KEEP_S", 0.01)
-    prepared: Any = SimpleNamespace(version=6, corrected=Reference(error), correction=CorrectionConfig(preset="tis-token"))
+    prepared: Any = SimpleNamespace(version=6, corrected=StandInReference(error), correction=CorrectionConfig(preset="tis-token"))
     result = SimpleNamespace(skipped_steps=1, optimizer_steps=1, loss=math.nan, grad_norms=(math.nan,), group_norms={})
 
     async def scenario() -> None:

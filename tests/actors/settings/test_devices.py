@@ -13,7 +13,15 @@ from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.pool import workers
 from actors.pool.rollout_worker import WorkerSettings
-from actors.settings.devices import check_devices, check_engine_device, check_received, check_rollout_resource, check_types, whole_gpus
+from actors.settings.devices import (
+    check_devices,
+    check_engine_device,
+    check_gpus_to_come,
+    check_received,
+    check_rollout_resource,
+    check_types,
+    whole_gpus,
+)
 from actors.settings.environment import OF_BATCHES, learner_environment, worker_environment
 from correction.engines.device_choice import KEPT_KERNELS
 from correction.errors import ConfigError
@@ -252,3 +260,12 @@ def test_fewer_nodes_than_the_pool_may_want_are_told_of() -> None:
     assert check_rollout_resource(config(*JOINED), 1, 4) is None
     assert check_rollout_resource(config(*JOINED), 4, 0) is None, "nodes that somebody started by hand"
     assert check_rollout_resource(config(*JOINED), 0, None) is None, "nodes may come that nobody knows of yet"
+
+
+def test_ranks_that_will_never_have_gpus_are_refused() -> None:
+    four = ["learner.data_parallel=4", "learner.device=cuda", *JOINED]
+    with pytest.raises(ConfigError, match=r"4 ranks: 4 GPUs are needed, and the cluster at .* has 3 at most, with all nodes that its auto"):
+        check_gpus_to_come(config(*four), 1, 3)
+    check_gpus_to_come(config(*four), 4, 0)
+    check_gpus_to_come(config(*four), 0, None)
+    check_gpus_to_come(config(*four, "learner.device=cpu"), 0, 0)

@@ -67,3 +67,10 @@ uses_mamba_radix_cache uvicorn_access_log_exclude_prefixes warmups watchdog_time
 weight_loader_drop_cache_after_load weight_loader_prefetch_checkpoints weight_loader_prefetch_num_threads
 """
 HANDED_ON = frozenset(_NAMES.split())
+"""A test compares it with the installed SGLang, without which `evenkeel plan` has to know it."""
+_BACKENDS = """
+triton torch_native flex_attention dsa nsa qsa dsv4 compressed fa3 fa4 flashinfer flashmla trtllm_mla cutedsl_mla tokenspeed_mla
+trtllm_mha hpc_ops minicpm_flashattn minicpm_flashinfer aiter wave intel_amx ascend intel_xpu
+"""
+ATTENTION_BACKENDS = frozenset(_BACKENDS.split())
+"""SGLang's names (its arg_groups/choices.py); not each computes on each device."""

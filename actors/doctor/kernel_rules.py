@@ -1,0 +1,78 @@
+"""Rules about what SGLang's kernels make of the weights that an engine was sent, by the kind of GPU.
+
+Some kernels want weights in another order, or in another type. SGLang 0.5.21 brings them into it once, after loading; a weight update
+writes what files have, so that the engine would compute with something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from actors.config import RunConfig
+from actors.doctor.facts import Complaint
+from actors.plan.shape import ModelShape
+
+RUNNER = "moe_runner_backend"
+_KEPT_BY = ("auto", "triton")
+"""SGLang's runners of experts that leave their weights as files have them; auto does so on all GPUs but Blackwell."""
+_BLACKWELL = 10
+"""Major number of its architectures for data centres: sm_100, sm_103 (arg_groups/model_overrides/qwen3_moe.py)."""
+_BFLOAT16, _FLOAT8 = 80, 89
+"""Lowest architectures with such products."""
+
+
+def experts_stay_as_sent(shape: ModelShape, config: RunConfig) -> Iterator[Complaint]:
+    """On any device (layers/quantization/unquant.py, layers/moe/fused_moe_triton/layer.py)."""
+    runner = _runner(config)
+    if shape.experts and runner not in _KEPT_BY:
+        yield Complaint(
+            "fail",
+            f"rollout.engine.engine_args.{RUNNER} = {runner}: SGLang may lay the weights of experts out otherwise for it, and new weights "
+            "as files have them would have no place",
+            "Set it to triton",
+        )
+
+
+def weights_stay_as_sent(shape: ModelShape, config: RunConfig, architectures: Collection[str]) -> Iterator[Complaint]:
+    """Args: architectures: of the GPUs that an engine may get, such as sm_90; those that aren't known are left out."""
+    numbers = sorted({_number(one) for one in architectures if one})
+    if config.rollout.engine.resolved_device != "cuda" or not numbers:
+        return
+    if shape.experts and _runner(config) == "auto" and any(number // 10 == _BLACKWELL for number in numbers):
+        yield Complaint(
+            "fail",
+            "on Blackwell SGLang lays the weights of experts out for other kernels, where new weights as files have them have no place",
+            f"Set rollout.engine.engine_args.{RUNNER}: triton",
+        )
+    yield from _types_stay(config, numbers)
+
+
+def _types_stay(config: RunConfig, numbers: list[int]) -> Iterator[Complaint]:
+    """Failures if all GPUs are so; where there are others, an engine may be on one of those.
+
+    SGLang's model_executor/model_runner_components/load_model_utils.py and layers/quantization/fp8_utils.py.
+    """
+    engine = config.rollout.engine
+    if engine.resolved_dtype == "bfloat16" and numbers[0] < _BFLOAT16:
+        yield Complaint(
+            "fail" if numbers[-1] < _BFLOAT16 else "warn",
+            f"rollout.engine.dtype = bfloat16 on sm_{numbers[0]}: SGLang computes in float16 there, and the learner sends bfloat16",
+            f"Set learner.dtype: float16, or take GPUs of sm_{_BFLOAT16} and later",
+        )
+    packed = [number for number in numbers if _BFLOAT16 <= number < _FLOAT8]
+    if engine.has_float8 and packed:
+        yield Complaint(
+            "fail" if numbers[-1] < _FLOAT8 else "warn",
+            f"rollout.engine.quantization = float8_block on sm_{packed[0]}, which has no products of float8: SGLang packs the weights anew "
+            "for another kernel (Marlin), where those that are sent have no place",
+            f"Set it to none, or take GPUs of sm_{_FLOAT8} and later",
+        )
+
+
+def _runner(config: RunConfig) -> str:
+    return str(config.rollout.engine.engine_args.get(RUNNER, "auto"))
+
+
+def _number(architecture: str) -> int:
+    """90 of sm_90 or sm_90a."""
+    return int("".join(character for character in architecture if character.isdigit()))

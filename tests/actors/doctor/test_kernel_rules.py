@@ -1,0 +1,89 @@
+"""What SGLang's kernels make of the weights that an engine was sent, by the kind of GPU: in a plan, on nodes, of a cluster file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from actors.commands.cli import app
+from actors.doctor.cluster_file import ClusterFile, NodeKind, agreement
+from actors.doctor.facts import Complaint, GpuFact, PaperFacts
+from actors.doctor.kernel_rules import weights_stay_as_sent
+from actors.doctor.node_rules import on_nodes
+from actors.doctor.paper_rules import on_paper
+from actors.plan.gpus import ARCHITECTURES, MEMORY_MIB, Gpus
+from tests.actors.doctor.test_doctor import DENSE, EXPERTS, FLOAT8, HEAD, RECIPES, eight, node, recipe
+from tests.actors.known_models import QWEN3_30B_A3B, save_config
+
+RUNNER = "rollout.engine.engine_args.moe_runner_backend"
+REMEDY = f"Set {RUNNER}: triton"
+B200 = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
+BLACKWELL = [node(gpus=(B200,) * 8, architectures=("sm_100",))]
+HALF = "learner.dtype=float16"
+
+
+def failures(found: list[Complaint]) -> list[str]:
+    return [one.setting for one in found if one.severity == "fail"]
+
+
+@pytest.mark.parametrize(
+    ("runner", "setting"),
+    [("", [REMEDY]), (f"{RUNNER}=auto", [REMEDY]), (f"{RUNNER}=triton", []), (f"{RUNNER}=cutlass", ["Set it to triton"])],
+)
+def test_experts_on_blackwell_want_another_runner(runner: str, setting: list[str]) -> None:
+    """Whoever asks: for GPUs of a plan, for those of nodes, for those that Ray hides from torch there, for those of a cluster file."""
+    words, kind = runner.split(), Gpus.parse("B200x8x4")
+    config = recipe("qwen3_30b_a3b_4nodes", *words)
+    facts = PaperFacts(EXPERTS, (kind.memory,), (kind.architecture,))
+    assert failures(on_paper(facts, config)) == setting
+    joined = [HEAD, node(gpus=(), gpu_bytes=(B200.bytes,) * 8, driver_architectures=("sm_100",) * 8, visible_devices="")]
+    cluster = ClusterFile(Path("cluster.yaml"), (NodeKind("gpus", 4, 8, 8, "B200"),), None, (), is_fixed=False)
+    for found in (on_nodes(BLACKWELL, eight(*words), EXPERTS), on_nodes(joined, config, EXPERTS), agreement(cluster, config, EXPERTS)):
+        assert [one for one in failures(found) if "triton" in one] == ([REMEDY] if setting == [REMEDY] else [])
+    assert on_nodes(BLACKWELL, eight(*words), DENSE) == []
+
+
+@pytest.mark.parametrize("runner", ["triton_kernel", "flashinfer_trtllm", "flashinfer_trtllm_routed"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_runner_that_lays_experts_out_otherwise_is_refused_everywhere(runner: str, device: str) -> None:
+    on = [f"learner.device={device}", f"rollout.engine.device={device}", f"{RUNNER}={runner}"]
+    (found,) = [one for one in on_paper(PaperFacts(EXPERTS), recipe("qwen3_30b_a3b_4nodes", *on)) if one.severity == "fail"]
+    assert f"moe_runner_backend = {runner}: SGLang may lay the weights of experts out" in found.sentence and "triton" in found.setting
+    assert failures(on_paper(PaperFacts(DENSE), eight(f"{RUNNER}={runner}"))) == []
+
+
+@pytest.mark.parametrize(
+    ("architectures", "overrides", "severity", "said"),
+    [
+        (["sm_80"], FLOAT8, "fail", "float8_block on sm_80"),
+        (["sm_86"], FLOAT8, "fail", "float8_block on sm_86"),
+        (["sm_86", "sm_90"], FLOAT8, "warn", "float8_block on sm_86"),
+        (["sm_89"], FLOAT8, "", ""),
+        (["sm_80"], "", "", ""),
+        (["sm_75"], "", "fail", "bfloat16 on sm_75: SGLang computes in float16 there"),
+        (["sm_75", "sm_80"], "", "warn", "bfloat16 on sm_75"),
+        (["sm_75"], HALF, "", ""),
+        ([""], FLOAT8, "", ""),
+    ],
+)
+def test_types_that_a_gpu_has_no_products_of(architectures: list[str], overrides: str, severity: str, said: str) -> None:
+    config = eight(*overrides.split())
+    found = list(weights_stay_as_sent(DENSE, config, architectures))
+    assert [one.severity for one in found] == [severity] * bool(severity) and all(said in one.sentence for one in found), found
+    there = [node(gpus=tuple(GpuFact("", 80 << 30, 80 << 30, one) for one in architectures) * (8 // len(architectures)), architectures=())]
+    if severity:
+        assert found == [one for one in on_nodes(there, config, DENSE) if one.severity == severity]
+
+
+def test_every_gpu_by_name_has_an_architecture() -> None:
+    assert ARCHITECTURES.keys() == MEMORY_MIB.keys()
+    assert (Gpus.parse("A100x8").architecture, Gpus.parse("24GBx1").architecture) == ("sm_80", "")
+
+
+def test_both_commands_know_the_gpus_kind(tmp_path: Path) -> None:
+    words = [str(RECIPES / "qwen3_30b_a3b_4nodes.yaml"), f"model={save_config(tmp_path, QWEN3_30B_A3B)}", "--gpus", "B200x8x4"]
+    for command in ("doctor", "plan"):
+        done = CliRunner().invoke(app, [command, *words])
+        assert "on Blackwell SGLang lays the weights of experts out" in " ".join(done.stdout.split()), done.output

@@ -1,0 +1,119 @@
+"""Further rules of the first layer: what ranks and engines would refuse late, memory beside the cache, one node and several."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from actors.cluster import cluster
+from actors.commands.cli import app
+from actors.config import RunConfig
+from actors.doctor.facts import NodeFacts, PaperFacts
+from actors.doctor.paper_rules import enough, on_paper
+from actors.plan.gpus import Gpus
+from actors.plan.shape import ModelShape
+from tests.actors.doctor.test_doctor import DENSE, EXPERTS, H100, IN_FLOAT32, RECIPES, eight, node, paper, recipe
+from tests.actors.known_models import QWEN3_06B, QWEN3_8B, save_config
+
+doctor = import_module("actors.commands.doctor")  # whose function has the same name
+
+OLMOE = {"shape": replace(EXPERTS, model_type="olmoe")}
+RECOMPUTED = "learner.routing_replay=recompute learner.optimizer_steps_per_batch=2 correction.proximal=recompute"
+ALONE = "learner.tensor_parallel=1 learner.sequence_parallel=false"
+FOUR = "learner.tensor_parallel=4 learner.data_parallel=1"
+ARGS, BACKEND = "rollout.engine.engine_args", "rollout.engine.attention_backend"
+ENGINES = "rollout.engine.device=cpu rollout.engine.dtype=bfloat16 weight_sync.transport=object_store"
+FRACTION, REQUESTS = "rollout.engine.memory_fraction", "rollout.engine.max_running_requests"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "facts", "severity", "said", "setting"),
+    [
+        (f"{FRACTION}=0.99", {}, "fail", "an engine leaves 0.796 GiB beside weights and KV cache", "memory_fraction"),
+        (f"{FRACTION}=0.98", {}, "warn", "an engine leaves 1.59 GiB beside weights and KV cache", "memory_fraction"),
+        (f"{FRACTION}=0.9 {REQUESTS}=4096", {}, "fail", "4096 requests at the same time take up to", "max_running_requests"),
+        ("", {"closed_folder": "/shared"}, "fail", "run_dir = runs: this process may not write into /shared", "Set run_dir"),
+        (f"{ARGS}.chunked_prefil_size=8", {}, "fail", "chunked_prefil_size: SGLang has no such argument", "chunked_prefill_size?"),
+        (f"{BACKEND}=flashinfre", {}, "fail", "attention_backend = flashinfre: SGLang has no such backend", "Did you mean flashinfer?"),
+        (f"{BACKEND}=nonsense", {}, "fail", "attention_backend = nonsense", "Leave it out"),
+        (f"{BACKEND}=stock", {}, "fail", "attention_backend = stock: SGLang has no such backend", "Leave it out"),
+        (f"{ARGS}.decode_attention_backend=nonsense", {}, "fail", "engine_args.decode_attention_backend = nonsense", "Leave it out"),
+        (f"{IN_FLOAT32} {ALONE}", {"host_bytes": 16 << 30}, "fail", "of this machine's 16 GiB: weights, gradients and", "smaller model"),
+        (f"{IN_FLOAT32} {ALONE}", {"host_bytes": 500 << 30}, "warn", "of this machine's 500 GiB: weights, gradients", "more memory"),
+        (ENGINES, {"host_bytes": 48 << 30}, "fail", "of this machine's 48 GiB beside its GPUs: ", "smaller model"),
+        ("learner.routing_replay=rollout", {}, "fail", "routing_replay = rollout: qwen3 has no experts", "none"),
+        (RECOMPUTED, {}, "fail", "routing_replay = recompute: qwen3 has no experts", "none"),
+        ("learner.moe_aux_loss_coefficient=0.001", {}, "fail", "moe_aux_loss_coefficient = 0.001: qwen3 has no experts", "Set it to 0"),
+        ("learner.routing_replay=rollout", OLMOE, "fail", "SGLang's olmoe doesn't report which experts it took", "recompute"),
+    ],
+)
+def test_a_rule(overrides: str, facts: dict[str, Any], severity: str, said: str, setting: str) -> None:
+    complaints = on_paper(paper(**facts), eight(*overrides.split()))
+    assert any(c.severity == severity and said in c.sentence and setting in c.setting for c in complaints), complaints
+
+
+def test_what_sglang_knows_is_handed_on() -> None:
+    assert on_paper(paper(), eight(f"{BACKEND}=fa3", f"{ARGS}.chunked_prefill_size=4096", f"{ARGS}.prefill_attention_backend=triton")) == []
+    on_cpu = recipe("nano_spell_backward", f"{BACKEND}=stock", has_gpu=False)
+    assert on_paper(PaperFacts(replace(DENSE, context=128)), on_cpu) == []
+
+
+def test_nothing_is_said_of_experts_that_are_there() -> None:
+    words = ["learner.sequence_parallel=true", "learner.moe_aux_loss_coefficient=0.001"]
+    for kind, replay in (("qwen3_moe", "learner.routing_replay=rollout"), ("olmoe", RECOMPUTED)):
+        found = on_paper(paper(shape=replace(EXPERTS, model_type=kind)), eight(*words, *replay.split()))
+        assert not any("experts" in one.sentence for one in found), found
+
+
+def test_the_doctor_looks_where_the_run_folder_would_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of a cluster are shown a file there, as `train` shows them one in the folder itself."""
+    shown: list[Path | None] = []
+
+    def nodes(config: RunConfig, folder: Path | None) -> list[NodeFacts]:
+        shown.append(folder)
+        return [replace(node(), reads_run_folder=False)]
+
+    monkeypatch.setattr(doctor, "nodes_of_cluster", nodes)
+    monkeypatch.setattr(cluster, "Cluster", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(cluster, "gpus_there", lambda _: 8)
+    monkeypatch.setattr(cluster, "check_ray", lambda _: None)
+    model = f"model={save_config(tmp_path / 'model', QWEN3_8B)}"
+    words = [str(RECIPES / "qwen3_8b_8gpu.yaml"), model, "ray.address=auto", f"run_dir={tmp_path / 'runs' / 'one'}"]
+    done = CliRunner().invoke(app, ["doctor", *words])
+    assert shown == [tmp_path] and done.exit_code == 1
+    assert "the run folder isn't the same on 10.0.0.1" in " ".join(done.stdout.split())
+
+
+def test_without_an_address_a_run_has_one_node() -> None:
+    """Ray started by the run itself knows no other machine."""
+    four = Gpus.parse("H100x8x4")
+    (found,) = enough(four, eight("rollout.workers=16"))
+    assert found.severity == "fail" and "it asks for 20 GPUs, and 8 x H100 (80 GiB) are 8" in found.sentence and "auto" in found.setting
+    assert enough(four, eight("rollout.workers=16", "ray.address=auto")) == []
+    assert enough(replace(four, nodes=1), eight()) == enough(four, eight()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "gpu"),
+    [
+        ("learner.recompute_activations=false", QWEN3_8B, H100.memory),
+        ("learner.distributed_optimizer=false", QWEN3_8B, 60 << 30),
+        ("FOUR learner.sequence_parallel=false learner.recompute_activations=false", QWEN3_8B, 70 << 30),
+        ("learner.pipeline_parallel=2 learner.data_parallel=1 learner.recompute_activations=false", QWEN3_8B, 70 << 30),
+        ("ALONE learner.gpus_per_rank=0.7 rollout.workers=1 learner.recompute_activations=false", QWEN3_06B, 36 << 30),
+    ],
+)
+def test_a_rank_that_doesn_t_fit_is_told_a_layout_that_does(words: str, model: dict[str, Any], gpu: int) -> None:
+    """Who follows the advice is told nothing more of the rank, nor that another of its settings is wrong."""
+    facts, asked = PaperFacts(ModelShape.of(model), (gpu,)), words.replace("ALONE", ALONE).replace("FOUR", FOUR).split()
+    remedy = next(c.setting for c in on_paper(facts, eight(*asked)) if "rank needs" in c.sentence)
+    advice = [f"learner.{word}" for word in remedy.removeprefix("Set, under learner: ").split()]
+    mended = eight(*asked, *advice)
+    assert [c for c in on_paper(facts, mended) if c.severity == "fail"] == [], remedy
+    assert mended.learner.world_size == eight(*asked).learner.world_size
