@@ -164,7 +164,7 @@ def experts_on_blackwell(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]
     if is_there and engine.resolved_device == "cuda" and "moe_runner_backend" not in engine.engine_args:
         yield Complaint(
             "fail",
-            "on Blackwell SGLang lays the weights of bfloat16 experts out in blocks, where new weights of the usual shape have no place",
+            "on Blackwell SGLang lays the weights of experts out for other kernels, where new weights as files have them have no place",
             "Set rollout.engine.engine_args.moe_runner_backend: triton",
         )
 
