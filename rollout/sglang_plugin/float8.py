@@ -1,4 +1,4 @@
-"""On a CPU: products with weights in float8. SGLang has kernels for GPUs and for CPUs with AMX, which re-arrange the weights.
+"""Engines in float8. On a CPU their products: SGLang has kernels for GPUs and for CPUs with AMX, which re-arrange the weights.
 
 Here the numbers are those of its Triton kernels, of experts too: what goes in is rounded to float8 by 128 neighbours of a token, products
 are added in float32, the sum is rounded to the type of what went in. Weights are spread out anew in each call: for tries and tests, not for
@@ -21,11 +21,22 @@ _LEAST = 1e-10
 """SGLang's largest entry of a group whose entries are all smaller."""
 
 
-def register() -> None:
+def register(*, on_cpu: bool) -> None:
+    cache = "sglang.srt.layers.quantization.kv_cache.BaseKVCacheMethod"
+    HookRegistry.register(f"{cache}.process_weights_after_loading", _no_scales_of_the_cache, HookType.BEFORE)
+    if not on_cpu:
+        return
     for method, apply in (("Fp8LinearMethod", _apply), ("Fp8MoEMethod", _apply_experts)):
         name = f"sglang.srt.layers.quantization.fp8.{method}"
         HookRegistry.register(f"{name}.process_weights_after_loading_block_quant", _leave_as_sent, HookType.AROUND)
         HookRegistry.register(f"{name}.apply", apply, HookType.AROUND)
+
+
+def _no_scales_of_the_cache(_method: Any, layer: Any) -> None:
+    """In most families SGLang's attention of a model in float8 has scales for a cache in float8, random ones where no folder is read. Those
+    that aren't above 0 count as missing, and become 1."""
+    layer.k_scale.data.fill_(-1.0)
+    layer.v_scale.data.fill_(-1.0)
 
 
 def rounded(x: Tensor) -> Tensor:

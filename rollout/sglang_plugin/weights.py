@@ -81,6 +81,8 @@ def held_parts(model: nn.Module) -> Iterator[Held]:
     modules, config = dict(model.named_modules()), model.config
     kind: str = config.model_type  # type: ignore[union-attr,assignment]  # every model of SGLang's has its Hugging Face config
     for name, parameter in model.named_parameters():
+        if getattr(parameter, "_skip_weight_check", False):         # a float8 cache's scales, SGLang's own: files have none
+            continue
         module_name, _, leaf = name.rpartition(".")
         yield from _unfused(modules[module_name], module_name, leaf, parameter.data, kind)
 

@@ -109,6 +109,15 @@ def test_a_product_is_that_of_the_rounded_numbers() -> None:
     assert float((_apply(print, None, layer, x) == expected).float().mean()) > 0.98
 
 
+def test_no_random_scales_are_left_for_the_cache() -> None:
+    """Both below 0: SGLang then takes 1."""
+    from rollout.sglang_plugin.float8 import _no_scales_of_the_cache
+
+    layer = SimpleNamespace(k_scale=torch.nn.Parameter(torch.tensor(5e-4)), v_scale=torch.nn.Parameter(torch.tensor(-5e-4)))
+    _no_scales_of_the_cache(None, layer)
+    assert float(layer.k_scale) == float(layer.v_scale) == -1.0
+
+
 def test_a_token_s_experts_are_products_of_rounded_numbers() -> None:
     """Of four experts on a rank; one that isn't there, an all-zero token, and a token whose experts are all elsewhere."""
     from rollout.sglang_plugin.float8 import _of_experts
@@ -160,6 +169,7 @@ async def by_broadcast(engine: RolloutEngine, version: int, weights: dict[str, T
         ("qwen3_moe", 2, 2, OF_TWO | EXPERTS),  # half of the experts
         ("mixtral", 1, 1, SQUARE | {"num_local_experts": 4}),
         ("olmoe", 1, 1, SQUARE | {"num_experts": 4}),
+        ("llama", 1, 1, SHAPE),  # whose attention has scales of a float8 cache in SGLang
     ],
 )
 def test_an_engine_takes_float8_and_computes_with_it(tmp_path: Path, family: str, ranks: int, groups: int, shape: dict[str, int]) -> None:

@@ -166,6 +166,8 @@ def rank_of(kind: str, whole: dict[str, Tensor], rank: int, ranks: int, groups: 
     model.self_attn.qkv_proj = QueryPart(query, head_size=WIDTH, v_head_size=WIDTH, **known, **heads, **sizes)
     model.self_attn.o_proj = RowPart(whole["self_attn.o_proj.weight"].chunk(ranks, 1)[rank], **known)
     model.norm = HeldPart(whole["norm.weight"])
+    model.norm.k_scale = nn.Parameter(torch.ones(()))  # as of attention in float8: SGLang's own, and in no file
+    model.norm.k_scale._skip_weight_check = True  # type: ignore[attr-defined]
     first, end = (min(VOCABULARY, PADDED // ranks * (rank + i)) for i in range(2))
     table = torch.zeros(PADDED // ranks, HIDDEN)
     table[: end - first] = whole["embed_tokens.weight"][first:end]
