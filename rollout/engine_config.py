@@ -70,7 +70,7 @@ class EngineConfig(Settings):
     """Type of weights and KV cache; auto is the learner's, and without a learner bfloat16 on cuda and float32 on a CPU."""
     quantization: Literal["none", "float8_block"] = "none"
     """float8_block: the engine gets its projections in float8 e4m3, with a scale for each 128 x 128 of the learner's bfloat16 weights. Half
-    the bytes of a version and of the engine's weights, more mismatch to correct. Not for mixtures of experts and true_on_policy."""
+    the bytes of a version and of the engine's weights, more mismatch to correct. Not for true_on_policy."""
     tensor_parallel: int = Field(default=1, ge=1, le=64)
     """GPUs of one node over which the engine is cut, for a model that one doesn't hold; on a CPU processes. It divides the heads."""
     expert_parallel: int = Field(default=1, ge=1, le=64)

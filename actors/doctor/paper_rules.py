@@ -83,15 +83,15 @@ def weights_keep_layout_and_type(facts: PaperFacts, config: RunConfig) -> Iterat
 def float8_can_be_had(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     if not config.rollout.engine.has_float8:
         return
-    shape, ranks, remedy = facts.shape, config.rollout.engine.tensor_parallel, "Set it to none"
-    remedy += ", or rollout.engine.tensor_parallel lower" if ranks > 1 else ""
-    on_each = f" on each of {ranks} ranks" if ranks > 1 else ""
-    channels = shape.channels(ranks).items()
-    odd = [f"its {part} have {rows} channels{on_each}, no multiple of {FLOAT8_BLOCK}" for part, rows in channels if rows % FLOAT8_BLOCK]
-    if shape.experts:
-        odd = ["the model is a mixture of experts, which was not tried"]
-    for reason in odd:
-        yield Complaint("fail", f"rollout.engine.quantization = float8_block: {reason}", remedy)
+    engine = config.rollout.engine
+    ranks, on_cpu = engine.tensor_parallel, engine.resolved_device == "cpu"
+    on_each, lower = (f" on each of {ranks} ranks", ", or rollout.engine.tensor_parallel lower") if ranks > 1 else ("", "")
+    expert_ranks = ranks if on_cpu else ranks // engine.expert_parallel  # on a CPU SGLang fills up experts' widths for all ranks
+    for part, channels in facts.shape.channels(ranks, expert_ranks).items():
+        if channels % FLOAT8_BLOCK:
+            reason = f"its {part} have {channels} channels{on_each}, no multiple of {FLOAT8_BLOCK}"
+            fewer = ", or rollout.engine.expert_parallel higher" if part == "experts" and expert_ranks > 1 and not on_cpu else ""
+            yield Complaint("fail", f"rollout.engine.quantization = float8_block: {reason}", f"Set it to none{lower}{fewer}")
 
 
 def engine_ranks_divide_the_model(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:

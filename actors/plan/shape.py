@@ -156,21 +156,29 @@ class ModelShape:
         whole = (shared + experts // ranks) * BYTES_OF[dtype]
         if not float8:
             return whole
-        matrices = self._projections(ranks)
-        entries = sum(rows * columns for rows, columns in matrices)
-        blocks = sum(-(-rows // FLOAT8_BLOCK) * -(-columns // FLOAT8_BLOCK) for rows, columns in matrices)
+        entries, blocks = self._projections(ranks)
         return whole + self.layers * (entries * (1 - BYTES_OF[dtype]) + 4 * blocks)
 
-    def channels(self, ranks: int) -> dict[str, int]:
-        """Of a dense layer, by which its matrices are cut: what each of an engine's ranks has of them."""
-        keys = max(self.key_heads // ranks, 1) * self.head_width
-        return {"queries": self.heads * self.head_width // ranks, "keys": keys, "feed-forward part": self.feed_forward // ranks}
+    def channels(self, ranks: int, expert_ranks: int) -> dict[str, int]:
+        """Of a layer, by which its matrices are cut: what each of an engine's ranks has of them.
 
-    def _projections(self, ranks: int) -> list[tuple[int, int]]:
-        """Rows and columns that a rank has of a dense layer's matrices."""
-        queries, keys, feed_forward = self.channels(ranks).values()
+        Args: expert_ranks: that share an expert.
+        """
+        keys = max(self.key_heads // ranks, 1) * self.head_width
+        wide, sharing = ("experts", expert_ranks) if self.experts else ("feed-forward part", ranks)
+        return {"queries": self.heads * self.head_width // ranks, "keys": keys, wide: self.feed_forward // sharing}
+
+    def _projections(self, ranks: int) -> tuple[int, int]:
+        """Entries and blocks that a rank has of a layer's matrices; of experts as many, whole or not."""
+        queries, keys, feed_forward = self.channels(ranks, 1).values()
         attention = [(queries, self.hidden), (keys, self.hidden), (keys, self.hidden), (self.hidden, queries)]
-        return attention + [(feed_forward, self.hidden)] * 2 + [(self.hidden, feed_forward)]
+        number, sharing = (3 * self.experts, ranks) if self.experts else (3, 1)
+        entries = sum(rows * columns for rows, columns in attention) + number * feed_forward * self.hidden // sharing
+        return entries, sum(_blocks(*matrix) for matrix in attention) + number * _blocks(feed_forward, self.hidden) // sharing
+
+
+def _blocks(rows: int, columns: int) -> int:
+    return -(-rows // FLOAT8_BLOCK) * -(-columns // FLOAT8_BLOCK)
 
 
 def check_is_model(folder: Path) -> None:

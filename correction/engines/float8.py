@@ -1,7 +1,7 @@
 """Weights in float8 e4m3 with a float32 scale for each block of 128 x 128, as DeepSeek's checkpoints have them and SGLang reads them.
 
 The learner makes them of its own weights, as they are sent; a value is a number of float8 times the scale of its block. Embeddings, head,
-norms and biases stay in the learner's type. Blocks at the lower and right edge of a matrix are smaller.
+norms, biases and routers stay in the learner's type. Blocks at the lower and right edge of a matrix are smaller.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"
 """After a matrix's name. The scales are what its values are multiplied by; the "inv" is DeepSeek's."""
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
-PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"})
-"""Modules of attention and feed-forward parts, by the last part of their names."""
+PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3"})
+"""Modules of attention, feed-forward parts and experts, by the last part of their names; w1, w2 and w3 are Mixtral's."""
 CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 """`quantization_config` of a config.json with such weights. What goes into a product is rounded to float8 too, 128 numbers at a time."""
 

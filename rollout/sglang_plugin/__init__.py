@@ -58,10 +58,10 @@ def register() -> None:
         hooks.use_plain_host_memory()
         matrix_products.use_fastest()
         experts.register()
-        if settings.float8:
-            float8.register()
     elif settings.gpu_share < 1:
         gpu_share.register(settings)
+    if settings.float8:
+        float8.register(on_cpu=serves_on_cpu())
     if settings.batch_invariant:
         batch_invariant.register(settings.projection_parts)
     seeded_sampler.register()

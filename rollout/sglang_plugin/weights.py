@@ -81,6 +81,8 @@ def held_parts(model: nn.Module) -> Iterator[Held]:
     modules, config = dict(model.named_modules()), model.config
     kind: str = config.model_type  # type: ignore[union-attr,assignment]  # every model of SGLang's has its Hugging Face config
     for name, parameter in model.named_parameters():
+        if getattr(parameter, "_skip_weight_check", False):         # a float8 cache's scales, SGLang's own: files have none
+            continue
         module_name, _, leaf = name.rpartition(".")
         yield from _unfused(modules[module_name], module_name, leaf, parameter.data, kind)
 
@@ -142,10 +144,12 @@ def _experts(module: Any, module_name: str, leaf: str, tensor: Tensor, names: tu
     """Those of other ranks, too: as parts without rows.
 
     Args:
-        tensor: w13_weight [experts, 2 x intermediate, hidden] or w2_weight [experts, hidden, intermediate], of this rank's experts.
+        leaf: w13_weight, w2_weight, or one with their scales (SCALE_SUFFIX).
+        tensor: [experts, 2 x intermediate, hidden] of w13, [experts, hidden, intermediate] of w2, of this rank's experts; of scales blocks.
         names: of gate, up and down projection.
     """
-    is_first = leaf == "w13_weight"
+    which, _, kind = leaf.partition("_")
+    is_first = which == "w13"
     dimension, own = int(not is_first), range(module.moe_ep_rank * len(tensor), (module.moe_ep_rank + 1) * len(tensor))
     for index in range(len(tensor) * module.moe_ep_size):
         expert = tensor[index - own.start if index in own else 0]
@@ -153,4 +157,4 @@ def _experts(module: Any, module_name: str, leaf: str, tensor: Tensor, names: tu
             size = matrix.shape[dimension]
             whole = module.moe_tp_size * size
             part = _part(dimension, module.moe_tp_rank * size, size, whole) if index in own else WeightPart(dimension, whole, ())
-            yield f"{module_name}.{index}.{name}.weight", matrix if index in own else matrix.narrow(dimension, 0, 0), part
+            yield f"{module_name}.{index}.{name}.{kind}", matrix if index in own else matrix.narrow(dimension, 0, 0), part

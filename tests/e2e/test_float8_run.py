@@ -19,6 +19,7 @@ STEPS = 3
 SIZES = ("hidden_size=192", "heads=4", "key_value_heads=2", "head_dim=64", "intermediate_size=256")
 SHAPE = [f"init.architecture.{size}" for size in SIZES]
 BFLOAT16 = ["learner.dtype=bfloat16", "max_staleness=0", f"steps={STEPS}", "checkpoint.every_steps=0"]
+EXPERTS = [f"init.architecture.{size}" for size in ("experts=4", "experts_per_token=2", "tie_word_embeddings=false")]
 FLOAT8 = [*BFLOAT16, "rollout.engine.quantization=float8_block"]
 
 
@@ -35,11 +36,12 @@ def trained(folder: Path, model: Path, *settings: str) -> list[float]:
     return [line["mismatch/k3"] for line in lines]
 
 
-def test_a_run_with_engines_in_float8(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("architecture", "settings"), [([], []), (EXPERTS, ["learner.routing_replay=rollout"])], ids=["dense", "experts"])
+def test_a_run_with_engines_in_float8(tmp_path: Path, architecture: list[str], settings: list[str]) -> None:
     model, run_dir = tmp_path / "model", tmp_path / "run"
-    made = evenkeel("init-model", str(RECIPE), f"model={model}", *SHAPE, timeout_s=240.0)
+    made = evenkeel("init-model", str(RECIPE), f"model={model}", *SHAPE, *architecture, timeout_s=240.0)
     assert made.returncode == 0, made.stdout + made.stderr
-    plain, float8 = trained(tmp_path / "plain", model, *BFLOAT16), trained(run_dir, model, *FLOAT8)
+    plain, float8 = (trained(folder, model, *kind, *settings) for folder, kind in ((tmp_path / "plain", BFLOAT16), (run_dir, FLOAT8)))
     assert 5 * max(plain) < min(float8) and max(float8) < 0.1, (plain, float8)
     saved = load_file(run_dir / "checkpoints" / f"step_{STEPS:06d}" / "hf" / "model.safetensors")
     assert {one.dtype for one in saved.values()} == {torch.bfloat16} and not [name for name in saved if "scale" in name]

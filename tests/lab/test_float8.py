@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from correction.engines import float8 as engines
 from correction.engines.float8 import dequantised, quantised
 from lab.float8 import PROJECTIONS, in_float8, is_projection, write_float8_folder
 from tests.tiny_models import save_tiny_model
@@ -53,6 +55,34 @@ def test_a_folder_s_values_and_scales_are_transformers_own() -> None:
     assert torch.equal(dequantised(values, scales, 32, torch.float32), back)
 
 
+def test_transformers_reads_experts_as_they_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names, shapes and scales of a mixture's folder in float8: its own loader multiplies them out to the numbers that were meant."""
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+    from transformers.quantizers import quantizer_finegrained_fp8
+
+    monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)  # which a CPU has no use for
+    folder = save_tiny_model(tmp_path / "m", "qwen3_moe", tie=False, hidden_size=256, moe_intermediate_size=256, num_experts=4)
+    file = folder / "model.safetensors"
+    sent = engines.in_float8({name: one.bfloat16() for name, one in load_file(file).items()})
+    save_file(sent, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": engines.CONFIG}
+    (folder / "config.json").write_text(json.dumps(config))
+    whole = FineGrainedFP8Config(dequantize=True, weight_block_size=(engines.BLOCK, engines.BLOCK))
+    read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=whole).state_dict()
+
+    def meant(name: str) -> Tensor:
+        return dequantised(sent[f"{name}.weight"], sent[f"{name}.weight_scale_inv"], engines.BLOCK, torch.bfloat16)
+
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts"
+        for index in range(4):
+            both = torch.cat([meant(f"{experts}.{index}.{name}_proj") for name in ("gate", "up")])
+            assert torch.equal(read[f"{experts}.gate_up_proj"][index], both)
+            assert torch.equal(read[f"{experts}.down_proj"][index], meant(f"{experts}.{index}.down_proj"))
+        router = f"model.layers.{layer}.mlp.gate.weight"
+        assert torch.equal(read[router], sent[router]) and sent[router].dtype is torch.bfloat16
+
+
 def test_blocks_keep_an_outlier_to_themselves() -> None:
     """e4m3 has 3 bits after the point: a half step is 1/16 of a number's power of two, and numbers that it holds stay as they are.
 
@@ -79,7 +109,7 @@ def test_float32_masters_are_other_numbers_than_the_bfloat16_weights() -> None:
 
 
 def test_what_is_rounded_in_a_folder(tmp_path: Path) -> None:
-    assert {"q_proj", "down_proj", "w1", "gate_up_proj"} <= PROJECTIONS
+    assert PROJECTIONS == engines.PROJECTIONS, "of all families that can be trained"
     folder = save_tiny_model(tmp_path / "m", "qwen3_moe", tie=False)
     write_float8_folder(folder, tmp_path / "rounded", 32, rounded_first=torch.bfloat16)
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "rounded"))

@@ -56,8 +56,8 @@ class VocabularyPart(HeldPart): ...
 
 
 class ExpertsPart(nn.Module):
-    def __init__(self, gates: Tensor, ups: Tensor, downs: Tensor, rank: int, ranks: int, groups: int) -> None:
-        """Args: gates, ups, downs: of all experts, whole."""
+    def __init__(self, wholes: dict[str, list[Tensor]], rank: int, ranks: int, groups: int) -> None:
+        """Args: wholes: of all experts gates, ups and downs, by the last part of their names."""
         super().__init__()
         self.moe_tp_size, self.moe_ep_size = ranks // groups, groups
         self.moe_ep_rank, self.moe_tp_rank = divmod(rank, self.moe_tp_size)
@@ -65,8 +65,9 @@ class ExpertsPart(nn.Module):
         def part(experts: Tensor, dimension: int) -> Tensor:
             return experts.chunk(groups)[self.moe_ep_rank].chunk(self.moe_tp_size, dimension)[self.moe_tp_rank]
 
-        self.w13_weight = nn.Parameter(torch.cat([part(gates, 1), part(ups, 1)], 1))
-        self.w2_weight = nn.Parameter(part(downs, 2))
+        for leaf, (gates, ups, downs) in wholes.items():
+            setattr(self, f"w13_{leaf}", nn.Parameter(torch.cat([part(gates, 1), part(ups, 1)], 1)))
+            setattr(self, f"w2_{leaf}", nn.Parameter(part(downs, 2)))
 
 
 class Plugin:
@@ -122,7 +123,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Plugin:
 
 
 def files(kind: str) -> dict[str, Tensor]:
-    """A layer's tensors as the files of such a model have them."""
+    """A layer's tensors as the files of such a model have them; of experts with a scale for each block, here of 4 x 4."""
     shapes = {
         "embed_tokens": (VOCABULARY, HIDDEN),
         "norm": (HIDDEN,),
@@ -141,7 +142,8 @@ def files(kind: str) -> dict[str, Tensor]:
             shapes |= {f"mlp.experts.{index}.{name}": (FEED_FORWARD, HIDDEN) for name in (gate, up)}
             shapes[f"mlp.experts.{index}.{down}"] = (HIDDEN, FEED_FORWARD)
     random = torch.Generator().manual_seed(1)
-    return {f"{name}.weight": torch.randn(shape, generator=random) for name, shape in shapes.items()}
+    weights = {f"{name}.weight": torch.randn(shape, generator=random) for name, shape in shapes.items()}
+    return weights | {f"{name}_scale_inv": weight[::4, ::4] for name, weight in weights.items() if ".experts." in name}
 
 
 def rank_of(kind: str, whole: dict[str, Tensor], rank: int, ranks: int, groups: int = 1) -> nn.Module:
@@ -164,6 +166,8 @@ def rank_of(kind: str, whole: dict[str, Tensor], rank: int, ranks: int, groups: 
     model.self_attn.qkv_proj = QueryPart(query, head_size=WIDTH, v_head_size=WIDTH, **known, **heads, **sizes)
     model.self_attn.o_proj = RowPart(whole["self_attn.o_proj.weight"].chunk(ranks, 1)[rank], **known)
     model.norm = HeldPart(whole["norm.weight"])
+    model.norm.k_scale = nn.Parameter(torch.ones(()))  # as of attention in float8: SGLang's own, and in no file
+    model.norm.k_scale._skip_weight_check = True  # type: ignore[attr-defined]
     first, end = (min(VOCABULARY, PADDED // ranks * (rank + i)) for i in range(2))
     table = torch.zeros(PADDED // ranks, HIDDEN)
     table[: end - first] = whole["embed_tokens.weight"][first:end]
@@ -175,8 +179,11 @@ def rank_of(kind: str, whole: dict[str, Tensor], rank: int, ranks: int, groups: 
         model.mlp.gate_up_proj = MergedPart(torch.cat([rows(one) for one in both]), output_sizes=[FEED_FORWARD] * 2, **known)
     else:
         gate, up, down = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-        of = [torch.stack([whole[f"mlp.experts.{index}.{name}.weight"] for index in range(EXPERTS)]) for name in (gate, up, down)]
-        model.mlp.experts = ExpertsPart(*of, rank, ranks, groups)
+        of = {
+            leaf: [torch.stack([whole[f"mlp.experts.{index}.{name}.{leaf}"] for index in range(EXPERTS)]) for name in (gate, up, down)]
+            for leaf in ("weight", "weight_scale_inv")
+        }
+        model.mlp.experts = ExpertsPart(of, rank, ranks, groups)
     return model
 
 
@@ -203,6 +210,8 @@ def test_ranks_tell_the_parts_of_the_files_that_they_hold(plugin: Plugin, kind: 
     if (ranks, groups, kind) == (8, 4, "qwen3_moe"):
         told = [str(parts["mlp.experts.1.down_proj.weight"]) for parts in found.by_rank]
         assert told == ["1:64:", "1:64:", "1:64:0-32", "1:64:32-64", *["1:64:"] * 4]
+        told = [str(parts["mlp.experts.1.up_proj.weight_scale_inv"]) for parts in found.by_rank]
+        assert told == ["0:16:", "0:16:", "0:16:0-8", "0:16:8-16", *["0:16:"] * 4]
         parts, answered = found.by_rank[2], plugin.texts(CHECKSUMS, models[2])
         assert answered == {name: tensor_checksum(parts[name].of(whole[name]) if name in parts else whole[name]) for name in whole}
 

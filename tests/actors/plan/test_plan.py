@@ -200,6 +200,22 @@ def test_weights_in_float8_to_the_byte(tmp_path: Path) -> None:
     assert 2 * large.weight_bytes("bfloat16", 2, float8=True) - size == both, "norms are on both ranks, the blocks are shared"
 
 
+@pytest.mark.parametrize(("family", "width"), [("qwen3_moe", "moe_intermediate_size"), ("mixtral", "intermediate_size")])
+def test_experts_in_float8_to_the_byte(tmp_path: Path, family: str, width: str) -> None:
+    """What is sent of eight experts, their routers in bfloat16; of Qwen3-30B-A3B, 95 % of which are experts, 51 % of bfloat16's bytes."""
+    folder = save_tiny_model(tmp_path / "m", family, tie=False, hidden_size=192, num_attention_heads=6, **{width: 256})
+    with learner_on(folder, dtype="bfloat16") as learner:
+        sent = {name: one for piece in learner.weights() for name, one in in_float8(piece).items()}
+    assert sum(one.dtype is torch.float8_e4m3fn for one in sent.values()) == 2 * (4 + 3 * 8)
+    assert {one.dtype for name, one in sent.items() if name.endswith(".gate.weight")} == {torch.bfloat16}
+    assert ModelShape.read(folder).weight_bytes("bfloat16", float8=True) == sum(one.nbytes for one in sent.values())
+    large = ModelShape.of(QWEN3_30B_A3B)
+    size = large.weight_bytes("bfloat16", float8=True)
+    assert 0.51 < size / large.weight_bytes("bfloat16") < 0.52
+    whole_on_both = 2 * large.layers * (large.hidden * (2 + large.experts) + 2 * large.head_width) + 2 * large.hidden
+    assert 2 * large.weight_bytes("bfloat16", 2, float8=True) - size == whole_on_both, "norms and routers; blocks of experts are shared"
+
+
 def test_an_engine_on_several_gpus_has_its_weights_cut_and_room_for_more_tokens(tmp_path: Path) -> None:
     """Each of two ranks has half of every matrix and of the key heads; norms, routers and small rest are on both. Of four key heads eight
     ranks have one each: two the same. SGLang leaves an eighth of a GiB for each rank, and larger graphs from four on."""
