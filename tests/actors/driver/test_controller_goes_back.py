@@ -17,13 +17,13 @@ from actors.driver.parts import StartingPoint
 from actors.pool.pool import RolloutPool
 from actors.pool.rollout_worker import WorkerSettings
 from correction.errors import ActorLost, DataError, DeadlineExceeded
-from tests.actors.driver.test_controller import Observer, controller, nothing, source
+from tests.actors.driver.test_controller import RecordingObserver, controller, nothing, source
 
 STEPS = 10
 """Of the run that `controller` makes."""
 
 
-class GoneBack(Observer):
+class GoneBack(RecordingObserver):
     def go_back(self, totals: Any) -> None: ...
 
     def keep_scatter(self, scatter: Any) -> None: ...
