@@ -34,7 +34,7 @@ def going_back_to(step: int, monkeypatch: pytest.MonkeyPatch) -> Controller:
     run = controller(GoneBack())
     monkeypatch.setattr("actors.driver.batch_source.make_queue", lambda *_: object())
     monkeypatch.setattr("actors.driver.batch_source.open_ledger", lambda *_: None)
-    queue = QueueSnapshot(step, 2 * step, 2 * step, 2 * step, 0, (), ())
+    queue = QueueSnapshot(step, 2 * step, 2 * step, 0, (), ())
     state = SimpleNamespace(step=step, weight_version=step, totals={}, replacement=None, elapsed_s=0.0, queue=queue, monitor={})
     point = StartingPoint(Path("model"), SimpleNamespace(), state)  # type: ignore[arg-type]
 
