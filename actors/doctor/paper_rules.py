@@ -27,6 +27,8 @@ from rollout.engine_arguments import unknown
 from rollout.engine_ranks import UNREPORTED_ROUTES
 
 PaperRule = Callable[[PaperFacts, RunConfig], Iterator[Complaint]]
+FLOAT8_FAMILIES = ("qwen3", "qwen3_moe", "mixtral", "olmoe")
+"""By model_type: an engine's weights were compared with those that it was sent. SGLang's loader of Llama leaves out the scales."""
 STORE_SHARE = 0.3
 """Share of a node's memory that Ray takes for its object store by default."""
 WORTH_SAYING = 1.5
@@ -83,7 +85,9 @@ def weights_keep_layout_and_type(facts: PaperFacts, config: RunConfig) -> Iterat
 def float8_can_be_had(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     if not config.rollout.engine.has_float8:
         return
-    engine = config.rollout.engine
+    engine, kind = config.rollout.engine, facts.shape.model_type
+    if kind not in FLOAT8_FAMILIES:
+        yield Complaint("fail", f"rollout.engine.quantization = float8_block: no engine of {kind} was seen to take it", "Set it to none")
     ranks, on_cpu = engine.tensor_parallel, engine.resolved_device == "cpu"
     on_each, lower = (f" on each of {ranks} ranks", ", or rollout.engine.tensor_parallel lower") if ranks > 1 else ("", "")
     expert_ranks = ranks if on_cpu else ranks // engine.expert_parallel  # on a CPU SGLang fills up experts' widths for all ranks

@@ -169,7 +169,6 @@ async def by_broadcast(engine: RolloutEngine, version: int, weights: dict[str, T
         ("qwen3_moe", 2, 2, OF_TWO | EXPERTS),  # half of the experts
         ("mixtral", 1, 1, SQUARE | {"num_local_experts": 4}),
         ("olmoe", 1, 1, SQUARE | {"num_experts": 4}),
-        ("llama", 1, 1, SHAPE),  # whose attention has scales of a float8 cache in SGLang
     ],
 )
 def test_an_engine_takes_float8_and_computes_with_it(tmp_path: Path, family: str, ranks: int, groups: int, shape: dict[str, int]) -> None:
