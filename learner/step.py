@@ -120,8 +120,7 @@ def run_microbatches(
             values = token_values(model, hidden, inputs, microbatch.batch, placement, config)
             result = objective(microbatch, values) if objective else None
             outputs.append(MicrobatchOutput.of(values, result))
-            loss = result.loss if result else values.logprobs.new_zeros(())
-            return loss, torch.zeros((), dtype=torch.int), {}
+            return result.loss if result else values.logprobs.new_zeros(()), torch.zeros((), dtype=torch.int), {}
 
         return hidden, finish
 

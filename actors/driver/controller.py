@@ -31,7 +31,7 @@ from actors.metrics.held_out import Evaluation
 from actors.pool.pool import RolloutPool
 from actors.pool.rollout_worker import WorkerSettings
 from actors.processes.ending import Ending
-from actors.processes.supervision import Stopwatch, counted, done_or_reported, kill, together, unless_failed, unless_set, wait_for
+from actors.processes.supervision import Stopwatch, done_or_reported, kill, together, unless_failed, unless_set, wait_for
 from actors.queue.payloads import whole_snapshot
 from actors.ranks.forwards import next_batch
 from actors.ranks.learner_group import LearnerGroup
@@ -43,7 +43,7 @@ from actors.record.run_folder import Checkpoint, RunFolder
 from actors.record.step_reporter import StepReporter
 from actors.settings.true_on_policy import check_batch
 from actors.state.resume import TrainingState
-from correction.errors import EvenkeelError
+from correction.errors import EvenkeelError, counted
 from rollout.tasks import Task
 from rollout.trajectory import SyncReceipt
 

@@ -20,7 +20,6 @@ import ray.exceptions
 
 from actors.processes.wait_notice import WaitNotice
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EvenkeelError
-from correction.errors import counted as counted  # for those who have it from here
 
 log = logging.getLogger("evenkeel")
 T = TypeVar("T")

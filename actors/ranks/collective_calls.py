@@ -170,7 +170,7 @@ class CollectiveCaller:
             except DeadlineExceeded as error:
                 if not (idle := await self._not_begun()):
                     raise
-                why = "an earlier call is not over there, or what it was to work on did not come"
+                why = "it is still in an earlier call, or the call's arguments did not arrive"
                 self._missed = f"{error}; not begun by {' and '.join(idle)}: {why}"
                 raise ActorLost(self._missed) from error
             finally:

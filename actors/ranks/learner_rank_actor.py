@@ -126,7 +126,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
     ) -> tuple[StepResult | None, StepValues | None]:
         """Train on a batch; the weight version grows by one, also when the guard skipped the update.
 
-        Returns: the result without what it says of each token, and that, which stays where it is until somebody computes with it.
+        Returns: the result without per-token values, and those values, which stay in the object store until they are fetched.
         """
         self._in_order(number, f"step {step}")
         began = time.monotonic()
@@ -287,7 +287,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
 
     @ray.method(concurrency_group=BESIDE)
     def open_broadcast(self, host: str, port: int, world_size: int, name: str, timeout_s: float) -> None:
-        """Join the weight group of a fixed pool as its rank 0 (rank 0 of the learner only), beside a step."""
+        """Join the weight group as its rank 0 (rank 0 of the learner only), beside a step."""
         from learner.broadcast import WeightBroadcaster
 
         self._broadcaster = WeightBroadcaster(host, port, world_size, name, timeout_s, self._learner.placement.device)

@@ -212,8 +212,7 @@ class Observer:
         self.event("info", f"checkpoint {path} in {shown(self._extra, 'time/checkpoint_s')}", EventKind.SAVED)
 
     def evaluated(self, result: Evaluation, prompts: Sequence[Prompt]) -> None:
-        numbers = result.metrics()
-        metrics = StepMetrics(result.step, numbers)
+        metrics = StepMetrics(result.step, result.metrics())
         self.disk.line(result.step, self._folder.append_evaluation, metrics)
         self.disk.file(self._folder.write_trajectories, result.step, result.text(prompts), "held_out")
         self._show(metrics)
@@ -376,8 +375,8 @@ class Observer:
         for line in self._repeated.take():
             self.event("warning", f"after the last step: {line}")
         self._clock.stop()
-        for part in [vars(self)[name] for name in ("_endpoint", "_discovery") if name in vars(self)]:
-            part.close()
+        for name in self.__dict__.keys() & {"_endpoint", "_discovery"}:
+            getattr(self, name).close()
         if lost := self.disk.close(within_s=within_s, last=self._close_views):
             self._view.event("warning", lost)
 

@@ -14,8 +14,7 @@ import pytest
 from actors.carriers import FAILED, LOST, GroupFailure, Ticket
 from actors.pool.dispatch import WaitingWork
 from actors.pool.faults import GroupBook
-from actors.processes.supervision import counted
-from correction.errors import DeadlineExceeded, RequestError
+from correction.errors import DeadlineExceeded, RequestError, counted
 from tests.actors.pool.mortal_workers import GROUP_S, START_S, Mortal, Outcome, World, play
 from tests.failures.measured import PLAYED, Measured
 

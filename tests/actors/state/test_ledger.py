@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import tempfile
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -197,20 +198,26 @@ def test_a_run_that_begins_has_no_lines(ledger: Ledger, path: Path) -> None:
     assert len(Ledger(path)) == 0 and lines_of(path) == []
 
 
-def test_memory_and_a_resume_cost_what_is_under_way(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After 20,000 prompts the ledger holds the 10 that are open, and a resume parses no line of those that are gone."""
-    ledger, per_step = Ledger(path), 1000
+@pytest.mark.parametrize("per_step", [1_000, pytest.param(500_000, marks=pytest.mark.slow)])
+def test_memory_and_a_resume_cost_what_is_under_way(path: Path, monkeypatch: pytest.MonkeyPatch, per_step: int) -> None:
+    """After 20 steps (20,000 prompts, or ten million) the ledger holds the 10 that are open, and a resume parses no line of those that are
+    gone, and reads the file in pieces."""
+    ledger, count = Ledger(path), 20 * per_step
     for step in range(20):
         first, next_first = step * per_step, (step + 1) * per_step
         ledger.settle(step + 1, trained=names(*range(first, next_first)), outstanding=names(*range(next_first, next_first + 10)))
     mark = ledger.flush()
-    assert ledger._open == set(names(*range(20_000, 20_010))) and mark.lines == 20_000
+    assert ledger._open == set(names(*range(count, count + 10))) and mark.lines == count
     monkeypatch.setattr(ledger_module.json, "loads", lambda *_: pytest.fail("a line was parsed"))
     queue = TrajectoryQueue(groups_per_step=10, max_staleness=0)
-    queue.admitted = queue.trained = 20_000
-    queue.admit(prompts(20_000, 20_010))
+    queue.admitted = queue.trained = count
+    queue.admit(prompts(count, count + 10))
+    tracemalloc.start()
     again, warning = Ledger.resumed(path, queue.snapshot(), mark)
-    assert warning is None and len(again) == 20_000 and again._open == ledger._open
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert warning is None and len(again) == count and again._open == ledger._open
+    assert most < 10 << 20, "two pieces of the file at a time, of 4 MiB"
 
 
 class Books(RuleBasedStateMachine):
