@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # torch: seconds that not every process needs
     from correction.engines.processor import Processor
     from correction.engines.weight_spec import WeightSpec
     from correction.monitor import Event, State
-    from rollout.trajectory import FailureKind, Group, GroupFacts, Prompt, UnfinishedGroup
+    from rollout.trajectory import Group, GroupFacts, Prompt, UnfinishedGroup
 
 INVALID = "fewer than two valid trajectories"
 UNIFORM = "rewards all alike"
@@ -36,7 +36,7 @@ class ActorInfo:
     name: str
     """Which one of its role."""
     pid: int
-    """Of its process."""
+    """Process id of the actor."""
     target: str
     """host:port of its Prometheus endpoint."""
     detail: str = ""
@@ -71,10 +71,9 @@ class QueueSnapshot:
     """All that a restart needs to go on with the same bound and without losing or repeating a prompt."""
 
     version: int
-    """Of the published weights."""
-    next_group_id: int
+    """Version of the published weights."""
     admitted: int
-    """Groups since the run began, like the next two."""
+    """Groups since the run began, like the next two; the id of the next one."""
     trained: int
     discarded: int
     in_flight: tuple[Ticket, ...]
@@ -91,17 +90,17 @@ class QueueContents:
     """What an empty queue is filled with: the groups under way as the driver knows them."""
 
     version: int = 0
-    """Of the learner's weights when the last step was settled."""
+    """Version of the learner's weights when the last step was settled."""
     published: int = 0
-    """Of those that the engines had or got then."""
+    """Version of the weights that the engines had or got then."""
     trained: int = 0
     """Groups since the run began."""
     tickets: tuple[Ticket, ...] = ()
-    """Of all groups under way, in the order of admission."""
+    """Tickets of all groups under way, in the order of admission."""
     finished: tuple[StoredGroup, ...] = ()
-    """Of these, the sampled ones."""
+    """The sampled groups among these."""
     drawn: tuple[int, ...] = ()
-    """Of these, the ids of those in a batch that the learner has or had."""
+    """Ids of the groups that are in the batch that the learner has or had."""
     advance: tuple[int, int] | None = None
     """The version of the learner that this batch has made, and the published one; None: it is still at work."""
     discarded_by_reason: dict[str, int] = field(default_factory=dict)
@@ -144,39 +143,7 @@ class Example:
 
     prompt: Prompt
     text: str
-    """Of the first trajectory of its group."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSummary:
-    """What the pool learns of a finished group; the group itself is in the queue."""
-
-    group_id: int
-    response_tokens: int
-    """Of all its trajectories together."""
-    trajectories: int
-    failures: tuple[tuple[FailureKind, str], ...]
-    """Kind and message of each trajectory without a reward."""
-    generate_s: float
-    """Seconds from the first request to the last answer."""
-    worker: str
-    """Name of the one that sampled it."""
-    prompt_id: str = ""
-    reward_s: float = 0.0
-    """Seconds from the last answer to the last reward."""
-
-    @classmethod
-    def of(cls, group: GroupFacts, worker: str) -> GroupSummary:
-        return cls(
-            group_id=group.group_id,
-            response_tokens=sum(t.response_tokens for t in group.trajectories),
-            trajectories=len(group.trajectories),
-            failures=group.failures,
-            generate_s=group.generate_s,
-            worker=worker,
-            prompt_id=group.prompt_id,
-            reward_s=group.reward_s,
-        )
+    """The answer of the first trajectory of its group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +182,7 @@ class ForwardRequest:
     """What a batch in preparation needs from the learner, at the weights from which its update will start."""
 
     number: int
-    """Of the service's requests; the answer names it."""
+    """Number of this request of the service; the answer names it."""
     version: int
     """Of those weights."""
     batch: Any
@@ -245,7 +212,7 @@ class PreparedBatch:
     tokens: int
     """N."""
     groups: tuple[GroupFacts, ...]
-    """Of these tokens, in their order."""
+    """The groups that these tokens are of, in their order."""
     proximal_s: float
     """Seconds of the learner for proximal (and reference) logprobs."""
     correct_s: float
@@ -255,7 +222,7 @@ class PreparedBatch:
     split_s: float = 0.0
     """Seconds of the learner for them."""
     examples: tuple[Example, ...] = ()
-    """Of the first groups."""
+    """An answer of each of the first groups."""
 
     @property
     def group_ids(self) -> list[int]:
@@ -275,7 +242,7 @@ class Observation:
     events: tuple[Event, ...]
     """What the monitor makes of them, worst first."""
     state: State
-    """Of the monitor, after this batch."""
+    """The monitor's state after this batch."""
     seconds: float
     """Time that all this took, seconds."""
     clipped: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
@@ -317,11 +284,11 @@ class ExportPlan:
 
     bucket_bytes: int
     stores: bool = True
-    """Into the object store."""
+    """Put them into the object store."""
     broadcasts: bool = False
-    """To the engines of rank 0's weight group."""
+    """Broadcast them to the engines of rank 0's weight group."""
     checksums: bool = False
-    """Of what is stored."""
+    """Compute a checksum of each tensor that is stored."""
     probe_ids: tuple[int, ...] = ()
     """Token ids whose logprobs at these weights are wanted; empty: none."""
     float8: bool = False

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_v
 
 from actors.settings.hub_name import HubName
 from correction.config import CorrectionConfig
-from correction.errors import ConfigError
+from correction.errors import ConfigError, counted
 from correction.monitor import MonitorConfig
 from correction.replacement import check_replaceable, reason_of, switched, tightened
 from correction.schedule import defers, fold_obstacle, needs_proximal_forward
@@ -56,7 +56,8 @@ class WeightSyncConfig(Settings):
     """How new weights reach the engines."""
 
     transport: Literal["object_store", "broadcast"] = "object_store"
-    """object_store: for any pool, workers may come and go. broadcast: torch.distributed, for a fixed pool (NCCL on GPUs, gloo on CPUs)."""
+    """object_store: each node reads the learner's copy from Ray's object store. broadcast: torch.distributed, from the learner's rank 0 to
+    all engines at once (NCCL on GPUs, gloo on CPUs); when engines come or go, versions take the object store until the group is rebuilt."""
     every_steps: PositiveInt = 1
     """Steps from one version that the engines get to the next; evaluated ones go out besides. Fewer pauses, and tokens that are older by up
     to every_steps - 1 versions, which max_staleness has to allow."""
@@ -175,7 +176,7 @@ class EarlyWarningConfig(Settings):
     tighten_factor: float = Field(default=0.5, gt=0, lt=1)
     """For tighten: bounds on ratios are raised to this power (0.5: 2 becomes 1.41), clips and divergences are multiplied by it."""
     detailed: bool = True
-    """Quantiles and numbers by probability too, which tell where a symptom sits. They sort the batch's tokens, beside training."""
+    """Quantiles and numbers by probability too, which show where a symptom sits. They sort the batch's tokens, beside training."""
     split_every: int = Field(default=0, ge=0)
     """Batches after which the gap of stale tokens is split exactly into mismatch and staleness, on a sample scored at the weights that
     sampled it; 0: never. Every rank copies its weights of the max_staleness versions before to host memory, and loads each again on its
@@ -258,7 +259,7 @@ class RunConfig(Settings):
         has_forward = needs_proximal_forward(self.correction, steps, has_auxiliary_loss=balances)
         if learner.routing_replay == "recompute" and not has_forward:
             raise ValueError(
-                f"learner.routing_replay = recompute with {steps} optimizer step{'s' * (steps > 1)} per batch and correction.proximal = "
+                f"learner.routing_replay = recompute with {counted(steps, 'optimizer step')} per batch and correction.proximal = "
                 f"{self.correction.proximal}: no proximal forward runs before training whose routing could be replayed. Set "
                 "learner.routing_replay: rollout or none, or have several optimizer steps per batch and correction.proximal: recompute"
             )
@@ -305,12 +306,12 @@ class RunConfig(Settings):
 
     @property
     def logical_cpus(self) -> int:
-        """Of a private cluster: one for each rank and each rank of an engine, and one."""
+        """CPUs of a private cluster: one for each rank and each rank of an engine, and one."""
         return self.ray.num_cpus or self.rollout.most_workers * self.rollout.engine.tensor_parallel + self.learner.world_size + 1
 
     @property
     def needs_reference(self) -> bool:
-        """The learner keeps the weights of the model that the run began with: for a KL penalty, or to tell the KL."""
+        """The learner keeps the weights of the model that the run began with: for a KL penalty, or to report the KL."""
         return self.correction.kl.coefficient > 0 or self.learner.report_kl_every > 0
 
     def correction_after_alarm(self) -> CorrectionConfig | None:
@@ -333,5 +334,5 @@ class RunConfig(Settings):
             f"Each of {self.steps} steps trains on {self.groups_per_step} prompts x {samples} samples = "
             f"{self.groups_per_step * samples} trajectories of up to {self.rollout.sampling.max_tokens} tokens in {updates}; "
             f"at most {self.places} prompts are under way, "
-            f"so no token is more than {self.max_staleness} version{'s' * (self.max_staleness != 1)} old."
+            f"so no token is more than {counted(self.max_staleness, 'version')} old."
         )

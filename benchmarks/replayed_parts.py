@@ -156,7 +156,7 @@ class WorkerHost:
     async def start(self, name: str, version: int) -> ActorInfo:
         worker = RolloutWorker(name, self._settings)
         worker._endpoint = NoEndpoint()  # type: ignore[assignment]
-        worker._end_notice = SimpleNamespace(told=asyncio.Event())  # type: ignore[assignment]
+        worker._end_notice = SimpleNamespace(received=asyncio.Event())  # type: ignore[assignment]
         worker._sampler = ReplayedEngine(*self._replays, int(name))  # type: ignore[assignment]
         self._workers[name] = worker
         return ActorInfo("rollout", name, os.getpid(), "")

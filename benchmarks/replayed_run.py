@@ -30,6 +30,7 @@ from actors.driver.parts import make_sync
 from actors.pool.rollout_worker import WorkerSettings
 from actors.processes.loop_clock import LoopClock
 from actors.processes.supervision import kill, unless_failed
+from actors.processes.wait_notice import WaitNotice
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.observer import Observer
 from actors.record.run_event import EventKind
@@ -139,7 +140,7 @@ class TimedObserver(Observer):
         super().__init__(config, folder, TerminalView(steps, "replayed", console=Console(file=io.StringIO(), width=200)))
         self.figures, self.freed_at = figures, 0.0
 
-    def event(self, level: str, text: str, kind: EventKind = EventKind.NONE) -> None:
+    def event(self, level: str, text: str | WaitNotice, kind: EventKind = EventKind.NONE) -> None:
         super().event(level, text, kind)
         if level != "info":
             print(f"  {level}: {text}", flush=True)

@@ -44,6 +44,7 @@ from benchmarks.sides import NANO_RECIPE, ROOT, TimeRatio, evenkeel, options, se
 from benchmarks.workloads import lengths_of_groups, random_batch, save_model
 from correction import CorrectedBatch, CorrectionConfig, defer
 from correction.engines.weight_bucket import WeightBucket
+from correction.errors import counted
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
 from rollout.engine import RolloutEngine
@@ -168,7 +169,7 @@ async def ways(model: Path, engines: Sequence[int], replaying: int, turns: int, 
         for _ in range(count - len(started)):  # one after the other: a start takes all cores
             started.append(ray.remote(Engine).options(num_cpus=0, max_concurrency=64).remote())
             await started[-1].start_engine.remote(model)
-        await measure(f"{count} engine{'s' * (count > 1)}", started[:count])
+        await measure(f"{counted(count, 'engine')}", started[:count])
     await all_of([engine.stop_engine.remote() for engine in started])
     for engine in started:
         ray.kill(engine)

@@ -165,7 +165,7 @@ class DecisionCounts:
     """How often each criterion and each bound took hold: sums, which add up over the stages and over any split of a batch."""
 
     labels: tuple[str, ...]
-    """Of the C criteria, in the config's order, each another one; "veto" at the end if there is one."""
+    """Names of the C criteria, in the config's order, each another one; "veto" at the end if there is one."""
     values: Tensor
     """[2 C + len(UNIT_COUNTS)] float64: tokens that each criterion looked at, tokens that it drops, and UNIT_COUNTS."""
 
@@ -192,7 +192,7 @@ class FinalDecision:
     importance_weights: Tensor
     """[N] float32, detached, with all that was known before the step; `policy_loss` leaves a late normaliser out."""
     counts: DecisionCounts
-    """Of the late parts alone; the corrected batch has those of the early ones."""
+    """Counts of the late parts alone; the corrected batch has those of the early ones."""
     coefficients: Tensor | None = None
     """[N] float32: the objective's factor on A grad log pi of a token, without its weight; 0 where A is 0. None: not known."""
     is_clipped: Tensor | None = None
@@ -223,7 +223,7 @@ class CorrectedBatch:
     is_deferred: bool = False
     """True: the parts on rho run inside the training forward, with proximal = detached current logprobs."""
     counts: DecisionCounts | None = None
-    """Of the parts that ran in the service; None for a share of a batch, which isn't counted apart."""
+    """Counts of the parts that ran in the service; None for a share of a batch, which isn't counted apart."""
 
     def select(self, sequences: Sequence[int]) -> CorrectedBatch:
         """The given sequences alone; scales stay those of the global batch."""

@@ -29,7 +29,7 @@ BAD_UPDATE = 0.5
 _SHIFT = 0.5
 """Taken off probabilities whose squares are added up over shards: one for all."""
 _SIDES = ("positive", "negative")
-"""Of the advantage."""
+"""Signs of the advantage that the clip's numbers are split by."""
 
 
 def diagnose(
@@ -233,7 +233,7 @@ def _count_numbers(counts: DecisionCounts) -> dict[str, float]:
 
 
 def _clip_sums(view: BatchView, decided: FinalDecision, entropy: Tensor | None) -> dict[str, float]:
-    """Of the kept tokens that the objective clipped, by the sign of the advantage; empty if that isn't known."""
+    """Sums over the kept tokens that the objective clipped, by the sign of the advantage; empty if that isn't known."""
     if decided.is_clipped is None:
         return {}
     clipped = decided.keep_mask & decided.is_clipped
@@ -250,7 +250,7 @@ def _clip_sums(view: BatchView, decided: FinalDecision, entropy: Tensor | None) 
 
 
 def _factor_sums(view: BatchView, decided: FinalDecision, anchor: Tensor | None) -> dict[str, float]:
-    """Of c, the factor on A grad log pi that a token was trained with, and phi = c / r; empty if c isn't known.
+    """Sums of c, the factor on A grad log pi that a token was trained with, and phi = c / r; empty if c isn't known.
 
     Args: anchor: [N] log pi_prox, under the target in r.
     """
@@ -346,7 +346,7 @@ def _quantiles(batch: PackedBatch, proximal: Tensor, mask: Tensor) -> dict[str, 
 
 
 def _detailed_sums(batch: PackedBatch, proximal: Tensor, mask: Tensor) -> DiagnosticSums:
-    """Of rho = 1 + e by the probability of its token, and the spurious objective."""
+    """Sums of rho = 1 + e by the probability of its token, and the spurious objective."""
     behavior, chosen = batch.behavior_logprobs[mask].double(), proximal[mask].double()
     e = torch.expm1((chosen - behavior).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     edges = torch.tensor(BUCKET_EDGES, dtype=e.dtype, device=e.device)

@@ -1,8 +1,36 @@
 """One root and a few kinds; every message names the place, the value, the reason and the remedy."""
 
 
+def counted(number: int, what: str) -> str:
+    """"1 rollout worker", "2 rollout workers": for sentences."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 class EvenkeelError(Exception):
     """Root of all errors that evenkeel raises on purpose. Picklable: it crosses processes."""
+
+    remedy: str = ""
+    """What to change, for who shows it apart from what is wrong; empty: the message alone says it, or nobody knows."""
+
+    def __init__(self, *said: object, remedy: str = "") -> None:
+        """
+        Args:
+            said: what is wrong, without a full stop.
+            remedy: a clause that ends the message after a semicolon, or, with a capital, its last sentence.
+        """
+        super().__init__(*said)
+        if remedy:
+            self.remedy = remedy
+
+    @property
+    def reason(self) -> str:
+        """The message without the remedy."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        if not self.remedy:
+            return self.reason
+        return f"{self.reason}{'; ' if self.remedy[0].islower() else '. '}{self.remedy}"
 
 
 class ConfigError(EvenkeelError, ValueError):
@@ -37,6 +65,10 @@ class LateError(EvenkeelError, TimeoutError):
     """What was needed of another part is late or lost: whoever waited for it is not to blame."""
 
 
+class StepAborted(EvenkeelError, RuntimeError):
+    """A step was ended before its update, as the run has to end at once. The weights are those of the step before."""
+
+
 class SyncError(EvenkeelError, RuntimeError):
     """Weights of the learner and of an engine do not agree."""
 
@@ -47,3 +79,13 @@ class LedgerError(EvenkeelError, RuntimeError):
 
 class DeadlineExceeded(EvenkeelError, TimeoutError):
     """A wait reached its deadline; the message names phase, actor and version."""
+
+    def __init__(self, *said: object, what: str = "", seconds: float = 0.0, setting: str = "") -> None:
+        """
+        Args:
+            what: name of the wait, with both sides, as its notices have it; empty: the message alone says it.
+            seconds: that it has lasted.
+            setting: what says how long it may last, which is the remedy; empty: the message alone names it.
+        """
+        super().__init__(*said, remedy=f"the deadline is set under {setting}" if setting else "")
+        self.what, self.seconds = what, seconds

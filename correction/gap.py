@@ -44,12 +44,12 @@ class GapSums:
     e_abs: float
     rr: float
     inverse: float
-    """Of 1 / rho."""
+    """Sum of 1 / rho."""
     k3: float
     distance: float
-    """Of |pi_prox - mu|."""
+    """Sum of |pi_prox - mu|."""
     prox: float
-    """Of pi_prox."""
+    """Sum of pi_prox."""
     m: float
     mm: float
     g: float

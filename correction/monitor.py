@@ -64,7 +64,7 @@ class MonitorConfig(Settings):
     level_steps: int = Field(default=8, ge=3)
     """Last steps whose median is the level."""
     jump_steps: int = Field(default=2, ge=1)
-    """The same for jumps: fewer steps show a change sooner, but it must be larger."""
+    """Steps over which a jump is looked for: fewer steps show a change sooner, but it must be larger."""
     trend_steps: int = Field(default=24, ge=8)
     """Last steps from whose slopes the trend is taken."""
     watch_growth: float = Field(default=2.0, gt=1)
@@ -74,7 +74,7 @@ class MonitorConfig(Settings):
     watch_deviations: float = Field(default=5.0, gt=0)
     """Standard errors of the run's own scatter by which it must grow for a watch."""
     alarm_deviations: float = Field(default=7.0, gt=0)
-    """The same for an alarm."""
+    """Standard errors of the run's own scatter by which it must grow for an alarm."""
     patience: int = Field(default=2, ge=1)
     """Steps in a row that a new state must hold before it is an event."""
     setting: str | None = None
@@ -95,12 +95,12 @@ class Event:
 
     step: int
     name: str
-    """Of the symptom."""
+    """Name of the symptom."""
     state: State
     value: float
-    """Of the diagnostic, at this step."""
+    """The diagnostic's value at this step."""
     growth: float
-    """Of the level against the run's start; 1 is none. Not a number where a limit was met before there was a start."""
+    """Level over the level at the run's start; 1: no change. Not a number where a limit was met before there was a start."""
     message: str
     """One line: what is wrong, since when, where, and what to try."""
 
@@ -303,7 +303,7 @@ class Monitor:
         return f", above {level.alarm:.2g}, the alarm level for {level.text} ({level.low:.2g} to {level.high:.2g} is usual)"
 
     def _place(self, name: str, diagnostics: Mapping[str, float]) -> str:
-        """Which tokens show the symptom, or which criterion causes it, as far as the numbers tell."""
+        """Which tokens show the symptom, or which criterion causes it, as far as the numbers show."""
         words = []
         by = {label: share for label, share in diagnostics.items() if label.startswith("rejected_by_")}
         if name == "rejected_share" and by:
@@ -322,7 +322,7 @@ class Monitor:
         return "".join(f", {word}" for word in words)
 
     def _growth(self, name: str) -> float:
-        """Of the level against the start; not a number while there is none."""
+        """Level over the level at the start; not a number while there is none."""
         series = self._series.get(name)
         if series is None or not series.is_ready(self._config):
             return math.nan

@@ -1,5 +1,6 @@
 """Every number that `diagnose` and `loss_metrics` give: its name, unit, label and meaning. A name that isn't listed here doesn't exist.
 
+A run's metrics of these numbers (actors/metrics/catalogue.py) are made from their quantities here, and say nothing of their own about them.
 rho = pi_prox / mu, a ratio of the sampled token's probabilities, is 1 where nothing differs.
 """
 
@@ -7,19 +8,36 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 
 BUCKET_EDGES = (0.1, 0.25, 0.5, 0.75)
 """Edges of the proximal probability in `bucket_`; the paper prints its own only in a figure."""
 PERCENTS = (1, 10, 50, 90, 99)
-"""Of log rho, in `log_ratio_quantile_`."""
+"""Percentiles of log rho, in `log_ratio_quantile_`."""
+
+
+class Unit(StrEnum):
+    """Base units of all numbers, those of a run's own metrics included."""
+
+    ONE = ""
+    """A plain number."""
+    SECONDS = "s"
+    SHARE = "share"
+    """0 to 1."""
+    NATS = "nats"
+    NATS_SQUARED = "nats^2"
+    TOKENS = "tokens"
+    TOKENS_PER_SECOND = "tokens/s"
+    VERSIONS = "versions"
+    BYTES = "bytes"
+    TIMESTAMP = "unix time"
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """What one number is."""
+    """What one number is. A run's `Metric` (actors/metrics/kinds.py) is one of these, with its name, behaviour over time and format."""
 
-    unit: str
-    """nats, nats^2, share (0 to 1), tokens, versions, or empty for a plain number."""
+    unit: Unit
     label: str
     """A few words for a table or an axis."""
     help: str
@@ -36,38 +54,47 @@ class Quantity:
 TRAINED, KEPT, SEQUENCES, UNITS = "trained tokens", "kept tokens", "sequences", "weighted units"
 """What shares are of: tokens of the loss mask; those of them that rejection and veto left; sequences with a trained token; what an
 importance weight covers (a token, turn or sequence)."""
-_Q = Quantity
+_CARRIERS = "Tokens, turns or sequences (importance.level)"
+_Q, _U = Quantity, Unit
 GAP = {
-    "k1_kl": _Q("nats", "k1 KL", "KL(behaviour || proximal), estimator -log rho."),
-    "k2_kl": _Q("nats", "k2 KL", "KL(behaviour || proximal), estimator (log rho)^2 / 2."),
-    "k3_kl": _Q("nats", "k3 KL", "KL(behaviour || proximal), estimator rho - 1 - log rho."),
-    "chi2_token": _Q("", "token chi-square", "Mean of rho^2, minus 1."),
-    "log_ratio_mean": _Q("nats", "mean log ratio", "Mean of log rho."),
-    "log_ratio_std": _Q("nats", "log-ratio spread", "Standard deviation of log rho."),
-    "log_ratio_abs_mean": _Q("nats", "mean |log ratio|", "Mean |log rho|: the 'log probability difference' of the KPop post."),
-    "log_ratio_abs_max": _Q("nats", "max |log ratio|", "Largest |log rho|."),
+    "k1_kl": _Q(_U.NATS, "k1 KL", "KL(behaviour || proximal), estimator -log rho: unbiased, may be negative."),
+    "k2_kl": _Q(_U.NATS, "k2 KL", "KL(behaviour || proximal), estimator (log rho)^2 / 2."),
+    "k3_kl": _Q(_U.NATS, "k3 KL", "KL(behaviour || proximal), estimator rho - 1 - log rho: unbiased, never negative."),
+    "chi2_token": _Q(_U.ONE, "token chi-square", "Mean of rho^2, minus 1."),
+    "log_ratio_mean": _Q(_U.NATS, "mean log ratio", "Mean of log rho."),
+    "log_ratio_std": _Q(_U.NATS, "log-ratio spread", "Standard deviation of log rho."),
+    "log_ratio_abs_mean": _Q(_U.NATS, "mean |log ratio|", "Mean |log rho|: the 'log probability difference' of the KPop post."),
+    "log_ratio_abs_max": _Q(_U.NATS, "max |log ratio|", "Largest |log rho|."),
     "rho_mean": _Q(
-        "", "mean rho", "Mean rho. Its expectation is 1, whatever the two policies, if the tokens were drawn from mu as it was reported."
+        _U.ONE,
+        "mean rho",
+        "Mean rho. Its expectation is 1, whatever the two policies, if the tokens were drawn from mu as it was reported.",
     ),
-    "rho_mean_error": _Q("", "error of mean rho", "Standard error of mean rho: rho's standard deviation over the root of the tokens."),
+    "rho_mean_error": _Q(_U.ONE, "error of mean rho", "Standard error of mean rho: rho's standard deviation over the root of the tokens."),
     "rho_mean_deviation": _Q(
-        "",
+        _U.ONE,
         "deviation of mean rho",
         "|mean rho - 1| in standard errors, which count as at least 0.002 and at least those of 2500 tokens; absent where the effective "
         "sample size is under 50 tokens.",
     ),
-    "rho_std": _Q("", "spread of rho", "Standard deviation of rho: 'mismatch' in the paper on objective-level hacking."),
-    "rho_max": _Q("", "largest rho", "Largest rho."),
-    "rho_min": _Q("", "smallest rho", "Smallest rho."),
-    "inverse_rho_mean": _Q("", "mean 1 / rho", "Mean 1 / rho, whose expectation is at least 1 (objective-level hacking, Eq. 46)."),
+    "rho_std": _Q(_U.ONE, "spread of rho", "Standard deviation of rho: 'mismatch' in the paper on objective-level hacking."),
+    "rho_max": _Q(_U.ONE, "largest rho", "Largest rho, before any bound."),
+    "rho_min": _Q(_U.ONE, "smallest rho", "Smallest rho."),
+    "inverse_rho_mean": _Q(_U.ONE, "mean 1 / rho", "Mean 1 / rho, whose expectation is at least 1 (objective-level hacking, Eq. 46)."),
     "total_variation": _Q(
-        "", "total variation", "Mean |rho - 1| / 2, an estimate of the mean total variation from mu to pi_prox (Trust Region, Eq. 10)."
+        _U.ONE, "total variation", "Mean |rho - 1| / 2, an estimate of the mean total variation from mu to pi_prox (Trust Region, Eq. 10)."
     ),
-    "probability_gap_mean": _Q("", "probability gap", "Mean |pi_prox - mu| of the sampled token."),
-    "probability_proximal_mean": _Q("", "mean pi_prox", "Mean pi_prox of the sampled token."),
-    "pearson": _Q("", "correlation", "Correlation of pi_prox and mu over sampled tokens."),
-    "ess_token": _Q("share", "effective sample size", "Effective sample size of the raw rho, before any bound.", "the tokens"),
-    "tokens": _Q("tokens", "tokens", "Tokens that these numbers are from."),
+    "probability_gap_mean": _Q(_U.ONE, "probability gap", "Mean |pi_prox - mu| of the sampled token."),
+    "probability_proximal_mean": _Q(_U.ONE, "mean pi_prox", "Mean pi_prox of the sampled token."),
+    "pearson": _Q(_U.ONE, "correlation", "Correlation of pi_prox and mu over sampled tokens."),
+    "ess_token": _Q(
+        _U.SHARE,
+        "effective sample size",
+        "Effective sample size of rho, before any bound: (sum rho)^2 / (n sum rho^2); 1 is on-policy, 0.1 means that a few tokens would "
+        "carry the batch if nothing bounded them.",
+        "the tokens",
+    ),
+    "tokens": _Q(_U.TOKENS, "tokens", "Tokens that these numbers are from."),
 }
 """Numbers of one set of tokens: all; `mismatch_`, staleness 0; `stale_`, older. In bypass with several optimizer steps per batch, of those
 tokens whose forward pass came before the first update."""
@@ -84,9 +111,9 @@ _BUCKETS = tuple(enumerate(zip((0, *BUCKET_EDGES), (*BUCKET_EDGES, 1), strict=Tr
 
 def _buckets(prefix: str, policy: str, label: str, warning: str) -> dict[str, Quantity]:
     texts = {
-        "rho_mean": ("", "mean rho", "Mean rho of tokens with {place}; " + warning + "."),
-        "rho_std": ("", "spread of rho", "Standard deviation of rho of tokens with {place}."),
-        "tokens": ("tokens", "tokens", "Tokens with {place}."),
+        "rho_mean": (_U.ONE, "mean rho", "Mean rho of tokens with {place}; " + warning + "."),
+        "rho_std": (_U.ONE, "spread of rho", "Standard deviation of rho of tokens with {place}."),
+        "tokens": (_U.TOKENS, "tokens", "Tokens with {place}."),
     }
     return {
         f"{prefix}_{name}_{index}": _Q(unit, f"{what}, bucket {index}{label}", text.format(place=f"{policy} from {low:g} to {high:g}"))
@@ -100,11 +127,11 @@ _CLIPPED = {
     for sign, side in _SIDES
     for name, quantity in {
         f"clipped_{sign}_share": _Q(
-            "share", f"clipped of {side}", "Kept tokens whose gradient the objective's clip or gate took away.", f"{TRAINED} of {side}"
+            _U.SHARE, f"clipped of {side}", "Kept tokens whose gradient the objective's clip or gate took away.", f"{TRAINED} of {side}"
         ),
-        f"clipped_{sign}_probability_mean": _Q("", f"mu of clipped, {side}", f"Mean mu of these tokens, {side}."),
+        f"clipped_{sign}_probability_mean": _Q(_U.ONE, f"mu of clipped, {side}", f"Mean mu of these tokens, {side}."),
         f"clipped_{sign}_entropy_mean": _Q(
-            "nats", f"entropy of clipped, {side}", f"Mean entropy of the target policy at these tokens, {side}."
+            _U.NATS, f"entropy of clipped, {side}", f"Mean entropy of the target policy at these tokens, {side}."
         ),
     }.items()
 }
@@ -112,21 +139,23 @@ _CLIPPED = {
 
 _STALE_SAMPLE = "of a sample of stale tokens, every monitor.split_every batches"
 SPLIT = {
-    "split_tokens": _Q("tokens", "tokens of the split", f"Tokens {_STALE_SAMPLE}, from which the split is."),
+    "split_tokens": _Q(_U.TOKENS, "tokens of the split", f"Tokens {_STALE_SAMPLE}, from which the split is."),
     "split_total_variance": _Q(
-        "nats^2", "variance of log pi / mu", f"Variance of log(pi / mu) {_STALE_SAMPLE}; pi is the learner where the batch's update starts."
+        _U.NATS_SQUARED,
+        "variance of log pi / mu",
+        f"Variance of log(pi / mu) {_STALE_SAMPLE}; pi is the learner where the batch's update starts.",
     ),
     "split_mismatch_variance": _Q(
-        "nats^2",
+        _U.NATS_SQUARED,
         "variance by mismatch",
         "Its part of mismatch: the variance of log(pi_v / mu), pi_v the learner at the weights that sampled the token.",
     ),
-    "split_staleness_variance": _Q("nats^2", "variance by staleness", "Its part of staleness: the variance of log(pi / pi_v)."),
-    "split_covariance": _Q("nats^2", "covariance", "Covariance of the two parts: total = mismatch + staleness + 2 x covariance."),
+    "split_staleness_variance": _Q(_U.NATS_SQUARED, "variance by staleness", "Its part of staleness: the variance of log(pi / pi_v)."),
+    "split_covariance": _Q(_U.NATS_SQUARED, "covariance", "Covariance of the two parts: total = mismatch + staleness + 2 x covariance."),
     "split_mismatch_k3_kl": _Q(
-        "nats", "mismatch of stale tokens", "KL(mu || pi_v), estimator k3: mismatch at equal weights, of stale tokens."
+        _U.NATS, "mismatch of stale tokens", "KL(mu || pi_v), estimator k3: mismatch at equal weights, of stale tokens."
     ),
-    "split_staleness_k3_kl": _Q("nats", "staleness alone", "KL(pi_v || pi), estimator k3: what newer weights changed, engines apart."),
+    "split_staleness_k3_kl": _Q(_U.NATS, "staleness alone", "KL(pi_v || pi), estimator k3: what newer weights changed, engines apart."),
 }
 """Exact parts of the gap of stale tokens, of variance_split.split_numbers: a run has them where monitor.split_every is not 0."""
 
@@ -134,89 +163,101 @@ DIAGNOSTICS = {
     **GAP,
     **_of("tokens of staleness 0", "mismatch_", "mismatch"),
     **_of("tokens of staleness 1 and more", "stale_", "stale"),
-    "chi2_sequence": _Q("", "sequence chi-square", "Mean of the squared product of rho over a sequence, minus 1."),
+    "chi2_sequence": _Q(_U.ONE, "sequence chi-square", "Mean of the squared product of rho over a sequence, minus 1."),
     "ess_sequence": _Q(
-        "share", "sequences' sample size", "Effective sample size of the products of rho, each sequence counted once.", SEQUENCES
+        _U.SHARE, "sequences' sample size", "Effective sample size of the products of rho, each sequence counted once.", SEQUENCES
     ),
-    "perplexity_behavior": _Q("", "perplexity under mu", "Mean over sequences of exp(-mean log mu)."),
-    "perplexity_proximal": _Q("", "perplexity under pi_prox", "Mean over sequences of exp(-mean log pi_prox)."),
-    "perplexity_ratio": _Q("", "perplexity ratio", "Mean over sequences of perplexity under pi_prox / under mu."),
-    "target_k1_kl": _Q("nats", "k1 KL to target", "KL(behaviour || target), estimator k1."),
-    "target_k2_kl": _Q("nats", "k2 KL to target", "KL(behaviour || target), estimator k2."),
-    "target_k3_kl": _Q("nats", "k3 KL to target", "KL(behaviour || target), estimator k3."),
-    "target_rho_max": _Q("", "largest target ratio", "Largest target / behaviour."),
-    "target_total_variation": _Q("", "total variation to target", "Mean |target / behaviour - 1| / 2 (Trust Region, Eq. 10)."),
+    "perplexity_behavior": _Q(_U.ONE, "perplexity under mu", "Mean over sequences of exp(-mean log mu)."),
+    "perplexity_proximal": _Q(_U.ONE, "perplexity under pi_prox", "Mean over sequences of exp(-mean log pi_prox)."),
+    "perplexity_ratio": _Q(_U.ONE, "perplexity ratio", "Mean over sequences of perplexity under pi_prox / under mu."),
+    "target_k1_kl": _Q(_U.NATS, "k1 KL to target", "KL(behaviour || target), estimator k1."),
+    "target_k2_kl": _Q(_U.NATS, "k2 KL to target", "KL(behaviour || target), estimator k2."),
+    "target_k3_kl": _Q(_U.NATS, "k3 KL to target", "KL(behaviour || target), estimator k3."),
+    "target_rho_max": _Q(_U.ONE, "largest target ratio", "Largest target / behaviour."),
+    "target_total_variation": _Q(_U.ONE, "total variation to target", "Mean |target / behaviour - 1| / 2 (Trust Region, Eq. 10)."),
     "improvement_bound_quadratic": _Q(
-        "",
+        _U.ONE,
         "quadratic improvement bound",
         "2 xi T (T - 1) D^2 of Trust Region, Eq. 7: what a policy's gain may fall short of its surrogate; xi is the largest |A|, T the "
         "tokens of the longest answer, D the mean total variation to the target, where the theorem has the largest of any state.",
     ),
     "improvement_bound_linear": _Q(
-        "",
+        _U.ONE,
         "linear improvement bound",
         "4 xi times the mean over sequences of the sum of total variations to the target: Trust Region, B.3, tighter for long answers.",
     ),
-    "improvement_bound": _Q("", "improvement bound", "The smaller of the two, in units of the advantage."),
-    "drift_k3_kl": _Q("nats", "drift k3", "KL(proximal || target), estimator k3; needs recomputed proximal logprobs."),
-    "drift_from_behavior_k3_kl": _Q(
-        "nats",
-        "drift from behaviour, k3",
-        "KL(behaviour || target), estimator k3, where several optimizer steps per batch run without proximal logprobs: the batch's own "
-        "updates, with mismatch and staleness.",
+    "improvement_bound": _Q(_U.ONE, "improvement bound", "The smaller of the two, in units of the advantage."),
+    "drift_k3_kl": _Q(
+        _U.NATS,
+        "drift k3",
+        "KL(proximal || target), estimator k3: how far the optimizer moved the policy within the batch; absent where the proximal policy "
+        "isn't the learner's.",
     ),
-    "bad_update_share": _Q("share", "bad updates", "Tokens with negative advantage and mu - pi >= 0.5.", TRAINED),
-    "broken_tokens": _Q("tokens", "broken tokens", "Tokens of the loss mask with a value that is not finite."),
-    "kept_share": _Q("share", "kept", "Tokens that rejection and veto left.", TRAINED),
-    "rejected_share": _Q("share", "rejected", "Tokens dropped by rejection, veto or not being finite.", TRAINED),
+    "drift_from_behavior_k3_kl": _Q(
+        _U.NATS,
+        "drift from behaviour, k3",
+        "KL(behaviour || target), estimator k3: drift, mismatch and staleness together, in bypass and with interpolated proximal logprobs, "
+        "where the drift alone isn't known; `diagnose` has it with several optimizer steps per batch alone.",
+    ),
+    "bad_update_share": _Q(_U.SHARE, "bad updates", "Tokens with negative advantage and mu - pi >= 0.5.", TRAINED),
+    "broken_tokens": _Q(_U.TOKENS, "broken tokens", "Tokens of the loss mask with a value that is not finite."),
+    "kept_share": _Q(_U.SHARE, "kept", "Tokens that rejection and veto left.", TRAINED),
+    "rejected_share": _Q(_U.SHARE, "rejected", "Tokens dropped by rejection, veto or not being finite.", TRAINED),
     **{
-        f"rejected_{sign}_share": _Q("share", f"rejected of {side}", f"The same, among tokens of {side}.", f"{TRAINED} of {side}")
+        f"rejected_{sign}_share": _Q(_U.SHARE, f"rejected of {side}", f"The same, among tokens of {side}.", f"{TRAINED} of {side}")
         for sign, side in _SIDES
     },
-    "rejected_sequence_share": _Q("share", "rejected sequences", "Sequences of which no token is left.", SEQUENCES),
-    "rejected_probability_mean": _Q("", "rejected probability", "Mean pi_prox of the dropped tokens; in bypass that of the target."),
-    "rejected_entropy_mean": _Q("nats", "rejected entropy", "Mean entropy of the target at the dropped tokens."),
+    "rejected_by_veto": _Q(_U.SHARE, "vetoed", "Tokens of the sequences that the veto drops.", TRAINED),
+    "rejected_sequence_share": _Q(_U.SHARE, "rejected sequences", "Sequences of which no token is left.", SEQUENCES),
+    "rejected_probability_mean": _Q(_U.ONE, "rejected probability", "Mean pi_prox of the dropped tokens; in bypass that of the target."),
+    "rejected_entropy_mean": _Q(_U.NATS, "rejected entropy", "Mean entropy of the target at the dropped tokens."),
     **_CLIPPED,
-    "clipped_sequence_share": _Q("share", "clipped sequences", "Sequences whose kept tokens are all clipped.", SEQUENCES),
+    "clipped_sequence_share": _Q(_U.SHARE, "clipped sequences", "Sequences whose kept tokens are all clipped.", SEQUENCES),
     "effective_factor_mean": _Q(
-        "",
+        _U.ONE,
         "mean factor phi",
         "Mean phi of trained tokens with A other than 0: what the preset makes of r A grad log pi, clip x weight x keep; r is target / "
         "proximal, in bypass target / behaviour.",
     ),
-    "effective_factor_std": _Q("", "spread of phi", "Standard deviation of this phi: 0 where all tokens count alike."),
+    "effective_factor_std": _Q(_U.ONE, "spread of phi", "Standard deviation of this phi: 0 where all tokens count alike."),
     "effective_objective": _Q(
-        "", "J of the preset", "Sum of A (phi - 1) with the preset's own phi (objective-level hacking, Eq. 15 and 23)."
+        _U.ONE, "J of the preset", "Sum of A (phi - 1) with the preset's own phi (objective-level hacking, Eq. 15 and 23)."
     ),
     "effective_bias": _Q(
-        "",
+        _U.ONE,
         "bias of the preset",
         "Sum of A (c - q), c the factor that a token was trained with and q = target / behaviour the one without bias: what clips, bounds "
         "and rejection add to the objective.",
     ),
     **{
-        f"truncated_{sign}share": _Q("share", f"weights cut{of}", f"Units{of} whose importance weight was cut to a bound.", UNITS)
+        f"truncated_{sign}share": _Q(_U.SHARE, f"weights cut{of}", f"{_CARRIERS}{of} whose importance weight was cut to a bound.", UNITS)
         for sign, of in _SIGNS
     },
     **{
-        f"masked_{sign}share": _Q("share", f"weights masked{of}", f"Units{of} whose importance weight was set to 0.", UNITS)
+        f"masked_{sign}share": _Q(_U.SHARE, f"weights masked{of}", f"{_CARRIERS}{of} whose importance weight was set to 0.", UNITS)
         for sign, of in _SIGNS
     },
-    "importance_weight_mean": _Q("", "mean weight", "Mean importance weight of the kept tokens, normalised, injected distortion included."),
-    "importance_weight_max": _Q("", "largest weight", "Largest importance weight of the kept tokens."),
-    "importance_weight_ess": _Q("share", "weights' sample size", "Effective sample size of these weights.", KEPT),
-    "staleness_mean": _Q("versions", "mean staleness", "Mean staleness of the trained tokens."),
-    "staleness_max": _Q("versions", "largest staleness", "Largest staleness."),
-    "staleness_in_flight_mean": _Q("versions", "staleness in flight", "Updates while the rest of the sequence was sampled."),
-    "staleness_in_queue_mean": _Q("versions", "staleness in the queue", "Updates between the last token and this step."),
-    "mixed_version_share": _Q("share", "mixed versions", "Sequences with tokens of more than one version.", SEQUENCES),
+    "importance_weight_mean": _Q(
+        _U.ONE, "mean weight", "Mean importance weight of the kept tokens, normalised, injected distortion included."
+    ),
+    "importance_weight_max": _Q(_U.ONE, "largest weight", "Largest importance weight of the kept tokens."),
+    "importance_weight_ess": _Q(_U.SHARE, "weights' sample size", "Effective sample size of these weights.", KEPT),
+    "staleness_mean": _Q(
+        _U.VERSIONS, "mean staleness", "Learner's version minus the version that sampled the token, mean over the trained tokens."
+    ),
+    "staleness_max": _Q(_U.VERSIONS, "largest staleness", "Staleness of the oldest trained token."),
+    "staleness_in_flight_mean": _Q(_U.VERSIONS, "staleness in flight", "Updates while the rest of the sequence was sampled."),
+    "staleness_in_queue_mean": _Q(_U.VERSIONS, "staleness in the queue", "Updates between the last token and this step."),
+    "mixed_version_share": _Q(
+        _U.SHARE, "mixed versions", "Sequences with tokens of more than one version: new weights came while they were sampled.", SEQUENCES
+    ),
     "spurious_objective": _Q(
-        "",
+        _U.ONE,
         "spurious objective",
         "J: sum of A (phi - 1) with phi = 2 under pi_prox 0.1 (objective-level hacking, Eq. 23); in bypass under the target's 0.1.",
     ),
     **{
-        f"log_ratio_quantile_{percent:02d}": _Q("nats", f"log ratio, {percent} %", f"Quantile of log rho at {percent} %.")
+        f"log_ratio_quantile_{percent:02d}": _Q(_U.NATS, f"log ratio, {percent} %", f"Quantile of log rho at {percent} %.")
         for percent in PERCENTS
     },
     **_buckets("bucket", "pi_prox", "", "noise alone, without any drift, puts small pi_prox below 1 and large ones above"),
@@ -227,42 +268,49 @@ DIAGNOSTICS = {
 
 DIAGNOSTIC_FAMILIES = {
     "rejected_by_": _Q(
-        "share", "rejected by", "Tokens outside one criterion, by its label (the second one of a label ends in _2), or `veto`.", TRAINED
+        _U.SHARE, "rejected by", "Tokens outside one criterion, by its label (the second one of a label ends in _2).", TRAINED
     ),
-    "staleness_share_": _Q("share", "tokens of staleness", "Trained tokens of this staleness.", TRAINED),
-    "staleness_in_flight_share_": _Q("share", "tokens with updates in flight", "Trained tokens with so many updates in flight.", TRAINED),
+    "staleness_share_": _Q(_U.SHARE, "tokens of staleness", "Trained tokens of this staleness.", TRAINED),
+    "staleness_in_flight_share_": _Q(_U.SHARE, "tokens with updates in flight", "Trained tokens with so many updates in flight.", TRAINED),
     "staleness_in_queue_share_": _Q(
-        "share", "tokens with updates in the queue", "Trained tokens with so many updates in the queue.", TRAINED
+        _U.SHARE, "tokens with updates in the queue", "Trained tokens with so many updates in the queue.", TRAINED
     ),
 }
 """Numbers whose last part is a criterion's label or a number of versions."""
 
 LOSS_METRICS = {
-    "loss": _Q("", "loss", "Policy loss, plus KL penalty, minus entropy bonus: what was differentiated."),
-    "policy_loss": _Q("", "policy loss", "The policy's part of the loss."),
-    "kl_loss": _Q("", "KL loss", "The KL penalty's part of the loss; absent without one."),
-    "broken_tokens": _Q("tokens", "broken tokens", "Tokens of the loss mask with a value that is not finite."),
-    "kept_share": _Q("share", "kept", "Tokens that rejection and veto left.", TRAINED),
-    "ratio_mean": _Q("", "mean ratio", "Mean of the ratio that the objective watches."),
-    "drift_k1_kl": _Q("nats", "drift k1", "KL(proximal || target), estimator k1, where the learner's own policy is the proximal one."),
-    "drift_k3_kl": _Q("nats", "drift k3", "The same, estimator k3."),
-    "drift_from_behavior_k1_kl": _Q(
-        "nats", "drift from behaviour, k1", "KL(behaviour || target), estimator k1, in bypass and with interpolated proximal logprobs."
+    "loss": _Q(
+        _U.ONE,
+        "loss",
+        "Policy loss, plus KL penalty, minus entropy bonus: what was differentiated. In RL its value says little; a jump is worth a look.",
     ),
-    "drift_from_behavior_k3_kl": _Q("nats", "drift from behaviour, k3", "The same, estimator k3."),
-    "entropy": _Q("nats", "entropy", "Mean entropy of the target at the trained tokens."),
-    "penalty_kl": _Q("nats", "KL to the anchor", "Mean of the KL penalty's own estimate, before its coefficient."),
+    "policy_loss": _Q(_U.ONE, "policy loss", "The policy's part of the loss."),
+    "kl_loss": _Q(_U.ONE, "KL loss", "The KL penalty's part of the loss; absent without one."),
+    "ratio_mean": _Q(_U.ONE, "mean ratio", "Mean of the ratio that the objective watches."),
+    "drift_k1_kl": _Q(_U.NATS, "drift k1", "KL(proximal || target), estimator k1, where the learner's own policy is the proximal one."),
+    "drift_from_behavior_k1_kl": _Q(
+        _U.NATS, "drift from behaviour, k1", "KL(behaviour || target), estimator k1, in bypass and with interpolated proximal logprobs."
+    ),
+    "entropy": _Q(
+        _U.NATS,
+        "entropy",
+        "Mean entropy of the target at the trained tokens; at 0 the policy always gives the same answer and explores no more.",
+    ),
+    "penalty_kl": _Q(_U.NATS, "KL to the anchor", "Mean of the KL penalty's own estimate, before its coefficient."),
     "clip_share": _Q(
-        "share",
+        _U.SHARE,
         "clipped",
         "Kept tokens whose gradient the trust region took away; where it takes whole sequences, each counts by its tokens.",
         TRAINED,
     ),
-    "bounded_share": _Q("share", "coefficients cut", "Kept tokens whose coefficient was cut to a bound; absent without bounds.", KEPT),
-    "importance_weight_mean": _Q("", "mean weight", "Mean importance weight of the kept tokens, before a late normaliser."),
-    "importance_weight_ess": _Q("share", "weights' sample size", "Effective sample size of these weights.", KEPT),
+    "bounded_share": _Q(_U.SHARE, "coefficients cut", "Kept tokens whose coefficient was cut to a bound; absent without bounds.", KEPT),
+    "importance_weight_mean": _Q(_U.ONE, "mean weight", "Mean importance weight of the kept tokens, before a late normaliser."),
+    **{
+        name: DIAGNOSTICS[name]
+        for name in ("broken_tokens", "kept_share", "drift_k3_kl", "drift_from_behavior_k3_kl", "importance_weight_ess")
+    },
 }
-"""The numbers of `loss_metrics`."""
+"""The numbers of `loss_metrics`; those that `diagnose` gives too are the same quantities."""
 
 
 def current_name(name: str) -> str:

@@ -14,7 +14,7 @@ class Symptom:
     """A diagnostic that is followed."""
 
     name: str
-    """Of correction.quantities.DIAGNOSTICS."""
+    """Name of the diagnostic (correction.quantities.DIAGNOSTICS)."""
     meaning: str
     """What is wrong when it grows."""
     remedy: str
@@ -24,7 +24,7 @@ class Symptom:
     is_share_missing: bool = False
     """True: 1 - value is followed, for what is 1 when all is well."""
     least: float = 0.0
-    """Of the quantity that is followed: under it nothing is wrong, however much it has grown."""
+    """Least value of the quantity that is followed: under it nothing is wrong, however much it has grown."""
     limit: float | None = None
     """Value that is an alarm at once, regardless of the run's baseline."""
     implied_by: str | None = None

@@ -20,7 +20,7 @@ from .errors import DataError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WideFields:
-    """Of one sequence with n tokens, m of them in the loss mask; None where there are none."""
+    """Wide fields of one sequence with n tokens, m of them in the loss mask; None where there are none."""
 
     routed_experts: Tensor | None = None
     """[n - 1, layers, k]: as PackedBatch's, without the last token."""
@@ -74,8 +74,8 @@ class WidePlace:
 
 
 def route_keys(routed_experts: Tensor) -> array[int]:
-    """Of tokens, from [n, layers, k]. Equal keys of unequal experts (one in four thousand millions) only make another plan of who reads
-    what: what is read is decided by the experts themselves."""
+    """Keys of tokens, from [n, layers, k]. Equal keys of unequal experts (one in four thousand millions) only make another plan of who
+    reads what: what is read is decided by the experts themselves."""
     return array("I", (zlib.crc32(row) for row in routed_experts.contiguous().numpy()))
 
 

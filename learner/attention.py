@@ -41,7 +41,7 @@ MOST_PADDING = 1.25
 MOST_KEYS_WIDENED = 80
 """Keys up to which a call in float32 on a CPU is computed in float64."""
 MOST_SCORES = 2**16
-"""Of a batch-invariant call, for each head: it has them all at the same time, and they should stay in the cache."""
+"""Attention scores of a batch-invariant call, for each head: it holds them all at once, and they should fit into a core's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class TileCall:
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # Megatron has no types
     """Megatron's description of packed sequences, with what the attention calls need; made once for each micro-batch.
 
-    Megatron uses cu_seqlens for its rotary embedding alone, and is told of one sequence, because PolicyModel hands it one angle for each
+    Megatron uses cu_seqlens for its rotary embedding alone, and is given one sequence, because PolicyModel hands it one angle for each
     row. max_seqlen is the longest real sequence, its continuation included: the length of the table of angles.
     """
 
@@ -86,7 +86,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # Megatron has no
     row_in_tiles: Tensor | None = None
     """[these rows] int64: where each is found in the outputs of the tile calls, laid end to end."""
     routes: Routes | None = None
-    """Of the routers that read these rows, where that is watched or given."""
+    """The experts of these rows, where routers are watched or told what to take."""
 
 
 def pack(layout: RowLayout, device: torch.device, *, batch_invariant: bool = False) -> tuple[Tensor, PackedSequences]:
@@ -193,7 +193,7 @@ def _single_tiles(layout: RowLayout) -> Iterator[_Tile]:
 
 
 def _rows_of_texts(layout: RowLayout) -> list[range]:
-    """Of each sequence, then of each continuation."""
+    """Rows of each sequence, then of each continuation."""
     return [range(a, b) for a, b in pairwise(accumulate(layout.sequences + layout.continuations, initial=0))]
 
 

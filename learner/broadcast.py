@@ -1,4 +1,4 @@
-"""Weights by torch.distributed broadcast: the learner is rank 0 of a group of its own with the engines of a fixed pool.
+"""Weights by torch.distributed broadcast: the learner is rank 0 of a group of its own with the engines.
 
 SGLang joins such a group with a store at tcp://host:port and a group name; the learner must build its side the same way, beside its own
 default group. A bucket is one broadcast, of bytes: of 18,867 tensors of a mixture of experts each would be a call otherwise.

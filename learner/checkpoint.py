@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -46,9 +46,30 @@ from learner.model import unwrap
 from learner.model_family import Rule
 from learner.optimizer import GuardedOptimizer
 from learner.parallel import Placement
+from learner.tensor_files import saving
 
 WEIGHT = "weight"
 """Kind of tensor; the others are the optimizer's."""
+
+
+class _TensorPiece(NamedTuple):
+    """What a tensor of a rank's file is of; its name there is the text."""
+
+    kind: str
+    part: int
+    """Tensor-parallel."""
+    start: int
+    """First element in that part laid flat."""
+    parameter: str
+    """Its first Hugging Face tensor."""
+
+    @classmethod
+    def parse(cls, name: str) -> _TensorPiece:
+        kind, part, start, parameter = name.split("/", 3)
+        return cls(kind, int(part), int(start), parameter)
+
+    def __str__(self) -> str:
+        return "/".join(map(str, self))
 
 
 def save(
@@ -74,7 +95,7 @@ def save(
     if placement.rank == 0:
         shutil.rmtree(target, ignore_errors=True)  # of a save that was killed
     placement.barrier()
-    held = {name: _copy(tensor) for name, tensor in _held_tensors(chunks, optimizer, hf_config, placement)}
+    held = {str(piece): _copy(tensor) for piece, tensor in _held_tensors(chunks, optimizer, hf_config, placement)}
     generators = {name: _copy(state) for name, state in _random_state().items()}
     manifest = {
         "format": FORMAT,
@@ -103,7 +124,7 @@ def save(
 def size_of(chunks: Sequence[DistributedDataParallel], optimizer: GuardedOptimizer, hf_config: Any, placement: Placement) -> int:
     """Bytes that this rank will write, and its share of a Hugging Face folder."""
     held = list(_held_tensors(chunks, optimizer, hf_config, placement))
-    return sum(tensor.nbytes * (1 + name.startswith(f"{WEIGHT}/")) for name, tensor in held)
+    return sum(tensor.nbytes * (1 + (piece.kind == WEIGHT)) for piece, tensor in held)
 
 
 def restore(
@@ -142,7 +163,7 @@ def _bound(
 
 def _held_tensors(
     chunks: Sequence[DistributedDataParallel], optimizer: GuardedOptimizer, hf_config: Any, placement: Placement
-) -> Iterator[tuple[str, Tensor]]:
+) -> Iterator[tuple[_TensorPiece, Tensor]]:
     """What this rank writes: each element is written by one rank."""
     for rule, parameter in _bound(chunks, hf_config, placement):
         part = placement.tensor_rank if rule.is_split else 0
@@ -150,14 +171,10 @@ def _held_tensors(
             continue  # the last stage's copy of a tied embedding; what tensor-parallel ranks have alike
         start, states = optimizer.state_of(parameter)
         if is_first := placement.is_first_copy(parameter):
-            yield _name(WEIGHT, part, 0, rule), parameter
+            yield _TensorPiece(WEIGHT, part, 0, rule.hf[0]), parameter
         if is_first or optimizer.is_distributed:
             for kind, tensor in states.items():
-                yield _name(kind, part, start, rule), tensor
-
-
-def _name(kind: str, part: int, start: int, rule: Rule) -> str:
-    return f"{kind}/{part}/{start}/{rule.hf[0]}"
+                yield _TensorPiece(kind, part, start, rule.hf[0]), tensor
 
 
 class _Saved:
@@ -170,8 +187,8 @@ class _Saved:
         """[parameter, kind][part] -> its pieces: start, number of the file, name in it."""
         for number, file in enumerate(self._files):
             for name in file.keys():  # noqa: SIM118  # it is no dict
-                kind, part, start, parameter = name.split("/", 3)
-                self._pieces[parameter, kind][int(part)].append((int(start), number, name))
+                piece = _TensorPiece.parse(name)
+                self._pieces[piece.parameter, piece.kind][piece.part].append((piece.start, number, name))
 
     def read(self, rule: Rule, parameter: Tensor) -> dict[str, Tensor]:
         """Everything that was saved of a parameter, by kind, in the shape that this rank has of it."""
@@ -229,9 +246,10 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _write(path: Path, fill: Callable[[Path], Any]) -> None:
-    """Write a file that is either complete or absent, also after a power cut."""
+    """Write a file that is either complete or absent, also after a power cut. Raises: OSError."""
     partial = path.with_name(f".{path.name}.partial")
-    fill(partial)
+    with saving(partial):
+        fill(partial)
     flush_to_disk(partial)
     partial.rename(path)
     leave_sum(path)

@@ -19,7 +19,7 @@ RANK, RANDOM = "rank", "random"
 
 
 def file_name(kind: str, rank: int) -> str:
-    """Of a rank's file."""
+    """Name of a rank's file in a checkpoint."""
     return f"{kind}-{rank}.safetensors"
 
 

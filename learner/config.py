@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from correction.engines.device_choice import Device, Dtype, device_of, dtype_of
-from correction.settings import Settings
+from correction.settings import DerivedSettings
 
 if TYPE_CHECKING:  # reading settings must not cost the import of torch
     import torch
@@ -20,9 +20,10 @@ _NOT_BUILT = {
 """What Megatron has and the learner does not, with the reason; 1 is allowed."""
 
 
-class LearnerConfig(Settings):
+class LearnerConfig(DerivedSettings):
     """How a corrected batch becomes new weights."""
 
+    DERIVED: ClassVar[frozenset[str]] = frozenset({"collective_timeout_s"})
     FORMER_NAMES: ClassVar[dict[str, str]] = {"fixed_order": "batch_invariant"}
 
     data_parallel: int = Field(default=1, ge=1, le=10**5)
@@ -99,12 +100,13 @@ class LearnerConfig(Settings):
     """Experts of a mixture of experts that tokens are sent to in proximal forward and training: the learner's own choice each time; the
     engine's while it sampled (rollout, R3); or in training that of the proximal forward (recompute, R2)."""
     report_kl_every: int = Field(default=0, ge=0, le=10**9)
-    """Every so many steps, tell the KL to the model that the run began with, by a forward of that model over the batch; 0: never. It is no
-    part of the loss. With correction.kl.coefficient the penalty's own KL is told, at every step."""
+    """Every so many steps, report the KL to the model that the run began with, by a forward of that model over the batch; 0: never. It is
+    no part of the loss. With correction.kl.coefficient the penalty's own KL is reported, at every step."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at the same time; bounds the memory of the vocabulary projection."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds after which a collective among ranks that a rank does not join fails."""
+    """Seconds after which a collective among ranks that a rank does not join fails; unset, a minute more than a step or a checkpoint may
+    take, so that no rank fails that waits for a slower one."""
 
     @model_validator(mode="before")
     @classmethod
@@ -192,7 +194,8 @@ class LearnerConfig(Settings):
         if family is not None and family.qk_norm == "all_heads" and self.tensor_parallel > 1:
             raise ConfigError(
                 f"learner.tensor_parallel = {self.tensor_parallel}: {hf_config.model_type} normalises queries and keys over the "
-                "channels of all heads, which would be on several ranks. Set it to 1, and take data_parallel or pipeline_parallel"
+                "channels of all heads, which would be on several ranks",
+                remedy="Set it to 1, and take data_parallel or pipeline_parallel",
             )
         names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
         heads, groups, width = (getattr(hf_config, name, None) or 0 for name in names)  # what a family lacks is refused with the family
@@ -200,7 +203,8 @@ class LearnerConfig(Settings):
         if experts and self.dtype == "float16":
             raise ConfigError(
                 f"learner.dtype = float16: {hf_config.model_type} has {experts} experts, whose gradients have an optimizer and so a loss "
-                "scale of their own: the two scales would part at the first overflow (Megatron refuses it, too). Set it to bfloat16"
+                "scale of their own: the two scales would part at the first overflow (Megatron refuses it, too)",
+                remedy="Set it to bfloat16",
             )
         is_shared = {
             "num_attention_heads": heads % ranks == 0,
@@ -210,7 +214,8 @@ class LearnerConfig(Settings):
         if wrong := [f"{name} = {getattr(hf_config, name)}" for name, fits in is_shared.items() if not fits]:
             raise ConfigError(
                 f"learner.tensor_parallel = {ranks}: {', '.join(wrong)} in the model's config.json can't be shared equally by {ranks} "
-                "ranks. Set it to a common divisor, or to 1"
+                "ranks",
+                remedy="Set it to a common divisor, or to 1",
             )
 
     @property
@@ -225,7 +230,7 @@ class LearnerConfig(Settings):
 
     @property
     def resolved_device(self) -> Device:
-        """Of this process, where it is auto. A run decides it for all ranks, before any of them starts."""
+        """The device; for auto what this process finds. A run decides it for all ranks, before any of them starts."""
         return device_of(self.device)
 
     @property

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the driver looks at the families, and must not import Megat
     from learner.parallel import Placement
 
 GATHER_BYTES = 2**26
-"""Of a rank's parameters that are gathered at a time."""
+"""Bytes of a rank's parameters that are gathered at a time."""
 
 
 @dataclass(frozen=True, slots=True)

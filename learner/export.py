@@ -22,7 +22,7 @@ from learner.parallel import Placement
 SHARD_BYTES = 4 * 2**30
 """Largest file of weights in a saved folder."""
 EXCHANGE_BYTES = 2**28
-"""Of weights that go from one pipeline stage to the others at a time."""
+"""Bytes of weights that go from one pipeline stage to the others at a time."""
 
 
 def of_all_stages(weights: Iterator[tuple[str, Tensor]], placement: Placement) -> Iterator[tuple[str, Tensor]]:

@@ -164,7 +164,7 @@ def family_of(hf_config: Any) -> ModelFamily:
 
 
 def rope_scaling(hf_config: Any) -> float | None:
-    """By how much the slow rotary angles are slowed down (rope_type llama3), or None. Raises: DataError for what Megatron can't be told."""
+    """By how much the slow rotary angles are slowed down (rope_type llama3), or None. Raises: DataError for what Megatron can't do."""
     rope: Mapping[str, Any] = getattr(hf_config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") == "default":
         return None

@@ -12,12 +12,15 @@ from safetensors import SafetensorError, safe_open
 
 from correction.engines.quick_imports import without_model_classes
 from correction.errors import DataError
+from learner.tensor_files import saving
 
 if TYPE_CHECKING:  # who reads a folder's JSON alone must not wait for torch
     from torch import Tensor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+PUT_BACK = "Put back a whole copy of the file"
+"""What to do about a damaged one."""
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 
@@ -26,9 +29,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # a UnicodeDecodeError is a ValueError
-        raise DataError(f"{path}: damaged, no JSON can be read from it ({error}). Put back a whole copy of the file") from error
+        raise DataError(f"{path}: damaged, no JSON can be read from it ({error})", remedy=PUT_BACK) from error
     if not isinstance(content, dict):
-        raise DataError(f"{path}: damaged, it holds no JSON object. Put back a whole copy of the file")
+        raise DataError(f"{path}: damaged, it holds no JSON object", remedy=PUT_BACK)
     return content
 
 
@@ -41,7 +44,7 @@ def open_tensors(path: Path) -> Any:
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
         reason = "is not there" if not path.exists() else f"damaged, no tensors can be read from it ({error})"
-        raise DataError(f"{path}: {reason}. Put back a whole copy of the file") from error
+        raise DataError(f"{path}: {reason}", remedy=PUT_BACK) from error
 
 
 def read_config(folder: str | os.PathLike[str]) -> Any:
@@ -56,10 +59,10 @@ def read_config(folder: str | os.PathLike[str]) -> Any:
         raise DataError(f"{folder}: no config.json; a model is a Hugging Face folder with config.json, *.safetensors and a tokenizer")
     read_json(path)
     try:
-        return without_model_classes(lambda: AutoConfig.from_pretrained(folder))
+        return without_model_classes(lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))  # unset, it asks at a terminal
     except Exception as error:  # each config class has checks of its own
         reason = " ".join(str(error).split())[:300]
-        raise DataError(f"{path}: transformers makes no model of it ({reason}). Put back a whole copy of the file") from error
+        raise DataError(f"{path}: transformers makes no model of it ({reason})", remedy=PUT_BACK) from error
 
 
 class HFWeights:
@@ -73,12 +76,13 @@ class HFWeights:
         if index.is_file():
             weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict):
-                raise DataError(f"{index}: damaged, it has no weight_map. Put back a whole copy of the file")
+                raise DataError(f"{index}: damaged, it has no weight_map", remedy=PUT_BACK)
             self._file_of: dict[str, str] = weight_map
         elif (self.folder / SINGLE_FILE).is_file():
             self._file_of = dict.fromkeys(self._file(SINGLE_FILE).keys(), SINGLE_FILE)
         else:
-            raise DataError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE}; convert the weights to safetensors (model.save_pretrained)")
+            remedy = "convert the weights to safetensors (model.save_pretrained)"
+            raise DataError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE}", remedy=remedy)
         self._unread = set(self._file_of)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -108,12 +112,12 @@ class HFWeights:
         try:
             return read(self._file(file))
         except SafetensorError as error:
-            raise DataError(f"{self.folder / file}: no tensor {name} in it ({error}). Put back a whole copy of the file") from error
+            raise DataError(f"{self.folder / file}: no tensor {name} in it ({error})", remedy=PUT_BACK) from error
 
 
 def side_files(folder: str | os.PathLike[str]) -> dict[str, bytes]:
-    """What is not weights, by name: config, generation config, tokenizer, chat template."""
-    files = (file for file in sorted(Path(folder).iterdir()) if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES))
+    """What is neither weights nor code, by name: config, generation config, tokenizer, chat template."""
+    files = (file for file in sorted(Path(folder).iterdir()) if file.is_file() and not file.name.endswith((*_WEIGHT_SUFFIXES, ".py")))
     return {file.name: file.read_bytes() for file in files}
 
 
@@ -122,6 +126,7 @@ def write_shards(folder: str | os.PathLike[str], shards: Iterable[dict[str, Tens
 
     Args:
         shards: HF name -> contiguous CPU tensor.
+    Raises: OSError.
     """
     from safetensors.torch import save_file
 
@@ -130,7 +135,8 @@ def write_shards(folder: str | os.PathLike[str], shards: Iterable[dict[str, Tens
     total_bytes = 0
     for number, tensors in enumerate(shards):
         path = target / f"shard-{number}.safetensors"
-        save_file(tensors, path, metadata={"format": "pt"})
+        with saving(path):
+            save_file(tensors, path, metadata={"format": "pt"})
         written.append((path, list(tensors)))
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())
     if len(written) == 1:

@@ -160,6 +160,6 @@ def _with_routes(text: list[int], routed_experts: Tensor) -> list[tuple[int, byt
 
 
 def _common_length(texts: list[list[Any]]) -> int:
-    """Tokens with which all of them begin: those with which the first and the last in lexical order do."""
+    """Length of the longest common prefix of all texts: that of the first and the last in lexicographic order."""
     low, high = min(texts), max(texts)
     return next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))

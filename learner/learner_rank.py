@@ -28,6 +28,7 @@ from correction.engines.weight_bucket import WeightBucket
 from correction.errors import ConfigError, DataError
 from correction.loss import loss_metrics, policy_scale
 from learner import checkpoint, convert, export, hf_folder, model, model_capture, parallel
+from learner.abort import Abort
 from learner.config import LearnerConfig
 from learner.logprobs import scaled_logits
 from learner.loss import correction_objective, supervised_objective
@@ -36,7 +37,7 @@ from learner.model_check import is_surplus_allowed
 from learner.optimizer import GuardedOptimizer, Update, mean_norms
 from learner.optimizer_steps import demonstration_batch, first_values, optimizer_steps, sequences_read, uncorrected
 from learner.results import Proximal, StepResult, StepValues
-from learner.step import Pass, PhaseTimer, attach_schedule, run_microbatches, train_step
+from learner.step import ObjectiveFunction, Pass, PhaseTimer, attach_schedule, run_microbatches, train_step
 
 
 @dataclass(slots=True)
@@ -72,6 +73,7 @@ class LearnerRank:
         self._loaded: _Loaded | None = None
         self._reference: list[Tensor] | None = None
         self._saving: Future[None] | None = None
+        self.abort = Abort()
 
     # Weights in
 
@@ -177,20 +179,12 @@ class LearnerRank:
         objective = correction_objective(correction_config)
         if self.config.reset_optimizer_on_switch:
             state.optimizer.follow(correction_config.model_dump_json())
-        done: list[tuple[Pass, float, Update]] = [
-            train_step(
-                state.chunks,
-                state.optimizer,
-                share,
-                objective,
-                gradient_scale=lambda sums: policy_scale(sums, correction_config),
-                loss_of=lambda sums: loss_metrics(sums, correction_config)["loss"],
-                config=self.config,
-                placement=self.placement,
-                watch=watch,
-            )
-            for _, share in shares
-        ]
+
+        def loss_of(sums: Tensor) -> float:
+            return loss_metrics(sums, correction_config)["loss"]
+
+        scale = partial(policy_scale, config=correction_config)
+        done = [self._train(share, objective, scale, loss_of, watch) for _, share in shares]
         first_epoch = len(shares) // self.config.epochs_per_batch
         logprobs, entropies, decided = first_values(corrected, shares[:first_epoch], [one[0] for one in done])
         trained = entropies[corrected.batch.loss_mask]
@@ -233,19 +227,8 @@ class LearnerRank:
 
     def supervised_update(self, token_ids: Tensor, offsets: Tensor, loss_mask: Tensor) -> tuple[float, Update]:
         """The same, with what became of the gradient."""
-        corrected = demonstration_batch(token_ids, offsets, loss_mask)
-        state = self._require()
-        _, loss, update = train_step(
-            state.chunks,
-            state.optimizer,
-            corrected,
-            supervised_objective,
-            gradient_scale=lambda sums: 1.0,
-            loss_of=lambda sums: float(sums[0]),
-            config=self.config,
-            placement=self.placement,
-            watch=PhaseTimer(self.placement.device),
-        )
+        corrected, watch = demonstration_batch(token_ids, offsets, loss_mask), PhaseTimer(self.placement.device)
+        _, loss, update = self._train(corrected, supervised_objective, lambda _: 1.0, lambda sums: float(sums[0]), watch)
         return loss, update
 
     # Weights out
@@ -360,6 +343,21 @@ class LearnerRank:
             giver = "the engine's completions (rollout.engine.return_routed_experts)" if source == "rollout" else "LearnerRank.proximal"
             raise DataError(f"learner.routing_replay = {source}: the batch has no routed_experts to replay; they come from {giver}")
 
+    def _train(
+        self,
+        corrected: CorrectedBatch,
+        objective: ObjectiveFunction,
+        gradient_scale: Callable[[Tensor], float],
+        loss_of: Callable[[Tensor], float],
+        watch: PhaseTimer,
+    ) -> tuple[Pass, float, Update]:
+        """One optimizer step, as learner.step.train_step."""
+        state = self._require()
+        return train_step(
+            state.chunks, state.optimizer, corrected, objective, gradient_scale=gradient_scale, loss_of=loss_of,
+            config=self.config, placement=self.placement, watch=watch, abort=self.abort,
+        )
+
     def _forward(self, batch: PackedBatch, *, keep_routes: bool = False) -> Pass:
         return run_microbatches(
             self._require().chunks,
@@ -368,6 +366,7 @@ class LearnerRank:
             config=self.config,
             placement=self.placement,
             watch=PhaseTimer(self.placement.device),
+            abort=self.abort,
             keep_routes=keep_routes,
         )
 

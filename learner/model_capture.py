@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from correction.batch import PackedBatch
-from correction.engines.capture import Capture, CapturedRows, sequence_start
+from correction.engines.capture import Capture, CapturedRows, OperatorPlace, sequence_start
 from learner.convert import HeadShape, split_qkv
 from learner.model import PolicyModel
 
@@ -28,14 +28,14 @@ _OUTPUTS = {
     "mlp.linear_fc1": "gate_up",
     "mlp.linear_fc2": "down",
 }
-"""Megatron's module in a layer -> place of its output."""
+"""Megatron's module in a layer -> operator whose output is its own."""
 _INPUTS = {
     "input_layernorm": ("residual",),
     "self_attention.core_attention": ("rotary_q", "rotary_k"),
     "pre_mlp_layernorm": ("mlp_residual",),
     "mlp.linear_fc2": ("silu",),
 }
-"""Megatron's module in a layer -> places of its first inputs, which no module of their own computes."""
+"""Megatron's module in a layer -> operators that make its first inputs, which no module of their own computes."""
 
 
 def capture(policy: PolicyModel, heads: HeadShape, batch: PackedBatch, forward: Callable[[], Tensor], head: Head) -> tuple[Tensor, Capture]:
@@ -45,13 +45,13 @@ def capture(policy: PolicyModel, heads: HeadShape, batch: PackedBatch, forward: 
         head: [M, vocabulary] logits of [M, hidden]. They are taken once more from the hidden states of the same rows: the head itself
             only hands out logprobs.
     """
-    pieces: dict[str, list[Tensor]] = {}
+    pieces: dict[OperatorPlace, list[Tensor]] = {}
     token: list[Tensor] = []
     sequences = [batch.token_ids[start:end].tolist() for start, end in pairwise(batch.offsets.tolist())]
 
-    def keep(place: str, values: Tensor) -> None:
+    def keep(place: OperatorPlace, values: Tensor) -> None:
         rows = values.detach().reshape(len(token[-1]), -1)
-        if place.endswith(".qkv"):
+        if place.operator == "qkv":
             rows = torch.cat(split_qkv(rows.t(), heads)).t()
         pieces.setdefault(place, []).append(rows.to("cpu", copy=True))
 
@@ -61,38 +61,40 @@ def capture(policy: PolicyModel, heads: HeadShape, batch: PackedBatch, forward: 
     with _hooked(policy, keep, note_rows):
         logprobs = forward()
     found = {place: CapturedRows(torch.cat(token), torch.cat(values)) for place, values in pieces.items()}
-    final = found["final_norm"]
+    final = found[OperatorPlace("final_norm")]
     predicts = torch.isin(final.token, batch.loss_mask.nonzero()[:, 0] - 1)
     logits = head(final.values[predicts].to(policy.head_weight))
-    return logprobs, found | {"logits": CapturedRows(final.token[predicts], logits.cpu())}
+    return logprobs, found | {OperatorPlace("logits"): CapturedRows(final.token[predicts], logits.cpu())}
 
 
 @contextmanager
-def _hooked(policy: PolicyModel, keep: Callable[[str, Tensor], None], note_rows: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+def _hooked(
+    policy: PolicyModel, keep: Callable[[OperatorPlace, Tensor], None], note_rows: Callable[[Tensor, Tensor], None]
+) -> Iterator[None]:
     handles = [policy.register_forward_pre_hook(lambda _, inputs: note_rows(inputs[0], inputs[1]))]
 
-    def outputs(module: torch.nn.Module, place: str) -> None:
+    def outputs(module: torch.nn.Module, operator: str, layer: int | None = None) -> None:
         def hook(_module: Any, _inputs: Any, output: Any) -> None:
-            keep(place, output[0] if isinstance(output, tuple) else output)
+            keep(OperatorPlace(operator, layer), output[0] if isinstance(output, tuple) else output)
 
         handles.append(module.register_forward_hook(hook))
 
-    def inputs(module: torch.nn.Module, places: tuple[str, ...]) -> None:
+    def inputs(module: torch.nn.Module, operators: tuple[str, ...], layer: int | None = None) -> None:
         def hook(_module: Any, given: tuple[Any, ...], options: dict[str, Any]) -> None:
-            for place, values in zip(places, (*given, *options.values()), strict=False):
-                keep(place, values)
+            for operator, values in zip(operators, (*given, *options.values()), strict=False):
+                keep(OperatorPlace(operator, layer), values)
 
         handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     outputs(policy.embedding.word_embeddings, "embedding")
     for i, layer in enumerate(policy.decoder.layers):
         modules = dict(layer.named_modules())
-        for name, places in _INPUTS.items():
+        for name, operators in _INPUTS.items():
             if name in modules and (i, name) != (0, "input_layernorm"):  # nothing was added before the first layer
-                inputs(modules[name], tuple(f"layers.{i}.{place}" for place in places))
-        for name, place in _OUTPUTS.items():
+                inputs(modules[name], operators, i)
+        for name, operator in _OUTPUTS.items():
             if name in modules:
-                outputs(modules[name], f"layers.{i}.{place}")
+                outputs(modules[name], operator, i)
     inputs(policy.decoder.final_layernorm, ("final_residual",))
     outputs(policy.decoder.final_layernorm, "final_norm")
     try:

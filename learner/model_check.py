@@ -8,7 +8,7 @@ from typing import Any
 from correction.errors import DataError
 from learner.convert import HeadShape
 from learner.families import family_of
-from learner.hf_folder import HFWeights, read_config
+from learner.hf_folder import PUT_BACK, HFWeights, read_config
 from learner.model_family import ModelFamily, Rule, TensorLayout
 
 
@@ -22,9 +22,9 @@ def check_trainable(folder: str | os.PathLike[str], *, has_weights: bool = True)
     try:
         expected = expected_shapes(hf_config)
     except DataError as error:
-        raise DataError(f"{folder}: {error}. Set model to another one (docs/models.md)") from error
+        raise DataError(f"{folder}: {error}", remedy="Set model to another one (docs/models.md)") from error
     except (ArithmeticError, AttributeError, TypeError) as error:  # sizes that make no model
-        raise DataError(f"{folder}/config.json: its sizes make no model ({error}). Put back a whole copy of the file") from error
+        raise DataError(f"{folder}/config.json: its sizes make no model ({error})", remedy=PUT_BACK) from error
     if not has_weights:
         return hf_config
     found = HFWeights(folder).shapes()
@@ -34,8 +34,8 @@ def check_trainable(folder: str | os.PathLike[str], *, has_weights: bool = True)
     if problems := missing + wrong + surplus:
         more = f", and {len(problems) - 1} more tensors don't fit" if len(problems) > 1 else ""
         raise DataError(
-            f"{folder}: its config.json and its safetensors describe different models: {problems[0]}{more}. "
-            "Put back those that belong together"
+            f"{folder}: its config.json and its safetensors describe different models: {problems[0]}{more}",
+            remedy="Put back those that belong together",
         )
     return hf_config
 
@@ -63,7 +63,7 @@ def expected_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes(rule: Rule, family: ModelFamily, heads: HeadShape, hf_config: Any) -> tuple[tuple[int, ...], ...]:
-    """Of the rule's HF tensors."""
+    """Shapes of the rule's HF tensors."""
     hidden, queries, keys = hf_config.hidden_size, heads.groups * heads.queries_per_group * heads.width, heads.groups * heads.width
     width = getattr(hf_config, family.experts.width) if family.experts else hf_config.intermediate_size
     is_of_attention = ".self_attention." in rule.megatron

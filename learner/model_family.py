@@ -13,7 +13,7 @@ from typing import Any, Literal
 MEGATRON_LAYER = "decoder.layers.{layer}."
 INPUT_NORM, QKV_BIAS = "input_layernorm.weight", "self_attention.linear_qkv.bias"
 ATTENTION_NORM_AFTER, FEED_FORWARD_NORM_AFTER = "self_attention.linear_proj.norm.weight", "mlp.linear_fc2.norm.weight"
-"""Of the products with a norm after them (learner/norm.py)."""
+"""Names of the norms after the two products of a layer (learner/norm.py)."""
 
 
 class TensorLayout(Enum):
@@ -58,7 +58,7 @@ class ExpertOptions:
     """What config.json calls the sizes of a mixture of experts. Their number is num_experts in transformers, whatever the file calls it."""
 
     width: str = "moe_intermediate_size"
-    """Of an expert's feed-forward part."""
+    """Name of an expert's feed-forward width."""
     normalises: str | None = "norm_topk_prob"
     """Whether the weights of a token's experts add up to 1; None: they always do."""
 

@@ -65,7 +65,7 @@ class NanoModelConfig(Settings):
     init_std: float = Field(default=0.02, gt=0, le=10.0)
     """Standard deviation of the initial matrices."""
     seed: int = 0
-    """Of the initial weights."""
+    """Seed of the initial weights."""
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
@@ -149,7 +149,7 @@ def train_tokenizer(texts: Sequence[str], max_vocab_size: int, word_share: float
 
 
 def _common_beginning(texts: Sequence[str]) -> str:
-    """What all texts begin with: what the first and the last in alphabetical order begin with."""
+    """The longest common prefix of all texts: that of the first and the last in alphabetical order."""
     first, last = min(texts, default=""), max(texts, default="")
     length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
     return first[:length]

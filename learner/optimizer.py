@@ -51,7 +51,7 @@ class Update:
 
     @property
     def norm(self) -> float:
-        """Of the whole gradient."""
+        """L2 norm of the whole gradient."""
         return math.sqrt(math.fsum(norm * norm for norm in self.group_norms.values()))
 
 
@@ -92,7 +92,7 @@ class GuardedOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """Of the last update."""
+        """Learning rate of the last update."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     @property
@@ -168,7 +168,7 @@ class GuardedOptimizer:
         return replace(update, is_applied=bool(self._optimizer.step_with_ready_grads()))
 
     def _group_norms(self) -> dict[str, float]:
-        """Of the gradients that `prepare_grads` has left. What several ranks hold counts once: squares are added up over their parts."""
+        """L2 norms of the gradients that `prepare_grads` left. What several ranks hold counts once: squares are added over their parts."""
         sums = torch.zeros(2, len(GROUPS), dtype=torch.float64)  # of squares, and of parameters
         index = {name: i for i, name in enumerate(GROUPS)}
         for optimizer in self._optimizer.chained_optimizers:
@@ -234,7 +234,7 @@ class GuardedOptimizer:
         }
 
     def schedule_state(self) -> dict[str, Any]:
-        """Of the learning rate, what Adam's averages are of, and the loss scale; plain values."""
+        """State of the learning rate, what Adam's averages are of, and the loss scale; plain values."""
         state = {**self._schedule.state_dict(), "objective": self._objective, "begun_at": self._begun_at}
         if self._scaler is not None:
             state["loss_scale"] = self._scaler.state_dict() | {"scale": self.loss_scale}

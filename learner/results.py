@@ -48,7 +48,7 @@ class StepResult:
     """Norm of the gradient of each group of parameters (learner.optimizer.GROUPS) before clipping, mean over those optimizer steps; not
     finite where a skipped step's was not."""
     learning_rate: float
-    """Of the last update."""
+    """Learning rate of the last update."""
     tokens: int
     """In the batch, prompts included."""
     trained_tokens: int
@@ -60,7 +60,7 @@ class StepResult:
     overflowed_steps: int
     """Those of them whose float16 gradient overflowed under the loss scale: part of finding the scale, no fault of the batch."""
     loss_scale: float | None
-    """Of the next update; None in other types than float16."""
+    """Loss scale of the next update; None in other types than float16."""
     microbatches: int
     """Forward and backward passes of this rank."""
     routing_agreement: float | None

@@ -32,14 +32,14 @@ def smallest_type(experts: int) -> torch.dtype:
 
 @dataclass(slots=True)
 class Routes:
-    """The experts of one micro-batch on this rank: those that its routers are told to take, and those that they took.
+    """The experts of one micro-batch on this rank: those that its routers are given, and those that they took.
 
     Passed through the model with the rows, because a pipeline's schedule and the recomputation of activations come back to a micro-batch
     in an order of their own.
     """
 
     rows: range
-    """Of the micro-batch's rows, those that this rank's routers see."""
+    """Rows of the micro-batch that this rank's routers see."""
     given: Tensor | None
     """[rows, layers, k]: the experts to be taken; None: the routers choose."""
     keeps_taken: bool
@@ -76,9 +76,9 @@ class RouterChoice:
     layer: int
     """Index in the whole model."""
     type: torch.dtype
-    """Of what is kept."""
+    """Integer type in which the experts' indices are kept."""
     routes: Routes | None = None
-    """Of the rows that the layer reads."""
+    """The experts of the rows that the layer reads; None: nobody asks for them or gives them."""
 
     def attach(self, layer: torch.nn.Module) -> None:
         """To a transformer layer with a router."""

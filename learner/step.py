@@ -15,6 +15,7 @@ from torch import Tensor
 from correction.batch import CorrectedBatch, DecisionCounts, FinalDecision, PackedBatch
 from correction.engines import matrix_products
 from learner import balance
+from learner.abort import Abort
 from learner.attention import can_share_prompts
 from learner.config import LearnerConfig
 from learner.inputs import ModelInputs, find_shared_prefixes
@@ -56,7 +57,7 @@ class Pass:
     """[N], likewise."""
     microbatches: int
     decided: FinalDecision | None = None
-    """Likewise, of an objective that decides what is in the loss."""
+    """What the late parts decided on the whole batch, for an objective that decides what is in the loss."""
     routed_experts: Tensor | None = None
     """[N, layers, k], CPU: where the tokens were sent, in a forward that keeps it."""
     routing_agreement: float | None = None
@@ -89,6 +90,7 @@ def run_microbatches(
     config: LearnerConfig,
     placement: Placement,
     watch: PhaseTimer,
+    abort: Abort,
     keep_routes: bool = False,
 ) -> Pass:
     """Forward passes of this rank's share through Megatron's schedule, and backward passes if there is an objective.
@@ -98,6 +100,7 @@ def run_microbatches(
     Args:
         chunks: of layers, one after the other.
         keep_routes: return where tokens were sent.
+    Raises: StepAborted.
     """
     batch = corrected.batch
     with watch.phase("prepare"):
@@ -109,6 +112,7 @@ def run_microbatches(
     outputs: list[MicrobatchOutput] = []
 
     def forward_step(data: Iterator[tuple[Microbatch, Routes]], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        abort.before_microbatch()
         (microbatch, inputs), its_routes = next(data)
         hidden = forward_hidden(model, inputs.token_ids, inputs.layout, its_routes, batch_invariant=config.batch_invariant)
 
@@ -239,6 +243,7 @@ def train_step(
     config: LearnerConfig,
     placement: Placement,
     watch: PhaseTimer,
+    abort: Abort,
 ) -> tuple[Pass, float, Update]:
     """One optimizer step on a corrected batch.
 
@@ -246,18 +251,20 @@ def train_step(
         gradient_scale: sums of the whole batch -> factor on its gradient.
         loss_of: sums of the whole batch -> its loss.
     Returns: the pass, the loss, and what became of the weights.
+    Raises: StepAborted; the weights are as they were.
     """
     optimizer.zero_grad()
-    done = run_microbatches(chunks, corrected, objective, config=config, placement=placement, watch=watch)
+    done = run_microbatches(chunks, corrected, objective, config=config, placement=placement, watch=watch, abort=abort)
     assert done.sums is not None
     loss = loss_of(done.sums)
+    abort.too_late()
     with watch.phase("optimizer"):
         update = optimizer.finish(gradient_scale=gradient_scale(done.sums), loss_is_finite=math.isfinite(loss))
     return done, loss, update
 
 
 def attach_schedule(chunks: Sequence[DistributedDataParallel], optimizer: GuardedOptimizer) -> None:
-    """Tell Megatron's schedule how to begin a backward pass (float16's loss scale) and to end it: sum over ranks, divide by nothing."""
+    """Give Megatron's schedule how to begin a backward pass (float16's loss scale) and to end it: sum over ranks, divide by nothing."""
 
     def finalize(models: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
         finalize_model_grads(models, None, **options)

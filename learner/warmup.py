@@ -25,7 +25,7 @@ class WarmupConfig(Settings):
     sequences_per_step: int = Field(default=64, ge=1, le=10**6)
     """Demonstrations in each step, over all ranks."""
     seed: int = 0
-    """Of the order of the demonstrations."""
+    """Seed of the order of the demonstrations."""
 
 
 @dataclass(frozen=True, slots=True)

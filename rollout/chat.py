@@ -20,16 +20,18 @@ def load_tokenizer(folder: Path | str) -> Any:
 
     folder = Path(folder)
     if not folder.is_dir():
-        raise DataError(f"model = {folder}: no such folder; make one with `evenkeel init-model {folder}`, or download a model there")
+        remedy = f"make one with `evenkeel init-model {folder}`, or download a model there"
+        raise DataError(f"model = {folder}: no such folder", remedy=remedy)
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")):
-        raise DataError(f"model = {folder}: the folder has no tokenizer (no tokenizer.json); copy the model's own into it")
+        raise DataError(f"model = {folder}: the folder has no tokenizer (no tokenizer.json)", remedy="copy the model's own into it")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # unset, it asks at a terminal
         tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True  # `excess` says it, of the row
         return tokenizer
     except Exception as error:
         reason = " ".join(str(error).split())  # transformers' texts have several lines
-        raise DataError(f"model = {folder}: unusable tokenizer ({type(error).__name__}: {reason}); copy the files afresh") from error
+        said = f"{type(error).__name__}: {reason}"
+        raise DataError(f"model = {folder}: unusable tokenizer ({said})", remedy="copy the files afresh") from error
 
 
 _CHARACTERS_PER_TOKEN = 16
@@ -54,11 +56,11 @@ class ChatEncoder:
     def __post_init__(self) -> None:
         if self.apply_chat_template and not getattr(self.tokenizer, "chat_template", None):
             raise ConfigError(
-                "rollout.task.apply_chat_template = true, but the model's tokenizer has no chat template; "
-                "set rollout.task.apply_chat_template: false, or put chat_template.jinja into the model folder"
+                "rollout.task.apply_chat_template = true, but the model's tokenizer has no chat template",
+                remedy="set rollout.task.apply_chat_template: false, or put chat_template.jinja into the model folder",
             )
         if self.tokenizer.eos_token_id is None:
-            raise DataError("the model's tokenizer has no eos_token, so no answer could end; set it in tokenizer_config.json")
+            raise DataError("the model's tokenizer has no eos_token, so no answer could end", remedy="set it in tokenizer_config.json")
 
     @classmethod
     def for_task(cls, tokenizer: Any, task: TaskConfig, max_prompt_tokens: int | None = None) -> ChatEncoder:

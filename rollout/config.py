@@ -387,14 +387,13 @@ class RolloutConfig(PoolSizeConfig):
         Raises: ConfigError if no room is left, or the engine's context is longer than the model's.
         """
         if self.engine.context_length is not None and self.engine.context_length > model_context:
-            raise ConfigError(
-                f"rollout.engine.context_length = {self.engine.context_length} is more than the model's context of {model_context} tokens "
-                f"(max_position_embeddings in its config.json); lower it, or leave it out"
-            )
+            said = f"rollout.engine.context_length = {self.engine.context_length} is more than the model's context of {model_context} "
+            raise ConfigError(f"{said}tokens (max_position_embeddings in its config.json)", remedy="lower it, or leave it out")
         room = (self.engine.context_length or model_context) - self.sampling.max_tokens
         if room < 1:
             raise ConfigError(
                 f"rollout.sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt in the model's context of "
-                f"{model_context} tokens; lower it"
+                f"{model_context} tokens",
+                remedy="lower it",
             )
         return min(room, self.task.max_prompt_tokens or room)

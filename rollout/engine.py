@@ -160,7 +160,7 @@ class RolloutEngine(UpdatableEngine):
 
     @contextlib.contextmanager
     def _in_a_group(self, answers: int) -> Iterator[dict[str, int]]:
-        """What SGLang is told of the group of ranks with the fewest answers under way: it reads the prompt, and samples all of these."""
+        """SGLang's argument for the group of ranks with the fewest answers under way: it reads the prompt, and samples all of these."""
         if len(self._in_groups) == 1:
             yield {}
             return
@@ -258,7 +258,7 @@ def _read_model_config(folder: Path, engine: EngineConfig) -> tuple[int, int, Ex
 
     if not (folder / "config.json").is_file():
         raise DataError(f"{folder}: no config.json: not a Hugging Face model folder. Give a folder that transformers can load")
-    config = AutoConfig.from_pretrained(folder).get_text_config()
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
     has_experts = getattr(config, "num_experts", None) is not None
     if has_experts and config.tie_word_embeddings:
         raise DataError(

@@ -67,6 +67,11 @@ _REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "rollout.engine's own settings",
     ),
     (
+        ("trust_remote_code",),
+        "code in a model folder is never run, and the learner would not know such a model",
+        "a model of a family that it knows",
+    ),
+    (
         ("tokenizer_worker_num", "detokenizer_worker_num", "custom_sigquit_handler"),
         "an engine's processes are started and watched by evenkeel, and work on token ids",
         "rollout.workers",

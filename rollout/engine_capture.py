@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correction.engines.capture import Capture, CapturedRows, sequence_start
+from correction.engines.capture import Capture, CapturedRows, OperatorPlace, sequence_start
 from correction.errors import EngineError
 
 LAST = "logits_processor"
@@ -30,27 +30,31 @@ _LAYER = {
     "mlp.act_fn": "silu",
     "mlp.down_proj": "down",
 }
-"""SGLang's module in a layer -> place of its output."""
+"""SGLang's module in a layer -> operator whose output is its own."""
 _RESIDUAL_OF = {"norm": "residual", "mlp_norm": "mlp_residual", "final_norm": "final_residual"}
 """A norm that adds its input to the residual first returns both."""
 
 
 def engine_arguments(folder: Path, layers: int) -> dict[str, Any]:
     """For rollout.engine.engine_args: every forward pass writes a file into the folder."""
-    modules = {"model.embed_tokens": "embedding"}
-    modules |= {f"model.layers.{i}.{name}": f"layers.{i}.{place}" for i in range(layers) for name, place in _LAYER.items()}
-    modules |= {"model.norm": "final_norm", LAST: "logits"}
-    factory = f"{__name__}:hook"
+    modules = {"model.embed_tokens": OperatorPlace("embedding")}
+    modules |= {f"model.layers.{i}.{name}": OperatorPlace(operator, i) for i in range(layers) for name, operator in _LAYER.items()}
+    modules |= {"model.norm": OperatorPlace("final_norm"), LAST: OperatorPlace("logits")}
     hooks = [
-        {"name": place, "target_modules": [module], "hook_factory": factory, "config": {"folder": str(folder), "place": place}}
+        {
+            "name": str(place),
+            "target_modules": [module],
+            "hook_factory": f"{__name__}:hook",
+            "config": {"folder": str(folder), "place": list(place)},
+        }
         for module, place in modules.items()
     ]
     return {"forward_hooks": hooks, "disable_cuda_graph": True}     # a replayed graph calls no hooks
 
 
-def hook(config: dict[str, str]) -> Any:
+def hook(config: dict[str, Any]) -> Any:
     """What SGLang registers on the module of one place."""
-    return partial(_recorder(config["folder"]).note, config["place"])
+    return partial(_recorder(config["folder"]).note, OperatorPlace(*config["place"]))
 
 
 def read(folder: Path, sequences: Sequence[Sequence[int]]) -> Capture:
@@ -70,13 +74,13 @@ def read(folder: Path, sequences: Sequence[Sequence[int]]) -> Capture:
     starts = {request: sequence_start(sequences, *rows) for request, rows in seen.items()}
     if len({start for start in starts.values() if start is not None}) < len({tuple(one) for one in sequences}):
         raise EngineError(f"captures: the engine recorded {len(seen)} requests, not all of the {len(sequences)} that it answered")
-    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    found: dict[OperatorPlace, list[tuple[Tensor, Tensor]]] = {}
     for one in passes:
         owner = [starts[request] for request in _owners(one)]
         token = torch.tensor([-1 if start is None else start for start in owner]) + one["positions"]
         token[[start is None for start in owner]] = -1
-        for place, values in one["values"].items():
-            of_rows = token[torch.tensor(one["counts"]).cumsum(0) - 1] if place == "logits" else token
+        for place, values in ((OperatorPlace(*key), values) for key, values in one["values"].items()):
+            of_rows = token[torch.tensor(one["counts"]).cumsum(0) - 1] if place.operator == "logits" else token
             found.setdefault(place, []).append((of_rows[of_rows >= 0], values[of_rows >= 0]))
     return {place: CapturedRows(*(torch.cat(column) for column in zip(*pieces, strict=True))) for place, pieces in found.items()}
 
@@ -96,24 +100,23 @@ class _Recorder:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._passes = folder, 0
-        self._values: dict[str, Tensor] = {}
+        self._values: dict[OperatorPlace, Tensor] = {}
 
-    def note(self, place: str, _module: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        head, _, name = place.rpartition(".")
-        prefix = f"{head}." if head else ""
+    def note(self, place: OperatorPlace, _module: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        name = place.operator
         if name == "logits":
             self._keep(place, output.next_token_logits)
             self._write(next(one for one in inputs if hasattr(one, "req_pool_indices")))
             return
         first: Any = output[0] if isinstance(output, tuple) else output
         if name in _RESIDUAL_OF and isinstance(output, tuple):
-            self._keep(prefix + _RESIDUAL_OF[name], output[1])
+            self._keep(place._replace(operator=_RESIDUAL_OF[name]), output[1])
         if name == "attention":
-            self._keep(prefix + "rotary_q", inputs[0])
-            self._keep(prefix + "rotary_k", inputs[1])
+            self._keep(place._replace(operator="rotary_q"), inputs[0])
+            self._keep(place._replace(operator="rotary_k"), inputs[1])
         self._keep(place, first if isinstance(first, Tensor) else first.partial)    # a sum over ranks that is still to be taken
 
-    def _keep(self, place: str, values: Tensor) -> None:
+    def _keep(self, place: OperatorPlace, values: Tensor) -> None:
         self._values[place] = values.detach().to("cpu", copy=True)
 
     def _write(self, batch: Any) -> None:
@@ -123,8 +126,10 @@ class _Recorder:
             "counts": [1] * len(batch.rids) if decodes else batch.extend_seq_lens.tolist(),
             "positions": batch.positions.cpu(),
             "token_ids": batch.input_ids.cpu(),
-            "values": {place: values.reshape(len(batch.rids) if place == "logits" else len(batch.input_ids), -1)
-                       for place, values in self._values.items()},
+            "values": {
+                tuple(place): values.reshape(len(batch.rids) if place.operator == "logits" else len(batch.input_ids), -1)
+                for place, values in self._values.items()
+            },
         }
         self._folder.mkdir(parents=True, exist_ok=True)
         torch.save(one, self._folder / f"pass_{self._passes:06d}.pt")

@@ -66,15 +66,16 @@ class EngineConfig(Settings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the engine computes; auto is cuda where this machine, or the cluster of ray.address, has a GPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of weights and KV cache; auto is the learner's, and without a learner bfloat16 on cuda and float32 on a CPU."""
+    """Type of weights and KV cache; auto is the learner's, and without a learner bfloat16 on cuda and float32 on a CPU."""
     quantization: Literal["none", "float8_block"] = "none"
     """float8_block: the engine gets its projections in float8 e4m3, with a scale for each 128 x 128 of the learner's bfloat16 weights. Half
     the bytes of a version and of the engine's weights, more mismatch to correct. Not for mixtures of experts and true_on_policy."""
     tensor_parallel: int = Field(default=1, ge=1, le=64)
     """GPUs of one node over which the engine is cut, for a model that one doesn't hold; on a CPU processes. It divides the heads."""
     expert_parallel: int = Field(default=1, ge=1, le=64)
-    """Of a mixture of experts on several GPUs: groups of ranks among which the experts are divided. A group's ranks, tensor_parallel over
-    this many, have a part of each of its experts; with as many groups as ranks each has whole ones. 1: every rank has a part of all."""
+    """For a mixture of experts on several GPUs: number of groups of ranks among which the experts are divided. A group's ranks,
+    tensor_parallel over this many, have a part of each of its experts; with as many groups as ranks each has whole ones. 1: every rank
+    has a part of all."""
     attention_data_parallel: int = Field(default=1, ge=1, le=64)
     """On several GPUs: groups of ranks, each with requests and a KV cache of its own (SGLang's dp_size with enable_dp_attention). A group's
     ranks, tensor_parallel over this many, share the heads; the rest of the model is cut over all ranks. 1: one group."""
@@ -98,7 +99,7 @@ class EngineConfig(Settings):
     projection_parts: int = Field(default=1, ge=1, le=10**4)
     """With batch_invariant: parts in which attention and MLP are projected back, then added, as the learner's tensor-parallel ranks do."""
     return_routed_experts: bool = False
-    """Tell with each answer which experts its tokens were sent to; set by the run's learner.routing_replay: rollout."""
+    """Return with each answer which experts its tokens were sent to; set by the run's learner.routing_replay: rollout."""
     prefix_cache: bool = True
     """Keep keys and values of shared prefixes; those of an older weight version are never reused."""
     weight_update_mode: Literal["retract", "in_place"] = "retract"
@@ -109,7 +110,7 @@ class EngineConfig(Settings):
     weight_group_timeout_s: float = Field(default=60.0, gt=0)
     """A collective of the broadcast transport fails after this; less than deadlines.update_s, after which the engine counts as lost."""
     log_level: Literal["debug", "info", "warning", "error"] = "error"
-    """Of SGLang's own log lines; its warnings are mostly about models and kernels that are not there."""
+    """Level of SGLang's own log lines; its warnings are mostly about models and kernels that are not there."""
     deadlines: EngineDeadlines = EngineDeadlines()
     """Longest waits."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
@@ -143,9 +144,13 @@ class EngineConfig(Settings):
                     "attention_data_parallel to a divisor of it, or to 1"
                 )
             if self.has_float8 or self.return_routed_experts or self.max_running_requests < groups:
-                what = "quantization" if self.has_float8 else "learner.routing_replay: rollout"
-                what = f"max_running_requests = {self.max_running_requests}" if self.max_running_requests < groups else what
-                raise ValueError(f"{setting} with {what}: no engine so was tried. Set attention_data_parallel to 1, or the other otherwise")
+                if self.max_running_requests < groups:
+                    what, instead = f"max_running_requests = {self.max_running_requests}", f"max_running_requests to {groups} or more"
+                elif self.has_float8:
+                    what, instead = "quantization", "quantization to none"
+                else:
+                    what, instead = "learner.routing_replay: rollout", "learner.routing_replay to none or recompute"
+                raise ValueError(f"{setting} with {what}: this combination is untested. Set attention_data_parallel to 1, or {instead}")
         if self.batch_invariant and self.tensor_parallel > 1:
             raise ValueError(
                 f"rollout.engine.tensor_parallel = {self.tensor_parallel} with batch_invariant: the sums over ranks are SGLang's, not the "
@@ -196,7 +201,7 @@ class EngineConfig(Settings):
 
     @property
     def resolved_device(self) -> Device:
-        """Of this process, where it is auto."""
+        """The device; for auto what this process finds."""
         return device_of(self.device)
 
     @property

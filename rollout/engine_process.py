@@ -156,7 +156,8 @@ class EngineProcess:
                 return task.result()
             if self._lost.done():
                 raise EngineError(f"{self.name}: {self._lost.result()} (phase: {phase}). Its log lines say why; start a new engine")
-            raise DeadlineExceeded(f"{self.name}: no answer in {deadline_s:g} s (phase: {phase})")
+            said = f"{self.name}: no answer in {deadline_s:g} s (phase: {phase})"
+            raise DeadlineExceeded(said, what=f"{self.name}: {phase}", seconds=deadline_s)
         finally:
             self._waiting.discard(released)
             if not keep:
@@ -247,7 +248,7 @@ class EngineProcess:
         return environment
 
     def _watch(self, engine: Any) -> None:
-        """Have the loop told at once when a child ends: a process descriptor becomes readable then."""
+        """Have the loop notified at once when a child ends: a process descriptor becomes readable then."""
         for number, pid in enumerate(engine.get_all_child_pids()):
             role = CONTROLLER if number == 0 and self._config.attention_data_parallel > 1 else "scheduler"
             self.pids[role if role not in self.pids else f"{role} {pid}"] = pid
@@ -260,7 +261,7 @@ class EngineProcess:
         self.declare_lost(f"the {role} process (pid {pid}) ended")
 
     def _processes(self) -> list[psutil.Process]:
-        """The living processes of this engine, also of one that failed to start and never told its process ids."""
+        """The living processes of this engine, also of one that failed to start and never reported its process ids."""
         found = []
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -269,7 +270,7 @@ class EngineProcess:
         return found
 
     def _is_known(self, child: psutil.Process) -> bool:
-        """One of the processes that the engine told of, or a child of theirs; another engine's, started later, is not."""
+        """One of the processes that the engine reported, or a child of theirs; another engine's, started later, is not."""
         return not {child.pid, *(parent.pid for parent in child.parents())}.isdisjoint(self.pids.values())
 
     def _has_mark(self, child: psutil.Process) -> bool:

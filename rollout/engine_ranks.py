@@ -17,13 +17,13 @@ CPU_WIDTH = 32
 NORMS_OF_OWN_HEADS = ("olmoe",)
 """By model_type: queries and keys are normalised over the channels of all heads, and SGLang's ranks know those of their own heads alone."""
 NORMS_OVER_RANKS = ("olmo2",)
-"""The same, and SGLang's ranks gather all heads for it: a key head that two of them have would come twice."""
+"""By model_type: normalised so, too, and SGLang's ranks gather all heads for it: a key head that two of them have would come twice."""
 GROUPS_OF_RANKS = ("qwen3", "qwen3_moe")
 """By model_type: attention is cut over a group's ranks; SGLang's layers of others are cut over all of them whatever is set."""
 UNREPORTED_ROUTES = ("mixtral", "olmoe")
 """By model_type: SGLang's routers don't know the number of their layer, without which it can't note which experts they took."""
 _PORTS = (13, *range(233, 240))
-"""Of an engine with such groups, counted from SGLang's `port` (its server_args.py); others talk by sockets in files."""
+"""Ports that an engine with such groups takes, counted from SGLang's `port` (its server_args.py); others talk by sockets in files."""
 _ONE, _DIVISOR = "Set it to 1", "Set it to a common divisor, or to 1"
 _WHOLE = "weights are sent to, and compared with, ranks that each have a part of every tensor"
 _EXPERTS = "rollout.engine.expert_parallel"
@@ -58,7 +58,7 @@ REFUSED_ARGUMENTS: Mapping[str, tuple[str, str]] = {
         ("an engine here reads its prompts and samples by itself", "rollout.workers"),
     ),
 }
-"""Of SGLang: argument -> (why not, what to set instead). What concerns only how ranks talk to each other is handed on."""
+"""Refused arguments of SGLang -> (why not, what to set instead). What concerns only how ranks talk to each other is handed on."""
 
 
 def obstacles(

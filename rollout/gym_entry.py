@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 COLUMN = "reasoning_gym_entry"
-"""Of a row: the entry, as `as_json` writes it."""
+"""Column of a row that holds the entry, as `as_json` writes it."""
 _TUPLE, _SET, _ITEMS = "__tuple__", "__set__", "__items__"
 
 

@@ -137,17 +137,18 @@ def check_names(config: ReasoningGymTask) -> None:
 
     if config.dataset not in DATASETS:
         raise ConfigError(
-            f"rollout.task.dataset = {config.dataset}: reasoning-gym has no such data set among its {len(DATASETS)}"
-            + _nearest(config.dataset, DATASETS)
+            f"rollout.task.dataset = {config.dataset}: reasoning-gym has no such data set among its {len(DATASETS)}",
+            remedy=_nearest(config.dataset, DATASETS),
         )
     names = [f.name for f in dataclasses.fields(DATASETS[config.dataset][1])]
     for option in config.options:
         if option not in names:
             raise ConfigError(
-                f"rollout.task.options.{option}: {config.dataset} has no such option (it has {', '.join(names)})" + _nearest(option, names)
+                f"rollout.task.options.{option}: {config.dataset} has no such option (it has {', '.join(names)})",
+                remedy=_nearest(option, names),
             )
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
     found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.4)
-    return f"; did you mean {found[0]}?" if found else ""
+    return f"did you mean {found[0]}?" if found else ""

@@ -25,7 +25,7 @@ _MISSES_AT_WORK = 10 * MISSES
 _PROBES = 6
 """In the time of the limit, while they are answered."""
 _LEAST_SHARE = 0.05
-"""Of a processor: what computes uses more."""
+"""Share of a processor; a process that computes uses more."""
 _LOOK_S = 0.1
 
 
@@ -44,7 +44,7 @@ async def until_lost(
         cpu_s: processor seconds that each of its ranks has used. One that stands holds up all, whatever the others do meanwhile.
         limit_s: seconds without an answer after which an engine that computes nothing is lost.
         is_excused: it waits for others and can answer nothing meanwhile; that has a deadline of its own.
-        silent: told after each probe how much of its time an engine that gives no sign has used, as seconds of limit_s.
+        silent: called after each probe with how much of its time an engine that gives no sign has used, as seconds of limit_s.
     """
     missed = stood = 0
     while True:

@@ -132,7 +132,7 @@ def _pack(kept: Sequence[tuple[Group, Trajectory]], advantages: Tensor, learner_
 
 
 def _places(kept: Sequence[tuple[Group, Trajectory]], wide_of: Mapping[int, Any]) -> tuple[WidePlace, ...]:
-    """Of each trajectory. Raises: DataError if a group's wide fields are nowhere."""
+    """The place of each trajectory's wide fields. Raises: DataError if a group's wide fields are nowhere."""
     if missing := [group.group_id for group, _ in kept if group.group_id not in wide_of]:
         raise DataError(f"group {missing[0]} has no wide fields (top-K logprobs, routed experts), and others of its batch have")
     numbers = {group.group_id: {id(one): i for i, one in enumerate(group.trajectories)} for group, _ in kept}

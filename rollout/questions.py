@@ -19,7 +19,7 @@ class Question:
     metadata: dict[str, Any] = field(default_factory=dict)
     """reasoning-gym: the whole entry; rows: the columns that are neither prompt nor answer."""
     turns: tuple[Mapping[str, str], ...] = ()
-    """Of a conversation of several turns: each with its role and content, the last one the user's. `text` has all of them then."""
+    """Turns of a conversation: each with its role and content, the last one the user's. `text` has all of them then."""
     demonstration: str | None = None
     """A worked answer for the warm-up, where it differs from `answer`."""
 

@@ -25,7 +25,7 @@ class ControlGroup:
     @classmethod
     def make(cls, memory_bytes: int | None, processes: int) -> ControlGroup | None:
         """None where there is none to be had."""
-        name = f"evenkeel-reward-{os.getpid()}"
+        name = _name(os.getpid())
         try:
             places = dict(_places())
             if {"memory", "pids"} <= places.keys():
@@ -49,16 +49,26 @@ class ControlGroup:
             group.remove()
             return None
 
+    @classmethod
+    def of(cls, guardian: int) -> ControlGroup:
+        """That which a child of this process has made for itself; an empty one if there is none. Args: guardian: its process id."""
+        with contextlib.suppress(OSError):
+            folders = [folder for _, place in _places() if (folder := place / _name(guardian)).is_dir()]
+            return cls(folders, any((folder / "cgroup.kill").exists() for folder in folders))
+        return cls([], False)
+
     def join(self) -> None:
         """Put this process in. Raises: OSError."""
         for folder in self._folders:
             (folder / "cgroup.procs").write_text(str(os.getpid()))
 
+    def holds(self, pid: int) -> bool:
+        """Whether this process is under all of the limits."""
+        return all(pid in _members(folder) for folder in self._folders)
+
     def members(self) -> set[int]:
         """Process ids, whoever their parents are."""
-        with contextlib.suppress(OSError):
-            return {int(line) for line in (self._folders[-1] / "cgroup.procs").read_text().split()}
-        return set()
+        return set().union(*map(_members, self._folders))
 
     def kill(self) -> None:
         """SIGKILL to all."""
@@ -82,6 +92,16 @@ class ControlGroup:
         for folder in self._folders:
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+
+def _name(guardian: int) -> str:
+    return f"evenkeel-reward-{guardian}"
+
+
+def _members(folder: Path) -> set[int]:
+    with contextlib.suppress(OSError):
+        return {int(line) for line in (folder / "cgroup.procs").read_text().split()}
+    return set()
 
 
 def _places() -> Iterator[tuple[str, Path]]:

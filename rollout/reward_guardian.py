@@ -3,7 +3,7 @@
 It is the scorer's parent and the reaper of all that the scorer leaves behind: the kernel hands it every descendant whose own parent has
 ended, those that began a session of their own (setsid) and daemons too. It holds one end of a pipe, the leash; the worker holds the other.
 When the worker lets go, or dies by kill -9, the guardian ends the tree and itself. It computes nothing else, so that no scorer deep in a C
-function can keep it from that.
+function can keep it from that. If the guardian itself is killed the kernel ends the scorer, and the worker what that had started.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rollout.reward_cgroup import ControlGroup
 
 MEMORY, PROCESSES = 97, 98
 """Exit codes of a guardian that ended its scorer: the tree took more memory, or had more processes than it may."""
+WORKER = "EVENKEEL_REWARD_WORKER"
+"""Variable of the environment with the worker's process id: of a guardian, and of all that is started below it."""
 MOST_PROCESSES = 128
-"""Of a scorer, all that it started included."""
+"""Processes of a scorer, itself and all that it started."""
 _MOST_FILES = 4096
 _LARGEST_FILE_BYTES = 4 << 30
 _PR_SET_CHILD_SUBREAPER = 36
@@ -62,19 +65,20 @@ def guard(scorer: int, leash: int, parent: int, memory_bytes: int | None, group:
         scorer: process id of a child.
         leash: file descriptor that becomes readable when the worker lets go.
         parent: process id of the worker.
-        group: holds the scorer and keeps the limits; None: they are looked after here.
+        group: keeps the limits once it holds the scorer. Until then, and without one, they are looked after here.
     """
     code = None
     with contextlib.suppress(OSError):
         watched = [leash, os.pidfd_open(scorer)]
         while code is None and os.getppid() == parent:
-            readable, _, _ = select.select(watched, [], [], _LOOK_S if group is None else _WAIT_S)
+            is_kept = group is not None and group.holds(scorer)
+            readable, _, _ = select.select(watched, [], [], _WAIT_S if is_kept else _LOOK_S)
             if leash in readable:
                 break
             code = _ended(scorer)
             if group is not None and group.ran_out_of_memory():
                 code = MEMORY
-            elif code is None and group is None:
+            elif code is None and not is_kept:
                 code = _beyond_limits(memory_bytes)
     end_tree(group)
     return 0 if code is None else code
@@ -103,25 +107,53 @@ def _beyond_limits(memory_bytes: int | None) -> int | None:
 
 
 def end_tree(group: ControlGroup | None = None) -> None:
-    """Kill all descendants of this process. They are stopped first: what is stopped starts no other."""
+    """Kill all descendants of this process, and whoever is in the group."""
+
+    def left() -> set[int]:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        return descendants(os.getpid()) | (group.members() if group else set())
+
+    _end(left, group.kill if group else lambda: None)
+    if group is not None:
+        group.remove()
+
+
+def end_orphans(guardian: int) -> None:
+    """For the worker, when this guardian has been killed: kill what that was to guard, and remove its control group."""
+    group = ControlGroup.of(guardian)
+    # Looked at twice: who gets a living guardian for a parent just then is seen below nobody, once.
+    _end(lambda: (_orphans() & _orphans()) | group.members(), group.kill)
+    group.remove()
+
+
+def _orphans() -> set[int]:
+    """What was started below guardians of this process, but for living guardians and all below them (Linux)."""
+    mark, own = f"{WORKER}={os.getpid()}".encode(), os.getpid()
+    marked = set[int]()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                marked.add(int(folder.name))
+    guardians = marked.intersection(_children(own))
+    return {pid for pid in marked.difference(guardians, *map(descendants, guardians)) if not _is_zombie(pid)}
+
+
+def _end(find: Callable[[], set[int]], kill: Callable[[], object]) -> None:
+    """Kill what `find` finds until that is nothing. They are stopped first: what is stopped starts no other. Args: kill: kills more."""
     until = time.monotonic() + _END_S
     stopped: set[int] = set()
-    while (tree := descendants(os.getpid()) | (group.members() if group else set())) and time.monotonic() < until:
-        new = tree - stopped
+    while (found := find()) and time.monotonic() < until:
+        new = found - stopped
         for pid in new:
             _signal(pid, signal.SIGSTOP)
         stopped |= new
         if not new:
-            if group is not None:
-                group.kill()
-            for pid in tree:
+            kill()
+            for pid in found:
                 _signal(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
             time.sleep(0.005)
-    if group is not None:
-        group.remove()
 
 
 def clear_leftovers() -> None:
@@ -133,7 +165,7 @@ def clear_leftovers() -> None:
 
 
 def descendants(pid: int) -> set[int]:
-    """Of a process, as the kernel lists them (Linux); those that have ended and wait for their parent don't count."""
+    """Process ids of all below a process, as the kernel lists them (Linux); those that have ended and wait for their parent don't count."""
     found: set[int] = set()
     waiting = [pid]
     while waiting:

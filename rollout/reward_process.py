@@ -66,7 +66,7 @@ def main(fd: int, leash: int, parent_pid: int) -> int:
     os.close(leash)
     die_with_parent(guardian)
     if group is not None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the guardian sees that it isn't in, and keeps the limits itself
             group.join()
     limit_process(memory_bytes)
     serve(connection, spec)

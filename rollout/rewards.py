@@ -26,7 +26,7 @@ import psutil
 
 from correction.errors import ConfigError
 from rollout.config import FunctionReward, ReasoningGymReward, ReasoningGymTask, RewardConfig, TaskConfig
-from rollout.reward_guardian import MEMORY, MOST_PROCESSES, PROCESSES
+from rollout.reward_guardian import MEMORY, MOST_PROCESSES, PROCESSES, WORKER, end_orphans
 from rollout.reward_process import LENGTH, SINGLE, pack_message
 from rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory
 
@@ -68,7 +68,7 @@ class RewardPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the scoring processes that are up."""
+        """Process ids of the scoring processes that are up."""
         return tuple(process.pid for process in self._processes if process.pid is not None)
 
     async def check(self, sample: Prompt | None = None) -> None:
@@ -190,24 +190,40 @@ class _ScoringProcess:
         return None if self._child is None else self._child.pid
 
     def start(self) -> None:
-        """Start the child and send it its specification, without waiting for its imports."""
+        """Start the child and send it its specification, without waiting for its imports.
+
+        Raises: RewardCallError if the machine has no process, memory or descriptor left for it; the next call tries again.
+        """
         if self._child is not None:
             return
-        ours, theirs = socket.socketpair()
-        leash, self._leash = os.pipe()
+        try:
+            self._start()
+        except OSError as error:
+            self.kill()
+            raise _refused(error) from error
+
+    def _start(self) -> None:
+        """Raises: OSError; nothing stays open, but what `kill` closes."""
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),      # the user's module is found as here
+            WORKER: str(os.getpid()),
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
         }
-        passed = [theirs.fileno(), leash]
-        command = [sys.executable, "-m", "rollout.reward_process", *map(str, passed), str(os.getpid())]
-        # A session of its own: Ctrl-C is for the run.
-        self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed, env=environment, start_new_session=True)
-        theirs.close()
-        os.close(leash)
+        with contextlib.ExitStack() as of_child, contextlib.ExitStack() as unless_started:
+            ours, theirs = socket.socketpair()
+            of_child.enter_context(theirs)
+            unless_started.enter_context(ours)
+            leash, held = os.pipe()
+            of_child.callback(os.close, leash)
+            unless_started.callback(os.close, held)
+            passed = [theirs.fileno(), leash]
+            command = [sys.executable, "-m", "rollout.reward_process", *map(str, passed), str(os.getpid())]
+            # A session of its own: Ctrl-C is for the run.
+            self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed, env=environment, start_new_session=True)
+            self._socket, self._leash = ours, held
+            unless_started.pop_all()
         ours.sendall(pack_message(self._spec))
-        self._socket = ours
 
     async def ready(self) -> None:
         """Wait until the child has imported what it needs.
@@ -219,6 +235,9 @@ class _ScoringProcess:
         self.start()
         try:
             self._streams = await asyncio.open_connection(sock=self._socket)
+        except OSError as error:
+            self.kill()
+            raise _refused(error) from error
         except BaseException:      # cancelled: the socket is closed then
             self.kill()
             raise
@@ -244,7 +263,8 @@ class _ScoringProcess:
         """End the child and everything that it started; nobody waits for that."""
         if self._child is not None:
             os.close(self._leash)
-            threading.Thread(target=_see_to_its_end, args=(self._child,), daemon=True).start()
+            with contextlib.suppress(RuntimeError):  # no thread is left for it: without its leash the guardian ends by itself
+                threading.Thread(target=_see_to_its_end, args=(self._child,), daemon=True).start()
         if self._streams is not None:
             self._streams[1].transport.abort()      # closes the socket, too
         elif self._socket is not None:
@@ -274,6 +294,8 @@ class _ScoringProcess:
             child = self._child
             try:
                 exit_code = await asyncio.to_thread(self._exit_code, child)
+            except RuntimeError as error:  # no thread is left to wait for it
+                exit_code = str(error)
             finally:
                 if self._child is child:
                     self._restart()
@@ -284,7 +306,8 @@ class _ScoringProcess:
 
     def _restart(self) -> None:
         self.kill()
-        self.start()
+        with contextlib.suppress(RewardCallError):  # tried again, and reported, by the next call
+            self.start()
 
     def _exit_code(self, child: subprocess.Popen[bytes]) -> str:
         """How the child ended, in words; it has closed its socket, so its end is at most as far away as that of what it started."""
@@ -299,8 +322,12 @@ class _ScoringProcess:
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
+def _refused(error: OSError) -> RewardCallError:
+    return RewardCallError(f"the machine lets no scoring process start ({error})")
+
+
 def _see_to_its_end(guardian: subprocess.Popen[bytes]) -> None:
-    """It ends its child and itself; if it can't, they are killed from here."""
+    """It ends its child, all that this has started, and itself; if it can't, or is killed, that is done from here."""
     try:
         guardian.wait(_END_S)
     except subprocess.TimeoutExpired:
@@ -310,6 +337,8 @@ def _see_to_its_end(guardian: subprocess.Popen[bytes]) -> None:
         guardian.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # in the middle of a read from a disk that is gone, nothing ends it
             guardian.wait(_END_S)
+    if guardian.returncode is None or guardian.returncode < 0:
+        end_orphans(guardian.pid)
 
 
 def _as_reply(payload: bytes) -> dict[str, Any]:

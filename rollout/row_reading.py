@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from correction.errors import DataError
+from correction.errors import DataError, counted
 from rollout.config import HuggingFaceTask
 
 PlacedRow = tuple[str, Any]
@@ -174,7 +174,7 @@ def _refuse_other_encoding(path: Path, bad_lines: int) -> None:
                     return  # UTF-8 with torn rows, which are skipped one by one
     if len(bad) >= bad_lines:
         raise UnreadableFile(
-            f"not UTF-8: {len(bad)} line{'s' * (len(bad) > 1)} with other bytes, the first is {bad[0]}; likely Windows-1252 (Latin-1), or "
+            f"not UTF-8: {counted(len(bad), 'line')} with other bytes, the first is {bad[0]}; likely Windows-1252 (Latin-1), or "
             f"another encoding from before Unicode. Convert it: iconv -f WINDOWS-1252 -t UTF-8 {path.name} > NEW{path.suffix}"
         )
 

@@ -19,18 +19,18 @@ from pathlib import Path
 
 _NAME = "evenkeel-stacks"
 _JOB = "RAY_JOB_ID"
-"""Variable of the environment in which Ray tells a process its job."""
+"""Variable of the environment in which Ray gives a process its job."""
 _SIGNAL = signal.SIGUSR2  # neither Ray nor SGLang nor torch use it in a process of ours
 _WRITTEN_S, _POLL_S = 2.0, 0.05
 
 
 @cache
-def tell_stacks() -> None:
+def register_stack_dump() -> None:
     """From now on this process answers `stacks_of`. On other systems than Linux it doesn't."""
     if sys.platform == "linux":
         file = os.fdopen(os.memfd_create(f"{_NAME}-{own_job()}"), "ab", buffering=0)
         faulthandler.register(_SIGNAL, file, all_threads=True)
-        tell_stacks.__dict__["file"] = file  # faulthandler keeps the number alone
+        register_stack_dump.__dict__["file"] = file  # faulthandler keeps the number alone
 
 
 def own_job() -> str:

@@ -14,14 +14,14 @@ from typing import Any
 
 import xxhash
 
-from correction.errors import DataError
+from correction.errors import DataError, counted
 from rollout.chat import ChatEncoder
 from rollout.config import FileTask, ReasoningGymTask, TaskConfig
 from rollout.gym_entry import COLUMN, as_json
 from rollout.gym_source import ReasoningGymSource, check_names
 from rollout.questions import Question, QuestionSource, SkippedRow, text_key
 from rollout.rows import RowSource, check_file, with_field
-from rollout.trajectory import Prompt
+from rollout.trajectory import Prompt, PromptPlace
 
 _FINGERPRINT_POSITIONS = 16
 
@@ -66,7 +66,7 @@ class TaskReport:
 
     def __str__(self) -> str:
         stock = "without end" if self.train_questions is None else f"{self.train_questions} distinct"
-        rows = f"; {len(self.skipped)} bad row{'s' * (len(self.skipped) > 1)} skipped" if self.skipped else ""
+        rows = f"; {counted(len(self.skipped), 'bad row')} skipped" if self.skipped else ""
         shown = f" and from the {self.demonstrations_checked} demonstrations of the model's warm-up" if self.demonstrations_checked else ""
         return (
             f"{self.name}: {self.held_out} held-out questions, disjoint by text from the training questions ({stock}; "
@@ -136,7 +136,7 @@ class Task:
         Raises: DataError if the task can't make one.
         """
         epoch, index = (0, position) if self._source.questions_per_epoch is None else divmod(position, self._source.questions_per_epoch)
-        return self._prompt(f"train/{epoch}/{index}", self._source.train_question(position))
+        return self._prompt(str(PromptPlace("train", epoch, index)), self._source.train_question(position))
 
     @property
     def questions_per_epoch(self) -> int | None:
@@ -145,7 +145,7 @@ class Task:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the training questions and their answers in their order: all of a file or data set, the first of a stream without end."""
+        """Hash of the training questions and their answers in order: all of a file or data set, the first of a stream without end."""
         digest = xxhash.xxh3_64(repr(self._source.questions_per_epoch).encode())
         for position in range(self._source.questions_per_epoch or _FINGERPRINT_POSITIONS):
             question = self._source.train_question(position)
@@ -161,7 +161,7 @@ class Task:
         return self._row(self._source.train_question(position), f"training question {position}")
 
     def held_out_rows(self) -> list[dict[str, Any]]:
-        """The same of the held-out questions. Raises: DataError likewise."""
+        """Rows of the held-out questions. Raises: DataError likewise."""
         return [self._row(question, f"held-out question {number}") for number, question in enumerate(self._source.held_out)]
 
     def _row(self, question: Question, place: str) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class Task:
 
     def held_out_prompts(self) -> tuple[Prompt, ...]:
         """All held-out questions as prompts, "held_out/0/0" onwards."""
-        return tuple(self._prompt(f"held_out/0/{i}", question) for i, question in enumerate(self._source.held_out))
+        return tuple(self._prompt(str(PromptPlace("held_out", 0, i)), question) for i, question in enumerate(self._source.held_out))
 
     def held_out_sample(self) -> Prompt:
         """The first held-out prompt.
@@ -191,7 +191,7 @@ class Task:
         Raises: DataError if there is none, with the reason.
         """
         if self._source.held_out:
-            return self._prompt("held_out/0/0", self._source.held_out[0])
+            return self._prompt(str(PromptPlace("held_out", 0, 0)), self._source.held_out[0])
         if skipped := self._source.skipped:
             raise DataError(
                 f"{self.name}: no question could be held out; {len(skipped)} of those looked at can't be asked, the first: {skipped[0]}. "

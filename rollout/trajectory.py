@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from correction.engines.processor import Processor
@@ -39,7 +39,7 @@ class Prompt:
     """One question, as the task gives it."""
 
     prompt_id: str
-    """Unique in a run: data source, epoch and position, e.g. "train/0/17"."""
+    """Unique in a run: a task gives its PromptPlace, e.g. "train/0/17"."""
     text: str
     """What the user turn says; the chat template is applied to it."""
     token_ids: tuple[int, ...]
@@ -48,6 +48,26 @@ class Prompt:
     """What the reward function is given to compare with."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The task's own entry (reasoning-gym scorers need it)."""
+
+
+class PromptPlace(NamedTuple):
+    """Where a prompt of a task comes from; its id is the text."""
+
+    source: str
+    epoch: int
+    position: int
+    """In the epoch."""
+
+    @classmethod
+    def parse(cls, prompt_id: str) -> PromptPlace | None:
+        """None for an id of another form."""
+        source, *numbers = prompt_id.split("/")
+        if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+            return None
+        return cls(source, *map(int, numbers))
+
+    def __str__(self) -> str:
+        return "/".join(map(str, self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +179,7 @@ class Trajectory(_Answer):
     """One sampled answer."""
 
     prompt_id: str
-    """Of its Prompt; empty for tokens that no task asked (comparisons, benchmarks)."""
+    """Id of its Prompt; empty for tokens that no task asked (comparisons, benchmarks)."""
     prompt_ids: array[int]
     """32-bit token ids, as the next."""
     response_ids: array[int]
@@ -179,7 +199,7 @@ class Trajectory(_Answer):
     """Of every token of prompt and response but the last, which the model didn't read; where the learner replays them. The positions of
     a trajectory that a weight update found under way were read anew then: these are the routes of the last reading."""
     route_keys: array[int] | None = None
-    """Of the prompt's tokens, what stands for their routed experts where these are objects of their own (rollout/wide_fields.py)."""
+    """For each token of the prompt, what stands for their routed experts where these are objects of their own (rollout/wide_fields.py)."""
     text: str = ""
     """The response, decoded without special tokens: what the reward function saw."""
     reward: float | None = None
@@ -223,6 +243,11 @@ class _Answers(Generic[A]):
         return tuple(t for t in self.trajectories if t.is_valid)
 
     @property
+    def response_tokens(self) -> int:
+        """Of all its trajectories together."""
+        return sum(t.response_tokens for t in self.trajectories)
+
+    @property
     def failures(self) -> tuple[tuple[FailureKind, str], ...]:
         """Kind and message of each trajectory without a reward."""
         return tuple((t.failure or FailureKind.REWARD, t.error) for t in self.trajectories if t.error)
@@ -249,7 +274,7 @@ class GroupFacts(_Answers[AnswerFacts]):
     generate_s: float = 0.0
     reward_s: float = 0.0
     wide_bytes: int = 0
-    """Of its wide fields, where these are objects of their own; 0: they aren't."""
+    """Bytes of its wide fields, where these are objects of their own; 0: they aren't."""
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         """Plain tuples: facts cross four processes, and each dataclass within them would be pickled by Python code."""
@@ -287,8 +312,9 @@ class Group(_Answers[Trajectory]):
     admitted_version: int
     """Learner's version when the group was admitted; no token is older."""
     generate_s: float = 0.0
-    """From the first request to the last answer."""
+    """Seconds from the first request to the last answer."""
     reward_s: float = 0.0
+    """Seconds from the last answer to the last reward."""
 
     @property
     def prompt_id(self) -> str:
@@ -336,6 +362,6 @@ class SyncReceipt:
     processor: Processor | None = None
     """What the engine computes with, together with the checksums; for true on-policy only."""
     generation: int = 0
-    """Of the run: versions after a checkpoint that it has gone back to come again, with other weights."""
+    """Generation of the run: after it has gone back to a checkpoint, version numbers come again with other weights."""
     delta_bytes: int | None = None
-    """Of the differences that its node made these weights of; None: they came whole."""
+    """Bytes of the deltas that its node made these weights of; None: they came whole."""

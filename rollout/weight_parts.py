@@ -1,4 +1,4 @@
-"""An engine of several ranks: which part of each tensor a rank holds, as the ranks tell it, and whether it is what was sent.
+"""An engine of several ranks: which part of each tensor a rank holds, as the ranks report it, and whether it is what was sent.
 
 Every rank is sent whole tensors, and SGLang's own loaders take its part of them. What was taken is compared with a part that is cut here.
 """
@@ -27,7 +27,7 @@ class WeightPart:
     dimension: int
     """0: rows, 1: columns."""
     size: int
-    """Of that dimension of the whole tensor."""
+    """Size of that dimension in the whole tensor."""
     ranges: tuple[Range, ...]
     """One, or several where a file's tensor is itself several one below the other; none of an expert that other ranks hold."""
 
@@ -68,7 +68,7 @@ class RankParts:
     """What the ranks of an engine hold, together."""
 
     specs: Mapping[str, WeightSpec]
-    """Of the whole tensors, by Hugging Face name."""
+    """Types and shapes of the whole tensors, by Hugging Face name."""
     by_rank: tuple[Mapping[str, WeightPart], ...]
     """Parts by Hugging Face name; a tensor that is not there is held whole."""
 

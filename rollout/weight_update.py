@@ -46,7 +46,7 @@ class UpdatableEngine:
         self._updating = asyncio.Lock()
         self._specs: dict[str, WeightSpec] | None = None
         self._parts: RankParts | None = None
-        """Of the ranks, if there are several."""
+        """What each rank holds, if there are several; known after `weight_specs`."""
         self._staging = weight_transfer.SharedStaging(config.tensor_parallel)
         self.silent_s = 0.0
         """Seconds of heartbeat_s that the engine has used without a sign, as of its last probe."""
@@ -76,7 +76,7 @@ class UpdatableEngine:
 
     @property
     def version(self) -> int:
-        """Of the weights that the next request is sampled with."""
+        """Version of the weights that the next request is sampled with."""
         return self._version
 
     @property
@@ -96,7 +96,7 @@ class UpdatableEngine:
         return self._specs
 
     async def weight_checksums(
-        self, sent: Sequence[WeightBucket] = (), verified: Mapping[str, str] = MappingProxyType({}), *, deadline_s: float | None = None
+        self, sent: Sequence[WeightBucket] = (), verified: Mapping[str, str] = MappingProxyType({})
     ) -> dict[str, str]:
         """HF name -> correction.engines.checksum.tensor_checksum of what the engine holds now, in its dtype.
 
@@ -106,7 +106,7 @@ class UpdatableEngine:
             verified: checksums of tensors in `sent` that have been compared with it already; they are not computed again.
         Raises: SyncError naming the first tensor and rank that differ.
         """
-        held = await self._inspect(CHECKSUMS, deadline_s)
+        held = await self._inspect(CHECKSUMS)
         if self._parts is None:
             return held[0]
         return await asyncio.to_thread(self._parts.require_parts, sent, held, self.name, verified)
@@ -124,7 +124,6 @@ class UpdatableEngine:
         buckets: Iterable[WeightBucket] | AsyncIterable[WeightBucket],
         *,
         mode: UpdateMode | None = None,
-        deadline_s: float | None = None,
     ) -> SyncReceipt:
         """Replace all weights while requests run: pause, begin, buckets, flush (retract), end, continue. No request is aborted.
 
@@ -150,17 +149,9 @@ class UpdatableEngine:
             if is_last:
                 check.finish()
 
-        return await self._update(version, check, Sending(buckets, self._staging, admit), mode, deadline_s)
+        return await self._update(version, check, Sending(buckets, self._staging, admit), mode or self.config.weight_update_mode)
 
-    async def receive_weights(
-        self,
-        version: int,
-        buckets: Sequence[Sequence[WeightSpec]],
-        *,
-        group: str,
-        mode: UpdateMode | None = None,
-        deadline_s: float | None = None,
-    ) -> SyncReceipt:
+    async def receive_weights(self, version: int, buckets: Sequence[Sequence[WeightSpec]], *, group: str) -> SyncReceipt:
         """As update_weights, but rank 0 of the group broadcasts the buckets, each at once, in this order.
 
         Args:
@@ -173,11 +164,9 @@ class UpdatableEngine:
             check.admit(bucket)
         check.finish()
 
-        return await self._update(version, check, Receiving(buckets, group), mode, deadline_s)
+        return await self._update(version, check, Receiving(buckets, group), self.config.weight_update_mode)
 
-    async def join_weight_group(
-        self, address: str, port: int, rank: int, world_size: int, name: str, *, deadline_s: float | None = None
-    ) -> None:
+    async def join_weight_group(self, address: str, port: int, rank: int, world_size: int, name: str) -> None:
         """Join the learner's torch.distributed group for receive_weights; returns when all members are there. Rank 0 is the learner.
 
         The scheduler samples nothing while it waits for the others.
@@ -193,25 +182,19 @@ class UpdatableEngine:
             backend=self.config.resolved_group_backend,
         )
         phase = f"join weight group {name} as rank {rank} of {world_size}"
-        await self._control(self._manager.init_weights_update_group(request, None), phase, deadline_s)
+        await self._control(self._manager.init_weights_update_group(request, None), phase)
 
-    async def leave_weight_group(self, name: str, *, deadline_s: float | None = None) -> None:
+    async def leave_weight_group(self, name: str) -> None:
         from sglang.srt.managers.io_struct import DestroyWeightsUpdateGroupReqInput
 
         request = DestroyWeightsUpdateGroupReqInput(group_name=name)
-        await self._control(self._manager.destroy_weights_update_group(request, None), f"leave weight group {name}", deadline_s)
+        await self._control(self._manager.destroy_weights_update_group(request, None), f"leave weight group {name}")
 
-    async def _update(
-        self, version: int, check: UpdateCheck, transfer: Sending | Receiving, mode: UpdateMode | None, deadline_s: float | None
-    ) -> SyncReceipt:
+    async def _update(self, version: int, check: UpdateCheck, transfer: Sending | Receiving, mode: UpdateMode) -> SyncReceipt:
         """The update as a task of its own: it runs to its end even if the caller is cancelled."""
-        mode = mode or self.config.weight_update_mode
-        update = self._update_in_turn(version, check, transfer, mode, deadline_s or self.config.deadlines.update_s)
-        return await asyncio.shield(asyncio.ensure_future(update))
+        return await asyncio.shield(asyncio.ensure_future(self._update_in_turn(version, check, transfer, mode)))
 
-    async def _update_in_turn(
-        self, version: int, check: UpdateCheck, transfer: Sending | Receiving, mode: UpdateMode, deadline_s: float
-    ) -> SyncReceipt:
+    async def _update_in_turn(self, version: int, check: UpdateCheck, transfer: Sending | Receiving, mode: UpdateMode) -> SyncReceipt:
         waits = self._interrupted() if isinstance(transfer, Receiving) else contextlib.nullcontext()
         async with self._updating:
             self._process.raise_if_lost()
@@ -219,30 +202,34 @@ class UpdatableEngine:
                 mode = "retract"                                    # its ranks may differ in what they have cached: that goes
             phase = f"weight update v{self._version} -> v{version}, {mode}"
             try:
-                await self._prepare(transfer, check, phase, deadline_s)
+                await self._prepare(transfer, check, phase)
                 started = time.perf_counter()
                 with waits:
-                    await self._replace_weights(version, mode, transfer, check, phase, deadline_s)
+                    await self._replace_weights(version, mode, transfer, check, phase)
                 self._version = version
                 self._dirty = None
                 return check.receipt(version, mode, time.perf_counter() - started)
             finally:
                 await transfer.close()
 
-    async def _prepare(self, transfer: Sending | Receiving, check: UpdateCheck, phase: str, deadline_s: float) -> None:
+    async def _prepare(self, transfer: Sending | Receiving, check: UpdateCheck, phase: str) -> None:
         """What fails here leaves the engine as it was: it samples on."""
+        deadline_s = self.config.deadlines.update_s
         try:
             await asyncio.wait_for(transfer.prepare(), deadline_s)
             if check.is_empty:
                 check.finish()                                      # an iterator without a single bucket
         except TimeoutError as error:
-            raise DeadlineExceeded(f"{self.name}: {phase}: the weights were not there in {deadline_s:g} s; {self._state}") from error
+            said = f"{self.name}: {phase}: the weights were not there in {deadline_s:g} s; {self._state}"
+            raise DeadlineExceeded(said, what=f"{self.name}: {phase}", seconds=deadline_s) from error
         except Exception as error:
             raise SyncError(f"{self.name}: {phase}: {error}. {self._state}") from error
 
     async def _replace_weights(
-        self, version: int, mode: UpdateMode, transfer: Sending | Receiving, check: UpdateCheck, phase: str, deadline_s: float
+        self, version: int, mode: UpdateMode, transfer: Sending | Receiving, check: UpdateCheck, phase: str
     ) -> None:
+        deadline_s = self.config.deadlines.update_s
+
         async def steps() -> None:
             await weight_transfer.pause_and_begin(self._manager, mode)
             self._dirty = f"an update to v{version} has begun"
@@ -297,9 +284,9 @@ class UpdatableEngine:
                 raise EngineError(f"{self.name}: {action} failed in rank {rank} of {len(answers)}: {answer[FAILURE]}. Its log says where")
         return answers
 
-    async def _control(self, call: Coroutine[Any, Any, tuple[bool, str]], phase: str, deadline_s: float | None) -> None:
+    async def _control(self, call: Coroutine[Any, Any, tuple[bool, str]], phase: str) -> None:
         with self._interrupted():
-            success, message = await self._process.wait(call, deadline_s or self.config.deadlines.update_s, phase, keep=True)
+            success, message = await self._process.wait(call, self.config.deadlines.update_s, phase, keep=True)
         if not success:
             raise SyncError(f"{self.name}: {phase}: {message}")
 
@@ -373,11 +360,11 @@ class UpdateCheck:
 
         Raises: SyncError naming the first rank that has not loaded every bucket.
         """
-        for rank, told in enumerate(receipts):
-            if told["failure"] or told["buckets"] != str(self._buckets) or told["version"] != str(version):
+        for rank, receipt in enumerate(receipts):
+            if receipt["failure"] or receipt["buckets"] != str(self._buckets) or receipt["version"] != str(version):
                 raise SyncError(
-                    f"rank {rank} of {len(receipts)} has loaded {told['buckets']} of {self._buckets} buckets and holds "
-                    f"v{told['version']}{': ' + told['failure'] if told['failure'] else ''}; the others are of no use without it"
+                    f"rank {rank} of {len(receipts)} has loaded {receipt['buckets']} of {self._buckets} buckets and holds "
+                    f"v{receipt['version']}{': ' + receipt['failure'] if receipt['failure'] else ''}; the others are of no use without it"
                 )
 
     def receipt(self, version: int, mode: str, pause_s: float) -> SyncReceipt:

@@ -18,7 +18,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 def tensor_of(row: array[Any]) -> Tensor:
-    """Of the same memory."""
+    """A tensor of the same numbers, in the same memory."""
     return torch.frombuffer(row, dtype=_DTYPES[row.typecode]) if row else torch.zeros(0, dtype=_DTYPES[row.typecode])
 
 

@@ -29,7 +29,10 @@ _ENGINES = (
     "tests/e2e/test_weight_updates.py",
     "tests/rollout/test_continuation.py",
     "tests/rollout/test_engine.py",
+    "tests/rollout/test_engine_buckets.py",
     "tests/rollout/test_engine_failures.py",
+    "tests/rollout/test_engine_process.py",
+    "tests/rollout/test_engine_updates.py",
     "tests/rollout/test_sampler.py",
     "tests/rollout/test_seeded_sampler.py",
 )
@@ -62,13 +65,18 @@ _RUNS = (
 """Whole runs, which wait as much as they compute, the longest first: one of the processes begins with them."""
 
 _COMPUTING = (
-    "tests/rollout/test_rewards.py",
+    "tests/actors/plan/test_plan_hosts.py",
+    "tests/actors/processes",
+    "tests/actors/metrics/test_exporter.py",
+    "tests/actors/service",
+    "tests/actors/record",
+    "tests/simulation",
     "tests/rollout",
     "tests/learner",
     "ranks",
     "engines",
 )
-"""What computes, the longest last: the others begin there. What is short lies between, and they end together."""
+"""What else takes seconds, what computes most last: the others begin there. What is short lies between, and they end together."""
 
 
 def group_of(node_id: str) -> str:
@@ -166,7 +174,7 @@ def shared_engine(tiny_model: Path, engine_loop: BackgroundLoop) -> Iterator[Any
     from rollout.engine import RolloutEngine
     from rollout.engine_config import EngineConfig
 
-    config = EngineConfig(device="cpu", max_total_tokens=65_536, max_running_requests=64, weight_group_timeout_s=10.0)
+    config = EngineConfig(device="cpu", max_total_tokens=65_536, max_running_requests=64)
     engine = engine_loop.run(RolloutEngine.start(tiny_model, config, name="test engine"))
     yield engine
     engine_loop.run(engine.shutdown())

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,9 +26,8 @@ from actors.config import RayConfig, RunConfig
 from actors.processes import interrupts
 from actors.processes.descendants import adopted_orphans, command_of, descendants, end, end_new
 from actors.processes.part_heartbeat import GROUPS
-from actors.processes.supervision import counted
 from actors.settings.devices import check_gpus_to_come, check_rollout_resource, visible_gpus
-from correction.errors import ConfigError, EngineError
+from correction.errors import ConfigError, EngineError, counted
 
 log = logging.getLogger("evenkeel.cluster")
 
@@ -135,7 +135,7 @@ class Cluster:
                 raise
 
     def _clear(self) -> str:
-        """End what a start that failed has left. Returns: where its logs are, as a sentence, if that can be told."""
+        """End what a start that failed has left. Returns: where its logs are, as a sentence, if that is known."""
         left = [process for process in descendants() if process not in self._before]
         session = next((match[0] for process in left if (match := re.search(r"/\S*/session_[0-9_-]+", command_of(process)))), None)
         end_new(self._before)
@@ -149,7 +149,7 @@ class Cluster:
         there = ray.cluster_resources()  # type: ignore[no-untyped-call]
         try:
             possible = ray._private.state.state.get_max_resources_from_cluster_config()
-        except Exception as error:  # not told in this form: then it is not known
+        except Exception as error:  # not given in this form: then it is not known
             log.debug("node types of the cluster: %s", error)
             possible = None
         check_gpus_to_come(self._config, there.get("GPU", 0.0), None if possible is None else possible.get("GPU", 0))
@@ -161,6 +161,14 @@ class Cluster:
         """Where the output of every actor of this node is."""
         node = ray._private.worker._global_node
         return Path(node.get_logs_dir_path()) if node is not None else Path("/tmp/ray/session_latest/logs")
+
+    @property
+    def own_daemons(self) -> Mapping[str, subprocess.Popen[bytes]]:
+        """Of a private Ray the control service and the raylet, by name: children of this process. Of a joined one none."""
+        node: Any = ray._private.worker._global_node
+        if node is None or self._config.ray.address is not None:
+            return {}
+        return {name: node.all_processes[name][0].process for name in ("gcs_server", "raylet")}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         node: Any = ray._private.worker._global_node
@@ -212,7 +220,7 @@ def check_ray(settings: RayConfig) -> None:
 
 
 def beside_the_driver(actor: type, *, max_concurrency: int, environment: Mapping[str, str] | None = None) -> Any:
-    """A class of Beating actors, to be started on the driver's node: a rollout node may leave, and must not take the run's state along."""
+    """A HeartbeatActor, to be started on the driver's node: a rollout node may leave, and must not take the run's state along."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     variables = {"env_vars": dict(environment or {})}
     made = ray.remote(concurrency_groups=GROUPS)(actor)  # type: ignore[call-overload]
@@ -289,9 +297,9 @@ def _load() -> str:
     return f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
 
 
-def check_listening(address: str, limit_s: float = _CONNECT_S) -> None:
+def check_listening(address: str) -> None:
     """Ray itself would look for a cluster that isn't there for minutes. Raises: OSError if nothing listens at host:port."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
-        with socket.create_connection((host, int(port)), timeout=limit_s):
+        with socket.create_connection((host, int(port)), timeout=_CONNECT_S):
             pass

@@ -1,26 +1,33 @@
-"""Ends the run with a message when the head node of a joined Ray cluster is gone, before Ray kills this process without one.
+"""Ends the run with a message when the Ray that it runs on is gone, before Ray ends this process without one.
 
-Every process of Ray, the driver too, exits when it has not reached the head's control service (GCS) for a minute. Until then calls that
-need the service block, and may block the event loop. So a thread watches the head's port and ends the process. A checkpoint is no longer
-possible then: calls to actors need that service. A head that hangs, but still listens, is reported and waited for until Ray is about to
-give its connections up.
+Of a joined cluster that is its head. Every process of Ray, the driver too, exits when it has not reached the head's control service (GCS)
+for a minute. Until then calls that need the service block, and may block the event loop. So a thread watches the head's port and ends the
+process. A checkpoint is no longer possible then: calls to actors need that service. A head that hangs, but still listens, is reported and
+waited for until Ray is about to give its connections up.
+
+Of a private cluster it is the same service, and the raylet, without which no actor lives. Both are children of this process and never come
+back: the death of one ends the run at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import psutil
 import ray
 
 from actors.config import RayConfig
 from actors.processes import interrupts
+from actors.processes.descendants import descendants
 
 _LIMIT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """Ray's variable: seconds after which its processes exit; 60 if it isn't set."""
@@ -38,32 +45,84 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 
 
 @contextlib.contextmanager
 def ends_with_the_head(
-    settings: RayConfig, run_dir: Path, last: Callable[[str], object], tell: Callable[[str, str], object]
+    settings: RayConfig, run_dir: Path, last: Callable[[str], object], notify: Callable[[str, str], object]
 ) -> Iterator[None]:
-    """In this context the loss of the head ends this process. Nothing is watched for a private cluster, or one joined by ray://.
+    """In this context the loss of a joined cluster's head ends this process. One joined by ray:// is not watched.
 
     Args:
         last: takes the reason, in another thread; the process ends at most two seconds later.
-        tell: takes level and message, in that thread, when the head hangs and when it answers again.
+        notify: takes level and message, in that thread, when the head hangs and when it answers again.
     """
     if settings.address is None or settings.address.startswith("ray://"):
         yield
         return
-    over = threading.Event()
     address = ray.get_runtime_context().gcs_address if settings.address == "auto" else settings.address
-    threading.Thread(target=_look, args=(address, over, run_dir, last, tell), name="head watch", daemon=True).start()
+    remedy = (
+        "and what the cluster knew of this run goes with it. Start a head again (deploy/README.md), then: "
+        f"evenkeel train --resume {run_dir}, with ray.address=HOST:PORT if it is another one"
+    )
+    with _threads(partial(_look, address, f"the head of the Ray cluster at {address}", remedy, last, notify)):
+        yield
+
+
+@contextlib.contextmanager
+def ends_with_own_ray(
+    own: Mapping[str, subprocess.Popen[bytes]], run_dir: Path, last: Callable[[str], object], notify: Callable[[str, str], object]
+) -> Iterator[None]:
+    """In this context the death of a private cluster's control service or raylet ends this process. To be left before the cluster ends.
+
+    Args:
+        own: these two processes, by name; none: the cluster is a joined one, and not watched here.
+        last, notify: as for ends_with_the_head.
+    """
+    if not own:
+        yield
+        return
+    address = ray.get_runtime_context().gcs_address
+    service = f"the control service of this run's own Ray (gcs_server, at {address})"
+    remedy = f"and the run ends with it. To go on: evenkeel train --resume {run_dir}; with --retries N a run does so by itself"
+    # A raylet's agents would look for it for a minute; actors end by themselves.
+    left = [below for process in own.values() for below in descendants(psutil.Process(process.pid))]
+    ends = [partial(_wait_for_the_end, name, process, left, remedy, last) for name, process in own.items()]
+    with _threads(partial(_look, address, service, remedy, last, notify), *ends):
+        yield
+
+
+@contextlib.contextmanager
+def _threads(*watches: Callable[[threading.Event], None]) -> Iterator[None]:
+    over = threading.Event()
+    for watch in watches:
+        threading.Thread(target=watch, args=(over,), name="Ray watch", daemon=True).start()
     try:
         yield
     finally:
         over.set()
 
 
-def _look(
-    address: str, over: threading.Event, run_dir: Path, last: Callable[[str], object], tell: Callable[[str, str], object]
+def _wait_for_the_end(
+    name: str,
+    process: subprocess.Popen[bytes],
+    left: Sequence[psutil.Process],
+    remedy: str,
+    last: Callable[[str], object],
+    over: threading.Event,
 ) -> None:
+    """Of a process of Ray's. The kernel tells of it at once: Ray may abort this process at its next call."""
+    with contextlib.suppress(ChildProcessError):  # Ray has waited for it
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    if over.is_set():
+        return
+    code = process.wait()
+    how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+    _end(f"this run's own Ray is gone: its {name} (process {process.pid}) {how}, {remedy}", last, over, left)
+
+
+def _look(
+    address: str, head: str, remedy: str, last: Callable[[str], object], notify: Callable[[str, str], object], over: threading.Event
+) -> None:
+    """Args: head: what listens at the address, for sentences."""
     limit_s = _SHARE * float(os.environ.get(_LIMIT, "60"))
     look_s = limit_s / _LOOKS
-    head = f"the head of the Ray cluster at {address}"
     seen_s = answered_s = time.monotonic()
     hangs_limit_s = limit_s + sum(float(os.environ.get(name, usual)) / 1000 for name, usual in _KEEPALIVE_MS.items())
     hangs = False
@@ -82,25 +141,33 @@ def _look(
         if answers:
             answered_s = seen_s
             if hangs:
-                tell("warning", f"{head} answers again, after {silent_s:.0f} s")
+                notify("warning", f"{head} answers again, after {silent_s:.0f} s")
             hangs = False
         elif silent_s >= limit_s and not hangs:
             hangs = True
-            tell(
+            notify(
                 "warning",
                 f"{head} hangs: it listens, and has answered nothing for {silent_s:.0f} s. The run goes on with what it has; whatever is "
-                f"to start on the cluster waits until the head answers. Ray gives up after some minutes: after {hangs_limit_s:.0f} s this "
-                "run ends",
+                f"to start waits until it answers. Ray gives up after some minutes: after {hangs_limit_s:.0f} s this run ends",
             )
         elif hangs and silent_s >= hangs_limit_s:
             why = f"hangs: it has answered nothing for {silent_s:.0f} s"
             break
-    text = (
-        f"{head} {why}, and what the cluster knew of this run goes with it. Start a head again (deploy/README.md), then: "
-        f"evenkeel train --resume {run_dir}, with ray.address=HOST:PORT if it is another one"
-    )
+    _end(f"{head} {why}, {remedy}", last, over)
+
+
+def _end(text: str, last: Callable[[str], object], over: threading.Event, left: Sequence[psutil.Process] = ()) -> None:
+    """Args: left: processes to be ended that may no longer be below this one."""
+    over.set()  # what is ended along with this process is no news
     # Printed first: the run folder's disk may be gone with the head.
-    interrupts.end_all(text, interrupts.NO_CLUSTER if interrupts.is_attempt else 1, last=partial(last, text))
+    interrupts.end_all(text, interrupts.NO_CLUSTER if interrupts.is_attempt else 1, last=partial(_last, text, last, left))
+
+
+def _last(text: str, last: Callable[[str], object], left: Sequence[psutil.Process]) -> None:
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    last(text)
 
 
 def _answers(address: str, limit_s: float) -> bool:

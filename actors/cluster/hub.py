@@ -20,7 +20,7 @@ from correction.errors import DataError
 from rollout.config import HuggingFaceTask
 
 _FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-"""Of a model: weights, configs, tokenizer, chat template."""
+"""Files of a model: weights, configs, tokenizer, chat template."""
 _OTHER_FILES = ("*/*", "consolidated*")
 """The same weights in other forms: folders of other runtimes, and Mistral's own."""
 _WANTED: dict[str, Any] = {"allow_patterns": list(_FILES), "ignore_patterns": list(_OTHER_FILES)}

@@ -40,7 +40,7 @@ class RankPlaces:
     """Bundles by node and GPU: the ranks of the first tensor-parallel group are in the first of these."""
 
     def options(self, rank: int) -> dict[str, Any]:
-        """Of the rank's actor."""
+        """Ray options of the rank's actor."""
         asked: dict[str, Any] = {
             "num_cpus": 1,
             "num_gpus": _gpus(self.config),
@@ -120,7 +120,7 @@ def in_order(nodes: Mapping[int, str], addresses: Mapping[str, str], first_gpus:
 
 
 def _bundle(config: LearnerConfig) -> dict[str, float]:
-    """Of a tensor-parallel group."""
+    """Resources of a tensor-parallel group."""
     gpus = config.tensor_parallel * _gpus(config)
     return {"CPU": float(config.tensor_parallel)} | ({"GPU": gpus} if gpus else {})
 
@@ -131,8 +131,8 @@ def _gpus(config: LearnerConfig) -> float:
 
 def _offer() -> str:
     there, free = ray.cluster_resources(), ray.available_resources()  # type: ignore[no-untyped-call]
-    told = [f"{there.get(kind, 0):g} {kind}s, {free.get(kind, 0):g} of them free" for kind in ("GPU", "CPU")]
-    return "has " + ", and ".join(told)
+    resources = [f"{there.get(kind, 0):g} {kind}s, {free.get(kind, 0):g} of them free" for kind in ("GPU", "CPU")]
+    return "has " + ", and ".join(resources)
 
 
 async def _until_ready(group: PlacementGroup) -> None:

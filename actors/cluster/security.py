@@ -14,7 +14,7 @@ from actors.config import RayConfig
 from correction.errors import ConfigError, EngineError
 
 _ASKED_S = 60.0
-"""A task on the joined cluster tells within so long whether it asks for a token."""
+"""A task on the joined cluster finds out within so long whether it asks for a token."""
 _TOKEN = Path.home() / ".ray" / "auth_token"
 """Where Ray keeps the token if RAY_AUTH_TOKEN_PATH doesn't say otherwise."""
 

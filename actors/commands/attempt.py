@@ -16,19 +16,20 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     if sys.platform == "linux":
         parent = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # after the step under way, with a checkpoint
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # with a checkpoint
         if parent == 1 or os.getppid() != parent:
             sys.exit(128 + signal.SIGTERM)
     interrupts.is_attempt = True
     from actors.cluster.cluster import NoClusterError
     from actors.commands.cli import main as command_line
     from actors.commands.retries import NOT_AGAIN
+    from actors.processes.output import put
 
     try:
         command_line()
     except SystemExit as end:
         if isinstance(end.__context__, ConfigError):
-            print(end.code, file=sys.stderr)
+            put(f"{end.code}\n", sys.stderr)
             sys.exit(interrupts.NO_CLUSTER if isinstance(end.__context__, NoClusterError) else NOT_AGAIN)
         raise
 

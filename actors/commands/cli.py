@@ -19,6 +19,7 @@ from actors.commands.plan import plan
 from actors.commands.push import push
 from actors.commands.simulate import simulate
 from actors.processes import interrupts
+from actors.processes.output import keep_exit_code, put
 from correction.errors import ConfigError, EvenkeelError
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ Overrides = Annotated[
 def main() -> None:
     """Entry point of the console script: one sentence and a non-zero exit for whatever is wrong with the input."""
     quiet()
+    keep_exit_code()
     with interrupts.guarded():
         try:
             app()
@@ -67,13 +69,16 @@ def main() -> None:
         except (KeyboardInterrupt, asyncio.CancelledError, interrupts.Interrupted) as error:
             number = error.number if isinstance(error, interrupts.Interrupted) else int(signal.SIGINT)
             ended = "interrupted" if number == signal.SIGINT else f"ended by {interrupts.NAMES[number]}"
-            print(_sentence(ended, error), file=sys.stderr)
+            put(f"{_sentence(ended, error)}\n", sys.stderr)
             sys.exit(interrupts.exit_code(number))
 
 
 def _sentence(text: str, error: BaseException) -> str:
     """What a command ends with, and below it what can be done after that."""
     return "\n".join([f"evenkeel: {text}", *getattr(error, "__notes__", ())])
+
+
+_DISCARD_QUEUE = "With --resume: discard finished groups that the new settings make unusable, and sample their prompts again."
 
 
 @app.command(
@@ -91,14 +96,14 @@ def train(
         Path | None,
         typer.Option(metavar="RUN_DIR", help="Go on with an earlier run from its newest checkpoint; its folder holds the recipe."),
     ] = None,
-    discard_queue: Annotated[bool, typer.Option("--discard-queue", help="With --resume: sample anew what new settings spoil.")] = False,
-    retries: Annotated[int, typer.Option(min=0, help="So many times at most, go on by itself when the run's process has died.")] = 0,
+    discard_queue: Annotated[bool, typer.Option("--discard-queue", help=_DISCARD_QUEUE)] = False,
+    retries: Annotated[int, typer.Option(min=0, help="Restart the run's process at most this many times if it dies.")] = 0,
 ) -> None:
     """Train a model by reinforcement learning, as a recipe says.
 
     On a terminal it shows a live panel, anywhere else one line a step: reward, tokens a second, mismatch between the engines. Everything
     is kept in a folder of its own (runs/NAME-DATE-TIME, or run_dir): settings, metrics, sampled answers, checkpoints, and report.html at
-    the end. Ctrl-C ends after the step under way with a checkpoint; a second one ends at once.
+    the end. Ctrl-C ends after the step under way, SIGTERM without it, with a checkpoint; a second signal ends at once.
 
     With --retries a run whose process dies (a crash, kill -9, no memory) goes on from its newest checkpoint, or anew if it has none.
     Wrong settings are not tried again, nor is a run that makes no new step.

@@ -8,7 +8,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import annotated_types
 from pydantic import BaseModel
@@ -16,6 +16,18 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from correction.errors import ConfigError
+
+
+class Variant(NamedTuple):
+    """One of the models that a section can be."""
+
+    tag: str
+    """Key that says which, such as "kind"; empty: none does."""
+    value: str
+    """Of the tag, or the model's name."""
+
+    def __str__(self) -> str:
+        return f"{self.tag}: {self.value}" if self.tag else self.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +40,13 @@ class FieldLine:
     default: str
     """As one would write it; "required" when there is none."""
     description: str
-    variant: str = ""
-    """The tag ("kind: clip") under which the key exists, when its section is a tagged union."""
+    variant: Variant | None = None
+    """In which the key exists, when its section is a union; None: it isn't."""
     is_section: bool = False
     """It has keys of its own, which follow."""
 
 
-def explain_lines(model_class: type[BaseModel], prefix: str = "", variant: str = "") -> Iterator[FieldLine]:
+def explain_lines(model_class: type[BaseModel], prefix: str = "", variant: Variant | None = None) -> Iterator[FieldLine]:
     """Every key of a model and of those inside it, in order of declaration."""
     for name, field in model_class.model_fields.items():
         path = f"{prefix}{name}"
@@ -61,7 +73,7 @@ def explain(model_class: type[BaseModel], section: str = "") -> str:
         raise ConfigError(f"{section}: no such key; the nearest is {nearest_key(model_class, section)}.")
     blocks = []
     for line in shown:
-        if line.variant and line.variant == f"{line.path.rpartition('.')[2]}: {line.default}":
+        if line.variant == (line.path.rpartition(".")[2], line.default):
             continue    # the tag itself, which stands beside the section's name
         when = f"   [{line.variant}]" if line.variant else ""
         head = f"{line.path}: {line.type} = {line.default}"
@@ -124,9 +136,9 @@ def field_discriminator(field: FieldInfo) -> str | None:
     return field.discriminator if isinstance(field.discriminator, str) else _discriminator(field.annotation)
 
 
-def _variant_of(field: FieldInfo, model: type[BaseModel]) -> str:
+def _variant_of(field: FieldInfo, model: type[BaseModel]) -> Variant:
     tag = field_discriminator(field)
-    return f"{tag}: {model.model_fields[tag].default}" if tag else model.__name__
+    return Variant(tag, str(model.model_fields[tag].default)) if tag else Variant("", model.__name__)
 
 
 def _section_text(field: FieldInfo, models: list[type[BaseModel]]) -> str:
@@ -141,9 +153,10 @@ def _section_text(field: FieldInfo, models: list[type[BaseModel]]) -> str:
 def _type_text(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        text, constraints = _type_text(arguments[0]), [_constraint_text(extra) for extra in annotation.__metadata__]
-        bounds = "".join(sorted(constraints, reverse=True))  # the lower one first
-        return f"{text.removesuffix(' | null')}{bounds} | null" if text.endswith(" | null") else text + bounds
+        bounds = "".join(sorted((_constraint_text(extra) for extra in annotation.__metadata__), reverse=True))  # the lower one first
+        others = [one for one in typing.get_args(arguments[0]) if one is not type(None)]
+        is_optional = type(None) in typing.get_args(arguments[0])
+        return f"{_type_text(typing.Union[*others])}{bounds} | null" if is_optional else _type_text(arguments[0]) + bounds
     if origin is Literal:
         return " | ".join(str(argument) for argument in arguments)
     if origin in (typing.Union, types.UnionType):

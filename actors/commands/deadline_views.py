@@ -33,7 +33,7 @@ def explained(config: RunConfig | None, section: str) -> str:
 
 
 def _weight_bytes(config: RunConfig) -> int:
-    """Of a folder those that are there; of a name of the hub those that its config.json means, if it can be had. 0: not known."""
+    """Bytes of the weights: those in a folder; for a name of the hub those that its config.json means, if it can be had. 0: not known."""
     if HubName.of(config.model) is None:
         return bytes_of(config.model)
     with contextlib.suppress(DataError):

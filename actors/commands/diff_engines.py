@@ -39,15 +39,15 @@ class EngineDiff:
     gaps: list[OperatorGap]
     """In the order of computation."""
     agreement: Agreement
-    """Of sampled and trained logprobs: what comes after the logits."""
+    """Agreement of sampled and trained logprobs: of what comes after the logits."""
     offsets: tuple[int, ...]
-    """Of the sequences in the packed batch."""
+    """Offsets of the sequences in the packed batch."""
 
     @property
     def parting(self) -> str | None:
         """The first place where the two differ; None if all bits are equal."""
         first = next((gap.place for gap in self.gaps if gap.differing), None)
-        return first or ("logprobs" if self.agreement.first else None)
+        return str(first) if first else "logprobs" if self.agreement.first else None
 
     def __str__(self) -> str:
         if self.parting is None:
@@ -64,12 +64,12 @@ class EngineDiff:
     def table(self) -> Table:
         """A row for each operator, over all layers."""
         table = Table("operator", "places that differ", "rows that differ", "largest difference", "in layer", box=None)
-        for operator in sorted({gap.operator for gap in self.gaps}, key=ORDER.index):
-            of_layers = [gap for gap in self.gaps if gap.operator == operator]
+        for operator in sorted({gap.place.operator for gap in self.gaps}, key=ORDER.index):
+            of_layers = [gap for gap in self.gaps if gap.place.operator == operator]
             worst = max(of_layers, key=lambda gap: gap.largest)
             differing, rows = sum(gap.differing for gap in of_layers), sum(gap.rows for gap in of_layers)
             places = f"{sum(gap.differing > 0 for gap in of_layers)} of {len(of_layers)}"
-            where = worst.place.split(".")[1] if differing and "." in worst.place else ""
+            where = str(worst.place.layer) if differing and worst.place.layer is not None else ""
             table.add_row(operator, places, f"{differing} of {rows}", f"{worst.largest:.3g}", where)
         tokens, differing = self.agreement.tokens, self.agreement.differing
         table.add_row("logprobs", "", f"{differing} of {tokens}", f"{self.agreement.largest_difference:.3g}", "")
@@ -91,7 +91,7 @@ def diff_engines(
     Args:
         prompts: of random tokens and random lengths, in flight together.
         tokens: sampled for each.
-        say: told what is done next.
+        say: called with what is done next.
     Raises: ConfigError for what the mode can't honour; DataError, EngineError.
     """
     check_model_folder(model)

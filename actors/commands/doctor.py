@@ -99,8 +99,8 @@ def _measured(config: RunConfig) -> list[Complaint]:
     config, _ = judged(derived(config, has_gpu=gpus_there(config) > 0))
     content = read_json(config_folder(config.model) / "config.json")
     began = time.monotonic()
-    told = deep_facts(config, content, lambda done: typer.echo(f"{time.monotonic() - began:4.0f} s  {done}", err=True))
-    return in_the_deep(told, config)
+    found = deep_facts(config, content, lambda done: typer.echo(f"{time.monotonic() - began:4.0f} s  {done}", err=True))
+    return in_the_deep(found, config)
 
 
 def _of_run(folder: Path, beside: list[str]) -> str:
@@ -143,7 +143,7 @@ def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]
     except EvenkeelError as error:
         if not isinstance(error, ConfigError):
             raise
-        return [Complaint("fail", str(error))], []
+        return [Complaint.refusal(error)], []
     if config.ray.address is None:
         nodes = own_machine(config)
     else:

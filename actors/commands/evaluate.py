@@ -88,7 +88,7 @@ class Asker:
     """Answers prompts with an engine of its own; what `evaluate` needs of a rollout pool."""
 
     def __init__(self, config: RunConfig, model: Path, on_answers: Callable[[int], None]) -> None:
-        """Args: on_answers: is told how many answers have come, each time that a prompt has its own."""
+        """Args: on_answers: called with how many answers have come, each time that a prompt has its own."""
         self._config, self._model, self._on_answers = config, model, on_answers
 
     @asynccontextmanager

@@ -108,7 +108,7 @@ def filter_questions(config: RunConfig, output: Path, bounds: Bounds, *, questio
     kept = [rows[one.position] for one in asked if one.is_within(bounds)]
     _write(output, kept)
     _write(_held_out_path(output), held_out)
-    _tell(asked, len(kept), output, config, bounds, say)
+    _say_outcome(asked, len(kept), output, config, bounds, say)
     return asked
 
 
@@ -205,7 +205,7 @@ def _write(output: Path, rows: list[dict[str, Any]]) -> None:
     beside.replace(output)
 
 
-def _tell(asked: list[Asked], kept: int, output: Path, config: RunConfig, bounds: Bounds, say: Callable[[str], None]) -> None:
+def _say_outcome(asked: list[Asked], kept: int, output: Path, config: RunConfig, bounds: Bounds, say: Callable[[str], None]) -> None:
     kinds = Counter(one.kind(bounds.answers) for one in asked)
     unscored = sum(one.unscored for one in asked)
     say(

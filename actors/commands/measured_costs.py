@@ -23,7 +23,7 @@ _SAMPLED = re.compile(r"^  sampled:  .*\(\w+, (\d+) tokens, v\d+: ", re.MULTILIN
 _TRAINING_PASSES = 3
 """Training on a token costs a forward pass, and a backward pass that is twice that; reading it, on like hardware, is one."""
 _ROUNDS, _CLOSE = 6, 0.002
-"""Of the fit, and how near it has to come."""
+"""Rounds of the fit, and how near it has to come."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from actors.plan.layouts import Layout, layouts, obstacles
 from actors.plan.learner_memory import RESERVE, RankMemory, rank_memory
 from actors.plan.traffic import Traffic, traffic, versions_text
 from actors.settings.deadlines import Deadline, table
+from correction.errors import counted
 
 _SHOWN_LAYOUTS = 8
 
@@ -56,7 +57,7 @@ def make_plan(facts: PaperFacts, config: RunConfig, gpus: Gpus, complaints: Sequ
 def sections(plan: RunPlan, config: RunConfig) -> dict[str, list[tuple[str, str]]]:
     """Title -> (what, how much)."""
     learner, rollout = config.learner, config.rollout
-    ranks = f"{learner.world_size} rank{'s' * (learner.world_size > 1)}"
+    ranks = f"{counted(learner.world_size, 'rank')}"
     engines = f"{rollout.workers}" + (f" of {rollout.engine.tensor_parallel} GPUs" if rollout.engine.tensor_parallel > 1 else "")
     head = f"{plan.parameters / 1e9:.2f}B parameters in {plan.tensors:,} tensors; {plan.gpus}"
     return {

@@ -211,10 +211,10 @@ def _of_another_kind(path: str, location: tuple[int | str, ...], model_class: ty
     if not variants:
         return None
     section, _, name = path.rpartition(".")
-    tag = variants[0].partition(":")[0]
+    tag = variants[0].tag
     return (
-        f"{name} belongs to {' or '.join(variants)}, but {section}.{tag} is {location[-2]}. Leave it out, or set {section}.{tag} to "
-        f"{' or '.join(variant.partition(': ')[2] for variant in variants)}."
+        f"{name} belongs to {' or '.join(map(str, variants))}, but {section}.{tag} is {location[-2]}. "
+        f"Leave it out, or set {section}.{tag} to {' or '.join(variant.value for variant in variants)}."
     )
 
 

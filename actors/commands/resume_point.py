@@ -17,7 +17,7 @@ from actors.config import RunConfig
 from actors.record.checkpoint_reader import ResumePoint, newest_readable
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.settings.hub_name import HubName, absolute
-from correction.errors import ConfigError, DataError
+from correction.errors import ConfigError, DataError, counted
 from correction.schedule import needs_topk
 from rollout.config import FileTask, HuggingFaceTask
 
@@ -65,8 +65,8 @@ def find_resume_point(
                 f"Resume with {saved} or more"
             )
     if changed:
-        told = "; ".join(f"{key} {_short(old)} -> {_short(new)}" for key, (old, new) in changed.items())
-        point = replace(point, notes=(*point.notes, ("info", f"settings other than the run's own so far: {told}")))
+        diff = "; ".join(f"{key} {_short(old)} -> {_short(new)}" for key, (old, new) in changed.items())
+        point = replace(point, notes=(*point.notes, ("info", f"settings other than the run's own so far: {diff}")))
     then = _settings_then(point, before)
     return config, _with_groups_of_these_settings(point, then, config, changed_settings(then, config), discard_queue=discard_queue)
 
@@ -137,7 +137,7 @@ def _refuse_lost_settings(before: RunConfig, config: RunConfig, changed: Mapping
 
 
 def _check_reference(before: RunConfig, config: RunConfig, checkpoint: Checkpoint) -> None:
-    """With a KL term, or where the KL is told, the model that the run began with is the reference. Raises: DataError if it can't be."""
+    """With a KL term, or where the KL is reported, the model that the run began with is the reference. Raises: DataError if it can't be."""
     if not config.needs_reference:
         return
     from learner.model_check import check_trainable, expected_shapes
@@ -168,10 +168,10 @@ def _with_groups_of_these_settings(
         return point
     useless = [reason for reason in reasons if not reason.startswith(_OF_ENGINES)]
     if useless and not discard_queue:
-        told = ", ".join(f"{key} ({_short(changed[key][0])} -> {_short(changed[key][1])})" if key in changed else key for key in useless)
-        groups = f"{len(queue.finished)} finished group{'s' * (len(queue.finished) > 1)} of {point.checkpoint.path}"
+        diff = ", ".join(f"{key} ({_short(changed[key][0])} -> {_short(changed[key][1])})" if key in changed else key for key in useless)
+        groups = f"{counted(len(queue.finished), 'finished group')} of {point.checkpoint.path}"
         raise ConfigError(
-            f"{told}: {groups} can't be trained on with that. Leave it as it was, or add --discard-queue: their "
+            f"{diff}: {groups} can't be trained on with that. Leave it as it was, or add --discard-queue: their "
             "answers are thrown away and their prompts asked again"
         )
     again = [Ticket(group.group_id, group.prompt, group.admitted_version) for group in queue.finished]

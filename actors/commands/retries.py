@@ -18,6 +18,7 @@ from pathlib import Path
 
 from actors.processes import interrupts
 from actors.processes.descendants import adopted_orphans, end_new
+from actors.processes.output import put
 from actors.record.run_folder import RunFolder
 from actors.state.json_lines import last_step
 
@@ -120,8 +121,7 @@ def _attempt(arguments: Sequence[str]) -> tuple[int, bool]:
 def _end_leftovers() -> None:
     """End what a child has left: whatever it was, nobody drives it any more, and the next attempt needs its memory."""
     if sys.stdout.isatty():
-        sys.stdout.write("\x1b[?25h")  # the cursor, which a live panel hides
-        sys.stdout.flush()
+        put("\x1b[?25h", sys.stdout)  # the cursor, which a live panel hides
     end_new()
 
 
@@ -135,6 +135,6 @@ def _end_of(code: int) -> str:
 
 def _say(run_dir: Path, level: str, text: str) -> None:
     """A line, and an event of the run if it has a folder."""
-    print(f"evenkeel: {text}", file=sys.stderr, flush=True)
+    put(f"evenkeel: {text}\n", sys.stderr)
     if (run_dir / "config.yaml").is_file():
         RunFolder(run_dir).event(level, text)

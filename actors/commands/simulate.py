@@ -47,19 +47,19 @@ _LearnerSpeed = Annotated[
 ]
 _Handover = Annotated[
     float | None,
-    typer.Option(min=0, help="From a batch's last answer until the learner begins.", rich_help_panel=_SPEEDS),
+    typer.Option(min=0, help="Seconds from a batch's last answer until the learner begins on it.", rich_help_panel=_SPEEDS),
 ]
 _Publish = Annotated[
     float | None,
-    typer.Option(min=0, help="In which the learner gives new weights away.", rich_help_panel=_SPEEDS),
+    typer.Option(min=0, help="Seconds a step in which the learner publishes weights.", rich_help_panel=_SPEEDS),
 ]
 _Sync = Annotated[
     float | None,
-    typer.Option(min=0, help="From then until the engines hold them.", rich_help_panel=_SPEEDS),
+    typer.Option(min=0, help="Seconds from their publication until the engines hold them.", rich_help_panel=_SPEEDS),
 ]
 _Pause = Annotated[
     float | None,
-    typer.Option(min=0, help="The last part of that, in which engines stand still.", rich_help_panel=_SPEEDS),
+    typer.Option(min=0, help="The last seconds of --sync-s, in which an engine samples nothing.", rich_help_panel=_SPEEDS),
 ]
 _Cores = Annotated[
     float | None,
@@ -93,7 +93,7 @@ def simulate(
     cores: _Cores = None,
     other_cores: _OtherCores = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each simulated run, after those that fill its queue.")] = 100,
-    seed: Annotated[int, typer.Option(help="Of the lengths that are drawn.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the lengths that are drawn.")] = 0,
     picture: Annotated[Path, typer.Option(help="The picture to write.")] = Path("simulation.png"),
 ) -> None:
     """Say how many workers and which staleness pay, without starting any.
@@ -221,7 +221,7 @@ def _decode(text: str) -> DecodeSpeed:
 
 
 def _seconds(option: str, speed: float | None) -> float | None:
-    """Of a token."""
+    """Seconds of a token at so many tokens/s. Raises: ConfigError."""
     if speed is None:
         return None
     if not 0 < speed < math.inf:

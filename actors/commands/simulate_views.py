@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.simulation.outcome import FULL_ENGINES, HANDOVER, PUBLISH, UNDER_WAY, Outcome
+from correction.errors import counted
 
 ENOUGH = 0.95
-"""Of the best throughput: what the choice in the last sentence has to reach."""
+"""Share of the best throughput that the choice in the last sentence has to reach."""
 _CAUSES = (FULL_ENGINES, UNDER_WAY, HANDOVER, PUBLISH)
 _COLOURS = ("#3a7fc1", "#dd7a2b", "#3c9c63", "#a05cb8", "#c94f5c", "#8a8f2f")
 _COLUMNS = (
@@ -65,7 +66,7 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
     ]
     share = chosen.tokens_per_s / max(one.tokens_per_s for one in outcomes)
     return (
-        f"{chosen.workers} worker{'s' * (chosen.workers != 1)} with max_staleness {chosen.max_staleness}: {share:.0%} of the most "
+        f"{counted(chosen.workers, 'worker')} with max_staleness {chosen.max_staleness}: {share:.0%} of the most "
         f"tokens/s; the learner trains {chosen.learner_share:.0%} of the time, engines sample {chosen.engine_share:.0%}. Fewer workers, or "
         f"less staleness with as many: less than {ENOUGH:.0%}."
         + (f" No larger {' and no larger '.join(edges)} was tried: more may pay." if edges else "")

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from actors.cluster.cluster import Cluster, check_ray, gpus_there
-from actors.cluster.head_watch import ends_with_the_head
+from actors.cluster.head_watch import ends_with_own_ray, ends_with_the_head
 from actors.cluster.hub import config_folder, outline_folder, pinned
 from actors.commands.init_model import read_record
 from actors.commands.recipe import load_config
@@ -25,7 +25,8 @@ from actors.driver.run_summary import RunSummary
 from actors.plan.shape import ModelShape
 from actors.processes import interrupts
 from actors.processes.daemon_threads import DaemonThreads
-from actors.processes.supervision import HALF_OVER, counted
+from actors.processes.supervision import HALF_OVER
+from actors.processes.wait_notice import WaitNotice
 from actors.record.checkpoint_reader import ResumePoint, take_back
 from actors.record.observer import Observer
 from actors.record.run_event import EventKind
@@ -36,15 +37,15 @@ from actors.settings.deadlines import inversions
 from actors.settings.derived import derived
 from actors.settings.devices import check_devices, check_types
 from correction.engines.quick_imports import uncollected
-from correction.errors import EvenkeelError
+from correction.errors import DeadlineExceeded, EvenkeelError, counted
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.rewards import RewardPool
-from rollout.stacks import tell_stacks
+from rollout.stacks import register_stack_dump
 from rollout.tasks import Demonstration, Task, build_task, check_task_names
 
 _LEFT_S = 600.0
 """For the report and the end of the process, if something that the run has left hangs or uploads slowly. A package's own end waits."""
-_LEFT_HURRIED_S = 60.0
+_LEFT_INTERRUPTED_S = 60.0
 """After a signal."""
 
 def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None, *, discard_queue: bool = False) -> RunSummary:
@@ -152,10 +153,10 @@ def _from_the_start(folder: RunFolder) -> str:
 def _run_in(
     folder: RunFolder, config: RunConfig, task: Task, notes: Sequence[tuple[str, str]], point: ResumePoint | None
 ) -> RunSummary:
-    """Args: notes: what to tell first, as (level, sentence)."""
+    """Args: notes: what to report first, as (level, sentence)."""
     view = TerminalView(config.steps, f"{config.name}: {config.model} -> {folder.path}")
     observer = Observer(config, folder, view, point.state.totals if point else None)
-    hurries, code = False, 0
+    is_interrupted, code = False, 0
     try:
         observer.event("info", config.batch_arithmetic())
         for level, note in notes:
@@ -166,17 +167,24 @@ def _run_in(
         with _log_as_events(observer):
             observer.phase("starting Ray")
             # Outside the event loop, so that a Ctrl-C ends this, too, at once.
-            with contextlib.ExitStack() as beyond_its_end, Cluster(config) as cluster:
-                beyond_its_end.enter_context(ends_with_the_head(config.ray, folder.path, partial(folder.event, "error"), observer.event))
+            last = partial(folder.event, "error")
+            with (
+                contextlib.ExitStack() as beyond_its_end,
+                Cluster(config) as cluster,
+                ends_with_own_ray(cluster.own_daemons, folder.path, last, observer.event),
+            ):
+                beyond_its_end.enter_context(ends_with_the_head(config.ray, folder.path, last, observer.event))
                 observer.event("info", f"output of the actors: {cluster.log_folder}")
                 _look_at_nodes(config, folder, observer, point.checkpoint.hf if point else config.model)
-                tell_stacks()
+                register_stack_dump()
                 HALF_OVER.set(StackCollector(folder, observer.event).half_over)
                 summary = _run_controller(controller)
                 code = summary.exit_code
     except BaseException as error:
-        hurries = isinstance(error, interrupts.Interrupted)
+        is_interrupted = isinstance(error, interrupts.Interrupted)
         code = interrupts.exit_code(error.number) if isinstance(error, interrupts.Interrupted) else 1
+        if isinstance(error, DeadlineExceeded) and error.what:
+            observer.keep_event("warning", WaitNotice(error.what, round(error.seconds)))
         observer.keep_event("error", *_said(error))  # the terminal has it from whoever catches it
         saved = folder.checkpoints()
         if saved and saved[-1].step < config.steps:
@@ -184,11 +192,11 @@ def _run_in(
         view.close()
         raise
     finally:
-        hurries = hurries or interrupts.is_ending()  # which knows nothing of a signal that the run's event loop has taken
-        observer.close(within_s=2.0 if hurries else 30.0)
+        is_interrupted = is_interrupted or interrupts.is_ending()  # which knows nothing of a signal that the run's event loop has taken
+        observer.close(within_s=2.0 if is_interrupted else 30.0)
         if observer.hangs():
-            interrupts.end_within(_LEFT_HURRIED_S if hurries else _LEFT_S, code, observer.hangs)
-        report = None if hurries else _report(folder)
+            interrupts.end_within(_LEFT_INTERRUPTED_S if is_interrupted else _LEFT_S, code, observer.hangs)
+        report = None if is_interrupted else _report(folder)
     view.close(_summary_text(summary, folder, report, how=config.evaluation.description, steps=config.steps))
     return summary
 
@@ -248,7 +256,7 @@ class _EventHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         level = "info" if record.levelno < logging.WARNING else "warning" if record.levelno < logging.ERROR else "error"
-        self._observer.event(level, record.getMessage())
+        self._observer.event(level, record.msg if isinstance(record.msg, WaitNotice) else record.getMessage())
 
 
 def _said(error: BaseException) -> tuple[str, EventKind]:

@@ -22,7 +22,7 @@ from actors.doctor.memory_rules import on_gpus
 from actors.doctor.paper_rules import worst_first
 from actors.plan.gpus import ARCHITECTURES, MEMORY_MIB, gpu_of_instance
 from actors.plan.shape import ModelShape
-from actors.settings.devices import room_for_engines, whole_gpus
+from actors.settings.devices import most_workers_setting, room_for_engines, whole_gpus
 from correction.errors import ConfigError
 
 _START = re.compile(r"\bray start\b")
@@ -81,7 +81,7 @@ class ClusterFile:
 
 
 def _types(content: Mapping[str, Any], resource: str) -> tuple[NodeKind, ...]:
-    """Of a cloud: types of nodes, with their resources."""
+    """Types of nodes of a cloud's file, with their resources."""
     head, found = content["head_node_type"], []
     for name, kind in content["available_node_types"].items():
         offered = kind.get("resources", {})
@@ -125,8 +125,7 @@ Rule = Callable[[ClusterFile, RunConfig], Iterator[Complaint]]
 def units_for_all_workers(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:
     resource, wanted = config.ray.rollout_resource, config.rollout.most_workers
     offered = sum(kind.most * kind.units for kind in cluster.kinds)
-    setting = f"rollout.{'max_workers' if config.rollout.is_elastic else 'workers'} = {wanted}"
-    asked = f"{setting}, each of which asks for one unit of the Ray resource {resource!r} (ray.rollout_resource)"
+    asked = f"{most_workers_setting(config)}, each of which asks for one unit of the Ray resource {resource!r} (ray.rollout_resource)"
     if offered < 1:
         yield Complaint("fail", f"{asked}, and no node of {cluster.path} offers it", f'Give a kind of node resources: {{"{resource}": N}}')
     elif offered < wanted:

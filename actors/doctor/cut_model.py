@@ -78,7 +78,7 @@ def reference(folder: Path, sequences: Sequence[Sequence[int]]) -> Reference:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     ids = torch.tensor([list(one) for one in sequences])
     logprobs = torch.log_softmax(model(ids).logits[:, :-1].float(), -1).gather(-1, ids[:, 1:, None])[..., 0]
     (-logprobs.mean()).backward()  # type: ignore[no-untyped-call]
@@ -92,8 +92,9 @@ def _model(folder: Path, dtype: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with no_init_weights():  # each value is drawn once: a model of 8B's widths has 450 million here
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)  # type: ignore[no-untyped-call]
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     model.tie_weights()  # left out with the initialisation
     torch.manual_seed(_SEED)
     with torch.no_grad():

@@ -78,12 +78,12 @@ class BroadcastFact:
 
 @dataclass(frozen=True, slots=True)
 class DeepFacts:
-    """All of it."""
+    """All that the checks of `doctor --deep` measured."""
 
     dtype: str
-    """Of learner and engine."""
+    """Type of the weights, the learner's and the engine's."""
     version_bytes: int
-    """Of the whole model's weights."""
+    """Bytes of the whole model's weights."""
     on_gpus: bool = False
     """The ranks compute on GPUs."""
     collectives: tuple[CollectiveFact, ...] = ()

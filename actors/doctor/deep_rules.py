@@ -13,6 +13,7 @@ from actors.doctor.facts import Complaint
 from actors.doctor.memory_rules import gib
 from actors.doctor.paper_rules import worst_first
 from actors.settings.probe_limits import ProbeLimits
+from correction.errors import counted
 
 DeepRule = Callable[[DeepFacts, RunConfig], Iterator[Complaint]]
 
@@ -90,7 +91,7 @@ def broadcast_reaches_the_engine(facts: DeepFacts, config: RunConfig) -> Iterato
     one = facts.broadcast
     if one is None:
         return
-    group = f"a broadcast from the learner's rank 0 to the {one.ranks} rank{'s' * (one.ranks > 1)} of an engine ({one.backend})"
+    group = f"a broadcast from the learner's rank 0 to the {counted(one.ranks, 'rank')} of an engine ({one.backend})"
     if one.error:
         yield Complaint(
             "fail",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from actors.plan.shape import ModelShape
+from correction.errors import EvenkeelError
 
 Severity = Literal["fail", "warn", "note"]
 
@@ -21,7 +22,12 @@ class Complaint:
     setting: str = ""
     """What to change, as KEY: VALUE or in words; empty: nothing."""
     stops_deep: bool = True
-    """Of a failure: `doctor --deep` can't measure with it. It does without weights, tokenizer and task, of which it makes its own."""
+    """A failure with which `doctor --deep` can't measure. It does without weights, tokenizer and task, of which it makes its own."""
+
+    @classmethod
+    def refusal(cls, error: EvenkeelError) -> Complaint:
+        """A failure, in the words of the error with which `train` would stop."""
+        return cls("fail", error.reason, error.remedy[:1].upper() + error.remedy[1:])
 
     def __str__(self) -> str:
         return f"{self.sentence}. {self.setting}" if self.setting else self.sentence
@@ -42,9 +48,9 @@ class PaperFacts:
     """Where the run folder would be made, if this process may not write there."""
     host_bytes: int | None = None
     """Memory of the machine that keeps the object store; None: not known."""
-    refused: tuple[str, ...] = ()
+    refused: tuple[EvenkeelError, ...] = ()
     """Why `train` would not take the model's config, or settings that go with it (start_checks.py)."""
-    lacking: tuple[str, ...] = ()
+    lacking: tuple[EvenkeelError, ...] = ()
     """Why it would not take the weights, the tokenizer, the task or its file."""
 
 

@@ -41,7 +41,7 @@ from correction.errors import DeadlineExceeded, EvenkeelError, SyncError
 from rollout.trajectory import SyncReceipt
 
 _TOKENS = 48
-"""Of a sequence."""
+"""Tokens of each random sequence that both sides compute the logprobs of."""
 _REQUESTS, _ANSWER = 8, 64
 """Requests in flight during a weight update, and tokens of each answer."""
 _TENSOR_BYTES = {"cuda": 256 << 20, "cpu": 8 << 20}
@@ -92,25 +92,25 @@ class CheckedEngine:
         self._folder.cleanup()
 
 
-def deep_facts(config: RunConfig, content: Mapping[str, Any], tell: Callable[[str], None] = lambda _: None) -> DeepFacts:
+def deep_facts(config: RunConfig, content: Mapping[str, Any], notify: Callable[[str], None] = lambda _: None) -> DeepFacts:
     """Start ranks and an engine, measure, and stop them. What could not be measured is named in the facts.
 
     Args:
         config: with devices, types and deadlines.
         content: of the model's config.json.
-        tell: is given each part that is done.
+        notify: takes each part that is done, in words.
     Raises: ConfigError, EngineError if Ray can't be started or joined.
     """
     with Cluster(config):
-        tell("Ray is there")
-        return asyncio.run(_Visit(config, content, tell).facts())
+        notify("Ray is there")
+        return asyncio.run(_Visit(config, content, notify).facts())
 
 
 class _Visit:
     """The measurement in its parts."""
 
-    def __init__(self, config: RunConfig, content: Mapping[str, Any], tell: Callable[[str], None]) -> None:
-        self._say = tell
+    def __init__(self, config: RunConfig, content: Mapping[str, Any], notify: Callable[[str], None]) -> None:
+        self._say = notify
         self._config, self._content = config, cut_config(content, config.learner)
         self._dtype = config.learner.resolved_dtype
         self._whole = ModelShape.of(content.get("text_config", content)).weight_bytes(
@@ -143,7 +143,7 @@ class _Visit:
             if answers and self._config.weight_sync.transport == "broadcast" and group is not None and snapshot is not None:
                 self._broadcast = await self._broadcast_to(engine, group, snapshot)
         except (EvenkeelError, ray.exceptions.RayError) as error:
-            self._tell("ranks and engine", error)
+            self._failed("ranks and engine", error)
         finally:
             await self._end(places, group, engine)
         on_gpus = self._config.learner.resolved_device == "cuda"
@@ -164,7 +164,7 @@ class _Visit:
             references, (group, _) = await asyncio.gather(wanted, starts)
             self._say("the learner's ranks are up")
         except (EvenkeelError, ray.exceptions.RayError) as error:
-            self._tell("start of the learner", error)
+            self._failed("start of the learner", error)
             return None, None
         try:
             nbytes = _TENSOR_BYTES[config.learner.resolved_device]
@@ -172,7 +172,7 @@ class _Visit:
             self._collectives = slowest([one for facts in by_rank for one in facts])
             self._say("collectives are measured")
         except (EvenkeelError, ray.exceptions.RayError) as error:
-            self._tell("collectives of the learner", error)
+            self._failed("collectives of the learner", error)
         return references[0], group
 
     async def _exported(self, group: LearnerGroup) -> WeightSnapshot | None:
@@ -180,7 +180,7 @@ class _Visit:
         try:
             return await group.export(self._plan())
         except (EvenkeelError, ray.exceptions.RayError) as error:
-            self._tell("export of the learner", error)
+            self._failed("export of the learner", error)
             return None
 
     async def _ask_the_engine(self, engine: Any, starting: asyncio.Future[Any], snapshot: WeightSnapshot | None) -> bool:
@@ -202,7 +202,7 @@ class _Visit:
             self._repeats = before == await self._wait(engine.answer.remote(probe), "answers of the engine")
             self._say("the engine has had the learner's weights, and answered")
         except (EvenkeelError, ray.exceptions.RayError) as error:
-            self._tell("the engine", error)
+            self._failed("the engine", error)
             return False
         return True
 
@@ -259,7 +259,7 @@ class _Visit:
             self._agreements.append(agreement("the learner and float32 on a CPU", snapshot.probe_logprobs, made.logprobs, off))
             self._say("the learner is compared with float32")
         except (EvenkeelError, ray.exceptions.RayError) as error:
-            self._tell("forward and backward pass of the learner", error)
+            self._failed("forward and backward pass of the learner", error)
 
     async def _each(self, group: LearnerGroup, function: Any, *arguments: Any) -> list[Any]:
         """Call a function with each rank's actor in its process, all at the same time."""
@@ -269,7 +269,7 @@ class _Visit:
     async def _wait(self, call: Any, what: str) -> Any:
         return await wait_for(call, what, deadline_s=self._config.deadlines.start_s)
 
-    def _tell(self, what: str, error: BaseException) -> None:
+    def _failed(self, what: str, error: BaseException) -> None:
         self._broken.append((what, _last_line(error)))
 
     async def _end(self, places: RankPlaces | None, group: LearnerGroup | None, engine: Any) -> None:
@@ -315,7 +315,7 @@ def why_no_broadcast(error: BaseException, config: RunConfig) -> str:
     limit = f"deadlines.sync_s = {config.deadlines.sync_s:g}"
     if broadcast_s(config) < config.deadlines.sync_s:
         limit = f"the doctor's own limit, below {limit}"
-    return f"{_last_line(error).partition('; the deadline is set')[0]}; a weight group has {broadcast_s(config):g} s here ({limit})"
+    return f"{error.reason}; a weight group has {broadcast_s(config):g} s here ({limit})"
 
 
 def _last_line(error: BaseException) -> str:

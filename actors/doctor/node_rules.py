@@ -19,6 +19,7 @@ from actors.plan.shape import ModelShape
 from actors.plan.traffic import traffic, versions_text
 from actors.settings.devices import gpus_asked, room_for_engines
 from actors.settings.hub_name import HubName
+from correction.errors import counted
 
 Nodes = Sequence[NodeFacts]
 NodeRule = Callable[[Nodes, RunConfig], Iterator[Complaint]]
@@ -84,7 +85,7 @@ def engines_inside_nodes(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]
     if config.rollout.engine.resolved_device != "cuda" or ranks == 1 or is_short:
         return
     room = room_for_engines([(int(node.offered_gpus), node.rollout_units) for node in nodes], config)
-    what = f"{_counted(wanted, 'engine')} of {ranks} GPUs each (rollout.engine.tensor_parallel)"
+    what = f"{counted(wanted, 'engine')} of {ranks} GPUs each (rollout.engine.tensor_parallel)"
     what += " beside the learner"
     yield from _inside_nodes(nodes, config, wanted, room, what, "Lower rollout.engine.tensor_parallel or rollout.workers, or add nodes")
 
@@ -118,7 +119,7 @@ def torch_sees_the_gpus(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
         if node.driver_gpus and not node.has_cuda:
             yield Complaint(
                 "fail" if _uses_gpus(config) else "warn",
-                f"{node.name} has {_counted(node.driver_gpus, 'GPU')}, but its torch is a build without CUDA",
+                f"{node.name} has {counted(node.driver_gpus, 'GPU')}, but its torch is a build without CUDA",
                 "To use them, install what constraints-gpu.txt has (docs/gpu.md); for the CPU alone nothing is wrong",
             )
         elif _uses_gpus(config) and node.offered_gpus > len(node.gpus) > 0:
@@ -133,7 +134,7 @@ def torch_sees_the_gpus(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
 
 def _unseen(node: NodeFacts, config: RunConfig) -> Iterator[Complaint]:
     """A build of torch with CUDA sees none of the GPUs that the driver knows."""
-    there = f"{node.name} has {_counted(node.driver_gpus, 'GPU')}"
+    there = f"{node.name} has {counted(node.driver_gpus, 'GPU')}"
     if node.visible_devices is not None and node.visible_devices.strip() in ("", "-1"):
         if not node.offered_gpus:  # else Ray hides them from tasks that ask for none
             text = f"{there}, but CUDA_VISIBLE_DEVICES = {node.visible_devices!r} hides them: the run is on the CPU"
@@ -142,7 +143,7 @@ def _unseen(node: NodeFacts, config: RunConfig) -> Iterator[Complaint]:
     yield Complaint(
         "fail" if _uses_gpus(config) else "warn",
         f"{there}, but torch, a build with CUDA, sees none: most often the driver is too old for the CUDA that torch brings",
-        "Update the driver: the CUDA that nvidia-smi tells has to be as new as torch.version.cuda. Or install a torch for it",
+        "Update the driver: the CUDA that nvidia-smi reports has to be as new as torch.version.cuda. Or install a torch for it",
     )
 
 
@@ -278,7 +279,7 @@ NODE_RULES: tuple[NodeRule, ...] = (
 def requests(nodes: Nodes, config: RunConfig) -> list[Request]:
     """What the run asks of Ray, what the nodes have, what of it nobody holds."""
     rollout, learner = config.rollout, config.learner
-    ranks, workers = _counted(learner.world_size, "rank"), _counted(rollout.first_workers, "worker")
+    ranks, workers = counted(learner.world_size, "rank"), counted(rollout.first_workers, "worker")
     of_ranks = [f"{ranks} x {learner.gpus_per_rank:g}"] if learner.resolved_device == "cuda" else []
     of_workers = [f"{workers} x {rollout.gpus_of_a_worker:g}"] if rollout.engine.resolved_device == "cuda" else []
     cpus, free = sum(node.cpus for node in nodes), sum(node.free_cpus for node in nodes)
@@ -301,10 +302,6 @@ def _architectures(node: NodeFacts) -> set[str]:
 
 def _uses_gpus(config: RunConfig) -> bool:
     return gpus_asked(config) > 0
-
-
-def _counted(count: int, thing: str) -> str:
-    return f"{count} {thing}{'s' * (count > 1)}"
 
 
 def _runs(kind: str, built: Sequence[str]) -> bool:
@@ -372,8 +369,8 @@ def hosts_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) -
     for node in nodes:
         ranks = min(config.learner.world_size, int(node.offered_gpus / config.learner.gpus_per_rank))
         engines = min(config.rollout.first_workers, int(node.rollout_units), int(node.offered_gpus / config.rollout.gpus_of_a_worker))
-        roles = [HostMemory(_counted(ranks, "rank"), of_learner(shape, config, ranks))] if ranks else []
-        roles += [HostMemory(_counted(engines, "engine"), of_engines(shape, config, engines))] if engines else []
+        roles = [HostMemory(counted(ranks, "rank"), of_learner(shape, config, ranks))] if ranks else []
+        roles += [HostMemory(counted(engines, "engine"), of_engines(shape, config, engines))] if engines else []
         fullest = max(roles, key=lambda role: role.total, default=None)
         if fullest is not None and fullest.total > node.memory:
             text = f"{node.name}: {fullest.node} would take up to {gib(fullest.total)} of its {gib(node.memory)} of memory: {fullest}"

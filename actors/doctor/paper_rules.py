@@ -41,16 +41,16 @@ def devices_and_types(facts: PaperFacts, config: RunConfig) -> Iterator[Complain
         try:
             check(config)
         except ConfigError as error:
-            yield _refusal(str(error))
+            yield Complaint.refusal(error)
 
 
 def train_takes_model_and_task(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    yield from map(_refusal, facts.refused)
-    yield from (replace(_refusal(text), stops_deep=False) for text in facts.lacking)
+    yield from map(Complaint.refusal, facts.refused)
+    yield from (replace(Complaint.refusal(error), stops_deep=False) for error in facts.lacking)
 
 
 def layout_divides_the_model(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    yield from map(_refusal, obstacles(facts.shape, config.learner))
+    yield from map(Complaint.refusal, obstacles(facts.shape, config.learner))
 
 
 def experts_are_there_for_their_settings(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -115,7 +115,7 @@ def context_is_the_models(facts: PaperFacts, config: RunConfig) -> Iterator[Comp
     try:
         config.rollout.max_prompt_tokens(facts.shape.context)
     except ConfigError as error:
-        yield _refusal(str(error))
+        yield Complaint.refusal(error)
 
 
 def optimizer_is_shared(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -223,13 +223,6 @@ PAPER_RULES: tuple[PaperRule, ...] = (
     host_holds_the_run,
     staleness_leaves_time_for_the_longest,
 )
-
-
-def _refusal(text: str) -> Complaint:
-    """Of an error's text, whose last sentence or part is what to change; what it quotes of a library's error may have sentences, too."""
-    mark = max((". ", "; "), key=text.rfind)
-    sentence, _, setting = text.rpartition(mark) if mark in text else (text, "", "")
-    return Complaint("fail", sentence, setting[:1].upper() + setting[1:])
 
 
 def on_paper(facts: PaperFacts, config: RunConfig) -> list[Complaint]:

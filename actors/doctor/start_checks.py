@@ -1,4 +1,4 @@
-"""What the model's folder and the task's file have to say against a run: `train` stops at the first of it, `doctor` and `plan` tell all.
+"""Checks of the model's folder and the task's file before a start: `train` stops at the first problem, `doctor` and `plan` list all.
 
 The results are facts; nothing is started.
 """
@@ -33,12 +33,17 @@ def check_model_folder(path: Path, *, has_weights: bool = True) -> None:
 
 def _check_weights(path: Path) -> None:
     if not any(path.glob("*.safetensors")):
-        raise DataError(f"model = {path}: no *.safetensors in it; save the weights in that format (save_pretrained does)")
+        raise DataError(f"model = {path}: no *.safetensors in it", remedy="save the weights in that format (save_pretrained does)")
     HFWeights(path).shapes()
 
 
 def checked(
-    config: RunConfig, folder: Path, *, has_weights: bool, refused: list[str] | None = None, lacking: list[str] | None = None
+    config: RunConfig,
+    folder: Path,
+    *,
+    has_weights: bool,
+    refused: list[EvenkeelError] | None = None,
+    lacking: list[EvenkeelError] | None = None,
 ) -> RunConfig:
     """The configuration as the run would be given it, if the model's folder goes with it: what true on-policy sets
     (actors/settings/true_on_policy.py), and every deadline.
@@ -70,7 +75,7 @@ def checked(
 
 
 def _weight_bytes(folder: Path, *, has_weights: bool) -> int:
-    """Of those in the folder; of a folder that need not have them, at least as many as its config.json means in bfloat16."""
+    """Bytes of the weights in the folder; of a folder that need not have them, at least as many as its config.json means in bfloat16."""
     found = bytes_of(folder)
     return found if found and has_weights else max(found, ModelShape.read(folder).weight_bytes("bfloat16"))
 
@@ -83,8 +88,8 @@ def judged(config: RunConfig, *, meant: Sequence[Gpus] | None = None) -> tuple[R
         meant: GPUs of machines that aren't here: config.json alone has to be; none: not known. None: the run is started here.
     Raises: DataError if there is no config.json of a model that the learner trains, or no such model on the hub.
     """
-    refused: list[str] = []
-    lacking: list[str] = []
+    refused: list[EvenkeelError] = []
+    lacking: list[EvenkeelError] = []
     is_here, of_hub = meant is None, HubName.of(config.model) is not None
     folder = config_folder(config.model)
     config = checked(config, folder, has_weights=is_here and not of_hub, refused=refused, lacking=lacking)
@@ -103,10 +108,10 @@ def judged(config: RunConfig, *, meant: Sequence[Gpus] | None = None) -> tuple[R
 
 
 @contextlib.contextmanager
-def _kept(refused: list[str] | None) -> Iterator[None]:
+def _kept(refused: list[EvenkeelError] | None) -> Iterator[None]:
     try:
         yield
     except EvenkeelError as error:
         if refused is None:
             raise
-        refused.append(str(error))
+        refused.append(error)

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from actors.doctor.facts import Complaint
 from actors.doctor.node_rules import Request
+from correction.errors import counted
 
 _COLOURS = {"fail": "bold red", "warn": "yellow", "note": "dim"}
 
@@ -21,8 +22,8 @@ def verdict(complaints: Sequence[Complaint]) -> str:
     fails = sum(one.severity == "fail" for one in complaints)
     warns = sum(one.severity == "warn" for one in complaints)
     if fails:
-        return f"{fails} failure{'s' * (fails > 1)}: the run can't work like this"
-    return f"ready, with {warns} warning{'s' * (warns > 1)}" if warns else "ready"
+        return f"{counted(fails, 'failure')}: the run can't work like this"
+    return f"ready, with {counted(warns, 'warning')}" if warns else "ready"
 
 
 def show(console: Console, complaints: Sequence[Complaint], rows: Sequence[Request]) -> None:

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from actors.carriers import ForwardRequest, PreparedBatch, Ticket
 from actors.config import RunConfig
 from actors.driver.going_back import while_they_answer
@@ -21,6 +23,7 @@ from actors.queue.outstanding import Outstanding
 from actors.record.observer import Observer
 from actors.state.resume import open_ledger
 from correction.config import CorrectionConfig
+from correction.errors import EvenkeelError
 
 QUEUE, SERVICE = "trajectory queue", "correction service"
 REPLACEABLE = frozenset({QUEUE, SERVICE})
@@ -71,6 +74,18 @@ class BatchSource:
         tickets, self._unfinished = self._unfinished, []
         return tickets
 
+    async def switch(self, correction: CorrectionConfig) -> None:
+        """Have the service correct by this from the next batch on that is begun."""
+        self.monitor = None  # of a service that dies meanwhile: what it followed means something else now
+        self.monitor = await self.ask(self.service.switch, correction)
+
+    async def keep_scatter(self) -> None:
+        """Hand the service's picture of tokens to the report."""
+        try:
+            self._observer.keep_scatter(await self.ask(self.service.scatter))
+        except (EvenkeelError, ray.exceptions.RayError) as error:
+            self._observer.event("warning", f"the report goes without its picture of tokens: {error}")
+
     async def stop(self) -> None:
         """Have the service, if there is one, prepare no further batch."""
         if self.service is not None:
@@ -79,8 +94,8 @@ class BatchSource:
     async def ask(self, method: Any, *arguments: Any) -> Any:
         """Make a short call that may be repeated. Args: method: of the queue's or the service's actor."""
         what = f"{method._method_name} <- queue or service"
-        call, tell = partial(method.remote, *arguments), self._observer.event
-        return await while_they_answer(self.parts, call, what, deadline_s=self._config.deadlines.sync_s, tell=tell)
+        call, notify = partial(method.remote, *arguments), self._observer.event
+        return await while_they_answer(self.parts, call, what, deadline_s=self._config.deadlines.sync_s, notify=notify)
 
     async def next(self, version: int, pool: RolloutPool) -> PreparedBatch | ForwardRequest:
         """The batch of a version, or what the learner has to compute for it first. Args: pool: its last progress starts the deadline."""

@@ -26,11 +26,12 @@ from actors.driver.evaluation import Evaluations
 from actors.driver.going_back import Returns, end_parts, lost_among, raise_when_lost, what_goes_on, what_is_done_again
 from actors.driver.parts import StartingPoint, make_sync, start_learner
 from actors.driver.run_summary import RunSummary
+from actors.driver.step_under_way import StepUnderWay
 from actors.metrics.held_out import Evaluation
 from actors.pool.pool import RolloutPool
 from actors.pool.rollout_worker import WorkerSettings
 from actors.processes.ending import Ending
-from actors.processes.supervision import Stopwatch, abandon, counted, done_or_told, kill, together, unless_failed, unless_set, wait_for
+from actors.processes.supervision import Stopwatch, counted, done_or_reported, kill, together, unless_failed, unless_set, wait_for
 from actors.queue.payloads import whole_snapshot
 from actors.ranks.forwards import next_batch
 from actors.ranks.learner_group import LearnerGroup
@@ -39,14 +40,14 @@ from actors.record.fruitless import FruitlessSteps
 from actors.record.observer import Observer
 from actors.record.run_event import EventKind
 from actors.record.run_folder import Checkpoint, RunFolder
-from actors.record.step_teller import StepTeller
+from actors.record.step_reporter import StepReporter
 from actors.settings.true_on_policy import check_batch
 from actors.state.resume import TrainingState
 from correction.errors import EvenkeelError
 from rollout.tasks import Task
 from rollout.trajectory import SyncReceipt
 
-_BATCH_IS_LATE_S = 0.1  # the last step is told while the learner waits for a batch, if it waits longer than that
+_BATCH_IS_LATE_S = 0.1  # the last step is reported while the learner waits for a batch, if it waits longer than that
 _END_S = 30.0  # for each of the things that are still to be done when a run ends
 
 
@@ -70,20 +71,19 @@ class Controller:
         """Actors without which the run can't go on, by name."""
         self._kept: LearnerGroup | None = None
         """A learner that outlived what took the run back, and goes on."""
-        self._step_under_way: tuple[PreparedBatch, asyncio.Task[Any]] | None = None
-        """The batch that the learner has or had, until the books have it, and what has become of it."""
+        self._step_under_way: StepUnderWay | None = None
         self._are_up = False
         """All parts have started: of them queue and service can be replaced."""
         self._began = time.monotonic() - self._point.elapsed_s
         self._announce_end = partial(observer.event, "warning", kind=EventKind.ENDING)
-        self._ending = Ending(self._announce_end, observer.hurry, lambda: self._checkpoints.saved_step or self._point.step)
+        self._ending = Ending(self._announce_end, self._hurry, lambda: self._checkpoints.saved_step or self._point.step)
         self._alarms = AlarmResponse(config, self._point.replacement)
         self._alarm = ""
         """Why an alarm ends the run; empty: none does."""
         self._first_evaluation: Evaluation | None = None
         self._is_begun, self._is_trained = self._step > 0, False
         """Evaluated before training, or not to be; all steps that there will be are done and saved."""
-        self._steps = StepTeller(observer, on_observed=self._observed)
+        self._steps = StepReporter(observer, on_observed=self._observed)
         self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines)
         self._watch, self._warn = Stopwatch(), partial(observer.event, "warning")
 
@@ -156,10 +156,7 @@ class Controller:
 
     async def _finish(self, after: Evaluation | None) -> RunSummary:
         await self._steps.flush()
-        try:
-            self._observer.keep_scatter(await self._source.ask(self._source.service.scatter))
-        except (EvenkeelError, ray.exceptions.RayError) as error:
-            self._warn(f"the report goes without its picture of tokens: {error}")
+        await self._source.keep_scatter()
         seconds, is_early = time.monotonic() - self._began, self._step < self._config.steps
         return RunSummary(self._step, self._first_evaluation, after, seconds, is_early, self._alarm, self.ended_by if is_early else None)
 
@@ -199,12 +196,12 @@ class Controller:
         await unless_set(self._ending.is_asked, self._returns.pause(self._observer.event))
         self._source.replace(self._alarms.correction)
         self._parts |= self._source.parts
-        batch, updated = self._step_under_way or (None, None)
-        is_done = updated is not None and updated.done() and updated.result() is not None
-        await self._source.fill(batch, (self._version, self._sync.version) if is_done else None)
+        under_way = self._step_under_way
+        advance = (self._version, self._sync.version) if under_way and under_way.is_trained else None
+        await self._source.fill(under_way.batch if under_way else None, advance)
         self._pool.follow_queue(self._source.queue)
         self._steps.follow(self._source.service)
-        if updated is None:  # it may have been asked for logprobs
+        if under_way is None:  # it may have been asked for logprobs
             await self._learner.settled()
         self._observer.replaced_queue()
         self._warn(what_goes_on(lost, failure, step=self._step))
@@ -213,14 +210,16 @@ class Controller:
         """End what holds the run's state, and what is under way with it. All steps that are finished are written."""
         self._observer.doing(f"{' and '.join(lost)} gone: going back to the last checkpoint")
         self._are_up = False
-        self._drop_step()
+        if self._step_under_way is not None:
+            self._step_under_way.drop()
+            self._step_under_way = None
         await self._evaluations.abandon()
         await self._pool.withdraw()
         self._kept, self._parts = await end_parts(self._parts, getattr(self, "_learner", None), lost)
         if hasattr(self, "_sync"):
             await self._sync.close()
-        await done_or_told(self._checkpoints.finished(), "checkpoint under way", _END_S, self._warn)
-        await done_or_told(self._steps.flush(), "lines of the last steps", _END_S, self._warn)
+        await done_or_reported(self._checkpoints.finished(), "checkpoint under way", _END_S, self._warn)
+        await done_or_reported(self._steps.flush(), "lines of the last steps", _END_S, self._warn)
         self._checkpoints.abandon()
         self._observer.abandon()
 
@@ -229,36 +228,36 @@ class Controller:
             await self._checkpoints.finished(at_once=True)
             if self._step_under_way is None:
                 if (batch := await unless_set(self._ending.is_asked, self._next_batch())) is None:
-                    break  # without a step under way the last one can be saved at once: after SIGTERM there may be seconds
-                self._step_under_way = batch, asyncio.create_task(self._learn_and_publish(batch))
-            await self._settle(*self._step_under_way)
+                    break
+                self._step_under_way = StepUnderWay(batch, self._learn_and_publish)
+            if (result := await self._step_under_way.result()) is None:
+                self._warn(f"step {self._step + 1} was aborted; a resume trains on its groups")
+                break
+            await self._settle(self._step_under_way.batch, result)
             self._evaluations.begin_if_due(self._step, self._version)
             if self._checkpoints.is_due(self._step):
                 await self._save()
             await self._answer_alarms()
 
     async def _learn_and_publish(self, batch: PreparedBatch) -> Any:
-        """Goes on when queue or service die meanwhile. Returns: the learner's result."""
         result = await self._learn(batch)
         compared = partial(self._source.ask, self._source.service.compared, batch.version, (result.values,))
         await check_batch(self._config, compared, step=self._step + 1, observer=self._observer)
         await self._publish()  # engines take it while we go on
         return result
 
-    async def _settle(self, batch: PreparedBatch, updated: asyncio.Task[Any]) -> None:
-        """Write an update down when it is made."""
-        result = await asyncio.shield(updated)
+    async def _settle(self, batch: PreparedBatch, result: Any) -> None:
+        """Write a step down that is made. Args: result: the learner's."""
         of_step = self._step + 1, self._version, batch, result, self._watch.read()
         counts, discarded = await self._source.settle(self._step + 1, batch, version=self._version, published=self._sync.version)
         self._step, self._step_under_way = self._step + 1, None
         self._steps.end_step(partial(self._observer.end_step, *of_step, counts, discarded))
         self._fruitless.note(self._step, batch, result)
 
-    def _drop_step(self) -> None:
-        """Nobody waits for it any more."""
-        if self._step_under_way is not None:
-            abandon(self._step_under_way[1])
-            self._step_under_way = None
+    def _hurry(self) -> None:
+        """Whoever has sent SIGTERM may kill in a few seconds: what is there is saved, not what a step under way would come to."""
+        self._observer.hurry()
+        self._aborting = asyncio.create_task(done_or_reported(self._learner.abort(), "end of the step under way", _END_S, self._warn))
 
     async def _publish(self) -> None:
         """The new weights, as the next version, if the engines are to have it."""
@@ -284,7 +283,7 @@ class Controller:
     async def _learn(self, batch: PreparedBatch) -> Any:
         self._observer.doing(f"step {self._step + 1} in training; rollouts go on")
         with self._watch.phase("train"):
-            # Told as soon as the learner has its work: a step's books take the driver and the service as long as a batch's way to it.
+            # Reported as soon as the learner has its work: a step's books take the driver and the service as long as a batch's way to it.
             return await self._steps.beside(self._learner.step(batch.corrected, batch.correction, step=self._step), after_s=0.0)
 
     def _observed(self, observation: Observation) -> None:
@@ -295,12 +294,11 @@ class Controller:
         """Do what is configured about the alarms that have come."""
         if self._alarm or not self._alarms.has_some:
             return
-        await self._steps.flush()  # the alarm is told before what it leads to
+        await self._steps.flush()  # the alarm is reported before what it leads to
         action = self._alarms.decide()
         if action is not None and action.replacement is not None:
             self._warn(action.text)
-            self._source.monitor = None  # of a service that dies meanwhile: what it followed means something else now
-            self._source.monitor = await self._source.ask(self._source.service.switch, action.replacement.correction)
+            await self._source.switch(action.replacement.correction)
         elif action is not None and self._step < self._config.steps:
             self._announce_end(action.text)
             self._alarm = action.text
@@ -381,11 +379,12 @@ class Controller:
 
     async def _end(self) -> None:
         """Stop all parts that were started. A checkpoint that is being written is finished first, unless the run ends at once."""
-        self._drop_step()
+        if self._step_under_way is not None:
+            self._step_under_way.drop()
         self._observer.doing("ending")
         if not (at_once := self._ending.is_at_once):
-            await done_or_told(self._checkpoints.finished(), "checkpoint under way", self._config.deadlines.checkpoint_s, self._warn)
-        await done_or_told(self._steps.flush(), "lines of the last steps", 1.0 if at_once else _END_S, self._warn)
+            await done_or_reported(self._checkpoints.finished(), "checkpoint under way", self._config.deadlines.checkpoint_s, self._warn)
+        await done_or_reported(self._steps.flush(), "lines of the last steps", 1.0 if at_once else _END_S, self._warn)
         self._checkpoints.abandon()
         endings: dict[str, Callable[[], Any]] = {
             "_evaluations": lambda: self._evaluations.abandon(),

@@ -17,9 +17,10 @@ from ray.exceptions import RayError
 
 from actors.config import DeadlinesConfig, EvaluationConfig
 from actors.metrics.held_out import UNKNOWN, Evaluation, Proportion, pass_at, share_over_questions
-from actors.processes.supervision import abandon, counted, wait_for
+from actors.processes.supervision import abandon, wait_for
+from actors.processes.wait_notice import WaitNotice
 from actors.weights.weight_sync import WeightSync
-from correction.errors import DeadlineExceeded, EvenkeelError
+from correction.errors import DeadlineExceeded, EvenkeelError, counted
 from rollout.config import AnswerSampling
 from rollout.trajectory import Prompt, Trajectory
 
@@ -59,14 +60,14 @@ def _ks(samples: int) -> list[int]:
 
 
 def _pass_at(k: int, scored: Sequence[Sequence[bool]]) -> Proportion:
-    """Of the questions that have k scored answers; UNKNOWN if none has."""
+    """pass@k over the questions that have k scored answers; UNKNOWN if none has."""
     enough = [of_one for of_one in scored if len(of_one) >= k]
     values = [pass_at(k, right=sum(of_one), answers=len(of_one)) for of_one in enough]
     return share_over_questions(values, sum(len(of_one) // k for of_one in enough)) if values else UNKNOWN
 
 
 class EvaluationObserver(Protocol):
-    """Is told how evaluations go."""
+    """Takes the results of evaluations."""
 
     def evaluated(self, result: Evaluation, prompts: Sequence[Prompt]) -> None: ...
 
@@ -74,7 +75,7 @@ class EvaluationObserver(Protocol):
 
     def phase(self, text: str) -> None: ...
 
-    def waiting(self, text: str) -> None: ...
+    def waiting(self, notice: WaitNotice) -> None: ...
 
 
 class Evaluations:

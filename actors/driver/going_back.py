@@ -8,7 +8,7 @@ steps since the checkpoint are done again. A learner whose ranks are all alive l
 
 Weights published after the checkpoint are withdrawn: their version numbers will come again, with other weights. The generation, a number
 that grows by one at each return, distinguishes them: the weight sync accepts receipts of its own generation only, a worker drops all
-requests under way before it is told of the next generation, and the pool waits for no answer of an earlier one.
+requests under way before it gets the next generation, and the pool waits for no answer of an earlier one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ MOST_RETURNS = 3
 """To one checkpoint, within RETURNS_S or from the same step. The fourth such death ends the run: the next attempt would die as well."""
 RETURNS_S = 3600.0
 _FREE_REPLACEMENTS = 10
-"""Of queue and service within RETURNS_S. After each further one the next starts later: 2, 4, 8 ... up to _LONGEST_PAUSE_S seconds."""
+"""Replacements of queue and service within RETURNS_S without a pause. After each further one the next starts later: 2, 4, 8 ... up to
+_LONGEST_PAUSE_S seconds."""
 _LONGEST_PAUSE_S = 60.0
 _LOOK_S = 1.0
 """Seconds between two questions whether a part's process is there."""
@@ -62,19 +63,19 @@ _DISK_ATTEMPTS, _DISK_AGAIN_S = 30, 10.0
 _DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
 """What Ray says of a process that has ended. A kill by its memory monitor is no RayActorError."""
 _ATTEMPTS = 10
-"""Of one call, each with the whole deadline, while the actor answers `__ray_ready__`."""
+"""Attempts at one call, each with the whole deadline, while the actor answers `__ray_ready__`."""
 _ANSWER = "an answer"
-"""Stands among the names of lost parts when all parts are alive and an answer is lost."""
+"""Pseudo part: every part is alive, but the answer to a call is lost."""
 
 
-async def raise_when_lost(parts: Mapping[str, Any], heartbeat_s: float, tell: Callable[[str, str], None]) -> None:
+async def raise_when_lost(parts: Mapping[str, Any], heartbeat_s: float, notify: Callable[[str, str], None]) -> None:
     """Watch actors; never returns. Raises: ActorLost naming the first whose process ends, or sends no heartbeat for `heartbeat_s` seconds.
 
     Args:
         parts: actors by name.
-        tell: takes level and sentence: what a part reports with its heartbeat.
+        notify: takes level and sentence: what a part reports with its heartbeat.
     """
-    await unless_failed(_raise_when_gone(parts), raise_when_silent(parts, heartbeat_s, tell))
+    await unless_failed(_raise_when_gone(parts), raise_when_silent(parts, heartbeat_s, notify))
 
 
 async def _raise_when_gone(parts: Mapping[str, Any]) -> None:
@@ -117,14 +118,14 @@ def lost_answer(error: BaseException) -> str:
 
 
 async def while_they_answer(
-    parts: Mapping[str, Any], call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, tell: Callable[[str, str], None]
+    parts: Mapping[str, Any], call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, notify: Callable[[str, str], None]
 ) -> T:
     """As `persistently`, and past the deadline the call is made again, up to _ATTEMPTS times in all, if all parts answer `__ray_ready__`.
 
     Args:
         parts: actors by name.
         deadline_s: of each attempt.
-        tell: takes level and sentence, at each further attempt.
+        notify: takes level and sentence, at each further attempt.
     Raises: as `persistently`; ActorLost if a part doesn't answer within _ANSWER_S after the deadline; it is killed.
     """
     attempts = 0
@@ -138,7 +139,7 @@ async def while_they_answer(
             if lost := await lost_among(parts, error):  # asked once only: a part may answer again a moment later
                 kill(*(parts[name] for name in lost if name in parts))
                 raise ActorLost(f"{error}; {' and '.join(lost)} answered nothing for {_ANSWER_S:g} s more") from error
-            tell("warning", f"{error}; who was late answers again, and is asked again")
+            notify("warning", f"{error}; the late part answers again; the call is repeated")
 
 
 async def end_parts(
@@ -208,20 +209,20 @@ class Returns:
                 f"{lost_answer(error) or error}"
             ) from error
 
-    async def pause(self, tell: Callable[[str, str], object]) -> None:
-        """Wait before queue and service are replaced once more, if that was often of late. Args: tell: takes level and sentence."""
+    async def pause(self, notify: Callable[[str, str], object]) -> None:
+        """Wait before queue and service are replaced once more, if that was often of late. Args: notify: takes level and sentence."""
         number = len(self._replaced)
         if number <= _FREE_REPLACEMENTS:
             return
         pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (number - _FREE_REPLACEMENTS))
-        tell("warning", f"queue or service were lost {number} times in {RETURNS_S / 60:.0f} minutes: new ones in {pause_s:.0f} s")
+        notify("warning", f"queue or service were lost {number} times in {RETURNS_S / 60:.0f} minutes: new ones in {pause_s:.0f} s")
         await asyncio.sleep(pause_s)
 
-    async def found(self, model: Path, disk: PatientWriter, tell: Callable[[str, str], object]) -> Found:
+    async def found(self, model: Path, disk: PatientWriter, notify: Callable[[str, str], object]) -> Found:
         """Find the newest readable checkpoint, and cut the run folder back to it, after all lines that wait for the disk.
 
         While the disk refuses, this is tried again every _DISK_AGAIN_S, _DISK_ATTEMPTS times in all.
-        Args: tell: takes level and sentence.
+        Args: notify: takes level and sentence.
         Raises: DataError after the last attempt.
         """
         for attempt in itertools.count(1):
@@ -232,7 +233,7 @@ class Returns:
             except OSError as error:
                 if attempt == _DISK_ATTEMPTS:
                     raise DataError(f"{self._folder.path}: the run can't go back to its last checkpoint: {error}") from error
-                tell("warning", f"the run can't go back to its last checkpoint, and tries again in {_DISK_AGAIN_S:.0f} s: {error}")
+                notify("warning", f"the run can't go back to its last checkpoint, and tries again in {_DISK_AGAIN_S:.0f} s: {error}")
                 await asyncio.sleep(_DISK_AGAIN_S)
         raise AssertionError
 

@@ -33,13 +33,13 @@ class StartingPoint:
     """Where a run stands as its parts begin: at its own beginning, or at a checkpoint."""
 
     model: Path
-    """That the run began with, and its reference policy: a folder, or a name of the hub at a commit."""
+    """What the run began with, and its reference policy: a model folder, or a name of the hub at a commit."""
     checkpoint: Checkpoint | None = None
     state: TrainingState | None = None
 
     @property
     def weights(self) -> Path:
-        """Likewise."""
+        """The weights that it begins with: the checkpoint's folder, or the model that the run began with."""
         return self.checkpoint.hf.resolve() if self.checkpoint else absolute(self.model)
 
     @property
@@ -116,7 +116,7 @@ def make_sync(
     generation: int,
     on_receipt: Callable[[SyncReceipt], None],
 ) -> WeightSync:
-    """Of the learner's weights to the pool's engines; the observer is told what goes wrong, and the pool whom to replace."""
+    """Of the learner's weights to the pool's engines; the observer gets what goes wrong, and the pool whom to replace."""
     return WeightSync(
         config.weight_sync,
         learner,

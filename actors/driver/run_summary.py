@@ -28,7 +28,7 @@ class RunSummary:
 
     @property
     def exit_code(self) -> int:
-        """Of `evenkeel train`, whose --help lists them."""
+        """Exit code of `evenkeel train`, whose --help lists them."""
         if self.alarm:
             return ENDED_BY_ALARM
         return 0 if self.ended_by in (None, signal.SIGINT) else interrupts.exit_code(self.ended_by)

@@ -1,20 +1,23 @@
-"""The one catalogue of metrics: every number that a run shows is declared here once, with its unit, reduction and way of writing.
+"""The one catalogue of metrics: every number that a run shows is listed here once, with its unit, reduction and way of writing.
 
 Names are paths: `group/quantity`, with the unit as a suffix where it isn't plain. A family is a declared prefix whose last part is open
-("reward/component/" + the name that a reward function chose). The correction's own numbers come from correction/quantities.py.
+("reward/component/" + the name that a reward function chose). What a number of the correction or the loss means stands in
+correction/quantities.py; its metric is made from that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from actors.metrics.kinds import Kind, Metric, Reduction, Unit
+from actors.metrics.kinds import Metric, Reduction
 from actors.metrics.kinds import by_k as _by_k
 from actors.metrics.kinds import by_worker as _by_worker
 from actors.metrics.kinds import counter as _counter
 from actors.metrics.kinds import gauge as _gauge
+from actors.metrics.kinds import gauge_of as _of
+from actors.metrics.kinds import histogram as _histogram
 from actors.metrics.kinds import score as _score
-from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS, SEQUENCES, TRAINED, UNITS, Quantity
+from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS, Quantity, Unit
 
 _U, _R = Unit, Reduction
 _PROGRESS = [
@@ -147,94 +150,65 @@ _HELD_OUT = [
     _gauge("held_out/seconds", _U.SECONDS, _R.LAST, "evaluation time", "Wall time of the evaluation; training goes on meanwhile."),
 ]
 _STALENESS = [
-    _gauge(
-        "staleness/mean", _U.VERSIONS, _R.MEAN, "mean staleness",
-        "Learner's version minus the version that sampled the token, averaged over trained tokens.",
-    ),
-    _gauge(
-        "staleness/max", _U.VERSIONS, _R.MAX, "largest staleness",
-        "Staleness of the oldest token in the batch; admission keeps it at or below max_staleness.", digits=".0f",
-    ),
-    Metric("staleness/tokens/", Kind.HISTOGRAM, _U.VERSIONS, _R.SUM, "Trained tokens by staleness.", "staleness"),
-    _gauge(
-        "staleness/mixed_version_share", _U.SHARE, _R.MEAN, "mixed versions",
-        "Trajectories during which new weights arrived, so that their tokens carry more than one version.", SEQUENCES, digits=".1%",
-    ),
+    _of(DIAGNOSTICS["staleness_mean"], "staleness/mean", _R.MEAN),
+    _of(DIAGNOSTICS["staleness_max"], "staleness/max", _R.MAX, "Admission keeps it at or below max_staleness.", digits=".0f"),
+    _histogram("staleness/tokens/", _U.VERSIONS, "staleness", "Trained tokens by staleness."),
+    _of(DIAGNOSTICS["mixed_version_share"], "staleness/mixed_version_share", _R.MEAN, digits=".1%"),
 ]
-
-
-def _gap(prefix: str, of_what: str) -> list[Metric]:
-    """The four numbers of the distance from mu to pi_prox, over one set of tokens."""
-    return [
-        _gauge(
-            f"{prefix}/k1",
-            _U.NATS, _R.MEAN, "k1 KL",
-            f"Mean of log mu - log pi_prox {of_what}; unbiased for KL(mu, pi_prox), may be negative.",
-        ),
-        _gauge(
-            f"{prefix}/k3",
-            _U.NATS, _R.MEAN, "k3 KL",
-            f"Mean of rho - 1 - log rho {of_what}, rho = pi_prox / mu; unbiased for KL(mu, pi_prox), never negative.",
-        ),
-        _gauge(f"{prefix}/max_abs_log_ratio", _U.NATS, _R.MAX, "max |log ratio|", f"Largest |log pi_prox - log mu| {of_what}."),
-        _gauge(f"{prefix}/log_ratio_std", _U.NATS, _R.MEAN, "log-ratio spread", f"Standard deviation of log pi_prox - log mu {of_what}."),
-    ]
-
-
-DIAGNOSTIC_PLACES: dict[str, str | None] = {
+_PLACED_DIAGNOSTICS = {
     **{
-        f"{prefix}{ours}": f"{name}/{theirs}"
-        for prefix, name in (("mismatch_", "mismatch"), ("", "mismatch_and_staleness"))
-        for ours, theirs in (
-            ("k1_kl", "k1"),
-            ("k3_kl", "k3"),
-            ("log_ratio_abs_max", "max_abs_log_ratio"),
-            ("log_ratio_std", "log_ratio_std"),
+        prefix + quantity: _of(DIAGNOSTICS[prefix + quantity], f"{group}/{name}", reduction, which)
+        for prefix, group, which in (
+            ("mismatch_", "mismatch", "Kernels, precision and routing alone."),
+            ("", "mismatch_and_staleness", "Of all trained tokens: mismatch and staleness together."),
+        )
+        for quantity, name, reduction in (
+            ("k1_kl", "k1", _R.MEAN),
+            ("k3_kl", "k3", _R.MEAN),
+            ("log_ratio_abs_max", "max_abs_log_ratio", _R.MAX),
+            ("log_ratio_std", "log_ratio_std", _R.MEAN),
         )
     },
-    "rho_max": "rho/max",
-    "ess_token": "rho/ess",
-    "rejected_share": "rejection/rejected_share",
-    "rejected_by_veto": "rejection/vetoed_share",
-    "truncated_share": "rejection/truncated_share",
+    **{
+        quantity: _of(DIAGNOSTICS[quantity], name, reduction, digits=digits)
+        for quantity, name, reduction, digits in (
+            ("rho_max", "rho/max", _R.MAX, ""),
+            ("ess_token", "rho/ess", _R.LAST, ""),
+            ("rejected_share", "rejection/rejected_share", _R.MEAN, ".2%"),
+            ("rejected_by_veto", "rejection/vetoed_share", _R.MEAN, ""),
+            ("truncated_share", "rejection/truncated_share", _R.MEAN, ""),
+        )
+    },
+}
+_PLACED_LOSS = {
+    quantity: _of(LOSS_METRICS[quantity], f"learner/{name}", _R.MEAN)
+    for quantity, name in (
+        ("clip_share", "clip_share"),
+        ("drift_k3_kl", "drift_k3"),
+        ("drift_from_behavior_k3_kl", "drift_from_behavior_k3"),
+    )
+}
+DIAGNOSTIC_PLACES: dict[str, str | None] = {
+    **{quantity: metric.name for quantity, metric in _PLACED_DIAGNOSTICS.items()},
     "reference_kl": "learner/reference_kl",
     **dict.fromkeys(("drift_k3_kl", "drift_from_behavior_k3_kl", "staleness_mean", "staleness_max", "mixed_version_share")),
 }
 """Diagnostics with a place of their own in the catalogue, by their name in correction.quantities (the KL to the start model is the
 service's own); None: another source has that number."""
 LOSS_PLACES: dict[str, str | None] = {
-    "clip_share": "learner/clip_share",
-    "drift_k3_kl": "learner/drift_k3",
-    "drift_from_behavior_k3_kl": "learner/drift_from_behavior_k3",
+    **{quantity: metric.name for quantity, metric in _PLACED_LOSS.items()},
     "penalty_kl": "learner/reference_kl",
     **dict.fromkeys(("loss", "entropy")),
 }
 """The same for the numbers of the loss."""
 
 
-def _from_source(group: str, quantities: Mapping[str, Quantity], places: Mapping[str, str | None]) -> list[Metric]:
+def _in_group(group: str, quantities: Mapping[str, Quantity], places: Mapping[str, str | None]) -> list[Metric]:
     """What has no place of its own, under its own name in the group."""
-    return [_gauge(group + name, Unit(q.unit), _R.LAST, q.label, q.help, q.of) for name, q in quantities.items() if name not in places]
+    return [_of(quantity, group + name) for name, quantity in quantities.items() if name not in places]
 
 
-_CORRECTION = [
-    *_gap("mismatch", "on tokens of staleness 0: kernels, precision and routing alone"),
-    *_gap("mismatch_and_staleness", "on all trained tokens: mismatch and staleness together"),
-    _gauge("rho/max", _U.ONE, _R.MAX, "largest rho", "Largest pi_prox / mu of a trained token, before any bound."),
-    _gauge(
-        "rho/ess", _U.SHARE, _R.LAST, "effective sample size",
-        "Effective sample size of the raw rho of the trained tokens, before any bound: (sum rho)^2 / (n sum rho^2). 1 is on-policy; "
-        "0.1: a few tokens would carry the batch if nothing bounded them.", TRAINED,
-    ),
-    _gauge("rejection/rejected_share", _U.SHARE, _R.MEAN, "rejected", "Tokens that rejection or veto took out of the loss.", TRAINED,
-           digits=".2%"),
-    _gauge("rejection/vetoed_share", _U.SHARE, _R.MEAN, "vetoed", "Tokens of the sequences that the veto drops.", TRAINED),
-    _gauge(
-        "rejection/truncated_share", _U.SHARE, _R.MEAN, "weights cut",
-        "What carries an importance weight (tokens, turns or sequences, by importance.level), and had it cut to its bound.", UNITS,
-    ),
-    *_from_source("correction/", DIAGNOSTICS | DIAGNOSTIC_FAMILIES, DIAGNOSTIC_PLACES),
-]
+_CORRECTION = [*_PLACED_DIAGNOSTICS.values(), *_in_group("correction/", DIAGNOSTICS | DIAGNOSTIC_FAMILIES, DIAGNOSTIC_PLACES)]
 _MONITOR = [
     _gauge(
         "monitor/level", _U.ONE, _R.MAX, "early warning",
@@ -259,10 +233,7 @@ _TRUE_ON_POLICY = [
     _gauge("true_on_policy/max_abs_difference", _U.NATS, _R.MAX, "largest difference", "Largest difference of those two logprobs."),
 ]
 _LEARNER = [
-    _gauge(
-        "learner/loss", _U.ONE, _R.SUM, "loss",
-        "The loss whose gradient was taken. In RL its value says little; a jump is worth a look.",
-    ),
+    _of(LOSS_METRICS["loss"], "learner/loss", _R.SUM),
     _gauge("learner/grad_norm", _U.ONE, _R.LAST, "gradient norm", "Global L2 norm of the gradient before clipping."),
     _gauge("learner/loss_scale", _U.ONE, _R.LAST, "loss scale", "Factor on the loss of a float16 learner; halved when gradients overflow."),
     _gauge(
@@ -270,29 +241,11 @@ _LEARNER = [
         "L2 norm before clipping of the gradient of a group of parameters: embedding, attention, mlp, router, norms, lm_head.",
     ),
     _gauge("learner/learning_rate", _U.ONE, _R.LAST, "learning rate", "Learning rate of the step."),
-    _gauge(
-        "learner/entropy", _U.NATS, _R.MEAN, "entropy",
-        "Mean entropy of the target policy at trained tokens; at 0 the policy always gives the same answer and explores no more.",
-        digits=".2f",
-    ),
-    _gauge(
-        "learner/clip_share", _U.SHARE, _R.MEAN, "clipped",
-        "Tokens that rejection left, and that got no gradient because they had left the trust region. Where that stops whole sequences, "
-        "each counts by its tokens.", TRAINED,
-    ),
+    _of(LOSS_METRICS["entropy"], "learner/entropy", _R.MEAN, digits=".2f"),
+    *_PLACED_LOSS.values(),
     _gauge(
         "learner/routing_agreement_share", _U.SHARE, _R.MEAN, "equal top k",
         "Share of tokens and layers in which the learner's routers would have chosen the experts that they were given.",
-    ),
-    _gauge(
-        "learner/drift_k3", _U.NATS, _R.MEAN, "drift k3",
-        "k3 KL from pi_prox to pi_theta: how far the optimizer moved the policy within the batch. Absent where pi_prox isn't "
-        "the learner's.",
-    ),
-    _gauge(
-        "learner/drift_from_behavior_k3", _U.NATS, _R.MEAN, "drift from behaviour, k3",
-        "k3 KL from mu to pi_theta, over all optimizer steps of the batch: drift, mismatch and staleness together. In bypass and with "
-        "interpolated proximal logprobs, where the drift alone isn't known.",
     ),
     _gauge(
         "learner/reference_kl", _U.NATS, _R.MEAN, "KL to reference",
@@ -301,7 +254,7 @@ _LEARNER = [
     ),
     _gauge("learner/optimizer_steps", _U.ONE, _R.LAST, "optimizer steps", "Optimizer steps of the batch."),
     _gauge("learner/microbatches", _U.ONE, _R.SUM, "micro-batches", "Micro-batches of the batch, all ranks together."),
-    *_from_source("loss/", LOSS_METRICS, LOSS_PLACES),
+    *_in_group("loss/", LOSS_METRICS, LOSS_PLACES),
 ]
 _LENGTH = [
     _gauge(
@@ -355,9 +308,8 @@ _ROLLOUT = [
         "pool/target_workers", _U.ONE, _R.LAST, "wanted workers",
         "Rollout workers that the run wants: the configured number, or what the load has led to (rollout.max_workers).",
     ),
-    Metric(
-        "pool/scaled_total/", Kind.COUNTER, _U.ONE, _R.SUM,
-        "Times that the load changed the wanted number of rollout workers, by cause.", "changes of size", part="cause",
+    _counter(
+        "pool/scaled_total/", "changes of size", "Times that the load changed the wanted number of rollout workers, by cause.", part="cause"
     ),
     _counter("pool/handed_back_total", "groups handed back", "Groups that a worker which left handed back; another one went on with them."),
     _counter("pool/handed_back_tokens_total", "tokens handed back", "Response tokens of those groups, sampled before.", _U.TOKENS),
@@ -365,7 +317,7 @@ _ROLLOUT = [
     _gauge("sync/bytes", _U.BYTES, _R.SUM, "weight bytes", "Bytes of weights handed over in the sync, to all engines together."),
     _gauge("sync/rebuilt", _U.ONE, _R.SUM, "rebuilt", "Of the receipts, those for weights that a node made of differences (deltas)."),
     _gauge("sync/delta_bytes", _U.BYTES, _R.SUM, "delta bytes", "Bytes of those differences, which came in place of the weights."),
-    _gauge("sync/read_again_tokens", _U.TOKENS, _R.SUM, "read again", "Tokens of the batch that newer weights read anew (retract)."),
+    _gauge("sync/read_again_tokens", _U.TOKENS, _R.SUM, "read again", "Tokens that engines prefilled again after an update (retract)."),
     _gauge(
         "sync/probe_max_abs_difference", _U.NATS, _R.MAX, "probe difference",
         "Largest logprob difference between engine and learner on the probe, a fixed prompt, after a weight sync.",

@@ -2,7 +2,7 @@
 
 Each actor serves its own numbers on a port of its own, with its own registry (nothing global, so that a restarted or doubly
 imported actor starts clean). Role and name of the actor are target labels that discovery attaches; they are not on every metric.
-Listening addresses are 127.0.0.1 unless told otherwise: the pages have no authentication.
+Listening addresses are 127.0.0.1 unless metrics.bind says otherwise: the pages have no authentication.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class MetricsEndpoint(Collector):
             name: which one of its role; a label of the target.
             bind: address to listen on.
             port: 0 takes a free one, so that several actors share a node.
-        Raises: ConfigError if the address can't be listened on, or nobody could be told where to scrape.
+        Raises: ConfigError if the address can't be listened on, or Prometheus couldn't know where to scrape.
         """
         if bind in _ANY_ADDRESS:
             raise ConfigError(
-                f"metrics.bind = {bind!r}: Prometheus must be told an address that it can reach. Bind to that one (metrics.bind=node)."
+                f"metrics.bind = {bind!r}: Prometheus needs an address that it can reach. Bind to that one (metrics.bind=node)."
             )
         self.labels = {"role": role, "name": name}
         self._values: dict[str, float] = {}
@@ -174,7 +174,7 @@ class DiscoveryServer:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 body = json.dumps(discovery.targets()).encode()
-                with suppress(ConnectionError):  # who has asked may be gone: that is nothing to tell in the run's terminal
+                with suppress(ConnectionError):  # who has asked may be gone: that is nothing for the run's terminal
                     self.send_response(200)
                     self.send_header("Content-Type", "application/json")
                     self.send_header("Content-Length", str(len(body)))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean, pvariance
 
 from actors.metrics.step_metrics import with_interval
+from correction.errors import counted
 from rollout.trajectory import FinishReason, Prompt, Trajectory
 
 
@@ -28,7 +29,7 @@ class Proportion:
 
 
 UNKNOWN = Proportion(math.nan, 0.0, 1.0, 0)
-"""Of no trial."""
+"""A proportion without a single trial."""
 
 
 def wilson_interval(share: float, n: float, *, confidence: float = 0.95) -> tuple[float, float]:
@@ -88,7 +89,7 @@ class Evaluation:
     """By k: 2, 4, 8 ... and samples, each over the questions of which k answers could be scored."""
     seconds: float
     answers: tuple[tuple[Trajectory, ...], ...]
-    """Of each question."""
+    """All answers to each question."""
     failed: int
     """Answers that could not be scored; the accuracy leaves them out."""
 
@@ -96,7 +97,7 @@ class Evaluation:
         text = str(self.accuracy)
         if self.samples > 1:
             text += f" x {self.samples} answers" + "".join(f", pass@{k} {share}" for k, share in self.pass_at.items() if k == self.samples)
-        return text + (f", {self.failed} answer{'s' * (self.failed > 1)} could not be scored" if self.failed else "")
+        return text + (f", {counted(self.failed, 'answer')} could not be scored" if self.failed else "")
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:

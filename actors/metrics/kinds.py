@@ -1,10 +1,12 @@
-"""What is said of a metric: how it behaves over time, its unit, how values of several parts become one, its names."""
+"""What is said of a metric of a run: how it behaves over time, how values of several parts become one, its names, its format."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+
+from correction.quantities import Quantity, Unit
 
 
 class Kind(StrEnum):
@@ -28,21 +30,6 @@ class Reduction(StrEnum):
     MIN = "min"
     LAST = "last"
     """There is one source only."""
-
-
-class Unit(StrEnum):
-    """Base units; the second word is the suffix of the Prometheus name."""
-
-    ONE = ""
-    SECONDS = "s"
-    SHARE = "share"
-    NATS = "nats"
-    NATS_SQUARED = "nats^2"
-    TOKENS = "tokens"
-    TOKENS_PER_SECOND = "tokens/s"
-    VERSIONS = "versions"
-    BYTES = "bytes"
-    TIMESTAMP = "unix time"
 
 
 _PROMETHEUS_SUFFIX = {
@@ -78,22 +65,15 @@ _SCORE = ".3f"
 _NAME_SUFFIX = re.compile(r"(/tokens|_tokens_per_s|_share|_versions|_tokens|_bytes|_time_s|_s|_total)$")
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One listed number, or a family of them when the name ends in a slash or an underscore."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric(Quantity):
+    """One listed quantity of a run, or a family of them when the name ends in a slash or an underscore."""
 
     name: str
     kind: Kind
-    unit: Unit
     reduction: Reduction
-    help: str
-    """One sentence: what it is, and where it helps, what a healthy value looks like."""
-    label: str
-    """A few words for a table or an axis."""
     part: str = "part"
     """Of a family: what its open part names; the Prometheus label."""
-    of: str = ""
-    """Of a share: what of, such as "trained tokens"."""
     digits: str = ""
     """Format specification of a value; empty: that of its unit, and whole numbers for a counter."""
 
@@ -108,11 +88,6 @@ class Metric:
         return self.number(value) + ("" if self.unit in _UNWRITTEN else f" {self.unit}")
 
     @property
-    def shown_unit(self) -> str:
-        """For a table: "share of trained tokens"; 1 for a plain number."""
-        return f"{self.unit} of {self.of}" if self.of else self.unit or "1"
-
-    @property
     def is_family(self) -> bool:
         return self.name.endswith(("/", "_"))
 
@@ -125,8 +100,22 @@ class Metric:
         return f"evenkeel_{stem}" if stem.endswith(suffix) else f"evenkeel_{stem}{suffix}"
 
 
+def gauge_of(quantity: Quantity, name: str, reduction: Reduction = Reduction.LAST, more: str = "", *, digits: str = "") -> Metric:
+    """A quantity that is declared elsewhere, as a gauge of that name. Args: more: a sentence that holds in a run alone."""
+    return Metric(
+        quantity.unit,
+        quantity.label,
+        f"{quantity.help} {more}".rstrip(),
+        quantity.of,
+        name=name,
+        kind=Kind.GAUGE,
+        reduction=reduction,
+        digits=digits,
+    )
+
+
 def gauge(name: str, unit: Unit, reduction: Reduction, label: str, help: str, of: str = "", *, digits: str = "") -> Metric:
-    return Metric(name, Kind.GAUGE, unit, reduction, help, label, of=of, digits=digits)
+    return gauge_of(Quantity(unit, label, help, of), name, reduction, digits=digits)
 
 
 def score(name: str, unit: Unit, reduction: Reduction, label: str, help: str) -> Metric:
@@ -134,13 +123,19 @@ def score(name: str, unit: Unit, reduction: Reduction, label: str, help: str) ->
     return gauge(name, unit, reduction, label, help, digits=_SCORE)
 
 
-def counter(name: str, label: str, help: str, unit: Unit = Unit.ONE) -> Metric:
-    return Metric(name, Kind.COUNTER, unit, Reduction.SUM, help, label)
+def counter(name: str, label: str, help: str, unit: Unit = Unit.ONE, *, part: str = "part") -> Metric:
+    return Metric(unit, label, help, name=name, kind=Kind.COUNTER, reduction=Reduction.SUM, part=part)
+
+
+def histogram(name: str, unit: Unit, label: str, help: str) -> Metric:
+    return Metric(unit, label, help, name=name, kind=Kind.HISTOGRAM, reduction=Reduction.SUM)
 
 
 def by_worker(name: str, unit: Unit, reduction: Reduction, label: str, help: str) -> Metric:
-    return Metric(f"worker/{name}/", Kind.GAUGE, unit, reduction, help, label, part="worker")
+    return Metric(unit, label, help, name=f"worker/{name}/", kind=Kind.GAUGE, reduction=reduction, part="worker")
 
 
 def by_k(name: str, label: str, help: str) -> Metric:
-    return Metric(f"held_out/{name}/", Kind.GAUGE, Unit.SHARE, Reduction.LAST, help, label, part="k", digits=_SCORE)
+    return Metric(
+        Unit.SHARE, label, help, name=f"held_out/{name}/", kind=Kind.GAUGE, reduction=Reduction.LAST, part="k", digits=_SCORE
+    )

@@ -164,7 +164,7 @@ def accuracy(metrics: Mapping[str, float]) -> str:
 
 
 def with_interval(share: float, low: float, high: float) -> str:
-    """Of a held-out share."""
+    """A held-out share with its interval, for people."""
     number = CATALOGUE["held_out/accuracy"].number
     return f"{number(share)} [{number(low)}, {number(high)}]"
 
@@ -184,7 +184,7 @@ def markdown() -> str:
         "Every number that a run shows, generated from `actors/metrics/catalogue.py` by `python -m actors.metrics > docs/metrics.md`.",
         "In metrics.jsonl, TensorBoard and Weights & Biases a metric has the name on the left; Prometheus has the one below it.",
         "A name that ends in `<...>` is a family. A number that a step doesn't have is absent: it is neither 0 nor NaN.",
-        "The [glossary](glossary.md) explains the terms.",
+        "rho is pi_prox / mu of a sampled token. The [glossary](glossary.md) explains the terms.",
     ]
     group = None
     for metric in CATALOGUE.values():

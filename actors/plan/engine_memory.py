@@ -24,24 +24,24 @@ _LARGE_GRAPH = 300
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Of one engine on its GPU, or on each of its GPUs."""
+    """GPU memory of one engine; of one with several GPUs, on each of them."""
 
     weights: int
     """Bytes."""
     cache: int
     """Bytes of the KV cache; below 0 if the weights don't leave any room."""
     token_bytes: int
-    """There; key heads that there are too few of are on several GPUs."""
+    """Bytes of the cache for one token. An engine with more GPUs than key heads has some heads on several of them."""
     request_tokens: int
-    """Of the longest request: the context, prompt and answer together."""
+    """Tokens of the longest request: the context length, prompt and answer together."""
     beside: int
-    """Bytes that are for neither: context, activations, graphs, sampler."""
+    """Bytes beside weights and cache: CUDA context, activations, graphs, sampler."""
     groups: int = 1
-    """Of the engine's ranks, each with requests of its own."""
+    """Number of groups of the engine's ranks (attention_data_parallel); each has requests of its own."""
 
     @property
     def tokens(self) -> int:
-        """Of all groups together."""
+        """Tokens that the caches of all groups hold together."""
         return self.groups * max(0, self.cache // self.token_bytes)
 
     @property

@@ -20,7 +20,7 @@ MEMORY_MIB = {
     "L40S": 46_068,
     "RTX4090": 24_564,
 }
-"""As nvidia-smi tells it."""
+"""As nvidia-smi has it."""
 ARCHITECTURES = {
     "A100": "sm_80", "A100-40": "sm_80", "A100-40G": "sm_80", "A100-80G": "sm_80", "A10": "sm_86", "A10G": "sm_86", "B200": "sm_100",
     "H100": "sm_90", "H200": "sm_90", "L40S": "sm_89", "RTX4090": "sm_89",

@@ -12,6 +12,7 @@ from actors.config import RunConfig
 from actors.plan.learner_memory import state_bytes
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import batch_tokens, checkpoint_bytes, key_bytes, stored_versions, token_bytes, traffic, wide_bytes
+from correction.errors import counted
 
 DIAGNOSTICS = 105
 """Bytes a token of a batch that the service takes for a while, beside what is counted: benchmarks/control_plane_actors.py found it 330 MiB
@@ -30,7 +31,7 @@ TRANSFERS = 2
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Of one node."""
+    """Main memory of one node, bytes by what takes it."""
 
     node: str
     parts: dict[str, int]
@@ -50,12 +51,12 @@ ANSWER = 4 + 4
 
 
 def corrected_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Of a token of a CorrectedBatch: weight, mask and scale beside the batch."""
+    """Bytes of a CorrectedBatch for each token: weight, mask and scale beside the batch."""
     return token_bytes(shape, config) + 4 + 1 + 4
 
 
 def hosts(shape: ModelShape, config: RunConfig, *, gpus_per_node: int, nodes: int) -> list[HostMemory]:
-    """Of the fullest node of each role: one node that has all of them, or the driver's, one with ranks, and one with engines."""
+    """Main memory of the fullest node of each role: one node with all of them, or the driver's, one with ranks, and one with engines."""
     ranks = min(config.learner.world_size, int(gpus_per_node / config.learner.gpus_per_rank))
     engines = min(config.rollout.most_workers, int(gpus_per_node / config.rollout.gpus_of_a_worker))
     if nodes == 1:
@@ -64,8 +65,8 @@ def hosts(shape: ModelShape, config: RunConfig, *, gpus_per_node: int, nodes: in
         return [HostMemory("the node", whole | of_engines(shape, config, config.rollout.most_workers, has_the_store=True))]
     return [
         HostMemory("the driver's node", _of_driver(shape, config)),
-        HostMemory(f"a node with {ranks} rank{'s' * (ranks > 1)}", of_learner(shape, config, ranks)),
-        HostMemory(f"a node with {engines} engine{'s' * (engines > 1)}", of_engines(shape, config, engines)),
+        HostMemory(f"a node with {counted(ranks, 'rank')}", of_learner(shape, config, ranks)),
+        HostMemory(f"a node with {counted(engines, 'engine')}", of_engines(shape, config, engines)),
     ]
 
 

@@ -61,30 +61,27 @@ def layouts(
     return sorted(found, key=lambda layout: (not layout.fits, *_cost(layout.config)))
 
 
-def obstacles(shape: ModelShape, config: LearnerConfig) -> list[str]:
-    """Why the model can't be spread so: what the learner itself refuses, and stages and experts that don't come out even. What to set is
-    the last sentence of each."""
+def obstacles(shape: ModelShape, config: LearnerConfig) -> list[ConfigError]:
+    """Why the model can't be spread so: what the learner itself refuses, and stages and experts that don't come out even."""
     ranks, stages = config.tensor_parallel, config.pipeline_parallel * config.virtual_pipeline
-    divisor, found = "Set it to a common divisor, or to 1", []
+    divisor, found = "Set it to a common divisor, or to 1", list[ConfigError]()
     try:
         config.check_model(shape.sizes)
     except ConfigError as error:
-        found.append(str(error))
-    is_wrong = {
-        f"learner.pipeline_parallel x virtual_pipeline = {stages} doesn't divide the model's {shape.layers} layers. {divisor}": (
-            shape.layers % stages != 0
-        ),
-        f"learner.expert_parallel = {config.expert_parallel}, but the model has no experts. Set it to 1": (
-            not shape.experts and config.expert_parallel > 1
-        ),
-        f"learner.expert_parallel = {config.expert_parallel} doesn't divide the model's {shape.experts} experts. {divisor}": (
-            shape.experts % config.expert_parallel != 0
-        ),
-        f"learner.tensor_parallel = {ranks} with experts and without sequence_parallel. Set learner.sequence_parallel: true": (
-            bool(shape.experts) and ranks > 1 and not config.sequence_parallel
-        ),
-    }
-    return found + [text for text, wrong in is_wrong.items() if wrong]
+        found.append(error)
+    if shape.layers % stages:
+        reason = f"learner.pipeline_parallel x virtual_pipeline = {stages} doesn't divide the model's {shape.layers} layers"
+        found.append(ConfigError(reason, remedy=divisor))
+    if not shape.experts and config.expert_parallel > 1:
+        reason = f"learner.expert_parallel = {config.expert_parallel}, but the model has no experts"
+        found.append(ConfigError(reason, remedy="Set it to 1"))
+    if shape.experts % config.expert_parallel:
+        reason = f"learner.expert_parallel = {config.expert_parallel} doesn't divide the model's {shape.experts} experts"
+        found.append(ConfigError(reason, remedy=divisor))
+    if shape.experts and ranks > 1 and not config.sequence_parallel:
+        reason = f"learner.tensor_parallel = {ranks} with experts and without sequence_parallel"
+        found.append(ConfigError(reason, remedy="Set learner.sequence_parallel: true"))
+    return found
 
 
 def _possible(shape: ModelShape, config: LearnerConfig, ranks: int, gpus_per_node: int) -> Iterator[LearnerConfig]:

@@ -20,7 +20,7 @@ RESERVE = 3 << 30
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Of the rank that holds most, bytes."""
+    """GPU memory of the rank that holds most, bytes."""
 
     weights: int
     gradients: int
@@ -37,7 +37,7 @@ class RankMemory:
 
 
 def rank_memory(shape: ModelShape, config: LearnerConfig, *, longest: int, has_reference: bool = False) -> RankMemory:
-    """Of the fullest rank.
+    """GPU memory of the fullest rank.
 
     Args:
         config: with a dtype.
@@ -101,7 +101,7 @@ def head_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> int:
 
 
 def stage_memory(shape: ModelShape, config: LearnerConfig, stage: int, *, longest: int, has_reference: bool = False) -> RankMemory:
-    """Of a rank of a stage; as rank_memory."""
+    """GPU memory of a rank of one pipeline stage; arguments as of rank_memory."""
     weights, gradients, optimizer = state_bytes(shape, config, stage)
     tokens = max(config.tokens_per_microbatch, longest)
     layers = shape.layers / config.pipeline_parallel

@@ -16,9 +16,9 @@ from actors.plan.shape import ModelShape
 from actors.plan.traffic import active_parameters
 
 TOKENS_PER_S = 60.0
-"""Of one request in a full engine on a GPU: an assumption."""
+"""Tokens/s of one request in a full engine on a GPU: an assumption."""
 MEAN_SHARE = 0.25
-"""Of the longest answer, that the mean one has: an assumption (half of the answers below a fifth of max_tokens, one in a hundred at it)."""
+"""Mean length of an answer over that of the longest: an assumption (half of them below a fifth of max_tokens, one in a hundred at it)."""
 MOST_ADVISED = 8
 """Versions: about as far as AReaL (arXiv 2505.24298, second-hand) trained with decoupled PPO and lost little. Nothing was measured here
 beyond it, and the older a token, the more often its ratio is bounded or rejected, so that its answer teaches less."""

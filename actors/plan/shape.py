@@ -87,7 +87,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model; a head that is the embedding counts once."""
+        """Parameters of the whole model; a head that is the embedding counts once."""
         return sum(self.split(1, 1, 1)[0])
 
     @property
@@ -104,7 +104,7 @@ class ModelShape:
 
     @property
     def norms(self) -> int:
-        """Of a layer, over the hidden channels."""
+        """Norms of a layer over the hidden channels."""
         return 2 * self.family.has(INPUT_NORM) + 2 * self.family.has(ATTENTION_NORM_AFTER)
 
     def split(self, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int) -> list[tuple[int, int]]:
@@ -124,7 +124,7 @@ class ModelShape:
         return [(shared, of_experts) for shared, of_experts in stages]
 
     def _layer(self, ranks: int) -> int:
-        """Of one layer on one of the ranks that share its matrices, without its experts."""
+        """Parameters of one layer on one of the ranks that share its matrices, without its experts."""
         feed_forward = self.experts * self.hidden if self.experts else 3 * self.hidden * self.feed_forward // ranks
         return self._attention(ranks) + self.norms * self.hidden + feed_forward
 
@@ -139,11 +139,11 @@ class ModelShape:
         return self.experts // ranks * 3 * self.hidden * self.feed_forward
 
     def key_value_bytes(self, dtype: str, ranks: int = 1) -> int:
-        """Of one token in the cache of an engine, or of each of its ranks: at least one key head."""
+        """Bytes of one token in the cache of an engine, or of each of its ranks: at least one key head."""
         return 2 * self.layers * max(self.key_heads // ranks, 1) * self.head_width * BYTES_OF[dtype]
 
     def weight_bytes(self, dtype: str, ranks: int = 1, *, float8: bool = False, attention_groups: int = 1) -> int:
-        """Of the whole model, or of each rank of an engine, which has a part of every matrix; of experts as many bytes, whole or not.
+        """Bytes of the whole model, or of each rank of an engine, which has a part of every matrix; of experts as many bytes, whole or not.
 
         Args:
             float8: the projections have a byte an entry, and 4 for each block of 128 x 128 (correction/engines/float8.py).

@@ -92,12 +92,12 @@ def checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
 
 
 def token_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Of a PackedBatch, per token, by the types of its fields (correction/batch.py); it says only where its wide fields are."""
+    """Bytes of a PackedBatch for each token, by the types of its fields (correction/batch.py); it says only where its wide fields are."""
     return 8 + 1 + 4 + 4 + 4 + 4  # ids, loss mask, behaviour logprobs, advantages, versions, proximal logprobs
 
 
 def wide_bytes(shape: ModelShape, config: RunConfig, *, id_bytes: int = 4) -> int:
-    """Of a token's wide fields (correction/wide.py), its most likely alternatives and its experts, where the run wants them.
+    """Bytes of a token's wide fields (correction/wide.py), its most likely alternatives and its experts, where the run wants them.
 
     Args: id_bytes: of a token's id: 4 in the object store, 8 where a rank computes with it.
     """
@@ -108,20 +108,20 @@ def wide_bytes(shape: ModelShape, config: RunConfig, *, id_bytes: int = 4) -> in
 
 
 def batch_tokens(shape: ModelShape, config: RunConfig) -> int:
-    """Of the longest answers that are allowed, each with a prompt as long as the context leaves room for."""
+    """Tokens of a batch of the longest answers that are allowed, each with a prompt as long as the context leaves room for."""
     sampling = config.rollout.sampling
     longest = config.rollout.engine.context_length or min(shape.context, 2 * sampling.max_tokens)
     return config.groups_per_step * sampling.samples_per_group * longest
 
 
 def prompt_tokens(shape: ModelShape, config: RunConfig) -> int:
-    """Of those of a batch: what the longest answers leave."""
+    """Prompt tokens of such a batch: what the longest answers leave."""
     sampling = config.rollout.sampling
     return max(0, batch_tokens(shape, config) - config.groups_per_step * sampling.samples_per_group * sampling.max_tokens)
 
 
 def key_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Of a batch's route keys: one a token of a prompt, where its experts are replayed (correction/wide.py)."""
+    """Bytes of a batch's route keys: one a token of a prompt, where its experts are replayed (correction/wide.py)."""
     return 0 if config.learner.routing_replay == "none" or not shape.experts else 4 * prompt_tokens(shape, config)
 
 

@@ -21,7 +21,7 @@ class PatientQueue:
     """The trajectory queue's actor, for calls that may run twice."""
 
     def __init__(self, queue: Any, late: Callable[[str], None]) -> None:
-        """Args: late: told when it hasn't answered for long."""
+        """Args: late: called when it hasn't answered for long."""
         self.actor, self._late = queue, late
         self._admissions = 0
 

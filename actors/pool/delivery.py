@@ -28,14 +28,14 @@ class Delivery:
     def __init__(
         self,
         queue: PatientQueue,
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
         *,
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        """Args: tell: told when the queue can't be reached. spawn: has a task for its calls."""
-        self._queue, self._tell, self._spawn = queue, tell, spawn
+        """Args: notify: called when the queue can't be reached. spawn: has a task for its calls."""
+        self._queue, self._notify, self._spawn = queue, notify, spawn
         self._waiting: list[StoredGroup] = []
-        self._hurry = asyncio.Event()
+        self._is_urgent = asyncio.Event()
         self._is_under_way = self._is_closed = False
 
     def add(self, *groups: StoredGroup) -> None:
@@ -46,17 +46,17 @@ class Delivery:
             self._spawn(self._deliver())
 
     def close(self) -> None:
-        """Nobody needs to be told of these groups here any more."""
+        """These groups need not be delivered any more."""
         self._is_closed = True
 
     @contextmanager
-    def hurried(self) -> Iterator[None]:
+    def urgent(self) -> Iterator[None]:
         """While this lasts somebody waits for groups: no call waits for others."""
-        self._hurry.set()
+        self._is_urgent.set()
         try:
             yield
         finally:
-            self._hurry.clear()
+            self._is_urgent.clear()
 
     async def _deliver(self) -> None:
         failures = 0
@@ -64,14 +64,14 @@ class Delivery:
             while self._waiting and not self._is_closed:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_GATHER_S):
-                        await self._hurry.wait()
+                        await self._is_urgent.wait()
                 sent, self._waiting = self._waiting, []
                 try:
                     await self._queue.put(sent)
                 except ActorLost as error:  # another queue gets them from who knows all that is under way, if this one is gone
                     failures += 1
                     if failures % 10 == 1:
-                        self._tell(f"groups {[group.group_id for group in sent]} wait: {error}")
+                        self._notify(f"groups {[group.group_id for group in sent]} wait: {error}")
                     self._waiting = [*sent, *self._waiting]
                     await asyncio.sleep(_AGAIN_S)
         finally:

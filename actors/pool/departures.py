@@ -1,4 +1,4 @@
-"""Workers that leave: because the pool shrinks, their node is drained, or their process is told to end.
+"""Workers that leave: because the pool shrinks, their node is drained, or their process gets a SIGTERM.
 
 One that leaves gets no new work. It ends what it has under way within a time, hands back the rest with the tokens sampled so far, and is
 ended, which frees its resource. If it doesn't do so in order, its groups are sampled anew.
@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from ray.exceptions import RayError
 
 from actors.pool.workers import STOP_S, PoolObserver, WorkerHandle, WorkerState
-from actors.processes.supervision import counted, kill, unwrapped, wait_for
-from correction.errors import DeadlineExceeded, EvenkeelError
+from actors.processes.supervision import kill, unwrapped, wait_for
+from correction.errors import DeadlineExceeded, EvenkeelError, counted
 
 log = logging.getLogger("evenkeel.pool")
 _HAND_BACK_S = 10.0
@@ -53,8 +53,8 @@ class Departures:
         self._observer.event("info", f"rollout worker {worker.name} leaves, {under_way}: {why}")
         self._pool.spawn(self._leave(worker, within_s))
 
-    async def heed_end_notice(self, worker: WorkerHandle, on_notice: Callable[[WorkerHandle], None]) -> None:
-        """Wait until a worker's process is told to end."""
+    async def wait_for_end_notice(self, worker: WorkerHandle, on_notice: Callable[[WorkerHandle], None]) -> None:
+        """Wait until a worker's process gets a SIGTERM."""
         with suppress(EvenkeelError, RayError):  # a worker that dies is another's concern
             what = f"end notice <- rollout worker {worker.name}"
             await wait_for(worker.actor.end_notice.remote(), what, deadline_s=math.inf, notice=log.debug)
@@ -71,8 +71,8 @@ class Departures:
         if self._pool.forget(worker):
             groups, tokens = len(worker.handed_back), sum(group.tokens for group in worker.handed_back)
             self._observer.handed_back(groups, tokens)
-            told = f"; {counted(groups, 'group')} go on elsewhere from {tokens} tokens" if groups else ""
-            self._observer.event("info", f"rollout worker {worker.name} has left{told}")
+            rest = f"; {counted(groups, 'group')} go on elsewhere from {tokens} tokens" if groups else ""
+            self._observer.event("info", f"rollout worker {worker.name} has left{rest}")
 
     async def _finish(self, worker: WorkerHandle, within_s: float) -> None:
         def is_idle() -> bool:

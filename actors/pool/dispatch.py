@@ -53,7 +53,7 @@ class WaitingWork:
         """Args: slots: groups that a worker has under way at most."""
         self._slots, self._samples_per_group = slots, samples_per_group
         self._tickets: list[tuple[int, int, Ticket]] = []
-        """A heap by group id, which says how old a group is, and by when it came."""
+        """Heap of (group id, arrival number, ticket); a smaller id is an older group."""
         self._came = 0
         self._questions: list[Questions] = []
         self.is_fed = False

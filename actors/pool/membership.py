@@ -24,13 +24,13 @@ from actors.pool.elastic import Elastic
 from actors.pool.faults import LossBook
 from actors.pool.rollout_worker import WorkerSettings
 from actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
-from actors.processes.supervision import counted, kill, unwrapped, wait_for
+from actors.processes.supervision import kill, unwrapped, wait_for
 from actors.weights.weight_sync import WeightSync
-from correction.errors import ActorLost, EngineError, EvenkeelError
+from correction.errors import ActorLost, EngineError, EvenkeelError, counted
 
 log = logging.getLogger("evenkeel.pool")
 _STARTS = 3
-"""So often, in a row, a process may be killed while it starts as the pool's first."""
+"""Times in a row that the first worker's process may be killed during its start."""
 
 
 class Membership(ABC):
@@ -51,6 +51,8 @@ class Membership(ABC):
         """A worker has joined."""
         self._progressed = self._attended = asyncio.get_running_loop().time()
         self._departures = Departures(self, observer, deadlines.drain_s)
+        self._draining: dict[str, float | None] = {}
+        """Nodes that Ray drains: event-loop time (s) at which each goes; None: nobody says when. Ray never gives an id twice."""
         self._lost_groups = workers.LostGroups(lambda text: observer.event("info", text))
         self._is_stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -102,7 +104,7 @@ class Membership(ABC):
         return len(joined), sum(self._is_current(w) for w in joined)
 
     def attended_since(self) -> float:
-        """Time of the event loop, seconds, until which no worker could work; now, if none can."""
+        """Latest event-loop time (s) at which no worker held the published weights."""
         if not any(self._is_current(w) for w in self._joined()):
             self._attended = self._now()
         return self._attended
@@ -145,12 +147,20 @@ class Membership(ABC):
         self._replenish()
 
     def _node_leaves(self, node: str, left_s: float | None) -> None:
+        self._draining[node] = None if left_s is None else self._now() + left_s
         for worker in self._staying():
-            if worker.info is not None and worker.info.node == node:
-                self._let_go(worker, "Ray drains its node", left_s)
+            self._let_go_if_drained(worker)
         self._replenish()
 
-    def _told_to_end(self, worker: WorkerHandle) -> None:
+    def _let_go_if_drained(self, worker: WorkerHandle) -> bool:
+        """Returns: whether Ray drains its node, as far as that is known: a worker's node is known when its engine is up."""
+        if worker.info is None or worker.info.node not in self._draining:
+            return False
+        goes_at = self._draining[worker.info.node]
+        self._let_go(worker, "Ray drains its node", None if goes_at is None else max(0.0, goes_at - self._now()))
+        return True
+
+    def _got_sigterm(self, worker: WorkerHandle) -> None:
         if worker.state is WorkerState.JOINED:
             self._let_go(worker, "its process was told to end (SIGTERM)")
             self._replenish()
@@ -191,11 +201,15 @@ class Membership(ABC):
             return
         if worker.state is not WorkerState.STARTING:  # it is not wanted any more
             return
-        worker.state, worker.info, worker.sync.node = WorkerState.JOINED, info, info.node
+        worker.info, worker.sync.node = info, info.node
+        if self._let_go_if_drained(worker):  # Ray told of its node while the engine was starting
+            self._replenish()
+            return
+        worker.state = WorkerState.JOINED
         self._has_begun, self._progressed = True, self._now()
         self._observer.joined(info)
         self.spawn(self._follow_heartbeat(worker))
-        self.spawn(self._departures.heed_end_notice(worker, self._told_to_end))
+        self.spawn(self._departures.wait_for_end_notice(worker, self._got_sigterm))
         if self._sync is not None:
             self._sync.join(worker.sync)
         self.wake()
@@ -213,8 +227,8 @@ class Membership(ABC):
         self._progressed = self._now()
         self._losses.lost(self._now(), worker.info.node if worker.info else "")
         if never_worked and not self._has_begun and not self._workers and not self._may_start_again(error):
-            is_told = isinstance(error, EvenkeelError) and not isinstance(error, ActorLost)
-            self.fail(error if error and is_told else EngineError(f"rollout worker {worker.name} {reason}"))
+            is_known = isinstance(error, EvenkeelError) and not isinstance(error, ActorLost)
+            self.fail(error if error and is_known else EngineError(f"rollout worker {worker.name} {reason}"))
         else:
             try:
                 self._losses.check(self.target, f"rollout worker {worker.name}: {reason}")
@@ -234,7 +248,7 @@ class Membership(ABC):
             return False
         if self._sync is not None:
             self._sync.leave(worker.name)
-        self._observer.left(f"rollout-{worker.name}")
+        self._observer.left(worker.name)
         self.wake()
         return True
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from actors.carriers import FAILED, LOST, GroupFailure, GroupSummary, StoredGroup, Ticket
+from actors.carriers import FAILED, LOST, GroupFailure, StoredGroup, Ticket
 from actors.config import DeadlinesConfig
 from actors.pool import workers
 from actors.pool.admission import PatientQueue
@@ -25,13 +25,13 @@ from actors.pool.membership import Membership
 from actors.pool.rollout_worker import GroupOutcome, WorkerSettings
 from actors.pool.scoring import Scoring
 from actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
-from actors.processes.supervision import AGAIN_S, counted, patiently, persistently, unless_failed, wait_for
+from actors.processes.supervision import AGAIN_S, patiently, persistently, unless_failed, wait_for
 from actors.queue.outstanding import Outstanding
 from actors.queue.payloads import disregard, to_hand_on
 from actors.queue.trajectory_queue import ANSWER_S
 from actors.settings.deadlines import group_s
 from actors.weights.weight_sync import SyncTarget
-from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError, counted
 from rollout.config import AnswerSampling, FunctionReward
 from rollout.trajectory import GroupFacts, Prompt, Trajectory, UnfinishedGroup
 
@@ -40,11 +40,12 @@ _MAX_RESYNCS = 3
 """Full syncs that a worker gets for an engine that says it is dirty, before it is replaced; counted anew with each finished group."""
 _CALL = "a worker's call"
 _ANSWERS = 32
-"""Of an evaluation, in one call to a worker."""
+"""Answers of an evaluation that one call to a worker asks for."""
 _FEW = 64
 """Workers that are looked through at once when something changes; more are when the changes of some milliseconds have come together."""
 _LOOK_S = 2e-5
-"""For each of them. The receipts of hundreds of workers come within a second, and to look through them all takes milliseconds."""
+"""Seconds of waiting for further changes, for each worker of the pool. The receipts of hundreds of workers come within a second, and to
+look through them all takes milliseconds."""
 
 
 class RolloutPool(Membership):
@@ -59,25 +60,25 @@ class RolloutPool(Membership):
         places: int = 1,
         outstanding: Outstanding | None = None,
     ) -> None:
-        """Args: places: groups that admission allows outstanding. outstanding: is told what the queue's groups come to."""
+        """Args: places: groups that admission allows outstanding. outstanding: takes what becomes of the queue's groups."""
         super().__init__(settings, deadlines, observer, places)
         self._queue = PatientQueue(queue, late=lambda text: observer.event("warning", text))
         self._outstanding = outstanding or Outstanding()
         self._begin_delivery()
         self._results = 3 if settings.has_wide_fields else 2
-        """Of a worker's call for a group."""
+        """Ray objects that a worker's call for a group returns: facts, tokens, and wide fields if there are any."""
         self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
         self._begin_books()
         self._will_look = False
 
     def _begin_books(self) -> None:
         self._lost_with: dict[Questions, int] = {}
-        """Engines, by the part of an evaluation that they were asked."""
+        """Number of engines lost with a part of an evaluation under way, by that part."""
         window_s = max(WINDOW_S, FEWEST_FAILED * ATTEMPTS * group_s(self._config))  # enough for one worker with one slot
         self._groups = GroupBook(window_s)
-        reward, tell = self._config.reward, self._observer.event
+        reward, notify = self._config.reward, self._observer.event
         name = reward.path if isinstance(reward, FunctionReward) else reward.kind
-        self._scoring = Scoring(name, window_s, tell=tell, spawn=self.spawn, on_end=self._goes_on)
+        self._scoring = Scoring(name, window_s, notify=notify, spawn=self.spawn, on_end=self._goes_on)
 
     def start(self) -> None:
         """Ask for all workers; they join as they come."""
@@ -97,7 +98,7 @@ class RolloutPool(Membership):
         self._renew()
 
     def follow_queue(self, queue: Any) -> None:
-        """A new queue, which holds what was outstanding: all work goes on. It is told again what it may have missed while it was filled."""
+        """A new queue, which holds what was outstanding: all work goes on. It gets again what it may have missed while it was filled."""
         self._queue = self._queue.replaced_by(queue)
         self._delivery.close()
         self._begin_delivery()
@@ -147,7 +148,7 @@ class RolloutPool(Membership):
 
         Args:
             unfinished: tickets of a restored queue, sampled first.
-            on_admitted: told of tickets before workers get them.
+            on_admitted: called with tickets before workers get them.
         """
         self._work.is_fed = True
         try:
@@ -235,7 +236,7 @@ class RolloutPool(Membership):
             self._losses.worked()
             self._groups.finished(ticket.group_id, worker.name, self._now())
             self._work.forget(ticket.group_id)
-            self._observer.group_finished(GroupSummary.of(outcome, worker.name))
+            self._observer.group_finished(outcome, worker.name)
             self._outstanding.finish(group := StoredGroup(outcome, payload, wide))
             self._delivery.add(group)
             self._scoring.finished(outcome)
@@ -263,13 +264,13 @@ class RolloutPool(Membership):
                 self._engine_failed(worker, error)
 
     def _begin_delivery(self) -> None:
-        tell, spawn = partial(self._observer.event, "warning"), partial(self.spawn, name=_CALL)
-        self._delivery = Delivery(self._queue, tell, spawn=spawn)
+        notify, spawn = partial(self._observer.event, "warning"), partial(self.spawn, name=_CALL)
+        self._delivery = Delivery(self._queue, notify, spawn=spawn)
 
     @contextmanager
     def learner_waits(self) -> Iterator[None]:
         """Around the learner's wait for a batch, once a step."""
-        with super().learner_waits(), self._delivery.hurried():
+        with super().learner_waits(), self._delivery.urgent():
             yield
 
     def _discard(self, ticket: Ticket, reason: str, why: str) -> None:
@@ -349,7 +350,7 @@ class RolloutPool(Membership):
                 f"{self._work} <- a rollout worker with weights v{self._sync.version if self._sync else -1}",
                 deadline_s=self._no_workers_s,
                 notice_s=self._deadlines.notice_s,
-                notice=lambda text: self._observer.event("warning", text),
+                notice=self._observer.waiting,
                 detail=self._missing,
             )
 

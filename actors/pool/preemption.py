@@ -20,20 +20,20 @@ _RPC_S = 5.0
 
 
 async def watch_nodes(on_drain: Callable[[str, float | None], None]) -> None:
-    """Tell of each node that Ray drains, once; never returns.
+    """Report each node that Ray drains, once; never returns.
 
     Args:
         on_drain: takes the node's id and the seconds until it goes; None: nobody says when.
     """
-    told: set[str] = set()
+    reported: set[str] = set()
     while True:
         try:
             draining = await asyncio.to_thread(_draining_nodes)
         except Exception as error:  # the head may be busy, or restarting: the next answer is as good
             log.debug("nodes that Ray drains: %s", error)
             draining = {}
-        for node in draining.keys() - told:
-            told.add(node)
+        for node in draining.keys() - reported:
+            reported.add(node)
             deadline_ms = draining[node]
             on_drain(node, max(0.0, deadline_ms / 1000 - time.time()) if deadline_ms else None)
         await asyncio.sleep(_POLL_S)
@@ -47,17 +47,17 @@ def _draining_nodes() -> dict[str, int]:
 
 
 class EndNotice:
-    """In an actor's process: a SIGTERM, which would end it at once, only sets `told`; whoever sent it may kill the process later.
+    """In an actor's process: a SIGTERM, which would end it at once, only sets `received`; whoever sent it may kill the process later.
 
     Signal handlers are the main thread's, where an async actor runs nothing. Ray's own handler stands there, and looks up what it calls in
     Ray's module when the signal comes: this takes that place.
     """
 
     def __init__(self) -> None:
-        self.told = asyncio.Event()
+        self.received = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         module: Any = ray._private.worker
         module.raise_sys_exit_with_custom_error_message = self._note
 
     def _note(self, *_: Any, **__: Any) -> None:
-        self._loop.call_soon_threadsafe(self.told.set)
+        self._loop.call_soon_threadsafe(self.received.set)

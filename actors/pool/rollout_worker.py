@@ -29,7 +29,7 @@ from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineEr
 from correction.schedule import needs_topk
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.sampler import Sampler
-from rollout.stacks import tell_stacks
+from rollout.stacks import register_stack_dump
 from rollout.temporary_files import own_folder, remove
 from rollout.trajectory import FailureKind, FinishReason, GroupFacts, Prompt, SyncReceipt, Trajectory, UnfinishedGroup, ids_of, logprobs_of
 from rollout.weight_update import require_checksums
@@ -55,9 +55,9 @@ class WorkerSettings:
     bind: str
     """metrics.bind."""
     resource: str
-    """Of Ray; a worker asks for one."""
+    """Ray resource of which a worker asks for one unit."""
     seed: int = 0
-    """Of the run's samples."""
+    """Seed of the run's samples."""
     topk: int = 0
     """Most likely tokens to keep with each sampled one, for corrections that look at them."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class RolloutWorker:
     """Used as a Ray actor (async). Calls overlap; a weight update pauses the engine, not the calls."""
 
     def __init__(self, name: str, settings: WorkerSettings) -> None:
-        tell_stacks()
+        register_stack_dump()
         self._name, self._settings = name, settings
         self._asked_update = 0
         """Number of the newest one; an older one whose weights arrive late would take the engine back."""
@@ -99,7 +99,7 @@ class RolloutWorker:
         self._spoilt = 0
         """Updates that arrived otherwise than they were sent: what ran meanwhile is of no version."""
         self._newest = (0, -1)
-        """Generation and version asked for, the highest so far; a call for an older one, which itself comes late, would do the same."""
+        """Highest (generation, version) asked for; a late call for an older one is refused."""
         self._generation = 0
         self._under_way: set[asyncio.Future[Any]] = set()
         self._groups: dict[int, asyncio.Task[Answer]] = {}
@@ -334,8 +334,8 @@ class RolloutWorker:
         await self._sampler.engine.hand_back()
 
     async def end_notice(self) -> None:
-        """Returns when the process has been told to end (SIGTERM)."""
-        await self._end_notice.told.wait()
+        """Returns when the process has got a SIGTERM."""
+        await self._end_notice.received.wait()
 
     async def stop(self) -> None:
         """End the engine."""

@@ -6,7 +6,8 @@ is neither's number that holds the run up: admission, the longest answers or the
 Why it comes to rest at constant load: say that a worker makes r groups a second and the learner could take L. The pool grows to at most
 ceil(L / r), which is n / (1 - learner's waiting share) with n workers, and shrinks to no fewer than ceil(1.1 L / r), which is 1.1 n times
 the busy share. So what a growing pool comes to, a shrinking one doesn't leave, nor the other way round. The thresholds keep noise from
-deciding, and after each change the window begins anew, when the change has arrived.
+deciding. After each change the window begins anew, and again with each worker that comes or goes; the pool grows no further while one that
+was asked for has not come, but it may shrink.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import math
 from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
+
+from correction.errors import counted
 
 LEARNER_WAITS = 0.15
 """The learner waits for data if it does so for more than this share of its time; a part of that is hand-over, which workers can't mend."""
@@ -91,13 +94,13 @@ def decide(load: StepLoad, target: int, limits: PoolLimits) -> ScalingDecision |
     """
     present = load.workers
     said = (
-        f"in {load.seconds:.0f} s the learner waited for {load.learner_waits:.0%} of its time, {present} worker{'s' * (present != 1)} for "
+        f"in {load.seconds:.0f} s the learner waited for {load.learner_waits:.0%} of its time, {counted(present, 'worker')} for "
         f"{load.workers_wait:.0%} of theirs"
     )
     if load.learner_waits > LEARNER_WAITS:
         wanted = math.ceil(present / max(1e-9, 1.0 - load.learner_waits) - 1e-9)
         wanted = min(wanted, max(2 * present, present + 2), limits.most)
-        if load.workers_wait < WORKERS_WAIT and wanted > target:
+        if load.workers_wait < WORKERS_WAIT and wanted > target and present >= target:  # what is on its way may be enough
             return ScalingDecision(wanted, Cause.LEARNER_WAITS, said)
         return None
     needed = present

@@ -12,8 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from actors.pool.faults import LatestGroups
-from actors.processes.supervision import counted
-from correction.errors import RequestError
+from correction.errors import RequestError, counted
 from rollout.trajectory import FailureKind, GroupFacts
 
 _LONGEST_PAUSE_S = 60.0
@@ -35,7 +34,7 @@ class Scoring:
         reward: str,
         window_s: float,
         *,
-        tell: Callable[[str, str], None],
+        notify: Callable[[str, str], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -43,11 +42,11 @@ class Scoring:
         Args:
             reward: its name.
             window_s: seconds after which a group no longer counts.
-            tell: takes level and sentence.
+            notify: takes level and sentence.
             spawn: has a task for a pause.
             on_end: called at the end of each pause.
         """
-        self._reward, self._tell, self._spawn, self._on_end = reward, tell, spawn, on_end
+        self._reward, self._notify, self._spawn, self._on_end = reward, notify, spawn, on_end
         self._latest = LatestGroups(window_s)
         self._pauses, self._paused_s = 0, 0.0
         """Since a group was last scored."""
@@ -72,13 +71,13 @@ class Scoring:
         self._pauses += 1
         pause_s = min(_LONGEST_PAUSE_S, 2.0**self._pauses)
         self._paused_s += pause_s
-        self._tell("warning", f"rewards: {self._latest} could not be scored; the next group in {pause_s:.0f} s: {why}")
+        self._notify("warning", f"rewards: {self._latest} could not be scored; the next group in {pause_s:.0f} s: {why}")
         self.is_pausing = True
         self._spawn(self._pause(pause_s))
 
     def _scored(self, now: float) -> None:
         if self._pauses:
-            self._tell("info", f"rewards: a group was scored, after {counted(self._pauses, 'pause')}: all groups are handed out again")
+            self._notify("info", f"rewards: a group was scored, after {counted(self._pauses, 'pause')}: all groups are handed out again")
             self._latest.clear()
         self._latest.add(now, is_good=True)
         self._pauses, self._paused_s = 0, 0.0

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -22,16 +23,17 @@ from typing import Any, Protocol
 import ray
 from ray.util.scheduling_strategies import NodeLabelSchedulingStrategy, NotIn
 
-from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
+from actors.carriers import ActorInfo, Ticket, WorkerLoad
 from actors.cluster.cluster import lower_priority
 from actors.config import DeadlinesConfig
 from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
 from actors.pool.scaling import ScalingDecision
 from actors.processes.supervision import HALF_OVER, USUAL_START, kill, persistently, unwrapped, wait_for
+from actors.processes.wait_notice import WaitNotice
 from actors.weights.weight_sync import SyncTarget
 from correction.errors import DeadlineExceeded, EvenkeelError
 from rollout.heartbeat import MISSES
-from rollout.trajectory import UnfinishedGroup
+from rollout.trajectory import GroupFacts, UnfinishedGroup
 
 log = logging.getLogger("evenkeel.pool")
 _LOAD_S = 5.0
@@ -67,17 +69,18 @@ class WorkerHandle:
     """Full syncs asked for since its last finished group."""
     info: ActorInfo | None = None
     asked_at: float = field(default_factory=lambda: time.monotonic())
+    """time.monotonic() when Ray was asked for it."""
     placed_at: float | None = None
-    """When its process was there; None: it waits for a node. Like the others of time.monotonic."""
+    """time.monotonic() when its process was placed; None: it waits for a node."""
     up_at: float = 0.0
-    """When its engine was."""
+    """time.monotonic() when its engine was ready."""
     has_worked: bool = False
     """It has finished a group."""
     leaves: bool = False
     """It is or was LEAVING: that its calls fail says nothing about their groups."""
     handed_back: list[UnfinishedGroup] = field(default_factory=list)
     worked_at: float = -math.inf
-    """When it last finished a group: time of the event loop."""
+    """Event-loop time (s) when it last finished a group."""
 
     @property
     def has_node(self) -> bool:
@@ -91,14 +94,14 @@ class WorkerHandle:
 
 
 class PoolObserver(Protocol):
-    """Is told what happens in the pool."""
+    """Takes what happens in the pool."""
 
     def joined(self, info: ActorInfo) -> None: ...
 
-    def left(self, key: str) -> None:
-        """key: as ActorInfo.key."""
+    def left(self, worker: str) -> None:
+        """Args: worker: its name."""
 
-    def group_finished(self, summary: GroupSummary) -> None: ...
+    def group_finished(self, group: GroupFacts, worker: str) -> None: ...
 
     def handed_back(self, groups: int, tokens: int) -> None:
         """Groups that go on elsewhere, with so many tokens sampled."""
@@ -109,26 +112,38 @@ class PoolObserver(Protocol):
 
     def event(self, level: str, text: str) -> None: ...
 
+    def waiting(self, notice: WaitNotice) -> None: ...
+
 
 class LostGroups:
     """Groups whose worker was lost, until others sample them; says how long that took when the last ones are under way again."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify = notify
         self._waiting: dict[int, str] = {}
-        """Worker that had it, by group."""
+        """Worker that had it last, by group."""
+        self._left: Counter[str] = Counter()
+        """Number of groups in `_waiting`, by worker."""
         self._since: dict[str, float] = {}
+        """time.monotonic() when the worker was lost."""
 
     def add(self, worker: WorkerHandle) -> None:
-        if worker.groups:
-            self._waiting |= dict.fromkeys(worker.groups, worker.name)
-            self._since[worker.name] = time.monotonic()
+        if not worker.groups:
+            return
+        self._waiting |= dict.fromkeys(worker.groups, worker.name)
+        self._left[worker.name], self._since[worker.name] = len(worker.groups), time.monotonic()
 
     def taken(self, group_ids: Iterable[int]) -> None:
-        """Other workers have them."""
-        back = {self._waiting.pop(i) for i in group_ids if i in self._waiting}
-        for name in back.difference(self._waiting.values()):
-            self._tell(f"all groups of rollout worker {name} are under way again, {time.monotonic() - self._since.pop(name):.2f} s later")
+        """Other workers have them. Costs the same however many wait."""
+        for group_id in group_ids:
+            name = self._waiting.pop(group_id, None)
+            if name is None:
+                continue
+            self._left[name] -= 1
+            if not self._left[name]:
+                del self._left[name]
+                took_s = time.monotonic() - self._since.pop(name)
+                self._notify(f"all groups of rollout worker {name} are under way again, {took_s:.2f} s later")
 
 
 def create(name: str, settings: WorkerSettings, avoided: Sequence[str] = ()) -> WorkerHandle:
@@ -189,7 +204,7 @@ async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
 
     Args: limit_s: seconds without an answer.
     """
-    what, missed, is_told = f"heartbeat <- rollout worker {worker.name}", 0, False
+    what, missed, is_reported = f"heartbeat <- rollout worker {worker.name}", 0, False
 
     async def probe() -> float:
         while True:
@@ -213,9 +228,9 @@ async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
             return str(unwrapped(error))
         else:
             missed = 0
-        if silent_s >= limit_s / 2 and not is_told and (half_over := HALF_OVER.get()) is not None:
+        if silent_s >= limit_s / 2 and not is_reported and (half_over := HALF_OVER.get()) is not None:
             half_over(what)
-        is_told = silent_s >= limit_s / 2
+        is_reported = silent_s >= limit_s / 2
     return f"missed its heartbeat: its process answered none of {missed} probes in {limit_s:g} s"
 
 

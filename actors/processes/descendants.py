@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36
-"""Of Linux's prctl: orphans among the descendants become children of this process, instead of init's."""
+"""Option of Linux's prctl: orphans among the descendants become children of this process, instead of init's."""
 _ENDED_S = 5.0
 """A killed process is waited for so long."""
 
 
 def descendants(process: psutil.Process | None = None) -> list[psutil.Process]:
-    """Of a process, or of this one."""
+    """All processes below a process, or below this one."""
     import psutil
 
     try:

@@ -15,18 +15,18 @@ T = TypeVar("T")
 
 
 class Ending:
-    """What signals do to one run. The first one during training ends it after the step under way, with a checkpoint. The first one during
-    the last evaluation cancels that evaluation. A second signal, or one while the run starts or returns to a checkpoint, ends it at once,
-    without a further checkpoint."""
+    """What signals do to one run. The first one during training ends it with a checkpoint: Ctrl-C after the step under way, SIGTERM without
+    it. The first one during the last evaluation cancels that evaluation. A second signal, or one while the run starts or returns to a
+    checkpoint, ends it at once, without a further checkpoint."""
 
-    def __init__(self, tell: Callable[[str], object], hurry: Callable[[], object], saved_step: Callable[[], int]) -> None:
+    def __init__(self, notify: Callable[[str], object], hurry: Callable[[], object], saved_step: Callable[[], int]) -> None:
         """
         Args:
-            tell: takes a sentence: that the end is asked for, by what, and how it comes.
-            hurry: called at SIGTERM, whose sender may kill the process a few seconds later.
+            notify: takes a sentence: that the end is asked for, by what, and how it comes.
+            hurry: called at SIGTERM during training. Whoever sends it may kill the process a few seconds later.
             saved_step: returns the step of the newest checkpoint on disk; 0: there is none.
         """
-        self._tell, self._hurry, self._saved_step = tell, hurry, saved_step
+        self._notify, self._hurry, self._saved_step = notify, hurry, saved_step
         self.by: int | None = None
         """The signal that has asked for the end."""
         self.is_asked = asyncio.Event()
@@ -58,14 +58,14 @@ class Ending:
         self.is_asked.set()
         on_disk = f"a resume goes on from step {self._saved_step()}" if self._saved_step() else "there is no checkpoint yet"
         if self.is_training and is_first:
-            if number == signal.SIGTERM:  # whoever sends it may kill in a few seconds
+            if number == signal.SIGTERM:
                 self._hurry()
-            how = "ending with a checkpoint, after the step under way if there is one (once more: at once)"
-            self._tell(f"interrupted ({name}): {how}; until that is on disk, {on_disk}")
+            which = "of the last finished step" if number == signal.SIGTERM else "after the step under way if there is one"
+            self._notify(f"interrupted ({name}): ending with a checkpoint, {which} (once more: at once); until that is on disk, {on_disk}")
         elif self.last_evaluation is not None and not self.last_evaluation.done() and is_first:
-            self._tell(f"interrupted ({name}): leaving out the evaluation after training")
+            self._notify(f"interrupted ({name}): leaving out the evaluation after training")
             self.last_evaluation.cancel()
         else:
-            self._tell(f"interrupted ({name}): ending at once; {on_disk}")
+            self._notify(f"interrupted ({name}): ending at once; {on_disk}")
             self.is_at_once = True
             main.cancel()

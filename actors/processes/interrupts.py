@@ -53,7 +53,7 @@ class Interrupted(SystemExit):
 
 
 def exit_code(number: int) -> int:
-    """Of a process that a signal has ended, as shells count: 129 after SIGHUP, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Exit code of a process that a signal has ended, as shells count: 129 after SIGHUP, 130 after Ctrl-C, 143 after SIGTERM."""
     return 128 + number
 
 

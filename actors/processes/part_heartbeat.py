@@ -1,8 +1,8 @@
 """Whether the parts of a run still move: their processes are asked every half a minute or so, and one that stands still is ended.
 
-Ray tells of a death, and nothing of a process that is stopped, or hangs in C. The answer comes from a thread of its own (a concurrency
+Ray reports a death, and nothing of a process that is stopped, or hangs in C. The answer comes from a thread of its own (a concurrency
 group of Ray), so that one that is busy isn't taken for one that stands: it says that Python moves in that process. It brings along what
-the part has to tell: its own log is a file on its node.
+the part has to report: its own log is a file on its node.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ BESIDE = "beside"
 _MISSES = 4
 """Questions in a row without an answer, each a quarter of the limit."""
 _UNREACHED_S = 1.0
-_MOST_TOLD = 1000
+_MOST_NOTICES = 1000
 
 
-class BeatingInTurn:
+class SequentialHeartbeatActor:
     """A part whose calls come one after the other: a learner's rank. They do so in one thread, which isn't the main one.
 
     To be made with `sequential_actor`.
@@ -36,61 +36,61 @@ class BeatingInTurn:
 
     @ray.method(concurrency_group="heartbeat")
     def heartbeat(self, heard: int) -> list[tuple[int, str]]:
-        """It has nothing to tell."""
+        """It has nothing to report."""
         return []
 
 
-def sequential_actor(actor: type[BeatingInTurn]) -> Any:
+def sequential_actor(actor: type[SequentialHeartbeatActor]) -> Any:
     """Like ray.remote, with calls out of order: in order, a heartbeat would wait behind a call whose arguments are still on their way."""
     return ray.remote(concurrency_groups={**GROUPS, BESIDE: 1}, allow_out_of_order_execution=True)(actor)  # type: ignore[call-overload]
 
 
-class Beating:
+class HeartbeatActor:
     """An actor (async) that is a part of the run."""
 
     def __init__(self) -> None:
-        self._told: deque[tuple[int, str]] = deque(maxlen=_MOST_TOLD)
+        self._notices: deque[tuple[int, str]] = deque(maxlen=_MOST_NOTICES)
         self._number = 0
 
-    def tell(self, text: str) -> None:
-        """Something for the run's events, with the next heartbeat."""
+    def report(self, text: str) -> None:
+        """Send a sentence to the run's events, with the next heartbeat."""
         self._number += 1
-        self._told.append((self._number, text))
+        self._notices.append((self._number, text))
 
     @ray.method(concurrency_group="heartbeat")
     async def heartbeat(self, heard: int) -> list[tuple[int, str]]:
-        """What it has told since, each with its number: of what nobody hears the newest are kept. Args: heard: number of the last."""
-        while self._told and self._told[0][0] <= heard:
-            self._told.popleft()
-        return list(self._told)
+        """What it has reported since, each with its number; of what nobody takes the newest are kept. Args: heard: number of the last."""
+        while self._notices and self._notices[0][0] <= heard:
+            self._notices.popleft()
+        return list(self._notices)
 
 
-async def raise_when_silent(parts: Mapping[str, Any], limit_s: float, tell: Callable[[str, str], None]) -> None:
+async def raise_when_silent(parts: Mapping[str, Any], limit_s: float, notify: Callable[[str, str], None]) -> None:
     """Never returns. Raises: ActorLost naming the first of these actors, by name, that has given no sign for so long; it is killed.
 
-    Args: tell: told what they tell, with a level.
+    Args: notify: takes level and sentence: what they report.
     """
-    await first_error(_follow(name, actor, limit_s, tell) for name, actor in parts.items())
+    await first_error(_follow(name, actor, limit_s, notify) for name, actor in parts.items())
 
 
-async def _follow(name: str, actor: Any, limit_s: float, tell: Callable[[str, str], None]) -> None:
+async def _follow(name: str, actor: Any, limit_s: float, notify: Callable[[str, str], None]) -> None:
     heard = missed = 0
     while missed < _MISSES:
         try:
-            told = await wait_for(_reached(actor, heard), f"heartbeat <- {name}", deadline_s=limit_s / _MISSES, notice_s=limit_s)
+            notices = await wait_for(_reached(actor, heard), f"heartbeat <- {name}", deadline_s=limit_s / _MISSES, notice_s=limit_s)
         except DeadlineExceeded:  # a question, not the time: that this process stood still is not the part's fault
             missed += 1
             if missed == _MISSES // 2:
-                tell("warning", f"{name}: no heartbeat for {limit_s / 2:.0f} s; it is ended after {limit_s:.0f} s")
+                notify("warning", f"{name}: no heartbeat for {limit_s / 2:.0f} s; it is ended after {limit_s:.0f} s")
                 if (half_over := HALF_OVER.get()) is not None:
                     half_over(f"heartbeat <- {name}")
             continue
         except (EvenkeelError, RayError) as error:
             raise ActorLost(f"{name}: {error}") from error
         missed = 0
-        for number, text in told:
+        for number, text in notices:
             heard = number
-            tell("warning", f"{name}: {text}")
+            notify("warning", f"{name}: {text}")
         await asyncio.sleep(limit_s / _MISSES)
     kill(actor)
     raise ActorLost(f"{name}: it gave no sign for {limit_s:.0f} s (deadlines.part_heartbeat_s), and its process was ended")
@@ -99,8 +99,8 @@ async def _follow(name: str, actor: Any, limit_s: float, tell: Callable[[str, st
 async def _reached(actor: Any, heard: int) -> list[tuple[int, str]]:
     while True:
         try:
-            told: list[tuple[int, str]] = await actor.heartbeat.remote(heard)
+            notices: list[tuple[int, str]] = await actor.heartbeat.remote(heard)
         except ActorUnavailableError:
             await asyncio.sleep(_UNREACHED_S)
         else:
-            return told
+            return notices

@@ -1,17 +1,17 @@
-"""Warnings that may come by the hundred: the first of a kind is told at once, the others together, with their number and one example."""
+"""Warnings that may come by the hundred: the first of a kind goes out at once, the others together, with their number and one example."""
 
 from __future__ import annotations
 
 
 class Repeated:
-    """What was warned of since it was last told."""
+    """Warnings since they were last reported."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
         self._waiting: dict[str, tuple[int, str]] = {}
 
     def add(self, kind: str, example: str) -> str | None:
-        """What to tell at once; None for what waits.
+        """What to report at once; None for what waits.
 
         Args:
             kind: in words, in the plural, such as "trajectories without a reward".
@@ -19,7 +19,7 @@ class Repeated:
         """
         if kind not in self._known:
             self._known.add(kind)
-            return f"{example} (further {kind} are counted, and told once a step)"
+            return f"{example} (further {kind} are counted, and reported once a step)"
         count, first = self._waiting.get(kind, (0, example))
         self._waiting[kind] = (count + 1, first)
         return None

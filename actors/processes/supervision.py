@@ -18,7 +18,9 @@ from typing import Any, TypeVar
 import ray
 import ray.exceptions
 
+from actors.processes.wait_notice import WaitNotice
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EvenkeelError
+from correction.errors import counted as counted  # for those who have it from here
 
 log = logging.getLogger("evenkeel")
 T = TypeVar("T")
@@ -27,8 +29,10 @@ USUAL_START = 1 / 3
 """Share of its deadline: if the start of an engine or a rank takes longer, its notices become warnings."""
 
 HALF_OVER: ContextVar[Callable[[str], None] | None] = ContextVar("half_over", default=None)
-"""Is told, in tasks of this context, of each long wait that has used half of its deadline: its name."""
+"""Called, in tasks of this context, with the name of each long wait that has used half of its deadline."""
 _LONG_S = 60.0
+_DETAIL_S = 5.0
+"""For the clause on what is missing."""
 AGAIN_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Pauses between attempts to reach an actor that is unavailable: a network that comes back within half a minute costs nothing."""
 
@@ -39,7 +43,7 @@ async def wait_for(
     *,
     deadline_s: float,
     notice_s: float = 30.0,
-    notice: Callable[[str], None] | None = None,
+    notice: Callable[[WaitNotice], None] | None = None,
     usual_s: float = 0.0,
     detail: Callable[[], Awaitable[str]] | None = None,
     counts_from: Callable[[], float] | None = None,
@@ -73,11 +77,12 @@ async def wait_for(
                 half_over = None
                 continue
             waited = clock() - began
-            clause = f" ({await _ask(detail)})" if detail else ""
+            missing = await _ask(detail) if detail else ""
             if clock() - max(began, counts_from() if counts_from else began) >= deadline_s:
-                raise DeadlineExceeded(f"{what}: not done in {deadline_s:.0f} s{clause}; the deadline is set under deadlines")
+                clause = f" ({missing})" if missing else ""
+                raise DeadlineExceeded(f"{what}: not done in {deadline_s:.0f} s{clause}", what=what, seconds=waited, setting="deadlines")
             say = notice or (log.warning if waited >= usual_s else log.info)
-            say(f"waiting {waited:.0f} s for {what}{clause}")
+            say(WaitNotice(what, round(waited), missing))
     except ray.exceptions.RayTaskError as error:
         raise unwrapped(error) from error
     except ray.exceptions.ActorUnavailableError as error:
@@ -116,7 +121,7 @@ async def patiently(
 
     Args:
         call: may run twice.
-        late: told each time.
+        late: called each time.
     Raises: as `persistently`, but for the deadline. The end of the wait is the caller's.
     """
     waited_s = 0.0
@@ -186,13 +191,13 @@ async def unless_set(event: asyncio.Event, work: Awaitable[T]) -> T | None:
                 await one
 
 
-async def done_or_told(work: Awaitable[Any], what: str, deadline_s: float, tell: Callable[[str], None]) -> None:
-    """Wait for `work` while a run ends. Its error goes to `tell` instead of being raised, so that it doesn't replace the error that ended
+async def done_or_reported(work: Awaitable[Any], what: str, deadline_s: float, notify: Callable[[str], None]) -> None:
+    """Wait for `work` while a run ends. Its error goes to `notify` instead of being raised, so that it doesn't replace the error that ended
     the run."""
     try:
         await wait_for(work, what, deadline_s=deadline_s)
     except Exception as error:
-        tell(f"{what}: given up ({error})")
+        notify(f"{what}: given up ({error})")
 
 
 def abandon(task: asyncio.Task[Any]) -> None:
@@ -222,18 +227,13 @@ def _reason(error: BaseException) -> str:
     return f": {said[0][:200]}" if said and not isinstance(error, ray.exceptions.RayActorError) else ""
 
 
-def counted(number: int, what: str) -> str:
-    """"1 rollout worker", "2 rollout workers"."""
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
 async def _as_coroutine(awaitable: Awaitable[T]) -> T:
     return await awaitable
 
 
 async def _ask(detail: Callable[[], Awaitable[str]]) -> str:
     try:
-        return await asyncio.wait_for(_as_coroutine(detail()), 5.0)
+        return await asyncio.wait_for(_as_coroutine(detail()), _DETAIL_S)
     except Exception as error:  # a notice must not fail because its detail did
         return f"no detail: {type(error).__name__}"
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from actors.carriers import INVALID, UNIFORM, QueueContents, QueueSnapshot, StoredGroup, Ticket
+from actors.state.ledger import listed
 from correction.errors import LedgerError
 from rollout.trajectory import GroupFacts
 
@@ -31,7 +32,7 @@ class Outstanding:
         self._version = self._published = snapshot.version if snapshot else 0  # engines get the checkpoint's weights
         self._trained = snapshot.trained if snapshot else 0
         self._tickets: dict[str, Ticket] = {}
-        """Of all groups under way, in the order of admission; keys are prompt ids here and in the next three."""
+        """Tickets of all groups under way, in the order of admission; keys are prompt ids here and in the next three."""
         self._finished: dict[str, StoredGroup] = {}
         """Sampled groups that are worth training."""
         self._worthless: dict[str, str] = {}
@@ -77,7 +78,7 @@ class Outstanding:
     def give_up(self, ticket: Ticket, reason: str) -> None:
         """No worker could sample this group."""
         prompt_id = ticket.prompt.prompt_id
-        if prompt_id in self._tickets and prompt_id not in self._finished.keys() | self._worthless.keys():
+        if prompt_id in self._tickets and prompt_id not in self._finished and prompt_id not in self._worthless:
             self._unreported.setdefault(prompt_id, reason)
 
     def settle(self, version: int, published: int, *, trained: Sequence[str], discarded: Iterable[tuple[str, str]]) -> None:
@@ -122,13 +123,17 @@ class Outstanding:
         """Contents for a new queue.
 
         Args: drawn, advance: as in QueueContents.
-        Raises: LedgerError if the counts of admitted, trained, discarded and present groups don't add up.
+        Raises: LedgerError naming the prompts that haven't left, if admitted, trained, discarded and present groups don't add up.
         """
         unreported = self._unreported | self._worthless
         held = tuple(ticket for prompt_id, ticket in self._tickets.items() if prompt_id not in unreported)
         by_reason = self._reported + Counter(unreported.values())
         if self.admitted != (known := self._trained + by_reason.total() + len(held)):
-            raise LedgerError(f"{self.admitted} groups were admitted, but {known} are known as trained, discarded or under way")
+            raise LedgerError(
+                f"out of balance: {self.admitted} groups were admitted, but {known} are known: {self._trained} as trained, "
+                f"{by_reason.total()} as discarded ({listed(list(unreported))} not in the ledger yet), {len(held)} under way "
+                f"({listed([ticket.prompt.prompt_id for ticket in held])})"
+            )
         return QueueContents(
             version=self._version,
             published=self._published,

@@ -9,16 +9,16 @@ from typing import Any
 
 from actors.carriers import QueueContents, QueueSnapshot, StoredGroup, Ticket
 from actors.processes.numbered import NumberedCalls
-from actors.processes.part_heartbeat import Beating
+from actors.processes.part_heartbeat import HeartbeatActor
 from actors.queue.trajectory_queue import TrajectoryQueue
-from rollout.stacks import tell_stacks
+from rollout.stacks import register_stack_dump
 from rollout.trajectory import Prompt
 
 _JOIN_S = 0.05
 """Seconds that a drawn group waits for others to come along."""
 
 
-class TrajectoryQueueActor(Beating):
+class TrajectoryQueueActor(HeartbeatActor):
     """The queue as a Ray actor (async): its methods, publish and settle as one call, and waiting with a deadline.
 
     Args of its methods: number: of the call, see NumberedCalls; the pool numbers its calls of each method, the correction service all.
@@ -26,7 +26,7 @@ class TrajectoryQueueActor(Beating):
 
     def __init__(self, *, groups_per_step: int, max_staleness: int) -> None:
         super().__init__()
-        tell_stacks()
+        register_stack_dump()
         self._queue = TrajectoryQueue(groups_per_step=groups_per_step, max_staleness=max_staleness)
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         """What each caller waits for, and what wakes it."""

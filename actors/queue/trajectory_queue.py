@@ -5,7 +5,7 @@
 States of a group, and who moves it:
 
     ADMITTED   admit()   by the rollout pool, when a place is free; a worker is sampling it, or will
-    FINISHED   put()     by the worker that sampled it
+    FINISHED   put()     by the rollout pool, when a worker has sampled it
     DRAWN      draw()    by the correction service, for the batch of one learner version
     (gone)     settle()  by the controller after the step (trained), or discard() (failed, uniform, too old)
 
@@ -52,10 +52,10 @@ class TrajectoryQueue:
         self.groups_per_step = groups_per_step
         self.max_staleness = max_staleness
         self.version = self.published = 0
-        """Of the learner's weights, and of those that the engines have or get: not every version goes out (weight_sync.every_steps)."""
+        """Versions of the learner's weights, and of those that engines have or get: not every one goes out (weight_sync.every_steps)."""
         self.admitted = self.trained = self.discarded = 0
+        """Groups since the run began; `admitted` is the id of the next one."""
         self.discarded_by_reason: Counter[str] = Counter()
-        self._next_group_id = 0
         self._unreported: list[tuple[str, str]] = []
         self._entries: dict[int, _Entry] = {}
         # What follows is known from the entries, and kept beside them: a run holds thousands, and looks at every finished one.
@@ -65,7 +65,7 @@ class TrajectoryQueue:
         self._finished: list[int] = []
         """A heap of the finished groups' ids; some may have been discarded since."""
         self.lost: list[int] = []
-        """Groups to be sampled again, which nobody has been told of."""
+        """Groups to be sampled again, which nobody knows of yet."""
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
@@ -80,9 +80,8 @@ class TrajectoryQueue:
         """Give places to the first prompts, as many as are free; the caller keeps the rest."""
         tickets = []
         for prompt in prompts[: max(0, self.free_places)]:
-            ticket = Ticket(self._next_group_id, prompt, self.published)
+            ticket = Ticket(self.admitted, prompt, self.published)
             self._hold(_Entry(ticket, GroupState.ADMITTED))
-            self._next_group_id += 1
             self.admitted += 1
             tickets.append(ticket)
         return tickets
@@ -263,7 +262,6 @@ class TrajectoryQueue:
         entries = [self._entries[i] for i in sorted(self._entries)]
         return QueueSnapshot(
             version=self.version,
-            next_group_id=self._next_group_id,
             admitted=self.admitted,
             trained=self.trained,
             discarded=self.discarded,
@@ -280,7 +278,7 @@ class TrajectoryQueue:
         self.version, self.published = contents.version, contents.published
         self.trained, self.discarded_by_reason = contents.trained, Counter(contents.discarded_by_reason)
         self.discarded = self.discarded_by_reason.total()
-        self.admitted = self._next_group_id = self.trained + self.discarded + len(contents.tickets)
+        self.admitted = self.trained + self.discarded + len(contents.tickets)
         self._unreported = list(contents.unreported)
         for ticket in contents.tickets:
             self._hold(_Entry(ticket, GroupState.ADMITTED))

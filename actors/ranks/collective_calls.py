@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import ray
 
 from actors.processes.supervision import persistently
-from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, StepAborted
 
 M = TypeVar("M", bound=Callable[..., Any])
 _ANSWER_S = 10.0
@@ -93,6 +93,10 @@ class CollectiveCaller:
         self._asking: set[asyncio.Task[Any]] = set()
         self._missed = ""
         """Why some rank may have missed a call that others have run: no further call is made until `begin_anew`. Empty: none has."""
+        self._under_way = ""
+        """Method of the call under way; empty: there is none."""
+        self._refused: frozenset[str] = frozenset()
+        """Methods of which no further call is made until `begin_anew`."""
 
     async def ask(self, method: str, *arguments: Any, what: str, deadline_s: float, results: int) -> list[list[Any]]:
         """Call a method on all ranks, after all calls before. The call goes on if this task is cancelled: otherwise a rank that can't be
@@ -104,7 +108,7 @@ class CollectiveCaller:
             results: number of results of a rank; the first is fetched, for the others references are returned.
         Returns: for each rank the list of its results.
         Raises: the first error of any rank, as `persistently`; ActorLost while a rank may have missed a call, and for a call that a rank
-            has not begun by the deadline.
+            has not begun by the deadline; StepAborted after `refuse`.
         """
         asking = asyncio.ensure_future(self._ask_in_order(method, arguments, what, deadline_s, results))
         self._asking.add(asking)
@@ -123,13 +127,37 @@ class CollectiveCaller:
         """Wait for no earlier call any more. The next one has to be a method that may skip numbers (`_go_on_from`)."""
         for asking in self._asking:
             asking.cancel()
-        self._missed = ""
+        self._missed, self._refused = "", frozenset()
+
+    def refuse(self, methods: frozenset[str]) -> None:
+        """Make no further call of these."""
+        self._refused = methods
+
+    async def abort(self) -> None:
+        """Have all ranks end the call under way before the same micro-batch, if it is one of those that are refused. Learn from the call
+        itself whether that came in time."""
+        if self._under_way not in self._refused:
+            return
+        number, before = self.calls, None
+        try:
+            places = await self._beside("hold", number)
+            before = None if None in places else max(places)
+        finally:
+            await self._beside("release", number, before)
+
+    async def _beside(self, method: str, *arguments: Any) -> list[Any]:
+        """Answers of all ranks, which they give beside a collective call."""
+        calls = {name: partial(getattr(rank, method).remote, *arguments) for name, rank in self._ranks.items()}
+        return await all_of(persistently(call, f"{method} <- {name}", deadline_s=_ANSWER_S) for name, call in calls.items())
 
     async def _ask_in_order(self, method: str, arguments: tuple[Any, ...], what: str, deadline_s: float, results: int) -> list[list[Any]]:
         async with self._one_at_a_time:
             if self._missed:
                 raise ActorLost(f"{self._missed}; its ranks can be called again after a restore")
+            if method in self._refused:
+                raise StepAborted(f"{what}: not begun, as the run ends")
             self.calls += 1
+            self._under_way = method
             calls = {
                 name: partial(_answer, partial(getattr(rank, method).options(num_returns=results).remote, self.calls, *arguments), results)
                 for name, rank in self._ranks.items()
@@ -145,6 +173,8 @@ class CollectiveCaller:
                 why = "an earlier call is not over there, or what it was to work on did not come"
                 self._missed = f"{error}; not begun by {' and '.join(idle)}: {why}"
                 raise ActorLost(self._missed) from error
+            finally:
+                self._under_way = ""
 
     async def _not_begun(self) -> list[str]:
         """Ranks that answer, and have not begun with the last call."""

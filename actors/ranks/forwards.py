@@ -92,9 +92,9 @@ async def next_batch(
             reference = await learner.reference_logprobs(found.batch, version=found.version)
         if found.scored_since is not None and not lost:
             at_sampling = await learner.at_sampling(found.batch, version=found.version, oldest=found.scored_since)
-        tell = partial(service.forwarded.remote, found.number, proximal, reference, at_sampling, time.monotonic() - began, lost)
+        answer = partial(service.forwarded.remote, found.number, proximal, reference, at_sampling, time.monotonic() - began, lost)
         what = f"logprobs at version {found.version} -> correction service"
-        await while_moving(partial(persistently, tell, what, deadline_s=deadline_s))
+        await while_moving(partial(persistently, answer, what, deadline_s=deadline_s))
     return found
 
 
@@ -172,7 +172,7 @@ class ForwardRequests:
 
     async def take(self) -> ForwardRequest:
         """The oldest one without an answer that is still waited for; waits until there is one. Taken again, it is the same: who took it
-        first may have told nobody."""
+        first may have reported it to nobody."""
         while True:
             while self._waiting:
                 answer = self._answers.get(self._waiting[0].number)

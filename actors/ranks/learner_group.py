@@ -23,8 +23,8 @@ from actors.processes.part_heartbeat import sequential_actor
 from actors.processes.supervision import USUAL_START, kill, lost_if_late, persistently, wait_for
 from actors.queue.payloads import checksums_of
 from actors.ranks.collective_calls import CollectiveCaller, all_of
-from actors.ranks.learner_rank_actor import LearnerRankActor
-from correction.errors import DeadlineExceeded
+from actors.ranks.learner_rank_actor import ABORTABLE, LearnerRankActor
+from correction.errors import DeadlineExceeded, StepAborted
 
 if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
     from correction.config import CorrectionConfig
@@ -43,6 +43,7 @@ class LearnerGroup:
         self._collective = CollectiveCaller({f"rank {number}": rank for number, rank in enumerate(ranks)})
         self._version = version
         self.start_took_s, self.node = 0.0, ""  # of rank 0, whose node stores the weights
+        self._is_pipelined = False
 
     @classmethod
     async def start(
@@ -57,6 +58,7 @@ class LearnerGroup:
         config, world_size, actor = places.config, places.config.world_size, sequential_actor(LearnerRankActor)
         ranks: list[Any] = [actor.options(**places.options(rank)).remote(config, rank, bind=bind) for rank in range(world_size)]
         group, began = cls(ranks, version=version, step_s=step_s), time.monotonic()
+        group._is_pipelined = config.pipeline_parallel > 1
         made(group)
         usual_s = USUAL_START * start_s
         master = await wait_for(ranks[0].address.remote(), "learner rank 0 -> a process", deadline_s=start_s, usual_s=usual_s)
@@ -102,12 +104,26 @@ class LearnerGroup:
 
         Args: corrected: reference to a CorrectedBatch.
         Returns: the result with a reference to its values.
+        Raises: StepAborted after `abort`; the version is as it was.
         """
         self._version += 1
         what = f"learner step {step}"
-        (result, values), *_ = await self._ask("step", corrected, correction, step, what=what, results=2)
+        try:
+            (result, values), *_ = await self._ask("step", corrected, correction, step, what=what, results=2)
+        except StepAborted:
+            self._version -= 1
+            raise
         whole: StepResult = replace(result, values=values)
         return whole
+
+    async def abort(self) -> None:
+        """End the step or the forward pass under way before its next micro-batch, and begin no further one: there is no time for it.
+
+        A step whose update has begun goes on to its end, as does all that is under way on pipeline stages.
+        """
+        self._collective.refuse(ABORTABLE)
+        if not self._is_pipelined:
+            await self._collective.abort()
 
     async def proximal(self, batch: Any, *, version: int) -> Any:
         """log pi of the batch's tokens at the weights of `version`, and where they were sent if training is to follow.
@@ -171,7 +187,9 @@ class LearnerGroup:
             if all(await self._each("is_saved", "end of a checkpoint", deadline_s + self.step_s)):
                 return
             if is_late:
-                raise DeadlineExceeded(f"checkpoint <- learner: not on disk after {deadline_s:g} s (deadlines.checkpoint_s)")
+                what = "checkpoint <- learner"
+                said = f"{what}: not on disk after {deadline_s:g} s (deadlines.checkpoint_s)"
+                raise DeadlineExceeded(said, what=what, seconds=deadline_s)
             await asyncio.sleep(_SAVED_POLL_S)
 
     async def restore(self, folder: Path, version: int, *, deadline_s: float) -> None:

@@ -17,7 +17,7 @@ import ray
 from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
 from actors.cluster.hub import model_folder
 from actors.metrics.exporter import MetricsEndpoint, listen_address, node_address
-from actors.processes.part_heartbeat import BESIDE, BeatingInTurn
+from actors.processes.part_heartbeat import BESIDE, SequentialHeartbeatActor
 from actors.queue.payloads import read_now
 from actors.ranks.collective_calls import NumberedRank, collective
 from actors.settings.devices import check_received
@@ -25,7 +25,7 @@ from correction.engines.quick_imports import uncollected
 from correction.engines.rendezvous import keep_nccl_on
 from correction.errors import DataError, EngineError, SyncError
 from learner.config import LearnerConfig
-from rollout.stacks import tell_stacks
+from rollout.stacks import register_stack_dump
 
 if TYPE_CHECKING:  # torch and Megatron are imported when the rank starts
     from torch import Tensor
@@ -40,7 +40,11 @@ if TYPE_CHECKING:  # torch and Megatron are imported when the rank starts
     from learner.results import Proximal, StepResult, StepValues
 
 
-class LearnerRankActor(NumberedRank, BeatingInTurn):
+ABORTABLE = frozenset({"step", "proximal", "reference_logprobs", "at_sampling"})
+"""Collective calls that can end before one of their micro-batches."""
+
+
+class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
     """One Megatron rank in a process of its own. Calls run one after the other, as they arrive with their arguments.
 
     Collective ones say first which number they have among those of their caller. Rank 0 answers them; the others return nothing.
@@ -48,7 +52,7 @@ class LearnerRankActor(NumberedRank, BeatingInTurn):
 
     def __init__(self, config: LearnerConfig, rank: int, *, bind: str) -> None:
         super().__init__(f"learner rank {rank}")
-        tell_stacks()
+        register_stack_dump()
         self._config, self._rank, self._bind = config, rank, bind
         self._version = 0
         self._broadcaster: WeightBroadcaster | None = None
@@ -107,6 +111,15 @@ class LearnerRankActor(NumberedRank, BeatingInTurn):
             packed.holding(self._read).select(own).check_wide_fields()
         return {int(packed.group_ids[i]): lost[one] for i in own for one in packed.wide[i].references if one in lost}
 
+    @ray.method(concurrency_group="heartbeat")
+    def hold(self, number: int) -> int | None:
+        """As Abort.hold, of a collective call; answers beside it."""
+        return self._learner.abort.hold(number)
+
+    @ray.method(concurrency_group="heartbeat")
+    def release(self, number: int, before: int | None) -> None:
+        self._learner.abort.release(number, before)
+
     @collective
     def step(
         self, number: int, corrected: CorrectedBatch, correction: CorrectionConfig, step: int
@@ -117,7 +130,8 @@ class LearnerRankActor(NumberedRank, BeatingInTurn):
         """
         self._in_order(number, f"step {step}")
         began = time.monotonic()
-        result = self._learner.step(corrected.holding(self._read) if self._read else corrected, correction, step=step)
+        with self._learner.abort.during(number):
+            result = self._learner.step(corrected.holding(self._read) if self._read else corrected, correction, step=step)
         self._read = {}
         self._version += 1
         self._endpoint.set("time/train_s", time.monotonic() - began)
@@ -129,7 +143,8 @@ class LearnerRankActor(NumberedRank, BeatingInTurn):
         """Proximal logprobs at the weights of `version`. Two results: None, which the group waits for, and rank 0's answer, which stays in
         the object store."""
         self._begin(number, "proximal logprobs", version)
-        result = self._learner.proximal(batch.holding(self._read) if self._read else batch)
+        with self._learner.abort.during(number):
+            result = self._learner.proximal(batch.holding(self._read) if self._read else batch)
         if self._rank != 0:
             return None, None
         routes = result.routed_experts
@@ -161,7 +176,8 @@ class LearnerRankActor(NumberedRank, BeatingInTurn):
     def reference_logprobs(self, number: int, batch: PackedBatch, version: int) -> tuple[None, Tensor | None]:
         """As `proximal`."""
         self._begin(number, "reference logprobs", version)
-        result = self._learner.reference_logprobs(batch)
+        with self._learner.abort.during(number):
+            result = self._learner.reference_logprobs(batch)
         return None, result if self._rank == 0 else None
 
     @collective
@@ -175,14 +191,15 @@ class LearnerRankActor(NumberedRank, BeatingInTurn):
         """As `proximal`: logprobs at the weights that sampled each token, as KeptWeights.at_sampling, and at the present ones."""
         self._begin(number, "logprobs at the weights that sampled", version)
         batch = batch.holding(self._read) if self._read else batch
-        found = self._kept.at_sampling(batch, oldest=oldest), self._learner.logprobs(batch)
+        with self._learner.abort.during(number):
+            found = self._kept.at_sampling(batch, oldest=oldest), self._learner.logprobs(batch)
         return None, found if self._rank == 0 else None
 
     @collective
     def export(self, number: int, version: int, plan: ExportPlan) -> WeightSnapshot | None:
         """One pass over the weights of `version`: every rank takes part in gathering, rank 0 alone copies, sends and answers.
 
-        A broadcast that fails is told in the answer; the learner goes on.
+        A broadcast that fails is reported in the answer; the learner goes on.
         """
         from correction.engines.float8 import in_float8
         from correction.engines.weight_spec import WeightSpec

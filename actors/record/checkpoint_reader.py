@@ -25,7 +25,7 @@ class ResumePoint:
     damaged: tuple[tuple[Checkpoint, str], ...]
     """Newer checkpoints that can't be read, newest first, each with the reason."""
     notes: tuple[tuple[str, str], ...] = ()
-    """To be told at the start: level and sentence."""
+    """Events of the start: level and sentence."""
 
 
 def newest_readable(folder: RunFolder) -> ResumePoint:
@@ -76,7 +76,7 @@ def _verify(checkpoint: Checkpoint) -> list[str]:
 
 
 def _set_aside(checkpoint: Checkpoint) -> Path:
-    """Let a checkpoint count for nothing any more, by another name; nothing of it is removed. Returns: that name."""
+    """Rename a checkpoint so that nothing reads it; no file is removed. Returns: its new path."""
     names = (checkpoint.path.with_name(f"{checkpoint.path.name}.damaged{number}") for number in ("", *(f"-{i}" for i in range(2, 100))))
     return checkpoint.path.rename(next(name for name in names if not name.exists()))
 

@@ -71,7 +71,7 @@ class CheckpointWriter:
             learner: idle.
             state: of everything else; asked when the learner has its copy.
         Raises: LedgerError; ActorLost: another attempt would meet the same loss; what else went wrong, if this is the last of ATTEMPTS.
-            Before that it is told, and `is_due` at the next step. ActorUnavailable is such a loss only in the ranks' copy, a collective
+            Before that it is reported, and `is_due` at the next step. ActorUnavailable is such a loss only in the ranks' copy, a collective
             call that one of them may have missed; whatever else can't be reached is asked again at the next step.
         """
         began, is_copying = time.monotonic(), False
@@ -170,7 +170,7 @@ class CheckpointWriter:
                 )
 
     def _note_failure(self, error: Exception) -> None:
-        """Tell it, or raise it when it is enough."""
+        """Report it, or raise it when it is enough."""
         self._failures += 1
         self._is_owed = True
         if self._failures >= ATTEMPTS:

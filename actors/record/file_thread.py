@@ -42,7 +42,7 @@ class FileThread:
             self._jobs.put(job)
 
     async def result(self, job: Callable[[], T]) -> T:
-        """Of a job that is done after all those before it. Raises: as the job."""
+        """The result of a job that is done after all those before it. Raises: as the job."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 
@@ -86,6 +86,6 @@ class FileThread:
             job = self._jobs.get()
             try:
                 job()
-            except Exception as error:
-                self._error = self._error or error
+            except BaseException as error:  # a package's SystemExit, too: others wait for what this thread has still to do
+                self._error = self._error or (error if isinstance(error, Exception) else RuntimeError(repr(error)))
         self._is_over.set()

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from actors.carriers import GroupSummary, PreparedBatch, WorkerLoad
-from rollout.trajectory import SyncReceipt
+from actors.carriers import PreparedBatch, WorkerLoad
+from rollout.trajectory import GroupFacts, SyncReceipt
 
 if TYPE_CHECKING:
     from learner.results import StepResult
@@ -20,7 +20,7 @@ class FinishedStep:
     number: int
     """From 1."""
     version: int
-    """Of the weights after it."""
+    """Version of the weights after it."""
     batch: PreparedBatch
     result: StepResult
     elapsed_s: float
@@ -30,11 +30,12 @@ class FinishedStep:
     phases: dict[str, float]
     """Seconds by phase of the loop."""
     loads: Awaitable[dict[str, WorkerLoad]]
-    groups: Sequence[GroupSummary]
+    groups: Mapping[str, Sequence[GroupFacts]]
+    """What each worker, by name, has finished since the step before."""
     versions: Mapping[str, int]
-    """Of the workers, as the step's training ended."""
+    """Weight version of each worker, as the step's training ended."""
     receipts: Sequence[SyncReceipt]
     differences: Sequence[float]
-    """Of the probes."""
+    """|engine - learner| of each probe token since the last step, nats."""
     noted: dict[str, float]
     """Further numbers, by name of the catalogue, and the totals."""

@@ -21,10 +21,10 @@ if TYPE_CHECKING:  # torch and Megatron: not in the driver
 class FruitlessSteps:
     """Counts them."""
 
-    def __init__(self, max_staleness: int, tell: Callable[[str, str], None]) -> None:
-        """Args: tell: takes an event's level and text."""
+    def __init__(self, max_staleness: int, notify: Callable[[str, str], None]) -> None:
+        """Args: notify: takes an event's level and text."""
         # The weights stay, so that after max_staleness steps all tokens are of the present ones: what is rejected then is so again.
-        self._most, self._tell = max_staleness + ATTEMPTS, tell
+        self._most, self._notify = max_staleness + ATTEMPTS, notify
         self._in_a_row = 0
 
     def note(self, step: int, batch: PreparedBatch, result: StepResult) -> None:
@@ -35,7 +35,7 @@ class FruitlessSteps:
             return
         if self._in_a_row >= self._most:
             raise DataError(f"nothing was learned in {self._most} steps in a row, to step {step}: {reason}")
-        self._tell("warning", f"step {step} is skipped ({self._in_a_row} of {self._most} in a row end the run): {reason}")
+        self._notify("warning", f"step {step} is skipped ({self._in_a_row} of {self._most} in a row end the run): {reason}")
 
 
 def _why_nothing_was_left(batch: PreparedBatch, result: StepResult) -> str:

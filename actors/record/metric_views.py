@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from actors.metrics.kinds import Kind
 from actors.metrics.step_metrics import StepMetrics, lookup
-from actors.processes.supervision import counted
 from actors.record.file_thread import FileThread
 from actors.state.json_lines import append_whole
-from correction.errors import ConfigError
+from correction.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from actors.config import MetricsConfig
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 
 _MOST_STEPS = 1000
 """That wait for Weights & Biases; more, and it counts as gone."""
+_START_S = 180.0
+"""For its start, which itself gives up after 90 s."""
 _CLOSE_S = 20.0
 _NUMBERS = itertools.count()
 """Event files of a process are read in the order of their names, and two may begin within a second."""
@@ -85,11 +86,11 @@ def _records(events: Sequence[Any]) -> bytes:
 class WandbView:
     """Weights & Biases, off by default; the package is imported here only, and only when `metrics.wandb_project` is set.
 
-    Its calls run in a thread of their own: one that never comes back keeps neither the run's lines nor its end.
+    Its calls run in a thread of their own: one that fails or never comes back keeps neither the run's start, nor its lines, nor its end.
     """
 
-    def __init__(self, *, project: str, name: str, folder: Path, config: Mapping[str, Any], tell: Callable[[str], object]) -> None:
-        """Args: tell: is told, once, when it takes no steps any more. Raises: ConfigError if the package is not installed."""
+    def __init__(self, *, project: str, name: str, folder: Path, config: Mapping[str, Any], notify: Callable[[str], object]) -> None:
+        """Args: notify: called, once, when it takes no steps any more. Raises: ConfigError if the package is not installed."""
         try:
             import wandb
         except ImportError as error:
@@ -97,15 +98,23 @@ class WandbView:
                 f"metrics.wandb_project = {project!r}: the package wandb is not installed. "
                 f"Install it with `pip install 'evenkeel[wandb]'`, or leave metrics.wandb_project empty."
             ) from error
-        self._run: Any = wandb.init(project=project, name=name, dir=str(folder), config=dict(config), resume="allow", id=folder.name)
-        self._tell, self._is_open, self._lock = tell, True, threading.Lock()
+        self._notify, self._is_open, self._lock = notify, True, threading.Lock()
         self._thread = FileThread("Weights & Biases")
+        self._run: Any = None
+        self._began = time.monotonic()
+
+        def begin() -> None:
+            self._run = wandb.init(project=project, name=name, dir=str(folder), config=dict(config), resume="allow", id=folder.name)
+
+        self._thread.do(partial(self._try, begin))
 
     def write(self, metrics: StepMetrics) -> None:
-        """Hand a step over. The first error, of whatever kind, is told and is the end of this view, as are too many steps that wait: a
+        """Hand a step over. The first error, of whatever kind, is reported and is the end of this view, as are too many steps that wait: a
         service that shows a run must not end it."""
         if self._thread.waiting >= _MOST_STEPS:
             self._give_up(f"{_MOST_STEPS} of them wait for it")
+        if self._run is None and time.monotonic() - self._began > _START_S:
+            self._give_up(f"its start is not done in {_START_S:.0f} s")
         if self._is_open:
             # An evaluation may arrive after later steps; W&B refuses steps that go back, so the step is a value like others.
             self._thread.do(partial(self._try, lambda: self._run.log(dict(metrics.finite()))))
@@ -125,29 +134,29 @@ class WandbView:
         if self._is_open:
             try:
                 call()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._give_up(f"{type(error).__name__}: {error}")
 
     def _give_up(self, why: str) -> None:
         with self._lock:
             is_first, self._is_open = self._is_open, False
         if is_first:
-            self._tell(f"Weights & Biases gets no more steps of this run; all of them are in its folder: {why}")
+            self._notify(f"Weights & Biases gets no more steps of this run; all of them are in its folder: {why}")
 
 
 View = TensorBoardView | WandbView
 
 
-def open_views(folder: RunFolder, config: MetricsConfig, tell: Callable[[str], object]) -> list[View]:
+def open_views(folder: RunFolder, config: MetricsConfig, notify: Callable[[str], object]) -> list[View]:
     """The views of a run, by its settings; steps and evaluations go to all of them.
 
-    Args: tell: is told, in whatever thread, when one of them is dropped.
+    Args: notify: called, in whatever thread, when one of them is dropped.
     Raises: ConfigError if Weights & Biases is asked for and not installed.
     """
     views: list[View] = [_tensorboard(folder)]
     if config.wandb_project:
         of_run = folder.read_config()
-        views.append(WandbView(project=config.wandb_project, name=folder.path.name, folder=folder.path, config=of_run, tell=tell))
+        views.append(WandbView(project=config.wandb_project, name=folder.path.name, folder=folder.path, config=of_run, notify=notify))
     return views
 
 

@@ -12,22 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError
 
-from actors.carriers import ActorInfo, GroupSummary, Observation, PreparedBatch, ScatterSample, Ticket, WorkerLoad
+from actors.carriers import ActorInfo, Observation, PreparedBatch, ScatterSample, Ticket, WorkerLoad
 from actors.config import RunConfig
 from actors.metrics.exporter import DiscoveryServer, MetricsEndpoint, listen_address
 from actors.metrics.held_out import Evaluation
-from actors.metrics.step_metrics import DISCARD_COUNTERS, StepMetrics
+from actors.metrics.step_metrics import DISCARD_COUNTERS, StepMetrics, shown
 from actors.pool.scaling import ScalingDecision
 from actors.processes.loop_clock import LoopClock
 from actors.processes.repeated import Repeated
-from actors.processes.supervision import abandon, counted, unless_set, wait_for
+from actors.processes.supervision import abandon, unless_set, wait_for
+from actors.processes.wait_notice import WaitNotice
 from actors.record.finished_step import FinishedStep
 from actors.record.metric_views import open_views, views_from_an_earlier_step
 from actors.record.patience import PatientWriter
 from actors.record.probe_watch import ProbeWatch
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
-from actors.record.skipped_batches import keep_and_tell
+from actors.record.skipped_batches import keep_and_describe
 from actors.record.slowest import FILE, SlowestPrompts
 from actors.record.step_report import (
     FAILED_TRAJECTORIES,
@@ -42,9 +43,9 @@ from actors.record.step_report import (
 )
 from actors.record.terminal import TerminalView
 from actors.settings.probe_limits import ProbeLimits
-from correction.errors import EvenkeelError
+from correction.errors import EvenkeelError, counted
 from correction.monitor import Event, State
-from rollout.trajectory import Prompt, SyncReceipt
+from rollout.trajectory import GroupFacts, Prompt, SyncReceipt
 
 if TYPE_CHECKING:
     from actors.pool.pool import RolloutPool
@@ -63,25 +64,26 @@ class Observer:
     def __init__(self, config: RunConfig, folder: RunFolder, view: TerminalView, totals: dict[str, float] | None = None) -> None:
         """totals: of an earlier part of the run, see `totals()`."""
         self._config, self._folder, self._view = config, folder, view
-        self._views = open_views(folder, config.metrics, self.waiting)
         self._take_totals(totals or {})
-        self._finished: list[GroupSummary] = []
+        self._finished: dict[str, list[GroupFacts]] = {}
         self._slowest = SlowestPrompts(folder)
         self._receipts: list[SyncReceipt] = []
         self._probes = ProbeWatch(ProbeLimits.of_run(config))
         self._versions: dict[str, int] = {}
-        self._workers: set[str] = set()
-        """Rollout workers that are up."""
+        self._workers: dict[str, str] = {}
+        """Rollout workers that are up: key in the service discovery by name."""
         self._loads: dict[str, WorkerLoad] | None = None
-        """Of each worker, as it answered last."""
+        """Load of each worker, as it answered last."""
         self._step_ended = self._began = time.monotonic()
         self._extra: dict[str, float] = {}
         self._repeated = Repeated()
         self._clock = LoopClock()
         self._writing: asyncio.Task[None] | None = None
+        self._written_at = 0.0  # the newest line of a step, by the event loop's time
         self._hurries = asyncio.Event()
         self.disk = PatientWriter(lambda text: self.event("warning", text))
         """All that is written into the run's folder between two checkpoints goes this way."""
+        self._views = open_views(folder, config.metrics, partial(self.event, "warning"))  # last: one that fails at once tells so
 
     def _take_totals(self, totals: Mapping[str, float]) -> None:
         self._totals = dict(totals)
@@ -92,7 +94,7 @@ class Observer:
         """The run goes on from an earlier step, whose totals these are; the folder is taken back."""
         returns = self._totals.get(_RETURNS, 0.0) + 1
         self._take_totals({**totals, _RETURNS: returns})
-        self._finished, self._receipts, self._extra = [], [], {}
+        self._finished, self._receipts, self._extra = {}, [], {}
         self._probes.forget()
         self._views = views_from_an_earlier_step(self._views, self._folder)
 
@@ -117,22 +119,22 @@ class Observer:
     def joined(self, info: ActorInfo) -> None:
         self._discovery.register(info.key, info.target, {"role": info.role, "name": info.name})
         if info.role == "rollout":
-            self._workers.add(info.name)
+            self._workers[info.name] = info.key
         self.event("info", f"{info.role} {info.name} is up (process {info.pid}{info.detail and f', {info.detail}'})")
 
-    def left(self, key: str) -> None:
-        self._discovery.deregister(key)
-        self._workers.discard(key.removeprefix("rollout-"))
-        (self._loads or {}).pop(key.removeprefix("rollout-"), None)
+    def left(self, worker: str) -> None:
+        """A rollout worker is gone."""
+        self._discovery.deregister(self._workers.pop(worker, ""))
+        (self._loads or {}).pop(worker, None)
         self._endpoint.keep_only("worker", self._workers)
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def event(self, level: str, text: str, kind: EventKind = EventKind.NONE) -> None:
+    def event(self, level: str, text: str | WaitNotice, kind: EventKind = EventKind.NONE) -> None:
         self.keep_event(level, text, kind)
-        self._view.event(level, text)
+        self._view.event(level, str(text))
 
-    def keep_event(self, level: str, text: str, kind: EventKind = EventKind.NONE) -> None:
+    def keep_event(self, level: str, text: str | WaitNotice, kind: EventKind = EventKind.NONE) -> None:
         """In events.log alone."""
         self.disk.do(partial(self._folder.write_event, RunEvent.now(level, text, kind)))
 
@@ -144,8 +146,8 @@ class Observer:
         """Like `phase`, for what only a live panel has room for."""
         self._view.waiting(text)
 
-    def waiting(self, text: str) -> None:
-        self.event("warning", text)
+    def waiting(self, notice: WaitNotice) -> None:
+        self.event("warning", notice)
 
     def warned(self, event: Event) -> None:
         """The monitor has seen a symptom come, grow or go."""
@@ -157,16 +159,17 @@ class Observer:
     def admitted(self, tickets: Sequence[Ticket]) -> None:
         self._count("groups/admitted_total", len(tickets))
 
-    def group_finished(self, summary: GroupSummary) -> None:
-        self._finished.append(summary)
-        self._slowest.add(summary)
-        self._count("rollout/generated_tokens_total", summary.response_tokens)
+    def group_finished(self, group: GroupFacts, worker: str) -> None:
+        """Args: worker: name of the one that sampled it."""
+        self._finished.setdefault(worker, []).append(group)
+        self._slowest.add(group, worker)
+        self._count("rollout/generated_tokens_total", group.response_tokens)
         self._count("rollout/finished_groups_total", 1)
-        for kind, error in summary.failures:
+        for kind, error in group.failures:
             counter, words = FAILED_TRAJECTORIES[kind]
             self._count(counter, 1)
-            if told := self._repeated.add(words, f"group {summary.group_id}: a trajectory failed: {error}"):
-                self.event("warning", told)
+            if line := self._repeated.add(words, f"group {group.group_id}: a trajectory failed: {error}"):
+                self.event("warning", line)
 
     def handed_back(self, groups: int, tokens: int) -> None:
         self._count("pool/handed_back_total", groups)
@@ -179,16 +182,16 @@ class Observer:
     def lost(self, tickets: Sequence[Ticket]) -> None:
         """The tokens of finished groups went with a node, or with a worker that had them still, or did not come in time."""
         self._count("groups/lost_total", len(tickets))
-        told = f"{counted(len(tickets), 'finished group')} could not be read (gone with a node or a worker, or late) and are sampled again"
-        self.event("warning", f"{told}: {', '.join(ticket.prompt.prompt_id for ticket in tickets[:4])}{' ...' * (len(tickets) > 4)}")
+        line = f"{counted(len(tickets), 'finished group')} could not be read (gone with a node or a worker, or late) and are sampled again"
+        self.event("warning", f"{line}: {', '.join(ticket.prompt.prompt_id for ticket in tickets[:4])}{' ...' * (len(tickets) > 4)}")
 
     def receipt(self, receipt: SyncReceipt) -> None:
         self._receipts.append(receipt)
 
     def probed(self, target: SyncTarget, version: int, differences: Sequence[float]) -> None:
         """The probe prompt's logprobs of an engine differ by so much from the learner's at the same weights, token by token."""
-        if told := self._probes.add(target.name, version, differences):
-            self.event("warning", told)
+        if line := self._probes.add(target.name, version, differences):
+            self.event("warning", line)
 
     def dirty(self, target: SyncTarget, reason: str) -> None:
         self._count("sync/failures_total", 1)
@@ -206,7 +209,7 @@ class Observer:
 
     def saved(self, path: Path, seconds: float) -> None:
         self._extra["time/checkpoint_s"] = seconds
-        self.event("info", f"checkpoint {path} in {seconds:.1f} s", EventKind.SAVED)
+        self.event("info", f"checkpoint {path} in {shown(self._extra, 'time/checkpoint_s')}", EventKind.SAVED)
 
     def evaluated(self, result: Evaluation, prompts: Sequence[Prompt]) -> None:
         numbers = result.metrics()
@@ -216,7 +219,7 @@ class Observer:
         self._show(metrics)
         self._endpoint.publish(dict(metrics))
         self._view.evaluation(metrics)
-        self.keep_event("info", f"held-out accuracy after {result.step} steps: {result} (95% Wilson), {result.seconds:.1f} s")
+        self.keep_event("info", f"held-out accuracy after {result.step} steps: {result} (95% Wilson), {shown(metrics, 'held_out/seconds')}")
         if result.failed:
             self.event(
                 "warning",
@@ -261,12 +264,12 @@ class Observer:
             self._count("steps/overflowed_total", result.overflowed_steps)
         noted = self._extra | {"time/driver_late_s": self._clock.read()} | self._queue_numbers(counts) | self._totals
         elapsed_s, groups, receipts = now - self._began, self._finished, self._receipts
-        self._finished, self._receipts, self._extra = [], [], {}
+        self._finished, self._receipts, self._extra = {}, [], {}
         return FinishedStep(
             number, version, batch, result, elapsed_s, seconds, phases, loads, groups, self._versions, receipts, differences, noted
         )
 
-    def tell(self, step: FinishedStep, observed: Awaitable[Observation | None]) -> None:
+    def report(self, step: FinishedStep, observed: Awaitable[Observation | None]) -> None:
         """Make a step's numbers known, beside the loop: loads, diagnostics and warnings come later; steps are written in order."""
         batch, result = step.batch, step.result
         if not math.isfinite(result.loss + (result.grad_norm or 0.0)):
@@ -277,8 +280,7 @@ class Observer:
                 f"step {step.number}: {counted(result.overflowed_steps, 'update')} left out: the gradient overflowed in float16; the loss "
                 f"scale is {result.loss_scale:g} now",
             )
-        times = {"time/elapsed_s": step.elapsed_s, "time/step_s": step.seconds}
-        metrics = StepMetrics(step.number, {"weight_version": step.version, **times})
+        metrics = StepMetrics(step.number, {"weight_version": step.version, "time/elapsed_s": step.elapsed_s, "time/step_s": step.seconds})
         metrics.update(batch_metrics(batch, correct_at=self._config.evaluation.correct_at))
         metrics.update(learner_metrics(result))
         metrics.update(sync_metrics(step.receipts, step.differences))
@@ -294,12 +296,12 @@ class Observer:
         """Say what the guard did, and keep the batch for study."""
         if previous is not None:
             await previous
-        self.event("warning", await keep_and_tell(self._folder.keep_skipped_batch, step, batch, result))
+        self.event("warning", await keep_and_describe(self._folder.keep_skipped_batch, step, batch, result))
 
     async def _write_when_known(
         self,
         metrics: StepMetrics,
-        finished: Sequence[GroupSummary],
+        finished: Mapping[str, Sequence[GroupFacts]],
         loads: Awaitable[dict[str, WorkerLoad]],
         observed: Awaitable[Observation | None],
         previous: asyncio.Task[None] | None,
@@ -310,10 +312,9 @@ class Observer:
         now = await unless_set(self._hurries, loads) or {}
         metrics.update(rollout_metrics(finished, now, self._loads, metrics["time/step_s"]))
         self._loads = {**(self._loads or {}), **now}
-        limit_s = self._config.deadlines.step_s
         try:
             what = f"diagnostics of step {metrics.step} <- correction service"
-            found = await wait_for(unless_set(self._hurries, observed), what, deadline_s=limit_s)
+            found = await wait_for(unless_set(self._hurries, observed), what, deadline_s=self._config.deadlines.step_s)
             if found is None:
                 self._count("monitor/left_out_total", 1)
             else:
@@ -330,6 +331,7 @@ class Observer:
         self._endpoint.publish(dict(metrics))
         self._endpoint.keep_only("worker", self._workers)
         self._view.step(metrics)
+        self._written_at = asyncio.get_running_loop().time()
 
     def _take_observation(self, metrics: StepMetrics, found: Observation) -> None:
         metrics.update(diagnostic_metrics(found.diagnostics))
@@ -339,9 +341,10 @@ class Observer:
             self.warned(event)
 
     async def flush(self) -> None:
-        """Wait until all steps told so far are written (a cancelled wait stops no writing). Raises: DeadlineExceeded if the disk hangs."""
+        """Wait until all reported steps are written (a cancelled wait stops no writing). Raises: DeadlineExceeded if one never is."""
         if self._writing is not None:
-            await asyncio.shield(self._writing)
+            wait, limit_s = asyncio.shield(self._writing), 2 * self._config.deadlines.step_s
+            await wait_for(wait, "numbers of the last steps", deadline_s=limit_s, counts_from=lambda: self._written_at)
         what, limit_s = "lines of the last steps -> the run folder's disk", self._config.deadlines.disk_s
         await wait_for(self.disk.done(), what, deadline_s=limit_s, notice=self.waiting)
 
@@ -369,13 +372,12 @@ class Observer:
         return self.disk.hangs or any(view.hangs for view in self._views)
 
     def close(self, *, within_s: float = 30.0) -> None:
-        """Args: within_s: time for the disk to take what is left; what it doesn't take is told."""
+        """Args: within_s: time for the disk to take what is left; what it doesn't take is reported."""
         for line in self._repeated.take():
             self.event("warning", f"after the last step: {line}")
         self._clock.stop()
-        for part in ("_endpoint", "_discovery"):
-            if hasattr(self, part):
-                getattr(self, part).close()
+        for part in [vars(self)[name] for name in ("_endpoint", "_discovery") if name in vars(self)]:
+            part.close()
         if lost := self.disk.close(within_s=within_s, last=self._close_views):
             self._view.event("warning", lost)
 
@@ -394,6 +396,5 @@ class Observer:
         self._totals[name] = self._totals.get(name, 0.0) + amount
 
     def _queue_numbers(self, counts: dict[str, int]) -> dict[str, float]:
-        for name in ("admitted", "trained", "discarded"):
-            self._totals[f"groups/{name}_total"] = counts[name]
+        self._totals |= {f"groups/{name}_total": counts[name] for name in ("admitted", "trained", "discarded")}
         return {"queue/groups": counts["finished"], "queue/outstanding": counts["in_flight"] + counts["finished"] + counts["drawn"]}

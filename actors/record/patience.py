@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,9 +33,9 @@ class _Line(NamedTuple):
 class PatientWriter:
     """All that the observer writes into a run's folder goes through one of these."""
 
-    def __init__(self, tell: Callable[[str], object]) -> None:
-        """Args: tell: takes a sentence, in any thread, when writes begin to fail or to lag behind, and when that is over."""
-        self._tell = tell
+    def __init__(self, notify: Callable[[str], object]) -> None:
+        """Args: notify: takes a sentence, in any thread, when writes begin to fail or to lag behind, and when that is over."""
+        self._notify = notify
         self._thread = FileThread()
         self._waiting: dict[str, deque[_Line]] = defaultdict(lambda: deque(maxlen=_MOST))
         self._refused: set[str] = set()
@@ -119,12 +120,12 @@ class PatientWriter:
     def _falls_behind(self, what: str) -> None:
         if not self._is_behind:
             self._is_behind = True
-            self._tell(f"the disk is slow: {self._thread.waiting} writes into the run folder wait for it; {what} meanwhile")
+            self._notify(f"the disk is slow: {self._thread.waiting} writes into the run folder wait for it; {what} meanwhile")
 
     def _catches_up(self) -> None:
         if self._is_behind and not self._thread.waiting:
             self._is_behind = False
-            self._tell("the disk has caught up with what the run writes")
+            self._notify("the disk has caught up with what the run writes")
 
     # -- in the thread -----------------------------------------------------------------------------------------------
 
@@ -149,11 +150,15 @@ class PatientWriter:
         except OSError as error:
             self.failures += 1
             if not self._refused:
-                self._tell(f"the disk does not take what the run writes ({error}): lines wait in memory, samples as text are left out")
+                self._say(f"the disk does not take what the run writes ({error}): lines wait in memory, samples as text are left out")
             self._refused.add(kind)
             return False
         if self._refused:
             self._refused.discard(kind)
             if not self._refused:
-                self._tell("the disk takes what the run writes again; no line is lost")
+                self._say("the disk takes what the run writes again; no line is lost")
         return True
+
+    def _say(self, text: str) -> None:
+        with suppress(Exception):  # or it would pass for the error of the line that is being written, which would be dropped
+            self._notify(text)

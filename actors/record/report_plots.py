@@ -21,9 +21,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from actors.carriers import ScatterSample
 from actors.metrics.catalogue import CATALOGUE
-from actors.metrics.kinds import Unit
 from actors.metrics.step_metrics import StepMetrics, pass_at_most
 from correction.monitor import Event, State
+from correction.quantities import Unit
 
 _LEAST_DISTANCE = 1e-8    # nats; smaller ones, 0 among them, are drawn there on a logarithmic axis
 _INK, _GRID = "#010203", "#040506"    # stand-ins for the page's own colours, which are put in afterwards

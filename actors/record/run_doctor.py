@@ -24,7 +24,6 @@ RECENT_STEPS = 20
 LAST_EVENTS = 8
 _TROUBLE = ("watch", "warning", "alarm", "error")
 _NUMBER = re.compile(r"\d+(\.\d+)?")
-_WAIT = re.compile(r"waiting (\d+) s for (.+?)(?: \((.*)\))?$")
 
 
 class RunState(Enum):
@@ -59,6 +58,14 @@ class Trouble:
 
 
 @dataclass(frozen=True, slots=True)
+class BookCheck:
+    """Whether the ledger has each prompt once, and as many trained as the last step says."""
+
+    is_balanced: bool
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunDiagnosis:
     """What a run folder tells."""
 
@@ -78,7 +85,7 @@ class RunDiagnosis:
     troubles: tuple[Trouble, ...]
     stacks: tuple[str, ...]
     """Where each process stood when a wait was half over, the last time that one was."""
-    books: str
+    books: BookCheck
     last_events: tuple[RunEvent, ...]
 
     @property
@@ -108,7 +115,7 @@ class RunDiagnosis:
         elif rollout > 0.5:
             share = shown(self.pace, "wait/rollout_share")
             found.append(f"The engines wait {share} of a step: fewer workers would do, or a faster learner (evenkeel simulate).")
-        if not self.books.startswith("balanced"):
+        if not self.books.is_balanced:
             found.append("The ledger is the proof that no prompt was lost or trained twice: keep the folder and report this.")
         return tuple(found)
 
@@ -147,7 +154,7 @@ def page(found: RunDiagnosis) -> str:
     lines += _section("Longest waits", [_wait_line(wait) for wait in found.waits[:5]])
     lines += _section("Warnings and errors, by kind", [_trouble_line(trouble) for trouble in found.troubles[-8:]])
     lines += _section("Stacks", found.stacks)
-    lines += _section("Books", [found.books])
+    lines += _section("Books", [found.books.sentence])
     lines += _section("Last events", [f"{event.time}  {event.level:<8}{event.text}" for event in found.last_events])
     return "\n".join(lines)
 
@@ -218,12 +225,11 @@ def _waits(events: Sequence[RunEvent]) -> tuple[Wait, ...]:
     """By what was waited for, the longest first."""
     found: dict[str, Wait] = {}
     for event in events:
-        if (match := _WAIT.search(event.text)) is None:
+        if (notice := event.notice) is None:
             continue
-        seconds, what, detail = int(match[1]), match[2], match[3] or ""
-        before = found.get(what)
-        longest = max(seconds, before.seconds if before else 0)
-        found[what] = Wait(what, longest, 1 + (before.notices if before else 0), detail)
+        before = found.get(notice.what)
+        longest = max(notice.seconds, before.seconds if before else 0)
+        found[notice.what] = Wait(notice.what, longest, 1 + (before.notices if before else 0), notice.detail)
     return tuple(sorted(found.values(), key=lambda wait: -wait.seconds))
 
 
@@ -231,7 +237,7 @@ def _troubles(events: Sequence[RunEvent]) -> tuple[Trouble, ...]:
     """By kind, in the order of their last event; waits have a list of their own."""
     found: dict[tuple[str, str], Trouble] = {}
     for event in events:
-        if event.level not in _TROUBLE or _WAIT.search(event.text):
+        if event.level not in _TROUBLE or event.notice is not None:
             continue
         kind = (event.level, _NUMBER.sub("#", event.text))
         before = found.pop(kind, None)
@@ -244,8 +250,7 @@ def _settled(record: Mapping[str, Any]) -> tuple[str, str, int]:
     return str(record["prompt_id"]), str(record["outcome"]), int(record["step"])
 
 
-def _books(path: Path, metrics: Sequence[StepMetrics]) -> str:
-    """Whether each prompt left the queue once, and as many did as the last step says."""
+def _books(path: Path, metrics: Sequence[StepMetrics]) -> BookCheck:
     outcomes: dict[str, int] = {}
     seen: set[str] = set()
     twice: set[str] = set()
@@ -256,8 +261,10 @@ def _books(path: Path, metrics: Sequence[StepMetrics]) -> str:
         (twice if prompt in seen else seen).add(prompt)
     told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())) or "no prompt has left the queue"
     if twice:
-        return f"NOT balanced: {len(twice)} prompts stand in the ledger twice, {', '.join(sorted(twice)[:5])} among them ({told})"
+        named = ", ".join(sorted(twice)[:5])
+        return BookCheck(False, f"NOT balanced: {len(twice)} prompts stand in the ledger twice, {named} among them ({told})")
     trained = metrics[-1].get("groups/trained_total") if metrics else None
     if trained is not None and int(trained) != outcomes.get("trained", 0):
-        return f"NOT balanced: the last step says {int(trained)} groups trained, the ledger has {outcomes.get('trained', 0)} ({told})"
-    return f"balanced: {told}, each prompt once"
+        in_ledger = outcomes.get("trained", 0)
+        return BookCheck(False, f"NOT balanced: the last step says {int(trained)} groups trained, the ledger has {in_ledger} ({told})")
+    return BookCheck(True, f"balanced: {told}, each prompt once")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from enum import StrEnum
+
+from actors.processes.wait_notice import WaitNotice
 
 _LEVELS = ("info", "watch", "warning", "alarm", "error")
 
@@ -31,6 +35,10 @@ _EARLIER = {
     EventKind.RESUMED: re.compile(r"going on from step \d+ \("),
 }
 """How the lines of these kinds read in runs that wrote no kind."""
+_WAIT = "[waiting] "
+"""Stands before a notice, which a line has as JSON, in the place of a text."""
+_EARLIER_WAIT = re.compile(r"waiting (?P<seconds>\d+) s for (?P<what>.+?)(?: \((?P<detail>.*)\))?$")
+"""How the line of a notice reads in runs that wrote a sentence."""
 _KIND = re.compile(rf"\[({'|'.join(kind for kind in EventKind if kind)})\] ")
 
 
@@ -44,12 +52,19 @@ class RunEvent:
     """info, warning or error; watch or alarm, from the early warning."""
     text: str
     kind: EventKind = EventKind.NONE
+    notice: WaitNotice | None = None
+    """Of a wait; None: the event is of something else."""
 
     @classmethod
-    def now(cls, level: str, text: str, kind: EventKind = EventKind.NONE) -> RunEvent:
+    def now(cls, level: str, said: str | WaitNotice, kind: EventKind = EventKind.NONE) -> RunEvent:
         if level not in _LEVELS:
             raise ValueError(f"event level {level!r}: use one of {', '.join(_LEVELS)}")
-        return cls(datetime.now().isoformat(timespec="seconds"), level, " ".join(text.split()), kind)
+        time = datetime.now().isoformat(timespec="seconds")
+        return cls._of_wait(time, level, said) if isinstance(said, WaitNotice) else cls(time, level, " ".join(said.split()), kind)
+
+    @classmethod
+    def _of_wait(cls, time: str, level: str, notice: WaitNotice) -> RunEvent:
+        return cls(time, level, " ".join(str(notice).split()), notice=notice)
 
     @classmethod
     def parse(cls, line: str) -> RunEvent | None:
@@ -60,6 +75,11 @@ class RunEvent:
         time, level, text = parts
         if found := _KIND.match(text):
             return cls(time, level, text[found.end() :], EventKind(found[1]))
+        if text.startswith(_WAIT):
+            with contextlib.suppress(ValueError, TypeError):  # a line that was cut
+                return cls._of_wait(time, level, WaitNotice(**json.loads(text.removeprefix(_WAIT))))
+        if found := _EARLIER_WAIT.match(text):
+            return cls._of_wait(time, level, WaitNotice(found["what"], int(found["seconds"]), found["detail"] or ""))
         earlier = (kind for kind, pattern in _EARLIER.items() if pattern.match(text))
         return cls(time, level, text, next(earlier, EventKind.NONE))
 
@@ -67,4 +87,5 @@ class RunEvent:
     def line(self) -> str:
         """For events.log, with its end."""
         kind = f"[{self.kind}] " if self.kind else ""
-        return f"{self.time} {self.level:7} {kind}{self.text}\n"
+        said = f"{kind}{self.text}" if self.notice is None else f"{_WAIT}{json.dumps(asdict(self.notice))}"
+        return f"{self.time} {self.level:7} {said}\n"

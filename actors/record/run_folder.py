@@ -42,10 +42,11 @@ import yaml
 from pydantic import BaseModel
 
 from actors.metrics.step_metrics import StepMetrics
+from actors.processes.output import put
 from actors.record.ownership import FOLDERS, clear, fresh_path, is_failed_start, own
 from actors.record.run_event import RunEvent
 from actors.record.skipped_batches import KEPT, SkippedBatch
-from actors.state.json_lines import JsonLines
+from actors.state.json_lines import JsonLines, append_whole
 from correction.errors import ConfigError, DataError
 from correction.monitor import Event, State
 from correction.quantities import current_name
@@ -84,7 +85,7 @@ class RunFolder:
         self.metrics_path, self.evaluations_path = path / "metrics.jsonl", path / "evaluations.jsonl"
         self.events_path, self.monitor_path, self._clipped_path = path / "events.log", path / "monitor.jsonl", path / "clipped_tokens.jsonl"
         self.tensorboard_path, self.model_path = path / "tensorboard", path / "model"
-        self.scatter_path, self.report_path = path / "scatter.npz", path / "report.html"
+        self.scatter_path = path / "scatter.npz"
         self._lock = lock
         self.is_reused = False
         """It held what a start that failed had left."""
@@ -230,10 +231,9 @@ class RunFolder:
     def write_event(self, entry: RunEvent) -> None:
         """The same, of an event that may be older."""
         try:
-            with self.events_path.open("a", encoding="utf-8") as file:
-                file.write(entry.line)
+            append_whole(self.events_path, entry.line.encode(errors="backslashreplace"))
         except OSError as error:  # a full disk: what there is to say may be just that
-            sys.stderr.write(f"{self.events_path} can't be written ({error}): {entry.line}")
+            put(f"{self.events_path} can't be written ({error}): {entry.line}", sys.stderr)
 
     def read_events(self) -> list[RunEvent]:
         """All events so far, in order."""
@@ -253,8 +253,9 @@ class RunFolder:
         name = f"skipped_batches/step_{batch.step:06d}"
         if len(list((self.path / "skipped_batches").glob("step_*.json"))) >= KEPT:
             return None
+        path = self.write_file(f"{name}.safetensors", batch.save_tensors)  # first: what a full disk leaves without its JSON counts for none
         self.write_file(f"{name}.json", batch.save_rest)
-        return self.write_file(f"{name}.safetensors", batch.save_tensors)
+        return path
 
     def trajectory_files(self, kind: str = "step") -> list[Path]:
         """Samples of one kind, oldest first."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from correction.errors import EvenkeelError
+from learner.tensor_files import saving
 
 if TYPE_CHECKING:  # torch: seconds that the driver's start doesn't need
     from actors.carriers import PreparedBatch
@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # torch: seconds that the driver's start doesn't need
 
 KEPT = 8
 """Of a run: the first ones say most."""
-_FETCH_S = 600.0
+_KEEP_S = 600.0
+"""For its way from the object store to the disk: the lines of later steps wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,11 @@ class SkippedBatch:
 
     step: int
     weight_version: int
-    """Of the weights before the step, which it left as they were."""
+    """Version of the weights before the step, which it left as they were."""
     corrected: CorrectedBatch
     correction: CorrectionConfig
     grad_norms: tuple[float, ...]
-    """Of each optimizer step."""
+    """Gradient norm of each optimizer step."""
     group_norms: dict[str, float]
     """By group of parameters."""
 
@@ -51,7 +52,9 @@ class SkippedBatch:
         from safetensors.torch import save_file
 
         # Clones: the format wants no memory shared, and a mask may be another one's.
-        save_file({name: value.contiguous().clone() for name, value in self._parts().items() if hasattr(value, "contiguous")}, path)
+        tensors = {name: value.contiguous().clone() for name, value in self._parts().items() if hasattr(value, "contiguous")}
+        with saving(path):
+            save_file(tensors, path)
 
     def save_rest(self, path: Path) -> None:
         """Raises: OSError."""
@@ -91,27 +94,32 @@ class SkippedBatch:
         return cls(plain["step"], plain["weight_version"], corrected, correction, tuple(norms), plain["group_norms"])
 
 
-async def keep_and_tell(keep: Callable[[SkippedBatch], Path | None], step: int, batch: PreparedBatch, result: StepResult) -> str:
+async def keep_and_describe(keep: Callable[[SkippedBatch], Path | None], step: int, batch: PreparedBatch, result: StepResult) -> str:
     """What the guard did at a step, in a sentence; the batch is kept. The weights were those of the version before the step.
 
     Args: keep: RunFolder.keep_skipped_batch.
     """
-    from ray.exceptions import RayError  # not for those who only look into a run's folder
-
-    from actors.queue.payloads import value_of, with_wide_fields
+    from actors.processes.supervision import wait_for  # Ray: not for those who only look into a run's folder
 
     try:
-        corrected = await value_of(batch.corrected)
-        if corrected.batch.wide:
-            corrected = replace(corrected, batch=await with_wide_fields(corrected.batch, deadline_s=_FETCH_S))
-        kept_batch = SkippedBatch(step, batch.version, corrected, batch.correction, result.grad_norms, result.group_norms)
-        path = await asyncio.to_thread(keep, kept_batch)
+        what = f"batch of step {step} -> skipped_batches"
+        path = await wait_for(_kept(keep, step, batch, result), what, deadline_s=_KEEP_S)
         kept = f"kept in {path}" if path else f"not kept: skipped_batches holds {KEPT} already"
-    except (OSError, RayError, EvenkeelError) as error:
-        kept = f"not kept: {error}"
+    except Exception as error:  # whatever it is: a batch to look at is worth no run, and no later line
+        kept = f"not kept ({type(error).__name__}: {error})"
     norms = ", ".join(f"{group} {norm:.3g}" for group, norm in result.group_norms.items())
     updates = result.skipped_steps + result.optimizer_steps
     return (
         f"step {step}: {result.skipped_steps} of {updates} updates left out; loss or gradient was not finite "
         f"(loss {result.loss:.3g}; gradient norms: {norms}); the batch is {kept}"
     )
+
+
+async def _kept(keep: Callable[[SkippedBatch], Path | None], step: int, batch: PreparedBatch, result: StepResult) -> Path | None:
+    from actors.queue.payloads import value_of, with_wide_fields
+
+    corrected = await value_of(batch.corrected)
+    if corrected.batch.wide:
+        corrected = replace(corrected, batch=await with_wide_fields(corrected.batch, deadline_s=_KEEP_S))
+    kept_batch = SkippedBatch(step, batch.version, corrected, batch.correction, result.grad_norms, result.group_norms)
+    return await asyncio.to_thread(keep, kept_batch)

@@ -6,8 +6,9 @@ import heapq
 import json
 from dataclasses import asdict, dataclass
 
-from actors.carriers import GroupSummary
+from actors.metrics.catalogue import CATALOGUE
 from actors.record.run_folder import RunFolder
+from rollout.trajectory import GroupFacts
 
 FILE = "slowest.json"
 _KEPT = 10
@@ -35,9 +36,8 @@ class SlowestPrompts:
         heapq.heapify(self._kept)
         self._is_new = False
 
-    def add(self, summary: GroupSummary) -> None:
-        unscored = len(summary.failures)
-        one = SlowPrompt(summary.reward_s, summary.generate_s, summary.response_tokens, summary.prompt_id, summary.worker, unscored)
+    def add(self, group: GroupFacts, worker: str) -> None:
+        one = SlowPrompt(group.reward_s, group.generate_s, group.response_tokens, group.prompt_id, worker, len(group.failures))
         if len(self._kept) < _KEPT:
             heapq.heappush(self._kept, one)
         elif self._kept[0] < one:
@@ -65,6 +65,13 @@ def read_slowest(folder: RunFolder) -> list[SlowPrompt]:
 def slowest_rows(folder: RunFolder) -> list[tuple[str, ...]]:
     """(prompt, seconds of its rewards, seconds of its answers, their tokens, answers without a reward, worker)."""
     return [
-        (one.prompt_id, f"{one.reward_s:.1f} s", f"{one.generate_s:.1f} s", f"{one.response_tokens:,}", str(one.unscored), one.worker)
+        (
+            one.prompt_id,
+            CATALOGUE["time/reward_s"].text(one.reward_s),
+            CATALOGUE["time/generate_s"].text(one.generate_s),
+            CATALOGUE["worker/tokens/"].number(one.response_tokens),
+            str(one.unscored),
+            one.worker,
+        )
         for one in read_slowest(folder)
     ]

@@ -32,9 +32,9 @@ _NODE_S = 20.0
 class StackCollector:
     """Of one run; used in the driver's event loop."""
 
-    def __init__(self, folder: RunFolder, tell: Callable[[str, str], object]) -> None:
-        """Args: tell: takes level and sentence, in the event loop."""
-        self._folder, self._tell = folder, tell
+    def __init__(self, folder: RunFolder, notify: Callable[[str, str], object]) -> None:
+        """Args: notify: takes level and sentence, in the event loop."""
+        self._folder, self._notify = folder, notify
         self._number = max((int(path.stem) for path in collections(folder.path)), default=0)
         self._last_s = -_LEAST_APART_S
         self._next: dict[str, tuple[float, float]] = {}
@@ -53,38 +53,46 @@ class StackCollector:
 
     async def _collect(self, number: int, what: str) -> None:
         try:
-            listed = await asyncio.to_thread(ray.nodes)  # asks the cluster's head, which may be what is slow
-            nodes = [node["NodeID"] for node in listed if node["Alive"]]
-            found = await asyncio.gather(asyncio.to_thread(_own), *(self._of_node(node) for node in nodes))
-            text = "\n".join([what, "", *(part for of_one in found for part in of_one)])
+            parts = await asyncio.to_thread(_own)
+            parts += await self._of_all_nodes()
+            text = "\n".join([what, "", *parts])
             path = await asyncio.to_thread(self._folder.write_text, f"{FOLDER}/{number:02d}.txt", text)
             (path.parent / f"{number - _KEPT:02d}.txt").unlink(missing_ok=True)
         except (EvenkeelError, RayError, OSError) as error:
-            self._tell("warning", f"no stacks of the run's processes: {error}")
+            self._notify("warning", f"no stacks of the run's processes: {error}")
         else:
-            self._tell("info", f"half of the time for {what} is over: where every process stands is in {path}")
+            self._notify("info", f"half of the time for {what} is over: where every process stands is in {path}")
+
+    async def _of_all_nodes(self) -> list[str]:
+        """The cluster's head, which lists them, may be what hangs."""
+        try:
+            listed = await wait_for(asyncio.to_thread(ray.nodes), "list of nodes <- head of the Ray cluster", deadline_s=_NODE_S)
+        except (EvenkeelError, RayError) as error:
+            return [f"=== other processes: {error}\n"]
+        found = await asyncio.gather(*(self._of_node(node["NodeID"]) for node in listed if node["Alive"]))
+        return [part for of_one in found for part in of_one]
 
     async def _of_node(self, node: str) -> list[str]:
         where = NodeAffinitySchedulingStrategy(node, soft=False)
         ask: Any = ray.remote(num_cpus=0)(_of_this_node).options(scheduling_strategy=where)
         try:
-            told: list[str] = await wait_for(ask.remote(), f"stacks <- node {node[:8]}", deadline_s=_NODE_S)
+            stacks: list[str] = await wait_for(ask.remote(), f"stacks <- node {node[:8]}", deadline_s=_NODE_S)
         except (EvenkeelError, RayError) as error:
             return [f"=== node {node[:8]}: {error}\n"]
-        return told
+        return stacks
 
 
 def _own() -> list[str]:
-    return _told([psutil.Process(os.getpid())])
+    return _stacks([psutil.Process(os.getpid())])
 
 
 def _of_this_node() -> list[str]:
     """In a process of Ray's: those that its daemon has started for the same job, and theirs."""
     daemon = psutil.Process().parent()
-    return _told(daemon.children(recursive=True), own_job()) if daemon is not None else []
+    return _stacks(daemon.children(recursive=True), own_job()) if daemon is not None else []
 
 
-def _told(processes: list[psutil.Process], job: str = "") -> list[str]:
+def _stacks(processes: list[psutil.Process], job: str = "") -> list[str]:
     names = {}
     for process in processes:
         try:

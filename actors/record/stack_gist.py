@@ -19,7 +19,7 @@ def collections(run_dir: Path) -> list[Path]:
 
 
 def newest_gist(run_dir: Path) -> tuple[str, ...]:
-    """Of the last collection: what was waited for, then a line for each process. Empty: there is none."""
+    """Lines of the last collection: what was waited for, then a line for each process. Empty: there is none."""
     path = max(collections(run_dir), key=lambda found: int(found.stem), default=None)
     return gist(path.read_text(errors="replace"), path.name) if path is not None else ()
 
@@ -33,8 +33,8 @@ def gist(text: str, name: str) -> tuple[str, ...]:
 def _line(part: str) -> str:
     title, _, stacks = part.partition("\n")
     threads = stacks.strip().split("\n\n")
-    told = threads[-1]  # faulthandler tells the main thread last
-    if " in main_loop" in told:  # Ray's, of a worker process: an actor's calls may run in a thread of their own
-        told = next((thread for serves in _SERVES for thread in threads if serves in thread), told)
-    frames = [f"{Path(file).stem}:{line} {function}" for file, line, function in _FRAME.findall(told)[:_FRAMES]]
-    return f"{title}: {' < '.join(frames) or told or 'nothing'}"
+    shown = threads[-1]  # faulthandler writes the main thread last
+    if " in main_loop" in shown:  # Ray's, of a worker process: an actor's calls may run in a thread of their own
+        shown = next((thread for serves in _SERVES for thread in threads if serves in thread), shown)
+    frames = [f"{Path(file).stem}:{line} {function}" for file, line, function in _FRAME.findall(shown)[:_FRAMES]]
+    return f"{title}: {' < '.join(frames) or shown or 'nothing'}"

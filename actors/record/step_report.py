@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from actors.carriers import Example, GroupSummary, PreparedBatch, WorkerLoad
+from actors.carriers import Example, PreparedBatch, WorkerLoad
 from actors.metrics.catalogue import DIAGNOSTIC_PLACES, LOSS_PLACES
 from rollout.trajectory import AnswerFacts, FailureKind, FinishReason, GroupFacts, SyncReceipt
 
@@ -71,17 +71,6 @@ def _token_ages(trajectories: Sequence[AnswerFacts], version: int) -> Counter[in
     return ages
 
 
-def learned_numbers(prepared: PreparedBatch, result: StepResult) -> dict[str, float]:
-    """What the monitor may follow besides the correction's diagnostics, by names as plain as theirs."""
-    rewards = [t.reward for group in prepared.groups for t in group.valid if t.reward is not None]
-    numbers = {"reward_mean": statistics.fmean(rewards), "loss": result.loss}
-    if result.grad_norm is not None:
-        numbers["grad_norm"] = result.grad_norm
-    if result.entropy is not None:
-        numbers["entropy"] = result.entropy
-    return numbers
-
-
 def learner_metrics(result: StepResult) -> dict[str, float | None]:
     """Loss, gradient and entropy of the step."""
     return {
@@ -141,34 +130,37 @@ def sync_metrics(receipts: Sequence[SyncReceipt], differences: Sequence[float]) 
     return numbers
 
 
-def worker_metrics(finished: Sequence[GroupSummary], versions: Mapping[str, int]) -> dict[str, float]:
+def worker_metrics(finished: Mapping[str, Sequence[GroupFacts]], versions: Mapping[str, int]) -> dict[str, float]:
     """What each worker did since the last step, and the weights that it did it with in the end.
 
-    Args: versions: of the workers that have joined; -1 for one that holds none.
+    Args:
+        finished: the groups of each worker.
+        versions: of the workers that have joined; -1 for one that holds none.
     """
     numbers: dict[str, float] = {f"worker/weight_version/{name}": version for name, version in versions.items() if version >= 0}
-    tokens, groups = dict.fromkeys(versions, 0), dict.fromkeys(versions, 0)
-    for summary in finished:
-        tokens[summary.worker] = tokens.get(summary.worker, 0) + summary.response_tokens
-        groups[summary.worker] = groups.get(summary.worker, 0) + 1
-    for name, number in tokens.items():
-        numbers |= {f"worker/tokens/{name}": number, f"worker/groups/{name}": groups[name]}
+    for name in [*versions, *(name for name in finished if name not in versions)]:
+        groups = finished.get(name, ())
+        numbers |= {f"worker/tokens/{name}": sum(group.response_tokens for group in groups), f"worker/groups/{name}": len(groups)}
     return numbers
 
 
 def rollout_metrics(
-    finished: Sequence[GroupSummary], loads: Mapping[str, WorkerLoad], before: Mapping[str, WorkerLoad] | None, seconds: float
+    finished: Mapping[str, Sequence[GroupFacts]],
+    loads: Mapping[str, WorkerLoad],
+    before: Mapping[str, WorkerLoad] | None,
+    seconds: float,
 ) -> dict[str, float]:
     """Throughput and waiting of the rollout side over the step's `seconds`.
 
     Args:
+        finished: the groups of each worker since the last step.
         loads: of the workers that answered now. One that has joined since counts from its start; one that has left, no more.
         before: each worker's last answer before; None: there is nothing to compare with yet.
     """
     numbers: dict[str, float] = {"rollout/requests_in_flight": sum(load.requests_in_flight for load in loads.values())}
-    answers = sum(s.trajectories for s in finished)
-    if answers:
-        numbers["length/sampled_tokens"] = sum(s.response_tokens for s in finished) / answers
+    lengths = [answer.response_tokens for groups in finished.values() for group in groups for answer in group.trajectories]
+    if lengths:
+        numbers["length/sampled_tokens"] = statistics.fmean(lengths)
     if before is not None and seconds > 0:
         since = {name: load.since(before.get(name)) for name, load in loads.items()}
         numbers["throughput/rollout_tokens_per_s"] = sum(part.generated_tokens for part in since.values()) / seconds

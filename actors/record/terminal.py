@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: a live panel on a terminal, one plain line a step anywhere else.
 
 The view only shows; it is given phases, step metrics and events, and knows nothing of actors. `terminal_svg` draws the panel of a
-run folder as a picture for documents.
+run folder as a picture for documents (docs/generate.py --terminal).
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import io
 import itertools
 import re
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping
+from typing import TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,6 +24,7 @@ from rich.text import Text
 
 from actors.metrics.catalogue import CATALOGUE
 from actors.metrics.step_metrics import accuracy, accuracy_of_what, by_worker, pass_at_most, shown, with_interval
+from actors.processes.output import UnfailingStream
 from actors.record.run_folder import RunFolder
 
 _EVENT_STYLE = {"info": "cyan", "watch": "yellow", "warning": "yellow", "alarm": "bold red", "error": "bold red"}
@@ -36,7 +39,7 @@ _TOKENS, _WAIT_SHARE, _VERSION = (CATALOGUE[f"worker/{quantity}/"] for quantity 
 
 
 class TerminalView:
-    """Live view of one run. Use it from one thread, `event` from any; `close` it whatever happens."""
+    """Live view of one run. Use it from one thread, `event` from any; `close` it whatever happens. What can't be printed is dropped."""
 
     def __init__(self, total_steps: int, header: str, *, console: Console | None = None) -> None:
         """Args:
@@ -44,7 +47,7 @@ class TerminalView:
             header: what runs, in one line.
             console: None: standard output, with a live panel if that is a terminal.
         """
-        self._console = console or Console()
+        self._console = console or Console(file=cast(TextIO, UnfailingStream(sys.stdout)))
         self._state = _State(total_steps, header)
         self._live: Live | None = None
         if self._console.is_terminal:

@@ -26,7 +26,7 @@ from actors.carriers import Example, ForwardRequest, Observation, PreparedBatch,
 from actors.config import RunConfig
 from actors.processes.loop_clock import LoopClock
 from actors.processes.numbered import NumberedCaller
-from actors.processes.part_heartbeat import Beating
+from actors.processes.part_heartbeat import HeartbeatActor
 from actors.processes.supervision import lost_if_late, wait_for
 from actors.queue import payloads
 from actors.ranks.forwards import Forward, ForwardRequests, GroupsLost, with_forwards
@@ -44,7 +44,7 @@ from correction.errors import LateError
 from correction.monitor import Monitor
 from correction.schedule import defers, needs_proximal_forward
 from rollout.packing import pack_groups
-from rollout.stacks import tell_stacks
+from rollout.stacks import register_stack_dump
 from rollout.trajectory import Group
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("evenkeel.correction")
 _VALUES = "what the learner computed of a batch <- rank 0"
 _OF_THE_BOUNDS = ("rejected_share",)
-"""Symptoms whose usual level other bounds change; another proximal policy changes that of all."""
+"""Symptoms whose usual level depends on the bounds of a correction. With another proximal policy the level of every symptom changes."""
 
 
 def mean_kl(target: Tensor, reference: Tensor, mask: Tensor) -> float:
@@ -75,7 +75,7 @@ class _Undiagnosed:
     correction: CorrectionConfig
 
 
-class CorrectionService(Beating):
+class CorrectionService(HeartbeatActor):
     """Draws, packs and corrects; used as a Ray actor (async)."""
 
     def __init__(
@@ -86,9 +86,9 @@ class CorrectionService(Beating):
         correction: what an alarm has put in the place of the run's; None: the run's.
         """
         super().__init__()
-        tell_stacks()
+        register_stack_dump()
         self._config, self._queue = config, queue
-        books, bytes_per_s = NumberedCaller(queue, late=self.tell), config.deadlines.bytes_per_s
+        books, bytes_per_s = NumberedCaller(queue, late=self.report), config.deadlines.bytes_per_s
         self._drawing = Drawing(books, dynamic_sampling=config.dynamic_sampling, bytes_per_s=bytes_per_s)
         self._correction = self._next_correction = correction or config.correction
         self._monitor = Monitor(config.monitor.thresholds)
@@ -103,7 +103,7 @@ class CorrectionService(Beating):
         self._undiagnosed: dict[int, _Undiagnosed] = {}
         """By version: the batch ahead, the one that the learner has, and the one before, which is diagnosed while it has that."""
         self._references: dict[int, Tensor] = {}
-        """By version, of batches whose KL to the start model is told: its logprobs, which are no part of the batch that is trained."""
+        """By version, of batches whose KL to the start model is reported: its logprobs, which are no part of the batch that is trained."""
         self._scatter = ScatterReservoir()
         self._gap_split = GapSplit(
             self._forwards,
@@ -177,13 +177,12 @@ class CorrectionService(Beating):
             self._ahead[1].cancel()
             self._ahead = None
 
-    async def observe(self, step: int, version: int, values: tuple[Any], learned: Mapping[str, float]) -> Observation | None:
+    async def observe(self, step: int, version: int, values: tuple[Any]) -> Observation | None:
         """Diagnostics of the batch of `version` and what the monitor says about them.
 
         Args:
             step: number of the batch's step.
             values: reference to the step's StepValues; in a tuple, because Ray would bring a bare one on the event loop.
-            learned: further numbers that the monitor may follow, by name: the learner's and the rewards'.
         Returns: None if the batch isn't held (any more), or is left out because another one waits for its turn already.
         """
         trained = self._undiagnosed.pop(version, None)  # its tensors live as long as this call
@@ -199,19 +198,13 @@ class CorrectionService(Beating):
             self._waiting_to_observe -= 1
         try:
             found: StepValues = await wait_for(payloads.value_of(values[0]), _VALUES, deadline_s=self._config.deadlines.batch_s)
-            observation = await asyncio.to_thread(self._observe, step, version, trained, reference, found, learned)
+            observation = await asyncio.to_thread(self._observe, step, version, trained, reference, found)
             return replace(observation, late_s=self._clock.read())
         finally:
             self._observing.release()
 
     def _observe(
-        self,
-        step: int,
-        version: int,
-        trained: _Undiagnosed,
-        reference: Tensor | None,
-        values: StepValues,
-        learned: Mapping[str, float],
+        self, step: int, version: int, trained: _Undiagnosed, reference: Tensor | None, values: StepValues
     ) -> Observation:
         """Runs in a thread; what it touches (monitor, scatter) is touched under the lock alone."""
         began = time.monotonic()
@@ -224,7 +217,7 @@ class CorrectionService(Beating):
         detailed = self._config.monitor.detailed
         numbers = diagnose(batch, corrected, target_logprobs, decided=decided, entropy=values.entropies, detailed=detailed)
         numbers |= trained.split
-        events = self._monitor.update(step, {**learned, **numbers})
+        events = self._monitor.update(step, numbers)
         state, clipped = self._monitor.state, clipped_tokens(batch, decided)
         if reference is not None:
             numbers["reference_kl"] = mean_kl(target_logprobs, reference, batch.loss_mask)

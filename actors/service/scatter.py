@@ -18,10 +18,10 @@ from actors.carriers import ScatterSample
 class ScatterReservoir:
     """Keeps up to `tokens_per_step` tokens of each of the last `steps` batches."""
 
-    def __init__(self, *, steps: int = 32, tokens_per_step: int = 256, seed: int = 0) -> None:
+    def __init__(self, *, steps: int = 32, tokens_per_step: int = 256) -> None:
         self._tokens_per_step = tokens_per_step
         self._recent: deque[ScatterSample] = deque(maxlen=steps)
-        self._random = np.random.default_rng(seed)
+        self._random = np.random.default_rng(0)
 
     def add(self, step: int, behavior_logprobs: Tensor, proximal_logprobs: Tensor, staleness: Tensor, mask: Tensor) -> None:
         """Draw from a batch.

@@ -17,8 +17,10 @@ from pathlib import Path
 
 from actors.config import DeadlinesConfig, RunConfig
 from actors.queue.trajectory_queue import ANSWER_S
+from correction.settings import Settings
+from learner.config import LearnerConfig
 from rollout.config import RolloutConfig
-from rollout.engine_config import EngineDeadlines
+from rollout.engine_config import EngineConfig, EngineDeadlines
 
 _LEARNER_PACE = 1000
 """A learner takes in a second at least so many times the tokens that one answer grows by: it reads many sequences at once."""
@@ -26,6 +28,9 @@ _CHECKPOINT_COPIES = 8
 """Bytes of a checkpoint by those of the model: weights, float32 masters and two moments of the optimizer, and the folder to serve."""
 _LEAST_TRAVEL_S = 60.0
 """For new weights on their way to a node, beside what their bytes take: a network or an object store that is busy with others."""
+
+_BEYOND_S = 60.0
+"""A collective of the learner's ranks has so much more than the call of the driver in which it is made, which is to be late first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class Scale:
     reward_s: float
     """Longest time for one completion."""
     batch_tokens: int
-    """Of a training batch, in all of its passes."""
+    """Tokens of a training batch, in all of its passes."""
     evaluation_waves: int
     """As `waves`, for all questions of an evaluation on all workers."""
 
@@ -79,18 +84,20 @@ class Deadline:
 def with_deadlines(config: RunConfig, model_bytes: int) -> RunConfig:
     """The same run with every deadline that isn't set derived."""
     run, engine = _values(config, model_bytes)
-    rollout = config.rollout
+    rollout, deadlines = config.rollout, config.deadlines.derived(run)
+    collective_s = max(config.learner.derived({}).collective_timeout_s, _BEYOND_S + max(deadlines.step_s, deadlines.checkpoint_s))
     engine_config = rollout.engine.model_copy(update={"deadlines": rollout.engine.deadlines.derived(engine)})
     return config.model_copy(
         update={
-            "deadlines": config.deadlines.derived(run),
+            "deadlines": deadlines,
+            "learner": config.learner.derived({"collective_timeout_s": collective_s}),
             "rollout": rollout.model_copy(update={"engine": engine_config}),
         }
     )
 
 
 def bytes_of(model: Path) -> int:
-    """Of a model folder's weights; 0 if there are none yet."""
+    """Bytes of a model folder's weights; 0 if there are none yet."""
     return sum(path.stat().st_size for path in model.glob("*.safetensors"))
 
 
@@ -113,15 +120,23 @@ def fetch_s(config: RunConfig) -> float:
     return left_s if left_s >= sync_s / 5 else sync_s / 2
 
 
+_SECTIONS: Mapping[type[Settings], str] = {
+    DeadlinesConfig: "deadlines",
+    EngineConfig: "rollout.engine",
+    EngineDeadlines: "rollout.engine.deadlines",
+    LearnerConfig: "learner",
+}
+
+
 def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
     """The deadlines that a run would have, shortest part first; what waits for another stands below it."""
     whole = with_deadlines(config, model_bytes)
     scale, run, engine, rollout = Scale.of(config), whole.deadlines, whole.rollout.engine.deadlines, whole.rollout
+    sglang, ranks = rollout.engine, whole.learner
     size, rate = f"{model_bytes / 1e9:.3g} GB", f"{run.bytes_per_s / 1e6:.4g} MB/s"
 
-    def of(section: DeadlinesConfig | EngineDeadlines, name: str, what: str) -> Deadline:
-        prefix = "deadlines" if isinstance(section, DeadlinesConfig) else "rollout.engine.deadlines"
-        return Deadline(f"{prefix}.{name}", getattr(section, name), what, name in section.model_fields_set)
+    def of(section: Settings, name: str, what: str) -> Deadline:
+        return Deadline(f"{_SECTIONS[type(section)]}.{name}", getattr(section, name), what, name in section.model_fields_set)
 
     return [
         of(engine, "heartbeat_s", "an engine that answers no probe for so long is lost; besides it an update that isn't taken loses one"),
@@ -131,14 +146,18 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
         Deadline("", group_s(rollout), "a group: answer, rewards and the way to the queue; then another worker samples it"),
         of(run, "batch_s", "a batch without a single finished group: two groups one after the other, and a new worker between them"),
         of(engine, "control_s", f"specs, checksums, scores of an engine: {size} at five times {rate}"),
+        of(sglang, "weight_group_timeout_s", "one bucket of a broadcast of weights; then that update has failed"),
         of(engine, "update_s", f"a weight update in the engine, which is lost then: {size} at {rate}"),
         Deadline("", fetch_s(whole), "new weights on their way to a node: then that is said, and they are asked for again"),
         of(run, "sync_s", "one attempt at new weights: their way to the node, the update, the checksums"),
         Deadline("", run.receipts_s, "receipts of all workers: three attempts and their pauses"),
         of(engine, "start_s", "an engine's start, weights on disk"),
-        of(run, "start_s", "start of a worker or a rank on its node; waiting for a node is apart from it"),
+        of(run, "start_s", "start of a worker, once it has a node; of the learner's ranks, and before that the wait for their nodes"),
         of(run, "step_s", f"an optimizer step: {scale.batch_tokens} tokens at {_LEARNER_PACE * run.tokens_per_s:g} a second"),
+        Deadline("", run.forward_s, "forward passes for the batch ahead: two steps and a checkpoint until they begin, and two passes"),
         of(run, "checkpoint_s", f"a checkpoint on disk: {_CHECKPOINT_COPIES} x {size} at {rate}"),
+        Deadline("", run.disk_s, "the run folder's disk, with lines and checkpoints that wait for it: as for three checkpoints"),
+        of(ranks, "collective_timeout_s", f"a collective of the learner's ranks: {_BEYOND_S:.0f} s more than a step or a checkpoint"),
         of(run, "evaluation_s", f"an evaluation: {scale.evaluation_waves} answers in turn, and their rewards; then it is left out"),
     ]
 
@@ -152,13 +171,19 @@ def as_text(deadlines: list[Deadline]) -> str:
 
 def inversions(config: RunConfig) -> list[str]:
     """One sentence for each deadline of the recipe that is no longer than the deadline of what it waits for."""
-    run, engine = config.deadlines, config.rollout.engine.deadlines
-    pairs = (
+    run, sglang, ranks = config.deadlines, config.rollout.engine, config.learner
+    engine = sglang.deadlines
+    pairs = [
         ("deadlines.batch_s", run.batch_s, "one group (answer, rewards, queue)", group_s(config.rollout)),
         ("deadlines.sync_s", run.sync_s, "rollout.engine.deadlines.update_s", engine.update_s),
         ("deadlines.start_s", run.start_s, "rollout.engine.deadlines.start_s", engine.start_s),
         ("deadlines.evaluation_s", run.evaluation_s, "rollout.engine.deadlines.generate_s", engine.generate_s),
-    )
+    ]
+    if ranks.world_size > 1:
+        pairs.append(("learner.collective_timeout_s", ranks.collective_timeout_s, "deadlines.step_s", run.step_s))
+    if config.weight_sync.transport == "broadcast":
+        group = "rollout.engine.weight_group_timeout_s"
+        pairs.append(("rollout.engine.deadlines.update_s", engine.update_s, group, sglang.weight_group_timeout_s))
     return [
         f"{key} = {seconds:.0f} s leaves no time beyond {part}, which may take {part_s:.0f} s: it ends what is only slow. "
         "Raise it, or leave it out"
@@ -168,7 +193,7 @@ def inversions(config: RunConfig) -> list[str]:
 
 
 def _values(config: RunConfig, model_bytes: int) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """Of the run, and of each engine: those in the recipe are taken as they are where others follow from them."""
+    """Deadlines of the run, and of each engine, seconds: those in the recipe are taken as they are where others follow from them."""
     scale = Scale.of(config)
     least, floor = config.deadlines.derived({}), config.rollout.engine.deadlines.derived({})
     answer_s, travel_s = scale.answer_tokens / scale.tokens_per_s, model_bytes / scale.bytes_per_s

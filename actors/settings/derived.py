@@ -73,5 +73,7 @@ def with_values(settings: Section, values: dict[str, Any], place: str) -> Sectio
     try:
         return type(settings).model_validate(known | values)
     except ValidationError as error:
-        reason = reason_of(error)
-        raise ConfigError(reason if reason.startswith(place) else f"{place}: {reason}") from error
+        text = reason_of(error)
+        text = text if text.startswith(place) else f"{place}: {text}"
+        reason, _, remedy = text.rpartition(". ")  # validators end with what to set
+        raise (ConfigError(reason, remedy=remedy) if remedy.startswith("Set ") else ConfigError(text)) from error

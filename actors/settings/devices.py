@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from actors.config import RunConfig
-from correction.errors import ConfigError
+from correction.errors import ConfigError, counted
 
 SETS_NVLS = ("enable_nccl_nvls", "enable_symm_mem")
-"""Of SGLang's arguments: with these it sets NCCL's variable itself, whatever it was."""
+"""Arguments of SGLang with which it sets NCCL's variable itself, whatever it was."""
 
 
 def check_devices(config: RunConfig) -> None:
@@ -41,7 +41,8 @@ def check_shares(config: RunConfig) -> None:
     if rollout.engine.resolved_device == "cuda" and rollout.gpus_per_worker < 1 and rollout.engine.tensor_parallel > 1:
         raise ConfigError(
             f"rollout.gpus_per_worker = {rollout.gpus_per_worker:g} with engine.tensor_parallel = {rollout.engine.tensor_parallel}: an "
-            "engine's ranks are on whole GPUs of one node. Set rollout.gpus_per_worker to 1, or tensor_parallel to 1"
+            "engine's ranks are on whole GPUs of one node",
+            remedy="Set rollout.gpus_per_worker to 1, or tensor_parallel to 1",
         )
     _check_weight_group(config)
     _check_nccl_options(config)
@@ -50,18 +51,21 @@ def check_shares(config: RunConfig) -> None:
     if learner.gpus_per_rank <= 0.5 and learner.world_size > 1:
         raise ConfigError(
             f"learner.gpus_per_rank = {learner.gpus_per_rank:g} with {learner.world_size} ranks: two of them would fit on one GPU, where "
-            "NCCL makes no group of them. Set it above 0.5, or have one rank"
+            "NCCL makes no group of them",
+            remedy="Set it above 0.5, or have one rank",
         )
     if learner.gpus_per_rank < 1 and learner.tensor_parallel > 1:
         raise ConfigError(
             f"learner.gpus_per_rank = {learner.gpus_per_rank:g} with tensor_parallel = {learner.tensor_parallel}: the ranks of a group are "
-            "asked for together, as whole GPUs of one node. Set it to 1"
+            "asked for together, as whole GPUs of one node",
+            remedy="Set it to 1",
         )
     is_shared = learner.gpus_per_rank < 1 or rollout.gpus_per_worker < 1
     if is_shared and config.weight_sync.transport == "broadcast":
         raise ConfigError(
             "weight_sync.transport = broadcast where a rank or a worker has a share of a GPU: an engine may be on the learner's own, and "
-            "NCCL makes no group of two processes on one. Set weight_sync.transport: object_store"
+            "NCCL makes no group of two processes on one",
+            remedy="Set weight_sync.transport: object_store",
         )
 
 
@@ -72,11 +76,11 @@ def _check_weight_group(config: RunConfig) -> None:
     is_alike = engine.resolved_device == learner.resolved_device
     if config.weight_sync.transport != "broadcast" or (is_alike and engine.resolved_group_backend == own):
         return
-    remedy = "rollout.engine.weight_group_backend: auto, or " if is_alike else ""
+    or_auto = "rollout.engine.weight_group_backend: auto, or " if is_alike else ""
     raise ConfigError(
         f"weight_sync.transport = broadcast: the learner, on {learner.resolved_device}, joins the weight group by {own}, and engines, on "
-        f"{engine.resolved_device}, by {engine.resolved_group_backend}: a group has one backend, and one kind of device. Set {remedy}"
-        "weight_sync.transport: object_store"
+        f"{engine.resolved_device}, by {engine.resolved_group_backend}: a group has one backend, and one kind of device",
+        remedy=f"Set {or_auto}weight_sync.transport: object_store",
     )
 
 
@@ -89,8 +93,8 @@ def _check_nccl_options(config: RunConfig) -> None:
         if engine.engine_args.get(name):
             raise ConfigError(
                 f"rollout.engine.engine_args.{name} = {engine.engine_args[name]!r} with weight_sync.transport = broadcast: SGLang sets "
-                "NCCL_NVLS_ENABLE: 1 for it, which the learner's ranks don't have, and NCCL wants it alike in one group. Set "
-                "weight_sync.transport: object_store, or leave it out"
+                "NCCL_NVLS_ENABLE: 1 for it, which the learner's ranks don't have, and NCCL wants it alike in one group",
+                remedy="Set weight_sync.transport: object_store, or leave it out",
             )
 
 
@@ -105,12 +109,13 @@ def check_types(config: RunConfig) -> None:
         shown = f"auto ({learner.resolved_dtype})" if learner.dtype == "auto" else learner.dtype
         raise ConfigError(
             f"rollout.engine.dtype = {held} with learner.dtype = {shown}: an engine takes new weights in the type that it holds them in, "
-            f"and the learner sends its own. Set learner.dtype: {held}, or leave rollout.engine.dtype out"
+            "and the learner sends its own",
+            remedy=f"Set learner.dtype: {held}, or leave rollout.engine.dtype out",
         )
     if held == "float32" and engine.resolved_device == "cuda":
         raise ConfigError(
-            "rollout.engine.dtype = float32 on a GPU: SGLang's attention kernels compute in half precision alone there. Set learner.dtype: "
-            "bfloat16, or device: cpu"
+            "rollout.engine.dtype = float32 on a GPU: SGLang's attention kernels compute in half precision alone there",
+            remedy="Set learner.dtype: bfloat16, or device: cpu",
         )
 
 
@@ -154,14 +159,14 @@ def check_rollout_resource(config: RunConfig, offered: float, possible: float | 
 
     Args:
         offered: units of the rollout resource on the nodes that are there.
-        possible: on all nodes that its autoscaler may start; None: there is no autoscaler, or it has not told yet.
+        possible: on all nodes that its autoscaler may start; None: there is no autoscaler, or it has not said so yet.
     Returns: what to say if there will never be enough for all.
     Raises: ConfigError if an autoscaler is there, and no node, nor any type of node that it may start, offers it.
     """
     wanted, resource = config.rollout.most_workers, config.ray.rollout_resource
     if possible is None or max(offered, possible) >= wanted:
         return None
-    setting = f"rollout.{'max_workers' if config.rollout.is_elastic else 'workers'} = {wanted}"
+    setting = most_workers_setting(config)
     if max(offered, possible) < 1:
         raise ConfigError(
             f"{setting} with ray.rollout_resource = {resource!r}: no node of the cluster at {config.ray.address} offers that resource, nor "
@@ -184,8 +189,14 @@ def check_gpus_to_come(config: RunConfig, offered: float, possible: float | None
     if possible is not None and max(offered, possible) < ranks:
         raise ConfigError(
             f"learner.device = cuda with {learner.world_size} ranks: {ranks} GPUs are needed, and the cluster at {config.ray.address} has "
-            f"{max(offered, possible):g} at most, with all nodes that its autoscaler may start. Use fewer ranks, or give it more nodes"
+            f"{max(offered, possible):g} at most, with all nodes that its autoscaler may start",
+            remedy="Use fewer ranks, or give it more nodes",
         )
+
+
+def most_workers_setting(config: RunConfig) -> str:
+    """The setting that says how many workers there may be, with its value, for sentences."""
+    return f"rollout.{'max_workers' if config.rollout.is_elastic else 'workers'} = {config.rollout.most_workers}"
 
 
 def whole_gpus(shares: Sequence[float]) -> int:
@@ -211,7 +222,7 @@ def room_for_engines(nodes: Sequence[tuple[int, float]], config: RunConfig) -> i
     groups = whole_gpus([learner.gpus_per_rank] * learner.world_size) // learner.tensor_parallel
     for _ in range(groups if learner.resolved_device == "cuda" else 0):
         place = next((i for i, room in enumerate(left) if room >= learner.tensor_parallel), None)
-        if place is not None:                       # a learner without room is told so by a rule of its own
+        if place is not None:                       # a learner without room is reported by a rule of its own
             left[place] -= learner.tensor_parallel
     return int(sum(min(room // ranks, takes) for room, (_, takes) in zip(left, nodes, strict=True)))
 
@@ -235,10 +246,10 @@ def _wanted(config: RunConfig) -> tuple[list[float], str]:
     if engine.resolved_device == "cuda":
         shares += [rollout.gpus_per_worker] * workers * engine.tensor_parallel
         of = _of(rollout.gpus_per_worker) if engine.tensor_parallel == 1 else f" of {engine.tensor_parallel} GPUs"
-        asking.append(f"rollout.engine.device = {engine.device} with {workers} worker{'s' * (workers > 1)}{of}")
+        asking.append(f"rollout.engine.device = {engine.device} with {counted(workers, 'worker')}{of}")
     if learner.resolved_device == "cuda":
         shares += [learner.gpus_per_rank] * ranks
-        asking.append(f"learner.device = {learner.device} with {ranks} rank{'s' * (ranks > 1)}{_of(learner.gpus_per_rank)}")
+        asking.append(f"learner.device = {learner.device} with {counted(ranks, 'rank')}{_of(learner.gpus_per_rank)}")
     return shares, " and ".join(asking)
 
 

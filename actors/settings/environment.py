@@ -1,4 +1,4 @@
-"""Environment variables of the actors, by role: what NCCL and the allocator have to be told before a process starts, and the user's own."""
+"""Environment variables of the actors, by role: what NCCL and the allocator have to know before a process starts, and the user's own."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """For what computes on the CPU of a machine with GPUs: Ray hides none from an actor that asks for none."""
 
 OF_BATCHES = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
-"""Of who hands packed batches on: their tensors cross the object store as they lie in memory, and are read where they lie there. Without
-it torch copies and checks each of them on both sides. Nobody writes to a batch once it is handed over."""
+"""For processes that hand packed batches on: their tensors cross the object store as they lie in memory, and are read where they lie there.
+Without it torch copies and checks each of them on both sides. Nobody writes to a batch once it is handed over."""
 
 OF_SERVICE = OF_BATCHES | {
     "MALLOC_ARENA_MAX": "1",  # one heap for all threads: those of a thread of its own are given back whole
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
 }
-"""Of the correction service, which makes and drops arrays of a batch's length all the time. By default glibc gives the memory of each back
+"""For the correction service, which makes and drops arrays of a batch's length all the time. By default glibc gives the memory of each back
 to the kernel, and the next one gets zeroed pages, by a fault for each: up to half of the processor time of packing and diagnostics. Like
 this what is freed stays in the heap, and the process keeps the size of its peak."""
 
@@ -35,7 +35,7 @@ _SURVIVES_A_GROUP = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
 
 
 def learner_environment(config: RunConfig) -> dict[str, str]:
-    """Of each rank; what the user has set in ray.env wins."""
+    """Environment variables of each learner rank; what the user has set in ray.env wins."""
     own = {"OMP_NUM_THREADS": str(config.learner.threads)} | OF_BATCHES
     if config.learner.resolved_device == "cpu":
         own |= _NO_GPU | KEPT_KERNELS
@@ -47,7 +47,7 @@ def learner_environment(config: RunConfig) -> dict[str, str]:
 
 
 def worker_environment(config: RunConfig) -> dict[str, str]:
-    """Of each rollout worker and of its engine's processes."""
+    """Environment variables of each rollout worker and of its engine's processes."""
     own = {"OMP_NUM_THREADS": str(config.rollout.engine.threads)}
     if config.rollout.engine.return_routed_experts or needs_topk(config.correction):
         own |= OF_BATCHES  # its groups have wide fields

@@ -39,15 +39,16 @@ def resolved(config: RunConfig, model: Path | None = None) -> RunConfig:
     if steps > 1 and not needs_proximal_forward(config.correction, steps):
         raise ConfigError(
             f"true_on_policy: true with {steps} optimizer steps per batch and no forward of its own for proximal logprobs: after the first "
-            "step the learner's weights are not those that sampled, and nothing could be compared. Set learner.optimizer_steps_per_batch "
-            "and learner.epochs_per_batch to 1, or correction.proximal: recompute"
+            "step the learner's weights are not those that sampled, and nothing could be compared",
+            remedy="Set learner.optimizer_steps_per_batch and learner.epochs_per_batch to 1, or correction.proximal: recompute",
         )
     if config.rollout.engine.has_float8:
         raise ConfigError(
-            "true_on_policy: true with rollout.engine.quantization: float8_block: the learner doesn't compute in float8. Set it to none"
+            "true_on_policy: true with rollout.engine.quantization: float8_block: the learner doesn't compute in float8",
+            remedy="Set it to none",
         )
     if config.learner.float32_head:
-        raise ConfigError("true_on_policy: true with learner.float32_head: true: the engines don't compute so. Set it to false")
+        raise ConfigError("true_on_policy: true with learner.float32_head: true: the engines don't compute so", remedy="Set it to false")
     contract = contract_of(model or config.model, config.rollout.engine, config.learner)
     return _with_settings(config, contract.engine_settings, contract.learner_settings)
 
@@ -85,7 +86,7 @@ def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Co
 
 
 class BatchObserver(Protocol):
-    """Is told what the comparison of a batch has found."""
+    """Takes what the comparison of a batch has found."""
 
     def event(self, level: str, text: str) -> None: ...
 

@@ -55,7 +55,7 @@ class SimulatedTimer:
     def __init__(self, clock: SimulatedClock, action: Callable[[], None]) -> None:
         self._clock, self.action = clock, action
         self.number = -1
-        """Of the event that counts; -1: none."""
+        """Number of the event that counts; -1: none."""
 
     def set(self, when: float) -> None:
         self.number = self._clock.push(when, self)

@@ -1,4 +1,4 @@
-"""What a simulated run is told: how long answers are, and how long everything takes."""
+"""What a simulated run is given: how long answers are, and how long everything takes."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ class RunCosts:
 
     decode: DecodeSpeed
     learner_token_s: float
-    """Of a training step, for each prompt and response token."""
+    """Seconds of a training step for each prompt and response token."""
     learner_fixed_s: float = 0.0
-    """Of a training step, whatever its size."""
+    """Seconds of a training step, whatever its size."""
     learner_factors: tuple[float, ...] = (1.0,)
     """A training step takes one of these times as long, drawn at random."""
     prompt_token_s: float = 0.0

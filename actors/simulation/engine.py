@@ -33,7 +33,7 @@ class SampledGroup:
 
 
 class EngineOwner(Protocol):
-    """Who is told what happens in an engine."""
+    """Who gets what happens in an engine."""
 
     def group_finished(self, engine: SimulatedEngine, group: SampledGroup) -> None: ...
 
@@ -63,7 +63,7 @@ class SimulatedEngine:
         self.groups: set[int] = set()
         self.questions = 0
         self.version = 0
-        """Of its weights."""
+        """Version of its weights."""
         self.is_syncing = False
         self.pace = 1.0
         self.occupied_s = self.working_s = self.request_s = self.waits_for_weights_s = 0.0

@@ -18,7 +18,7 @@ class SimulatedStep:
     """One training step."""
 
     version: int
-    """Of the weights that it started from."""
+    """Version of the weights that it started from."""
     group_ids: tuple[int, ...]
     tokens_by_staleness: dict[int, int]
     seconds: float
@@ -39,13 +39,13 @@ class Outcome:
     learner_waits_s: dict[str, float] = field(default_factory=dict)
     """By what it waited for."""
     working_s: float = 0.0
-    """Of all engines together: with a request in them, and not stopped for new weights."""
+    """Seconds of all engines together with a request in them, and not stopped for new weights."""
     occupied_s: float = 0.0
-    """Of all engines together: with a request in them."""
+    """Seconds of all engines together with a request in them."""
     request_s: float = 0.0
     """Integral of the requests in flight over time, of all engines together."""
     engine_waits_s: dict[str, float] = field(default_factory=dict)
-    """Of all engines together, by what they waited for."""
+    """Seconds of all engines together without a request, by what they waited for."""
     tokens_by_staleness: Counter[int] = field(default_factory=Counter)
 
     @property

@@ -45,7 +45,7 @@ def simulate(
 
     Args:
         prompt_tokens: length of every prompt.
-        on_step: told of each step, those that don't count too.
+        on_step: called with each step, those that don't count too.
     Raises: ConfigError for a shape in which nothing could ever be trained.
     """
     if min(shape.workers, shape.slots, shape.groups_per_step, shape.samples_per_group, steps) < 1:

@@ -88,7 +88,7 @@ class JsonLines:
 
 
 def last_step(path: Path) -> int:
-    """Of the last whole line, without reading the others; 0 if there is none."""
+    """Step of the last whole line, without reading the others; 0 if there is none."""
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)

@@ -25,6 +25,7 @@ from pathlib import Path
 from actors.carriers import QueueSnapshot
 from actors.state.json_lines import append_whole
 from correction.errors import LedgerError
+from rollout.trajectory import PromptPlace
 
 _CHUNK_BYTES = 4 << 20
 HandOver = Callable[[Callable[[], None]], object]
@@ -39,7 +40,7 @@ class LedgerMark:
     lines: int = 0
     bytes: int = 0
     crc32: int = 0
-    """Of these bytes."""
+    """CRC-32 of these bytes."""
     aside: int = 0
     """Lines of damaged files that resumes have set aside."""
     last: str = ""
@@ -142,7 +143,7 @@ class Ledger:
                 if mine_now != queues:
                     raise LedgerError(
                         f"step {step}: out of balance: {queues} groups {name} in the queue, {mine_now} in the ledger; of this step: "
-                        f"{_named([prompt_id for prompt_id, _ in outcomes])}; under way: {_named(held)}"
+                        f"{listed([prompt_id for prompt_id, _ in outcomes])}; under way: {listed(held)}"
                     )
         self._write([{"step": step, "prompt_id": prompt_id, "outcome": outcome} for prompt_id, outcome in outcomes])
         self._open = set(held)
@@ -196,11 +197,11 @@ class Ledger:
 
     def _refuse(self, step: int, what: str, prompt_ids: Iterable[str]) -> None:
         if named := sorted(prompt_ids, key=lambda prompt_id: (_order(prompt_id), prompt_id)):
-            raise LedgerError(f"step {step}: out of balance: {_named(named)} {what}")
+            raise LedgerError(f"step {step}: out of balance: {listed(named)} {what}")
 
 
 def outstanding_ids(queue: QueueSnapshot) -> list[str]:
-    """Of the prompts that are under way."""
+    """Ids of the prompts that are under way."""
     return [*(ticket.prompt.prompt_id for ticket in queue.in_flight), *(group.prompt.prompt_id for group in queue.finished)]
 
 
@@ -209,18 +210,18 @@ def imbalance_of(queue: QueueSnapshot, mark: LedgerMark | None) -> str | None:
     held = outstanding_ids(queue)
     unreported = [prompt_id for prompt_id, _ in queue.unreported]
     if twice := [prompt_id for prompt_id, times in Counter([*held, *unreported]).items() if times > 1]:
-        return f"twice among the prompts under way: {_named(twice)}"
+        return f"twice among the prompts under way: {listed(twice)}"
     if queue.admitted != queue.trained + queue.discarded + len(held):
         return (
             f"{queue.admitted} groups admitted, but {queue.trained} trained, {queue.discarded} discarded and {len(held)} under way "
-            f"({_named(held)})"
+            f"({listed(held)})"
         )
     if sum(queue.discarded_by_reason.values()) != queue.discarded:
         return f"{queue.discarded} groups discarded, but by reason {queue.discarded_by_reason}"
     if mark is not None and mark.lines + mark.aside != (settled := queue.trained + queue.discarded - len(unreported)):
         return (
-            f"the ledger has {mark.lines + mark.aside} lines, but {settled} prompts were trained or discarded, those without a line "
-            f"({_named(unreported)}) aside"
+            f"the ledger has {mark.lines + mark.aside} lines, but {settled} prompts were trained or discarded, not counting those "
+            f"that have no line yet ({listed(unreported)})"
         )
     return None
 
@@ -242,10 +243,11 @@ def _difference(path: Path, mark: LedgerMark) -> str:
 
 def _order(prompt_id: str) -> tuple[int, ...]:
     """(epoch, position in it) of a task's prompt; empty for another name."""
-    parts = prompt_id.split("/")
-    return tuple(map(int, parts[-2:])) if len(parts) == 3 and all(part.isdecimal() for part in parts[-2:]) else ()
+    place = PromptPlace.parse(prompt_id)
+    return (place.epoch, place.position) if place else ()
 
 
-def _named(prompt_ids: Sequence[str]) -> str:
+def listed(prompt_ids: Sequence[str]) -> str:
+    """Some of them, and how many more."""
     more = len(prompt_ids) - _NAMED
     return (", ".join(prompt_ids[:_NAMED]) or "none") + (f" and {more} more" if more > 0 else "")

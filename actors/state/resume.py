@@ -24,6 +24,7 @@ from actors.state.ledger import HandOver, Ledger, LedgerMark, at_once, imbalance
 from actors.state.state_format import Columns, as_plain, of_plain
 from correction.config import CorrectionConfig
 from correction.errors import DataError
+from learner.tensor_files import saving
 from rollout.trajectory import Group, Prompt
 
 STATE, COLUMNS = "controller.json", "groups.safetensors"
@@ -51,7 +52,7 @@ class TrainingState:
     step: int
     """Steps done."""
     weight_version: int
-    """Of the learner; equals step unless a step published nothing."""
+    """Version of the learner's weights; equals step unless a step published nothing."""
     elapsed_s: float
     """Wall time of the run, all its parts together."""
     queue: QueueSnapshot
@@ -79,7 +80,8 @@ class TrainingState:
         plain = {name: getattr(self, name) for name in ("step", "weight_version", "elapsed_s", "totals", "monitor", "data", "settings")}
         plain |= {"queue": as_plain(queue, columns), "ledger": as_plain(self.ledger, columns), "replacement": correction}
         (folder / STATE).write_text(json.dumps(plain, default=float))  # float: numpy's numbers
-        save_file(columns.arrays(), folder / COLUMNS)
+        with saving(folder / COLUMNS) as path:
+            save_file(columns.arrays(), path)
 
     @classmethod
     def load(cls, folder: Path) -> TrainingState:
@@ -119,18 +121,18 @@ class TrainingState:
         return replace(self, queue=_with_prompts(self.queue, found))
 
 
-def open_ledger(path: Path, state: TrainingState | None, tell: Callable[[str, str], object], hand_over: HandOver = at_once) -> Ledger:
+def open_ledger(path: Path, state: TrainingState | None, notify: Callable[[str, str], object], hand_over: HandOver = at_once) -> Ledger:
     """The ledger of a run that begins, or goes on from a state.
 
     Args:
-        tell: takes level and sentence, if the file is not what the checkpoint knows.
+        notify: takes level and sentence, if the file is not what the checkpoint knows.
         hand_over: see Ledger.
     """
     if state is None:
         return Ledger(path, hand_over=hand_over)
     ledger, warning = Ledger.resumed(path, state.queue, state.ledger, hand_over=hand_over)
     if warning:
-        tell("warning", warning)
+        notify("warning", warning)
     return ledger
 
 

@@ -6,6 +6,7 @@ Numbers in a row (token ids, logprobs) go into one column for each type of numbe
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from array import array
@@ -17,6 +18,9 @@ import numpy as np
 
 _ROW = "row"
 """Key of what stands in JSON for a row of numbers: [column, first, number of them]."""
+_COLUMN = {typecode: f"array_{typecode}" for typecode in "bBhHiIlLqQfd"}
+"""Column of the rows of an `array`, by its typecode."""
+_TYPECODE = {column: typecode for typecode, column in _COLUMN.items()}
 
 
 _T = typing.TypeVar("_T")
@@ -57,7 +61,7 @@ def as_plain(value: Any, columns: Columns) -> Any:
     if dataclasses.is_dataclass(value):
         return {field.name: as_plain(getattr(value, field.name), columns) for field in dataclasses.fields(value)}
     if isinstance(value, array):
-        return columns.add(f"array_{value.typecode}", np.frombuffer(value, dtype=value.typecode) if value else np.zeros(0, value.typecode))
+        return columns.add(_COLUMN[value.typecode], np.frombuffer(value, dtype=value.typecode) if value else np.zeros(0, value.typecode))
     if isinstance(value, tuple | list):
         kinds = {type(item) for item in value}
         if kinds in ({int}, {float}):
@@ -69,7 +73,7 @@ def as_plain(value: Any, columns: Columns) -> Any:
 
 
 def of_plain(kind: Any, plain: Any, columns: Mapping[str, np.ndarray], names: Mapping[str, Any]) -> Any:
-    """The value of that type again.
+    """The value of that type again. Fields that it doesn't have are left out: earlier versions had some that nothing reads any more.
 
     Args:
         names: types that the annotations name and that are not imported where they stand.
@@ -89,15 +93,21 @@ def of_plain(kind: Any, plain: Any, columns: Mapping[str, np.ndarray], names: Ma
         code = {int: "i", float: "f"}[inner[0]]
         if not isinstance(plain, dict):  # earlier versions had tuples here, and an empty one as such
             return array(code, plain)
-        kind_of_row, _, typecode = plain[_ROW][0].partition("_")
-        row = _row(plain, columns)
-        return array(typecode, row.tobytes()) if kind_of_row == "array" else array(code, row.astype(code).tobytes())
+        row, typecode = _row(plain, columns), _TYPECODE.get(plain[_ROW][0])
+        return array(typecode, row.tobytes()) if typecode else array(code, row.astype(code).tobytes())
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind, localns={**names, "array": _Array})
-        return typing.cast(Any, kind)(**{name: of_plain(hints[name], item, columns, names) for name, item in plain.items()})
+        hints = _types_of_fields(typing.cast(type, kind), tuple(names.items()))
+        given = {name: of_plain(hints[name], item, columns, names) for name, item in plain.items() if name in hints}
+        return typing.cast(Any, kind)(**given)
     if kind is float:
         return float(plain)
     return kind(plain) if isinstance(kind, type) and issubclass(kind, Enum) else plain
+
+
+@functools.cache
+def _types_of_fields(kind: type, names: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """Of a dataclass. Looked up anew for each trajectory this would take most of the time that a checkpoint's queue is read in."""
+    return typing.get_type_hints(kind, localns={**dict(names), "array": _Array})
 
 
 def _row(plain: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> np.ndarray:

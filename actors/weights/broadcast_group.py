@@ -1,4 +1,4 @@
-"""The torch.distributed group through which weights are broadcast: the learner's rank 0 and the engines of a fixed pool.
+"""The torch.distributed group through which weights are broadcast: the learner's rank 0 and the engines of the pool.
 
 A group has a fixed set of engines. When the set changes, a new group is built during training: rank 0 joins in a thread of its own, the
 engines between two requests. Nothing is broadcast until all have joined. If a member doesn't join, all leave the group; it is tried again

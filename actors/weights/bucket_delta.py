@@ -34,11 +34,11 @@ class BucketDelta:
     """Turns an older bucket into a newer one."""
 
     specs: tuple[WeightSpec, ...]
-    """Of the tensors; the same in both buckets."""
+    """Types and shapes of the tensors; the same in both buckets."""
     chunks: tuple[tuple[bytes, ...], ...]
     """For each tensor, compressed changes of every CHUNK elements; empty bytes: none."""
     checksum: str
-    """Of the new bucket."""
+    """Checksum of the new bucket."""
 
     @classmethod
     def between(cls, base: WeightBucket, new: WeightBucket, each: ForEach = map) -> BucketDelta:

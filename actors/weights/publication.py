@@ -50,7 +50,7 @@ class PublishedVersions:
     """Knows the newest one. One event loop uses it."""
 
     def __init__(self, learner: LearnerGroup, plan: ExportPlan, sync_s: float, on_loss: Callable[[ActorLost], None]) -> None:
-        """Args: plan: of a copy in the object store. on_loss: told when a rank is lost in a copy, or nobody has the newest weights."""
+        """Args: plan: of a copy in the object store. on_loss: called when a rank is lost in a copy, or nobody has the newest weights."""
         self._learner, self._plan, self._sync_s, self._on_loss = learner, plan, sync_s, on_loss
         self.newest: Publication | None = None
 
@@ -103,7 +103,7 @@ class PublishedVersions:
     def make_anew(self, published: Publication, buckets: Sequence[Any]) -> None:
         """Nobody can read the copy of which these are the buckets: the next who asks has the learner make another one.
 
-        Once the learner has gone on it can't: `on_loss` is told.
+        Once the learner has gone on it can't: `on_loss` is called.
         """
         if published is not self.newest or published.snapshot.buckets is not buckets:
             return

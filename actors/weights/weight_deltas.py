@@ -40,7 +40,7 @@ _FOR_WHO_COMES = 2
 _FRUITLESS = 3
 """After so many deltas in a row that were not smaller than the weights, none are computed any more."""
 _THREADS = 4
-"""Of a task that computes or applies deltas, beside training or sampling."""
+"""Threads of a task that computes or applies deltas, beside training or sampling."""
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class _Copy:
     version: int
     buckets: list[Any]
     delta_bytes: int | None = None
-    """Of the deltas that they were made from; None: they were fetched whole."""
+    """Bytes of the deltas that they were made from; None: they were fetched whole."""
     following: asyncio.Task[None] | None = None
     """Brings them to the newest version."""
 
@@ -154,11 +154,11 @@ class WeightDeltas:
         place = NodeAffinitySchedulingStrategy(node, soft=False) if node else None
         # No retries: for one Ray would keep the arguments in the store; if a result is lost, the node fetches all weights.
         task = ray.remote(function).options(num_cpus=0, max_retries=0, num_returns=len(newest.buckets) + 1, scheduling_strategy=place)
-        *found, told = task.remote(len(newest.buckets), *arguments)
+        *found, summary = task.remote(len(newest.buckets), *arguments)
         try:
-            return found, await wait_for(told, f"{what}, v{newest.version} <- node {node[:8]}", deadline_s=self._limit_s)
+            return found, await wait_for(summary, f"{what}, v{newest.version} <- node {node[:8]}", deadline_s=self._limit_s)
         except BaseException:  # late or cancelled: the task would go on, and keep its versions in the store
-            ray.cancel(told, force=True)
+            ray.cancel(summary, force=True)
             raise
 
     # -- one node ----------------------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ late on their way to its node (LateError) is not counted: it goes on waiting for
 
 With deltas nodes fetch what has changed alone (actors.weights.weight_deltas); what an engine is handed is a whole version then, too.
 
-Transports: Ray's object store, for any pool; or a torch.distributed broadcast for a fixed pool, without a copy in the store beside it. A
-broadcast group belongs to one set of workers: when that changes, or a collective fails, a new one is built beside training, and versions
-go through the object store until it is whole. Who joins gets them so, beside the group of the others, until it is verified. An engine that
-needs a version that was broadcast only has it copied to the store, once for all who do, unless the learner has trained on already: then
-the next version, which is about to come, is stored as well.
+Transports: Ray's object store, or a torch.distributed broadcast, without a copy in the store beside it. A broadcast group belongs to one
+set of workers: when that changes, or a collective fails, a new one is built beside training, and versions go through the object store until
+it is whole. Who joins gets them so, beside the group of the others, until it is verified. An engine that needs a version that was broadcast
+only has it copied to the store, once for all who do, unless the learner has trained on already: then the next version, which is about to
+come, is stored as well.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ import ray
 
 from actors.carriers import ExportPlan, WeightSnapshot
 from actors.config import WeightSyncConfig
-from actors.processes.supervision import abandon, counted, persistently, wait_for
+from actors.processes.supervision import abandon, persistently, wait_for
 from actors.ranks.learner_group import LearnerGroup
 from actors.weights.broadcast_group import BroadcastGroup
 from actors.weights.publication import SYNC_FAILURES, PublishedVersions, pause_s
 from actors.weights.weight_deltas import WeightDeltas
 from correction.engines.checksum import compare_checksums
-from correction.errors import ActorLost, DeadlineExceeded, EngineError, EvenkeelError, LateError, SyncError
+from correction.errors import ActorLost, DeadlineExceeded, EngineError, EvenkeelError, LateError, SyncError, counted
 from rollout.trajectory import SyncReceipt
 
 log = logging.getLogger("evenkeel.sync")
@@ -59,7 +59,7 @@ class SyncTarget:
     name: str
     actor: Any
     version: int = -1
-    """Of the last receipt; -1: none yet, or dirty."""
+    """Version of the last receipt; -1: none yet, or dirty."""
     is_verified: bool = False
     """Checksums have been compared since it joined or failed."""
     task: asyncio.Task[None] | None = None
@@ -96,11 +96,11 @@ class WeightSync:
         """
         Args:
             probe_ids: token ids of the prompt whose logprobs both sides compute.
-            on_receipt: told of each receipt; the engine gets work from then on.
-            on_probe: told of each comparison: engine, version, each token's difference in nats.
-            on_dirty: told of each attempt that failed, with the reason; the engine gets no work until a full sync has succeeded.
-            on_failure: told of an engine that took no weights in several attempts, with the reason.
-            on_loss: told when a rank of the learner, or a call that all of them run, is lost in a copy of the weights.
+            on_receipt: called with each receipt; the engine gets work from then on.
+            on_probe: called with each comparison: engine, version, each token's difference in nats.
+            on_dirty: called with each attempt that failed, with the reason; the engine gets no work until a full sync has succeeded.
+            on_failure: called with an engine that took no weights in several attempts, with the reason.
+            on_loss: called when a rank of the learner, or a call that all of them run, is lost in a copy of the weights.
             generation: of the run; only receipts of its versions count.
             float8: engines hold their projections so.
             ranks_of_engine: all of them members of a broadcast group.
@@ -180,7 +180,8 @@ class WeightSync:
             if is_one_enough and any(t.version >= version for t in self._targets.values()):
                 return
             if asyncio.get_running_loop().time() > until:
-                raise DeadlineExceeded(f"weight sync v{version} -> workers {', '.join(missing)}: no receipt in {deadline_s:.0f} s")
+                what = f"weight sync v{version} -> workers {', '.join(missing)}"
+                raise DeadlineExceeded(f"{what}: no receipt in {deadline_s:.0f} s", what=what, seconds=deadline_s)
             tasks = [t.task for t in self._targets.values() if t.task is not None and not t.task.done()]
             await (asyncio.wait(tasks, timeout=1.0) if tasks else asyncio.sleep(0.05))
 

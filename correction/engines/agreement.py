@@ -20,7 +20,7 @@ class Difference:
     """Index in the sequence, its prompt included."""
     token_id: int
     version: int
-    """Of the weights that sampled the token, and that the learner holds."""
+    """Version of the weights that sampled the token, and that the learner holds."""
     behavior: float
     target: float
 

@@ -1,13 +1,14 @@
 """What two engines computed at each operator, for the same tokens: where they differ, and by how much.
 
-A capture maps a place, such as "layers.3.attention", to what its operator made of each token. Places are named alike on both sides
-(`ORDER`).
+A capture maps a place, such as the attention of layer 3, to what its operator made of each token. Operators are named alike on both
+sides (`ORDER`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,11 +25,23 @@ ORDER = (
 and k_norm are there where a family has them, rotary_q and rotary_k are what enters the attention."""
 
 
-def _order(place: str) -> tuple[int, int]:
+class OperatorPlace(NamedTuple):
+    """Where in the model something is computed."""
+
+    operator: str
+    """One of ORDER."""
+    layer: int | None = None
+    """None: before or after the layers."""
+
+    def __str__(self) -> str:
+        return self.operator if self.layer is None else f"layers.{self.layer}.{self.operator}"
+
+
+def _order(place: OperatorPlace) -> tuple[int, int]:
     """Sorts places in the order of computation."""
-    operator = ORDER.index(place.rpartition(".")[2])
-    if place.startswith("layers."):
-        return int(place.split(".")[1]), operator
+    operator = ORDER.index(place.operator)
+    if place.layer is not None:
+        return place.layer, operator
     return (-1, operator) if operator == 0 else (10**9, operator)
 
 
@@ -42,14 +55,14 @@ class CapturedRows:
     """[R, width]."""
 
 
-Capture = Mapping[str, CapturedRows]
+Capture = Mapping[OperatorPlace, CapturedRows]
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorGap:
     """One place of both captures."""
 
-    place: str
+    place: OperatorPlace
     rows: int
     """Compared."""
     differing: int
@@ -58,11 +71,6 @@ class OperatorGap:
     """Largest absolute difference; infinite if one side is not a number."""
     first_token: int | None
     """Index in the packed batch of the first row that differs."""
-
-    @property
-    def operator(self) -> str:
-        """The place without its layer."""
-        return self.place.rpartition(".")[2]
 
 
 def compare_captures(engine: Capture, learner: Capture) -> list[OperatorGap]:
@@ -74,11 +82,12 @@ def compare_captures(engine: Capture, learner: Capture) -> list[OperatorGap]:
     """
     alone = engine.keys() ^ learner.keys()
     if alone:
-        raise EngineError(f"captures: {', '.join(sorted(alone))} on one side only: the model's layers are called otherwise than expected")
+        named = ", ".join(sorted(map(str, alone)))
+        raise EngineError(f"captures: {named} on one side only: the model's layers are called otherwise than expected")
     return [_gap(place, engine[place], learner[place]) for place in sorted(engine, key=_order)]
 
 
-def _gap(place: str, engine: CapturedRows, learner: CapturedRows) -> OperatorGap:
+def _gap(place: OperatorPlace, engine: CapturedRows, learner: CapturedRows) -> OperatorGap:
     row_of = torch.full((1 + int(torch.cat([engine.token, learner.token]).max()),), -1)
     row_of[learner.token] = torch.arange(len(learner.token))
     other = row_of[engine.token]

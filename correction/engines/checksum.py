@@ -17,7 +17,7 @@ ROWS_AT_ONCE = {"cpu": 1}
 MANY_ROWS = 128
 """Elsewhere."""
 _FACTORS = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
-"""Of SplitMix64, as signed numbers: torch multiplies modulo 2^64."""
+"""Factors of SplitMix64, as signed numbers: torch multiplies modulo 2^64."""
 
 
 def tensor_checksum(tensor: Tensor) -> str:
@@ -63,7 +63,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _sums(words: Tensor) -> list[int]:
-    """Of each row."""
+    """The sum of each row."""
     places = _mixed(torch.arange(1, ROW_WORDS + 1, device=words.device) * _FACTORS[0])
     whole = words.numel() // ROW_WORDS * ROW_WORDS
     at_once = ROWS_AT_ONCE.get(words.device.type, MANY_ROWS)

@@ -33,7 +33,7 @@ class SideSettings:
     device: str
     """cpu or cuda."""
     dtype: str
-    """Of weights and activations."""
+    """Type of weights and activations: float32, bfloat16 or float16."""
     threads: int
     tensor_parallel: int = 1
     sequence_parallel: bool = False
@@ -60,11 +60,11 @@ class Contract:
     """
 
     model_type: str
-    """Of the Hugging Face config."""
+    """`model_type` of the Hugging Face config."""
     tensor_parallel: int = 1
-    """Of the learner."""
+    """The learner's ranks that share each matrix."""
     dtype: str = "float32"
-    """Of weights and activations on both sides."""
+    """Type of weights and activations on both sides."""
 
     @classmethod
     def of(cls, model: Mapping[str, Any], engine: SideSettings, learner: SideSettings) -> Contract:
@@ -76,9 +76,9 @@ class Contract:
         """
         problems = [*_model_problems(model), *_side_problems(engine), *_side_problems(learner), *_engine_problems(engine)]
         if engine.dtype != learner.dtype:
-            problems.append(f"{engine.name}.dtype = {engine.dtype}, {learner.name}.dtype = {learner.dtype}: set both to one of them.")
+            problems.append(f"{engine.name}.dtype = {engine.dtype}, {learner.name}.dtype = {learner.dtype}: set both to one of them")
         if problems:
-            raise ConfigError("true_on_policy: true can't be honoured. " + " ".join(problems) + " Or set true_on_policy: false")
+            raise ConfigError(f"true_on_policy: true can't be honoured. {'. '.join(problems)}", remedy="Or set true_on_policy: false")
         return cls(str(model["model_type"]), learner.tensor_parallel, learner.dtype)
 
     @property
@@ -99,16 +99,16 @@ def _model_problems(model: Mapping[str, Any]) -> list[str]:
     if experts:
         found.append(
             f"model: {kind} has {experts} experts: rows grouped by expert, and ties of the router, have no batch-invariant operators yet. "
-            "Take a dense model."
+            "Take a dense model"
         )
     elif kind not in FAMILIES:
-        found.append(f"model: model_type = {kind}: the order of its layers was compared for {', '.join(FAMILIES)} only. Take one of them.")
+        found.append(f"model: model_type = {kind}: the order of its layers was compared for {', '.join(FAMILIES)} only. Take one of them")
     if model.get("use_sliding_window"):
-        found.append("model: use_sliding_window = true: the batch-invariant attention has no window. Take a model with full attention.")
+        found.append("model: use_sliding_window = true: the batch-invariant attention has no window. Take a model with full attention")
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     kind_of_rope = rope.get("rope_type", rope.get("type", "default"))
     if kind_of_rope != "default":
-        found.append(f"model: rope_type = {kind_of_rope}: the two engines scale angles by code of their own. Take a model without scaling.")
+        found.append(f"model: rope_type = {kind_of_rope}: the two engines scale angles by code of their own. Take a model without scaling")
     return found
 
 
@@ -118,19 +118,19 @@ def _side_problems(side: SideSettings) -> list[str]:
         found.append(
             f"{side.name}.device = {side.device}: the batch-invariant operators were compared on CPUs only; on a GPU SGLang's "
             f"deterministic inference and megatron-core's batch-invariant kernels would have to be aligned first. "
-            f"Set {side.name}.device: cpu."
+            f"Set {side.name}.device: cpu"
         )
     if side.dtype not in DTYPES:
-        found.append(f"{side.name}.dtype = {side.dtype}: compared were {' and '.join(DTYPES)} only. Set {side.name}.dtype: float32.")
+        found.append(f"{side.name}.dtype = {side.dtype}: compared were {' and '.join(DTYPES)} only. Set {side.name}.dtype: float32")
     if side.threads > MOST_THREADS:
         found.append(
             f"{side.name}.threads = {side.threads}: with more than {MOST_THREADS} a thread's share of a product can be small enough to get "
-            f"another kernel. Set {side.name}.threads: {MOST_THREADS} or 1."
+            f"another kernel. Set {side.name}.threads: {MOST_THREADS} or 1"
         )
     if side.sequence_parallel:
         found.append(
             f"{side.name}.sequence_parallel = true: the sum over the ranks would have to be scattered, for which no batch-invariant "
-            f"operator is built. Set {side.name}.sequence_parallel: false."
+            f"operator is built. Set {side.name}.sequence_parallel: false"
         )
     return found
 
@@ -140,17 +140,17 @@ def _engine_problems(engine: SideSettings) -> list[str]:
     if engine.tensor_parallel > 1:
         found.append(
             f"{engine.name}.tensor_parallel = {engine.tensor_parallel}: an engine's ranks add their sums by SGLang's own code, whose bits "
-            f"are not the learner's. Set {engine.name}.tensor_parallel: 1."
+            f"are not the learner's. Set {engine.name}.tensor_parallel: 1"
         )
     if engine.attention_backend is not None:
-        found.append(f"{engine.name}.attention_backend = {engine.attention_backend}: the mode has an attention of its own. Leave it unset.")
+        found.append(f"{engine.name}.attention_backend = {engine.attention_backend}: the mode has an attention of its own. Leave it unset")
     if engine.weight_update_mode != "retract":
         found.append(
             f"{engine.name}.weight_update_mode = {engine.weight_update_mode}: keys of older weights would stay, and later tokens belong to "
-            "no single policy. Set it to retract."
+            "no single policy. Set it to retract"
         )
     found += [
-        f"{engine.name}.engine_args.{name} = {value!r}: {FORBIDDEN_ENGINE_ARGUMENTS[name]}. Remove it."
+        f"{engine.name}.engine_args.{name} = {value!r}: {FORBIDDEN_ENGINE_ARGUMENTS[name]}. Remove it"
         for name, value in (engine.arguments or {}).items()
         if name in FORBIDDEN_ENGINE_ARGUMENTS and value
     ]

@@ -9,7 +9,7 @@ engine with a share counts its own bytes instead (rollout/sglang_plugin/gpu_shar
 from __future__ import annotations
 
 CONTEXT = 768 << 20
-"""Of each process that computes on the GPU: the CUDA context, kernels and their workspaces, which no allocator counts. An estimate."""
+"""Bytes that each process on the GPU takes for the CUDA context, kernels and workspaces, which no allocator counts. An estimate."""
 PREFILL_TOKENS = 2048
 """Chunk of a prefill of an engine with a share; SGLang's own sizes are for whole GPUs."""
 _PREFILL_TOKEN = 256 << 10
@@ -42,5 +42,5 @@ def engine_budget(total: int, share: float, fraction: float | None, requests: in
 
 
 def allocator_fraction(total: int, share: float) -> float:
-    """Of the whole GPU, that torch's allocator may hold in a process with this share, so that its context has a place in the share, too."""
+    """Share of the whole GPU that torch's allocator may hold in a process with this share, so that its context fits into it, too."""
     return share if share == 1 else max(0.0, share - CONTEXT / total)

@@ -53,7 +53,7 @@ def is_needed() -> bool:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of [M, K] and [K, N], in float32 by oneDNN; others by torch's own kernel, which also tells of shapes that don't fit."""
+    """a @ b of [M, K] and [K, N], in float32 by oneDNN; others by torch's own kernel, which also raises for shapes that don't fit."""
     is_served = a.dtype is b.dtype is torch.float32 and a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0]
     if not is_served or not a.numel() or not b.numel():
         return torch.addmm(a.new_empty(()), a, b, beta=0)

@@ -27,7 +27,7 @@ FEW_ROWS = 64
 """A matrix product of fewer rows has them padded to a multiple of ROW_MULTIPLE: kernels change below 4 rows a thread."""
 ROW_MULTIPLE = 8
 LEAST_ROWS = 4
-"""Of a product in a batch of products: one thread computes each, so that 4 rows are enough."""
+"""Least rows of a product in a batch of products: one thread computes each, so that 4 rows are enough."""
 COLUMN_MULTIPLE = 64
 """SGLang pads its vocabulary to a multiple of this; the learner's head has to be as wide."""
 QUERY_CHUNK = 128

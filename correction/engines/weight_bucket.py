@@ -22,7 +22,7 @@ class WeightBucket:
     """Some of a version's weights."""
 
     specs: tuple[WeightSpec, ...]
-    """Of the tensors, in the order in which they travel."""
+    """Name, type and shape of each tensor, in the order in which they travel."""
     parts: tuple[Any, ...]
     """For each tensor numpy uint8 [bytes], because numpy arrays cross Ray's object store without a copy, and torch tensors don't. Read-only
     where it comes out of there."""
@@ -58,7 +58,7 @@ class WeightBucket:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensors."""
+        """Bytes of all tensors together."""
         return sum(spec.nbytes for spec in self.specs)
 
     def checksums(self) -> dict[str, str]:

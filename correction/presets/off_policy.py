@@ -75,7 +75,7 @@ OFF_POLICY: dict[str, Preset] = {
         "-M(q; 0.8, 1.28) sg[q] A log theta, token sum",
         f"{TRUST_REGION}, sec. 5 and App. D: 'GRPO' with Clip-Higher, C = inf",
         "The Trust Region paper's main baseline: PPO's clip, anchored on the sampling policy.",
-        found="Trust Region: a baseline of its sec. 5, whose text tells of it at scale alone: see grpo-clip-higher-scale.",
+        found="Trust Region: a baseline of its sec. 5, whose text has it at scale alone: see grpo-clip-higher-scale.",
     ),
     "grpo-clip-higher-scale": Preset(
         gated(clip_gate("q", 0.27), upper=5.0, proximal=BYPASS),

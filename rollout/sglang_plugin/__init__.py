@@ -45,13 +45,13 @@ def register() -> None:
     # Imported here: SGLang loads this module while its own are half imported.
     from correction.engines import matrix_products
     from rollout.sglang_plugin import attention, batch_invariant, experts, float8, gpu_share, hooks, seeded_sampler, weights
-    from rollout.stacks import tell_stacks
+    from rollout.stacks import register_stack_dump
 
     if _is_child():
         gc.freeze()  # what the imports made is not looked through again
         gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
         gc.enable()
-    tell_stacks()
+    register_stack_dump()
     settings = hooks.PluginSettings.from_environment()
     if serves_on_cpu():
         attention.register(settings.attention)

@@ -16,7 +16,8 @@ TARGET = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profil
 
 
 _LEAST = 0.1
-"""Of the cache that the share would hold. Estimates of what stands beside caches may be so far off; with less, others have taken it."""
+"""Least part of the cache that the share would hold. Estimates of what stands beside caches may be so far off; with less, others have taken
+it."""
 
 logger = logging.getLogger(__name__)
 

@@ -51,7 +51,7 @@ class PluginSettings(BaseModel):
     float8: bool = False
     """The engine's projections are in float8."""
     gpu_share: float = 1.0
-    """Of a GPU, all that the engine takes of it included."""
+    """Share of a GPU, all that the engine takes of it included."""
     memory_fraction: float | None = None
     """With a share below 1: of the whole GPU, for weights and KV cache, at most."""
     max_running_requests: int = 1

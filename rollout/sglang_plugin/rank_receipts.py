@@ -8,7 +8,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 
 class RankReceipts:
-    """Of this scheduler process, since the weight update began."""
+    """What this scheduler process has loaded since the weight update began."""
 
     def __init__(self) -> None:
         self._buckets = 0

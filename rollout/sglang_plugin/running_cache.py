@@ -16,7 +16,7 @@ LEAST_ROOM = 8
 """Tokens that a new copy has room for at least beyond its longest sequence, and a quarter of that sequence: it is made anew that often at
 most. All of it is copied and none of it read, and short answers end so often that a copy serves a few steps only."""
 LARGEST_BYTES = 1 << 30
-"""Of the copies of all layers; beyond it they are gathered at each step into one layer's memory. A nano model's take some tens of MB."""
+"""Bytes of the copies of all layers; beyond it each step gathers them into one layer's memory. A nano model's take some tens of MB."""
 
 
 def gather(buffer: Tensor, slots: Tensor) -> Tensor:

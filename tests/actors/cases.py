@@ -11,7 +11,18 @@ from typing import Any
 import ray
 
 from actors.carriers import QueueSnapshot, StoredGroup, Ticket
-from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
+from rollout.trajectory import (
+    AnswerFacts,
+    FailureKind,
+    FinishReason,
+    Group,
+    GroupFacts,
+    Prompt,
+    Trajectory,
+    VersionSpan,
+    ids_of,
+    logprobs_of,
+)
 
 
 def prompt(position: int) -> Prompt:
@@ -41,6 +52,23 @@ def group(ticket: Ticket, *, rewards: Sequence[float | None] = (0.0, 1.0)) -> Gr
     """The answer of a worker to a ticket."""
     answers = tuple(trajectory(ticket.prompt, reward=reward, version=ticket.admitted_version) for reward in rewards)
     return Group(ticket.group_id, ticket.prompt, answers, ticket.admitted_version)
+
+
+def facts(
+    group_id: int,
+    *tokens: int,
+    failures: Sequence[tuple[FailureKind, str]] = (),
+    prompt_id: str = "",
+    generate_s: float = 0.1,
+    reward_s: float = 0.0,
+) -> GroupFacts:
+    """Of a finished group with answers of so many tokens; the first ones failed."""
+    failed = [*failures, *[None] * (len(tokens) - len(failures))]
+    answers = [
+        AnswerFacts(n, (VersionSpan(0, 0, n),), FinishReason.STOP, None if why else 1.0, {}, why and why[1], why and why[0])
+        for n, why in zip(tokens, failed, strict=True)
+    ]
+    return GroupFacts(group_id, prompt_id, tuple(answers), 0, generate_s, reward_s)
 
 
 def at_hand(of: Group) -> StoredGroup:

@@ -90,10 +90,10 @@ def serve(preset: str, steps: int) -> None:
         for version in range(2):
             tickets = await scene.admit(version * GROUPS, (version + 1) * GROUPS)
             waiting = asyncio.create_task(scene.next_batch(version))
-            await scene.put(*[with_topk(answered(ticket), k) for ticket in tickets])
+            await scene.put(*[with_topk(answered(ticket), k) for ticket in tickets], apart_s=0.0)
             prepared = await waiting
             values = read_only(values_of(prepared))
-            assert await scene.service.observe(version + 1, version, (values,), {}) is not None
+            assert await scene.service.observe(version + 1, version, (values,)) is not None
             await scene.queue.advance(version + 1, [group.group_id for group in prepared.groups])
         assert await scene.service.scatter() is not None
         await scene.service.stop()

@@ -103,14 +103,14 @@ class Method:
 
 
 @dataclass
-class Outcome:
+class ReferenceOutcome:
     loss: Tensor
     weights: list[float]
     keep: list[bool]
     """Both of all tokens, in order; the weight of a token outside of the mask says nothing."""
 
 
-def run(method: Method, batch: list[Sequence]) -> Outcome:
+def run(method: Method, batch: list[Sequence]) -> ReferenceOutcome:
     for s in batch:
         if method.bypass:
             s.prox = s.mu
@@ -131,7 +131,7 @@ def run(method: Method, batch: list[Sequence]) -> Outcome:
             loss = loss + sum(terms) * share(method.mean, batch, counted, i)
         if method.penalty is not None and s.trained:
             loss = loss + sum(method.penalty(s, t) for t in s.trained) * share(method.mean, batch, [s.mask for s in batch], i)
-    return Outcome(loss, [w for row in weights for w in row], [k for row in keep for k in row])
+    return ReferenceOutcome(loss, [w for row in weights for w in row], [k for row in keep for k in row])
 
 
 def share(mean: str, batch: list[Sequence], counted: list[list[bool]], i: int) -> float:

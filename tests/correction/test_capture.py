@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 
-from correction.engines.capture import CapturedRows, compare_captures, sequence_start
+from correction.engines.capture import CapturedRows, OperatorPlace, compare_captures, sequence_start
 from correction.errors import EngineError
+
+LOGITS = OperatorPlace("logits")
 
 
 def rows(tokens: list[int], values: list[float]) -> CapturedRows:
@@ -17,25 +19,27 @@ def rows(tokens: list[int], values: list[float]) -> CapturedRows:
 
 def test_rows_are_matched_by_token_and_each_place_in_the_order_of_computation() -> None:
     """The engine has token 4 twice (prefilled again), and once otherwise; the learner lacks token 9."""
-    engine = {"logits": rows([1], [2.0]), "layers.10.norm": rows([4, 1, 4, 9], [0.5, 1.0, 0.75, 3.0]), "layers.2.down": rows([1], [0.0])}
-    learner = {"logits": rows([1], [2.5]), "layers.10.norm": rows([1, 4], [1.0, 0.5]), "layers.2.down": rows([1], [-0.0])}
+    norm, down = OperatorPlace("norm", 10), OperatorPlace("down", 2)
+    engine = {LOGITS: rows([1], [2.0]), norm: rows([4, 1, 4, 9], [0.5, 1.0, 0.75, 3.0]), down: rows([1], [0.0])}
+    learner = {LOGITS: rows([1], [2.5]), norm: rows([1, 4], [1.0, 0.5]), down: rows([1], [-0.0])}
     found = compare_captures(engine, learner)
-    assert [gap.place for gap in found] == ["layers.2.down", "layers.10.norm", "logits"]
+    assert [str(gap.place) for gap in found] == ["layers.2.down", "layers.10.norm", "logits"]
     assert [(gap.rows, gap.differing, gap.largest, gap.first_token) for gap in found] == [
         (1, 0, 0.0, None), (3, 1, 0.25, 4), (1, 1, 0.5, 1),
     ]  # fmt: skip
 
 
 def test_not_a_number_is_an_infinite_difference() -> None:
-    (gap,) = compare_captures({"embedding": rows([0], [math.nan])}, {"embedding": rows([0], [math.nan])})
+    embedding = OperatorPlace("embedding")
+    (gap,) = compare_captures({embedding: rows([0], [math.nan])}, {embedding: rows([0], [math.nan])})
     assert (gap.differing, gap.largest) == (1, math.inf)
 
 
 def test_places_of_one_side_and_captures_without_a_common_token_are_refused() -> None:
     with pytest.raises(EngineError, match=r"layers\.0\.q_norm on one side only"):
-        compare_captures({"layers.0.q_norm": rows([0], [1.0])}, {})
+        compare_captures({OperatorPlace("q_norm", 0): rows([0], [1.0])}, {})
     with pytest.raises(EngineError, match="no common tokens"):
-        compare_captures({"logits": rows([0], [1.0])}, {"logits": rows([1], [1.0])})
+        compare_captures({LOGITS: rows([0], [1.0])}, {LOGITS: rows([1], [1.0])})
 
 
 def test_a_sequence_is_found_by_some_of_its_tokens() -> None:

@@ -22,7 +22,7 @@ minimal-mask blocks something."""
 
 
 @dataclass(frozen=True)
-class Example:
+class ReferenceCase:
     """A batch, and what the reference needs beside it."""
 
     batch: PackedBatch
@@ -62,7 +62,7 @@ class Example:
 
 
 @cache
-def ragged(spread: float, seed: int) -> Example:
+def ragged(spread: float, seed: int) -> ReferenceCase:
     """Prompts, holes in the mask, advantages of both signs and 0, a sequence without any trained token, groups of unequal size."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     lengths = [rng.randint(2, 9) for _ in range(11)]
@@ -95,7 +95,7 @@ def ragged(spread: float, seed: int) -> Example:
         topk_ids=listed,
         topk_logprobs=mu.gather(1, listed),
     )
-    return Example(batch.validate(), theta.gather(1, tokens)[:, 0], mu.exp(), theta.exp())
+    return ReferenceCase(batch.validate(), theta.gather(1, tokens)[:, 0], mu.exp(), theta.exp())
 
 
 RATIOS_UNDER_1 = (1e-4, 0.5, math.exp(-0.4), 0.8, math.exp(-0.1), 0.99, 0.999, 1 - 3e-4)
@@ -106,7 +106,7 @@ GAPS, DIVERGENCES = (0.1, 0.15, 0.2, 0.5), (0.05, 0.1)
 
 
 @cache
-def at_the_bounds() -> Example:
+def at_the_bounds() -> ReferenceCase:
     """Sequences of one token, just under and over each bound, as rho and q (r = 1) or as r and q (rho = 1), with both signs of A.
 
     So a bound that is 1% off (of its logarithm, if it is one of ratios) decides otherwise about some token, at every level.
@@ -136,7 +136,7 @@ def at_the_bounds() -> Example:
         topk_ids=torch.zeros(count, 1, dtype=torch.int64),
         topk_logprobs=mu.log()[:, None],
     )
-    return Example(batch.validate(), theta.log(), torch.stack([mu, 1 - mu], 1), torch.stack([theta, 1 - theta], 1))
+    return ReferenceCase(batch.validate(), theta.log(), torch.stack([mu, 1 - mu], 1), torch.stack([theta, 1 - theta], 1))
 
 
 def divergent(p: float, value: float, end: float, way: int) -> float:
@@ -149,7 +149,7 @@ def divergent(p: float, value: float, end: float, way: int) -> float:
     return near
 
 
-def examples() -> list[Example]:
+def examples() -> list[ReferenceCase]:
     return [*(ragged(spread, seed) for seed, spread in enumerate(SPREADS)), at_the_bounds()]
 
 
@@ -166,7 +166,7 @@ def gradient_of_parts(corrected: CorrectedBatch, target: torch.Tensor, listed: t
     return loss * scale, leaf.grad * scale, out
 
 
-def compare(settings: dict, method: Method, example: Example) -> int:
+def compare(settings: dict, method: Method, example: ReferenceCase) -> int:
     """Tokens that have a gradient, after comparing everything."""
     batch, target, listed = example.batch, example.target, example.listed()
     leaf = target.clone().requires_grad_()

@@ -2,13 +2,14 @@
 
 The hosts are loopback addresses with an sshd, a home and a copy of the working tree each (deploy/fetch_sshd.sh fetches Debian's sshd).
 Behaviours locked here: Ray lets nobody in without the token; workers are placed on both hosts; a real Prometheus with the shipped
-configuration finds them, and Ray's own metrics; `ray job logs` has the run's output; `ray job stop` ends the run with a checkpoint after
-the step under way, although it tells every process of the job; another job goes on from there, and by itself after kill -9 of its process
-that trains, with each prompt once; nothing stays.
+configuration finds them, and Ray's own metrics; `ray job logs` has the run's output; `ray job stop` ends the run with a checkpoint of
+the last finished step, although it tells every process of the job; another job goes on from there, and by itself after kill -9 of its
+process that trains, with each prompt once; nothing stays.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,7 +21,6 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,8 @@ def _play(cluster: OwnCluster, story: Story, model: Path, folder: Path) -> None:
     os.kill(_that_trains(cluster), signal.SIGKILL)
     until(lambda: cluster.status("second") not in ("PENDING", "RUNNING"), "the second job's end", 400.0)
     story.statuses["second"], story.logs["second"] = cluster.status("second"), cluster.job("logs", "second")
-    until(lambda: not any(_where(cluster).values()), "no process of the run", 60.0)
+    with contextlib.suppress(AssertionError):  # what is left then, the test names
+        until(lambda: not any(_where(cluster).values()), "no process of the run", 60.0)
     story.left = _where(cluster)
 
 
@@ -148,7 +149,7 @@ def _workers(line: dict[str, Any]) -> set[str]:
     return {name for name, groups in by_worker(line, "groups").items() if groups}
 
 
-@contextmanager
+@contextlib.contextmanager
 def _prometheus(folder: Path, discovery: int, ray_temp: Path) -> Iterator[Any]:
     """A real one with the shipped configuration, but for the port and for Ray's folder; gives {host: value} of a query."""
     shipped = (ROOT / "deploy" / "prometheus.yml").read_text()
@@ -191,7 +192,7 @@ def test_a_real_prometheus_finds_the_workers_of_both_hosts(story: Story) -> None
     assert story.scraped["ray"] == dict.fromkeys(ADDRESSES, 1.0)
 
 
-def test_a_stopped_job_has_saved_the_step_under_way(story: Story) -> None:
+def test_a_stopped_job_has_saved_its_last_step(story: Story) -> None:
     """Its only checkpoint is that of its end. Every process of the job is told, the parent that passes it on to its child as well."""
     last = story.lines_at_stop[-1]["step"]
     assert story.statuses["first"] == "STOPPED"
@@ -215,4 +216,5 @@ def test_another_job_goes_on_from_there(story: Story) -> None:
 
 
 def test_nothing_of_the_run_stays_behind(story: Story) -> None:
-    assert not any(story.left.values())
+    """A minute after the second job's end, by the kind of process and host."""
+    assert story.left == {what: set() for what in story.placed}

@@ -66,7 +66,7 @@ class Run:
         self._temp = tempfile.mkdtemp(prefix="ek-", dir="/tmp")  # socket paths must stay below 108 characters
         (Path(self._temp) / "ray_current_cluster").write_text("192.0.2.1:6379")  # as `ray start` leaves it: a private Ray joins nobody's
         self.log = run_dir.parent / f"{run_dir.name}-{self._mark[:6]}.log"
-        with self.log.open("wb") as log:
+        with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*EVENKEEL, "train", *words, f"ray.address={address}" if address else f"ray.temp_dir={self._temp}"],
                 stdout=log,
@@ -236,6 +236,15 @@ def reach_by_name(listeners: Iterable[tuple[str, str]], names: Iterable[str]) ->
         name = max((name for name in names if name in command), key=len, default=command)
         found[name] = max(reach(address), found.get(name, 0))
     return found
+
+
+def check_private(listeners: set[tuple[str, str]]) -> None:
+    """On loopback alone, and by names of docs/security.md. Args: listeners: command and address of each, of a private run."""
+    page = reach_of_the_page(PRIVATE)
+    found = reach_by_name(listeners, page)
+    assert set(page.values()) == {THIS_MACHINE} == set(found.values()), f"docs/security.md says otherwise: {listeners}"
+    assert {"gcs_server", "raylet", "LearnerRank", "sglang::scheduler"} <= found.keys(), "the look must have seen what it is for"
+    assert not found.keys() - page.keys(), "docs/security.md doesn't name them"
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:

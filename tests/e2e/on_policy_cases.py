@@ -50,15 +50,18 @@ def random_prompts(count: int, seed: int, longest: int = 500) -> list[tuple[int,
 async def sample_in_random_batches(
     engine: RolloutEngine, prompts: Sequence[tuple[int, ...]], *, temperature: float, seed: int, longest: int = 60
 ) -> list[Sampled]:
-    """Requests come and go at random times, so that the engine's batches are of any size and mix prefill and decode."""
-    draw = random.Random(seed)
+    """Requests come and go at random times, so that the engine's batches are of any size and mix prefill and decode.
+
+    They come within about the time that the longest answer takes: what comes later finds nobody.
+    """
+    draw, last_s = random.Random(seed), longest / 50
 
     async def one(prompt: tuple[int, ...], delay_s: float, tokens: int, samples: int) -> list[Sampled]:
         await asyncio.sleep(delay_s)
         answers = await engine.generate(prompt, max_tokens=tokens, temperature=temperature, samples=samples, ignore_stop=True)
         return [Sampled(prompt, answer) for answer in answers]
 
-    plans = [(p, draw.random() * 2.0 * draw.randint(0, 1), draw.randint(1, longest), draw.choice((1, 1, 3))) for p in prompts]
+    plans = [(p, draw.random() * last_s * draw.randint(0, 1), draw.randint(1, longest), draw.choice((1, 1, 3))) for p in prompts]
     return [sampled for group in await asyncio.gather(*(one(*plan) for plan in plans)) for sampled in group]
 
 

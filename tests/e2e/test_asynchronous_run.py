@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from actors.record.run_folder import RunFolder
 from actors.state.resume import TrainingState
-from tests.e2e.launch import PRIVATE, RAY_AGENTS, RECIPE, THIS_MACHINE, Run, command_of, living, reach_by_name, reach_of_the_page
+from tests.e2e.launch import RAY_AGENTS, RECIPE, Run, check_private, command_of, living
 from tests.failures.measured import Recovery
 from tests.rollout.hf_reference import hf_model, response_logprobs
 
@@ -101,11 +101,7 @@ def _steps_saved(run_dir: Path) -> list[int]:
 def test_a_private_run_listens_on_loopback_alone_and_as_the_page_says(story: Story) -> None:
     """Ray's control service, daemon and workers listened on all interfaces of the user's laptop."""
     assert len(story.listening) >= 6, story.listening
-    page = reach_of_the_page(PRIVATE)
-    found = reach_by_name(story.listening, page)
-    assert set(page.values()) == {THIS_MACHINE} == set(found.values()), f"docs/security.md says otherwise: {story.listening}"
-    assert "sglang::scheduler" in found, "the look must have seen what it is for"
-    assert not found.keys() - page.keys(), "docs/security.md doesn't name them"
+    check_private(story.listening)
 
 
 def test_no_process_outlives_the_driver(story: Story) -> None:
@@ -144,7 +140,7 @@ def test_resume_ends_with_every_step_once(story: Story) -> None:
     assert story.resumed.steps() == list(range(1, story.last_step + 1))
     folder = RunFolder.view(story.resumed.run_dir)
     assert folder.latest_checkpoint().step == story.last_step
-    assert folder.report_path.exists()
+    assert (folder.path / "report.html").exists()
     assert f"going on from step {story.checkpoint_at_kill}" in story.resumed.events()
     assert f"checkpoint.keep 100 -> {KEEP}" in story.resumed.events(), "what was set anew is told"
 
@@ -197,7 +193,7 @@ def test_tokens_carry_the_versions_that_sampled_them(story: Story, small_model: 
     Version 0 is the start's: on a busy machine only the first checkpoint finds groups that were finished ahead.
 
     The trajectories are those that were finished and not trained when a checkpoint was made; straddling ones are rare among them, and
-    tests/rollout/test_engine.py compares those. Here they have to be in the batches.
+    tests/rollout/test_engine_updates.py compares those. Here they have to be in the batches.
     """
     assert any(line["staleness/mixed_version_share"] > 0 for line in story.resumed.metrics())
     checkpoints = {c.step: c for c in RunFolder.view(story.first.run_dir).checkpoints()}

@@ -105,7 +105,7 @@ def test_the_alarm_is_in_every_view(run: Run) -> None:
     assert all(lines[step]["monitor/level"] == 0 for step in range(1, 12))
     assert f"alarm   step {alarm.step}: {alarm.message}" in run.events()
     assert f"alarm: step {alarm.step}: {alarm.message}" in run.output()
-    report = RunFolder.view(run.run_dir).report_path.read_text()
+    report = (run.run_dir / "report.html").read_text()
     assert '<li class="alarm">' in report and "Early warning" in report
 
 

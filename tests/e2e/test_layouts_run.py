@@ -1,6 +1,7 @@
 """Layouts of the learner in a whole run: two pipeline stages with weights by broadcast, then a resume on two data-parallel ranks.
 
-Behaviour locked here: the engines agree with the learner on every batch of both, so that export, sync, checkpoint and resharding are right.
+Behaviours locked here: the engines agree with the learner on every batch of both, so that export, sync, checkpoint and resharding are
+right; groups of torch.distributed, of the ranks and of the broadcast, listen on loopback alone.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launch import RECIPE, Run, evenkeel
+from tests.e2e.launch import RECIPE, Run, check_private, evenkeel
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -24,6 +25,9 @@ def test_a_run_of_two_stages_goes_on_with_two_data_ranks(tmp_path: Path) -> None
     for words in ([str(RECIPE), f"model={model}", f"run_dir={run_dir}", "max_staleness=0", *STAGES], ["--resume", str(run_dir), *DATA]):
         run = Run(run_dir, *words)
         try:
+            before = len(run.metrics())
+            run.wait_until(lambda run=run, known=before: len(run.metrics()) > known, "a step")
+            check_private(run.listening())
             assert run.wait(480.0) == 0, run.output()[-4000:]
         finally:
             run.close()

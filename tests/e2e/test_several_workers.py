@@ -137,7 +137,7 @@ def test_each_worker_says_how_long_it_waited(story: Story) -> None:
 def test_terminal_report_and_prometheus_tell_the_workers_apart(story: Story) -> None:
     last = next(line for line in reversed(story.together) if len(by_worker(line, "wait_share")) == story.workers)
     assert f"    workers  {_expected(last, story.names)}" in story.run.output().splitlines()
-    page = RunFolder.view(story.run.run_dir).report_path.read_text()
+    page = (story.run.run_dir / "report.html").read_text()
     rows = dict(re.findall(r"<tr><td>(\d)</td><td>\d+ to \d+</td><td>([\d,]+)</td>", page))
     assert {name: int(count.replace(",", "")) for name, count in rows.items()} == {
         name: sum(by_worker(line, "groups").get(name, 0) for line in story.lines) for name in story.names
@@ -171,7 +171,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_a_report(story: Story) -> None:
     assert [checkpoint.step] == [c.step for c in folder.checkpoints()] and checkpoint.step == run.steps()[-1]
     state = TrainingState.load(checkpoint.state)
     assert state.weight_version == checkpoint.step
-    assert folder.report_path.stat().st_size > 10_000
+    assert (folder.path / "report.html").stat().st_size > 10_000
     assert f"evenkeel train --resume {run.run_dir}" in run.output()
 
 

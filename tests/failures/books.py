@@ -1,25 +1,39 @@
-"""The books of a run that something has died in: they must be those of a run that nothing has."""
+"""How a run must end that something has died in: with the books of a run that nothing has, in order, and without a process left."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
+from actors.record.run_folder import RunFolder
 from actors.state.resume import TrainingState
+from tests.e2e.launch import Run
 
 
-class Written(Protocol):
-    """What a run has written down."""
+def check_end(
+    run: Run, *, groups_per_step: int, steps: int | None = None, goes_back: bool = False, within_s: float = 30.0, but: tuple[str, ...] = ()
+) -> None:
+    """`check_books`; a traceback has reached nobody, and all of its processes have ended.
 
-    def metrics(self) -> list[dict[str, Any]]: ...
-
-    def ledger(self) -> list[dict[str, Any]]: ...
-
-
-def check_books(run: Written, state: TrainingState, *, groups_per_step: int) -> None:
-    """Each prompt once: trained, discarded or under way in the last checkpoint, together the first `admitted` of the stream; full steps.
-
-    Args: state: of the last checkpoint.
+    Args:
+        goes_back: it has gone back to a checkpoint or to its beginning; otherwise it must not have.
+        within_s: of the driver's end.
+        but: processes with one of these words in their command may stay.
     """
+    check_books(run, groups_per_step=groups_per_step, steps=steps)
+    assert ("The run goes back to" in run.events()) == goes_back, run.events()
+    assert "Traceback" not in run.output(), run.output()[-4000:]
+    assert run.orphans(within_s, but=but) == []
+
+
+def check_books(run: Run, *, groups_per_step: int, steps: int | None = None) -> None:
+    """Its lines are in order, up to the last checkpoint, and each prompt is there once.
+
+    That is trained, discarded or under way in the last checkpoint: together the first `admitted` of the stream, in full steps.
+
+    Args:
+        steps: how many it has; None: as many as it had time for.
+    """
+    state = TrainingState.load(RunFolder.view(run.run_dir).latest_checkpoint().state)
+    assert run.steps() == list(range(1, state.step + 1)), "one line a step, in order"
+    assert steps in (None, state.step)
     entries = run.ledger()
     settled = [entry["prompt_id"] for entry in entries]
     assert len(set(settled)) == len(settled), "trained or discarded twice"

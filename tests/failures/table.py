@@ -21,6 +21,7 @@ from tests.failures.measured import FILE, Measured
 TESTS = (
     "tests/failures/test_parts_killed.py",
     "tests/failures/test_driver_killed.py",
+    "tests/failures/test_own_ray_killed.py",
     "tests/failures/test_joined_cluster.py",
     "tests/failures/test_head_stopped.py",
     "tests/failures/test_head_killed.py",
@@ -36,6 +37,7 @@ TESTS = (
     "tests/failures/test_late_calls.py",
     "tests/failures/test_out_of_memory.py",
     "tests/failures/test_killed_for_memory.py",
+    "tests/failures/test_step_aborted.py",
     "tests/failures/test_disk_full.py",
     "tests/failures/test_full_object_store.py",
     "tests/rollout/test_engine_failures.py",
@@ -46,6 +48,7 @@ TESTS = (
     "tests/actors/record/test_checkpoint_writer.py::test_a_real_full_disk",
     "tests/actors/commands/test_resume_point.py::test_a_damaged_checkpoint_is_named_and_the_older_one_taken",
     "tests/actors/pool/test_faults.py",
+    "tests/actors/pool/test_heartbeats_and_losses.py::test_workers_that_die_one_after_the_other_end_the_run_after_longer_and_longer_pauses",
 )
 """Those that measure."""
 

@@ -10,7 +10,6 @@ import psutil
 import pytest
 
 from actors.record.run_folder import RunFolder
-from actors.state.resume import TrainingState
 from tests.e2e.launch import RECIPE, Run
 from tests.failures.books import check_books
 from tests.failures.measured import Recovery
@@ -42,10 +41,7 @@ def test_two_crashes_in_one_run(small_model: Path, tmp_path: Path) -> None:
         assert first != second
         recovery.wait()
         assert run.wait() == 0, run.output()[-4000:]
-        assert run.steps() == list(range(1, STEPS + 1))
-        state = TrainingState.load(folder.latest_checkpoint().state)
-        assert state.step == STEPS
-        check_books(run, state, groups_per_step=GROUPS)
+        check_books(run, groups_per_step=GROUPS, steps=STEPS)
         events = [event.text for event in folder.read_events()]
         retried = [text for text in events if "retry" in text]
         assert [text[text.index("(retry") :] for text in retried] == ["(retry 1 of 2)", "(retry 2 of 2)"]

@@ -10,8 +10,9 @@ import pytest
 from actors.commands.cli import main
 from actors.commands.recipe import load_config
 from actors.metrics.step_metrics import StepMetrics
+from actors.record.run_doctor import RunState, diagnose
 from actors.record.run_folder import RunFolder
-from correction.errors import EngineError
+from correction.errors import DeadlineExceeded, EngineError
 from tests.e2e.launch import RECIPE
 
 REASON = "Ray did not start"
@@ -97,6 +98,25 @@ def test_an_error_after_a_checkpoint_names_the_command_that_goes_on(
     assert fails("train", "--resume", str(run)) == f"evenkeel: {REASON}\nto go on: evenkeel train --resume {run}"
 
 
+def test_a_wait_that_ends_a_run_is_among_those_that_the_doctor_names(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not it has given notice."""
+    what = "start of Ray <- this machine"
+    said = f"{what}: not done in 75 s; the deadline is set under deadlines"
+
+    class Late(BrokenCluster):
+        def __enter__(self) -> None:
+            raise DeadlineExceeded(f"{what}: not done in 75 s", what=what, seconds=75.2, setting="deadlines")
+
+    monkeypatch.setattr("actors.commands.train.Cluster", Late)
+    assert fails("train", str(recipe)) == f"evenkeel: {said}"
+    found = diagnose(RunFolder.view(tmp_path / "run"))
+    assert [(wait.what, wait.seconds) for wait in found.waits] == [(what, 75)]
+    assert found.state is RunState.FAILED and found.reason == said
+    assert f"It waited 75 s for {what}: look at that part first." in found.advice
+
+
 def test_an_address_is_tried_before_a_folder_is_made(recipe: Path, tmp_path: Path) -> None:
     assert "no Ray cluster answers there" in fails("train", str(recipe), "ray.address=127.0.0.1:1")
     assert not (tmp_path / "run").exists()
@@ -108,6 +128,7 @@ def test_the_log_of_a_run_is_its_events(tmp_path: Path, capsys: pytest.CaptureFi
 
     from actors.commands.train import _log_as_events
     from actors.config import RunConfig
+    from actors.processes.wait_notice import WaitNotice
     from actors.record.observer import Observer
     from actors.record.terminal import TerminalView
 
@@ -115,11 +136,11 @@ def test_the_log_of_a_run_is_its_events(tmp_path: Path, capsys: pytest.CaptureFi
     observer = Observer(load_config(RunConfig, RECIPE, []), folder, TerminalView(1, "x"))
     log = logging.getLogger("evenkeel.sync")
     with _log_as_events(observer):
-        log.info("waiting 30 s for %s", "an engine")
-        log.warning("waiting 300 s for %s", "an engine")
+        log.info("%s is up", "an engine")
+        log.warning(WaitNotice("an engine", 300))
     observer.close()
-    assert [(event.level, event.text) for event in folder.read_events()] == [
-        ("info", "waiting 30 s for an engine"), ("warning", "waiting 300 s for an engine"),
+    assert [(event.level, event.text, event.notice) for event in folder.read_events()] == [
+        ("info", "an engine is up", None), ("warning", "waiting 300 s for an engine", WaitNotice("an engine", 300)),
     ]
     printed = capsys.readouterr()
-    assert printed.out.splitlines() == ["x", "waiting 30 s for an engine", "warning: waiting 300 s for an engine"] and printed.err == ""
+    assert printed.out.splitlines() == ["x", "an engine is up", "warning: waiting 300 s for an engine"] and printed.err == ""

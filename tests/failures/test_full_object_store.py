@@ -20,10 +20,9 @@ from ray.cluster_utils import Cluster
 from actors.driver.going_back import lost_among, lost_answer
 from actors.processes.supervision import wait_for
 from actors.record.run_folder import RunFolder
-from actors.state.resume import TrainingState
 from tests.e2e.cluster import RunningCluster, ray_cluster
 from tests.e2e.launch import RECIPE, Run, environment
-from tests.failures.books import check_books
+from tests.failures.books import check_end
 from tests.failures.measured import Recovery
 from tests.ray_sessions import leave_ray
 
@@ -120,11 +119,7 @@ def test_a_run_goes_on_when_there_is_room_again(small_model: Path, tmp_path: Pat
             assert run.wait() == 128 + signal.SIGTERM, run.output()[-4000:]
         finally:
             run.close()
-    folder = RunFolder.view(run_dir)
-    state = TrainingState.load(folder.latest_checkpoint().state)
-    assert run.steps() == list(range(1, state.step + 1))
-    check_books(run, state, groups_per_step=groups)
-    went_back = [event.text for event in folder.read_events() if "The run goes back to" in event.text]
-    assert went_back and all(text.startswith("lost: an answer (no room in Ray's object store (") for text in went_back)
+    check_end(run, groups_per_step=groups, goes_back=True)
+    went_back = [event.text for event in RunFolder.view(run_dir).read_events() if "The run goes back to" in event.text]
+    assert all(text.startswith("lost: an answer (no room in Ray's object store (") for text in went_back)
     assert all("more free disk where Ray has its session" in text for text in went_back)
-    assert "Traceback" not in run.output() and run.orphans(30.0) == []

@@ -19,8 +19,6 @@ from pathlib import Path
 
 import pytest
 
-from actors.record.run_folder import RunFolder
-from actors.state.resume import TrainingState
 from tests.e2e.cluster import RunningCluster, ray_cluster
 from tests.e2e.launch import RECIPE, ROOT, Run
 from tests.failures.books import check_books
@@ -95,8 +93,6 @@ def test_a_head_that_comes_back_costs_nothing(small_model: Path, tmp_path: Path,
                 assert run.wait() == 128 + signal.SIGTERM, run.output()[-4000:]
         finally:
             run.close()
-    state = TrainingState.load(RunFolder.view(run_dir).latest_checkpoint().state)
-    assert run.steps() == list(range(1, state.step + 1))
-    check_books(run, state, groups_per_step=GROUPS)
+    check_books(run, groups_per_step=GROUPS)
     assert "The run goes back to" not in run.events() and "the head of the Ray cluster" not in run.output()
     assert run.orphans(30.0) == []

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from actors.record.run_folder import RunFolder
-from actors.state.resume import TrainingState
 from tests.e2e.cluster import RunningCluster, ray_cluster
 from tests.e2e.launch import RECIPE, Run, living
 from tests.failures.books import check_books
@@ -61,8 +60,6 @@ def test_a_driver_that_is_killed_there(small_model: Path, tmp_path: Path) -> Non
             assert run.orphans(30.0) == []
         finally:
             run.close()
-    state = TrainingState.load(folder.latest_checkpoint().state)
-    assert run.steps() == list(range(1, STEPS + 1)) and state.step == STEPS
-    check_books(run, state, groups_per_step=GROUPS)
+    check_books(run, groups_per_step=GROUPS, steps=STEPS)
     (retried,) = [event.text for event in folder.read_events() if "(retry" in event.text]
     assert "killed by SIGKILL" in retried and "it goes on from the checkpoint of step" in retried

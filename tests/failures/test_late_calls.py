@@ -25,7 +25,6 @@ from actors.driver.going_back import while_they_answer
 from actors.processes.supervision import unless_failed, wait_for
 from actors.ranks.forwards import next_batch
 from actors.record.run_event import EventKind
-from actors.record.step_report import learned_numbers
 from benchmarks.control_plane_actors import ReplayedRun, ReplayedShape
 from benchmarks.late_calls import LateCalls
 from tests.e2e.launch import ROOT
@@ -81,7 +80,7 @@ class ImpatientRun(ReplayedRun):
 
     def __init__(self) -> None:
         super().__init__(ReplayedShape(workers=2, groups=GROUPS, tokens=50, rate=5e3, steps=STEPS, hosts=1), profile="")
-        self.observer.event = lambda level, text, kind=EventKind.NONE: self.said.append(text)  # type: ignore[method-assign]
+        self.observer.event = lambda level, text, kind=EventKind.NONE: self.said.append(str(text))  # type: ignore[method-assign]
         self.said: list[str] = []
         self.asked = Counter[int]()
         self.trained: list[tuple[str, ...]] = []
@@ -100,11 +99,11 @@ class ImpatientRun(ReplayedRun):
         result = await learner.step(batch.corrected, batch.correction, step=step)
         await self.sync.publish()
         settle = partial(self.queue.advance.remote, learner.version, [group.group_id for group in batch.groups])
-        tell = lambda _, text: self.said.append(text)  # noqa: E731
+        notify = lambda _, text: self.said.append(text)  # noqa: E731
         _, self.counts, self.outstanding = await while_they_answer(
-            {"trajectory queue": self.queue}, settle, f"advance to v{learner.version}", deadline_s=PATIENCE_S, tell=tell
+            {"trajectory queue": self.queue}, settle, f"advance to v{learner.version}", deadline_s=PATIENCE_S, notify=notify
         )
-        self.service.observe.remote(step, batch.version, (result.values,), learned_numbers(batch, result))
+        self.service.observe.remote(step, batch.version, (result.values,))
         self.trained.append(tuple(group.prompt_id for group in batch.groups))
 
 

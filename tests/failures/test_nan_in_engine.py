@@ -18,9 +18,8 @@ from safetensors import safe_open
 
 from actors.metrics.step_metrics import by_worker
 from actors.record.run_folder import RunFolder
-from actors.state.resume import TrainingState
 from tests.e2e.launch import RECIPE, Run
-from tests.failures.books import check_books
+from tests.failures.books import check_end
 from tests.failures.measured import Recovery
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -116,12 +115,8 @@ def test_a_weight_that_is_no_number_costs_the_groups_that_it_spoilt(small_model:
         assert run.wait() == 0, run.output()[-4000:]
     finally:
         run.close()
-    events = run.events()
-    assert len(re.findall(r"group \d+ is sampled again: [^\n]*not finite", events)) >= 4
-    state = TrainingState.load(folder.latest_checkpoint().state)
-    assert run.steps() == list(range(1, state.step + 1)), "in order, without going back"
-    check_books(run, state, groups_per_step=GROUPS)
+    assert len(re.findall(r"group \d+ is sampled again: [^\n]*not finite", run.events())) >= 4
+    check_end(run, groups_per_step=GROUPS, within_s=60.0)
     lines = run.metrics()
     assert all(line["steps/skipped_total"] == 0 and line["loss/broken_tokens"] == 0 for line in lines), "no NaN has come to the learner"
     assert all(math.isfinite(line[name]) for line in lines for name in ("learner/loss", "learner/grad_norm"))
-    assert "The run goes back to" not in events and "Traceback" not in run.output() and run.orphans(60.0) == []

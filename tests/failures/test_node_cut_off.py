@@ -13,11 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.record.run_folder import RunFolder
-from actors.state.resume import TrainingState
 from tests.e2e.cluster import Node, ray_cluster
 from tests.e2e.launch import RAY_AGENTS, RECIPE, Run, command_of, living
-from tests.failures.books import check_books
+from tests.failures.books import check_end
 from tests.failures.measured import Recovery
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -73,10 +71,4 @@ def test_a_node_that_is_cut_off_and_comes_back(small_model: Path, tmp_path: Path
             assert gone.count("1") == 1 and "0" not in gone, "those after it may have been put there before the head knew"
         finally:
             run.close()
-    folder = RunFolder.view(run_dir)
-    state = TrainingState.load(folder.latest_checkpoint().state)
-    steps = run.steps()
-    assert steps == list(range(1, state.step + 1)), "in order, without going back"
-    check_books(run, state, groups_per_step=GROUPS)
-    assert "The run goes back" not in run.events()
-    assert "Traceback" not in run.output() and run.orphans(30.0, but=RAY_AGENTS) == []
+    check_end(run, groups_per_step=GROUPS, but=RAY_AGENTS)

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from correction.errors import DataError
 from learner import checkpoint
 from learner.checkpoint import is_complete
+from learner.hf_folder import write_shards
 from learner.learner_rank import LearnerRank
 from tests.learner.learner_cases import learner_on, random_batch, save_model
 from tests.tiny_models import save_tiny_tokenizer
@@ -163,6 +165,15 @@ def test_the_size_of_a_checkpoint_is_known_before(tmp_path: Path) -> None:
         assert learner.is_saved(wait=True)
         tensors = [tmp_path / "c/rank-0.safetensors", tmp_path / "hf/model.safetensors"]
         assert sum(path.stat().st_size for path in tensors) == pytest.approx(said, rel=0.05)
+
+
+def test_a_file_of_tensors_that_can_not_be_written_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    """Of a checkpoint and of a Hugging Face folder: who waits for them knows OSError, and safetensors' own is none."""
+    tensors, nowhere = {"x": torch.ones(3)}, tmp_path / "no folder"
+    with pytest.raises(OSError, match=r"x\.safetensors\.partial: Error while serializing"):
+        checkpoint._write(nowhere / "x.safetensors", lambda path: save_file(tensors, path))
+    with pytest.raises(OSError, match=r"shard-0\.safetensors: Error while serializing"):
+        write_shards(nowhere, [tensors])
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

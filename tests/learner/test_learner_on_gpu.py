@@ -70,7 +70,7 @@ class Sent:
         return RuntimeError(self.error) if self.error else None
 
 
-class Group:
+class WatchedGroup:
     def __init__(self) -> None:
         self.aborted = threading.Event()
 
@@ -78,10 +78,10 @@ class Group:
         self.aborted.set()
 
 
-def broadcaster(monkeypatch: pytest.MonkeyPatch, works: list[Sent], timeout_s: float = 0.2) -> tuple[WeightBroadcaster, Group]:
+def broadcaster(monkeypatch: pytest.MonkeyPatch, works: list[Sent], timeout_s: float = 0.2) -> tuple[WeightBroadcaster, WatchedGroup]:
     """Of a group whose calls return at once, as NCCL's do, in which the broadcasts of buckets become of what is told. Torch's meta device
     stands for a GPU's."""
-    group, waiting = Group(), iter(works)
+    group, waiting = WatchedGroup(), iter(works)
     monkeypatch.setattr(WeightBroadcaster, "_join", lambda self, *_: setattr(self, "_group", group))
 
     def enqueue(tensor: Any, *, src: int, group: Any, async_op: bool) -> Sent:

@@ -2,8 +2,9 @@
 
 Behaviours locked here: no process outlives a killed owner (in the fast suite that is a rollout worker's engine,
 tests/e2e/test_asynchronous_run.py); a stopped scheduler is a DeadlineExceeded with phase and engine, and the engine
-works again when it goes on; a killed scheduler is an EngineError for everybody who waits and for every later call, at once; shutdown
-leaves no process and kills nobody else's; a folder that SGLang can't serve is an EngineError, and leaves no process.
+works again when it goes on; one that waits for a broadcast is free after the group's time-out, however short its heartbeat; a killed
+scheduler is an EngineError for everybody who waits and for every later call, at once; shutdown leaves no process and kills nobody else's;
+a folder that SGLang can't serve is an EngineError, and leaves no process.
 """
 
 from __future__ import annotations
@@ -21,20 +22,26 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
-from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, RequestError
+from correction.engines.weight_spec import WeightSpec
+from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, RequestError, SyncError
+from learner.broadcast import WeightBroadcaster
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig, EngineDeadlines
 from rollout.trajectory import Trajectory
 from tests.conftest import BackgroundLoop
 from tests.failures.measured import Measured
+from tests.rollout.engine_scene import free_port
 from tests.rollout.hf_reference import tiny_weights
 
 pytestmark = pytest.mark.engine
 
 HEARTBEAT_S = 4.0
+GROUP_S = 5.0
+"""For a collective of weights: longer than the heartbeat, which has to bear with it."""
 
 OWNER = """
 import asyncio, json, sys
@@ -89,7 +96,8 @@ def test_no_process_outlives_an_owner_that_is_killed(tiny_model: Path, tmp_path:
 def doomed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, engine_loop: BackgroundLoop) -> Iterator[RolloutEngine]:
     """An engine started as a run's are, from a folder without weights, that prefills long prompts in parts. The last test kills it."""
     waits = EngineDeadlines(heartbeat_s=HEARTBEAT_S)
-    config = EngineConfig(device="cpu", max_total_tokens=8192, engine_args={"chunked_prefill_size": 64}, deadlines=waits)
+    options = {"chunked_prefill_size": 64}
+    config = EngineConfig(device="cpu", max_total_tokens=8192, engine_args=options, deadlines=waits, weight_group_timeout_s=GROUP_S)
     folder = shutil.copytree(tiny_model, tmp_path_factory.mktemp("doomed") / "no_weights", ignore=shutil.ignore_patterns("*.safetensors"))
     engine = engine_loop.run(RolloutEngine.start(folder, config, name="doomed engine", has_weights=False))
     yield engine
@@ -120,7 +128,7 @@ def test_samples_that_are_prefilled_in_parts_after_an_update(doomed: RolloutEngi
     spans = [[(span.version, span.end) for span in completion.version_spans] for completion in completions]
     assert all(new == (1, 250) for _, new in spans)
     assert all(old_end > 64 for (_, old_end), _ in spans), "the prefill after the update came in one part"
-    time.sleep(3.0)                                             # an idle scheduler looks after its memory
+    time.sleep(1.0)                                             # a scheduler looks after its memory as soon as it is idle
     assert len(engine_loop.run(engine.generate([5, 6, 7], max_tokens=4, ignore_stop=True))[0].response_ids) == 4
 
 
@@ -136,6 +144,29 @@ def test_an_engine_that_is_paused_for_long_has_its_heartbeat(doomed: RolloutEngi
 
     engine_loop.run(engine.update_weights(version, halves()))
     assert engine.version == version and engine.is_healthy
+
+
+def test_broadcast_that_never_comes_ends_and_the_engine_recovers(
+    doomed: RolloutEngine, tiny_model: Path, engine_loop: BackgroundLoop
+) -> None:
+    """The group's time-out frees the scheduler, which gives no sign until then; the next update comes as tensors."""
+    engine, version, weights = doomed, doomed.version, tiny_weights(tiny_model)
+    specs = [[WeightSpec.of(name, tensor) for name, tensor in weights.items()]]
+
+    async def run() -> None:
+        port = free_port()
+        joining = asyncio.ensure_future(engine.join_weight_group("127.0.0.1", port, 1, 2, "weights-2"))
+        learner = await asyncio.to_thread(WeightBroadcaster, "127.0.0.1", port, 2, "weights-2", 20.0, torch.device("cpu"))
+        await joining
+        with pytest.raises(SyncError, match="dirty"):
+            await engine.receive_weights(version + 1, specs, group="weights-2")
+        learner.close()
+        await engine.leave_weight_group("weights-2")
+
+    engine_loop.run(run())
+    assert not engine.is_healthy
+    engine_loop.run(engine.update_weights(version + 1, [WeightBucket.of(weights)]))
+    assert engine.is_healthy
 
 
 def test_an_engine_whose_weights_are_no_numbers_fails_the_request_and_lives(

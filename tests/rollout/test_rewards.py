@@ -1,135 +1,24 @@
-"""Rewards in processes that can be killed: values, failures, deadlines, and no process that outlives its parent."""
+"""Rewards in processes that can be killed: values, failures, and what is wrong at the start."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-import rollout.rewards
 from correction.errors import ConfigError
-from rollout.config import ReasoningGymTask, RewardConfig
-from rollout.reward_cgroup import ControlGroup
 from rollout.reward_process import RewardLoadError, build_extraction, components
 from rollout.rewards import RewardPool
-from rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
+from rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory, ids_of, logprobs_of
 from tests.failures.measured import REAL, Measured
-
-CHAIN_SUM = ReasoningGymTask(dataset="chain_sum")
-USER_REWARDS = """
-    import asyncio, json, os, pickle, signal, struct, subprocess, sys, time
-
-    class Touch:
-        def __init__(self, path): self.path = path
-        def __reduce__(self): return os.mkdir, (self.path,)
-    def forged(completion, metadata):
-        payload = {"pickle": pickle.dumps(Touch(metadata["path"])), "list": b"[1]", "nan": b'{"components": {"reward": NaN}}'}
-        payload |= {"text": b'{"components": {"reward": "1"}}', "none": b'{"components": {}}'}
-        if completion == "long": os.write(int(sys.argv[1]), struct.pack("!Q", 1 << 40))
-        elif completion != "ok": os.write(int(sys.argv[1]), struct.pack("!Q", len(payload[completion])) + payload[completion])
-        return 1.0
-
-    def length(completion): return len(completion)
-    def parts(*, completion, answer, metadata): return {"right": float(completion == answer), "bonus": metadata["bonus"]}
-    async def slowly(prompt, completion, **rest):
-        await asyncio.sleep(0.01)
-        return len(prompt) + len(completion)
-    def loud(completion):
-        print("noise on stdout")
-        return 1.0
-    def wasteful(metadata):
-        return len(metadata.pop("tests"))
-
-    def moody(completion):
-        if completion == "raise": raise KeyError("no such thing")
-        if completion == "nan": return float("nan")
-        if completion == "text": return "1.0"
-        if completion == "none": return None
-        if completion == "hang": time.sleep(60)
-        if completion == "spin": sum(1 for _ in iter(int, 1))
-        if completion == "power": 5 ** 5 ** 5 ** 5
-        if completion == "die": os.kill(os.getpid(), signal.SIGSEGV)
-        if completion == "exit": sys.exit(3)
-        if completion == "memory": bytearray(2 << 30)
-        if completion == "offspring":
-            subprocess.Popen(["sleep", "61.25"])
-            time.sleep(60)
-        if completion == "daemon":
-            subprocess.Popen(["sleep", "62.5"], start_new_session=True)
-            time.sleep(60)
-        if completion == "left behind":
-            subprocess.Popen(["sh", "-c", "setsid sleep 63.5 & exit 0"]).wait()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if completion == "forks":
-            try: children = [subprocess.Popen(["sleep", "64.5"]) for _ in range(400)]
-            except BlockingIOError: raise MemoryError("no more processes")
-            time.sleep(60)
-        if completion == "spreads":
-            command = [sys.executable, "-c", "import time; kept = b'x' * (300 << 20); time.sleep(65.5)"]
-            children = [subprocess.Popen(command) for _ in range(4)]
-            time.sleep(60)
-        if completion == "file":
-            with open("large", "wb") as file: file.truncate(5 << 30)
-        return os.getpid()
-    def modules(completion): return float("torch" in sys.modules or "sglang" in sys.modules or "ray" in sys.modules)
-    def wants_more(completion, tokenizer): return 0.0
-    not_a_function = 3
-"""
-
-
-@pytest.fixture(autouse=True)
-def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "user_rewards.py").write_text(textwrap.dedent(USER_REWARDS))
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-
-def reward(**settings: Any) -> RewardConfig:
-    adapter: TypeAdapter[RewardConfig] = TypeAdapter(RewardConfig)
-    return adapter.validate_python({"processes": 1, **settings})
-
-
-def user_reward(name: str, **settings: Any) -> RewardConfig:
-    return reward(kind="function", path=f"user_rewards:{name}", **settings)
-
-
-def answered(text: str, **changes: Any) -> Trajectory:
-    values: dict[str, Any] = {
-        "prompt_id": "train/0/0", "prompt_ids": ids_of((1,)), "response_ids": ids_of((2, 3)),
-        "behavior_logprobs": logprobs_of((-1.0, -1.0)),
-        "version_spans": (VersionSpan(0, 0, 2),), "finish_reason": FinishReason.STOP, "text": text,
-    }  # fmt: skip
-    return Trajectory(**(values | changes))
-
-
-def asked(answer: str = "3", **metadata: Any) -> Prompt:
-    return Prompt("train/0/0", "1 + 2 =", (1,), answer, metadata)
-
-
-def scored(config: RewardConfig, *texts: str, prompt: Prompt | None = None) -> list[Trajectory]:
-    async def run() -> list[Trajectory]:
-        pool = RewardPool(config, CHAIN_SUM)
-        try:
-            return list(await pool.score(tuple(answered(text) for text in texts), prompt or asked()))
-        finally:
-            await pool.close()
-
-    return asyncio.run(run())
-
-
-# --- values ---------------------------------------------------------------------------------------------------------
+from tests.rollout.reward_scene import answered, asked, reward, scored, scored_each, user_reward
+from tests.rollout.reward_scene import user_module as user_module
 
 
 def test_exact_match() -> None:
@@ -147,17 +36,20 @@ def test_the_reasoning_gym_scorer_is_the_data_sets_own() -> None:
 
 def test_math_verify_compares_as_mathematics_and_its_time_out_is_ours() -> None:
     """math-verify itself calls a comparison that takes five seconds "unequal", which would train as a wrong answer."""
-    half, wrong = scored(reward(kind="math_verify", deadline_s=60), r"so $\boxed{0.5}$", "$2$", prompt=asked(r"\frac{1}{2}"))
-    assert (half.reward, wrong.reward) == (1.0, 0.0)
     worked = "He had 4 / 2 = <<4/2=2>>2 of them.\n#### 1,002"  # as GSM8K's answers end
-    at_the_end, on_the_way = scored(reward(kind="math_verify", deadline_s=60), r"\boxed{1002}", r"\boxed{2}", prompt=asked(worked))
+    (half, wrong), (at_the_end, on_the_way), (unreadable,) = scored_each(
+        reward(kind="math_verify", deadline_s=60),
+        ((r"so $\boxed{0.5}$", "$2$"), asked(r"\frac{1}{2}")),
+        ((r"\boxed{1002}", r"\boxed{2}"), asked(worked)),
+        (("1",), asked(" ")),
+    )
+    assert (half.reward, wrong.reward) == (1.0, 0.0)
     assert (at_the_end.reward, on_the_way.reward) == (1.0, 0.0)
+    assert unreadable.error is not None and "can't read the reference answer" in unreadable.error
+    assert unreadable.failure is FailureKind.REWARD
     (power,) = scored(reward(kind="math_verify", deadline_s=1.5), "$5^{5^{5^5}}$", prompt=asked(r"\frac{1}{2}"))
     assert power.reward is None and power.error is not None and "more than 1.5 s" in power.error
     assert power.failure is FailureKind.REWARD_TIMEOUT
-    (unreadable,) = scored(reward(kind="math_verify", deadline_s=60), "1", prompt=asked(" "))
-    assert unreadable.error is not None and "can't read the reference answer" in unreadable.error
-    assert unreadable.failure is FailureKind.REWARD
 
 
 def test_own_functions_take_what_they_name_and_may_be_async_or_return_parts() -> None:
@@ -354,108 +246,3 @@ def test_a_reasoning_gym_reward_needs_its_task() -> None:
 
 def test_a_scoring_process_imports_no_engine() -> None:
     assert scored(user_reward("modules"), "x")[0].reward == 0.0
-
-
-# --- no orphans -----------------------------------------------------------------------------------------------------
-
-
-def wait_until(condition: Callable[[], bool], deadline_s: float = 30.0) -> bool:
-    end = time.monotonic() + deadline_s
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def test_the_deadline_kills_what_the_reward_started_too() -> None:
-    def sleepers() -> list[int]:
-        return [p.pid for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "61.25"]]
-
-    (t,) = scored(user_reward("moody", deadline_s=1.0), "offspring")
-    assert t.error is not None
-    assert wait_until(lambda: not sleepers())
-
-
-def sleepers(seconds: str) -> list[int]:
-    return [p.pid for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", seconds]]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel hands orphans to their guardian on Linux")
-@pytest.mark.parametrize(("text", "seconds", "said"), [("daemon", "62.5", "more than 3 s"), ("left behind", "63.5", "signal SIGKILL")])
-def test_what_left_its_session_or_lost_its_parent_is_ended_too(text: str, seconds: str, said: str) -> None:
-    (t,) = scored(user_reward("moody", deadline_s=3.0), text)
-    assert t.error is not None and said in t.error
-    assert wait_until(lambda: not sleepers(seconds))
-
-
-@pytest.fixture(params=[False, True], ids=["looked after", "control group"])
-def has_group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Where a control group can't be made, that half is skipped."""
-    has_group: bool = request.param
-    if has_group and (group := ControlGroup.make(1 << 30, 10)) is None:
-        pytest.skip("this process may make no control group")
-    elif has_group:
-        group.remove()
-    specification = rollout.rewards.reward_specification
-    monkeypatch.setattr(rollout.rewards, "reward_specification", lambda *of: specification(*of) | {"control_group": has_group})
-    return has_group
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
-def test_the_whole_tree_has_the_limits(has_group: bool) -> None:
-    """400 processes, and four of 300 MiB each under a limit of 1 GiB, which each of them keeps. The next completion is scored."""
-    results = scored(user_reward("moody", deadline_s=20.0, memory_gib=1.0), "forks", "ok", "spreads", "ok")
-    errors = [str(t.error) for t in results]
-    assert ("ran out of memory" if has_group else "more than 128 processes") in errors[0]
-    assert "took more than 1 GiB together" in errors[2]
-    assert [t.is_valid for t in results] == [False, True, False, True]
-    assert wait_until(lambda: not sleepers("64.5"))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
-def test_no_file_grows_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (t,) = scored(user_reward("moody", deadline_s=20.0), "file")
-    assert t.error is not None and ("File too large" in t.error or "SIGXFSZ" in t.error)
-
-
-PARENT = """
-    import asyncio, sys
-    from pydantic import TypeAdapter
-    from rollout.config import FunctionReward
-    from rollout.rewards import RewardPool
-    from rollout.trajectory import *
-
-    async def main():
-        pool = RewardPool(FunctionReward(path="user_rewards:moody", processes=2, deadline_s=60))
-        await pool.check()
-        print(*pool.pids, flush=True)
-        busy, daemon = (
-            Trajectory("p", (1,), (2,), (-1.0,), (VersionSpan(0, 0, 1),), FinishReason.STOP, text=text) for text in ("power", "daemon")
-        )
-        await pool.score((busy, daemon), Prompt("p", "", (1,), ""))
-
-    asyncio.run(main())
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-def test_scoring_processes_die_with_their_parent_idle_or_deep_in_a_c_function(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
-    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PARENT)], stdout=subprocess.PIPE, text=True, env=environment)
-    assert parent.stdout is not None
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
-    assert len(pids) == 2
-    scorers = [child.pid for pid in pids for child in psutil.Process(pid).children()]
-    assert wait_until(lambda: max(sum(psutil.Process(pid).cpu_times()[:2]) for pid in scorers) > 0.3)      # one computes 5^5^5^5
-    assert wait_until(lambda: bool(sleepers("62.5")))      # the other has started one in a session of its own
-    assert all(is_running(pid) for pid in pids + scorers)
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait()
-    assert wait_until(lambda: not any(is_running(pid) for pid in pids + scorers) and not sleepers("62.5"))

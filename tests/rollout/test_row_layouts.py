@@ -17,7 +17,7 @@ from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.config import FileTask, RolloutConfig
 from rollout.rows import _field, read_file, with_field
 from rollout.tasks import build_task
-from tests.rollout.test_rewards import asked, scored
+from tests.rollout.reward_scene import asked, scored
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -14,7 +14,7 @@ from rollout.stacks import stacks_of
 
 _CHILD = """
 import ctypes, sys, time
-from rollout.stacks import tell_stacks
+from rollout.stacks import register_stack_dump
 
 def sleeps_in_c_with_the_lock():
     print("ready", flush=True)
@@ -26,8 +26,8 @@ def sleeps():
     time.sleep(60)
 
 if "silent" not in sys.argv:
-    tell_stacks()
-    tell_stacks()
+    register_stack_dump()
+    register_stack_dump()
 globals()[sys.argv[1]]()
 """
 

@@ -1,4 +1,4 @@
-"""When an engine is paused for new weights: as late as can be. What SGLang would be asked is a list here; test_engine.py asks it.
+"""When an engine is paused for new weights: as late as can be. What SGLang would be asked is a list here; test_engine_updates.py asks it.
 
 Behaviours locked here: whatever is slow (the network, checksums, the copy into shared memory) is done with before the pause; weights that
 arrive wrong, or too late, leave the engine as it was; each further bucket is prepared while the one before is loaded, never over it.
@@ -90,11 +90,11 @@ LOADED = ["load layer0", "load layer1", "load layer2 as v1"]
 
 
 def test_a_slow_network_lengthens_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last bucket comes after five seconds: nothing but loading stands between pause and resume, as without the delay."""
+    """The last bucket comes after a second: nothing but loading stands between pause and resume, as without the delay."""
 
     async def scenario() -> None:
         paused = []
-        for delay_s in (0.0, 5.0):
+        for delay_s in (0.0, 1.0):
             scene = Scene(monkeypatch)
             buckets = [scene.arrives(bucket, delay_s * i / 2) for i, bucket in enumerate(BUCKETS)]
             monkeypatch.setattr(scene.engine, "weight_checksums", lambda *_: asyncio.sleep(0.0, SUMS))

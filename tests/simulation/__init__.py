@@ -22,8 +22,8 @@ than keep the staleness within its bound; no work for an engine without a receip
 the first time, each token with a version, within the bound, and sampled by exactly the weights of that version, from which the learner's
 present ones come (tokens are the names of the weights that sampled them); the ledger's file against what the weights were trained on; every
 admitted prompt somewhere, once; no checkpoint lost that was told to be complete, nor a line that it counts on; no new queue gets what is
-known to be lost; each version exported and hashed once. After the last fault a run has to be through within a bound of virtual time, and
-only what may end a run may end it.
+known to be lost; each version exported once, or three times where the run broadcasts, and hashed once. After the last fault a run has to be
+through within a bound of virtual time, and only what may end a run may end it.
 
     python -m tests.simulation --seeds 0-9999           all that, on all cores; prints for each failure the seed, the command that plays it
                                                          again, and the smallest schedule of faults that still fails

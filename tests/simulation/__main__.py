@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.sides import put_between
 from tests.simulation.report import failures, table_of_planted_bugs
-from tests.simulation.schedule import Schedule, schedule_of
+from tests.simulation.schedule import FaultSchedule, schedule_of
 from tests.simulation.world import play
 
 
@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=5, help="end after so many failures (5)")
     options = parser.parse_args()
     if options.schedule or options.seed is not None:
-        return _one(Schedule.of_text(options.schedule) if options.schedule else schedule_of(options.seed), trace=options.trace)
+        return _one(FaultSchedule.of_text(options.schedule) if options.schedule else schedule_of(options.seed), trace=options.trace)
     first, _, last = options.seeds.partition("-")
     seeds = range(int(first), int(last or first) + 1)
     if options.planted:
@@ -38,7 +38,7 @@ def main() -> int:
     return _many(seeds, options.processes, options.most)
 
 
-def _one(schedule: Schedule, *, trace: bool) -> int:
+def _one(schedule: FaultSchedule, *, trace: bool) -> int:
     outcome = play(schedule)
     if trace:
         print("\n".join(outcome.trace))

@@ -22,14 +22,14 @@ from actors.processes import interrupts
 from actors.record import checkpoint_reader, patience
 from tests.simulation import parts
 from tests.simulation.disk import Disk, SimulatedFileThread
-from tests.simulation.engine import SimulatedEngine, SimulatedSampler
+from tests.simulation.engine import FaultyEngine, SimulatedSampler
 from tests.simulation.faults import Faults
 from tests.simulation.processes import HERE
-from tests.simulation.schedule import Schedule
+from tests.simulation.schedule import FaultSchedule
 
 
 @contextlib.contextmanager
-def doubles(schedule: Schedule, disk: Disk, faults: Faults) -> Iterator[None]:
+def doubles(schedule: FaultSchedule, disk: Disk, faults: Faults) -> Iterator[None]:
     service, worker, payloads = actors.service.correction_service, actors.pool.rollout_worker, actors.queue.payloads
     nothing: Callable[..., Any] = lambda *_, **__: None  # noqa: E731
     endpoint = lambda *_, **__: SimpleNamespace(set=nothing, add=nothing, close=nothing, target="127.0.0.1:1")  # noqa: E731
@@ -66,10 +66,10 @@ def _handled_in(faults: Faults, loop: Any, handle: Callable[[int], None]) -> Ite
 
 
 async def _start_sampler(
-    schedule: Schedule, faults: Faults, model: Path, config: Any, *, version: int = 0, **_: Any
+    schedule: FaultSchedule, faults: Faults, model: Path, config: Any, *, version: int = 0, **_: Any
 ) -> SimulatedSampler:
     process = HERE.get()
     assert process is not None
-    engine = SimulatedEngine(process, config, version)
+    engine = FaultyEngine(process, config, version)
     await asyncio.sleep(process.cluster.delay(f"{process.name} engine", 1.0, 8.0))
     return SimulatedSampler(engine, config.sampling.samples_per_group, schedule.unscored, faults.judge_is_down)

@@ -82,7 +82,7 @@ def _wake(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-class SimulatedEngine:
+class FaultyEngine:
     def __init__(self, process: Process, config: RolloutConfig, version: int) -> None:
         self._process, self._deadlines = process, config.engine.deadlines
         self.health = Health()
@@ -264,7 +264,7 @@ class SimulatedSampler:
     generated_tokens = 0
     busy_s = up_s = 1.0
 
-    def __init__(self, engine: SimulatedEngine, samples: int, unscored: float, judge_is_down: Callable[[], bool]) -> None:
+    def __init__(self, engine: FaultyEngine, samples: int, unscored: float, judge_is_down: Callable[[], bool]) -> None:
         self.engine, self._samples, self._unscored, self._judge_is_down = engine, samples, unscored, judge_is_down
 
     async def group(

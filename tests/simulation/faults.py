@@ -165,7 +165,7 @@ class Faults:
     def _end_worker(self, process: Process, fault: Fault) -> None:
         """A SIGTERM, and some time later a SIGKILL."""
         if (notice := getattr(process.instance, "_end_notice", None)) is not None:
-            notice.told.set()
+            notice.received.set()
             process.cluster.loop.call_later(fault.lasts, process.kill)
 
     def _resize_pool(self, _: Process, fault: Fault) -> None:

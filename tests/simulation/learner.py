@@ -23,6 +23,7 @@ from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
 from actors.ranks.collective_calls import collective
 from actors.ranks.learner_rank_actor import LearnerRankActor
 from correction.errors import DataError
+from learner.abort import Abort
 from learner.config import LearnerConfig
 from learner.results import Proximal, StepResult, StepValues
 from tests.simulation.engine import checksums_of_weights, pieces_of, probe_of
@@ -62,8 +63,18 @@ class Weights:
         return cls(name, version, tuple(trained), tuple(ancestors))
 
 
+class SimulatedAbort(Abort):
+    """Of a rank that is alone, in the one thread: held and not yet released it goes on, as if it were past its last micro-batch."""
+
+    def before_microbatch(self) -> None:
+        if self.is_undecided:
+            self.too_late()
+        super().before_microbatch()
+
+
 class SimulatedLearner:
     def __init__(self, world: Any, weights: Weights) -> None:
+        self.abort = SimulatedAbort()
         self._world, self.weights = world, weights
         self._number = world.books.new_learner(weights)
         self._saving: tuple[float, Path, Path, Weights] | None = None
@@ -75,6 +86,8 @@ class SimulatedLearner:
         self.weights, self._number = weights, self._world.books.new_learner(weights)
 
     def step(self, corrected: Any, correction: Any, *, step: int) -> StepResult:
+        self.abort.before_microbatch()
+        self.abort.too_late()
         batch = corrected.batch
         self._world.books.trains(self.weights, batch)
         groups, is_rejected = batch.group_ids.unique().tolist(), self._world.rejects_batch()
@@ -102,6 +115,7 @@ class SimulatedLearner:
         )
 
     def proximal(self, batch: Any) -> Proximal:
+        self.abort.before_microbatch()
         return Proximal(torch.full_like(batch.behavior_logprobs, -1.0), None, None)
 
     def begin_save(self, folder: Path, hf_folder: Path) -> None:

@@ -62,7 +62,7 @@ class Notes:
     def event(self, level: str, text: str, kind: str = "") -> None:
         self._world.tells(level, text)
 
-    phase = waiting = doing = lambda self, text: self._world.tells("info", text)
+    phase = waiting = doing = lambda self, said: self._world.tells("info", str(said))
 
     def probed(self, target: Any, version: int, difference: float) -> None:
         if difference > 0:
@@ -81,10 +81,10 @@ class Notes:
         self._world.step_ended(number)
         return SimpleNamespace(number=number, version=version, batch=batch, result=result)
 
-    def tell(self, step: Any, observed: Awaitable[Any]) -> None:
-        self._writing = asyncio.create_task(self._tell(step.number, observed, self._writing))
+    def report(self, step: Any, observed: Awaitable[Any]) -> None:
+        self._writing = asyncio.create_task(self._report(step.number, observed, self._writing))
 
-    async def _tell(self, step: int, observed: Awaitable[Any], previous: asyncio.Task[None] | None) -> None:
+    async def _report(self, step: int, observed: Awaitable[Any], previous: asyncio.Task[None] | None) -> None:
         if previous is not None:
             await previous
         try:

@@ -40,7 +40,7 @@ DRIVER: ContextVar[Process | None] = ContextVar("driver", default=None)
 """The driver's own, of a run in which it stands still for a while; None: its tasks are plain ones, which are faster."""
 
 
-_BESIDE = ("heartbeat", "begun", "address", "open_broadcast", "close_broadcast")
+_BESIDE = ("heartbeat", "begun", "hold", "release", "address", "open_broadcast", "close_broadcast")
 """Calls in a thread of their own: they wait for none of the others."""
 _ON_A_NODE = 2
 _TASKS = 32

@@ -10,9 +10,9 @@ from functools import partial
 from multiprocessing import get_context
 
 from tests.simulation.planted import BUGS, Bug, title
-from tests.simulation.schedule import Schedule, schedule_of
+from tests.simulation.schedule import FaultSchedule, schedule_of
 from tests.simulation.shrink import shrunk
-from tests.simulation.world import Outcome, play
+from tests.simulation.world import PlayedRun, play
 
 _CHUNK = 25
 """Seeds that a process takes at a time."""
@@ -24,8 +24,8 @@ class Failure:
     """A seed whose run broke a rule."""
 
     seed: int
-    outcome: Outcome
-    smallest: Schedule
+    outcome: PlayedRun
+    smallest: FaultSchedule
     """With the fewest faults that still fail."""
 
     def __str__(self) -> str:

@@ -46,7 +46,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class FaultSchedule:
     """All that decides a simulated run."""
 
     seed: int
@@ -74,11 +74,11 @@ class Schedule:
         return json.dumps(asdict(self))
 
     @classmethod
-    def of_text(cls, text: str) -> Schedule:
+    def of_text(cls, text: str) -> FaultSchedule:
         plain = json.loads(text)
         return cls(**{**plain, "faults": tuple(Fault(**fault) for fault in plain["faults"])})
 
-    def with_faults(self, faults: Sequence[Fault]) -> Schedule:
+    def with_faults(self, faults: Sequence[Fault]) -> FaultSchedule:
         return replace(self, faults=tuple(faults))
 
     @property
@@ -188,12 +188,12 @@ _WITH_A_NODE = ("", "", "queue", "service", "hangs", "late", "late")
 _AFTER_A_CRASH = ("", "truncated", "missing file", "no manifest", "flipped bit", "flipped bit")
 
 
-def schedule_of(seed: int) -> Schedule:
+def schedule_of(seed: int) -> FaultSchedule:
     chance = random.Random(seed)
     groups, steps = chance.choice((1, 2, 2, 3, 4)), chance.choice((3, 4, 5, 6))
     until_s = _START_S + steps * _STEP_S + _END_S
     faults = sorted((_fault(chance, until_s) for _ in range(chance.choice((0, 1, 1, 2, 2, 3, 4, 6)))), key=lambda fault: fault.at)
-    schedule = Schedule(
+    schedule = FaultSchedule(
         seed=seed,
         workers=chance.choice((1, 1, 2, 2, 3, 4)),
         groups_per_step=groups,

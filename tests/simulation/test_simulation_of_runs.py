@@ -15,7 +15,7 @@ import pytest
 
 from tests.simulation.planted import BUGS, Bug, title
 from tests.simulation.report import failures, first_shown
-from tests.simulation.schedule import Fault, Schedule, schedule_of
+from tests.simulation.schedule import Fault, FaultSchedule, schedule_of
 from tests.simulation.shrink import shrunk
 from tests.simulation.world import play
 
@@ -62,11 +62,11 @@ def test_a_seed_is_one_run_in_any_process() -> None:
     assert json.loads(there.stdout) == here
 
 
-def run_of_one_worker(*, steps: int, groups_per_step: int, faults: tuple[Fault, ...]) -> Schedule:
+def run_of_one_worker(*, steps: int, groups_per_step: int, faults: tuple[Fault, ...]) -> FaultSchedule:
     """With a checkpoint after each step."""
     shape = {"workers": 1, "max_staleness": 1, "checkpoint_every": 1, "evaluate_every": 0, "unscored": 0.0}
     options = {"dynamic_sampling": False, "broadcasts": False, "forwards": False}
-    return Schedule(seed=3, steps=steps, groups_per_step=groups_per_step, faults=faults, **shape, **options)  # type: ignore[arg-type]
+    return FaultSchedule(seed=3, steps=steps, groups_per_step=groups_per_step, faults=faults, **shape, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["kill_learner", "kill_queue", "kill_service", "kill_worker"])
@@ -285,7 +285,7 @@ def test_a_failure_is_told_so_that_it_can_be_played_again() -> None:
         schedule = next(schedule for schedule in schedules if play(schedule).violation)
         smallest = shrunk(schedule.faults, lambda part: bool(play(schedule.with_faults(part)).violation))
         assert [fault.kind for fault in smallest] == ["kill_worker"]
-        again = Schedule.of_text(schedule.with_faults(smallest).text())
+        again = FaultSchedule.of_text(schedule.with_faults(smallest).text())
         assert play(again).violation == play(schedule.with_faults(smallest)).violation != ""
     assert not play(again).violation
 

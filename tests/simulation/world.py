@@ -34,7 +34,7 @@ from tests.simulation.edges import doubles
 from tests.simulation.faults import QUEUE, RANK, WORKER, Fate, Faults, damage
 from tests.simulation.learner import SimulatedRank, Weights
 from tests.simulation.processes import DRIVER, HERE, Process, SimulatedRay, in_place_of_ray, make_task
-from tests.simulation.schedule import ENDS_A_RUN, REFUSES_A_START, TAKES_BACK, Schedule
+from tests.simulation.schedule import ENDS_A_RUN, REFUSES_A_START, TAKES_BACK, FaultSchedule
 
 FINISH_S = 3000.0
 """Virtual seconds after the last fault within which a run has to be through."""
@@ -44,7 +44,7 @@ _RESUMES_UNDISTURBED = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PlayedRun:
     """Of one simulated run."""
 
     violation: str
@@ -66,7 +66,7 @@ class DriverEnded(BaseException):
 
 
 class World:
-    def __init__(self, schedule: Schedule, root: Path) -> None:
+    def __init__(self, schedule: FaultSchedule, root: Path) -> None:
         self.schedule, self._root = schedule, root
         config = schedule.config
         self.books = Books(max_staleness=config.max_staleness, groups_per_step=config.groups_per_step)
@@ -196,7 +196,7 @@ class World:
 
     # -- the run -----------------------------------------------------------------------------------------------------
 
-    def run(self) -> Outcome:
+    def run(self) -> PlayedRun:
         violation, where = "", ""
         SimulatedRank.world = self
         logger = logging.getLogger("evenkeel")
@@ -215,7 +215,7 @@ class World:
         finally:
             logger.setLevel(before[0])
             logger.propagate = before[1]
-        return Outcome(violation, where, self._clock.now, self._drivers, self.steps, tuple(self.trace))
+        return PlayedRun(violation, where, self._clock.now, self._drivers, self.steps, tuple(self.trace))
 
     def _play(self) -> None:
         resumes_left = _RESUMES_UNDISTURBED
@@ -384,7 +384,7 @@ def _imports_are_no_garbage() -> None:
     gc.freeze()
 
 
-def play(schedule: Schedule) -> Outcome:
+def play(schedule: FaultSchedule) -> PlayedRun:
     """Play a schedule to its end, or to the first thing that must not be."""
     _imports_are_no_garbage()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None, prefix="evenkeel-sim-") as root:

@@ -1,4 +1,4 @@
-"""The head of a joined cluster is gone while the main thread stands in a call that doesn't come back."""
+"""The head of a joined cluster is gone, or a process of a private one, while the main thread stands in a call that doesn't come back."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from actors.cluster.head_watch import _KEEPALIVE_MS, _LIMIT, _answers, ends_with_the_head
+from actors.cluster.head_watch import _KEEPALIVE_MS, _LIMIT, _answers, ends_with_own_ray, ends_with_the_head
 from actors.config import RayConfig
 from actors.processes.interrupts import NO_CLUSTER
 
@@ -41,23 +44,108 @@ with ends_with_the_head(RayConfig(address=address), Path("runs/one"), tell, lamb
 """
 
 
-@pytest.mark.parametrize(("is_attempt", "code"), [(False, 1), (True, NO_CLUSTER)], ids=["by itself", "under --retries"])
-def test_a_head_that_is_gone_ends_the_process_with_a_sentence(is_attempt: bool, code: int) -> None:
+HANGS = """
+import socket, time
+from pathlib import Path
+from actors.config import RayConfig
+from actors.cluster.head_watch import ends_with_the_head
+head = socket.create_server(("127.0.0.1", 0), backlog=100)
+settings = RayConfig(address="127.0.0.1:%d" % head.getsockname()[1])
+with ends_with_the_head(settings, Path("runs/one"), print, lambda *told: print(*told, flush=True)):
+    time.sleep(120)
+"""
+OF_RAY = {_LIMIT: str(LIMIT_S)}
+SCRIPTS = {
+    "by itself": (STANDS.replace("IS_ATTEMPT", "False"), OF_RAY),
+    "under --retries": (STANDS.replace("IS_ATTEMPT", "True"), OF_RAY),
+    "hangs": (HANGS, OF_RAY | dict.fromkeys(_KEEPALIVE_MS, "1000")),
+}
+"""Python, and Ray's variables for it."""
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """By name of the script, all started at once: each waits for seconds until its head counts as gone."""
+    started = {}
+    for name, (script, of_ray) in SCRIPTS.items():
+        words, variables = [sys.executable, "-c", script], os.environ | of_ray | {"PYTHONPATH": str(ROOT)}
+        started[name] = subprocess.Popen(words, env=variables, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    yield started
+    for process in started.values():
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(("name", "code"), [("by itself", 1), ("under --retries", NO_CLUSTER)])
+def test_a_head_that_is_gone_ends_the_process_with_a_sentence(processes: dict[str, subprocess.Popen[str]], name: str, code: int) -> None:
     """Whatever the main thread does, and the disk; as long as something listens there, nothing happens.
 
     To `--retries` it is a lost cluster: it may be lost again before the next step, and says nothing about the run.
     """
-    script = STANDS.replace("IS_ATTEMPT", str(is_attempt))
-    variables = os.environ | {_LIMIT: str(LIMIT_S), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", script], env=variables, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-    address, told = done.stdout.splitlines()
-    assert done.returncode == code and done.stderr == f"evenkeel: {told}\n", "in the run's events, and on the terminal"
+    output, error = processes[name].communicate(timeout=100)
+    address, told = output.splitlines()
+    assert processes[name].returncode == code and error == f"evenkeel: {told}\n", "in the run's events, and on the terminal"
     assert told.startswith(f"the head of the Ray cluster at {address} is gone") and "evenkeel train --resume runs/one" in told
 
 
-def test_a_private_ray_has_no_head_to_look_after() -> None:
+def test_a_head_that_hangs_for_good_ends_the_process_before_ray_does(processes: dict[str, subprocess.Popen[str]]) -> None:
+    """Ray gives a silent connection up, and ends its processes without our sentence."""
+    output, error = processes["hangs"].communicate(timeout=100)
+    assert processes["hangs"].returncode == 1
+    assert "hangs: it listens, " in output and "after 3 s this run ends" in output
+    assert " hangs: it has answered nothing for " in error and "evenkeel train --resume runs/one" in error
+
+
+OWN = """
+import socket, subprocess, sys, time, types
+from pathlib import Path
+import psutil, ray
+from actors.processes import interrupts
+from actors.cluster.head_watch import ends_with_own_ray
+interrupts.is_attempt = True
+service = socket.create_server(("127.0.0.1", 0))
+ray.get_runtime_context = lambda: types.SimpleNamespace(gcs_address="127.0.0.1:%d" % service.getsockname()[1])
+agent = "import subprocess, time; print(subprocess.Popen(['sleep', '100'], start_new_session=True).pid, flush=True); time.sleep(100)"
+own = {"gcs_server": subprocess.Popen(["sleep", "100"]), "raylet": subprocess.Popen([sys.executable, "-c", agent], stdout=subprocess.PIPE)}
+of_raylet = int(own["raylet"].stdout.readline())
+with ends_with_own_ray(own, Path("runs/one"), lambda text: print(text, flush=True), print):
+    print(own["WHO"].pid, own["gcs_server"].pid, own["raylet"].pid, of_raylet, flush=True)
+    own["WHO"].kill()
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("who", ["gcs_server", "raylet"])
+def test_the_death_of_a_process_of_its_own_ray_ends_the_run_with_one_sentence(who: str) -> None:
+    """And all that Ray had started ends with it, what has a session of its own, too."""
+    variables = os.environ | {"PYTHONPATH": str(ROOT)}
+    script = OWN.replace("WHO", who)
+    done = subprocess.run([sys.executable, "-c", script], env=variables, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    pids, told = done.stdout.splitlines()
+    pid, *everybody = map(int, pids.split())
+    assert done.returncode == NO_CLUSTER and done.stderr == f"evenkeel: {told}\n", "a lost cluster to --retries; told once"
+    assert told.startswith(f"this run's own Ray is gone: its {who} (process {pid}) was killed by SIGKILL, ")
+    assert "evenkeel train --resume runs/one" in told and "--retries N" in told
+    assert not [pid for pid in everybody if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+def test_own_ray_may_end_after_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+    monkeypatch.setattr("actors.processes.interrupts.end_all", lambda why, *_, **__: said.append(why))
+    with socket.create_server(("127.0.0.1", 0)) as service, subprocess.Popen(["sleep", "100"]) as raylet:
+        context = SimpleNamespace(gcs_address=f"127.0.0.1:{service.getsockname()[1]}")
+        monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+        with ends_with_own_ray({"raylet": raylet}, Path("runs/one"), print, print):
+            watches = [thread for thread in threading.enumerate() if thread.name == "Ray watch"]
+        raylet.kill()
+        for watch in watches:
+            watch.join(60.0)
+    assert len(watches) == 2 and not any(watch.is_alive() for watch in watches) and said == []
+
+
+def test_a_private_ray_has_no_head_to_look_after_and_a_joined_one_no_processes_of_ours() -> None:
     before = threading.active_count()
-    with ends_with_the_head(RayConfig(), Path("runs/one"), print, print):
+    with ends_with_the_head(RayConfig(), Path("runs/one"), print, print), ends_with_own_ray({}, Path("runs/one"), print, print):
         assert threading.active_count() == before
 
 
@@ -81,28 +169,6 @@ def test_a_head_that_hangs_is_told_once_and_so_is_its_return(monkeypatch: pytest
     assert [level for level, _ in told] == ["warning", "warning"]
     assert told[0][1].startswith(f"the head of the Ray cluster at {address} hangs: it listens, and has answered nothing for ")
     assert told[1][1].startswith(f"the head of the Ray cluster at {address} answers again, after ")
-
-
-HANGS = """
-import socket, time
-from pathlib import Path
-from actors.config import RayConfig
-from actors.cluster.head_watch import ends_with_the_head
-head = socket.create_server(("127.0.0.1", 0), backlog=100)
-settings = RayConfig(address="127.0.0.1:%d" % head.getsockname()[1])
-with ends_with_the_head(settings, Path("runs/one"), print, lambda *told: print(*told, flush=True)):
-    time.sleep(120)
-"""
-
-
-def test_a_head_that_hangs_for_good_ends_the_process_before_ray_does() -> None:
-    """Ray gives a silent connection up, and ends its processes without our sentence."""
-    of_ray = {_LIMIT: str(LIMIT_S), **dict.fromkeys(_KEEPALIVE_MS, "1000")}
-    variables = os.environ | of_ray | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", HANGS], env=variables, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 1
-    assert "hangs: it listens, " in done.stdout and "after 3 s this run ends" in done.stdout
-    assert " hangs: it has answered nothing for " in done.stderr and "evenkeel train --resume runs/one" in done.stderr
 
 
 def test_a_head_that_dies_while_it_hangs_has_not_answered() -> None:

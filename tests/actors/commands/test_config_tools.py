@@ -229,7 +229,7 @@ def test_an_override_that_is_none(recipe: Path, override: str) -> None:
 
 
 def test_explain_lists_every_key_with_type_default_and_meaning() -> None:
-    lines = {(line.path, line.variant): line for line in explain_lines(Run)}
+    lines = {(line.path, str(line.variant or "")): line for line in explain_lines(Run)}
     assert lines["steps", ""].type == "int > 0" and lines["steps", ""].default == "required"
     assert lines["rollout.colour", ""].type == "red | blue" and lines["rollout.colour", ""].default == "red"
     assert lines["objective.low", "kind: clip"].type == "float >= 0"

@@ -15,6 +15,7 @@ import pytest
 
 from actors.commands import retries
 from actors.processes.interrupts import NO_CLUSTER
+from tests.actors.processes.test_output import Disk, stream_on
 from tests.e2e.launch import ROOT, environment
 
 KILLED = -signal.SIGKILL
@@ -104,6 +105,12 @@ def test_each_retry_is_a_line_and_an_event(monkeypatch: pytest.MonkeyPatch, run_
     events = (run_dir / "events.log").read_text().splitlines()
     told = [line.removeprefix("evenkeel: ") for line in said]
     assert [event.split(None, 2)[2] for event in events] == told[1:], "without a folder: no event"
+
+
+def test_a_parent_that_can_not_print_goes_on(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> None:
+    monkeypatch.setattr("sys.stderr", stream_on(Disk()))
+    assert tried(monkeypatch, run_dir, [(KILLED, 3), (0, 9)]) == (0, 2)
+    assert "killed by SIGKILL after step 3" in (run_dir / "events.log").read_text()
 
 
 PARENT = """

@@ -119,7 +119,7 @@ def test_a_version_takes_no_less_than_the_part_of_it_that_was_measured() -> None
 def test_a_weight_group_that_is_late_names_the_limit_that_was_meant(sync_s: float, limit: str) -> None:
     """A setting that changes nothing is not advised."""
     run = eight(f"deadlines.sync_s={sync_s}")
-    late = DeadlineExceeded("weight group w-0-1: not done in 40 s; the deadline is set under deadlines")
+    late = DeadlineExceeded("weight group w-0-1: not done in 40 s", setting="deadlines")
     assert why_no_broadcast(late, run) == f"weight group w-0-1: not done in 40 s; a weight group has {limit}"
     assert why_no_broadcast(SyncError("no such interface"), run) == "no such interface"
 
@@ -203,12 +203,12 @@ def test_an_engine_in_float8_is_broadcast_float8() -> None:
     """It refuses weights of other types, by either way."""
     asked: list[ExportPlan] = []
 
-    class Group:
+    class BuiltGroup:
         async def export(self, plan: ExportPlan, **_: float) -> Any:
             asked.append(plan)
             return SimpleNamespace(broadcast_error="")
 
-    group: Any = Group()
+    group: Any = BuiltGroup()
     for quantization in ("none", "float8_block"):
         run = eight(BY_BROADCAST, f"rollout.engine.quantization={quantization}")
         visit = _Visit(run, QWEN3_8B, print)

@@ -20,7 +20,7 @@ from actors.plan.gpus import Gpus
 from actors.plan.layouts import layouts
 from actors.plan.shape import ModelShape
 from actors.settings.derived import derived
-from correction.errors import DataError, EvenkeelError
+from correction.errors import ConfigError, DataError, EvenkeelError
 from learner.config import LearnerConfig
 from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B, save_config
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
@@ -83,34 +83,37 @@ def without(folder: Path, whole: Path, pattern: str = "", **options: Any) -> Pat
 
 
 @pytest.mark.parametrize(
-    ("pattern", "options", "overrides", "said"),
+    ("pattern", "options", "overrides", "said", "remedy"),
     [
-        ("*.safetensors", {}, [], r"no \*\.safetensors in it"),
-        ("tokenizer*", {}, [], "the folder has no tokenizer"),
-        ("chat_template.jinja", {}, [], "tokenizer has no chat template"),
-        ("", {"intermediate_size": 96}, [], "its config.json and its safetensors describe different models"),
-        ("", WINDOW, [], "use_sliding_window = True of qwen3"),
-        ("", FP8, [], "quantization_config = fp8 of qwen3"),
-        ("", {}, ["true_on_policy=true", "learner.threads=4"], "learner.threads = 4: with more than 2"),
-        ("", {}, ["rollout.task.dataset=spell_backwards"], r"dataset = spell_backwards: .*; did you mean spell_backward\?"),
-        ("", {}, ["rollout.task.options={min_len: 3}"], r"rollout\.task\.options\.min_len: spell_backward has no such option"),
-        ("", {}, ["rollout.task={kind: file, path: none.jsonl}"], "rollout.task.path = .*none.jsonl: no such file"),
-        ("", {}, ["rollout.task={kind: file, path: ROWS, held_out_path: none.jsonl}"], "task.held_out_path = .*none.jsonl: no such"),
+        ("*.safetensors", {}, [], r"no \*\.safetensors in it", "Save the weights in that format (save_pretrained does)"),
+        ("tokenizer*", {}, [], "the folder has no tokenizer", "Copy the model's own into it"),
+        ("chat_template.jinja", {}, [], "tokenizer has no chat template", "Set rollout.task.apply_chat_template: false, or put"),
+        ("", {"intermediate_size": 96}, [], "its config.json and its safetensors describe different models", "Put back those that belong"),
+        ("", WINDOW, [], "use_sliding_window = True of qwen3", "Set model to another one"),
+        ("", FP8, [], "quantization_config = fp8 of qwen3", "Set model to another one"),
+        ("", {}, ["true_on_policy=true", "learner.threads=4"], "learner.threads = 4: with more than 2", "Or set true_on_policy: false"),
+        ("", {}, ["rollout.task.dataset=spell_backwards"], r"dataset = spell_backwards: .*; did you mean spell_backward\?", "Did you mean"),
+        ("", {}, ["rollout.task.options={min_len: 3}"], r"task\.options\.min_len: spell_backward has no such option", "Did you mean"),
+        ("", {}, ["rollout.task={kind: file, path: none.jsonl}"], "rollout.task.path = .*none.jsonl: no such file", "Correct the path, or"),
+        ("", {}, ["rollout.task={kind: file, path: ROWS, held_out_path: none.jsonl}"], "held_out_path = .*: no such", "Correct the path"),
     ],
 )
 def test_of_a_run_on_this_machine(
-    tmp_path: Path, whole: Path, pattern: str, options: dict[str, Any], overrides: list[str], said: str
+    tmp_path: Path, whole: Path, pattern: str, options: dict[str, Any], overrides: list[str], said: str, remedy: str
 ) -> None:
-    """In the words in which `train` would refuse it."""
+    """In the words in which `train` would refuse it, and apart from them what to change."""
     model = without(tmp_path / "model", whole, pattern, **options)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{i} + 1 =", "answer": str(i + 1)}) + "\n" for i in range(20)))
     words = [word.replace("ROWS", str(rows)) for word in overrides]
     config = load_config(RunConfig, SMALL, [f"model={model}", f"run_dir={tmp_path}", SCORED, *words])
-    _, facts = judged(derived(config, has_gpu=False))
+    config_of_run, facts = judged(derived(config, has_gpu=False))
     with pytest.raises(EvenkeelError, match=said) as stopped:
         prepare(config)
-    assert (*facts.refused, *facts.lacking) == (str(stopped.value),)
+    (refusal,) = (*facts.refused, *facts.lacking)
+    assert (str(refusal), refusal.remedy) == (str(stopped.value), stopped.value.remedy)
+    (found,) = [one for one in on_paper(facts, config_of_run) if one.severity == "fail"]
+    assert found.setting.startswith(remedy) and len(str(refusal)) == len(found.sentence) + len("; ") + len(found.setting)
 
 
 @pytest.mark.parametrize(("options", "in_the_way"), [({}, []), (WINDOW, ["use_sliding_window = True of qwen3"])])
@@ -172,8 +175,7 @@ def test_no_layout_is_offered_that_the_learner_refuses() -> None:
 
 def test_a_reason_without_a_remedy_is_a_sentence_alone() -> None:
     config = derived(load_config(RunConfig, RECIPES / "qwen3_8b_8gpu.yaml", []), has_gpu=True)
-    refused = ("it can't be", "it is so; do this", "a; b. Set c: d", "unusable (no library. Install it. Restart.); copy it")
+    refused = (DataError("it can't be; so it is. Really"), DataError("it is so", remedy="do this"), ConfigError("a; b", remedy="Set c: d"))
     facts = PaperFacts(ModelShape.of(QWEN3_8B), (H100.memory,), refused=refused)
     found = [(one.sentence, one.setting) for one in on_paper(facts, config)]
-    parts = [("it can't be", ""), ("it is so", "Do this"), ("a; b", "Set c: d"), ("unusable (no library. Install it. Restart.)", "Copy it")]
-    assert found == parts
+    assert found == [("it can't be; so it is. Really", ""), ("it is so", "Do this"), ("a; b", "Set c: d")]

@@ -112,7 +112,7 @@ class Service:
         return MONITOR
 
 
-class Observer:
+class ToldObserver:
     disk = None
 
     def __init__(self) -> None:
@@ -127,9 +127,9 @@ class Observer:
     def hurry(self) -> None: ...
 
 
-def controller(*overrides: str, step: int = 41) -> tuple[Any, Service, Observer]:
+def controller(*overrides: str, step: int = 41) -> tuple[Any, Service, ToldObserver]:
     """One that stands between two steps, without its actors."""
-    service, observer = Service(), Observer()
+    service, observer = Service(), ToldObserver()
     one: Any = Controller(config(*overrides), None, None, observer)    # type: ignore[arg-type]
     one._source, one._step = source(one, FakeActor(service)), step
     return one, service, observer

@@ -17,11 +17,12 @@ from actors.config import DeadlinesConfig, RunConfig
 from actors.driver.batch_source import BatchSource
 from actors.driver.controller import Controller
 from actors.driver.evaluation import Evaluations
-from correction.errors import ActorLost, DeadlineExceeded, EngineError
+from actors.processes.wait_notice import WaitNotice
+from correction.errors import ActorLost, DeadlineExceeded, EngineError, StepAborted
 from tests.actors.cases import FakeActor, prompts
 
 
-class Observer:
+class RecordingObserver:
     """Keeps what a run would show."""
 
     def __init__(self, *, flush_fails: bool = False) -> None:
@@ -38,12 +39,14 @@ class Observer:
     def doing(self, text: str) -> None:
         self.phases.append(text)
 
-    def waiting(self, text: str) -> None:
-        self.events.append(text)
+    def waiting(self, notice: WaitNotice) -> None:
+        self.events.append(str(notice))
 
     def serve(self) -> None: ...
 
     def trained(self) -> None: ...
+
+    def end_step(self, *_: Any) -> None: ...
 
     def hurry(self) -> None:
         self.events.append("hurry")
@@ -92,7 +95,7 @@ class Receipts:
     async def receipts(self, version: int, *, deadline_s: float) -> None: ...
 
 
-def controller(observer: Observer) -> Controller:
+def controller(observer: RecordingObserver) -> Controller:
     """At step 2 of 10, version 2."""
     config = RunConfig.model_validate(
         {
@@ -119,7 +122,7 @@ def controller(observer: Observer) -> Controller:
 
 def test_an_evaluation_beside_training_has_a_name_and_an_end() -> None:
     async def scenario() -> None:
-        observer = Observer()
+        observer = RecordingObserver()
         run = controller(observer)
         run._evaluations.begin_if_due(run._step, run._version)
         await asyncio.wait_for(run._evaluations.finished(), 10.0)
@@ -133,7 +136,7 @@ def test_an_evaluation_beside_training_has_a_name_and_an_end() -> None:
 
 def test_the_last_evaluation_waits_for_the_one_beside_it_and_has_an_end_of_its_own() -> None:
     async def scenario() -> None:
-        observer = Observer()
+        observer = RecordingObserver()
         run = controller(observer)
         run._evaluations.begin_if_due(run._step, run._version)
         assert await asyncio.wait_for(run._evaluations.whole("after training", 2, 2, run._sync), 10.0) is None, "the run goes on without it"
@@ -152,7 +155,7 @@ def test_an_evaluation_that_can_not_be_made_is_left_out_before_training(error: E
             raise error
 
     async def scenario() -> None:
-        observer = Observer()
+        observer = RecordingObserver()
         run = controller(observer)
         run._evaluations._answerer = Dangerous()
         assert await run._evaluations.whole("before training", 2, 2, run._sync) is None
@@ -171,7 +174,7 @@ def test_an_engine_that_has_no_weights_in_time_keeps_no_evaluation() -> None:
             return [()] * 4
 
     async def scenario() -> None:
-        observer = Observer()
+        observer = RecordingObserver()
         run = controller(observer)
         run._sync, run._evaluations._answerer = Late(), Quick()  # type: ignore[assignment]
         assert await run._evaluations.whole("before training", 2, 2, run._sync) is not None
@@ -186,7 +189,7 @@ def test_an_interrupt_ends_a_start_at_once_and_training_after_its_step(monkeypat
     told: list[str] = []
 
     async def scenario() -> None:
-        observer = Observer()
+        observer = RecordingObserver()
         run = controller(observer)
 
         async def start() -> None:
@@ -213,7 +216,7 @@ def test_an_interrupt_during_the_last_evaluation_leaves_that_out(monkeypatch: py
     """All steps are done and saved: the run ends as usual, without a number after training, and without waiting for it."""
 
     async def scenario() -> None:
-        observer = Observer()
+        observer = RecordingObserver()
         run = controller(observer)
 
         async def endless(*_: Any) -> None:
@@ -238,7 +241,7 @@ def test_a_signal_while_the_learner_waits_for_its_batch_saves_at_once() -> None:
             await asyncio.sleep(60.0)
 
     async def scenario() -> None:
-        observer = Observer()
+        observer = RecordingObserver()
         run = controller(observer)
         saved: list[int] = []
 
@@ -246,16 +249,58 @@ def test_a_signal_while_the_learner_waits_for_its_batch_saves_at_once() -> None:
             saved.append(step)
 
         run._ending.is_training = True
-        run._source, run._learner = source(run, FakeActor(Starved())), SimpleNamespace()  # type: ignore[assignment]
+        run._source, run._learner = source(run, FakeActor(Starved())), SimpleNamespace(abort=nothing)  # type: ignore[assignment]
         run._checkpoints = SimpleNamespace(finished=nothing, insist=insist, saved_step=1)  # type: ignore[assignment]
         with run._ending.handled():
             await run._train_and_save()
         assert saved == [2] and run._step == 2
         assert "hurry" in observer.events, "whoever sends SIGTERM may kill in a few seconds"
         assert observer.events[-1] == (
-            "[ending] interrupted (SIGTERM): ending with a checkpoint, after the step under way if there is one (once more: at once); "
+            "[ending] interrupted (SIGTERM): ending with a checkpoint, of the last finished step (once more: at once); "
             "until that is on disk, a resume goes on from step 1"
         )
+
+    asyncio.run(asyncio.wait_for(scenario(), 20.0))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_sigterm_saves_without_the_step_under_way_and_ctrl_c_with_it(number: int) -> None:
+    """Who sends SIGTERM may kill in a few seconds; the learner ends the step when it is asked to."""
+
+    async def scenario() -> None:
+        observer = RecordingObserver()
+        run = controller(observer)
+        saved: list[int] = []
+        is_aborted = asyncio.Event()
+
+        async def learn(_: Any) -> Any:
+            asyncio.get_running_loop().call_later(0.05, signal.raise_signal, number)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(is_aborted.wait(), 0.5)
+                raise StepAborted("before its update")
+            return "a result"
+
+        async def abort() -> None:
+            is_aborted.set()
+
+        async def insist(step: int, save: Any) -> None:
+            saved.append(step)
+
+        async def settle(*_: Any, **__: Any) -> tuple[dict[str, int], list[Any]]:
+            return {}, []
+
+        run._ending.is_training = True
+        run._source, run._learner = source(run, FakeActor(Service())), SimpleNamespace(abort=abort)  # type: ignore[assignment]
+        run._source.settle, run._learn_and_publish = settle, learn  # type: ignore[method-assign]
+        run._steps = SimpleNamespace(beside=lambda work, **_: work, end_step=lambda _: None)  # type: ignore[assignment]
+        run._fruitless = SimpleNamespace(note=lambda *_: None)  # type: ignore[assignment]
+        run._checkpoints = SimpleNamespace(  # type: ignore[assignment]
+            finished=nothing, insist=insist, saved_step=1, is_due=lambda step: False
+        )
+        with run._ending.handled():
+            await run._train_and_save()
+        of_step = "step 3 was aborted; a resume trains on its groups"
+        assert (saved, of_step in observer.events) == (([2], True) if number == signal.SIGTERM else ([3], False))
 
     asyncio.run(asyncio.wait_for(scenario(), 20.0))
 
@@ -272,7 +317,7 @@ async def nothing(*_: Any, **__: Any) -> None: ...
 
 def test_a_disk_that_hangs_ends_the_run_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step waits for room for its lines as long as a flush does: told meanwhile, and not for ever."""
-    observer = Observer()
+    observer = RecordingObserver()
     run = controller(observer)
     monkeypatch.setattr(DeadlinesConfig, "disk_s", 0.1)
     observer.disk.room = lambda: asyncio.sleep(60.0)
@@ -284,7 +329,7 @@ def test_the_phase_is_that_of_the_step() -> None:
     """Not what came before training: the line stands below the live panel until the next one."""
 
     async def scenario() -> None:
-        observer = Observer()
+        observer = RecordingObserver()
         run = controller(observer)
         run._source, run._learner = source(run, FakeActor(Service())), SimpleNamespace(step=nothing)  # type: ignore[assignment]
         await run._learn(await run._next_batch())
@@ -297,7 +342,7 @@ def test_the_ranks_have_their_places_before_a_worker_asks_for_one(monkeypatch: p
     """Whoever asks Ray first gets the GPUs: engines would take those of the learner's."""
 
     async def scenario() -> None:
-        run, done = controller(Observer()), list[str]()
+        run, done = controller(RecordingObserver()), list[str]()
 
         async def reserve(config: RunConfig) -> Any:
             assert config is run._config
@@ -320,7 +365,7 @@ def test_the_first_sync_takes_nothing_out_of_the_queue() -> None:
     """After a resume it holds discarded prompts that the ledger doesn't know yet; they belong to the first step's line."""
 
     async def scenario() -> None:
-        run = controller(Observer())
+        run = controller(RecordingObserver())
         asked: list[int] = []
 
         async def receipts(version: int, *, deadline_s: float, is_one_enough: bool) -> None:
@@ -339,7 +384,7 @@ def test_a_step_is_told_before_its_checkpoint_is_taken() -> None:
     """A resume goes on after that step: its line has to be there."""
 
     async def scenario() -> None:
-        observer = Observer()
+        observer = RecordingObserver()
         run = controller(observer)
 
         async def begin(step: int, *_: Any) -> None:
@@ -358,7 +403,7 @@ def test_the_last_steps_are_flushed_whatever_ends_the_run(monkeypatch: pytest.Mo
     """A failing flush stands in a warning, and doesn't hide what ended the run."""
 
     async def scenario() -> None:
-        observer = Observer(flush_fails=fails)
+        observer = RecordingObserver(flush_fails=fails)
         run = controller(observer)
 
         async def start() -> None:

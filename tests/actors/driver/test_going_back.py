@@ -282,12 +282,12 @@ def test_a_full_disk_is_waited_for_before_the_run_goes_back(monkeypatch: pytest.
             return "the point"
 
     folder: Any = SimpleNamespace(path=Path("run"), checkpoints=list)
-    returns, tell = Returns(folder, None), lambda level, text: told.append(text)  # type: ignore[arg-type]
-    assert asyncio.run(returns.found(Path("model"), Disk(), tell)) == "the point"  # type: ignore[arg-type, comparison-overlap]
+    returns, notify = Returns(folder, None), lambda level, text: told.append(text)  # type: ignore[arg-type]
+    assert asyncio.run(returns.found(Path("model"), Disk(), notify)) == "the point"  # type: ignore[arg-type, comparison-overlap]
     assert len(told) == 2 and "the run can't go back to its last checkpoint, and tries again in 0 s: [Errno 28]" in told[0]
     refusals[0] = 10**6
     with pytest.raises(DataError, match=r"run: the run can't go back to its last checkpoint: .*No space left"):
-        asyncio.run(returns.found(Path("model"), Disk(), tell))  # type: ignore[arg-type]
+        asyncio.run(returns.found(Path("model"), Disk(), notify))  # type: ignore[arg-type]
 
 
 def test_events_are_written_while_a_checkpoint_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +312,7 @@ def test_events_are_written_while_a_checkpoint_is_read(monkeypatch: pytest.Monke
     disk.close(within_s=60.0)
 
 
-class Sampler:
+class StubbornSampler:
     """Takes until `finish` is set; may swallow its cancellation, as a library's code could."""
 
     def __init__(self, *, is_stubborn: bool = False) -> None:
@@ -334,7 +334,7 @@ class Sampler:
 def test_a_worker_gives_up_what_it_has_under_way_when_it_follows_another_generation(is_stubborn: bool) -> None:
     async def scenario() -> None:
         worker = RolloutWorker("0", SimpleNamespace(topk=0, has_wide_fields=False))  # type: ignore[arg-type]
-        sampler = Sampler(is_stubborn=is_stubborn)
+        sampler = StubbornSampler(is_stubborn=is_stubborn)
         worker._sampler = sampler  # type: ignore[assignment]
         worker._endpoint = SimpleNamespace(add=lambda *_: None, set=lambda *_: None)  # type: ignore[assignment]
         queue = TrajectoryQueueActor(groups_per_step=2, max_staleness=0)
@@ -365,8 +365,8 @@ def test_a_call_that_is_late_is_made_again_if_all_answer_by_then(monkeypatch: py
         return "settled"
 
     def asked(part: Part) -> str:
-        tell = lambda _, text: told.append(text)  # noqa: E731
-        return asyncio.run(while_they_answer({"queue": part}, call, "advance", deadline_s=0.1, tell=tell))
+        notify = lambda _, text: told.append(text)  # noqa: E731
+        return asyncio.run(while_they_answer({"queue": part}, call, "advance", deadline_s=0.1, notify=notify))
 
     assert asked(Part(ALIVE)) == "settled" and len(told) == 2 and "answers again" in told[0]
     for part in (Part("silent"), Part(GONE)):  # lost from here on: one that answers again a moment later would end the run
@@ -380,7 +380,7 @@ def test_a_call_that_hangs_in_an_actor_that_answers_ends_with_its_deadlines(monk
     monkeypatch.setattr("actors.driver.going_back._ANSWER_S", 0.2)
     told: list[str] = []
     hangs = while_they_answer(
-        {"queue": Part(ALIVE)}, lambda: asyncio.sleep(60.0), "advance", deadline_s=0.01, tell=lambda _, text: told.append(text)
+        {"queue": Part(ALIVE)}, lambda: asyncio.sleep(60.0), "advance", deadline_s=0.01, notify=lambda _, text: told.append(text)
     )
     with pytest.raises(DeadlineExceeded, match=r"^advance: not done"):
         asyncio.run(hangs)

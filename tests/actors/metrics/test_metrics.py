@@ -11,8 +11,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from actors.config import MetricsConfig
-from actors.metrics.catalogue import CATALOGUE, LOSS_PLACES
-from actors.metrics.kinds import Kind, Unit
+from actors.metrics.catalogue import CATALOGUE, DIAGNOSTIC_PLACES, LOSS_PLACES
+from actors.metrics.kinds import Kind
 from actors.metrics.step_metrics import MetricError, StepMetrics, is_listed, lookup, markdown, member, shown
 from actors.record.metric_views import TensorBoardView, open_views
 from actors.record.report import summary_rows
@@ -21,6 +21,7 @@ from actors.record.step_report import _placed, diagnostic_metrics
 from actors.record.terminal import step_line
 from correction import CorrectionConfig, correct, diagnose, loss_metrics, policy_loss
 from correction.errors import ConfigError
+from correction.quantities import DIAGNOSTICS, LOSS_METRICS, Quantity, Unit
 from tests.correction.fixtures import random_batch
 
 ROOT = Path(__file__).parents[3]
@@ -74,6 +75,23 @@ def test_numbers_of_the_correction_are_listed_one_by_one() -> None:
     with pytest.raises(MetricError, match=r"nearest one is 'correction/kept_share'"):
         StepMetrics(1, diagnostic_metrics({"kept_shares": 1.0}))
     assert lookup("correction/k2_kl").unit == "nats" and lookup("correction/staleness_in_flight_mean").unit == "versions"
+
+
+def test_a_number_of_the_correction_is_described_at_its_source_alone() -> None:
+    """Its metric has the unit, label and meaning of its quantity, to which a run may add a sentence. A quantity of both sources is one."""
+    of_both = {name for name in DIAGNOSTICS.keys() & LOSS_METRICS if DIAGNOSTICS[name] is LOSS_METRICS[name]}
+    assert {"broken_tokens", "kept_share", "drift_k3_kl", "drift_from_behavior_k3_kl", "importance_weight_ess"} == of_both
+    elsewhere = {"learner/loss": "loss", "learner/entropy": "entropy", "staleness/mean": "staleness_mean", "staleness/max": "staleness_max"}
+    compared = 0
+    for quantities, places in ((DIAGNOSTICS, DIAGNOSTIC_PLACES), (LOSS_METRICS, LOSS_PLACES | {"penalty_kl": None})):
+        by_place = {place: name for name, place in places.items() if place and name in quantities}
+        by_place |= {place: name for place, name in elsewhere.items() if name in quantities}
+        for place, name in by_place.items():
+            metric, source = CATALOGUE[place], quantities[name]
+            assert (metric.unit, metric.label, metric.of) == (source.unit, source.label, source.of) and metric.help.startswith(source.help)
+            compared += 1
+    assert compared == 13 + 3 + 4
+    assert isinstance(CATALOGUE["time/step_s"], Quantity)
 
 
 def test_shares_of_an_earlier_run_are_read_by_their_names_of_today() -> None:

@@ -31,9 +31,11 @@ from actors.queue.payloads import checksums_of
 from actors.ranks.learner_group import LearnerGroup
 from actors.weights.weight_sync import SyncTarget, WeightSync
 from correction.correct import correct, defer
+from correction.errors import StepAborted
 from learner.config import LearnerConfig
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
+from tests.actors.on_two_nodes.batch_maker import BatchMaker
 from tests.learner.learner_cases import TIS, random_batch, save_model, with_noisy_behavior
 
 STEPS, JOINS = 10, 50
@@ -41,8 +43,8 @@ PLAN = ExportPlan(8_000, checksums=True)
 
 
 @asynccontextmanager
-async def learner(folder: Path) -> AsyncIterator[LearnerGroup]:
-    config = LearnerConfig(data_parallel=2, device="cpu", learning_rate=1e-2, collective_timeout_s=120.0)
+async def learner(folder: Path, **settings: Any) -> AsyncIterator[LearnerGroup]:
+    config = LearnerConfig(data_parallel=2, device="cpu", learning_rate=1e-2, collective_timeout_s=120.0, **settings)
     model = save_model(folder / "model")
     group, _ = await LearnerGroup.start(RankPlaces(config, {}), model, version=0, bind="127.0.0.1", start_s=300.0, step_s=120.0)
     try:
@@ -137,14 +139,34 @@ def test_joins_beside_forwards_and_steps_change_no_bit_and_hang_nothing(cluster:
     asyncio.run(asyncio.wait_for(scenario(), 400.0))
 
 
-class BatchMaker:
-    """Stands where the correction service stands: a batch that is lost with it."""
+def test_a_step_that_is_aborted_leaves_the_ranks_agreed_and_able_to_save(cluster: Cluster, tmp_path: Path) -> None:
+    """Whenever the end of a step of 23 micro-batches is asked for, and however far one rank is ahead of the other: it ends on both, or on
+    neither. A step that is aborted changes no bit; what comes next is saved, and no further step is begun."""
 
-    def pid(self) -> int:
-        return os.getpid()
+    async def scenario() -> None:
+        async with learner(tmp_path, tokens_per_microbatch=64) as group:
+            start, aborted = tmp_path / "start", 0
+            batch = defer(random_batch(9, groups=40), TIS)
+            await group.begin_save(start, tmp_path / "hf", deadline_s=60.0)
+            await group.saved(deadline_s=60.0)
+            before = (await group.export(PLAN)).checksums
+            for attempt, after_s in enumerate((0.0, 0.0, 0.02, 0.1, 0.3)):
+                step = asyncio.create_task(group.step(ray.put(batch), TIS, step=0))
+                await asyncio.sleep(after_s)
+                await asyncio.wait_for(group.abort(), 30.0)
+                is_aborted = isinstance((await asyncio.gather(step, return_exceptions=True))[0], StepAborted)
+                aborted += is_aborted
+                now = (await group.export(PLAN)).checksums
+                assert (now == before) == is_aborted == (group.version == 0)
+                with pytest.raises(StepAborted, match="not begun"):
+                    await group.step(ray.put(batch), TIS, step=1)
+                await group.begin_save(tmp_path / f"saved{attempt}", tmp_path / f"hf{attempt}", deadline_s=60.0)
+                await group.saved(deadline_s=60.0)
+                await group.restore(start, 0, deadline_s=60.0)
+            assert aborted >= 2, "two of them are asked for as the step begins"
+            assert (await group.step(ray.put(batch), TIS, step=0)).microbatches >= 20, "after a restore the ranks train again"
 
-    async def make(self) -> None:
-        await asyncio.Event().wait()
+    asyncio.run(asyncio.wait_for(scenario(), 400.0))
 
 
 async def two_steps(group: LearnerGroup) -> list[dict[str, str]]:

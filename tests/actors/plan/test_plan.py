@@ -274,7 +274,7 @@ def test_layouts_that_fit_come_first_and_divide_the_model() -> None:
     ],
 )
 def test_why_a_layout_can_t_be(settings: dict[str, Any], said: str) -> None:
-    assert any(said in text for text in obstacles(ModelShape.of(QWEN3_8B), LearnerConfig(**settings)))
+    assert any(said in one.reason and one.remedy for one in obstacles(ModelShape.of(QWEN3_8B), LearnerConfig(**settings)))
 
 
 def test_gpus_by_name_and_by_memory() -> None:

@@ -133,9 +133,10 @@ class World:
         observer = SimpleNamespace(
             joined=lambda _: None,
             left=lambda _: None,
-            group_finished=lambda summary: self.finished.append(summary.group_id),
+            group_finished=lambda group, _: self.finished.append(group.group_id),
             lost=lambda _: None,
             event=lambda _, text: self.events.append(text),
+            waiting=lambda notice: self.events.append(str(notice)),
         )
         self.pool = RolloutPool(settings, DeadlinesConfig(no_workers_s=no_workers_s), FakeActor(self.queue), observer)
 

@@ -125,10 +125,11 @@ class Scene:
         deadlines = DeadlinesConfig(start_s=worker_s / 2, sync_s=worker_s / 6, notice_s=0.2, no_workers_s=worker_s)
         observer = SimpleNamespace(
             joined=lambda info: self.joined.append(info.name),
-            left=lambda key: self.left.append(key.removeprefix("rollout-")),
-            group_finished=lambda summary: self.finished.append(summary.group_id),
+            left=self.left.append,
+            group_finished=lambda group, _: self.finished.append(group.group_id),
             lost=lambda _: None,
             event=lambda _, text: self.events.append(text),
+            waiting=lambda notice: self.events.append(str(notice)),
         )
         self.pool = RolloutPool(settings, deadlines, FakeActor(self.queue), observer)
 

@@ -82,7 +82,7 @@ def test_while_the_learner_waits_no_group_does_but_for_a_call_under_way() -> Non
         scene.finish(0)
         await asyncio.sleep(0.02)
         assert scene.queue.calls == []
-        with scene.delivery.hurried():
+        with scene.delivery.urgent():
             await asyncio.sleep(0.001)
             assert scene.queue.calls == [[0]]
             scene.finish(1, 2)
@@ -105,7 +105,7 @@ def test_the_groups_of_a_call_that_fails_go_with_the_next_one() -> None:
 
     async def scenario() -> None:
         scene = Scene(failing=[1])
-        with scene.delivery.hurried():
+        with scene.delivery.urgent():
             scene.finish(0)
             await asyncio.sleep(0.001)
             scene.finish(1, 2, 3)

@@ -88,7 +88,7 @@ class Run:
             }
         )
         settings = WorkerSettings(config, Path("model"), prompt(0), bind="127.0.0.1", resource="rollout")
-        told = dict.fromkeys(("joined", "left", "group_finished", "lost"), lambda _: None)
+        told = dict.fromkeys(("joined", "left", "group_finished", "lost", "waiting"), lambda *_: None)
         observer = SimpleNamespace(**told, event=lambda *_: None)
         self.pool = RolloutPool(settings, DeadlinesConfig(start_s=50.0, notice_s=20.0), FakeActor(self.queue), observer)
 

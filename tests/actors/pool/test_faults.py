@@ -14,6 +14,7 @@ import pytest
 from actors.carriers import FAILED, LOST, GroupFailure, Ticket
 from actors.pool.dispatch import WaitingWork
 from actors.pool.faults import GroupBook
+from actors.processes.supervision import counted
 from correction.errors import DeadlineExceeded, RequestError
 from tests.actors.pool.mortal_workers import GROUP_S, START_S, Mortal, Outcome, World, play
 from tests.failures.measured import PLAYED, Measured
@@ -116,6 +117,8 @@ def test_a_prompt_that_no_engine_can_sample_is_discarded_with_the_reason(monkeyp
         assert [event for event in world.events if "is discarded" in event] == [
             f"group 3 (train/0/3) is discarded, {FAILED}: one logprob is not finite"
         ]
+        follows = "it is discarded with the reason, after two workers have tried; no worker is lost by it"
+        Measured("a prompt of which no engine gives a usable answer", follows, None, "that group, once", PLAYED).write()
 
     play(scenario)
 
@@ -154,6 +157,8 @@ def test_a_prompt_that_kills_engines_is_found(monkeypatch: pytest.MonkeyPatch, w
         await world.all_done(17)  # the place of the one that is discarded is taken
         assert dict(world.queue._queue.discarded_by_reason) == {LOST: 1}
         assert {*range(16)} - {*world.finished} == {5} and len(world.lost) == 3
+        follows = "it is discarded with the reason, after the third; before, it never comes with another suspect"
+        Measured(f"a prompt that ends each engine, with {counted(workers, 'worker')}", follows, None, world.sampled_again, PLAYED).write()
 
     play(scenario)
 
@@ -195,6 +200,8 @@ def test_rubbish_from_everybody_ends_the_run_before_the_prompts_are_used_up(monk
         await world.begin()
         with pytest.raises(RequestError, match=r"16 of the last 16 groups got no usable answer .* The last: one logprob is not finite"):
             await world.all_done(10**6)
+        follows = "the run ends in a sentence, with the last reason, before its prompts are used up"
+        Measured("16 groups or more, and over half of the latest 64, without a usable answer", follows, None, "-", PLAYED).write()
 
     play(scenario)
 

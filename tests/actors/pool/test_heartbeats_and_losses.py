@@ -11,12 +11,15 @@ import ray.exceptions
 
 from actors.carriers import Ticket
 from actors.pool.faults import LossBook
+from actors.pool.workers import LostGroups, WorkerHandle
 from actors.processes.supervision import HALF_OVER
+from actors.weights.weight_sync import SyncTarget
 from correction.errors import EngineError, LateError
 from rollout.config import AnswerSampling
 from tests.actors.cases import group, prompt
 from tests.actors.pool.mortal_workers import GROUP_S, Mortal, Outcome, World, play
 from tests.actors.processes.test_supervision import errors_of_ray
+from tests.failures.measured import PLAYED, Measured
 
 
 def test_a_queue_that_is_silent_for_ninety_seconds_costs_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +120,8 @@ def test_workers_that_die_one_after_the_other_end_the_run_after_longer_and_longe
             await world.all_done(1)
         pauses = [event for event in world.events if "the next replacement starts in" in event]
         assert [event.rpartition(" in ")[2] for event in pauses] == [f"{2**i} s" for i in range(1, 9)]
+        fault = "11 workers of a pool of two (3 x the pool, if that is above 10) lost in an hour, and not one group finished"
+        Measured(fault, "replacements start after longer and longer pauses, and then the run ends in a sentence", None, "-", PLAYED).write()
 
     play(scenario)
 
@@ -234,6 +239,33 @@ def test_losses_are_counted_in_time_and_forgotten_with_work() -> None:
     with pytest.raises(EngineError):
         book.check(40, "it died")
     book.check(41, "it died")
+
+
+def test_a_lost_worker_is_made_up_for_when_the_last_of_its_groups_is_taken() -> None:
+    """To hand one group out takes the same however many others wait."""
+
+    class Name(str):
+        lookups = 0
+
+        def __hash__(self) -> int:
+            Name.lookups += 1
+            return str.__hash__(self)
+
+        __eq__ = str.__eq__
+
+    told: list[str] = []
+    lost = LostGroups(told.append)
+    for name, groups in (("a", range(100)), ("b", range(100, 104)), ("c", range(0))):
+        lost.add(WorkerHandle(Name(name), None, SyncTarget(name, None), groups=set(groups)))
+    Name.lookups = 0
+    lost.taken([7])
+    assert Name.lookups < 10 and told == []
+    lost.taken(range(100, 103))
+    lost.taken([103, 103, 999])
+    assert len(told) == 1 and told[0].startswith("all groups of rollout worker b are under way again, ")
+    for group_id in range(100):
+        lost.taken([group_id])
+    assert [sentence.split()[5] for sentence in told] == ["b", "a"]
 
 
 def test_losses_without_work_that_are_far_apart_end_no_run() -> None:

@@ -30,7 +30,7 @@ def idle_worker() -> RolloutWorker:
 def test_a_finished_group_is_answered_with_its_facts_and_with_its_tokens_apart() -> None:
     """Two results: the second is for the object store, and nobody else need have it in its process."""
 
-    class Sampler:
+    class OneGroupSampler:
         engine = SimpleNamespace(requests_in_flight=0)
 
         async def group(self, prompt: Prompt, *, group_id: int, admitted_version: int, **_: Any) -> Group:
@@ -38,7 +38,7 @@ def test_a_finished_group_is_answered_with_its_facts_and_with_its_tokens_apart()
 
     async def scenario() -> None:
         worker, counted = idle_worker(), dict[str, float]()
-        worker._sampler = Sampler()  # type: ignore[assignment]
+        worker._sampler = OneGroupSampler()  # type: ignore[assignment]
         worker._endpoint = SimpleNamespace(add=lambda name, amount: counted.update({name: amount}), set=lambda *_: None)  # type: ignore[assignment]
         ticket = Ticket(7, prompt(0), 3)
         facts, whole = await worker.generate_group(ticket)

@@ -103,6 +103,16 @@ def test_a_node_on_its_way_that_is_not_needed_any_more_is_given_up() -> None:
     assert decide(load(2, learner_waits=0.6), 4, WIDE) is None, "wanted: 5, but at most 4 at a time; they are on their way"
 
 
+def test_the_pool_grows_no_further_while_a_worker_is_on_its_way() -> None:
+    """Three of four are there: they would ask for two more. Once the fourth is there, four ask for two; and a node that never comes keeps
+    no pool from shrinking."""
+    assert decide(load(3, learner_waits=0.4), 4, WIDE) is None
+    grown = decide(load(4, learner_waits=0.3), 4, WIDE)
+    assert grown is not None and grown.target == 6
+    shrunk = decide(load(3, workers_wait=0.5), 4, WIDE)
+    assert shrunk is not None and (shrunk.target, shrunk.cause) == (2, Cause.WORKERS_WAIT)
+
+
 def test_a_decision_says_what_it_was_made_of() -> None:
     decision = decide(load(2, learner_waits=0.5, workers_wait=0.04), 2, WIDE)
     assert decision is not None and decision.target == 4

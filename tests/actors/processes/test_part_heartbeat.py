@@ -1,4 +1,4 @@
-"""Queue and service are watched while they live: one that stands still is ended, and what they tell reaches the run's events."""
+"""Queue and service are watched while they live: one that stands still is ended, and what they report reaches the run's events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import ray.exceptions
 
 from actors.cluster.cluster import beside_the_driver
 from actors.processes.numbered import NumberedCaller
-from actors.processes.part_heartbeat import Beating, raise_when_silent
+from actors.processes.part_heartbeat import HeartbeatActor, raise_when_silent
 from actors.processes.supervision import HALF_OVER
 from correction.errors import ActorLost
 from tests.actors.cases import FakeActor
@@ -26,7 +26,7 @@ from tests.ray_sessions import leave_ray
 LIMIT_S = 120.0
 
 
-class Freezable(Beating):
+class Freezable(HeartbeatActor):
     """Stands still, or can't be reached, for seconds from a time on."""
 
     def __init__(self, at: float = 0.0, stands_s: float = 0.0, unreached_s: float = 0.0) -> None:
@@ -84,8 +84,8 @@ def test_what_a_part_has_to_tell_comes_with_its_heartbeat_once() -> None:
             return [number]
 
     async def scenario() -> None:
-        service = Beating()
-        books = NumberedCaller(FakeActor(Queue()), late=service.tell)
+        service = HeartbeatActor()
+        books = NumberedCaller(FakeActor(Queue()), late=service.report)
         watching = asyncio.ensure_future(
             raise_when_silent({"correction service": FakeActor(service)}, LIMIT_S, lambda _, text: told.append(text))
         )
@@ -104,16 +104,16 @@ def test_what_nobody_heard_is_kept_to_a_limit_and_what_was_heard_makes_room() ->
     """Before, a part that had told a thousand things told nothing more. Whoever listens next gets what the last one missed."""
 
     async def scenario() -> None:
-        part, heard = Beating(), 0
+        part, heard = HeartbeatActor(), 0
         for number in range(3000):
-            part.tell(f"notice {number}")
+            part.report(f"notice {number}")
             if number % 500 == 499:
                 told = await part.heartbeat(heard)
                 assert [text for _, text in told] == [f"notice {n}" for n in range(number - 499, number + 1)]
                 assert await part.heartbeat(heard) == told, "an answer that was lost is asked for again"
                 heard = told[-1][0]
         for number in range(1200):
-            part.tell(f"unheard {number}")
+            part.report(f"unheard {number}")
         told = await part.heartbeat(heard)
         assert [told[0][1], told[-1][1], len(told)] == ["unheard 200", "unheard 1199", 1000]
         assert await part.heartbeat(0) == told
@@ -121,7 +121,7 @@ def test_what_nobody_heard_is_kept_to_a_limit_and_what_was_heard_makes_room() ->
     asyncio.run(scenario())
 
 
-class Busy(Beating):
+class Busy(HeartbeatActor):
     """A part whose own event loop computes for longer than its heartbeat may be late."""
 
     async def compute(self, seconds: float) -> None:

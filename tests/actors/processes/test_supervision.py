@@ -15,8 +15,9 @@ from collections.abc import Iterator
 import pytest
 import ray.exceptions
 
-from actors.processes.supervision import Stopwatch, counted, persistently, together, unwrapped, wait_for
-from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, SyncError
+from actors.processes.supervision import Stopwatch, persistently, together, unwrapped, wait_for
+from actors.processes.wait_notice import WaitNotice
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, SyncError, counted
 from tests.actors.simulated_time import simulate
 
 
@@ -36,6 +37,8 @@ def test_a_deadline_names_the_wait_and_what_is_missing() -> None:
     with pytest.raises(DeadlineExceeded) as caught:
         asyncio.run(wait_for(late(30.0), "batch of version 3 <- correction service", deadline_s=0.2, detail=missing))
     assert str(caught.value).startswith("batch of version 3 <- correction service: not done in 0 s (due and unfinished: [7])")
+    assert (caught.value.what, caught.value.remedy) == ("batch of version 3 <- correction service", "the deadline is set under deadlines")
+    assert caught.value.seconds >= 0.2
 
 
 def test_what_is_waited_for_is_cancelled_at_the_deadline() -> None:
@@ -58,7 +61,7 @@ def test_what_is_waited_for_is_cancelled_at_the_deadline() -> None:
 
 
 def test_notices_come_while_it_waits() -> None:
-    notices: list[str] = []
+    notices: list[WaitNotice] = []
 
     async def broken_detail() -> str:
         raise RuntimeError("no")
@@ -66,7 +69,8 @@ def test_notices_come_while_it_waits() -> None:
     result = wait_for(late(0.5), "receipt of worker 2", deadline_s=5.0, notice_s=0.1, notice=notices.append, detail=broken_detail)
     assert asyncio.run(result) == "done"
     assert 2 <= len(notices) <= 4
-    assert all(re.match(r"waiting \d s for receipt of worker 2 \(no detail: RuntimeError\)", notice) for notice in notices), notices
+    assert {(notice.what, notice.detail) for notice in notices} == {("receipt of worker 2", "no detail: RuntimeError")}
+    assert re.fullmatch(r"waiting \d s for receipt of worker 2 \(no detail: RuntimeError\)", str(notices[0]))
 
 
 def test_a_usual_wait_is_information_and_a_longer_one_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 import sys
 from dataclasses import replace
@@ -24,11 +23,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from actors.carriers import QueueContents, StoredGroup, Ticket
 from actors.pool.dispatch import WaitingWork
 from actors.queue.outstanding import Outstanding, worthless
-from actors.queue.payloads import fetched, whole_snapshot
-from actors.queue.queue_actor import TrajectoryQueueActor
 from actors.queue.trajectory_queue import TrajectoryQueue
-from correction.errors import DataError, LateError, LedgerError
-from tests.actors.cases import FakeActor, at_hand, group, prompt, prompts, stored, with_tokens
+from correction.errors import DataError, LedgerError
+from tests.actors.cases import at_hand, group, prompt, prompts, with_tokens
 
 
 class QueueLife(RuleBasedStateMachine):
@@ -310,29 +307,6 @@ def test_mistakes_of_the_callers_are_errors() -> None:
     assert queue.put(group(tickets[0]))
 
 
-def test_the_actor_waits_for_places_and_groups() -> None:
-    """Both waits end by the change they wait for, long before their limit, and at the limit without one."""
-
-    async def scenario() -> None:
-        actor = TrajectoryQueueActor(groups_per_step=1, max_staleness=0)
-        assert await actor.wait_for_places(60.0) == 1
-        (ticket,) = await actor.admit(prompts(0, 3))
-        assert await actor.wait_for_places(0.05) == 0
-        assert await actor.draw(0, 1, 0.05) == []
-        drawing = asyncio.create_task(actor.draw(0, 1, 60.0))
-        placing = asyncio.create_task(actor.wait_for_places(60.0))
-        await asyncio.sleep(0.05)
-        assert not drawing.done()
-        await actor.put(stored(group(ticket)))
-        assert [g.group_id for g in await asyncio.wait_for(drawing, 5.0)] == [0]
-        assert not placing.done()
-        discarded, counts, _ = await actor.advance(1, [0])
-        assert (discarded, counts["trained"]) == ([], 1)
-        assert await asyncio.wait_for(placing, 5.0) == 1
-
-    asyncio.run(scenario())
-
-
 class Unwalked(dict[int, Any]):
     """Refuses to be walked through."""
 
@@ -373,42 +347,6 @@ def test_a_lost_group_keeps_its_place_and_is_due_when_it_was() -> None:
         queue.lose([2])
 
 
-def test_a_checkpoint_has_the_groups_that_are_left_and_samples_the_others_again() -> None:
-    async def scenario() -> None:
-        actor = TrajectoryQueueActor(groups_per_step=4, max_staleness=0)
-        finished = [group(ticket) for ticket in await actor.admit(prompts(0, 4))]
-        await actor.put(stored(*finished[:3], lost=(1,)))
-        snapshot = await whole_snapshot(FakeActor(actor), deadline_s=5.0)
-        assert snapshot.finished == (finished[0], finished[2])
-        assert [ticket.group_id for ticket in snapshot.in_flight] == [1, 3]
-        again = TrajectoryQueueActor(groups_per_step=4, max_staleness=0)
-        under_way = Outstanding(snapshot)
-        assert [ticket.group_id for ticket in under_way.in_flight] == [1, 3]
-        await again.fill(under_way.contents())
-        await again.fill(under_way.contents())  # a call that ran, and whose answer was lost
-        drawn = await again.draw(0, 2, 5.0)
-        assert await fetched(drawn, deadline_s=5.0) == ([finished[0], finished[2]], {})
-
-    asyncio.run(scenario())
-
-
-def test_a_repeated_delivery_changes_nothing() -> None:
-    """Neither of a whole call, which may run twice, nor of a group that another worker has sampled as well: the first one counts."""
-
-    async def scenario() -> None:
-        actor = TrajectoryQueueActor(groups_per_step=2, max_staleness=0)
-        finished = [group(ticket) for ticket in await actor.admit(prompts(0, 2))]
-        other = group(Ticket(0, finished[0].prompt, 0), rewards=(1.0, 0.0))
-        await actor.put(stored(finished[0]))
-        await actor.put(stored(other, finished[1], finished[1]))
-        drawn = await actor.draw(0, 2, 5.0)
-        assert await fetched(drawn, deadline_s=5.0) == (finished, {})
-        await actor.put(stored(*finished))
-        assert actor._queue.counts() == {"admitted": 2, "trained": 0, "discarded": 0, "in_flight": 0, "finished": 0, "drawn": 2}
-
-    asyncio.run(scenario())
-
-
 def operations(held: int) -> int:
     """Lines of the queue and of the dispatch, and comparisons, that it takes to admit, hand out, put, draw, lose and discard 64 groups
     while so many others wait, finished and not: a loop through them would run a line, or compare, for each."""
@@ -428,7 +366,7 @@ def operations(held: int) -> int:
         return trace
 
     queue, work = TrajectoryQueue(groups_per_step=2 * held, max_staleness=1), WaitingWork(10, 1)
-    queue._next_group_id = Number(0)
+    queue.admitted = Number(0)
     others = [replace(ticket, group_id=Number(ticket.group_id)) for ticket in queue.admit(prompts(0, held))]
     for ticket in others[::2]:
         queue.put(group(ticket))
@@ -459,30 +397,43 @@ def test_what_a_group_takes_does_not_grow_with_the_groups_held() -> None:
     assert many < 1.5 * few
 
 
-def test_what_may_be_asked_twice_happens_once() -> None:
-    """An admission, a draw, a discard under the same number; giving up what is gone, or has been finished meanwhile; a new version."""
+def test_books_of_the_driver_that_do_not_balance_name_the_prompts() -> None:
+    """A group that nobody knows of any more; one is given up, two are under way."""
+    outstanding = Outstanding()
+    tickets = [Ticket(number, prompt(number), 0) for number in range(4)]
+    outstanding.admit(tickets)
+    outstanding.give_up(tickets[3], "invalid")
+    assert len(outstanding.contents().tickets) == 3
+    outstanding._leave(tickets[1].prompt.prompt_id)
+    first, _, third, last = (ticket.prompt.prompt_id for ticket in tickets)
+    known = rf"4 groups were admitted, but 3 are known: 0 as trained, 1 as discarded \({last} not .*\), 2 under way \({first}, {third}\)"
+    with pytest.raises(LedgerError, match=known):
+        outstanding.contents()
 
-    async def scenario() -> None:
-        actor = TrajectoryQueueActor(groups_per_step=4, max_staleness=0)
-        first = await actor.admit(prompts(0, 2), 1)
-        assert await actor.admit(prompts(0, 2), 1) == first and actor._queue.counts()["admitted"] == 2
-        second = await actor.admit(prompts(2, 6), 2)
-        assert [ticket.group_id for ticket in second] == [2, 3]
-        await actor.put(stored(group(first[0])))
-        assert [await actor.give_up(group_id, "why") for group_id in (0, 1, 1)] == [False, True, False]
-        counts = actor._queue.counts()
-        assert (counts["finished"], counts["in_flight"], counts["discarded"]) == (1, 2, 1)
-        (drawn,) = await actor.draw(0, 1, 1.0)
-        told = await actor.advance(1, [drawn.group_id])
-        await actor.put(stored(*map(group, second)))
-        drawing = [asyncio.ensure_future(actor.draw(1, 2, 5.0, number=1)) for _ in range(2)]  # the first is not done when it is repeated
-        assert [one.group_id for one in await drawing[0]] == [2, 3] and await drawing[1] == await drawing[0]
-        await actor.discard([2], "why", number=2)
-        await actor.discard([2], "why", number=2)
-        assert actor._queue.counts()["discarded"] == 2
-        with pytest.raises(LateError, match="call 1 came after call 2"):
-            await actor.draw(1, 2, 5.0, number=1)
-        assert told[0] == [("train/0/1", "why")] and told[1]["trained"] == 1
-        assert await actor.advance(1, [drawn.group_id]) == told and actor._queue.counts()["trained"] == 1
 
-    asyncio.run(scenario())
+def hashed_by_giving_up(worthless: int) -> int:
+    """Prompt ids that are looked up while one group is given up, beside so many that are not worth training."""
+
+    class Name(str):
+        lookups = 0
+
+        def __hash__(self) -> int:
+            Name.lookups += 1
+            return str.__hash__(self)
+
+        __eq__ = str.__eq__
+
+    books = Outstanding(dynamic_sampling=True)
+    tickets = [Ticket(i, replace(prompt(i), prompt_id=Name(f"train/0/{i}")), 0) for i in range(worthless + 1)]
+    books.admit(tickets)
+    for ticket in tickets[:-1]:
+        books.finish(at_hand(group(ticket, rewards=(1.0, 1.0))))
+    Name.lookups = 0
+    books.give_up(tickets[-1], "failed")
+    lookups = Name.lookups
+    assert (worthless, "failed") in books.given_up
+    return lookups
+
+
+def test_giving_up_does_not_look_through_the_others() -> None:
+    assert hashed_by_giving_up(10) == hashed_by_giving_up(1000) < 10

@@ -23,7 +23,7 @@ from actors.carriers import PreparedBatch
 from actors.queue import payloads
 from actors.ranks import learner_rank_actor
 from actors.ranks.learner_rank_actor import LearnerRankActor
-from actors.record.skipped_batches import SkippedBatch, keep_and_tell
+from actors.record.skipped_batches import SkippedBatch, keep_and_describe
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.correct import correct
 from correction.wide import WideFields, WidePlace, route_keys
@@ -243,7 +243,7 @@ def test_a_batch_that_is_kept_for_study_is_whole() -> None:
             read[name].set_exception(error) if is_gone else read[name].set_result(fields_of_group)
         corrected = correct(light.holding(read), TIS)
         prepared = PreparedBatch(0, TIS, corrected, batch.num_tokens, (), 0.0, 0.0)
-        return await keep_and_tell(lambda one: kept.append(one), 1, prepared, result)
+        return await keep_and_describe(lambda one: kept.append(one), 1, prepared, result)
 
     assert "not kept: skipped_batches holds" in asyncio.run(told(False))  # what `keep` says with None
     assert kept[0].corrected.batch.wide is None and torch.equal(kept[0].corrected.batch.routed_experts, batch.routed_experts)  # type: ignore[arg-type]

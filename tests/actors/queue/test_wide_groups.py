@@ -102,7 +102,7 @@ def test_a_large_group_of_a_worker_reaches_the_queue_in_two_objects_and_a_small_
     """Through the real worker and pool. Of a worker whose groups have no wide fields there is no third result at all."""
     monkeypatch.setattr(payloads, "_INLINE_BYTES", 60)
 
-    class Sampler:
+    class WideSampler:
         engine = SimpleNamespace(requests_in_flight=0)
 
         async def group(self, prompt: Any, *, group_id: int, admitted_version: int, **_: Any) -> Group:
@@ -113,7 +113,7 @@ def test_a_large_group_of_a_worker_reaches_the_queue_in_two_objects_and_a_small_
         asked = []
         for has_wide_fields in (True, False):
             worker = RolloutWorker("0", SimpleNamespace(topk=0, has_wide_fields=has_wide_fields))  # type: ignore[arg-type]
-            worker._sampler, worker._endpoint = Sampler(), SimpleNamespace(add=lambda *_: None, set=lambda *_: None)  # type: ignore[assignment]
+            worker._sampler, worker._endpoint = WideSampler(), SimpleNamespace(add=lambda *_: None, set=lambda *_: None)  # type: ignore[assignment]
             asked.append(await worker.generate_group(tickets(2)[1]))
         (facts, light, found), (_, whole) = asked
         assert join_wide_fields(light, found) == whole and facts.wide_bytes == sum(one.nbytes for one in found)
@@ -122,7 +122,7 @@ def test_a_large_group_of_a_worker_reaches_the_queue_in_two_objects_and_a_small_
         pool.pool._results = 3
         monkeypatch.setattr(PoolWorker, "generate_group", lambda self, ticket: worker_with_wide_fields.generate_group(ticket))
         worker_with_wide_fields = RolloutWorker("0", SimpleNamespace(topk=0, has_wide_fields=True))  # type: ignore[arg-type]
-        worker_with_wide_fields._sampler, worker_with_wide_fields._endpoint = Sampler(), worker._endpoint  # type: ignore[assignment]
+        worker_with_wide_fields._sampler, worker_with_wide_fields._endpoint = WideSampler(), worker._endpoint  # type: ignore[assignment]
         feeding = await pool.begin()
         await pool.until_finished(2)
         first, second = await pool.queue.draw(0, 2, 5.0)

@@ -48,13 +48,13 @@ class Learner:
             (self.hf / "config.json").write_text("{}")
 
 
-class State:
+class WrittenState:
     def save(self, folder: Path) -> None:
         (folder / "controller.json").write_bytes(b"state")
 
 
 async def state() -> Any:
-    return State()
+    return WrittenState()
 
 
 @pytest.fixture
@@ -361,7 +361,7 @@ def test_nothing_that_waits_for_the_disk_is_done_on_the_event_loop(folder: RunFo
         monkeypatch.setattr(module, name, called)
 
     of_a_folder = ((run_folder, "flush_to_disk"), (run_folder, "seal"), (RunFolder, "prune_checkpoints"))
-    for module, name in (*of_a_folder, (shutil, "rmtree"), (Path, "mkdir"), (State, "save")):
+    for module, name in (*of_a_folder, (shutil, "rmtree"), (Path, "mkdir"), (WrittenState, "save")):
         noted(module, name)
 
     async def scenario() -> None:

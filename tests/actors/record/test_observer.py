@@ -6,17 +6,20 @@ import asyncio
 import json
 import math
 import urllib.request
+from collections.abc import Generator
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from actors.carriers import UNIFORM, ActorInfo, GroupSummary
+from actors.carriers import UNIFORM, ActorInfo
 from actors.driver.evaluation import evaluate
 from actors.metrics.step_metrics import StepMetrics, by_worker
 from actors.pool.scaling import Cause, ScalingDecision
+from actors.record import skipped_batches
 from actors.record.run_folder import RunFolder
 from actors.record.skipped_batches import KEPT, SkippedBatch
 from correction.batch import CorrectedBatch, PackedBatch
@@ -24,7 +27,7 @@ from correction.config import CorrectionConfig
 from correction.monitor import Event, State
 from rollout.config import AnswerSampling
 from rollout.trajectory import FailureKind, SyncReceipt
-from tests.actors.cases import prompts
+from tests.actors.cases import facts, prompts
 from tests.actors.driver.test_evaluation import Answers
 from tests.actors.metrics.test_metrics import scalars
 from tests.actors.record.observer_cases import ALARM, BROKEN, OVER, WATCH, Seen, diagnosed, observe, write
@@ -70,11 +73,11 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
         for step in (1, 2):
             observer.note({"true_on_policy/tokens": step})
             observer.receipt(SyncReceipt(step, "retract", 1, 1, bytes=100 * step, pause_s=0.0, worker="0", seconds=0.1 * step))
-            observer.group_finished(GroupSummary(step, 7 * step, 1, (), 0.1, "0"))
+            observer.group_finished(facts(step, 7 * step), "0")
             counts = {"admitted": 10 * step, "trained": step, "discarded": step, "finished": 0, "in_flight": 0, "drawn": 0}
             ended.append(observer.end_step(step, step, batch, result, {"train": 1.0}, counts, [("train/0/1", UNIFORM)]))  # type: ignore[arg-type]
         for step in ended:
-            observer.tell(step, asyncio.sleep(0, None))  # type: ignore[arg-type]
+            observer.report(step, asyncio.sleep(0, None))  # type: ignore[arg-type]
         await observer.flush()
 
     asyncio.run(scenario())
@@ -106,17 +109,17 @@ def test_a_reward_that_fails_by_the_hundred_is_one_line_a_step(seen: Seen, monke
             late = ((FailureKind.REWARD_TIMEOUT, "the reward took more than 10 s"),) if group % 10 == 0 else ()
             raised = FailureKind.REWARD, f"the reward raised ValueError: {number}-{group} misses the deadline of a page that it asks"
             errors = (raised, *late)
-            seen.observer.group_finished(GroupSummary(group, 7, 8, errors, 0.1, "0"))
+            seen.observer.group_finished(facts(group, *[1] * 8, failures=errors), "0")
         return seen.observer.end_step(number, number, batch, result, {}, counts, []).noted  # type: ignore[arg-type]
 
     totals = [asyncio.run(step(number)) for number in (1, 2)][-1]
-    seen.observer.group_finished(GroupSummary(7, 7, 8, ((FailureKind.ENGINE, "the engine aborted the request"),), 0.1, "0"))
+    seen.observer.group_finished(facts(7, *[1] * 8, failures=[(FailureKind.ENGINE, "the engine aborted the request")]), "0")
     seen.observer.close()
     warnings = [event.text for event in seen.folder.read_events() if event.level == "warning"]
     assert len(warnings) == 2 + 2 + 2 + 1
     assert warnings[0] == (
         "group 0: a trajectory failed: the reward raised ValueError: 1-0 misses the deadline of a page that it asks "
-        "(further trajectories without a reward are counted, and told once a step)"
+        "(further trajectories without a reward are counted, and reported once a step)"
     )
     assert warnings[2].startswith("step 1: trajectories without a reward: 99 more, the first: group 1: ")
     assert warnings[3].startswith("step 1: trajectories whose reward took too long: 9 more, the first: group 10: ")
@@ -137,7 +140,7 @@ def test_an_overflow_in_float16_is_said_and_counted_apart(seen: Seen, monkeypatc
 
     async def scenario() -> None:
         step = seen.observer.end_step(1, 1, batch, result, {"train": 1.0}, counts, [])  # type: ignore[arg-type]
-        seen.observer.tell(step, asyncio.sleep(0, None))  # type: ignore[arg-type]
+        seen.observer.report(step, asyncio.sleep(0, None))  # type: ignore[arg-type]
         await seen.observer.flush()
 
     asyncio.run(scenario())
@@ -186,13 +189,13 @@ def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypat
         for name in held:
             observer.joined(ActorInfo("rollout", name, 1, "127.0.0.1:1"))
         for name, tokens in (("0", 10), ("1", 20), ("0", 5), ("2", 40)):
-            observer.group_finished(GroupSummary(1, tokens, 1, (), 0.1, name))
+            observer.group_finished(facts(1, tokens), name)
         observer.trained()
         held.update(dict.fromkeys(held, -1))
         counts = {"admitted": 4, "trained": 4, "discarded": 0, "finished": 0, "in_flight": 0, "drawn": 0}
         ended = observer.end_step(1, 5, batch, result, {"train": 1.0}, counts, [])  # type: ignore[arg-type]
-        observer.left("rollout-2")
-        observer.tell(ended, asyncio.sleep(0, None))  # type: ignore[arg-type]
+        observer.left("2")
+        observer.report(ended, asyncio.sleep(0, None))  # type: ignore[arg-type]
         await observer.flush()
 
     asyncio.run(scenario())
@@ -204,7 +207,7 @@ def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypat
     with urllib.request.urlopen(f"http://{seen.observer._endpoint.target}/metrics") as answer:
         page = answer.read().decode()
     assert 'evenkeel_worker_tokens{worker="1"} 20.0' in page and 'worker="2"' not in page
-    seen.observer.left("rollout-1")
+    seen.observer.left("1")
     with urllib.request.urlopen(f"http://{seen.observer._endpoint.target}/metrics") as answer:
         page = answer.read().decode()
     assert 'evenkeel_worker_tokens{worker="0"} 15.0' in page and 'worker="1"' not in page
@@ -245,7 +248,7 @@ def test_a_run_that_may_have_seconds_left_waits_for_no_diagnostics(seen: Seen) -
 
     async def scenario() -> None:
         never, metrics = asyncio.get_running_loop().create_future, StepMetrics(1, {"time/step_s": 1.0, "reward/mean": 0.5})
-        seen.observer._writing = asyncio.create_task(seen.observer._write_when_known(metrics, [], never(), never(), None))
+        seen.observer._writing = asyncio.create_task(seen.observer._write_when_known(metrics, {}, never(), never(), None))
         flushing = asyncio.create_task(seen.observer.flush())
         await asyncio.sleep(0.05)
         assert not flushing.done()
@@ -323,3 +326,42 @@ def test_a_skipped_batch_is_kept_for_study_and_named_in_the_log(seen: Seen) -> N
         given = getattr(batch, name)
         assert torch.equal(value, given) if isinstance(given, torch.Tensor) else value == given, name
     assert {path.suffix for path in (seen.folder.path / "skipped_batches").iterdir()} == {".safetensors", ".json"}, "no pickle"
+
+    with pytest.raises(OSError, match=r"x\.safetensors: Error while serializing"):  # safetensors' own is none
+        back.save_tensors(seen.folder.path / "no folder" / "x.safetensors")
+
+
+class Reference:
+    """To an object that never comes, or whose reading fails as nobody expects."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if self._error is not None:
+            raise self._error
+        return asyncio.Event().wait().__await__()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (None, "(DeadlineExceeded: batch of step 7 -> skipped_batches: not done in 0 s"),
+        (MemoryError("no room for it"), "(MemoryError: no room for it)"),
+    ],
+)
+def test_a_skipped_batch_that_can_not_be_read_holds_up_no_later_line(
+    error: Exception | None, reason: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(skipped_batches, "_KEEP_S", 0.01)
+    prepared: Any = SimpleNamespace(version=6, corrected=Reference(error), correction=CorrectionConfig(preset="tis-token"))
+    result = SimpleNamespace(skipped_steps=1, optimizer_steps=1, loss=math.nan, grad_norms=(math.nan,), group_norms={})
+
+    async def scenario() -> None:
+        seen.observer._writing = asyncio.create_task(seen.observer._keep_skipped(7, prepared, result))
+        await write(seen.observer, (8, diagnosed(state=State.OK)))
+
+    asyncio.run(scenario())
+    seen.settle()
+    (told,) = (event.text for event in seen.folder.read_events())
+    assert f"the batch is not kept {reason}" in told and [line.step for line in seen.folder.read_metrics()] == [8]

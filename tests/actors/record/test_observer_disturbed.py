@@ -16,11 +16,15 @@ import pytest
 
 from actors.metrics.step_metrics import StepMetrics
 from actors.record import metric_views
+from actors.record.file_thread import FileThread
 from actors.record.metric_views import WandbView
+from actors.record.observer import Observer
+from correction.errors import DeadlineExceeded
 from correction.monitor import State
 from tests.actors.metrics.test_metrics import scalars
 from tests.actors.record.observer_cases import WATCH, Seen, diagnosed, write
 from tests.actors.record.observer_cases import seen as seen
+from tests.actors.simulated_time import simulate
 
 
 def test_a_full_disk_ends_nothing_and_costs_no_line(seen: Seen) -> None:
@@ -84,7 +88,7 @@ def test_weights_and_biases_that_fails_is_told_once_and_left_out(seen: Seen, mon
 
     run = SimpleNamespace(log=log, finish=lambda: pytest.fail("it is left out"))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
-    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, tell=seen.observer.waiting)
+    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, notify=partial(seen.observer.event, "warning"))
     seen.observer._views.append(view)
     asyncio.run(write(seen.observer, *((step, diagnosed(state=State.OK)) for step in (1, 2, 3))))
     view.close()
@@ -93,6 +97,49 @@ def test_weights_and_biases_that_fails_is_told_once_and_left_out(seen: Seen, mon
     assert [numbers["step"] for numbers in tried] == [1, 2] and [line.step for line in seen.folder.read_metrics()] == [1, 2, 3]
     (told,) = seen.folder.read_events()
     assert told.level == "warning" and told.text.endswith("in its folder: ConnectionError: the service is down")
+
+
+class AtOnce(FileThread):
+    """Does each job where it is handed over."""
+
+    def do(self, job: Callable[[], object]) -> None:
+        job()
+
+
+@pytest.mark.parametrize("error", [ConnectionError("the service is down"), SystemExit(1)])
+def test_weights_and_biases_that_does_not_start_stops_no_start(
+    error: BaseException, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor a resume or a retry. It fails at once, before anything else of the observer is used."""
+
+    def init(**_: object) -> None:
+        raise error
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    monkeypatch.setattr(metric_views, "FileThread", AtOnce)
+    config = seen.observer._config
+    config = config.model_copy(update={"metrics": config.metrics.model_copy(update={"wandb_project": "p"})})
+    observer = Observer(config, seen.folder, seen.observer._view)
+    observer._show(StepMetrics(1, {"time/step_s": 1.0}))
+    asyncio.run(observer.disk.done())
+    (told,) = seen.folder.read_events()
+    assert told.level == "warning" and told.text.endswith(f"all of them are in its folder: {type(error).__name__}: {error}")
+
+
+def test_weights_and_biases_whose_start_hangs_is_given_up(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that makes the observer doesn't wait for it at all."""
+    goes_on = threading.Event()
+    run = SimpleNamespace(log=lambda _: pytest.fail("it is given up"), finish=lambda: pytest.fail("it is given up"))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run if goes_on.wait(60.0) else None))
+    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, notify=seen.observer.waiting)
+    view.write(StepMetrics(1, {}))
+    monkeypatch.setattr(metric_views, "_START_S", 0.0)
+    view.write(StepMetrics(2, {}))
+    goes_on.set()
+    view.close()
+    seen.settle()
+    (told,) = seen.folder.read_events()
+    assert told.text.endswith("its folder: its start is not done in 0 s")
 
 
 @pytest.fixture
@@ -113,7 +160,7 @@ def wandb_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 def test_weights_and_biases_that_hangs_holds_nothing_up(seen: Seen, wandb_that_hangs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the lines of the run's folder, nor a flush, which a checkpoint waits for, nor the end."""
-    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, tell=seen.observer.waiting)
+    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, notify=partial(seen.observer.event, "warning"))
     seen.observer._views.append(view)
     asyncio.run(write(seen.observer, *((step, diagnosed(state=State.OK)) for step in (1, 2, 3))))
     assert wandb_that_hangs == [1] and [line.step for line in seen.folder.read_metrics()] == [1, 2, 3]
@@ -131,7 +178,7 @@ def test_weights_and_biases_that_uploads_at_the_end_is_not_given_up(seen: Seen, 
     uploads, tried = threading.Event(), list[int]()
     run = SimpleNamespace(log=lambda numbers: tried.append(int(numbers["step"])), finish=lambda: uploads.wait(60.0))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
-    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, tell=seen.observer.waiting)
+    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, notify=partial(seen.observer.event, "warning"))
     view.write(StepMetrics(1, {}))
     view.write(StepMetrics(2, {}))
     until(lambda: len(tried) == 2)
@@ -145,7 +192,7 @@ def test_weights_and_biases_that_uploads_at_the_end_is_not_given_up(seen: Seen, 
 
 def test_what_waits_for_weights_and_biases_is_bounded(seen: Seen, wandb_that_hangs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metric_views, "_MOST_STEPS", 2)
-    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, tell=seen.observer.waiting)
+    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, notify=partial(seen.observer.event, "warning"))
     view.write(StepMetrics(1, {}))
     until(lambda: bool(wandb_that_hangs))
     for step in range(2, 7):
@@ -154,6 +201,28 @@ def test_what_waits_for_weights_and_biases_is_bounded(seen: Seen, wandb_that_han
     seen.settle()
     (told,) = seen.folder.read_events()
     assert told.text.endswith("its folder: 2 of them wait for it")
+
+
+def test_a_flush_has_an_end_that_counts_from_the_last_line(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two deadlines of a step after the newest line. A long way of slow steps is none: each line counts anew."""
+    observer = seen.observer
+    monkeypatch.setattr(observer.disk, "done", lambda: asyncio.sleep(0))  # its thread knows nothing of simulated time
+    limits = observer._config.deadlines.model_copy(update={"step_s": 100.0})
+    observer._config = observer._config.model_copy(update={"deadlines": limits})
+
+    async def scenario() -> None:
+        for step in (1, 2, 3):
+            metrics, slow = StepMetrics(step, {"time/step_s": 1.0}), asyncio.sleep(90.0, diagnosed(state=State.OK))
+            observer._writing = asyncio.create_task(observer._write_when_known(metrics, {}, asyncio.sleep(0, {}), slow, observer._writing))
+        await observer.flush()
+        assert observer._written_at == asyncio.get_running_loop().time() == 270.0
+        observer._writing = asyncio.create_task(asyncio.sleep(1e4))
+        with pytest.raises(DeadlineExceeded, match="numbers of the last steps: not done in 200 s"):
+            await observer.flush()
+        assert not observer._writing.done(), "what it waits for goes on"
+        observer.abandon()
+
+    simulate(scenario)
 
 
 def until(holds: Callable[[], bool]) -> None:

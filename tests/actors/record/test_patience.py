@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,6 +130,25 @@ def test_a_flush_tries_what_the_disk_has_refused_once_more(writer: PatientWriter
     assert lines.read(lambda record: record["step"]) == [1, 2]
 
 
+def test_what_can_not_be_told_of_the_disk_costs_no_line(tmp_path: Path) -> None:
+    """The terminal's log is on the same full disk."""
+
+    def tell(_: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer, lines = PatientWriter(tell), JsonLines(tmp_path / "later" / "lines")
+
+    async def scenario() -> None:
+        for step in (1, 2):
+            writer.line(step, lines.append, {"step": step})
+        await writer.done()
+        lines.path.parent.mkdir()
+        await writer.done()
+
+    asyncio.run(scenario())
+    assert writer.close(within_s=60.0) == "" and lines.read(lambda record: record["step"]) == [1, 2]
+
+
 def test_what_goes_wrong_otherwise_is_raised_at_the_flush_and_keeps_no_later_line(writer: PatientWriter, tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "lines")
     for step, value in ((1, 0.5), (2, float("inf")), (3, 0.5)):
@@ -181,6 +201,16 @@ def test_a_job_after_the_end_is_done_at_once() -> None:
     assert thread.end(within_s=60.0)
     thread.do(lambda: done.append(2))
     assert done == [1, 2]
+
+
+def test_a_job_that_would_end_the_process_ends_neither_that_nor_its_thread() -> None:
+    """As a package may whose service is gone; others wait for the jobs after it."""
+    thread, done = FileThread(), list[int]()
+    thread.do(lambda: sys.exit(1))
+    thread.do(lambda: done.append(1))
+    with pytest.raises(RuntimeError, match=r"SystemExit\(1\)"):
+        asyncio.run(asyncio.wait_for(thread.done(), 60.0))
+    assert done == [1] and thread.end(within_s=60.0)
 
 
 def test_the_ledgers_lines_are_handed_over_and_are_there_at_a_flush(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.carriers import GroupSummary, ScatterSample
+from actors.carriers import ScatterSample
 from actors.metrics.step_metrics import StepMetrics
 from actors.record.report import clipped_rows, summary_rows, worker_rows, write_report
 from actors.record.report_plots import _CURVES as CURVES
@@ -21,6 +21,7 @@ from actors.record.slowest import FILE, SlowestPrompts, slowest_rows
 from actors.service.scatter import ScatterReservoir
 from correction.monitor import Event, State
 from rollout.trajectory import FailureKind
+from tests.actors.cases import facts
 
 
 def step_metrics(step: int) -> StepMetrics:
@@ -231,13 +232,14 @@ def test_the_slowest_prompts_are_told_slowest_first_and_go_on_after_a_resume(fol
         slowest = SlowestPrompts(folder)
         for seconds in part:
             errors = ((FailureKind.REWARD_TIMEOUT, "the reward took more than 10 s"),) if seconds == 24 else ()
-            slowest.add(GroupSummary(seconds, 40, 2, errors, 1.5, "3", f"train/0/<{seconds}>", float(seconds)))
+            one = facts(seconds, 30, 10, failures=errors, prompt_id=f"train/0/<{seconds}>", generate_s=1.5, reward_s=float(seconds))
+            slowest.add(one, "3")
         text = slowest.changed()
         assert text is not None and slowest.changed() is None
         folder.write_text(FILE, text)
     rows = slowest_rows(folder)
     assert [row[0] for row in rows] == [f"train/0/<{seconds}>" for seconds in range(24, 14, -1)]
-    assert rows[0] == ("train/0/<24>", "24.0 s", "1.5 s", "40", "1", "3") and rows[1][4] == "0"
+    assert rows[0] == ("train/0/<24>", "24.00 s", "1.50 s", "40", "1", "3") and rows[1][4] == "0"
     page = write_report(folder).read_text()
     assert "Slowest prompts" in page and "train/0/&lt;24&gt;" in page and "train/0/&lt;14&gt;" not in page
     (folder.path / "slowest.json").write_text("[{")

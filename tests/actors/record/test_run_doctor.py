@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import filelock
 import pytest
+from typer.testing import CliRunner
 
+from actors.commands.cli import app
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.metrics.step_metrics import StepMetrics
-from actors.record.run_doctor import RunDiagnosis, RunState, diagnose, page
+from actors.processes.wait_notice import WaitNotice
+from actors.record.run_doctor import BookCheck, RunDiagnosis, RunState, diagnose, page
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
 
@@ -43,7 +47,7 @@ def test_a_run_that_was_killed_says_so_and_what_a_resume_does_again(tmp_path: Pa
     assert found.state is RunState.VANISHED and found.reason.startswith("its last event is of ")
     assert found.advice[0] == f"evenkeel train --resume {tmp_path / 'run'} goes on from step 1 and does 1 of its steps again."
     assert any("The learner waits 60% of a step" in sentence for sentence in found.advice)
-    assert found.books == "balanced: 4 trained, each prompt once"
+    assert found.books == BookCheck(True, "balanced: 4 trained, each prompt once")
 
 
 def test_a_checkpoint_that_is_cut_does_not_count(tmp_path: Path) -> None:
@@ -122,20 +126,55 @@ def test_an_event_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert folder.events_path.read_text().splitlines()[1].split()[1:] == ["info", "[ending]", "ending", "text"]
 
 
-def test_waits_by_what_was_waited_for_and_warnings_by_kind(tmp_path: Path) -> None:
+def test_a_wait_s_notice_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Whatever the names in it; a line that was cut is an event all the same."""
     folder = run_folder(tmp_path / "run")
-    for seconds in (30, 60, 90):
-        folder.event("warning", f"waiting {seconds} s for batch of version 5 <- correction service (2 of 8 groups)")
-    folder.event("warning", "waiting 30 s for weight sync v5 -> rollout 1")
+    what = "stacks (of v3) s for node 7 <- [a] \u2028 (b)"
+    written = [RunEvent.now("info", WaitNotice(what, 30, "1 (of 2) missing")), RunEvent.now("warning", WaitNotice(what, 60))]
+    for event in written:
+        folder.write_event(event)
+    assert folder.read_events() == written and written[0].text == f"waiting 30 s for {' '.join(what.split())} (1 (of 2) missing)"
+    lines = folder.events_path.read_text().splitlines()
+    folder.events_path.write_text("\n".join([*lines, lines[-1][:-5]]))
+    cut = folder.read_events()[-1]
+    assert (cut.level, cut.notice) == ("warning", None) and cut.text.startswith('[waiting] {"what": "stacks ')
+
+
+NOTICES = [
+    *(("batch of version 5 <- correction service", seconds, "2 of 8 groups (1 late)") for seconds in (30, 60, 90)),
+    ("weight sync v5 -> rollout 1", 30, ""),
+]
+"""(what, seconds, detail) of those that a run has written."""
+
+
+def write_notices(folder: RunFolder) -> None:
+    for what, seconds, detail in NOTICES:
+        folder.write_event(RunEvent.now("warning", WaitNotice(what, seconds, detail)))
+
+
+def write_notices_as_before(folder: RunFolder) -> None:
+    """As runs have written them that had no kind for them: a sentence."""
+    with folder.events_path.open("a") as file:
+        for what, seconds, detail in NOTICES:
+            clause = f" ({detail})" if detail else ""
+            file.write(f"2026-01-01T00:00:00 warning waiting {seconds} s for {what}{clause}\n")
+
+
+@pytest.mark.parametrize("write", [write_notices, write_notices_as_before])
+def test_waits_by_what_was_waited_for_and_warnings_by_kind(tmp_path: Path, write: Callable[[RunFolder], None]) -> None:
+    folder = run_folder(tmp_path / "run")
+    write(folder)
     for step in (3, 4):
         folder.event("warning", f"step {step}: 7 answers could not be scored")
     found = after(folder)
     assert [(wait.what, wait.seconds, wait.notices, wait.detail) for wait in found.waits] == [
-        ("batch of version 5 <- correction service", 90, 3, "2 of 8 groups"),
+        ("batch of version 5 <- correction service", 90, 3, "2 of 8 groups (1 late)"),
         ("weight sync v5 -> rollout 1", 30, 1, ""),
     ]
     assert [(trouble.count, trouble.last.text) for trouble in found.troubles] == [(2, "step 4: 7 answers could not be scored")]
     assert "It waited 90 s for batch of version 5 <- correction service: look at that part first." in found.advice
+    said = CliRunner().invoke(app, ["doctor", str(folder.path)]).stdout.splitlines()
+    assert "     90 s  batch of version 5 <- correction service (2 of 8 groups (1 late))" in said
 
 
 @pytest.mark.parametrize(
@@ -150,7 +189,8 @@ def test_books_that_don_t_balance(tmp_path: Path, line: dict[str, object], says:
     with (folder.path / "ledger.jsonl").open("a") as ledger:
         ledger.write(json.dumps(line) + "\n" + '{"step": 2, "prom')
     found = after(folder)
-    assert says in found.books and any("The ledger is the proof" in sentence for sentence in found.advice)
+    assert says in found.books.sentence and not found.books.is_balanced
+    assert any("The ledger is the proof" in sentence for sentence in found.advice)
 
 
 def test_the_page_begins_with_how_it_ended_and_has_a_section_for_what_there_is(tmp_path: Path) -> None:

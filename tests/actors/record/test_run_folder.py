@@ -163,7 +163,7 @@ def test_files_are_replaced_whole(folder: RunFolder) -> None:
     folder.write_text("report.html", "old")
     with pytest.raises(RuntimeError):
         folder.write_file("report.html", lambda path: (path.write_text("ne"), (_ for _ in ()).throw(RuntimeError("disk"))))
-    assert folder.report_path.read_text() == "old"
+    assert (folder.path / "report.html").read_text() == "old"
     assert [path.name for path in folder.path.iterdir() if "report" in path.name] == ["report.html"]
 
 

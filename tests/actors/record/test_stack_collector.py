@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +13,11 @@ import pytest
 
 from actors.processes.supervision import HALF_OVER, wait_for
 from actors.record import stack_collector
+from actors.record.run_folder import RunFolder
 from actors.record.stack_collector import StackCollector
 from actors.record.stack_gist import newest_gist
 from correction.errors import DeadlineExceeded
+from rollout.stacks import register_stack_dump
 from tests.actors.simulated_time import simulate
 
 TEXT = """learner step 3 <- rank 0
@@ -128,3 +132,28 @@ def test_collections_are_few_and_in_files_of_their_own(tmp_path: Path, monkeypat
     text = (tmp_path / "stacks/09.txt").read_text()
     assert text.startswith("wait 8\n\n") and "=== a process of n1\nstands" in text
     assert StackCollector(folder, print)._number == 28, "a resume goes on counting"
+
+
+def test_a_head_that_hangs_leaves_the_drivers_own_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped control service answers no list of nodes, and a driver that waits for it is what one wants to see."""
+    wakes = threading.Event()
+    monkeypatch.setattr(stack_collector.ray, "nodes", wakes.wait)
+    monkeypatch.setattr(stack_collector, "_NODE_S", 0.2)
+    folder = RunFolder.create(tmp_path / "run", "run")
+    register_stack_dump()
+
+    async def scenario() -> None:
+        collector = StackCollector(folder, folder.event)
+        collector.half_over("a batch <- trajectory queue")
+        assert collector._collecting is not None
+        try:
+            async with asyncio.timeout(60.0):
+                await collector._collecting
+        finally:
+            wakes.set()
+
+    asyncio.run(scenario())
+    text = (folder.path / "stacks/01.txt").read_text()
+    assert text.startswith("a batch <- trajectory queue\n") and f"(process {os.getpid()})\n" in text
+    assert "=== other processes: list of nodes <- head of the Ray cluster: not done in 0 s" in text
+    folder.close()

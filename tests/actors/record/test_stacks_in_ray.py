@@ -21,7 +21,7 @@ from actors.record.run_folder import RunFolder
 from actors.record.stack_collector import StackCollector
 from actors.record.stack_gist import newest_gist
 from correction.errors import DeadlineExceeded
-from rollout.stacks import tell_stacks
+from rollout.stacks import register_stack_dump
 from tests.ray_sessions import leave_ray
 
 pytestmark = pytest.mark.slow
@@ -41,7 +41,7 @@ class Stands:
     """A part of a run."""
 
     def __init__(self) -> None:
-        tell_stacks()
+        register_stack_dump()
 
     def pid(self) -> int:
         return os.getpid()

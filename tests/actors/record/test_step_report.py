@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from actors.carriers import GroupSummary, PreparedBatch, WorkerLoad
+from actors.carriers import PreparedBatch, WorkerLoad
 from actors.record.step_report import batch_metrics, rollout_metrics, sync_metrics, worker_metrics
 from correction.config import CorrectionConfig
 from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan
+from tests.actors.cases import facts
 
 
 def test_waiting_is_waited_seconds_by_lived_seconds_of_whoever_was_there() -> None:
@@ -15,7 +16,7 @@ def test_waiting_is_waited_seconds_by_lived_seconds_of_whoever_was_there() -> No
     or does not answer. Waited: 2 + 3 s, lived: 10 + 4 s."""
     before = {"0": WorkerLoad(50.0, 100.0, 1000, 3), "2": WorkerLoad(90.0, 100.0, 5000, 3)}
     now = {"0": WorkerLoad(58.0, 110.0, 1600, 3), "1": WorkerLoad(1.0, 4.0, 50, 2)}
-    numbers = rollout_metrics([], now, before, 10.0)
+    numbers = rollout_metrics({}, now, before, 10.0)
     assert numbers["wait/rollout_share"] == pytest.approx(5 / 14)
     assert numbers["wait/rollout_s"] == pytest.approx(10 * 5 / 14)
     assert numbers["throughput/rollout_tokens_per_s"] == pytest.approx(650 / 10)
@@ -26,23 +27,27 @@ def test_waiting_is_waited_seconds_by_lived_seconds_of_whoever_was_there() -> No
 
 def test_a_worker_that_missed_a_step_counts_both_when_it_answers() -> None:
     """Its last answer is of 20 s ago: waited 15 s of them."""
-    numbers = rollout_metrics([], {"0": WorkerLoad(15.0, 120.0, 10, 0)}, {"0": WorkerLoad(10.0, 100.0, 0, 0)}, 10.0)
+    numbers = rollout_metrics({}, {"0": WorkerLoad(15.0, 120.0, 10, 0)}, {"0": WorkerLoad(10.0, 100.0, 0, 0)}, 10.0)
     assert numbers["wait/rollout_share"] == pytest.approx(15 / 20)
 
 
 def test_nothing_is_said_without_a_worker_or_something_to_compare_with() -> None:
-    assert set(rollout_metrics([], {"0": WorkerLoad(1.0, 2.0, 3, 0)}, None, 10.0)) == {"rollout/requests_in_flight"}
-    assert "wait/rollout_share" not in rollout_metrics([], {}, {}, 10.0)
+    assert set(rollout_metrics({}, {"0": WorkerLoad(1.0, 2.0, 3, 0)}, None, 10.0)) == {"rollout/requests_in_flight"}
+    assert "wait/rollout_share" not in rollout_metrics({}, {}, {}, 10.0)
 
 
 def test_who_did_what() -> None:
     """Worker 0 finished two groups, 2 is there and finished none, 1 is new and holds no weights; 3 finished one and has left."""
-    finished = [GroupSummary(i, tokens, 2, (), 0.1, name) for i, (tokens, name) in enumerate([(10, "0"), (20, "3"), (5, "0")])]
+    finished = {"0": [facts(0, 4, 6), facts(2, 5)], "3": [facts(1, 20)]}
     assert worker_metrics(finished, {"0": 4, "1": -1, "2": 3}) == {
         "worker/tokens/0": 15, "worker/tokens/1": 0, "worker/tokens/2": 0, "worker/tokens/3": 20,
         "worker/groups/0": 2, "worker/groups/1": 0, "worker/groups/2": 0, "worker/groups/3": 1,
         "worker/weight_version/0": 4, "worker/weight_version/2": 3,
     }  # fmt: skip
+
+
+def test_the_mean_length_is_over_answers_not_groups() -> None:
+    assert rollout_metrics({"0": [facts(0, 4, 6), facts(2, 5)], "3": [facts(1, 29)]}, {}, None, 1.0)["length/sampled_tokens"] == 44 / 4
 
 
 def test_a_probe_that_came_without_a_receipt_is_told() -> None:

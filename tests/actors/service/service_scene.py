@@ -151,7 +151,6 @@ class Scene:
         decided: FinalDecision | None = None,
         step: int | None = None,
         entropies: Tensor | None = None,
-        **learned: float,
     ) -> Observation:
         """After a step whose target logprobs are the behaviour's, which are -1, plus `gap`, and which dropped what `decided` says."""
         target = torch.full((prepared.corrected.batch.num_tokens,), -1.0 + gap)
@@ -160,14 +159,14 @@ class Scene:
             decided = FinalDecision(corrected.keep_mask, corrected.importance_weights, no_counts(prepared.correction))
         number = prepared.version + 1 if step is None else step
         values = StepValues(target, decided, torch.full_like(target, torch.nan) if entropies is None else entropies)
-        observation = await self.service.observe(number, prepared.version, (values,), learned)
+        observation = await self.service.observe(number, prepared.version, (values,))
         assert observation is not None
         return observation
 
-    async def put(self, *groups: Group) -> None:
+    async def put(self, *groups: Group, apart_s: float = 0.01) -> None:
         for finished in groups:
             await self.queue.put(stored(finished))
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(apart_s)
 
 
 def play(scenario: Callable[[], Awaitable[None]]) -> None:

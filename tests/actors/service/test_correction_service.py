@@ -20,6 +20,7 @@ import torch
 
 from actors.carriers import Ticket
 from actors.config import DeadlinesConfig, EarlyWarningConfig, MetricsConfig
+from actors.processes import supervision
 from actors.service import correction_service, drawing, gap_split
 from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
@@ -215,6 +216,7 @@ def test_a_queue_that_does_not_answer_is_asked_again_and_named(monkeypatch: pyte
     async def scenario() -> None:
         monkeypatch.setattr(drawing, "_POLL_S", 0.1)
         monkeypatch.setattr(drawing, "ANSWER_S", 0.4)
+        monkeypatch.setattr(supervision, "_DETAIL_S", 0.2)
         scene = Scene(deadlines=DeadlinesConfig(batch_s=2.0))
         monkeypatch.setattr(scene.queue, "draw", silent)
         monkeypatch.setattr(scene.queue, "waiting_for", silent)
@@ -259,12 +261,12 @@ def test_a_queue_that_is_late_costs_nothing_but_time(monkeypatch: pytest.MonkeyP
 
 def test_a_learner_that_comes_too_late_is_named() -> None:
     async def scenario() -> None:
-        scene = Scene(deadlines=DeadlinesConfig(batch_s=30.0, step_s=0.25, checkpoint_s=1.0))
+        scene = Scene(deadlines=DeadlinesConfig(batch_s=30.0, step_s=0.125, checkpoint_s=0.5))
         tickets = await scene.admit(0, 2 * GROUPS)
         await scene.put(*[answered(ticket) for ticket in tickets])
         await scene.next_batch(0)
-        await asyncio.sleep(3.0)  # 4 steps and a checkpoint may pass until its forward is there
-        with pytest.raises(ActorLost, match=r"^forward at version 1 <- learner: not done in 2 s"):  # who is asked again has no other answer
+        await asyncio.sleep(1.5)  # 4 steps and a checkpoint may pass until its forward is there
+        with pytest.raises(ActorLost, match=r"^forward at version 1 <- learner: not done in 1 s"):  # who is asked again has no other answer
             await scene.next_batch(1)
 
     play(scenario)

@@ -67,7 +67,7 @@ def test_diagnostics_are_of_the_batch_that_was_trained_last() -> None:
         prepared = await scene.batch(0)
         nothing = FinalDecision(torch.zeros(1).bool(), torch.ones(1), no_counts(prepared.correction))
         values = StepValues(torch.zeros(1), nothing, torch.zeros(1))
-        assert await scene.service.observe(8, 7, (values,), {}) is None, "version 7 is none that was trained"
+        assert await scene.service.observe(8, 7, (values,)) is None, "version 7 is none that was trained"
         prepared = await scene.batch(1)
         numbers = (await scene.observe(prepared, gap=0.1)).diagnostics
         assert numbers["mismatch_k1_kl"] == pytest.approx(-0.1, rel=1e-5)
@@ -150,7 +150,7 @@ def test_the_monitor_follows_steps_and_warns(monkeypatch: pytest.MonkeyPatch) ->
         scene = Scene(steps=1, monitor=EarlyWarningConfig(thresholds=thresholds))
         events = []
         for version in range(13):
-            observation = await scene.observe(await scene.batch(version), gap=0.1 if version >= 10 else 0.01, entropy=1.0)
+            observation = await scene.observe(await scene.batch(version), gap=0.1 if version >= 10 else 0.01)
             assert observation.diagnostics["log_ratio_quantile_50"] == pytest.approx(0.1 if version >= 10 else 0.01, rel=1e-4)
             events += observation.events
             assert observation.state is (State.ALARM if version >= 11 else State.OK)
@@ -283,7 +283,7 @@ def test_one_batch_waits_for_its_diagnostics_and_the_next_is_left_out(monkeypatc
         for version in range(3):
             prepared = await scene.batch(version)
             values = StepValues(prepared.corrected.batch.behavior_logprobs, no_decision(prepared), prepared.corrected.batch.advantages)
-            observing.append(asyncio.create_task(scene.service.observe(version + 1, version, (values,), {})))
+            observing.append(asyncio.create_task(scene.service.observe(version + 1, version, (values,))))
             await asyncio.sleep(0.05)
         assert [task.done() for task in observing] == [False, False, True] and observing[2].result() is None
         assert scene.service._undiagnosed.keys() <= {3}, "nothing holds the batches of steps past but the two that are at it"

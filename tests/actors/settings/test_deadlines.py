@@ -50,6 +50,10 @@ def test_who_waits_for_something_waits_longer_than_it_may_take(tokens: int, size
     assert fetch_s(config) == pytest.approx(run.sync_s - own_s) == pytest.approx(60 + size / run.bytes_per_s), "an engine keeps its time"
     assert engine.control_s + engine.update_s < run.sync_s < 3 * run.sync_s < run.receipts_s < run.batch_s
     assert 2 * engine.start_s <= run.start_s < run.batch_s, "a batch outlives the start of a worker's replacement"
+    assert config.rollout.engine.weight_group_timeout_s < engine.update_s, "a broadcast that is stuck fails before its engine is lost"
+    collective_s = config.learner.collective_timeout_s
+    assert max(run.step_s, run.checkpoint_s) < collective_s, "the driver's call is late before a rank that waits for a slower one fails"
+    assert 2 * run.step_s + run.checkpoint_s < run.forward_s and run.checkpoint_s < run.disk_s
     assert inversions(config) == []
 
 
@@ -80,6 +84,18 @@ def test_what_a_recipe_sets_stays_and_is_all_that_a_dump_has() -> None:
     assert [sentence.partition(" = ")[0] for sentence in inversions(whole)] == ["deadlines.batch_s"]
 
 
+def test_a_collective_of_several_ranks_or_a_broadcast_that_is_set_too_short_is_told() -> None:
+    config = run_config()
+    several = {"data_parallel": 2, "collective_timeout_s": 600.0}
+    told = inversions(with_deadlines(config.model_copy(update={"learner": type(config.learner)(**several)}), 10**9))
+    assert [sentence.partition(" leaves")[0] for sentence in told] == ["learner.collective_timeout_s = 600 s"]
+    assert "beyond deadlines.step_s, which may take 1800 s" in told[0]
+    slow = run_config(engine={"device": "cpu", "weight_group_timeout_s": 500.0})
+    assert inversions(with_deadlines(slow, 10**9)) == [], "nothing is broadcast"
+    slow = slow.model_copy(update={"weight_sync": type(config.weight_sync)(transport="broadcast")})
+    assert [sentence.partition(" = ")[0] for sentence in inversions(with_deadlines(slow, 10**9))] == ["rollout.engine.deadlines.update_s"]
+
+
 def test_config_yaml_shows_derived_deadlines_and_a_resume_derives_them_anew(tmp_path: Path) -> None:
     """Under `derived`, so that a resume with longer answers, or with one of them set, doesn't meet the old value. Earlier folders
     don't have the key."""
@@ -89,6 +105,7 @@ def test_config_yaml_shows_derived_deadlines_and_a_resume_derives_them_anew(tmp_
         folder.write_config(whole)
         written = folder.read_config()
     of_engine = written["rollout"]["engine"]["deadlines"]
+    assert written["learner"]["derived"] == {"collective_timeout_s": 60 + 1800}
     assert (written["deadlines"]["derived"]["sync_s"], of_engine["update_s"]) == (pytest.approx(60 + 100 + 50 + 2 * 80), 50.0)
     assert of_engine["derived"] == {"start_s": 400.0, "generate_s": pytest.approx(3 * 256 / 5), "control_s": 80.0}
     read = run_config_of(tmp_path / "run")
@@ -115,6 +132,9 @@ def test_the_table_has_every_key_and_says_what_is_set() -> None:
     for section, prefix in ((config.deadlines, "deadlines"), (config.rollout.engine.deadlines, "rollout.engine.deadlines")):
         assert {f"{prefix}.{name}" for name in section.DERIVED} <= keys
     assert not any(line.is_set for line in lines)
+    assert {"learner.collective_timeout_s", "rollout.engine.weight_group_timeout_s"} <= keys
+    run = with_deadlines(config, 10**9).deadlines
+    assert {run.forward_s, run.disk_s, run.receipts_s} <= {line.seconds for line in lines if not line.key}
     shown = as_text(table(config.model_copy(update={"deadlines": type(config.deadlines)(sync_s=77.0)}), 10**9)).splitlines()
     assert [line.split()[:3] for line in shown if line.endswith("(set)")] == [["77", "s", "deadlines.sync_s"]]
 

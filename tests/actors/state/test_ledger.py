@@ -207,7 +207,7 @@ def test_memory_and_a_resume_cost_what_is_under_way(path: Path, monkeypatch: pyt
     assert ledger._open == set(names(*range(20_000, 20_010))) and mark.lines == 20_000
     monkeypatch.setattr(ledger_module.json, "loads", lambda *_: pytest.fail("a line was parsed"))
     queue = TrajectoryQueue(groups_per_step=10, max_staleness=0)
-    queue.admitted = queue._next_group_id = queue.trained = 20_000
+    queue.admitted = queue.trained = 20_000
     queue.admit(prompts(20_000, 20_010))
     again, warning = Ledger.resumed(path, queue.snapshot(), mark)
     assert warning is None and len(again) == 20_000 and again._open == ledger._open

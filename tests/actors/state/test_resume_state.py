@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from array import array
 from dataclasses import replace
@@ -20,7 +21,7 @@ import learner.checkpoint_files
 import learner.file_sums
 from actors.queue.trajectory_queue import TrajectoryQueue
 from actors.state.ledger import LedgerMark
-from actors.state.resume import Replacement, TrainingState
+from actors.state.resume import COLUMNS, Replacement, TrainingState
 from correction.config import CorrectionConfig
 from correction.errors import DataError
 from correction.monitor import Monitor
@@ -98,6 +99,16 @@ def test_a_state_without_kinds_of_failures_is_read(state: TrainingState, tmp_pat
     assert loaded.queue.finished[0].failures == ((FailureKind.REWARD, "no"),)
 
 
+def test_a_state_with_a_field_that_is_gone_is_read(state: TrainingState, tmp_path: Path) -> None:
+    """Earlier versions kept the id of the next group beside the number of those admitted, which it equals."""
+    state.save(tmp_path)
+    path = tmp_path / "controller.json"
+    plain = json.loads(path.read_text())
+    plain["queue"]["next_group_id"] = plain["queue"]["admitted"]
+    path.write_text(json.dumps(plain))
+    assert TrainingState.load(tmp_path) == state
+
+
 def test_a_state_with_tuples_is_read(state: TrainingState, tmp_path: Path) -> None:
     """Earlier versions kept token ids and logprobs as 64-bit rows of tuples, and an empty one as an empty list."""
     answer = replace(state.queue.finished[0].trajectories[0], behavior_logprobs=logprobs_of((-0.1, -0.25)))
@@ -165,6 +176,13 @@ def test_a_missing_file_is_refused(state: TrainingState, tmp_path: Path) -> None
     (tmp_path / "groups.safetensors").unlink()
     with pytest.raises(DataError, match=r"controller.json: damaged, no state can be read from it"):
         TrainingState.load(tmp_path)
+
+
+def test_arrays_that_can_not_be_written_are_an_error_of_the_disk(state: TrainingState, tmp_path: Path) -> None:
+    """Which one failed checkpoint more is made of; safetensors has an error of its own for it, which would end a healthy run."""
+    (tmp_path / COLUMNS).mkdir()
+    with pytest.raises(OSError, match=rf"{COLUMNS}: Error while serializing: .*Is a directory"):
+        state.save(tmp_path)
 
 
 def test_reading_a_state_runs_nothing() -> None:

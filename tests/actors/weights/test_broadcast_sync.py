@@ -39,7 +39,7 @@ def test_a_probe_is_not_answered_by_newer_weights_while_a_broadcast_reaches_anot
 def test_all_ranks_of_the_engines_are_counted_in_a_broadcast_group(ranks: int, told: list[tuple[int, int]]) -> None:
     """An engine is told its first rank; SGLang adds each one's own number."""
 
-    class Member(Engine):
+    class CountingEngine(Engine):
         async def join_weight_group(self, host: str, port: int, rank: int, world_size: int, name: str) -> None:
             scene.learner.group.append((rank, world_size))
 
@@ -47,7 +47,7 @@ def test_all_ranks_of_the_engines_are_counted_in_a_broadcast_group(ranks: int, t
 
     async def scenario() -> None:
         nonlocal scene
-        scene = Scene(transport="broadcast", ranks=ranks, one=Member(), other=Member())
+        scene = Scene(transport="broadcast", ranks=ranks, one=CountingEngine(), other=CountingEngine())
         await scene.join()
         await scene.publish(1)
         assert scene.learner.group == told

@@ -16,9 +16,8 @@ import pytest
 import ray.exceptions
 
 from actors.carriers import ExportPlan, WeightSnapshot
-from actors.processes.supervision import counted
 from actors.weights.weight_sync import SyncTarget
-from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, LateError, SyncError
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, LateError, SyncError, counted
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate

@@ -1,4 +1,4 @@
-"""When a finished step is told: beside the next one if that takes a moment, and in any case before the end of that one and at a flush."""
+"""When a finished step is reported: beside the next one if that takes a moment, else before the end of that one, and at a flush."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from actors.carriers import Observation
-from actors.record import step_teller
-from actors.record.step_teller import StepTeller
+from actors.record.step_reporter import StepReporter
 from correction.monitor import Event, State
 from tests.actors.cases import FakeActor
 
@@ -18,16 +17,15 @@ EVENT = Event(step=3, name="k3_kl", state=State.ALARM, value=1.0, growth=2.0, me
 
 
 class Scene:
-    """A teller whose observer and service keep a log."""
+    """A reporter whose observer and service keep a log."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, observation: Observation | None = None) -> None:
-        monkeypatch.setattr(step_teller, "learned_numbers", lambda *_: {})
+    def __init__(self, observation: Observation | None = None) -> None:
         self.log: list[str] = []
         self.events: list[Event] = []
         self.observation = observation
         self.observed: Any = None
-        self.teller = StepTeller(self, on_observed=lambda observation: self.events.extend(observation.events))  # type: ignore[arg-type]
-        self.teller.follow(FakeActor(SimpleNamespace(observe=self._observe)))
+        self.reporter = StepReporter(self, on_observed=lambda observation: self.events.extend(observation.events))  # type: ignore[arg-type]
+        self.reporter.follow(FakeActor(SimpleNamespace(observe=self._observe)))
 
     async def _observe(self, step: int, *_: Any) -> Observation | None:
         return self.observation
@@ -37,15 +35,15 @@ class Scene:
         batch, result = SimpleNamespace(version=number - 1), SimpleNamespace(values=None)
         return SimpleNamespace(number=number, batch=batch, result=result)
 
-    def tell(self, step: Any, observed: Any) -> None:
-        self.log.append(f"told {step.number}")
+    def report(self, step: Any, observed: Any) -> None:
+        self.log.append(f"reported {step.number}")
         self.observed = observed
 
     async def flush(self) -> None:
         self.log.append("flush")
 
     def end(self, number: int) -> None:
-        self.teller.end_step(lambda: self.end_step(number))
+        self.reporter.end_step(lambda: self.end_step(number))
 
     async def work(self, seconds: float) -> str:
         self.log.append("work")
@@ -55,65 +53,65 @@ class Scene:
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.05], ids=["at once", "when late"])
-def test_a_step_is_told_when_the_next_one_is_under_way_and_once(monkeypatch: pytest.MonkeyPatch, after_s: float) -> None:
+def test_a_step_is_reported_when_the_next_one_is_under_way_and_once(after_s: float) -> None:
     """The learner has its work first; a terminal that shows the step before last for as long as a batch takes would mislead."""
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch)
+        scene = Scene()
         scene.end(3)
-        assert await scene.teller.beside(scene.work(0.3), after_s=after_s) == "result"
-        assert scene.log == ["end 3", "work", "told 3", "done"]
-        await scene.teller.beside(scene.work(0.3), after_s=after_s)
-        assert scene.log.count("told 3") == 1
+        assert await scene.reporter.beside(scene.work(0.3), after_s=after_s) == "result"
+        assert scene.log == ["end 3", "work", "reported 3", "done"]
+        await scene.reporter.beside(scene.work(0.3), after_s=after_s)
+        assert scene.log.count("reported 3") == 1
 
     asyncio.run(scenario())
 
 
-def test_without_such_a_moment_it_is_told_before_the_next_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_such_a_moment_it_is_reported_before_the_next_one_ends() -> None:
     """Lines are written in the order of steps, and the service holds the batch of the step before, no older one."""
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch)
+        scene = Scene()
         scene.end(3)
-        await scene.teller.beside(scene.work(0.0), after_s=10.0)
+        await scene.reporter.beside(scene.work(0.0), after_s=10.0)
         scene.end(4)
-        assert scene.log == ["end 3", "work", "done", "told 3", "end 4"]
+        assert scene.log == ["end 3", "work", "done", "reported 3", "end 4"]
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("after_s", [0.0, 10.0])
-def test_a_flush_tells_what_is_untold_whatever_has_ended_the_work(monkeypatch: pytest.MonkeyPatch, after_s: float) -> None:
+def test_a_flush_reports_what_is_unreported_whatever_has_ended_the_work(after_s: float) -> None:
     """What came just before the end of a run is what one wants to read."""
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch)
+        scene = Scene()
         scene.end(3)
 
         async def fails() -> None:
             raise RuntimeError("no batch")
 
         with pytest.raises(RuntimeError, match="no batch"):
-            await scene.teller.beside(fails(), after_s=after_s)
-        await scene.teller.flush()
-        assert scene.log == ["end 3", "told 3", "flush"]
-        await scene.teller.flush()
+            await scene.reporter.beside(fails(), after_s=after_s)
+        await scene.reporter.flush()
+        assert scene.log == ["end 3", "reported 3", "flush"]
+        await scene.reporter.flush()
         assert scene.log[3:] == ["flush"]
 
     asyncio.run(scenario())
 
 
-def test_what_can_not_be_told_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_not_be_reported_ends_the_run() -> None:
     async def scenario() -> None:
-        scene = Scene(monkeypatch)
+        scene = Scene()
 
         def full(*_: Any) -> None:
             raise OSError("no space left on device")
 
-        scene.tell = full  # type: ignore[method-assign]
+        scene.report = full  # type: ignore[method-assign]
         scene.end(3)
         with pytest.raises(OSError, match="no space left"):
-            await scene.teller.beside(scene.work(0.3), after_s=0.0)
+            await scene.reporter.beside(scene.work(0.3), after_s=0.0)
         await asyncio.sleep(0)
         assert scene.log == ["end 3", "work"], "the work is cancelled with it"
 
@@ -121,13 +119,13 @@ def test_what_can_not_be_told_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_what_the_early_warning_says_is_handed_on_once_it_is_known(monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
+def test_what_the_early_warning_says_is_handed_on_once_it_is_known(is_known: bool) -> None:
     observation = Observation({}, (EVENT,), State.ALARM, 0.0) if is_known else None
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch, observation)
+        scene = Scene(observation)
         scene.end(3)
-        await scene.teller.flush()
+        await scene.reporter.flush()
         assert await scene.observed is observation
         assert scene.events == ([EVENT] if is_known else [])
 

@@ -1,4 +1,4 @@
-"""Finished steps are told beside the next one, so that neither the learner nor the loop waits for what is written down of them."""
+"""Finished steps are reported beside the next one, so that neither the learner nor the loop waits for what is written of them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import Any, TypeVar
 from actors.carriers import Observation
 from actors.record.finished_step import FinishedStep
 from actors.record.observer import Observer
-from actors.record.step_report import learned_numbers
 
 T = TypeVar("T")
 
 
-class StepTeller:
-    """Holds the last finished step until there is time to tell it: while the next one is waited for or trained, or at a flush."""
+class StepReporter:
+    """Holds the last finished step until there is time to report it: while the next one is waited for or trained, or at a flush."""
 
     def __init__(self, observer: Observer, *, on_observed: Callable[[Observation], None]) -> None:
         """Args: on_observed: takes what is known of a step's batch, once it is; that may be after the next step has begun."""
         self._observer, self._on_observed = observer, on_observed
         self._service: Any = None
-        self._untold: FinishedStep | None = None
+        self._unreported: FinishedStep | None = None
 
     def follow(self, service: Any) -> None:
         """The correction service, which diagnoses the steps."""
@@ -29,40 +28,39 @@ class StepTeller:
 
     def end_step(self, finished: Callable[[], FinishedStep]) -> None:
         """Keep the step that ends now; report the one before, if that has not been done. Args: finished: Observer.end_step."""
-        self._tell()
-        self._untold = finished()
+        self._report()
+        self._unreported = finished()
 
     async def beside(self, work: Awaitable[T], *, after_s: float) -> T:
-        """The result of `work`; the last step is told while that is under way, if it takes longer than `after_s`."""
+        """The result of `work`; the last step is reported while that is under way, if it takes longer than `after_s`."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task}, timeout=after_s)
             if not task.done():
-                self._tell()
+                self._report()
             return await task
         finally:
             task.cancel()
 
     async def flush(self) -> None:
         """Have the lines of all finished steps written."""
-        self._tell()
+        self._report()
         await self._observer.flush()
 
-    def _tell(self) -> None:
-        step, self._untold = self._untold, None
+    def _report(self) -> None:
+        step, self._unreported = self._unreported, None
         if step is not None:
-            self._observer.tell(step, asyncio.ensure_future(self._observed(step)))
+            self._observer.report(step, asyncio.ensure_future(self._observed(step)))
 
     def _observed(self, step: FinishedStep) -> Awaitable[Observation | None]:
         """Diagnostics of a step's batch, in the making: the service is asked now, which holds the batch for one step more."""
         batch, result = step.batch, step.result
-        learned = learned_numbers(batch, result)
-        reference = self._service.observe.remote(step.number, batch.version, (result.values,), learned)
+        reference = self._service.observe.remote(step.number, batch.version, (result.values,))
 
-        async def told() -> Observation | None:
+        async def reported() -> Observation | None:
             observation: Observation | None = await reference
             if observation is not None:
                 self._on_observed(observation)
             return observation
 
-        return told()
+        return reported()

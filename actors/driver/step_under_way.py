@@ -1,0 +1,42 @@
+"""The step that the learner is at, while the loop does other things beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from actors.carriers import PreparedBatch
+from actors.processes.supervision import abandon
+from correction.errors import StepAborted
+
+
+class StepUnderWay:
+    """From the moment in which the learner is given a batch until the books have it."""
+
+    def __init__(self, batch: PreparedBatch, learn: Callable[[PreparedBatch], Coroutine[Any, Any, Any]]) -> None:
+        """Args: learn: trains on the batch, and returns the learner's result; it goes on when queue or service die meanwhile."""
+        self.batch = batch
+        self._learning = asyncio.create_task(learn(batch))
+
+    @property
+    def is_over(self) -> bool:
+        return self._learning.done()
+
+    @property
+    def is_trained(self) -> bool:
+        """The weights have the batch. Raises: what the step has failed with."""
+        return self.is_over and not self._is_aborted and self._learning.result() is not None
+
+    async def result(self) -> Any:
+        """The learner's, when there is one; None of a step that was aborted. Raises: what the step has failed with."""
+        await asyncio.wait({self._learning})
+        return None if self._is_aborted else self._learning.result()
+
+    def drop(self) -> None:
+        """Nobody waits for it any more."""
+        abandon(self._learning)
+
+    @property
+    def _is_aborted(self) -> bool:
+        return not self._learning.cancelled() and isinstance(self._learning.exception(), StepAborted)

@@ -1,0 +1,26 @@
+"""What errors carry beside their message, and that they carry it to another process."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineError, EvenkeelError, LateError
+
+
+@pytest.mark.parametrize("kind", [ConfigError, DataError, EngineError, LateError])
+@pytest.mark.parametrize(("remedy", "end"), [("", ""), ("lower it", "; lower it"), ("Set b", ". Set b")])
+def test_a_message_ends_with_its_remedy_and_both_cross_processes(kind: type[EvenkeelError], remedy: str, end: str) -> None:
+    reason = "a = 3: too large (b; c. D)"
+    error = kind(reason, remedy=remedy)
+    for one in (error, pickle.loads(pickle.dumps(error))):
+        assert (type(one), str(one), one.reason, one.remedy) == (kind, reason + end, reason, remedy)
+
+
+def test_a_deadline_has_its_wait_and_its_setting_apart() -> None:
+    error = DeadlineExceeded("weight group w-0-1: not done in 40 s", what="weight group w-0-1", seconds=40.5, setting="deadlines")
+    for one in (error, pickle.loads(pickle.dumps(error))):
+        assert str(one) == "weight group w-0-1: not done in 40 s; the deadline is set under deadlines"
+        assert (one.reason, one.what, one.seconds) == ("weight group w-0-1: not done in 40 s", "weight group w-0-1", 40.5)
+    assert str(DeadlineExceeded("no answer in 600 s")) == DeadlineExceeded("no answer in 600 s").reason == "no answer in 600 s"

@@ -1,0 +1,72 @@
+"""The processes of the real SGLang engine: where they listen, what they import, and which of SGLang's arguments we refuse."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import ipaddress
+from typing import Any
+
+import psutil
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from learner.families import FAMILIES
+from rollout.engine import RolloutEngine
+from rollout.engine_config import RESERVED_ARGUMENTS
+from rollout.engine_ranks import REFUSED_ARGUMENTS
+
+pytestmark = pytest.mark.engine
+
+
+def made_anew(module: str) -> Any:
+    """Another copy of a module of SGLang's."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.loader is not None
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    return fresh
+
+
+def test_an_engines_processes_listen_on_loopback_alone(engine: RolloutEngine) -> None:
+    """The store by which the ranks find each other has no authentication, and torch's own listens on all interfaces."""
+    schedulers = [child for child in psutil.Process().children(recursive=True) if _name(child).startswith("sglang::scheduler")]
+    assert schedulers
+    found = {one.laddr.ip for child in schedulers for one in child.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+    assert found, "the store was seen"
+    assert all(ipaddress.ip_address(address.removeprefix("::ffff:")).is_loopback for address in found), found
+
+
+def _name(process: psutil.Process) -> str:
+    command = process.cmdline()
+    return command[0] if command else ""
+
+
+def test_a_scheduler_imports_our_models_alone_and_no_compiler(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own modules, made anew with the variables that its children get."""
+    for name, value in engine._process._environment().items():
+        monkeypatch.setenv(name, value)
+    registry = made_anew("sglang.srt.models.registry").ModelRegistry
+    assert {"Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM", "Glm4ForCausalLM"} <= set(registry.models)
+    assert registry.resolve_model_cls(["Qwen3ForCausalLM"])[1] == "Qwen3ForCausalLM"
+    assert len(registry.models) < 30 and not registry._default_models_loaded
+    assert registry.is_arch_supported("GraniteForCausalLM"), "others are found, too"
+    assert len(registry.models) > 200 and registry._default_models_loaded
+    marked = made_anew("sglang.srt.managers.overlap_utils")._assert_nonneg_and_invalidate
+    assert not hasattr(marked, "_torchdynamo_orig_callable"), "to mark a function for the compiler loads it"
+
+
+def test_the_models_looked_at_first_are_those_that_sglang_itself_would_take(engine: RolloutEngine) -> None:
+    """The very classes of its full registry; and each architecture that the learner trains, by transformers' name of it, is among them: of
+    one that isn't the engine's start would import every model of SGLang's."""
+    everything = importlib.import_module("sglang.srt.models.registry").import_model_classes("sglang.srt.models")
+    ours = {one.__name__: one for one in importlib.import_module("rollout.sglang_plugin.served_models.families").EntryClass}
+    assert len(everything) > 200 and ours and {name: everything.get(name) for name in ours} == ours
+    assert {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind in FAMILIES} <= set(ours)
+
+
+def test_what_is_refused_are_arguments_of_sglang(engine: RolloutEngine) -> None:
+    """A name that SGLang doesn't know would refuse nothing."""
+    from sglang.srt.server_args import ServerArgs
+
+    assert set(REFUSED_ARGUMENTS) | set(RESERVED_ARGUMENTS) <= set(ServerArgs.__struct_fields__)

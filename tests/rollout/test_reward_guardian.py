@@ -1,0 +1,112 @@
+"""The guardian of a scoring process is killed, or finds the scorer outside of the control group that was made for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollout.config import FunctionReward
+from rollout.reward_cgroup import ControlGroup
+from rollout.reward_guardian import MEMORY
+from rollout.rewards import RewardPool
+from rollout.trajectory import FinishReason, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="guardians, control groups and environments of processes are Linux's")
+
+SCORER = """
+    import os, subprocess, sys, time
+
+    def brood(completion, metadata):
+        subprocess.Popen(["sleep", completion], start_new_session=True)
+        if not os.fork():
+            os.setsid()
+            os.closerange(3, 256)
+            with open(metadata["path"] + ".part", "w") as file: file.write(str(os.getpid()))
+            os.rename(metadata["path"] + ".part", metadata["path"] + completion)
+        time.sleep(60)
+"""
+
+
+def sleepers(seconds: str) -> list[int]:
+    return [process.pid for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", seconds]]
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 40.0
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+async def score(pool: RewardPool, seconds: str, folder: Path) -> str:
+    """Returns: why the completion has no reward."""
+    trajectory = Trajectory("p", ids_of((1,)), ids_of((2,)), logprobs_of((-1.0,)), (VersionSpan(0, 0, 1),), FinishReason.STOP, text=seconds)
+    (scored,) = await pool.score((trajectory,), Prompt("p", "", (1,), "", {"path": f"{folder}/"}))
+    return str(scored.error)
+
+
+def test_what_a_killed_guardian_was_to_guard_is_ended_by_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in a session of its own, a mere fork and the control group, but not those of the other guardian."""
+    (tmp_path / "user_rewards.py").write_text(textwrap.dedent(SCORER))
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def run() -> None:
+        pool = RewardPool(FunctionReward(path="user_rewards:brood", deadline_s=50.0, processes=2))
+        await pool.check()
+        names = ("66.5", "67.5")
+        scoring = [asyncio.create_task(score(pool, name, tmp_path)) for name in names]
+        try:
+            assert await asyncio.to_thread(wait_until, lambda: all((tmp_path / name).is_file() for name in names))
+            forks = [int((tmp_path / name).read_text()) for name in names]
+            (guardian,) = (pid for pid in pool.pids if forks[0] in {child.pid for child in psutil.Process(pid).children(recursive=True)})
+            os.kill(guardian, signal.SIGKILL)
+            assert "died at one completion (signal SIGKILL)" in await scoring[0]
+            assert await asyncio.to_thread(wait_until, lambda: not is_running(forks[0]) and not sleepers("66.5"))
+            assert await asyncio.to_thread(wait_until, lambda: not ControlGroup.of(guardian)._folders)
+            assert is_running(forks[1]) and sleepers("67.5")
+        finally:
+            await pool.close()
+            await asyncio.wait(scoring)
+
+    asyncio.run(run())
+    assert wait_until(lambda: not sleepers("67.5"))
+
+
+UNJOINED = """
+    import os, subprocess, sys, time
+    from pathlib import Path
+    from rollout.reward_cgroup import ControlGroup
+    from rollout.reward_guardian import become_reaper, guard
+
+    leash, held = os.pipe()
+    become_reaper()
+    scorer = os.fork()
+    if not scorer:
+        subprocess.Popen([sys.executable, "-c", "import time; kept = b'x' * (80 << 20); time.sleep(60)"])
+        time.sleep(30)
+        os._exit(0)
+    sys.exit(guard(scorer, leash, os.getppid(), 60 << 20, ControlGroup([Path(sys.argv[1])], True)))
+"""
+
+
+def test_limits_are_looked_after_where_the_scorer_is_not_in_its_control_group(tmp_path: Path) -> None:
+    """One was made, but the scorer could not join it; there are two processes, of 80 MiB and more under a limit of 60."""
+    (tmp_path / "cgroup.procs").write_text("")
+    (tmp_path / "memory.events").write_text("oom_kill 0\n")
+    command = [sys.executable, "-c", textwrap.dedent(UNJOINED), str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    assert subprocess.run(command, env=environment, timeout=100, check=False).returncode == MEMORY

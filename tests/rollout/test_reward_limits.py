@@ -1,0 +1,168 @@
+"""What a reward starts and uses is bounded: deadlines end all of it, and no scoring process outlives its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import rollout.rewards
+from correction.errors import ConfigError
+from rollout.reward_cgroup import ControlGroup
+from rollout.rewards import RewardPool
+from rollout.trajectory import FailureKind
+from tests.rollout.reward_scene import asked, scored, user_reward
+from tests.rollout.reward_scene import user_module as user_module
+
+
+def wait_until(condition: Callable[[], bool], deadline_s: float = 30.0) -> bool:
+    end = time.monotonic() + deadline_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def sleepers(seconds: str) -> list[int]:
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", seconds]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel hands orphans to their guardian on Linux")
+def test_whatever_a_reward_has_started_is_ended() -> None:
+    """At the deadline, also what left its session; and what lost its parent."""
+    offspring, daemon, left_behind = scored(user_reward("moody", deadline_s=1.5), "offspring", "daemon", "left behind")
+    for answer in (offspring, daemon):
+        assert answer.error is not None and "more than 1.5 s" in answer.error
+    assert left_behind.error is not None and "signal SIGKILL" in left_behind.error
+    assert wait_until(lambda: not any(map(sleepers, ("61.25", "62.5", "63.5"))))
+
+
+@pytest.fixture(params=[False, True], ids=["looked after", "control group"])
+def has_group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Where a control group can't be made, that half is skipped."""
+    has_group: bool = request.param
+    if has_group and (group := ControlGroup.make(1 << 30, 10)) is None:
+        pytest.skip("this process may make no control group")
+    elif has_group:
+        group.remove()
+    specification = rollout.rewards.reward_specification
+    monkeypatch.setattr(rollout.rewards, "reward_specification", lambda *of: specification(*of) | {"control_group": has_group})
+    return has_group
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
+def test_the_whole_tree_has_the_limits(has_group: bool) -> None:
+    """400 processes, and four of 300 MiB each under a limit of 1 GiB, which each of them keeps. The next completion is scored."""
+    results = scored(user_reward("moody", deadline_s=20.0, memory_gib=1.0), "forks", "ok", "spreads", "ok")
+    errors = [str(t.error) for t in results]
+    assert ("ran out of memory" if has_group else "more than 128 processes") in errors[0]
+    assert "took more than 1 GiB together" in errors[2]
+    assert [t.is_valid for t in results] == [False, True, False, True]
+    assert wait_until(lambda: not sleepers("64.5"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
+def test_no_file_grows_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (t,) = scored(user_reward("moody", deadline_s=20.0), "file")
+    assert t.error is not None and ("File too large" in t.error or "SIGXFSZ" in t.error)
+
+
+PARENT = """
+    import asyncio, sys
+    from pydantic import TypeAdapter
+    from rollout.config import FunctionReward
+    from rollout.rewards import RewardPool
+    from rollout.trajectory import *
+
+    async def main():
+        pool = RewardPool(FunctionReward(path="user_rewards:moody", processes=2, deadline_s=60))
+        await pool.check()
+        print(*pool.pids, flush=True)
+        busy, daemon = (
+            Trajectory("p", (1,), (2,), (-1.0,), (VersionSpan(0, 0, 1),), FinishReason.STOP, text=text) for text in ("power", "daemon")
+        )
+        await pool.score((busy, daemon), Prompt("p", "", (1,), ""))
+
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_scoring_processes_die_with_their_parent_idle_or_deep_in_a_c_function(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PARENT)], stdout=subprocess.PIPE, text=True, env=environment)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    scorers = [child.pid for pid in pids for child in psutil.Process(pid).children()]
+    assert wait_until(lambda: max(sum(psutil.Process(pid).cpu_times()[:2]) for pid in scorers) > 0.3)      # one computes 5^5^5^5
+    assert wait_until(lambda: bool(sleepers("62.5")))      # the other has started one in a session of its own
+    assert all(is_running(pid) for pid in pids + scorers)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    assert wait_until(lambda: not any(is_running(pid) for pid in pids + scorers) and not sleepers("62.5"))
+
+
+class Refusing:
+    """In the place of subprocess.Popen: the machine has no process left for these calls, counted from 0."""
+
+    def __init__(self, *calls: int) -> None:
+        self._calls, self._number = calls, 0
+
+    def __call__(self, *words: Any, **named: Any) -> Any:
+        self._number += 1
+        if self._number - 1 in self._calls:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return POPEN(*words, **named)
+
+
+POPEN = subprocess.Popen
+
+
+@pytest.mark.parametrize(
+    ("refused", "texts", "expected"),
+    [
+        ((0,), ("four", "three"), ("lets no scoring process start ([Errno 11] Resource temporarily unavailable)", None)),
+        (range(9), ("four", "three"), ("lets no scoring process start", "lets no scoring process start")),
+        ((1,), ("die", "three"), ("signal SIGSEGV", None)),
+    ],
+    ids=["once", "for good", "at a restart"],
+)
+def test_a_machine_without_a_process_left_fails_one_answer_after_the_other(
+    refused: tuple[int, ...], texts: tuple[str, ...], expected: tuple[str | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no more than that: not the worker, whose engine is well. No descriptor stays open."""
+    open_before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr("rollout.rewards.subprocess.Popen", Refusing(*refused))
+    for found, reason in zip(scored(user_reward("moody"), *texts), expected, strict=True):
+        assert (found.error is None and found.reward is not None) if reason is None else (reason in str(found.error))
+        assert reason is None or (found.reward is None and found.failure is FailureKind.REWARD)
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+def test_a_worker_that_starts_without_a_process_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.rewards.subprocess.Popen", Refusing(0))
+
+    async def run() -> None:
+        await RewardPool(user_reward("length")).check(asked())
+
+    with pytest.raises(ConfigError, match=r"the machine lets no scoring process start \(\[Errno 11\]"):
+        asyncio.run(run())
