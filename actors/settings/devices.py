@@ -178,11 +178,6 @@ def check_rollout_resource(config: RunConfig, offered: float, possible: float | 
     )
 
 
-def most_workers_setting(config: RunConfig) -> str:
-    """The setting that says how many workers there may be, with its value, for sentences."""
-    return f"rollout.{'max_workers' if config.rollout.is_elastic else 'workers'} = {config.rollout.most_workers}"
-
-
 def check_gpus_to_come(config: RunConfig, offered: float, possible: float | None) -> None:
     """Whether a joined cluster can ever place the learner's ranks; workers without GPUs wait, and those that have some sample.
 
@@ -194,8 +189,14 @@ def check_gpus_to_come(config: RunConfig, offered: float, possible: float | None
     if possible is not None and max(offered, possible) < ranks:
         raise ConfigError(
             f"learner.device = cuda with {learner.world_size} ranks: {ranks} GPUs are needed, and the cluster at {config.ray.address} has "
-            f"{max(offered, possible):g} at most, with all nodes that its autoscaler may start. Use fewer ranks, or give it more nodes"
+            f"{max(offered, possible):g} at most, with all nodes that its autoscaler may start",
+            remedy="Use fewer ranks, or give it more nodes",
         )
+
+
+def most_workers_setting(config: RunConfig) -> str:
+    """The setting that says how many workers there may be, with its value, for sentences."""
+    return f"rollout.{'max_workers' if config.rollout.is_elastic else 'workers'} = {config.rollout.most_workers}"
 
 
 def whole_gpus(shares: Sequence[float]) -> int:
