@@ -30,7 +30,7 @@ SCORER = """
         subprocess.Popen(["sleep", completion], start_new_session=True)
         if not os.fork():
             os.setsid()
-            os.closerange(3, 256)
+            os.closerange(3, 65536)
             with open(metadata["path"] + ".part", "w") as file: file.write(str(os.getpid()))
             os.rename(metadata["path"] + ".part", metadata["path"] + completion)
         time.sleep(60)

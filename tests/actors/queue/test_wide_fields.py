@@ -247,4 +247,4 @@ def test_a_batch_that_is_kept_for_study_is_whole() -> None:
 
     assert "not kept: skipped_batches holds" in asyncio.run(told(False))  # what `keep` says with None
     assert kept[0].corrected.batch.wide is None and torch.equal(kept[0].corrected.batch.routed_experts, batch.routed_experts)  # type: ignore[arg-type]
-    assert "not kept: " in asyncio.run(told(True)) and len(kept) == 1
+    assert "the batch is not kept (ActorLost: " in asyncio.run(told(True)) and len(kept) == 1
