@@ -30,7 +30,6 @@ import yaml
 
 from actors.metrics.step_metrics import by_worker
 from actors.record.run_folder import RunFolder
-from actors.state.resume import TrainingState
 from tests.deploy.loopback_hosts import SSHD
 from tests.deploy.own_hosts import ADDRESSES, OwnCluster, free_ports, own_cluster, until
 from tests.e2e.conftest import small_model as small_model
@@ -68,6 +67,9 @@ class Story:
 
     def metrics(self) -> list[dict[str, Any]]:
         return json_lines(self.run_dir / "metrics.jsonl")
+
+    def steps(self) -> list[int]:
+        return [line["step"] for line in self.metrics()]
 
     def ledger(self) -> list[dict[str, Any]]:
         return json_lines(self.run_dir / "ledger.jsonl")
@@ -210,9 +212,7 @@ def test_another_job_goes_on_from_there(story: Story) -> None:
     assert retried.startswith("the run's process was killed by SIGKILL after step ") and retried.endswith("(retry 1 of 1)")
     (resumed_from,) = re.findall(r"it goes on from the checkpoint of step (\d+) in", retried)
     assert story.checkpoints_at_stop[-1] < int(resumed_from) < steps[-1], "not from the first job's, nor was there nothing left to do"
-    checkpoint = RunFolder(story.run_dir).latest_checkpoint()
-    assert checkpoint.step == steps[-1]
-    check_books(story, TrainingState.load(checkpoint.state), groups_per_step=GROUPS)
+    check_books(story, groups_per_step=GROUPS, steps=steps[-1])
 
 
 def test_nothing_of_the_run_stays_behind(story: Story) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any, Protocol
+
 from actors.record.run_folder import RunFolder
 from actors.state.resume import TrainingState
 from tests.e2e.launch import Run
@@ -23,7 +26,19 @@ def check_end(
     assert run.orphans(within_s, but=but) == []
 
 
-def check_books(run: Run, *, groups_per_step: int, steps: int | None = None) -> None:
+class Written(Protocol):
+    """What a run has written down."""
+
+    run_dir: Path
+
+    def steps(self) -> list[int]: ...
+
+    def metrics(self) -> list[dict[str, Any]]: ...
+
+    def ledger(self) -> list[dict[str, Any]]: ...
+
+
+def check_books(run: Written, *, groups_per_step: int, steps: int | None = None) -> None:
     """Its lines are in order, up to the last checkpoint, and each prompt is there once.
 
     That is trained, discarded or under way in the last checkpoint: together the first `admitted` of the stream, in full steps.

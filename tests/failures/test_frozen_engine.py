@@ -14,9 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.record.run_folder import RunFolder
 from actors.record.stack_gist import newest_gist
-from actors.state.resume import TrainingState
 from tests.e2e.launch import RECIPE, Run
 from tests.failures.books import check_books
 from tests.failures.measured import Recovery
@@ -61,9 +59,7 @@ def test_a_frozen_engine_is_condemned_by_its_heartbeat_and_the_run_goes_on(small
         run.interrupt()
         assert run.wait() == 0, run.output()[-4000:]
         assert len(re.findall(r"rollout worker \d+ is gone", run.events())) == 1, run.events()
-        state = TrainingState.load(RunFolder.view(run_dir).latest_checkpoint().state)
-        assert run.steps() == list(range(1, state.step + 1))
-        check_books(run, state, groups_per_step=GROUPS)
+        check_books(run, groups_per_step=GROUPS)
         assert run.orphans(60.0) == []
     finally:
         run.close()

@@ -45,9 +45,8 @@ def test_the_last_finished_step_is_saved_without_the_one_under_way(small_model: 
         run.close()
     (aborted,) = map(int, re.findall(r"step (\d+) was aborted; a resume trains on its groups", run.events()))
     assert max(run.steps()) == aborted - 1 == folder.latest_checkpoint().step, "whose only checkpoint this is"
-    state = TrainingState.load(folder.latest_checkpoint().state)
-    check_books(run, state, groups_per_step=GROUPS)
-    held = {group.prompt.prompt_id for group in state.queue.finished}
+    check_books(run, groups_per_step=GROUPS)
+    held = {group.prompt.prompt_id for group in TrainingState.load(folder.latest_checkpoint().state).queue.finished}
     assert len(held) >= GROUPS, "among them those of the aborted step are finished, and not sampled again"
     follows = "the last finished step is saved; the one under way is aborted, and a resume trains on its groups"
     Measured("SIGTERM in a step of two ranks, one ahead of the other", follows, seconds, "the begun micro-batches", REAL).write()
@@ -57,8 +56,6 @@ def test_the_last_finished_step_is_saved_without_the_one_under_way(small_model: 
         assert resumed.wait() == 0, resumed.output()[-4000:]
     finally:
         resumed.close()
-    assert resumed.steps() == list(range(1, aborted + MORE + 1))
+    check_books(resumed, groups_per_step=GROUPS, steps=aborted + MORE)
     trained = {entry["prompt_id"] for entry in resumed.ledger() if entry["outcome"] == "trained" and entry["step"] == aborted}
     assert trained <= held
-    state = TrainingState.load(folder.latest_checkpoint().state)
-    check_books(resumed, state, groups_per_step=GROUPS)
