@@ -16,8 +16,8 @@ from contextlib import contextmanager
 
 from correction.errors import DeadlineExceeded, StepAborted
 
-_RELEASED_S = 60.0
-"""How long a rank waits to be released: all ranks are asked and answered within 20 s, or one of them is lost."""
+_RELEASED_S = 180.0
+"""How long a rank waits to be released: whoever can't be reached is asked again for half a minute, twice, each time for 10 s."""
 
 
 class Abort:

@@ -124,24 +124,34 @@ def end_orphans(guardian: int) -> None:
     """For the worker, when this guardian has been killed: kill what that was to guard, and remove its control group."""
     group = ControlGroup.of(guardian)
     # Looked at twice: who gets a living guardian for a parent just then is seen below nobody, once.
-    _end(lambda: (_orphans() & _orphans()) | group.members(), group.kill)
+    for pid in _end(lambda: (_orphans() & _orphans()) | group.members(), group.kill) - _orphans():
+        _signal(pid, signal.SIGCONT)  # it was none: below a living guardian by now
     group.remove()
 
 
 def _orphans() -> set[int]:
     """What was started below guardians of this process, but for living guardians and all below them (Linux)."""
     mark, own = f"{WORKER}={os.getpid()}".encode(), os.getpid()
-    marked = set[int]()
+    parents, marked = dict[int, int | None](), set[int]()
     for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        parents[pid] = _parent(pid)
         with contextlib.suppress(OSError):  # it has ended, or is somebody else's
             if mark in (folder / "environ").read_bytes().split(b"\0"):
-                marked.add(int(folder.name))
-    guardians = marked.intersection(_children(own))
-    return {pid for pid in marked.difference(guardians, *map(descendants, guardians)) if not _is_zombie(pid)}
+                marked.add(pid)
+    # By parents, which every kernel tells; without the list of its children a living guardian would pass for an orphan.
+    living = {pid for pid in marked if parents[pid] == own}
+    while below := {pid for pid, parent in parents.items() if parent in living} - living:
+        living |= below
+    return {pid for pid in marked - living if parents[pid] is not None}
 
 
-def _end(find: Callable[[], set[int]], kill: Callable[[], object]) -> None:
-    """Kill what `find` finds until that is nothing. They are stopped first: what is stopped starts no other. Args: kill: kills more."""
+def _end(find: Callable[[], set[int]], kill: Callable[[], object]) -> set[int]:
+    """Kill what `find` finds until that is nothing. They are stopped first: what is stopped starts no other.
+
+    Args: kill: kills more.
+    Returns: all that were stopped.
+    """
     until = time.monotonic() + _END_S
     stopped: set[int] = set()
     while (found := find()) and time.monotonic() < until:
@@ -154,6 +164,7 @@ def _end(find: Callable[[], set[int]], kill: Callable[[], object]) -> None:
             for pid in found:
                 _signal(pid, signal.SIGKILL)
             time.sleep(0.005)
+    return stopped
 
 
 def clear_leftovers() -> None:
@@ -186,10 +197,16 @@ def _children(pid: int) -> list[int]:
 
 
 def _is_zombie(pid: int) -> bool:
+    return _parent(pid) is None
+
+
+def _parent(pid: int) -> int | None:
+    """Process id; None of one that has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return True
+        return None
+    return None if state in "ZX" else int(parent)
 
 
 def _private_bytes(pid: int) -> int:

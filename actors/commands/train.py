@@ -96,7 +96,7 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     check_devices(config)
     config = checked(config, model, has_weights=has_weights)
     check_task_names(config.rollout.task)
-    facts = paper_facts(config, model)
+    facts = paper_facts(config, model, is_resumed=resumed_from is not None)
     check_types(config)
     of_paper = on_paper(facts, config)
     stop_at_failures(of_paper)

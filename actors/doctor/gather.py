@@ -37,12 +37,15 @@ _ANSWER_S = 60.0
 _SIGN = ".seen_by_all_nodes"
 
 
-def paper_facts(config: RunConfig, model: Path | None = None, *, meant: Sequence[Gpus] | None = None) -> PaperFacts:
+def paper_facts(
+    config: RunConfig, model: Path | None = None, *, meant: Sequence[Gpus] | None = None, is_resumed: bool = False
+) -> PaperFacts:
     """Of the model folder and of this machine.
 
     Args:
         model: folder, if it isn't config.model.
         meant: GPUs of machines that aren't here and of which nothing else is known; None: those here, if the run is here.
+        is_resumed: the model folder is that of a checkpoint, in the run's folder.
     Raises: DataError if the folder has no config.json of a model that the learner trains.
     """
     shape = ModelShape.read(config_folder(model or config.model))
@@ -52,8 +55,8 @@ def paper_facts(config: RunConfig, model: Path | None = None, *, meant: Sequence
     if config.ray.address is None and "cuda" in (config.learner.resolved_device, config.rollout.engine.resolved_device):
         gpus = could_be_given(_sizes(_named(gpus_of_driver(), visible_gpus())), visible_gpus())
     host = psutil.virtual_memory().total if config.ray.address is None else None
-    there = home_of_run(config)
-    closed = "" if os.access(there, os.W_OK) else str(there)
+    there = model if is_resumed and model is not None else home_of_run(config)
+    closed = "" if is_resumed or os.access(there, os.W_OK) else str(there)
     return PaperFacts(shape, gpus, disk_free=shutil.disk_usage(there).free, closed_folder=closed, host_bytes=host)
 
 

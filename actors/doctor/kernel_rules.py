@@ -35,7 +35,7 @@ def experts_stay_as_sent(shape: ModelShape, config: RunConfig) -> Iterator[Compl
 
 def weights_stay_as_sent(shape: ModelShape, config: RunConfig, architectures: Collection[str]) -> Iterator[Complaint]:
     """Args: architectures: of the GPUs that an engine may get, such as sm_90; those that aren't known are left out."""
-    numbers = sorted({_number(one) for one in architectures if one})
+    numbers = sorted({number for one in architectures if (number := _number(one))})
     if config.rollout.engine.resolved_device != "cuda" or not numbers:
         return
     if shape.experts and _runner(config) == "auto" and any(number // 10 == _BLACKWELL for number in numbers):
@@ -74,5 +74,5 @@ def _runner(config: RunConfig) -> str:
 
 
 def _number(architecture: str) -> int:
-    """90 of sm_90 or sm_90a."""
-    return int("".join(character for character in architecture if character.isdigit()))
+    """90 of sm_90 or sm_90a; 0: its driver doesn't say."""
+    return int("".join(character for character in architecture if character.isdigit()) or 0)

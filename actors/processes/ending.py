@@ -58,10 +58,11 @@ class Ending:
         self.is_asked.set()
         on_disk = f"a resume goes on from step {self._saved_step()}" if self._saved_step() else "there is no checkpoint yet"
         if self.is_training and is_first:
+            which = "after the step under way, if there is one"
             if number == signal.SIGTERM:
                 self._hurry()
-            which = "of the last finished step" if number == signal.SIGTERM else "after the step under way if there is one"
-            self._notify(f"interrupted ({name}): ending with a checkpoint, {which} (once more: at once); until that is on disk, {on_disk}")
+                which = "of the last finished step, or of the one under way if it can't be aborted"
+            self._notify(f"interrupted ({name}): ending with a checkpoint {which} (once more: at once); until that is on disk, {on_disk}")
         elif self.last_evaluation is not None and not self.last_evaluation.done() and is_first:
             self._notify(f"interrupted ({name}): leaving out the evaluation after training")
             self.last_evaluation.cancel()

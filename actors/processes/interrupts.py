@@ -209,6 +209,9 @@ def is_ending() -> bool:
     return _guard is not None and _guard.raised is not None
 
 
+_ENDS = threading.RLock()
+
+
 def end_all(why: str, code: int, *, last: Callable[[], object] | None = None) -> NoReturn:
     """End this process and its descendants, without the help of the main thread.
 
@@ -219,6 +222,7 @@ def end_all(why: str, code: int, *, last: Callable[[], object] | None = None) ->
     """
     from actors.processes.descendants import adopted_orphans, end_new
 
+    _ENDS.acquire()  # for good: of two threads that end this process the first one says why
     with contextlib.suppress(OSError):
         if sys.stdout.isatty():
             os.write(1, b"\x1b[?25h\n")  # the cursor, which a live panel hides

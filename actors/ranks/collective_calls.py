@@ -189,10 +189,14 @@ class CollectiveCaller:
 
 
 async def all_of(waits: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """What all of them return. Raises: the first error of any of them at once, not after the others' deadlines."""
+    """What all of them return. Raises: the first error of any of them at once, not after the others' deadlines; StepAborted when all have
+    ended, as calls go on after it: the next one must not come to a rank that has not begun this one."""
     running = [asyncio.ensure_future(wait) for wait in waits]
     try:
         return list(await asyncio.gather(*running))
+    except StepAborted as aborted:
+        ends = await asyncio.gather(*running, return_exceptions=True)
+        raise next((end for end in ends if isinstance(end, BaseException) and not isinstance(end, StepAborted)), aborted) from None
     finally:
         for one in running:
             one.cancel()

@@ -46,7 +46,7 @@ class FileThread:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 
-        def settle(value: T | None, error: Exception | None) -> None:
+        def settle(value: T | None, error: BaseException | None) -> None:
             if answer.done():  # whoever waited has given it up
                 return
             if error is not None:
@@ -58,7 +58,7 @@ class FileThread:
             value, failure = None, None
             try:
                 value = job()
-            except Exception as error:
+            except BaseException as error:
                 failure = error
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(settle, value, failure)

@@ -28,7 +28,7 @@ from actors.record.patience import PatientWriter
 from actors.record.probe_watch import ProbeWatch
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
-from actors.record.skipped_batches import keep_and_describe
+from actors.record.skipped_batches import KEEP_S, keep_and_describe
 from actors.record.slowest import FILE, SlowestPrompts
 from actors.record.step_report import (
     FAILED_TRAJECTORIES,
@@ -274,11 +274,8 @@ class Observer:
         if not math.isfinite(result.loss + (result.grad_norm or 0.0)):
             self._writing = asyncio.create_task(self._keep_skipped(step.number, batch, result, self._writing))
         if result.overflowed_steps:
-            self.event(
-                "info",
-                f"step {step.number}: {counted(result.overflowed_steps, 'update')} left out: the gradient overflowed in float16; the loss "
-                f"scale is {result.loss_scale:g} now",
-            )
+            what = f"step {step.number}: {counted(result.overflowed_steps, 'update')} left out: the gradient overflowed in float16"
+            self.event("info", f"{what}; the loss scale is {result.loss_scale:g} now")
         metrics = StepMetrics(step.number, {"weight_version": step.version, "time/elapsed_s": step.elapsed_s, "time/step_s": step.seconds})
         metrics.update(batch_metrics(batch, correct_at=self._config.evaluation.correct_at))
         metrics.update(learner_metrics(result))
@@ -295,7 +292,8 @@ class Observer:
         """Say what the guard did, and keep the batch for study."""
         if previous is not None:
             await previous
-        self.event("warning", await keep_and_describe(self._folder.keep_skipped_batch, step, batch, result))
+        said = keep_and_describe(self._folder.keep_skipped_batch, step, batch, result)
+        self.event("warning", await unless_set(self._hurries, said) or f"step {step}: updates left out; its batch is not kept any more")
 
     async def _write_when_known(
         self,
@@ -342,7 +340,7 @@ class Observer:
     async def flush(self) -> None:
         """Wait until all reported steps are written (a cancelled wait stops no writing). Raises: DeadlineExceeded if one never is."""
         if self._writing is not None:
-            wait, limit_s = asyncio.shield(self._writing), 2 * self._config.deadlines.step_s
+            wait, limit_s = asyncio.shield(self._writing), 2 * self._config.deadlines.step_s + KEEP_S
             await wait_for(wait, "numbers of the last steps", deadline_s=limit_s, counts_from=lambda: self._written_at)
         what, limit_s = "lines of the last steps -> the run folder's disk", self._config.deadlines.disk_s
         await wait_for(self.disk.done(), what, deadline_s=limit_s, notice=self.waiting)

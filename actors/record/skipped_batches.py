@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # torch: seconds that the driver's start doesn't need
 
 KEPT = 8
 """Of a run: the first ones say most."""
-_KEEP_S = 600.0
+KEEP_S = 600.0
 """For its way from the object store to the disk: the lines of later steps wait for it."""
 
 
@@ -103,7 +103,7 @@ async def keep_and_describe(keep: Callable[[SkippedBatch], Path | None], step: i
 
     try:
         what = f"batch of step {step} -> skipped_batches"
-        path = await wait_for(_kept(keep, step, batch, result), what, deadline_s=_KEEP_S)
+        path = await wait_for(_kept(keep, step, batch, result), what, deadline_s=KEEP_S)
         kept = f"kept in {path}" if path else f"not kept: skipped_batches holds {KEPT} already"
     except Exception as error:  # whatever it is: a batch to look at is worth no run, and no later line
         kept = f"not kept ({type(error).__name__}: {error})"
@@ -120,6 +120,6 @@ async def _kept(keep: Callable[[SkippedBatch], Path | None], step: int, batch: P
 
     corrected = await value_of(batch.corrected)
     if corrected.batch.wide:
-        corrected = replace(corrected, batch=await with_wide_fields(corrected.batch, deadline_s=_KEEP_S))
+        corrected = replace(corrected, batch=await with_wide_fields(corrected.batch, deadline_s=KEEP_S))
     kept_batch = SkippedBatch(step, batch.version, corrected, batch.correction, result.grad_norms, result.group_norms)
     return await asyncio.to_thread(keep, kept_batch)

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rollout import reward_guardian
 from rollout.config import FunctionReward
 from rollout.reward_cgroup import ControlGroup
 from rollout.reward_guardian import MEMORY
@@ -59,8 +60,14 @@ async def score(pool: RewardPool, seconds: str, folder: Path) -> str:
     return str(scored.error)
 
 
-def test_what_a_killed_guardian_was_to_guard_is_ended_by_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process in a session of its own, a mere fork and the control group, but not those of the other guardian."""
+@pytest.mark.parametrize("lists_children", [True, False], ids=["", "no list of children"])
+def test_what_a_killed_guardian_was_to_guard_is_ended_by_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lists_children: bool
+) -> None:
+    """A process in a session of its own, a mere fork and the control group, but not those of the other guardian. Not every kernel lists a
+    process's children."""
+    if not lists_children:
+        monkeypatch.setattr(reward_guardian, "_children", lambda _: [])
     (tmp_path / "user_rewards.py").write_text(textwrap.dedent(SCORER))
     monkeypatch.syspath_prepend(str(tmp_path))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from actors.commands.recipe import load_config
 from actors.commands.train import prepare
 from actors.config import RunConfig
 from actors.doctor.facts import PaperFacts
+from actors.doctor.gather import paper_facts
 from actors.doctor.paper_rules import on_paper
 from actors.doctor.start_checks import judged
 from actors.plan.gpus import Gpus
@@ -35,6 +37,18 @@ FP8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dyna
 AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}}
 GROUPS = "learner.routing_replay=rollout rollout.engine.tensor_parallel=8 rollout.engine.attention_data_parallel=4 rollout.workers=2"
 SCORED = "rollout.reward={kind: exact_match}"
+
+
+def test_a_resume_looks_at_the_folder_that_it_goes_on_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it has been copied, and wherever the resume is called: where a new run would be made is of no interest."""
+    model = save_config(tmp_path, QWEN3_8B)
+    config = derived(load_config(RunConfig, RECIPES / "qwen3_8b_8gpu.yaml", ["run_dir=/nobodys/runs/one"]), has_gpu=False)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    looked_at: list[Path] = []
+    monkeypatch.setattr("shutil.disk_usage", lambda path: looked_at.append(Path(path)) or SimpleNamespace(free=1))
+    assert paper_facts(config, model).closed_folder == "/"
+    assert paper_facts(config, model, is_resumed=True).closed_folder == ""
+    assert looked_at == [Path("/"), model]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import ray.exceptions
 from actors.ranks.collective_calls import NumberedRank, collective
 from actors.ranks.learner_group import LearnerGroup
 from correction.config import CorrectionConfig
-from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, StepAborted
 from tests.actors.simulated_time import simulate
 
 LOST = ray.exceptions.ActorUnavailableError("the connection was lost", b"1" * 16)
@@ -49,6 +49,8 @@ class Work(NumberedRank):
         self.done.append(f"{number} step")
         if corrected == "breaks":
             raise EngineError("the step breaks")
+        if corrected == "aborted":
+            raise StepAborted("before its update")
         return Result(step), [step]
 
     @collective
@@ -169,6 +171,20 @@ def test_an_error_whose_reply_is_lost_is_told_again() -> None:
             await group.step("breaks", TIS, step=0)
 
     assert [rank.work.done for rank in played(scenario)] == [["1 step"]] * 2
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_after_an_aborted_step_all_ranks_have_had_it(who: int) -> None:
+    """One of them may hear of it late: the checkpoint that follows has to find all ranks at the same call."""
+
+    async def scenario(group: LearnerGroup, *ranks: Rank) -> None:
+        ranks[who].fate = ["call", "call"]
+        with pytest.raises(StepAborted):
+            await group.step("aborted", TIS, step=0)
+        assert group.version == 0
+        await group.load_reference(MODEL)
+
+    assert [rank.work.done for rank in played(scenario)] == [["1 step", "2 load"]] * 2
 
 
 def test_after_a_call_that_did_not_come_no_other_one_does_until_a_restore() -> None:

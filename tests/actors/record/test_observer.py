@@ -306,8 +306,12 @@ def test_a_skipped_batch_is_kept_for_study_and_named_in_the_log(seen: Seen) -> N
     prepared = SimpleNamespace(version=6, corrected=corrected, correction=CorrectionConfig(preset="tis-token"))
     norms = {"attention": math.nan, "mlp": 0.25}
     result = SimpleNamespace(skipped_steps=1, optimizer_steps=1, loss=math.nan, grad_norms=(math.nan, 0.5), group_norms=norms)
-    for step in range(7, 7 + KEPT + 1):
-        asyncio.run(seen.observer._keep_skipped(step, prepared, result))  # type: ignore[arg-type]
+
+    async def scenario() -> None:
+        for step in range(7, 7 + KEPT + 1):
+            await seen.observer._keep_skipped(step, prepared, result)  # type: ignore[arg-type]
+
+    asyncio.run(scenario())
     seen.settle()
     kept = sorted((seen.folder.path / "skipped_batches").glob("*.safetensors"))
     assert [path.name for path in kept] == [f"step_{step:06d}.safetensors" for step in range(7, 7 + KEPT)]
@@ -353,7 +357,7 @@ class StandInReference:
 def test_a_skipped_batch_that_can_not_be_read_holds_up_no_later_line(
     error: Exception | None, reason: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(skipped_batches, "_KEEP_S", 0.01)
+    monkeypatch.setattr(skipped_batches, "KEEP_S", 0.01)
     prepared: Any = SimpleNamespace(version=6, corrected=StandInReference(error), correction=CorrectionConfig(preset="tis-token"))
     result = SimpleNamespace(skipped_steps=1, optimizer_steps=1, loss=math.nan, grad_norms=(math.nan,), group_norms={})
 
