@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -19,28 +22,49 @@ from tests.failures.measured import REAL, Measured
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 GROUPS, MORE = 64, 2
-_BEGUN_S = 15.0
-"""Then the next step has its batch, and can't come to its end without the rank that stands still."""
+
+
+@contextmanager
+def slowed(pids: list[int]) -> Iterator[None]:
+    """They compute for a fifth of the time, each at its own moments: a step takes long, and one rank is ahead of the other."""
+    over = threading.Event()
+
+    def slow(pid: int, rank: int) -> None:
+        with suppress(ProcessLookupError):
+            while not over.wait(0.02 + 0.01 * rank):
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(0.1)
+                os.kill(pid, signal.SIGCONT)
+
+    threads = [threading.Thread(target=slow, args=(pid, rank)) for rank, pid in enumerate(pids)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
 
 
 def test_the_last_finished_step_is_saved_without_the_one_under_way(small_model: Path, tmp_path: Path) -> None:
-    """Of two ranks, one of which stands still meanwhile, so that the other is ahead: they have to agree on where to end. Steps are long, so
-    that it isn't the hand-over of weights that has to wait for it."""
+    """Of two ranks that have to agree on where to end. They are so slow that a batch is always there: the line of a step is written when
+    the next one has begun."""
     folder = RunFolder(tmp_path / "run")
     words = [f"model={small_model}", f"groups_per_step={GROUPS}", "learner.data_parallel=2", "learner.tokens_per_microbatch=32"]
     rest = ["checkpoint.every_steps=0", "evaluation.problems=4", "max_staleness=2"]
     run = Run(folder.path, str(RECIPE), f"run_dir={folder.path}", *words, *rest)
     try:
-        run.wait_until(lambda: len(run.metrics()) >= 2, "two steps")
-        behind = run.pids("LearnerRankActor")[1]
-        os.kill(behind, signal.SIGSTOP)
-        time.sleep(_BEGUN_S)
-        run.process.send_signal(signal.SIGTERM)
-        run.wait_until(lambda: "interrupted (SIGTERM)" in run.events(), "the signal to be noticed")
-        began = time.monotonic()
-        os.kill(behind, signal.SIGCONT)
-        assert run.wait() == 128 + signal.SIGTERM, run.output()[-4000:]
-        seconds = time.monotonic() - began
+        run.wait_until(lambda: len(run.metrics()) >= 1, "a step")
+        with slowed(run.pids("LearnerRankActor")):
+            before = len(run.metrics())
+            run.wait_until(lambda: len(run.metrics()) >= before + 2, "two slow steps")
+            takes_s = run.metrics()[-1]["time/train_s"]
+            time.sleep(takes_s / 4)
+            began = time.monotonic()
+            run.process.send_signal(signal.SIGTERM)
+            assert run.wait() == 128 + signal.SIGTERM, run.output()[-4000:]
+            seconds = time.monotonic() - began
         assert run.orphans(30.0) == []
     finally:
         run.close()
@@ -49,8 +73,8 @@ def test_the_last_finished_step_is_saved_without_the_one_under_way(small_model: 
     check_books(run, groups_per_step=GROUPS)
     held = {group.prompt.prompt_id for group in TrainingState.load(folder.latest_checkpoint().state).queue.finished}
     assert len(held) >= GROUPS, "among them those of the aborted step are finished, and not sampled again"
-    follows = "the last finished step is saved; the one under way is aborted, and a resume trains on its groups"
-    Measured("SIGTERM in a step of two ranks, one ahead of the other", follows, seconds, "the begun micro-batches", REAL).write()
+    follows = f"the last finished step is saved; the one under way, of {takes_s:.0f} s, is aborted, and a resume trains on its groups"
+    Measured("SIGTERM in a step of two ranks", follows, seconds, "the begun micro-batches", REAL).write()
 
     resumed = Run(folder.path, "--resume", str(folder.path), f"steps={aborted + MORE}")
     try:
