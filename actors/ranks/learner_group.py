@@ -119,7 +119,7 @@ class LearnerGroup:
     async def abort(self) -> None:
         """End the step or the forward pass under way before its next micro-batch, and begin no further one: there is no time for it.
 
-        A step whose update has begun goes on to its end, as does all that is under way on pipeline stages.
+        A step of which a rank is through with all micro-batches goes on to its end, as does all that is under way on pipeline stages.
         """
         self._collective.refuse(ABORTABLE)
         if not self._is_pipelined:
