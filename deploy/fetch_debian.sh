@@ -23,3 +23,4 @@ mkdir -p "$target"
 for package in "$work"/*.deb; do
     dpkg -x "$package" "$target"
 done
+find "$target" -xtype l -delete  # `ray up` reads every file of the folder, and ends at a link to a package that isn't here
