@@ -20,13 +20,9 @@ class StepUnderWay:
         self._learning = asyncio.create_task(learn(batch))
 
     @property
-    def is_over(self) -> bool:
-        return self._learning.done()
-
-    @property
     def is_trained(self) -> bool:
         """The weights have the batch. Raises: what the step has failed with."""
-        return self.is_over and not self._is_aborted and self._learning.result() is not None
+        return self._learning.done() and not self._is_aborted and self._learning.result() is not None
 
     async def result(self) -> Any:
         """The learner's, when there is one; None of a step that was aborted. Raises: what the step has failed with."""

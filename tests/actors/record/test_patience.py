@@ -115,9 +115,9 @@ def test_what_waits_for_a_slow_disk_is_bounded(
     ]
 
 
-def test_a_flush_tries_what_the_disk_has_refused_once_more(writer: PatientWriter, tmp_path: Path) -> None:
-    """A checkpoint that finds room again must not be the last thing on disk: its lines would be lost with the process."""
-    lines = JsonLines(tmp_path / "later" / "lines")  # there is no such folder yet
+def lines_after_a_refusal(writer: PatientWriter, path: Path) -> list[int]:
+    """Two are refused, as there is no such folder; a flush that comes when it is there tries them once more."""
+    lines = JsonLines(path / "later" / "lines")
 
     async def scenario() -> None:
         for step in (1, 2):
@@ -127,7 +127,12 @@ def test_a_flush_tries_what_the_disk_has_refused_once_more(writer: PatientWriter
         await writer.done()
 
     asyncio.run(scenario())
-    assert lines.read(lambda record: record["step"]) == [1, 2]
+    return lines.read(lambda record: record["step"])
+
+
+def test_a_flush_tries_what_the_disk_has_refused_once_more(writer: PatientWriter, tmp_path: Path) -> None:
+    """A checkpoint that finds room again must not be the last thing on disk: its lines would be lost with the process."""
+    assert lines_after_a_refusal(writer, tmp_path) == [1, 2]
 
 
 def test_what_can_not_be_told_of_the_disk_costs_no_line(tmp_path: Path) -> None:
@@ -136,17 +141,8 @@ def test_what_can_not_be_told_of_the_disk_costs_no_line(tmp_path: Path) -> None:
     def tell(_: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    writer, lines = PatientWriter(tell), JsonLines(tmp_path / "later" / "lines")
-
-    async def scenario() -> None:
-        for step in (1, 2):
-            writer.line(step, lines.append, {"step": step})
-        await writer.done()
-        lines.path.parent.mkdir()
-        await writer.done()
-
-    asyncio.run(scenario())
-    assert writer.close(within_s=60.0) == "" and lines.read(lambda record: record["step"]) == [1, 2]
+    writer = PatientWriter(tell)
+    assert lines_after_a_refusal(writer, tmp_path) == [1, 2] and writer.close(within_s=60.0) == ""
 
 
 def test_what_goes_wrong_otherwise_is_raised_at_the_flush_and_keeps_no_later_line(writer: PatientWriter, tmp_path: Path) -> None:
