@@ -17,7 +17,7 @@ from actors.doctor.paper_rules import LESS, worst_first
 from actors.plan.host_memory import FETCHED, TRANSFERS, WIDE, HostMemory, of_engines, of_learner
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import traffic, versions_text
-from actors.settings.devices import gpus_asked, room_for_engines
+from actors.settings.devices import gpus_asked, room_for_engines, workers_with_a_unit
 from actors.settings.hub_name import HubName
 from correction.errors import counted
 
@@ -103,13 +103,12 @@ def _inside_nodes(nodes: Nodes, config: RunConfig, wanted: int, room: int, what:
 def units_for_all_workers(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     if config.ray.address is None:
         return
-    there = sum(node.rollout_units for node in nodes)
-    if there < config.rollout.first_workers:
+    there, wanted = [node.rollout_units for node in nodes], config.rollout.first_workers
+    if workers_with_a_unit(there, wanted) < wanted:
         yield Complaint(
             "warn",
-            f"{config.rollout.first_workers} rollout workers each ask for one unit of the Ray resource {config.ray.rollout_resource!r}, "
-            "and the "
-            f"nodes offer {there:g} by now: the others wait for nodes that have it",
+            f"{wanted} rollout workers each ask for one unit of the Ray resource {config.ray.rollout_resource!r}, and the "
+            f"nodes offer {sum(there):g} by now: the others wait for nodes that have it",
             f"Start nodes with --resources='{{\"{config.ray.rollout_resource}\": N}}'",
         )
 
