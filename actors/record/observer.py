@@ -283,6 +283,8 @@ class Observer:
         metrics.update(worker_metrics(step.groups, step.versions))
         metrics.update(learner_share(step.phases, batch.tokens, step.seconds))
         metrics.update(step.noted)
+        lengths = [group.trajectories[0].response_tokens for group in batch.groups]
+        self.disk.line(step.number, self._folder.append_answer_lengths, step.number, lengths)
         if self._config.metrics.trajectories_per_step:
             text = trajectories_text(batch.groups, batch.examples, step=step.number)
             self.disk.file(self._folder.write_trajectories, step.number, text)
