@@ -255,7 +255,7 @@ def test_a_run_that_may_have_seconds_left_waits_for_no_diagnostics(seen: Seen) -
         flushing = asyncio.create_task(seen.observer.flush())
         await asyncio.sleep(0.05)
         assert not flushing.done()
-        seen.observer.hurry()
+        seen.observer.stop_waiting()
         await asyncio.wait_for(flushing, 20.0)
 
     asyncio.run(scenario())
