@@ -23,6 +23,7 @@ from actors.config import RunConfig
 from actors.driver.alarms import AlarmResponse
 from actors.driver.batch_source import REPLACEABLE, BatchSource
 from actors.driver.evaluation import Evaluations
+from actors.driver.fruitless import FruitlessSteps
 from actors.driver.going_back import Returns, end_parts, lost_among, raise_when_lost, what_goes_on, what_is_done_again
 from actors.driver.parts import StartingPoint, make_sync, start_learner
 from actors.driver.run_summary import RunSummary
@@ -36,7 +37,6 @@ from actors.queue.payloads import whole_snapshot
 from actors.ranks.forwards import next_batch
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.checkpoint_writer import CheckpointWriter
-from actors.record.fruitless import FruitlessSteps
 from actors.record.observer import Observer
 from actors.record.run_event import EventKind
 from actors.record.run_folder import Checkpoint, RunFolder
