@@ -142,7 +142,7 @@ def _prepare(
     if value["kept_tokens"] == 0 and value["tokens"] > 0:
         warnings.warn("correction: every token of the batch was rejected; its policy loss is 0", stacklevel=3)
     if reduce is None:  # a shard's counts say nothing of the batch
-        _warn_of_narrow_bounds(batch, early.proximal, early.counts)
+        _warn_of_narrow_bounds(batch, early.proximal, early.counts, config)
     corrected = CorrectedBatch(
         batch=batch,
         importance_weights=_modulate_early(weights, batch, early.proximal, config),
@@ -154,12 +154,13 @@ def _prepare(
     return replace(corrected, token_scale=_batch_scale(corrected, config, schedule, totals[_COUNTED:], num_prompts))
 
 
-def _warn_of_narrow_bounds(batch: PackedBatch, proximal: Tensor | None, counts: DecisionCounts) -> None:
+def _warn_of_narrow_bounds(batch: PackedBatch, proximal: Tensor | None, counts: DecisionCounts, config: CorrectionConfig) -> None:
     """Name each criterion that leaves out most of the batch, with what the ratios are like. proximal: [N] nats."""
+    levels = dict(zip(counts.labels, (criterion.level for criterion in config.rejection), strict=False))  # the veto, at the end, has none
     for label, (looked_at, dropped) in counts.by_criterion().items():
         if proximal is not None and dropped > MOST * looked_at:
             log_ratio = (proximal - batch.behavior_logprobs)[batch.loss_mask]
-            warnings.warn(narrow_bounds(label, dropped / looked_at, log_ratio[log_ratio.isfinite()]), stacklevel=4)
+            warnings.warn(narrow_bounds(label, levels.get(label), dropped / looked_at, log_ratio[log_ratio.isfinite()]), stacklevel=4)
 
 
 def _checked(totals: Tensor, sums: Tensor) -> Tensor:

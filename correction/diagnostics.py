@@ -292,26 +292,26 @@ def _target_sums(batch: PackedBatch, target: Tensor, mask: Tensor) -> Diagnostic
 
 
 def _target_numbers(sums: DiagnosticSums) -> dict[str, float]:
-    s = {name.removeprefix("target/"): value for name, value in sums.added.items() if name.startswith("target/")}
-    tokens = s.get("tokens", 0)
+    added = sums.added
+    tokens = added.get("target/tokens", 0)
     if tokens == 0:
         return {}
-    longest, largest, distance = sums.largest["target/longest"], sums.largest["target/advantage"], s["distance"]
-    bounds = [2 * largest * longest * (longest - 1) * (distance / tokens) ** 2, 4 * largest * distance / s["sequences"]]
+    longest, largest, distance = sums.largest["target/longest"], sums.largest["target/advantage"], added["target/distance"]
+    bounds = [2 * largest * longest * (longest - 1) * (distance / tokens) ** 2, 4 * largest * distance / added["target/sequences"]]
     numbers = {
-        "target_k1_kl": -s["x"] / tokens,
-        "target_k2_kl": 0.5 * s["xx"] / tokens,
-        "target_k3_kl": s["k3"] / tokens,
+        "target_k1_kl": -added["target/x"] / tokens,
+        "target_k2_kl": 0.5 * added["target/xx"] / tokens,
+        "target_k3_kl": added["target/k3"] / tokens,
         "target_rho_max": math.exp(sums.largest["target/x"]),
         "target_total_variation": distance / tokens,
         "improvement_bound_quadratic": bounds[0],
         "improvement_bound_linear": bounds[1],
         "improvement_bound": min(bounds),
-        "bad_update_share": s["bad"] / tokens,
+        "bad_update_share": added["target/bad"] / tokens,
     }
-    if "drift_k3" in s:
-        numbers["drift_k3_kl"] = s["drift_k3"] / tokens
-    if "several_steps" in sums.added:
+    if "target/drift_k3" in added:
+        numbers["drift_k3_kl"] = added["target/drift_k3"] / tokens
+    if "several_steps" in added:
         numbers["drift_from_behavior_k3_kl"] = numbers["target_k3_kl"]
     return numbers
 

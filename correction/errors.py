@@ -1,4 +1,4 @@
-"""One root and a few kinds; every message names the place, the value, the reason and the remedy."""
+"""One root and a few kinds; every message names the place, the value, the reason and the remedy. And `counted`, for their numbers."""
 
 
 def counted(number: int, what: str) -> str:

@@ -29,7 +29,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from .errors import ConfigError
-from .quantities import BUCKET_EDGES
+from .quantities import BUCKET_EDGES, of_family
 from .reference_levels import LEVELS
 from .settings import Settings
 from .symptoms import SYMPTOMS, Symptom
@@ -305,10 +305,10 @@ class Monitor:
     def _place(self, name: str, diagnostics: Mapping[str, float]) -> str:
         """Which tokens show the symptom, or which criterion causes it, as far as the numbers show."""
         words = []
-        by = {label: share for label, share in diagnostics.items() if label.startswith("rejected_by_")}
+        by = of_family("rejected_by_", diagnostics)
         if name == "rejected_share" and by:
             worst = max(by, key=lambda label: by[label])
-            words.append(f"{by[worst]:.0%} by {worst.removeprefix('rejected_by_')}")
+            words.append(f"{by[worst]:.0%} by {worst}")
             if "log_ratio_mean" in diagnostics:
                 words.append(f"at a mean log rho of {diagnostics['log_ratio_mean']:.2g}")
         if name == "k3_kl":

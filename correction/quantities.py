@@ -7,6 +7,7 @@ rho = pi_prox / mu, a ratio of the sampled token's probabilities, is 1 where not
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -277,6 +278,14 @@ DIAGNOSTIC_FAMILIES = {
     ),
 }
 """Numbers whose last part is a criterion's label or a number of versions."""
+
+
+def of_family(family: str, numbers: Mapping[str, float]) -> dict[str, float]:
+    """Those of one of DIAGNOSTIC_FAMILIES, by the last part of their names. Raises: KeyError for a name that is no family."""
+    if family not in DIAGNOSTIC_FAMILIES:
+        raise KeyError(family)
+    return {name[len(family) :]: value for name, value in numbers.items() if name.startswith(family)}
+
 
 LOSS_METRICS = {
     "loss": _Q(

@@ -154,19 +154,19 @@ def veto_keep(values: Tensor, mask: Tensor, segments: Segments, *, lower: float 
     return ~segments.spread(segments.any(bad))
 
 
-def narrow_bounds(label: str, share: float, log_ratio: Tensor) -> str:
+def narrow_bounds(label: str, level: RejectionLevel | None, share: float, log_ratio: Tensor) -> str:
     """One sentence for a criterion that rejects MOST of a batch, which then teaches little.
 
     Args:
-        label: of the criterion.
+        label, level: of the criterion; the veto has no level.
         share: rejected, of the tokens that it looked at.
         log_ratio: [n] log of proximal / behaviour of the trained tokens (nats); over tokens of mu its mean is minus their KL.
     """
     mean = float(log_ratio.double().mean()) if log_ratio.numel() else math.nan
     reason = ""
-    if f"_{RejectionLevel.GEOMETRIC.value}_" in label:
+    if level is RejectionLevel.GEOMETRIC:
         reason = f": geometric means lie round {math.exp(mean):.4f}, long answers closely"
-    elif f"_{RejectionLevel.SEQUENCE.value}_" in label:
+    elif level is RejectionLevel.SEQUENCE:
         reason = f": a product over n tokens lies round exp({mean:.2g} n)"
     return (
         f"correction: {label} rejects {share:.1%} of the tokens, at a mean log ratio of {mean:.2g}{reason}. "

@@ -104,9 +104,9 @@ def uncorrected(batch: PackedBatch) -> CorrectedBatch:
 
 
 def demonstration_batch(token_ids: Tensor, offsets: Tensor, loss_mask: Tensor) -> CorrectedBatch:
-    """Demonstrations as a batch whose token_scale makes a sum the mean over masked tokens.
+    """Demonstrations as a batch whose token_scale makes a sum the mean over the tokens of the loss mask.
 
-    Raises: DataError if no token is masked.
+    Raises: DataError if the mask is False everywhere.
     """
     count = int(loss_mask.sum())
     if count == 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +17,6 @@ from correction.errors import ConfigError
 
 _FEWEST_STEPS = 5
 _FEWEST_LENGTHS = 40
-_SAMPLED = re.compile(r"^  sampled:  .*\(\w+, (\d+) tokens, v\d+: ", re.MULTILINE)
-"""A line of trajectories/step_*.txt."""
 _TRAINING_PASSES = 3
 """Training on a token costs a forward pass, and a backward pass that is twice that; reading it, on like hardware, is one."""
 _ROUNDS, _CLOSE = 6, 0.002
@@ -103,10 +100,8 @@ def _mean(steps: Sequence[StepMetrics], name: str) -> float:
 
 
 def _lengths(folder: RunFolder, steps: Sequence[StepMetrics], max_tokens: int) -> AnswerLengths:
-    """Those of the answers kept as text, one of each of a batch's first groups; without enough of them the steps' means."""
-    first = steps[0].step
-    texts = [path.read_text(errors="replace") for path in folder.trajectory_files() if int(path.stem.partition("_")[2]) >= first]
-    found = [length for text in texts for length in map(int, _SAMPLED.findall(text)) if length > 0]
+    """Those of one answer of each trained group; without enough of them (a run of an older version) the steps' means."""
+    found = [length for length in folder.read_answer_lengths(first_step=steps[0].step) if length > 0]
     if len(found) >= _FEWEST_LENGTHS:
         return AnswerLengths.like(found, f"{len(found)} answers of {folder.path}", max_tokens=max_tokens)
     means = [max(1, round(step["length/trained_tokens"])) for step in steps]

@@ -51,7 +51,7 @@ def find_resume_point(
     point = newest_readable(folder)
     changed = changed_settings(before, config)
     _refuse_lost_settings(before, config, changed, folder)
-    _check_reference(before, config, point.checkpoint)
+    _check_reference(config, point.checkpoint)
     if point.checkpoint.step >= config.steps:
         raise ConfigError(
             f"{folder.path} has done {point.checkpoint.step} of {config.steps} steps: nothing is left. "
@@ -136,7 +136,7 @@ def _refuse_lost_settings(before: RunConfig, config: RunConfig, changed: Mapping
             )
 
 
-def _check_reference(before: RunConfig, config: RunConfig, checkpoint: Checkpoint) -> None:
+def _check_reference(config: RunConfig, checkpoint: Checkpoint) -> None:
     """With a KL term, or where the KL is reported, the model that the run began with is the reference. Raises: DataError if it can't be."""
     if not config.needs_reference:
         return

@@ -22,7 +22,7 @@ from actors.doctor.memory_rules import on_gpus
 from actors.doctor.paper_rules import worst_first
 from actors.plan.gpus import ARCHITECTURES, MEMORY_MIB, gpu_of_instance
 from actors.plan.shape import ModelShape
-from actors.settings.devices import most_workers_setting, room_for_engines, whole_gpus
+from actors.settings.devices import gpus_asked, most_workers_setting, room_for_engines, whole_gpus, workers_with_a_unit
 from correction.errors import ConfigError
 
 _START = re.compile(r"\bray start\b")
@@ -124,12 +124,13 @@ Rule = Callable[[ClusterFile, RunConfig], Iterator[Complaint]]
 
 def units_for_all_workers(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:
     resource, wanted = config.ray.rollout_resource, config.rollout.most_workers
-    offered = sum(kind.most * kind.units for kind in cluster.kinds)
+    offered = [kind.units for kind in cluster.kinds for _ in range(kind.most)]
+    placed = workers_with_a_unit(offered, wanted)
     asked = f"{most_workers_setting(config)}, each of which asks for one unit of the Ray resource {resource!r} (ray.rollout_resource)"
-    if offered < 1:
+    if not placed:
         yield Complaint("fail", f"{asked}, and no node of {cluster.path} offers it", f'Give a kind of node resources: {{"{resource}": N}}')
-    elif offered < wanted:
-        yield Complaint("warn", f"{asked}, and the nodes of {cluster.path} offer {offered:g} at most: the others wait", "Add nodes")
+    elif placed < wanted:
+        yield Complaint("warn", f"{asked}, and the nodes of {cluster.path} offer {sum(offered):g} at most: the others wait", "Add nodes")
 
 
 def gpus_beside_the_units(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:
@@ -166,9 +167,8 @@ def gpus_for_everybody(cluster: ClusterFile, config: RunConfig) -> Iterator[Comp
     if any(kind.gpus is None for kind in cluster.kinds):
         return
     there = sum(kind.most * int(kind.gpus or 0) for kind in cluster.kinds)
-    ranks = [learner.gpus_per_rank] * learner.world_size if learner.resolved_device == "cuda" else []
-    of_workers = [rollout.gpus_per_worker] * rollout.most_workers * rollout.engine.tensor_parallel
-    workers = of_workers if rollout.engine.resolved_device == "cuda" else []
+    ranks = learner.world_size if learner.resolved_device == "cuda" else 0
+    workers = rollout.most_workers if rollout.engine.resolved_device == "cuda" else 0
     groups = sum(kind.most * (int(kind.gpus or 0) // learner.tensor_parallel) for kind in cluster.kinds)
     if ranks and groups * learner.tensor_parallel < learner.world_size * min(1.0, learner.gpus_per_rank):
         yield Complaint(
@@ -177,10 +177,10 @@ def gpus_for_everybody(cluster: ClusterFile, config: RunConfig) -> Iterator[Comp
             f"{cluster.path} has room for {groups} groups",
             "Add nodes, or lower learner.tensor_parallel",
         )
-    elif (wanted := whole_gpus(ranks + workers)) > there:
+    elif (wanted := gpus_asked(config, workers=workers)) > there:
         yield Complaint(
             "warn",
-            f"{len(ranks)} ranks and {rollout.most_workers if workers else 0} workers ask for {wanted} GPUs, and {cluster.path} has "
+            f"{ranks} ranks and {workers} workers ask for {wanted} GPUs, and {cluster.path} has "
             f"{there} at most: workers wait",
             "Add nodes",
         )

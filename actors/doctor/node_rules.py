@@ -17,7 +17,7 @@ from actors.doctor.paper_rules import LESS, worst_first
 from actors.plan.host_memory import FETCHED, TRANSFERS, WIDE, HostMemory, of_engines, of_learner
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import traffic, versions_text
-from actors.settings.devices import gpus_asked, room_for_engines
+from actors.settings.devices import gpus_asked, room_for_engines, workers_with_a_unit
 from actors.settings.hub_name import HubName
 from correction.errors import counted
 
@@ -103,13 +103,12 @@ def _inside_nodes(nodes: Nodes, config: RunConfig, wanted: int, room: int, what:
 def units_for_all_workers(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     if config.ray.address is None:
         return
-    there = sum(node.rollout_units for node in nodes)
-    if there < config.rollout.first_workers:
+    there, wanted = [node.rollout_units for node in nodes], config.rollout.first_workers
+    if workers_with_a_unit(there, wanted) < wanted:
         yield Complaint(
             "warn",
-            f"{config.rollout.first_workers} rollout workers each ask for one unit of the Ray resource {config.ray.rollout_resource!r}, "
-            "and the "
-            f"nodes offer {there:g} by now: the others wait for nodes that have it",
+            f"{wanted} rollout workers each ask for one unit of the Ray resource {config.ray.rollout_resource!r}, and the "
+            f"nodes offer {sum(there):g} by now: the others wait for nodes that have it",
             f"Start nodes with --resources='{{\"{config.ray.rollout_resource}\": N}}'",
         )
 
@@ -220,9 +219,7 @@ def folders_are_seen_everywhere(nodes: Nodes, config: RunConfig) -> Iterator[Com
 
 def room_for_files_and_buckets(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     for node in nodes:
-        engines = min(config.rollout.first_workers, max(1, int(node.rollout_units)))
-        if config.rollout.engine.resolved_device == "cuda":
-            engines = min(engines, max(1, int(node.offered_gpus / config.rollout.gpus_of_a_worker)))
+        engines = max(1, _engines(node, config))
         bucket, free = config.weight_sync.bucket_bytes, gib(node.shared_memory)
         needed = TRANSFERS * bucket * engines
         if node.shared_memory < bucket:
@@ -300,6 +297,14 @@ def _architectures(node: NodeFacts) -> set[str]:
     return seen if node.offered_gpus and node.rollout_units else set()
 
 
+def _engines(node: NodeFacts, config: RunConfig) -> int:
+    """Most engines that the node may get of those that the run begins with, by its units and its GPUs."""
+    engines = workers_with_a_unit([node.rollout_units], config.rollout.first_workers)
+    if config.rollout.engine.resolved_device != "cuda":
+        return engines
+    return min(engines, int(node.offered_gpus / config.rollout.gpus_of_a_worker))
+
+
 def _uses_gpus(config: RunConfig) -> bool:
     return gpus_asked(config) > 0
 
@@ -348,7 +353,7 @@ def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) 
     held = moved.version * (1 + config.weight_sync.deltas)
     for node in nodes:
         may_hold_a_rank = node.offered_gpus > 0 or config.learner.resolved_device == "cpu"
-        engines = min(config.rollout.first_workers, int(node.rollout_units))
+        engines = workers_with_a_unit([node.rollout_units], config.rollout.first_workers)
         wide = of_learner(shape, config, 1)[FETCHED] if may_hold_a_rank else of_engines(shape, config, engines)[WIDE]
         needed = wide + (moved.store if may_hold_a_rank else held if engines else 0)
         if needed > node.object_store:
@@ -368,7 +373,7 @@ def hosts_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) -
         return
     for node in nodes:
         ranks = min(config.learner.world_size, int(node.offered_gpus / config.learner.gpus_per_rank))
-        engines = min(config.rollout.first_workers, int(node.rollout_units), int(node.offered_gpus / config.rollout.gpus_of_a_worker))
+        engines = _engines(node, config)
         roles = [HostMemory(counted(ranks, "rank"), of_learner(shape, config, ranks))] if ranks else []
         roles += [HostMemory(counted(engines, "engine"), of_engines(shape, config, engines))] if engines else []
         fullest = max(roles, key=lambda role: role.total, default=None)

@@ -23,6 +23,7 @@ from actors.config import RunConfig
 from actors.driver.alarms import AlarmResponse
 from actors.driver.batch_source import REPLACEABLE, BatchSource
 from actors.driver.evaluation import Evaluations
+from actors.driver.fruitless import FruitlessSteps
 from actors.driver.going_back import Returns, end_parts, lost_among, raise_when_lost, what_goes_on, what_is_done_again
 from actors.driver.parts import StartingPoint, make_sync, start_learner
 from actors.driver.run_summary import RunSummary
@@ -36,7 +37,6 @@ from actors.queue.payloads import whole_snapshot
 from actors.ranks.forwards import next_batch
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.checkpoint_writer import CheckpointWriter
-from actors.record.fruitless import FruitlessSteps
 from actors.record.observer import Observer
 from actors.record.run_event import EventKind
 from actors.record.run_folder import Checkpoint, RunFolder
@@ -76,7 +76,7 @@ class Controller:
         """All parts have started: of them queue and service can be replaced."""
         self._began = time.monotonic() - self._point.elapsed_s
         self._announce_end = partial(observer.event, "warning", kind=EventKind.ENDING)
-        self._ending = Ending(self._announce_end, self._hurry, lambda: self._checkpoints.saved_step or self._point.step)
+        self._ending = Ending(self._announce_end, self._on_sigterm, lambda: self._checkpoints.saved_step or self._point.step)
         self._alarms = AlarmResponse(config, self._point.replacement)
         self._alarm = ""
         """Why an alarm ends the run; empty: none does."""
@@ -254,10 +254,10 @@ class Controller:
         self._steps.end_step(partial(self._observer.end_step, *of_step, counts, discarded))
         self._fruitless.note(self._step, batch, result)
 
-    def _hurry(self) -> None:
+    def _on_sigterm(self) -> None:
         """Whoever has sent SIGTERM may kill in a few seconds: what is there is saved, not what a step under way would come to."""
-        self._observer.hurry()
-        self._aborting = asyncio.create_task(done_or_reported(self._learner.abort(), "end of the step under way", _END_S, self._warn))
+        self._observer.stop_waiting()
+        self._abort_task = asyncio.create_task(done_or_reported(self._learner.abort(), "end of the step under way", _END_S, self._warn))
 
     async def _publish(self) -> None:
         """The new weights, as the next version, if the engines are to have it."""

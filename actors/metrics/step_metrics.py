@@ -65,6 +65,12 @@ def member(name: str) -> str:
     return name[len(metric.name) :] if metric.is_family else ""
 
 
+def members(metrics: Mapping[str, float], family: str) -> dict[str, float]:
+    """Values of a family of the catalogue, by the open part of their names. Raises: KeyError for a name that is no family there."""
+    declared = CATALOGUE[family]
+    return {name[len(family) :]: value for name, value in metrics.items() if name.startswith(family) and _find(name) is declared}
+
+
 def shown(metrics: Mapping[str, float], name: str, within: str = "{}") -> str:
     """A number with its unit, as the catalogue has it written, in the place of the braces of `within`; "-" where it is absent."""
     return within.format(lookup(name).text(metrics[name])) if name in metrics else "-"
@@ -142,19 +148,16 @@ class StepMetrics(Mapping[str, float]):
 
 def by_worker(metrics: Mapping[str, float], quantity: str) -> dict[str, float]:
     """Values of a family worker/QUANTITY/ by the worker's name, in the order in which workers came."""
-    prefix = f"worker/{quantity}/"
-    found = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
-    return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))
+    return dict(sorted(members(metrics, f"worker/{quantity}/").items(), key=lambda item: (len(item[0]), item[0])))
 
 
 def pass_at_most(metrics: Mapping[str, float]) -> tuple[int, float, float, float] | None:
     """(k, pass@k, its 95 % interval from, to) of the largest k that an evaluation has; None where each problem was asked once."""
-    prefix = "held_out/pass_at/"
-    ks = [name.removeprefix(prefix) for name in metrics if name.startswith(prefix)]
-    if not ks:
+    by_k = members(metrics, "held_out/pass_at/")
+    if not by_k:
         return None
-    k = max(ks, key=int)
-    return int(k), metrics[prefix + k], metrics[f"held_out/pass_at_low/{k}"], metrics[f"held_out/pass_at_high/{k}"]
+    k = max(by_k, key=int)
+    return int(k), by_k[k], metrics[f"held_out/pass_at_low/{k}"], metrics[f"held_out/pass_at_high/{k}"]
 
 
 def accuracy(metrics: Mapping[str, float]) -> str:

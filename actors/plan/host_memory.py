@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from actors.config import RunConfig
 from actors.plan.learner_memory import state_bytes
 from actors.plan.shape import ModelShape
-from actors.plan.traffic import batch_tokens, checkpoint_bytes, key_bytes, stored_versions, token_bytes, traffic, wide_bytes
+from actors.plan.traffic import PACKED, batch_tokens, checkpoint_bytes, key_bytes, stored_versions, traffic, wide_bytes
 from correction.errors import counted
 
 DIAGNOSTICS = 105
@@ -48,11 +48,8 @@ class HostMemory:
 
 ANSWER = 4 + 4
 """Bytes of a token of an answer as the service has it (rollout/trajectory.py): id and logprob. Wide fields stay where it was sampled."""
-
-
-def corrected_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Bytes of a CorrectedBatch for each token: weight, mask and scale beside the batch."""
-    return token_bytes(shape, config) + 4 + 1 + 4
+CORRECTED = PACKED + 4 + 1 + 4
+"""Bytes of a CorrectedBatch for each token: weight, mask and scale beside the batch."""
 
 
 def hosts(shape: ModelShape, config: RunConfig, *, gpus_per_node: int, nodes: int) -> list[HostMemory]:
@@ -78,11 +75,11 @@ def _of_driver(shape: ModelShape, config: RunConfig) -> dict[str, int]:
     training and one that is being looked at. Two lie in the object store. None of them holds wide fields: what stands for them are keys.
     """
     tokens = batch_tokens(shape, config)
-    corrected, keys = corrected_bytes(shape, config), key_bytes(shape, config)
+    keys = key_bytes(shape, config)
     waiting = (config.max_staleness + 1) * tokens * (ANSWER + wide_bytes(shape, config))
     return {
-        "correction service": tokens * (2 * ANSWER + 3 * corrected + DIAGNOSTICS) + 5 * keys,
-        "batches in the object store": 2 * (tokens * corrected + keys),
+        "correction service": tokens * (2 * ANSWER + 3 * CORRECTED + DIAGNOSTICS) + 5 * keys,
+        "batches in the object store": 2 * (tokens * CORRECTED + keys),
         FOR_CHECKPOINTS: waiting,
         "answers put together for a checkpoint": waiting,
         "driver, queue and service themselves": 3 * MODULES,
@@ -102,7 +99,7 @@ def of_learner(shape: ModelShape, config: RunConfig, ranks: int) -> dict[str, in
     whole_folder = shape.weight_bytes(learner.resolved_dtype)
     copies = (checkpoint_bytes(shape, config) - whole_folder) * min(ranks, holders) // holders + whole_folder
     tokens = batch_tokens(shape, config)
-    batch = tokens * corrected_bytes(shape, config) + key_bytes(shape, config)
+    batch = tokens * CORRECTED + key_bytes(shape, config)
     on_cpu = learner.resolved_device == "cpu"
     return {
         OF_LEARNER: ranks * max(sum(state_bytes(shape, learner, stage)) for stage in stages) if on_cpu else 0,

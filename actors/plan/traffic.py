@@ -17,6 +17,8 @@ NETWORK = 10e9
 PREFILL = 30_000.0
 """Tokens a second that an engine reads, for a model of 8B on an H100; taken to fall as the parameters grow: an assumption."""
 PREFILL_PARAMETERS = 8e9
+PACKED = 8 + 1 + 4 + 4 + 4 + 4  # ids, loss mask, behaviour logprobs, advantages, versions, proximal logprobs
+"""Bytes of a PackedBatch for each token, by the types of its fields (correction/batch.py); it says only where its wide fields are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +93,6 @@ def checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
     return weights + optimizer + weights
 
 
-def token_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Bytes of a PackedBatch for each token, by the types of its fields (correction/batch.py); it says only where its wide fields are."""
-    return 8 + 1 + 4 + 4 + 4 + 4  # ids, loss mask, behaviour logprobs, advantages, versions, proximal logprobs
-
-
 def wide_bytes(shape: ModelShape, config: RunConfig, *, id_bytes: int = 4) -> int:
     """Bytes of a token's wide fields (correction/wide.py), its most likely alternatives and its experts, where the run wants them.
 
@@ -126,7 +123,7 @@ def key_bytes(shape: ModelShape, config: RunConfig) -> int:
 
 
 def batch_bytes(shape: ModelShape, config: RunConfig) -> int:
-    return batch_tokens(shape, config) * token_bytes(shape, config) + key_bytes(shape, config)
+    return batch_tokens(shape, config) * PACKED + key_bytes(shape, config)
 
 
 def active_parameters(shape: ModelShape) -> int:

@@ -19,14 +19,14 @@ class Ending:
     it. The first one during the last evaluation cancels that evaluation. A second signal, or one while the run starts or returns to a
     checkpoint, ends it at once, without a further checkpoint."""
 
-    def __init__(self, notify: Callable[[str], object], hurry: Callable[[], object], saved_step: Callable[[], int]) -> None:
+    def __init__(self, notify: Callable[[str], object], on_sigterm: Callable[[], object], saved_step: Callable[[], int]) -> None:
         """
         Args:
             notify: takes a sentence: that the end is asked for, by what, and how it comes.
-            hurry: called at SIGTERM during training. Whoever sends it may kill the process a few seconds later.
+            on_sigterm: called at SIGTERM during training. Whoever sends it may kill the process a few seconds later.
             saved_step: returns the step of the newest checkpoint on disk; 0: there is none.
         """
-        self._notify, self._hurry, self._saved_step = notify, hurry, saved_step
+        self._notify, self._on_sigterm, self._saved_step = notify, on_sigterm, saved_step
         self.by: int | None = None
         """The signal that has asked for the end."""
         self.is_asked = asyncio.Event()
@@ -60,7 +60,7 @@ class Ending:
         if self.is_training and is_first:
             which = "after the step under way, if there is one"
             if number == signal.SIGTERM:
-                self._hurry()
+                self._on_sigterm()
                 which = "of the last finished step, or of the one under way if it can't be aborted"
             self._notify(f"interrupted ({name}): ending with a checkpoint {which} (once more: at once); until that is on disk, {on_disk}")
         elif self.last_evaluation is not None and not self.last_evaluation.done() and is_first:

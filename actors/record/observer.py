@@ -16,7 +16,7 @@ from actors.carriers import ActorInfo, Observation, PreparedBatch, ScatterSample
 from actors.config import RunConfig
 from actors.metrics.exporter import DiscoveryServer, MetricsEndpoint, listen_address
 from actors.metrics.held_out import Evaluation
-from actors.metrics.step_metrics import DISCARD_COUNTERS, StepMetrics, shown
+from actors.metrics.step_metrics import DISCARD_COUNTERS, StepMetrics, members, shown
 from actors.pool.scaling import ScalingDecision
 from actors.processes.loop_clock import LoopClock
 from actors.processes.repeated import Repeated
@@ -34,6 +34,7 @@ from actors.record.step_report import (
     FAILED_TRAJECTORIES,
     batch_metrics,
     diagnostic_metrics,
+    first_lengths,
     learner_metrics,
     learner_share,
     rollout_metrics,
@@ -80,7 +81,7 @@ class Observer:
         self._clock = LoopClock()
         self._writing: asyncio.Task[None] | None = None
         self._written_at = 0.0  # the newest line of a step, by the event loop's time
-        self._hurries = asyncio.Event()
+        self._no_waiting = asyncio.Event()
         self.disk = PatientWriter(lambda text: self.event("warning", text))
         """All that is written into the run's folder between two checkpoints goes this way."""
         self._views = open_views(folder, config.metrics, partial(self.event, "warning"))  # last: one that fails at once tells so
@@ -88,7 +89,7 @@ class Observer:
     def _take_totals(self, totals: Mapping[str, float]) -> None:
         self._totals = dict(totals)
         # Apart from the others: they grow when a step is diagnosed, which may be after the next one has begun to count.
-        self._raised = {name: self._totals.pop(name) for name in list(self._totals) if name.startswith(tuple(_EVENT_COUNTERS.values()))}
+        self._raised = {kind + one: self._totals.pop(kind + one) for kind in _EVENT_COUNTERS.values() for one in members(totals, kind)}
 
     def go_back(self, totals: Mapping[str, float]) -> None:
         """The run goes on from an earlier step, whose totals these are; the folder is taken back."""
@@ -283,6 +284,7 @@ class Observer:
         metrics.update(worker_metrics(step.groups, step.versions))
         metrics.update(learner_share(step.phases, batch.tokens, step.seconds))
         metrics.update(step.noted)
+        self.disk.line(step.number, self._folder.append_answer_lengths, step.number, first_lengths(batch.groups))
         if self._config.metrics.trajectories_per_step:
             text = trajectories_text(batch.groups, batch.examples, step=step.number)
             self.disk.file(self._folder.write_trajectories, step.number, text)
@@ -293,7 +295,7 @@ class Observer:
         if previous is not None:
             await previous
         said = keep_and_describe(self._folder.keep_skipped_batch, step, batch, result)
-        self.event("warning", await unless_set(self._hurries, said) or f"step {step}: updates left out; its batch is not kept any more")
+        self.event("warning", await unless_set(self._no_waiting, said) or f"step {step}: updates left out; its batch is not kept any more")
 
     async def _write_when_known(
         self,
@@ -306,12 +308,12 @@ class Observer:
         """Write a step's line once the workers' loads and the correction's diagnostics are there, after the line of the step before."""
         if previous is not None:
             await previous
-        now = await unless_set(self._hurries, loads) or {}
+        now = await unless_set(self._no_waiting, loads) or {}
         metrics.update(rollout_metrics(finished, now, self._loads, metrics["time/step_s"]))
         self._loads = {**(self._loads or {}), **now}
         try:
             what = f"diagnostics of step {metrics.step} <- correction service"
-            found = await wait_for(unless_set(self._hurries, observed), what, deadline_s=self._config.deadlines.step_s)
+            found = await wait_for(unless_set(self._no_waiting, observed), what, deadline_s=self._config.deadlines.step_s)
             if found is None:
                 self._count("monitor/left_out_total", 1)
             else:
@@ -345,9 +347,9 @@ class Observer:
         what, limit_s = "lines of the last steps -> the run folder's disk", self._config.deadlines.disk_s
         await wait_for(self.disk.done(), what, deadline_s=limit_s, notice=self.waiting)
 
-    def hurry(self) -> None:
+    def stop_waiting(self) -> None:
         """Lines of steps wait for nobody any more, and lack what is not known yet: there may be seconds left."""
-        self._hurries.set()
+        self._no_waiting.set()
 
     def abandon(self) -> None:
         """Steps whose diagnostics are still awaited get no line; a flush has waited for them long enough."""

@@ -21,7 +21,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from actors.carriers import ScatterSample
 from actors.metrics.catalogue import CATALOGUE
-from actors.metrics.step_metrics import StepMetrics, pass_at_most
+from actors.metrics.step_metrics import StepMetrics, members, pass_at_most
 from correction.monitor import Event, State
 from correction.quantities import Unit
 
@@ -89,6 +89,14 @@ class _Curves:
         return "log" if self.is_logarithmic else "share" if self.unit is Unit.SHARE else "linear"
 
 
+_LABELS = {
+    "mismatch/k3": "staleness 0",
+    "mismatch/log_ratio_std": "staleness 0",
+    "mismatch_and_staleness/k3": "all tokens",
+    "mismatch_and_staleness/log_ratio_std": "all tokens",
+    "mismatch_and_staleness/max_abs_log_ratio": f"{CATALOGUE['mismatch_and_staleness/max_abs_log_ratio'].label}, all tokens",
+}
+"""Of metrics that are drawn beside those of other tokens."""
 _CURVES = (
     _Curves(
         "Reward",
@@ -251,15 +259,13 @@ def draw_curves(curves: _Curves, steps: Sequence[StepMetrics], warnings: Sequenc
 
 def draw_staleness(steps: Sequence[StepMetrics]) -> Plot | None:
     """Shares of trained tokens by staleness, one band a version."""
-    prefix = "staleness/tokens/"
-    rows = [metrics for metrics in steps if any(name.startswith(prefix) for name in metrics)]
+    rows = [(metrics.step, found) for metrics in steps if (found := members(metrics, "staleness/tokens/"))]
     if not rows:
         return None
-    labels = {name[len(prefix) :] for metrics in rows for name in metrics if name.startswith(prefix)}
-    ages = sorted(labels, key=lambda age: int(age.rstrip("+")))
-    counts = np.array([[metrics.get(prefix + age, 0.0) for metrics in rows] for age in ages])
+    ages = sorted({age for _, found in rows for age in found}, key=lambda age: int(age.rstrip("+")))
+    counts = np.array([[found.get(age, 0.0) for _, found in rows] for age in ages])
     shares = counts / np.maximum(counts.sum(axis=0), 1.0)
-    x = [metrics.step for metrics in rows]
+    x = [step for step, _ in rows]
 
     def draw(axes: Axes) -> None:
         edges = np.append(x, x[-1] + 1)
@@ -321,19 +327,15 @@ def running_mean(values: np.ndarray, half_width: int) -> np.ndarray:
 
 def _series(name: str, steps: Sequence[StepMetrics]) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """(label, steps, values) of a metric, or of each member of a family; steps without the metric are left out."""
-    if not name.endswith("/"):
+    if name not in CATALOGUE or not CATALOGUE[name].is_family:  # a member of a family isn't listed itself
         found = [(metrics.step, metrics[name]) for metrics in steps if name in metrics and np.isfinite(metrics[name])]
         return [(_label(name), np.array([x for x, _ in found]), np.array([y for _, y in found]))]
-    members = sorted({member for metrics in steps for member in metrics if member.startswith(name)})
-    return [(member[len(name) :], *_series(member, steps)[0][1:]) for member in members]
+    parts = sorted({part for metrics in steps for part in members(metrics, name)})
+    return [(part, *_series(name + part, steps)[0][1:]) for part in parts]
 
 
 def _label(name: str) -> str:
-    metric = CATALOGUE.get(name)
-    if metric is None:
-        return name
-    where = {"mismatch": "staleness 0", "mismatch_and_staleness": "all tokens"}.get(name.split("/")[0])
-    return metric.label if where is None else (where if name.endswith(("k3", "std")) else f"{metric.label}, {where}")
+    return _LABELS.get(name) or (CATALOGUE[name].label if name in CATALOGUE else name)
 
 
 def _step_axis(axes: Axes, steps: Sequence[int]) -> None:

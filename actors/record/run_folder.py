@@ -4,6 +4,7 @@
     metrics.jsonl                   one line a step                      evaluations.jsonl    one line a held-out evaluation
     monitor.jsonl                   one line an event of the early warning: step, name (the symptom), state, value, growth, message
     clipped_tokens.jsonl            one line a step that clipped any: [token id, how often] of the most frequent ones, by advantage
+    answer_lengths.jsonl            one line a step: tokens of one answer of each trained group (evenkeel simulate --run draws from them)
     ledger.jsonl                    one line a prompt that has left the queue (actors/state/ledger.py)
     rewound.jsonl                   lines of the .jsonl files before the ledger that a resume took back (nothing of them is deleted)
     events.log                      what happened: time, level, [what it says of the run's end], text (run_event.py)
@@ -84,6 +85,7 @@ class RunFolder:
         self.path = path
         self.metrics_path, self.evaluations_path = path / "metrics.jsonl", path / "evaluations.jsonl"
         self.events_path, self.monitor_path, self._clipped_path = path / "events.log", path / "monitor.jsonl", path / "clipped_tokens.jsonl"
+        self._lengths_path = path / "answer_lengths.jsonl"
         self.tensorboard_path, self.model_path = path / "tensorboard", path / "model"
         self.scatter_path = path / "scatter.npz"
         self._lock = lock
@@ -157,7 +159,7 @@ class RunFolder:
     @property
     def _lines_by_step(self) -> tuple[JsonLines, ...]:
         """Files whose lines belong to a step."""
-        paths = self.metrics_path, self.evaluations_path, self.monitor_path, self._clipped_path
+        paths = self.metrics_path, self.evaluations_path, self.monitor_path, self._clipped_path, self._lengths_path
         return tuple(JsonLines(path) for path in paths)
 
     # Configuration, numbers, events, samples.
@@ -223,6 +225,15 @@ class RunFolder:
             for sign, total in totals.items():
                 total.update(dict(record.get(sign, ())))
         return totals
+
+    def append_answer_lengths(self, step: int, tokens: Sequence[int]) -> None:
+        """Add the lengths of a step's answers, one of each group, to answer_lengths.jsonl."""
+        JsonLines(self._lengths_path).append({"step": step, "tokens": list(tokens)})
+
+    def read_answer_lengths(self, *, first_step: int) -> list[int]:
+        """Those of `first_step` and later ones, in order; none of a run of a version that did not write them."""
+        steps = JsonLines(self._lengths_path).read(lambda line: (int(line["step"]), [int(tokens) for tokens in line["tokens"]]))
+        return [tokens for step, found in steps if step >= first_step for tokens in found]
 
     def event(self, level: str, text: str) -> None:
         """Add a line to events.log. level: info, warning or error; watch or alarm, from the early warning."""

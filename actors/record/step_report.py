@@ -176,6 +176,11 @@ def _wait_share(parts: Collection[WorkerLoad]) -> float:
     return max(0.0, 1.0 - sum(part.busy_s for part in parts) / sum(part.up_s for part in parts))
 
 
+def first_lengths(groups: Sequence[GroupFacts]) -> list[int]:
+    """Response tokens of one answer of each group: answers of one prompt are alike, and a line of all would be long."""
+    return [group.trajectories[0].response_tokens for group in groups]
+
+
 def trajectories_text(groups: Sequence[GroupFacts], examples: Sequence[Example], *, step: int) -> str:
     """One trajectory of each of the first groups, as a person reads it. Args: examples: those of these groups."""
     lines = [f"step {step}"]

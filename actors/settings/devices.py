@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from actors.config import RunConfig
@@ -22,7 +22,7 @@ def check_devices(config: RunConfig) -> None:
     check_shares(config)
     if config.ray.address is not None:
         return
-    shares, parts = _wanted(config)
+    shares, parts = _wanted(config, workers_asked(config))
     there = visible_gpus()
     if whole_gpus(shares) > there:
         seen = f"torch sees {there}" if there else "torch sees none here (no GPU, no driver for it, or a torch without CUDA)"
@@ -164,10 +164,13 @@ def check_rollout_resource(config: RunConfig, offered: float, possible: float | 
     Raises: ConfigError if an autoscaler is there, and no node, nor any type of node that it may start, offers it.
     """
     wanted, resource = config.rollout.most_workers, config.ray.rollout_resource
-    if possible is None or max(offered, possible) >= wanted:
+    if possible is None:
+        return None
+    placed = max(workers_with_a_unit([offered], wanted), workers_with_a_unit([possible], wanted))
+    if placed == wanted:
         return None
     setting = most_workers_setting(config)
-    if max(offered, possible) < 1:
+    if not placed:
         raise ConfigError(
             f"{setting} with ray.rollout_resource = {resource!r}: no node of the cluster at {config.ray.address} offers that resource, nor "
             f"does any type of node that its autoscaler may start. Give a node type resources: {{{resource}: 1}} (deploy/ray-cluster.yaml)"
@@ -178,6 +181,19 @@ def check_rollout_resource(config: RunConfig, offered: float, possible: float | 
     )
 
 
+def workers_with_a_unit(units: Iterable[float], wanted: int) -> int:
+    """Of `wanted` rollout workers those that can be placed: each takes one unit of the rollout resource, on one node.
+
+    Three ask it, of different nodes and for different numbers. A run that joins a cluster (check_rollout_resource): of the sums of its
+    nodes and of all that its autoscaler may start, for the most workers; none at all is refused. The doctor (doctor/node_rules.py): of the
+    nodes that are there, for the workers that the run begins with; more nodes may come, so that it warns. The doctor with a cluster file
+    (doctor/cluster_file.py): of all nodes that the file allows, for the most workers; none at all is a failure.
+
+    Args: units: that each node offers, or the sum over nodes, where no more is known.
+    """
+    return min(wanted, sum(map(int, units)))
+
+
 def check_gpus_to_come(config: RunConfig, offered: float, possible: float | None) -> None:
     """Whether a joined cluster can ever place the learner's ranks; workers without GPUs wait, and those that have some sample.
 
@@ -185,7 +201,7 @@ def check_gpus_to_come(config: RunConfig, offered: float, possible: float | None
     Raises: ConfigError.
     """
     learner = config.learner
-    ranks = whole_gpus([learner.gpus_per_rank] * learner.world_size) if learner.resolved_device == "cuda" else 0
+    ranks = gpus_asked(config, workers=0)
     if possible is not None and max(offered, possible) < ranks:
         raise ConfigError(
             f"learner.device = cuda with {learner.world_size} ranks: {ranks} GPUs are needed, and the cluster at {config.ray.address} has "
@@ -219,8 +235,7 @@ def room_for_engines(nodes: Sequence[tuple[int, float]], config: RunConfig) -> i
     learner, ranks = config.learner, config.rollout.engine.tensor_parallel
     nodes = sorted(nodes, key=lambda node: node[1])
     left = [gpus for gpus, _ in nodes]
-    groups = whole_gpus([learner.gpus_per_rank] * learner.world_size) // learner.tensor_parallel
-    for _ in range(groups if learner.resolved_device == "cuda" else 0):
+    for _ in range(gpus_asked(config, workers=0) // learner.tensor_parallel):
         place = next((i for i, room in enumerate(left) if room >= learner.tensor_parallel), None)
         if place is not None:                       # a learner without room is reported by a rule of its own
             left[place] -= learner.tensor_parallel
@@ -232,15 +247,15 @@ def workers_asked(config: RunConfig) -> int:
     return config.rollout.most_workers if config.ray.address is None else config.rollout.first_workers
 
 
-def gpus_asked(config: RunConfig) -> int:
-    """GPUs needed for all ranks and all workers."""
-    return whole_gpus(_wanted(config)[0])
+def gpus_asked(config: RunConfig, *, workers: int | None = None) -> int:
+    """GPUs needed for all ranks and so many workers; None: as many as have to be there from the start (workers_asked)."""
+    return whole_gpus(_wanted(config, workers_asked(config) if workers is None else workers)[0])
 
 
-def _wanted(config: RunConfig) -> tuple[list[float], str]:
+def _wanted(config: RunConfig, workers: int) -> tuple[list[float], str]:
     """Share of a GPU that each rank and each worker asks for, and which settings do."""
     engine, rollout, learner = config.rollout.engine, config.rollout, config.learner
-    workers, ranks = workers_asked(config), learner.world_size
+    ranks = learner.world_size
     shares: list[float] = []
     asking = []
     if engine.resolved_device == "cuda":

@@ -25,6 +25,18 @@ from rollout.trajectory import (
 )
 
 
+class CountingName(str):
+    """A name; `lookups`, of the class, counts how often one was hashed: looked up in a dict or a set. A test sets it to 0 first."""
+
+    lookups = 0
+
+    def __hash__(self) -> int:
+        CountingName.lookups += 1
+        return str.__hash__(self)
+
+    __eq__ = str.__eq__
+
+
 def prompt(position: int) -> Prompt:
     return Prompt(f"train/0/{position}", f"question {position}", (1, 2, 3), f"answer {position}")
 

@@ -124,7 +124,7 @@ class ToldObserver:
     def event(self, level: str, text: str, kind: str = "") -> None:
         self.told.append(f"{level}: {text}" + (f" ({kind})" if kind else ""))
 
-    def hurry(self) -> None: ...
+    def stop_waiting(self) -> None: ...
 
 
 def controller(*overrides: str, step: int = 41) -> tuple[Any, Service, ToldObserver]:

@@ -48,8 +48,8 @@ class RecordingObserver:
 
     def end_step(self, *_: Any) -> None: ...
 
-    def hurry(self) -> None:
-        self.events.append("hurry")
+    def stop_waiting(self) -> None:
+        self.events.append("stop_waiting")
 
     def abandon(self) -> None: ...
 
@@ -254,7 +254,7 @@ def test_a_signal_while_the_learner_waits_for_its_batch_saves_at_once() -> None:
         with run._ending.handled():
             await run._train_and_save()
         assert saved == [2] and run._step == 2
-        assert "hurry" in observer.events, "whoever sends SIGTERM may kill in a few seconds"
+        assert "stop_waiting" in observer.events, "whoever sends SIGTERM may kill in a few seconds"
         assert observer.events[-1] == (
             "[ending] interrupted (SIGTERM): ending with a checkpoint of the last finished step, or of the one under way if it can't "
             "be aborted (once more: at once); "

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from actors.config import MetricsConfig
 from actors.metrics.catalogue import CATALOGUE, DIAGNOSTIC_PLACES, LOSS_PLACES
 from actors.metrics.kinds import Kind
-from actors.metrics.step_metrics import MetricError, StepMetrics, is_listed, lookup, markdown, member, shown
+from actors.metrics.step_metrics import MetricError, StepMetrics, is_listed, lookup, markdown, member, members, shown
 from actors.record.metric_views import TensorBoardView, open_views
 from actors.record.report import summary_rows
 from actors.record.run_folder import RunFolder, _parse_event
@@ -21,7 +21,7 @@ from actors.record.step_report import _placed, diagnostic_metrics
 from actors.record.terminal import step_line
 from correction import CorrectionConfig, correct, diagnose, loss_metrics, policy_loss
 from correction.errors import ConfigError
-from correction.quantities import DIAGNOSTICS, LOSS_METRICS, Quantity, Unit
+from correction.quantities import DIAGNOSTICS, LOSS_METRICS, Quantity, Unit, of_family
 from tests.correction.fixtures import random_batch
 
 ROOT = Path(__file__).parents[3]
@@ -59,6 +59,15 @@ def test_families_are_open_at_the_end() -> None:
     assert member("reward/mean") == ""
     assert member("correction/rejected_by_k3_token_rho") == "k3_token_rho" and not is_listed("correction/rejected_by_")
     assert is_listed("correction/staleness_share_3") and not is_listed("correction/staleness_share_3/4")
+
+
+def test_members_of_a_family_are_found_by_its_declaration() -> None:
+    numbers = {"worker/tokens/0": 5.0, "worker/tokens/10": 7.0, "worker/tokens/0/late": 1.0, "worker/groups/0": 2.0, "step": 3.0}
+    assert members(numbers, "worker/tokens/") == {"0": 5.0, "10": 7.0}
+    with pytest.raises(KeyError):
+        members(numbers, "worker/token/")
+    with pytest.raises(KeyError):
+        of_family("rejected_", {"rejected_share": 0.5, "rejected_by_veto": 0.1})
 
 
 def test_numbers_of_the_correction_are_listed_one_by_one() -> None:

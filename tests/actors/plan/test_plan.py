@@ -18,7 +18,7 @@ from actors.plan.gpus import Gpus
 from actors.plan.layouts import layouts, obstacles
 from actors.plan.learner_memory import head_bytes, layer_activations, rank_memory, state_bytes
 from actors.plan.shape import FLOAT8_BLOCK, ModelShape
-from actors.plan.traffic import BUS, HOST_COPY, NETWORK, active_parameters, checkpoint_bytes, token_bytes, traffic
+from actors.plan.traffic import BUS, HOST_COPY, NETWORK, PACKED, active_parameters, checkpoint_bytes, traffic
 from actors.settings.derived import derived
 from correction.correct import correct
 from correction.engines.float8 import BLOCK, in_float8
@@ -237,14 +237,11 @@ def test_an_engine_on_several_gpus_has_its_weights_cut_and_room_for_more_tokens(
     assert default_fraction(gpu.memory, 4) == round((81_559 - 13_440 - 3 * 128 - 2 * 256) / 81_559, 3)
 
 
-def test_a_batch_is_as_large_as_its_tensors(tmp_path: Path) -> None:
+def test_a_batch_is_as_large_as_its_tensors() -> None:
     batch = random_batch(groups=200)
     per_token = [value for value in vars_of(batch) if value.dim() and value.shape[0] == batch.num_tokens]
-    config = recipe("qwen3_8b_8gpu", save_config(tmp_path, QWEN3_8B))
     measured = sum(one.nbytes for one in per_token) / batch.num_tokens
-    assert token_bytes(ModelShape.of(QWEN3_8B), config) == measured + 4, "with proximal logprobs"
-    routed = recipe("qwen3_30b_a3b_4nodes", tmp_path)
-    assert token_bytes(ModelShape.of(QWEN3_30B_A3B), routed) == token_bytes(ModelShape.of(QWEN3_8B), config), "no batch has wide fields"
+    assert measured + 4 == PACKED, "with proximal logprobs"
 
 
 def vars_of(batch: Any) -> list[Tensor]:

@@ -16,7 +16,7 @@ from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.plan import host_memory
 from actors.plan.gpus import Gpus
-from actors.plan.host_memory import CUDA, DIAGNOSTICS, MODULES, OF_ENGINES, OF_LEARNER, HostMemory, corrected_bytes, hosts
+from actors.plan.host_memory import CORRECTED, CUDA, DIAGNOSTICS, MODULES, OF_ENGINES, OF_LEARNER, HostMemory, hosts
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import batch_tokens, checkpoint_bytes, key_bytes, prompt_tokens, wide_bytes
 from actors.settings.derived import derived
@@ -41,13 +41,12 @@ def dense(*overrides: str) -> list[HostMemory]:
 
 
 def test_a_token_of_an_answer_and_one_of_a_corrected_batch_are_as_large_as_what_holds_them() -> None:
-    config = recipe("qwen3_8b_8gpu")
     (answer, *_) = group(0).trajectories
     assert sum(len(one) * one.itemsize for one in (answer.response_ids, answer.behavior_logprobs)) == host_memory.ANSWER * ANSWER
     batch = random_batch(groups=200)
     corrected = correct(replace(batch, proximal_logprobs=batch.behavior_logprobs), TIS)
     held = [value for owner in (corrected, corrected.batch) for value in vars_of(owner) if value.dim() and len(value) == batch.num_tokens]
-    assert corrected_bytes(DENSE, config) == sum(one.nbytes for one in held) / batch.num_tokens
+    assert sum(one.nbytes for one in held) / batch.num_tokens == CORRECTED
 
 
 def test_wide_fields_are_as_large_as_what_holds_them() -> None:
@@ -79,7 +78,7 @@ def seen(what: str, tokens: int, environment: dict[str, str]) -> list[float]:
 
 def test_what_the_service_takes_of_a_batch_is_what_a_process_was_seen_to_take() -> None:
     """Packed, corrected and looked at, at its most: 115 to 149 bytes a token, as its heap has holes or not; 8 + 34 + 105 are counted."""
-    counted = host_memory.ANSWER + corrected_bytes(DENSE, recipe("qwen3_8b_8gpu")) + DIAGNOSTICS
+    counted = host_memory.ANSWER + CORRECTED + DIAGNOSTICS
     _, most = seen("bytes", 1_000_000, OF_SERVICE)
     assert 0.7 * counted < most < 1.1 * counted
 

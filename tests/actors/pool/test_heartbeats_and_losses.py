@@ -16,7 +16,7 @@ from actors.processes.supervision import HALF_OVER
 from actors.weights.weight_sync import SyncTarget
 from correction.errors import EngineError, LateError
 from rollout.config import AnswerSampling
-from tests.actors.cases import group, prompt
+from tests.actors.cases import CountingName, group, prompt
 from tests.actors.pool.mortal_workers import GROUP_S, Mortal, Outcome, World, play
 from tests.actors.processes.test_supervision import errors_of_ray
 from tests.failures.measured import PLAYED, Measured
@@ -244,22 +244,13 @@ def test_losses_are_counted_in_time_and_forgotten_with_work() -> None:
 def test_a_lost_worker_is_made_up_for_when_the_last_of_its_groups_is_taken() -> None:
     """To hand one group out takes the same however many others wait."""
 
-    class Name(str):
-        lookups = 0
-
-        def __hash__(self) -> int:
-            Name.lookups += 1
-            return str.__hash__(self)
-
-        __eq__ = str.__eq__
-
     told: list[str] = []
     lost = LostGroups(told.append)
     for name, groups in (("a", range(100)), ("b", range(100, 104)), ("c", range(0))):
-        lost.add(WorkerHandle(Name(name), None, SyncTarget(name, None), groups=set(groups)))
-    Name.lookups = 0
+        lost.add(WorkerHandle(CountingName(name), None, SyncTarget(name, None), groups=set(groups)))
+    CountingName.lookups = 0
     lost.taken([7])
-    assert Name.lookups < 10 and told == []
+    assert CountingName.lookups < 10 and told == []
     lost.taken(range(100, 103))
     lost.taken([103, 103, 999])
     assert len(told) == 1 and told[0].startswith("all groups of rollout worker b are under way again, ")

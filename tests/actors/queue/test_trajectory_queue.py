@@ -25,7 +25,7 @@ from actors.pool.dispatch import WaitingWork
 from actors.queue.outstanding import Outstanding, worthless
 from actors.queue.trajectory_queue import TrajectoryQueue
 from correction.errors import DataError, LedgerError
-from tests.actors.cases import at_hand, group, prompt, prompts, with_tokens
+from tests.actors.cases import CountingName, at_hand, group, prompt, prompts, with_tokens
 
 
 class QueueLife(RuleBasedStateMachine):
@@ -414,23 +414,14 @@ def test_books_of_the_driver_that_do_not_balance_name_the_prompts() -> None:
 def hashed_by_giving_up(worthless: int) -> int:
     """Prompt ids that are looked up while one group is given up, beside so many that are not worth training."""
 
-    class Name(str):
-        lookups = 0
-
-        def __hash__(self) -> int:
-            Name.lookups += 1
-            return str.__hash__(self)
-
-        __eq__ = str.__eq__
-
     books = Outstanding(dynamic_sampling=True)
-    tickets = [Ticket(i, replace(prompt(i), prompt_id=Name(f"train/0/{i}")), 0) for i in range(worthless + 1)]
+    tickets = [Ticket(i, replace(prompt(i), prompt_id=CountingName(f"train/0/{i}")), 0) for i in range(worthless + 1)]
     books.admit(tickets)
     for ticket in tickets[:-1]:
         books.finish(at_hand(group(ticket, rewards=(1.0, 1.0))))
-    Name.lookups = 0
+    CountingName.lookups = 0
     books.give_up(tickets[-1], "failed")
-    lookups = Name.lookups
+    lookups = CountingName.lookups
     assert (worthless, "failed") in books.given_up
     return lookups
 

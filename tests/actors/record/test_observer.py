@@ -63,7 +63,7 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
     """Step 1 is told when step 2 has been noted, received and counted already."""
     for part in ("batch_metrics", "learner_metrics"):
         monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
-    batch = SimpleNamespace(groups=[], tokens=10, examples=())
+    batch = SimpleNamespace(groups=[facts(1, 5), facts(2, 9)], tokens=10, examples=())
     result = SimpleNamespace(loss=1.0, grad_norm=1.0, skipped_steps=0, overflowed_steps=0, loss_scale=None)
 
     async def scenario() -> None:
@@ -84,6 +84,9 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
     names = ("true_on_policy/tokens", "sync/bytes", "length/sampled_tokens", "groups/trained_total", "groups/refilled_total")
     assert [seen.line(1)[name] for name in names] == [1, 100, 7, 1, 1]
     assert [seen.line(2)[name] for name in names] == [2, 200, 14, 2, 2]
+    assert seen.folder.read_answer_lengths(first_step=1) == [5, 9, 5, 9], "one answer of each trained group"
+    assert seen.folder.read_answer_lengths(first_step=2) == [5, 9]
+    assert (seen.folder.rewind(1), seen.folder.read_answer_lengths(first_step=1)) == (2, [5, 9]), "a step's metrics and its lengths go"
 
 
 def test_held_out_answers_without_a_score_are_told_everywhere(seen: Seen) -> None:
@@ -252,7 +255,7 @@ def test_a_run_that_may_have_seconds_left_waits_for_no_diagnostics(seen: Seen) -
         flushing = asyncio.create_task(seen.observer.flush())
         await asyncio.sleep(0.05)
         assert not flushing.done()
-        seen.observer.hurry()
+        seen.observer.stop_waiting()
         await asyncio.wait_for(flushing, 20.0)
 
     asyncio.run(scenario())

@@ -20,7 +20,9 @@ from actors.settings.devices import (
     check_received,
     check_rollout_resource,
     check_types,
+    gpus_asked,
     whole_gpus,
+    workers_with_a_unit,
 )
 from actors.settings.environment import OF_BATCHES, learner_environment, worker_environment
 from correction.engines.device_choice import KEPT_KERNELS
@@ -260,6 +262,19 @@ def test_fewer_nodes_than_the_pool_may_want_are_told_of() -> None:
     assert check_rollout_resource(config(*JOINED), 1, 4) is None
     assert check_rollout_resource(config(*JOINED), 4, 0) is None, "nodes that somebody started by hand"
     assert check_rollout_resource(config(*JOINED), 0, None) is None, "nodes may come that nobody knows of yet"
+
+
+def test_a_worker_takes_a_whole_unit_on_one_node() -> None:
+    assert workers_with_a_unit([1.5, 0.5, 2.0], wanted=10) == 3, "four units in all, of which one lies on two nodes"
+    assert workers_with_a_unit([64.0], wanted=10) == 10
+    with pytest.raises(ConfigError, match="no node of the cluster"):
+        check_rollout_resource(config(*JOINED), 0.5, 0)
+
+
+def test_gpus_are_asked_for_so_many_workers() -> None:
+    one = config("learner.device=cuda", "learner.gpus_per_rank=0.6", "rollout.engine.device=cuda", "rollout.gpus_per_worker=0.4", *JOINED)
+    assert [gpus_asked(one, workers=number) for number in (0, 1, 2, 3, 4)] == [1, 1, 2, 2, 3]
+    assert gpus_asked(one) == gpus_asked(one, workers=1), "an elastic pool on a cluster begins with its smallest"
 
 
 def test_ranks_that_will_never_have_gpus_are_refused() -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from actors.commands.cli import app
 from actors.commands.measured_costs import MeasuredRun
 from actors.commands.simulate_views import cheapest, show_outcomes, verdict
+from actors.record.run_folder import RunFolder
 from actors.simulation.costs import AnswerLengths, DecodeSpeed, RunCosts, RunShape
 from actors.simulation.outcome import Outcome
 from actors.simulation.run import simulate
@@ -55,15 +56,14 @@ def record(folder: Path, max_staleness: int, *, steps: int = 40) -> Outcome:
         "time/sync_s": 0.2,
         "time/pause_s": 0.15,
     }
-    (folder / "trajectories").mkdir(parents=True)
+    folder.mkdir()
     recipe = yaml.safe_load(RECIPE.read_text()) | {"max_staleness": max_staleness}
     (folder / "config.yaml").write_text(yaml.safe_dump(recipe))
     (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": i + 1} | step) + "\n" for i in range(20)))
     evaluation = {"step": 0, "held_out/problems": 64, "held_out/response_tokens": mean, "held_out/seconds": 64 * mean / 1200}
     (folder / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
     for i in range(20):
-        lines = [f"  sampled:  'a word'  (stop, {length} tokens, v{i}: 0-{length})" for length in LENGTHS]
-        (folder / "trajectories" / f"step_{i + 1:06d}.txt").write_text("\n".join(lines) + "\n")
+        RunFolder(folder).append_answer_lengths(i + 1, LENGTHS)
     return found
 
 
@@ -114,6 +114,12 @@ def test_the_command_prints_a_row_for_each_shape_and_draws_them(tmp_path: Path) 
     rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] in (["1"], ["2"]) and "%" in line]
     assert [row[:2] for row in rows if row[1] in "01"] == [["1", "0"], ["1", "1"], ["2", "0"], ["2", "1"]]
     assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_without_recorded_lengths_the_steps_means_are_taken(tmp_path: Path) -> None:
+    record(tmp_path / "run", 1)
+    (tmp_path / "run" / "answer_lengths.jsonl").unlink()
+    assert set(MeasuredRun.of(tmp_path / "run", cores=2.0).lengths.recorded) == {round(sum(LENGTHS) / len(LENGTHS))}
 
 
 def test_a_run_s_lengths_can_be_replaced(tmp_path: Path) -> None:

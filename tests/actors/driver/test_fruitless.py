@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actors.carriers import Ticket
-from actors.record.fruitless import FruitlessSteps
+from actors.driver.fruitless import FruitlessSteps
 from correction.errors import DataError
 from rollout.trajectory import FinishReason
 from tests.actors.cases import group, prompt
