@@ -191,7 +191,7 @@ def _in_words(name: HubName) -> Iterator[None]:
         if constants.HF_HUB_OFFLINE:
             reason, remedy = "offline mode is on (HF_HUB_OFFLINE)", f"hf download {name.repository} where there is a network"
         else:
-            reason, remedy = f"{at} can't be reached", "Try again: whole files of a download stay"
+            reason, remedy = f"{at} can't be reached", "Try again (whole files of a download stay), or set model to a folder that has it"
         raise DataError(f"{model}: not whole in the cache, {constants.HF_HUB_CACHE}, and {reason}. {remedy}") from error
     except httpx.HTTPError as error:  # errors.HfHubHTTPError too
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

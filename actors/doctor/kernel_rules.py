@@ -13,8 +13,11 @@ from actors.doctor.facts import Complaint
 from actors.plan.shape import ModelShape
 
 RUNNER = "moe_runner_backend"
+PRODUCTS = "fp8_gemm_runner_backend"
 _KEPT_BY = ("auto", "triton")
 """SGLang's runners of experts that leave their weights as files have them; auto does so on all GPUs but Blackwell."""
+_ROUNDED_ANEW_BY = ("auto", "deep_gemm")
+"""Products of float8 whose scales are powers of two on Blackwell (fp8_utils.py, requant_block_scale_ue8m0_for_deepgemm); ours is triton."""
 _BLACKWELL = 10
 """Major number of its architectures for data centres: sm_100, sm_103 (arg_groups/model_overrides/qwen3_moe.py)."""
 _BFLOAT16, _FLOAT8 = 80, 89
@@ -43,6 +46,14 @@ def weights_stay_as_sent(shape: ModelShape, config: RunConfig, architectures: Co
             "fail",
             "on Blackwell SGLang lays the weights of experts out for other kernels, where new weights as files have them have no place",
             f"Set rollout.engine.engine_args.{RUNNER}: triton",
+        )
+    products = config.rollout.engine.engine_args.get(PRODUCTS, "triton")
+    if config.rollout.engine.has_float8 and products in _ROUNDED_ANEW_BY and any(number // 10 == _BLACKWELL for number in numbers):
+        yield Complaint(
+            "fail",
+            f"rollout.engine.engine_args.{PRODUCTS} = {products}: on Blackwell SGLang rounds the scales of float8 anew for it, and an "
+            "engine would not hold what it was sent",
+            "Set it to triton, or leave it out",
         )
     yield from _types_stay(config, numbers)
 

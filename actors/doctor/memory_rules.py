@@ -18,6 +18,10 @@ from actors.plan.shape import ModelShape
 from actors.settings.devices import workers_asked
 from correction.engines.gpu_share import beside_the_cache
 
+_MORE_ROOM = (
+    "Raise learner.tensor_parallel or pipeline_parallel, set learner.recompute_activations: true, lower rollout.engine.context_length and "
+    "rollout.sampling.max_tokens, or use larger GPUs"
+)
 _SURELY_TOO_LITTLE = 0.5
 """Share of what an engine is estimated to need beside its cache."""
 
@@ -35,7 +39,7 @@ def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> I
         shape, learner, learner.world_size, share, longest=longest, has_reference=config.needs_reference
     )
     advised = others[0].changes(learner) if others and others[0].fits else ""
-    remedy = f"Set, under learner: {advised}" if advised else "Use more ranks, larger GPUs, or shorter answers"
+    remedy = f"Set, under learner: {advised}" if advised else _MORE_ROOM
     yield Complaint(
         "fail",
         f"a learner rank needs {gib(needed.total + RESERVE)} of its {gib(share)} (weights {gib(needed.weights)}, gradients "

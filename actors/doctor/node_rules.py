@@ -13,7 +13,7 @@ from actors.doctor.facts import Complaint, NodeFacts
 from actors.doctor.kernel_rules import weights_stay_as_sent
 from actors.doctor.link_rules import gpus_of_a_group_are_linked, ports_are_open, rdma_may_lock_memory
 from actors.doctor.memory_rules import could_be_given, gib, on_gpus
-from actors.doctor.paper_rules import LESS, worst_first
+from actors.doctor.paper_rules import FEWER, LESS, worst_first
 from actors.plan.host_memory import FETCHED, TRANSFERS, WIDE, HostMemory, of_engines, of_learner
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import traffic, versions_text
@@ -58,7 +58,7 @@ def gpus_for_everybody(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
         yield Complaint(
             "warn" if config.ray.address is not None else "fail",
             f"the run asks for {row.asked:g} GPUs, and Ray has {row.there:g}: {row.parts}{wait if config.ray.address is not None else ''}",
-            "Use fewer workers or ranks, have them share GPUs (learner.gpus_per_rank, rollout.gpus_per_worker), or add nodes",
+            f"{FEWER}; or add nodes",
         )
     elif row.asked > row.free:
         yield Complaint(

@@ -21,7 +21,7 @@ from actors.plan.pace import MEAN_SHARE, TOKENS_PER_S, pace
 from actors.plan.shape import FLOAT8_BLOCK
 from actors.plan.traffic import checkpoint_bytes, traffic, versions_text
 from actors.settings.devices import check_shares, check_types, gpus_asked, room_for_engines, workers_asked
-from correction.errors import ConfigError
+from correction.errors import ConfigError, counted
 from rollout import engine_ranks
 from rollout.engine_arguments import unknown
 from rollout.engine_ranks import UNREPORTED_ROUTES
@@ -35,6 +35,10 @@ WORTH_SAYING = 1.5
 """Ratio of two times from which a note is worth it, as the assumed speeds are rough."""
 SHORT_TAIL_S = 5.0
 """Seconds of a step for its longest answers of which nothing is said: other parts of a step take as long."""
+FEWER = (
+    "Lower rollout.workers, or learner.data_parallel, tensor_parallel or pipeline_parallel, or have an engine and a rank share a GPU: "
+    "learner.gpus_per_rank and rollout.gpus_per_worker that add up to 1"
+)
 LESS = "Use machines with more memory, shorter answers (rollout.engine.context_length), or fewer (groups_per_step)"
 
 
@@ -83,6 +87,8 @@ def weights_keep_layout_and_type(facts: PaperFacts, config: RunConfig) -> Iterat
 
 
 def float8_can_be_had(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    """Whole blocks: SGLang asks for them of each rank's part of a matrix (layers/quantization/fp8_utils.py, validate_fp8_block_shape; of
+    experts fp8.py), its kernels for GPUs also of what goes into a product (per_token_group_quant_fp8), which may be the hidden channels."""
     if not config.rollout.engine.has_float8:
         return
     engine, kind = config.rollout.engine, facts.shape.model_type
@@ -96,6 +102,9 @@ def float8_can_be_had(facts: PaperFacts, config: RunConfig) -> Iterator[Complain
             reason = f"its {part} have {channels} channels{on_each}, no multiple of {FLOAT8_BLOCK}"
             fewer = ", or rollout.engine.expert_parallel higher" if part == "experts" and expert_ranks > 1 and not on_cpu else ""
             yield Complaint("fail", f"rollout.engine.quantization = float8_block: {reason}", f"Set it to none{lower}{fewer}")
+    if not on_cpu and facts.shape.hidden % FLOAT8_BLOCK:
+        reason = f"its hidden_size is {facts.shape.hidden}, no multiple of {FLOAT8_BLOCK}, by which SGLang's kernels for GPUs round"
+        yield Complaint("fail", f"rollout.engine.quantization = float8_block: {reason}", "Set it to none")
 
 
 def engine_ranks_divide_the_model(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -239,18 +248,19 @@ def on_paper(facts: PaperFacts, config: RunConfig) -> list[Complaint]:
 def enough(gpus: Gpus, config: RunConfig) -> list[Complaint]:
     """Complaints if there are fewer GPUs than ranks and engines ask for, or a node can't hold a tensor-parallel group."""
     learner, engine, wanted, found = config.learner, config.rollout.engine, gpus_asked(config), []
+    has = f"but a node has {counted(gpus.per_node, 'GPU')}"
     if config.ray.address is None and gpus.nodes > 1:
         gpus = replace(gpus, nodes=1)
         if wanted > gpus.count:
             text = f"ray.address isn't set, so that the run has one node alone: it asks for {wanted} GPUs, and {gpus} are {gpus.count}"
             found.append(Complaint("fail", text, "Set ray.address: auto, on a node of their cluster"))
     elif wanted > gpus.count:
-        found.append(Complaint("fail", f"the run asks for {wanted} GPUs, and {gpus} are {gpus.count}", "Use fewer workers or ranks"))
+        found.append(Complaint("fail", f"the run asks for {counted(wanted, 'GPU')}, and {gpus} are {gpus.count}", FEWER))
     if learner.resolved_device == "cuda" and learner.tensor_parallel > gpus.per_node:
-        text = f"learner.tensor_parallel = {learner.tensor_parallel}, but a node has {gpus.per_node} GPUs: a group talks in every layer"
+        text = f"learner.tensor_parallel = {learner.tensor_parallel}, {has}: a group talks in every layer"
         found.append(Complaint("fail", text, f"Set it to {gpus.per_node} or less"))
     if engine.resolved_device == "cuda" and engine.tensor_parallel > gpus.per_node:
-        text = f"rollout.engine.tensor_parallel = {engine.tensor_parallel}, but a node has {gpus.per_node} GPUs: an engine is on one node"
+        text = f"rollout.engine.tensor_parallel = {engine.tensor_parallel}, {has}: an engine is on one node"
         found.append(Complaint("fail", text, f"Set it to {gpus.per_node} or less"))
     elif engine.resolved_device == "cuda" and engine.tensor_parallel > 1 and wanted <= gpus.count:
         room, workers = room_for_engines([(gpus.per_node, math.inf)] * gpus.nodes, config), workers_asked(config)

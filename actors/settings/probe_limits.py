@@ -34,7 +34,9 @@ class ProbeLimits:
         """With an engine's projections in float8 (rollout.engine.quantization) more than the learner's type alone would.
 
         Measured on a CPU: the nano model's answers have a median of 0.01 and a largest of 0.06 nats, random models of two layers 0.1
-        and 0.4.
+        and 0.4. Routers that choose other experts need no wider limits: trained for 200 steps on text, a model of four layers has 0.013
+        and 0.13, its like with 16 experts, 4 of them a token, 0.013 and 0.24. One token in ten had another expert in some layer, with a
+        median of 0.026; the others have 0.012. A choice flips between experts of nearly equal weight, the least of those that are added.
         """
         limit = config.weight_sync.max_probe_difference
         if config.rollout.engine.has_float8 and limit is None:

@@ -183,7 +183,7 @@ def test_a_hub_that_is_away_is_no_obstacle_to_what_is_in_the_cache(server: Stand
     folder = model_folder(config.model)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert model_folder(config.model) == folder
-    with pytest.raises(DataError, match=r"hf:acme/other: not whole in the cache, .*cache, and http://127.0.0.1:9"):
+    with pytest.raises(DataError, match=r"hf:acme/other: not whole in the cache, .*cache, and http://127.0.0.1:9.* set model to"):
         model_folder(Path("hf:acme/other"))
     assert not obstacle_here(config.model) and "nor can the hub be reached" in obstacle_here(Path("hf:acme/other"))
 

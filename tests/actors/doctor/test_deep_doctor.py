@@ -243,9 +243,10 @@ def test_a_weight_group_that_comes_to_nothing_is_one_sentence(tmp_path: Path) ->
         ("qwen3", ["learner.tensor_parallel=2", "learner.sequence_parallel=true", BY_BROADCAST], ["tensor_parallel"]),
         ("qwen3_moe", ["learner.data_parallel=2", "learner.expert_parallel=2"], ["data_parallel", "expert_parallel"]),
     ],
+    ids=["dense", "experts"],
 )
 def test_a_visit_on_gloo(tmp_path: Path, family: str, layout: list[str], kinds: list[str]) -> None:
-    """Everything is measured, from config.json alone, agrees to float32's rounding, and nothing is left."""
+    """Everything is measured, from config.json alone, agrees to float32's rounding, and nothing is left. `make test-deep` runs [dense]."""
     model = tmp_path / "model"
     model.mkdir()
     (save_tiny_model(tmp_path / "whole", family, tie=False) / "config.json").rename(model / "config.json")

@@ -18,7 +18,7 @@ from actors.doctor.driver_gpus import gpus_of_driver
 from actors.doctor.facts import Complaint, GpuFact, NodeFacts, PaperFacts
 from actors.doctor.gather import this_node
 from actors.doctor.node_rules import on_nodes, requests
-from actors.doctor.paper_rules import enough, float8_can_be_had, on_paper, stop_at_failures
+from actors.doctor.paper_rules import enough, on_paper, stop_at_failures
 from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape
 from actors.settings.derived import derived
@@ -257,17 +257,6 @@ def test_a_rule_about_nodes(nodes: list[NodeFacts], overrides: str, severity: st
 def test_a_node_s_own_names_and_what_ray_env_says_may_differ() -> None:
     other = node(name="b", nccl={"NCCL_SOCKET_IFNAME": "eth1", "NCCL_DEBUG": "INFO"})
     assert on_nodes([node(), other, replace(HEAD, nccl={"NCCL_NVLS_ENABLE": "0"})], eight("ray.env.NCCL_DEBUG=WARN"), DENSE) == []
-
-
-def test_experts_that_ranks_hold_whole_can_be_in_float8() -> None:
-    """768 channels are six blocks: of four ranks each has half of an expert at most; on a CPU SGLang counts them as if all shared it."""
-    four, facts = [FLOAT8, f"{RANKS}=4"], paper(shape=EXPERTS)
-    for groups, on_cpu, said in ((1, False, ["192"]), (2, False, []), (4, False, []), (4, True, ["192"])):
-        devices = ["learner.device=cpu", "rollout.engine.device=cpu", "learner.dtype=bfloat16"] if on_cpu else []
-        found = list(float8_can_be_had(facts, eight(*four, f"rollout.engine.expert_parallel={groups}", *devices)))
-        assert [c.sentence.partition("experts have ")[2].split()[0] for c in found] == said
-        assert all(("expert_parallel higher" in c.setting) is not on_cpu for c in found)
-    assert list(float8_can_be_had(facts, eight(FLOAT8))) == []
 
 
 def test_kernels_of_a_minor_architecture_run_on_later_ones() -> None:

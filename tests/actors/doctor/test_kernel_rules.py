@@ -1,7 +1,8 @@
-"""What SGLang's kernels make of the weights that an engine was sent, by the kind of GPU: in a plan, on nodes, of a cluster file."""
+"""What SGLang's kernels make of the weights that an engine was sent, by the kind of GPU, and which models they take in float8."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from actors.doctor.cluster_file import ClusterFile, NodeKind, agreement
 from actors.doctor.facts import Complaint, GpuFact, PaperFacts
 from actors.doctor.kernel_rules import weights_stay_as_sent
 from actors.doctor.node_rules import on_nodes
-from actors.doctor.paper_rules import on_paper
+from actors.doctor.paper_rules import float8_can_be_had, on_paper
 from actors.plan.gpus import ARCHITECTURES, MEMORY_MIB, Gpus
-from tests.actors.doctor.test_doctor import DENSE, EXPERTS, FLOAT8, HEAD, RECIPES, eight, node, recipe
+from tests.actors.doctor.test_doctor import DENSE, EXPERTS, FLOAT8, HEAD, RANKS, RECIPES, eight, node, paper, recipe
 from tests.actors.known_models import QWEN3_30B_A3B, save_config
 
 RUNNER = "rollout.engine.engine_args.moe_runner_backend"
@@ -55,6 +56,18 @@ def test_a_runner_that_lays_experts_out_otherwise_is_refused_everywhere(runner: 
 
 
 @pytest.mark.parametrize(
+    ("products", "architecture", "is_refused"),
+    [("auto", "sm_100", True), ("deep_gemm", "sm_103", True), ("triton", "sm_100", False), ("deep_gemm", "sm_90", False)],
+)
+def test_scales_that_would_be_rounded_anew_are_refused(products: str, architecture: str, is_refused: bool) -> None:
+    named = f"rollout.engine.engine_args.fp8_gemm_runner_backend={products}"
+    found = list(weights_stay_as_sent(DENSE, eight(FLOAT8, named), [architecture]))
+    assert ["rounds the scales of float8 anew" in one.sentence for one in found] == [True] * is_refused
+    assert [one.setting for one in found] == ["Set it to triton, or leave it out"] * is_refused
+    assert [list(weights_stay_as_sent(DENSE, eight(*words), [architecture])) for words in ([FLOAT8], [named])] == [[], []]
+
+
+@pytest.mark.parametrize(
     ("architectures", "overrides", "severity", "said"),
     [
         (["sm_80"], FLOAT8, "fail", "float8_block on sm_80"),
@@ -75,6 +88,25 @@ def test_types_that_a_gpu_has_no_products_of(architectures: list[str], overrides
     there = [node(gpus=tuple(GpuFact("", 80 << 30, 80 << 30, one) for one in architectures) * (8 // len(architectures)), architectures=())]
     if severity:
         assert found == [one for one in on_nodes(there, config, DENSE) if one.severity == severity]
+
+
+def test_experts_that_ranks_hold_whole_can_be_in_float8() -> None:
+    """768 channels are six blocks: of four ranks each has half of an expert at most; on a CPU SGLang counts them as if all shared it."""
+    four, facts = [FLOAT8, f"{RANKS}=4"], paper(shape=EXPERTS)
+    for groups, on_cpu, said in ((1, False, ["192"]), (2, False, []), (4, False, []), (4, True, ["192"])):
+        devices = ["learner.device=cpu", "rollout.engine.device=cpu", "learner.dtype=bfloat16"] if on_cpu else []
+        found = list(float8_can_be_had(facts, eight(*four, f"rollout.engine.expert_parallel={groups}", *devices)))
+        assert [c.sentence.partition("experts have ")[2].split()[0] for c in found] == said
+        assert all(("expert_parallel higher" in c.setting) is not on_cpu for c in found)
+    assert list(float8_can_be_had(facts, eight(FLOAT8))) == []
+
+
+def test_on_a_gpu_float8_wants_whole_blocks_of_the_hidden_channels_too() -> None:
+    """SGLang's kernels there round 128 neighbours of what goes in, and nothing less; by hand on a CPU the last ones may be fewer."""
+    facts, on_cpu = paper(shape=replace(DENSE, hidden=4160)), ["learner.device=cpu", "rollout.engine.device=cpu", "learner.dtype=bfloat16"]
+    (found,) = float8_can_be_had(facts, eight(FLOAT8))
+    assert found.severity == "fail" and "its hidden_size is 4160, no multiple of 128" in found.sentence and "none" in found.setting
+    assert list(float8_can_be_had(facts, eight(FLOAT8, *on_cpu))) == []
 
 
 def test_every_gpu_by_name_has_an_architecture() -> None:

@@ -99,6 +99,16 @@ def test_without_an_address_a_run_has_one_node() -> None:
     assert enough(replace(four, nodes=1), eight()) == enough(four, eight()) == []
 
 
+def test_who_has_too_few_gpus_or_too_small_ones_is_told_what_to_set() -> None:
+    (found,) = enough(Gpus.parse("24GBx1"), recipe("qwen3_0.6b_1gpu", "rollout.gpus_per_worker=0.9"))
+    assert "the run asks for 2 GPUs" in found.sentence
+    small = on_paper(PaperFacts(ModelShape.of(QWEN3_8B), (24 << 30,)), eight())
+    of_rank = next(one for one in small if "rank needs" in one.sentence)
+    settings = ("rollout.workers", "learner.data_parallel", "learner.gpus_per_rank", "rollout.gpus_per_worker")
+    assert all(name in found.setting for name in settings), found.setting
+    assert all(name in of_rank.setting for name in ("learner.tensor_parallel", "rollout.engine.context_length")), of_rank.setting
+
+
 @pytest.mark.parametrize(
     ("words", "model", "gpu"),
     [
