@@ -70,11 +70,14 @@ class Engine(RolloutWorker):
     def __init__(self) -> None:
         self._name, self._asked_update, self._newest = "engine", 0, (0, -1)
         self._endpoint = SimpleNamespace(set=lambda *_: None)  # type: ignore[assignment]
-        self._settings = SimpleNamespace(rollout=SimpleNamespace(engine=EngineConfig(device="cpu")))  # type: ignore[assignment]
+        rollout = SimpleNamespace(engine=EngineConfig(device="cpu"))
+        self._settings = SimpleNamespace(rollout=rollout, fetch_s=60.0)  # type: ignore[assignment]
+        self._verifying, self._spoilt = set(), 0
 
     async def start_engine(self, model: Path, dtype: str = "float32") -> None:
         config = EngineConfig.model_validate({"device": "cpu", "max_total_tokens": 4096, "dtype": dtype})
-        self._sampler = SimpleNamespace(engine=await RolloutEngine.start(model, config, has_weights=False))  # type: ignore[assignment]
+        engine = await RolloutEngine.start(model, config, has_weights=False)
+        self._sampler = SimpleNamespace(engine=engine, busy_s=0.0, up_s=0.0, generated_tokens=0)  # type: ignore[assignment]
 
     async def stop_engine(self) -> None:
         await self._sampler.engine.shutdown()

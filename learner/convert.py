@@ -80,19 +80,27 @@ def to_megatron(rule: Rule, tensors: Sequence[Tensor], heads: HeadShape, rows: i
 
 
 def to_hf(rule: Rule, parts: Sequence[Tensor], heads: HeadShape, vocab_size: int) -> tuple[Tensor, ...]:
-    """The HF tensors that all ranks' parts of a Megatron parameter make up, in the rule's order."""
+    """The HF tensors that all ranks' parts of a Megatron parameter make up, in the rule's order. Of a single part they are views, but for
+    queries, keys and values, whose rows lie apart."""
     match rule.layout:
         case TensorLayout.REPLICATED:
             return (parts[0],)
         case TensorLayout.VOCAB:
-            return (torch.cat(list(parts))[:vocab_size],)
+            return (_joined(parts)[:vocab_size],)
         case TensorLayout.ROW:
-            return (torch.cat(list(parts), dim=1),)
+            return (_joined(parts, dim=1),)
         case TensorLayout.QKV:
-            return split_qkv(torch.cat(list(parts)), heads)
+            return split_qkv(_joined(parts), heads)
         case TensorLayout.GATE_UP:
-            halves = tuple(torch.cat(list(pieces)) for pieces in zip(*(part.chunk(2) for part in parts), strict=True))
+            if len(parts) == len(rule.hf) == 1:
+                return (parts[0],)
+            halves = tuple(_joined(pieces) for pieces in zip(*(part.chunk(2) for part in parts), strict=True))
             return halves if len(rule.hf) == 2 else (torch.cat(halves),)
+
+
+def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """One part is the whole, and is not copied: an export of all weights would take nearly twice as long."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def bind(model: torch.nn.Module, family: ModelFamily, expert_rank: int = 0) -> list[tuple[Rule, torch.nn.Parameter]]:

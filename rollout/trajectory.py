@@ -343,6 +343,27 @@ class UnfinishedGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """Running totals of one worker, and how it is."""
+
+    busy_s: float
+    """Seconds with at least one request in the engine, weight updates included."""
+    up_s: float
+    """Seconds since its engine was up."""
+    generated_tokens: int
+    requests_in_flight: int
+    silent_s: float = 0.0
+    """Seconds of heartbeat_s that its engine has used without a sign."""
+
+    def since(self, before: WorkerLoad | None) -> WorkerLoad:
+        """What has been added to the totals since `before`; None: since its start."""
+        if before is None:
+            return self
+        added = self.generated_tokens - before.generated_tokens
+        return WorkerLoad(self.busy_s - before.busy_s, self.up_s - before.up_s, added, self.requests_in_flight)
+
+
+@dataclass(frozen=True, slots=True)
 class SyncReceipt:
     """An engine's word that it holds the weights of a version. The engine fills in the first fields, its worker the others."""
 
@@ -365,3 +386,5 @@ class SyncReceipt:
     """Generation of the run: after it has gone back to a checkpoint, version numbers come again with other weights."""
     delta_bytes: int | None = None
     """Bytes of the deltas that its node made these weights of; None: they came whole."""
+    load: WorkerLoad | None = None
+    """The worker's, as it answered: it need not be asked for that, too."""

@@ -80,8 +80,8 @@ class MetricsEndpoint(Collector):
     def keep_only(self, part: str, members: Collection[str]) -> None:
         """Of the families whose open part names a `part` ("worker"), forget all members but these: the others are gone."""
         with self._lock:
-            gone = [name for name in self._values if lookup(name).part == part and member(name) not in members]
-            for name in gone:
+            listed = [(name, lookup(name)) for name in self._values]
+            for name in [name for name, metric in listed if metric.part == part and name.removeprefix(metric.name) not in members]:
                 del self._values[name]
 
     def collect(self) -> Iterable[PrometheusFamily]:

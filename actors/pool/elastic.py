@@ -7,9 +7,9 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from actors.carriers import WorkerLoad
 from actors.pool.scaling import PoolLimits, ScalingDecision, ScalingRule, StepLoad, fed_by_admission
 from rollout.config import RolloutConfig
+from rollout.trajectory import WorkerLoad
 
 
 class Resizable(Protocol):

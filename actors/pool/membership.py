@@ -16,7 +16,6 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from actors.carriers import WorkerLoad
 from actors.config import DeadlinesConfig
 from actors.pool import preemption, workers
 from actors.pool.departures import Departures, first_to_leave
@@ -25,8 +24,10 @@ from actors.pool.faults import LossBook
 from actors.pool.rollout_worker import WorkerSettings
 from actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
 from actors.processes.supervision import kill, unwrapped, wait_for
+from actors.processes.turns import Turns
 from actors.weights.weight_sync import WeightSync
 from correction.errors import ActorLost, EngineError, EvenkeelError, counted
+from rollout.trajectory import WorkerLoad
 
 log = logging.getLogger("evenkeel.pool")
 _STARTS = 3
@@ -58,6 +59,7 @@ class Membership(ABC):
         self._tasks: set[asyncio.Task[Any]] = set()
         self._generation = 0
         self._changed = asyncio.Event()
+        self._turns = Turns()
         self._renew()
 
     def _renew(self) -> None:
@@ -260,9 +262,13 @@ class Membership(ABC):
     async def _follow_heartbeat(self, worker: WorkerHandle) -> None:
         self._lost(worker, await workers.until_lost(worker, self._config.engine.deadlines.heartbeat_s))
 
-    async def loads(self) -> dict[str, WorkerLoad]:
-        """Running totals, by name, of the workers that answer within a few seconds."""
-        return await workers.loads(list(self._joined()))
+    async def loads(self, version: int | None = None) -> dict[str, WorkerLoad]:
+        """Running totals, by name, of the workers that answer within a few seconds.
+
+        Args: version: of a step that has just ended; if it was published, workers tell them with their receipts. None: all are asked.
+        """
+        is_published = self._sync is not None and self._sync.version == version
+        return await workers.loads(list(self._joined()), self._turns, version if is_published else None)
 
     # -- end ---------------------------------------------------------------------------------------------------------
 

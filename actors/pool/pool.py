@@ -194,6 +194,7 @@ class RolloutPool(Membership):
                 found, payload, *wide = worker.actor.generate_group.options(num_returns=self._results).remote(ticket)
                 return found
 
+            await self._turns.mine()  # a step hands out all of its groups together
             outcome = await self._worked(worker, call, f"group {group_id} <- rollout worker {worker.name}")
             if isinstance(outcome, GroupFacts):
                 payload = await to_hand_on(outcome, payload)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import psutil
 import ray
 
-from actors.carriers import ActorInfo, BegunTicket, GroupFailure, Ticket, WorkerLoad
+from actors.carriers import ActorInfo, BegunTicket, GroupFailure, Ticket
 from actors.config import RunConfig
 from actors.metrics.exporter import MetricsEndpoint, listen_address, node_address
 from actors.pool.preemption import EndNotice
@@ -31,7 +31,18 @@ from rollout.config import AnswerSampling, RolloutConfig
 from rollout.sampler import Sampler
 from rollout.stacks import register_stack_dump
 from rollout.temporary_files import own_folder, remove
-from rollout.trajectory import FailureKind, FinishReason, GroupFacts, Prompt, SyncReceipt, Trajectory, UnfinishedGroup, ids_of, logprobs_of
+from rollout.trajectory import (
+    FailureKind,
+    FinishReason,
+    GroupFacts,
+    Prompt,
+    SyncReceipt,
+    Trajectory,
+    UnfinishedGroup,
+    WorkerLoad,
+    ids_of,
+    logprobs_of,
+)
 from rollout.weight_update import require_checksums
 
 T = TypeVar("T")
@@ -319,7 +330,8 @@ class RolloutWorker:
         processor = await self._sampler.engine.processor() if verified and self._settings.rollout.engine.batch_invariant else None
         self._endpoint.set("rollout/weight_version", receipt.version)
         self._endpoint.set("rollout/last_sync_time_s", time.time())
-        return replace(receipt, worker=self._name, seconds=time.monotonic() - began, checksums=checksums, processor=processor)
+        seconds, load = time.monotonic() - began, await self.load()
+        return replace(receipt, worker=self._name, seconds=seconds, checksums=checksums, processor=processor, load=load)
 
     # -- life --------------------------------------------------------------------------------------------------------
 

@@ -23,20 +23,23 @@ from typing import Any, Protocol
 import ray
 from ray.util.scheduling_strategies import NodeLabelSchedulingStrategy, NotIn
 
-from actors.carriers import ActorInfo, Ticket, WorkerLoad
+from actors.carriers import ActorInfo, Ticket
 from actors.cluster.cluster import lower_priority
 from actors.config import DeadlinesConfig
 from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
 from actors.pool.scaling import ScalingDecision
 from actors.processes.supervision import HALF_OVER, USUAL_START, kill, persistently, unwrapped, wait_for
+from actors.processes.turns import Turns
 from actors.processes.wait_notice import WaitNotice
 from actors.weights.weight_sync import SyncTarget
 from correction.errors import DeadlineExceeded, EvenkeelError
 from rollout.heartbeat import MISSES
-from rollout.trajectory import GroupFacts, UnfinishedGroup
+from rollout.trajectory import GroupFacts, UnfinishedGroup, WorkerLoad
 
 log = logging.getLogger("evenkeel.pool")
 _LOAD_S = 5.0
+_RECEIPT_S = 1.0
+"""For receipts that are on their way: who is slower is asked for its load."""
 STOP_S = 20.0
 """For the end of an engine."""
 _NODE_ID = "ray.io/node-id"
@@ -234,17 +237,32 @@ async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
     return f"missed its heartbeat: its process answered none of {missed} probes in {limit_s:g} s"
 
 
-async def loads(joined: Sequence[WorkerHandle]) -> dict[str, WorkerLoad]:
-    """Running totals, by name, of those that answer within a few seconds."""
+async def loads(joined: Sequence[WorkerHandle], turns: Turns, version: int | None = None) -> dict[str, WorkerLoad]:
+    """Running totals, by name, of those that answer within a few seconds.
+
+    Args: version: whose receipts bring them, or newer ones; None: all are asked.
+    """
+    told: dict[str, WorkerLoad] = {}
+    if version is not None:
+        on_their_way = [w.sync.task for w in joined if w.sync.version < version and w.sync.task is not None]
+        if on_their_way:
+            await asyncio.wait(on_their_way, timeout=_RECEIPT_S)
+        told = {w.name: w.sync.load for w in joined if w.sync.version >= version and w.sync.load is not None}
+    return told | await _asked([w for w in joined if w.name not in told], turns)
+
+
+async def _asked(workers: Sequence[WorkerHandle], turns: Turns) -> dict[str, WorkerLoad]:
+    """As `loads`, by a call for each."""
 
     async def ask(worker: WorkerHandle) -> WorkerLoad | None:
+        await turns.mine()
         try:
             return await wait_for(worker.actor.load.remote(), f"load <- rollout worker {worker.name}", deadline_s=_LOAD_S)
         except (EvenkeelError, ray.exceptions.RayError):
             return None
 
-    answers = await asyncio.gather(*(ask(w) for w in joined))
-    return {worker.name: load for worker, load in zip(joined, answers, strict=True) if load is not None}
+    answers = await asyncio.gather(*(ask(w) for w in workers))
+    return {worker.name: load for worker, load in zip(workers, answers, strict=True) if load is not None}
 
 
 async def end(workers: Sequence[WorkerHandle]) -> None:

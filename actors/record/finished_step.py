@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from actors.carriers import PreparedBatch, WorkerLoad
-from rollout.trajectory import GroupFacts, SyncReceipt
+from actors.carriers import PreparedBatch
+from rollout.trajectory import GroupFacts, SyncReceipt, WorkerLoad
 
 if TYPE_CHECKING:
     from learner.results import StepResult

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError
 
-from actors.carriers import ActorInfo, Observation, PreparedBatch, ScatterSample, Ticket, WorkerLoad
+from actors.carriers import ActorInfo, Observation, PreparedBatch, ScatterSample, Ticket
 from actors.config import RunConfig
 from actors.metrics.exporter import DiscoveryServer, MetricsEndpoint, listen_address
 from actors.metrics.held_out import Evaluation
@@ -46,7 +46,7 @@ from actors.record.terminal import TerminalView
 from actors.settings.probe_limits import ProbeLimits
 from correction.errors import EvenkeelError, counted
 from correction.monitor import Event, State
-from rollout.trajectory import GroupFacts, Prompt, SyncReceipt
+from rollout.trajectory import GroupFacts, Prompt, SyncReceipt, WorkerLoad
 
 if TYPE_CHECKING:
     from actors.pool.pool import RolloutPool
@@ -253,7 +253,7 @@ class Observer:
         """
         now = time.monotonic()
         seconds, self._step_ended = now - self._step_ended, now
-        loads = asyncio.create_task(self._pool.loads())
+        loads = asyncio.create_task(self._pool.loads(version))
         differences, beyond = self._probes.take()
         for line in [*self._repeated.take(), *beyond]:
             self.event("warning", f"step {number}: {line}")

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from actors.carriers import Example, PreparedBatch, WorkerLoad
+from actors.carriers import Example, PreparedBatch
 from actors.metrics.catalogue import DIAGNOSTIC_PLACES, LOSS_PLACES
-from rollout.trajectory import AnswerFacts, FailureKind, FinishReason, GroupFacts, SyncReceipt
+from rollout.trajectory import AnswerFacts, FailureKind, FinishReason, GroupFacts, SyncReceipt, WorkerLoad
 
 if TYPE_CHECKING:
     from learner.results import StepResult

@@ -36,13 +36,14 @@ import ray
 from actors.carriers import ExportPlan, WeightSnapshot
 from actors.config import WeightSyncConfig
 from actors.processes.supervision import abandon, persistently, wait_for
+from actors.processes.turns import Turns
 from actors.ranks.learner_group import LearnerGroup
 from actors.weights.broadcast_group import BroadcastGroup
 from actors.weights.publication import SYNC_FAILURES, PublishedVersions, pause_s
 from actors.weights.weight_deltas import WeightDeltas
 from correction.engines.checksum import compare_checksums
 from correction.errors import ActorLost, DeadlineExceeded, EngineError, EvenkeelError, LateError, SyncError, counted
-from rollout.trajectory import SyncReceipt
+from rollout.trajectory import SyncReceipt, WorkerLoad
 
 log = logging.getLogger("evenkeel.sync")
 _ATTEMPTS = 3
@@ -70,6 +71,8 @@ class SyncTarget:
     """Versions since the last comparison that came to an end."""
     received_at: float = -math.inf
     """When its last receipt came: time of the event loop."""
+    load: WorkerLoad | None = None
+    """Of its worker, as the last receipt said."""
     node: str = ""
     """Id of its node; empty: not known."""
 
@@ -111,7 +114,7 @@ class WeightSync:
         self._on_failure = on_failure
         self._targets: dict[str, SyncTarget] = {}
         self._versions = PublishedVersions(learner, self._plan, sync_s, on_loss)
-        self._turn, self._generation = asyncio.Lock(), generation
+        self._turns, self._generation = Turns(), generation
         self._deltas = WeightDeltas(learner.node, sync_s / 3) if config.deltas else None
         self._broadcast: BroadcastGroup | None = None
         if config.transport == "broadcast":
@@ -218,8 +221,7 @@ class WeightSync:
                 buckets = stored
                 if self._deltas is not None and not failures and not late:  # else the whole, whatever was wrong with what it was handed
                     buckets, delta_bytes = await self._deltas.of_node(target.node, published.snapshot)
-                async with self._turn:  # one call to a turn of the event loop: hundreds at once would hold it up for a second
-                    await asyncio.sleep(0)
+                await self._turns.mine()
                 if published is not self._versions.newest:  # a newer one was published meanwhile
                     continue
                 version, is_asked = published.version, True
@@ -265,7 +267,7 @@ class WeightSync:
                 self._broadcast.rebuild()
         if not target.is_verified:  # marked dirty while this was under way: only a verified sync counts now
             return
-        target.version, target.received_at = receipt.version, asyncio.get_running_loop().time()
+        target.version, target.received_at, target.load = receipt.version, asyncio.get_running_loop().time(), receipt.load
         self._on_receipt(receipt)
         if snapshot.probe_logprobs:
             probe = self._compare_probe(target, snapshot.version, snapshot.probe_logprobs)

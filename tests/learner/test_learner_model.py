@@ -147,6 +147,16 @@ def test_a_bucket_is_a_snapshot(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], copies[name]) for name in before)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "glm4"])
+def test_an_export_of_one_rank_copies_queries_keys_and_values_alone(tmp_path: Path, family: str) -> None:
+    """Their rows lie apart in Megatron's tensor. All else is sent from where it is trained."""
+    with learner_on(save_model(tmp_path / "m", family, tie=False)) as learner:
+        trained = {p.untyped_storage().data_ptr() for policy in learner._policies for p in policy.parameters()}
+        sent = [(name, one.untyped_storage().data_ptr()) for piece in learner.weights() for name, one in piece.items()]
+        copied = {name.rsplit(".", 2)[1] for name, memory in sent if memory not in trained}
+        assert copied == {"q_proj", "k_proj", "v_proj"} and {"gate_proj", "gate_up_proj"} & {name.rsplit(".", 2)[-2] for name, _ in sent}
+
+
 def test_several_shards_are_read_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(tmp_path / "m")
     monkeypatch.setattr("learner.export.SHARD_BYTES", 20_000)

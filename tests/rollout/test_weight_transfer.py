@@ -75,6 +75,7 @@ class Scene:
         self.worker = RolloutWorker("0", WorkerSettings(settings, Path("model"), prompt(0), bind="", resource="rollout"))
         self.worker._sampler = SimpleNamespace(engine=self.engine)  # type: ignore[assignment]
         self.worker._endpoint = SimpleNamespace(set=lambda *_: None)  # type: ignore[assignment]
+        monkeypatch.setattr(self.worker, "load", lambda: asyncio.sleep(0))  # there is no sampler that would know it
 
     async def _wait(self, awaitable: Awaitable[Any], *_: Any, **__: Any) -> Any:
         return await awaitable

@@ -14,7 +14,7 @@ import pytest
 import ray.exceptions
 
 import actors.pool.workers
-from actors.carriers import ActorInfo, BegunTicket, Ticket, WorkerLoad
+from actors.carriers import ActorInfo, BegunTicket, Ticket
 from actors.config import DeadlinesConfig
 from actors.pool.pool import RolloutPool
 from actors.pool.rollout_worker import WorkerSettings
@@ -23,7 +23,7 @@ from actors.queue.queue_actor import TrajectoryQueueActor
 from correction.errors import EngineError
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.continuation import unsampled
-from rollout.trajectory import Group, GroupFacts, UnfinishedGroup, VersionSpan, ids_of, logprobs_of
+from rollout.trajectory import Group, GroupFacts, UnfinishedGroup, VersionSpan, WorkerLoad, ids_of, logprobs_of
 from tests.actors.cases import FakeActor, group, prompt
 
 TOKENS = 100

@@ -12,12 +12,12 @@ import pytest
 import ray.exceptions
 
 import actors.pool.workers
-from actors.carriers import ActorInfo, GroupFailure, Ticket, WorkerLoad
+from actors.carriers import ActorInfo, GroupFailure, Ticket
 from actors.config import DeadlinesConfig
 from actors.pool.pool import RolloutPool
 from actors.queue.queue_actor import TrajectoryQueueActor
 from rollout.config import AnswerSampling
-from rollout.trajectory import Group, GroupFacts
+from rollout.trajectory import Group, GroupFacts, WorkerLoad
 from tests.actors.cases import FakeActor, group, prompt
 from tests.actors.pool.pool_cases import worker_settings
 from tests.actors.simulated_time import simulate

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 import ray.exceptions
 
 import actors.pool.workers
-from actors.carriers import StoredGroup, WorkerLoad
+import actors.processes.turns
+from actors.carriers import StoredGroup
 from actors.queue.outstanding import Outstanding
 from actors.queue.queue_actor import TrajectoryQueueActor
 from correction.errors import DeadlineExceeded, EngineDirty, EngineError
 from rollout.config import AnswerSampling
+from rollout.trajectory import WorkerLoad
 from tests.actors.cases import CallResult, FakeActor, prompt
 from tests.actors.pool.pool_scene import DEAD, Scene, hang, play, raised
+from tests.actors.processes.turn_counter import TurnCounter
 
 
 @pytest.mark.parametrize("fault", [DEAD, raised(EngineError("the scheduler is gone"))], ids=["process dead", "engine dead"])
@@ -102,6 +107,66 @@ def test_loads_are_asked_for_at_once_and_a_worker_that_hangs_is_left_out(monkeyp
         while len(scene.joined) < 4:
             await asyncio.sleep(0.01)
         assert await scene.pool.loads() == {name: WorkerLoad(1.0, 2.0, 3, 4) for name in ("0", "1", "3")}
+
+    play(scenario)
+
+
+def test_after_a_step_the_loads_come_with_the_receipts_of_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker 0 has the version, 1 gets it now, 2 holds an older one and takes long: it alone is asked. Of a step whose version was not
+    published what the receipts said is old: all are asked."""
+
+    async def scenario() -> None:
+        monkeypatch.setattr(actors.pool.workers, "_RECEIPT_S", 0.5)
+        asked: list[str] = []
+
+        def asks(name: str) -> Callable[[], Awaitable[None]]:
+            return lambda: asyncio.sleep(0, asked.append(name))
+
+        scene = Scene(monkeypatch, workers=3, places=0, faults={name: asks(name) for name in "012"})
+        await scene.begin()
+        while len(scene.joined) < 3:
+            await asyncio.sleep(0.01)
+        targets = {name: worker.sync for name, worker in scene.pool._workers.items()}
+
+        async def takes(name: str, seconds: float) -> None:
+            await asyncio.sleep(seconds)
+            targets[name].version, targets[name].load = 1, WorkerLoad(10.0 + int(name), 20.0, 30, 40)
+
+        scene.sync.version = 1
+        for name, seconds in {"0": 0.0, "1": 0.1, "2": 60.0}.items():
+            targets[name].task = asyncio.create_task(takes(name, seconds))
+        targets["2"].load = WorkerLoad(12.0, 20.0, 30, 40)
+        receipts = {name: WorkerLoad(10.0 + int(name), 20.0, 30, 40) for name in "01"}
+        assert await scene.pool.loads(1) == receipts | {"2": WorkerLoad(1.0, 2.0, 3, 4)} and asked == ["2"]
+        asked.clear()
+        assert await scene.pool.loads(2) == dict.fromkeys("012", WorkerLoad(1.0, 2.0, 3, 4)) and sorted(asked) == ["0", "1", "2"]
+
+    play(scenario)
+
+
+def test_calls_that_begin_together_are_made_a_few_to_a_turn_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step hands out all of its groups together, and asks all workers for their loads."""
+
+    monkeypatch.setattr(actors.processes.turns, "SHARED_BY", 2)
+
+    async def scenario() -> None:
+        made: list[int] = []
+
+        async def note() -> None:
+            made.append(counter.turn)
+
+        scene = Scene(monkeypatch, workers=8, places=24, faults=dict.fromkeys(map(str, range(8)), note))
+        scene.pool.start()
+        while len(scene.joined) < 8:
+            await asyncio.sleep(0.01)
+        scene.pool.follow(scene.sync)  # type: ignore[arg-type]
+        counter = TurnCounter()
+        feeding = asyncio.create_task(scene.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None))
+        await scene.until_finished(24)
+        assert len(made) == 24 and max(Counter(made).values()) == 2
+        made.clear()
+        assert len(await scene.pool.loads()) == 8 and max(Counter(made).values()) == 2
+        feeding.cancel()
 
     play(scenario)
 

@@ -16,7 +16,7 @@ from actors.config import RunConfig
 from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
 from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError, RequestError
 from rollout.config import AnswerSampling, RolloutConfig
-from rollout.trajectory import FailureKind, Group, Prompt, SyncReceipt
+from rollout.trajectory import FailureKind, Group, Prompt, SyncReceipt, WorkerLoad
 from tests.actors.cases import group, prompt
 
 CONFIG = RolloutConfig.model_validate({"task": {"kind": "file", "path": "none"}, "reward": {"kind": "exact_match"}})
@@ -91,6 +91,7 @@ class Slow:
     """Samples a group until `finish` is set."""
 
     engine = SimpleNamespace(requests_in_flight=0)
+    busy_s, up_s, generated_tokens = 1.0, 2.0, 3
 
     def __init__(self, *, is_stubborn: bool = False) -> None:
         self.finish, self.begun, self.aborted, self._is_stubborn = asyncio.Event(), 0, 0, is_stubborn
@@ -154,8 +155,10 @@ def test_what_ran_on_weights_that_arrived_otherwise_is_of_no_version(monkeypatch
     monkeypatch.setattr("actors.pool.rollout_worker.require_checksums", lambda *_: None)
 
     class Engine:
-        requests_in_flight = 0
+        requests_in_flight, silent_s = 4, 0.0
         compared = asyncio.Event()
+
+        def raise_if_lost(self) -> None: ...
 
         async def update_weights(self, version: int, buckets: list[Any]) -> SyncReceipt:
             return SyncReceipt(version, "retract", 1, 1, bytes=8, pause_s=0.1)
@@ -175,7 +178,8 @@ def test_what_ran_on_weights_that_arrived_otherwise_is_of_no_version(monkeypatch
         sampler.finish.set()
         assert not (await asyncio.wait({group_of}, timeout=0.05))[0], "its weights are not known yet"
         sampler.engine.compared.set()
-        assert (await update).checksums == arrives
+        receipt = await update
+        assert receipt.checksums == arrives and receipt.load == WorkerLoad(1.0, 2.0, 3, 4)
         if arrives == {"a": "1"}:
             assert (await group_of)[0].group_id == 7
         else:

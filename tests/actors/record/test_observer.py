@@ -68,7 +68,7 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
 
     async def scenario() -> None:
         observer = seen.observer
-        observer.follow(SimpleNamespace(loads=lambda: asyncio.sleep(0, {})), None)  # type: ignore[arg-type]
+        observer.follow(SimpleNamespace(loads=lambda _: asyncio.sleep(0, {})), None)  # type: ignore[arg-type]
         ended = []
         for step in (1, 2):
             observer.note({"true_on_policy/tokens": step})
@@ -103,7 +103,7 @@ def test_held_out_answers_without_a_score_are_told_everywhere(seen: Seen) -> Non
 
 def test_a_reward_that_fails_by_the_hundred_is_one_line_a_step(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first at once, with what it says; then one line a step and kind with the number, and counters of all."""
-    seen.observer.follow(SimpleNamespace(loads=lambda: asyncio.sleep(0, {}), counts=lambda: (1, 1), versions=dict), None)  # type: ignore[arg-type]
+    seen.observer.follow(SimpleNamespace(loads=lambda _: asyncio.sleep(0, {}), counts=lambda: (1, 1), versions=dict), None)  # type: ignore[arg-type]
     batch, result = SimpleNamespace(groups=[]), SimpleNamespace(skipped_steps=0, overflowed_steps=0, loss_scale=None)
     counts = {"admitted": 0, "trained": 0, "discarded": 0, "finished": 0, "in_flight": 0, "drawn": 0}
 
@@ -136,7 +136,7 @@ def test_an_overflow_in_float16_is_said_and_counted_apart(seen: Seen, monkeypatc
     """It is part of finding the loss scale: no batch is kept for study, and no alert rests on its counter."""
     for part in ("batch_metrics", "learner_metrics"):
         monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
-    seen.observer.follow(SimpleNamespace(loads=lambda: asyncio.sleep(0, {}), counts=lambda: (1, 1), versions=dict), None)  # type: ignore[arg-type]
+    seen.observer.follow(SimpleNamespace(loads=lambda _: asyncio.sleep(0, {}), counts=lambda: (1, 1), versions=dict), None)  # type: ignore[arg-type]
     batch = SimpleNamespace(groups=[], tokens=10, examples=())
     result = SimpleNamespace(loss=1.0, grad_norm=None, skipped_steps=3, overflowed_steps=2, loss_scale=32768.0)
     counts = {"admitted": 0, "trained": 0, "discarded": 0, "finished": 0, "in_flight": 0, "drawn": 0}
@@ -187,7 +187,7 @@ def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypat
     async def scenario() -> None:
         observer, registry = seen.observer, SimpleNamespace(register=lambda *_: None, deregister=lambda _: None, close=lambda: None)
         observer._discovery = registry  # type: ignore[assignment]
-        pool = SimpleNamespace(loads=lambda: asyncio.sleep(0, {}), versions=lambda: dict(held), counts=current, target=3)
+        pool = SimpleNamespace(loads=lambda _: asyncio.sleep(0, {}), versions=lambda: dict(held), counts=current, target=3)
         observer.follow(pool, None)  # type: ignore[arg-type]
         for name in held:
             observer.joined(ActorInfo("rollout", name, 1, "127.0.0.1:1"))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from actors.carriers import PreparedBatch, WorkerLoad
+from actors.carriers import PreparedBatch
 from actors.record.step_report import batch_metrics, rollout_metrics, sync_metrics, worker_metrics
 from correction.config import CorrectionConfig
-from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan
+from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan, WorkerLoad
 from tests.actors.cases import facts
 
 
