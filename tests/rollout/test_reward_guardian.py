@@ -31,7 +31,6 @@ SCORER = """
         subprocess.Popen(["sleep", completion], start_new_session=True)
         if not os.fork():
             os.setsid()
-            os.closerange(3, 65536)
             with open(metadata["path"] + ".part", "w") as file: file.write(str(os.getpid()))
             os.rename(metadata["path"] + ".part", metadata["path"] + completion)
         time.sleep(60)
@@ -64,8 +63,8 @@ async def score(pool: RewardPool, seconds: str, folder: Path) -> str:
 def test_what_a_killed_guardian_was_to_guard_is_ended_by_the_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lists_children: bool
 ) -> None:
-    """A process in a session of its own, a mere fork and the control group, but not those of the other guardian. Not every kernel lists a
-    process's children."""
+    """A process in a session of its own, a mere fork and the control group, but not those of the other guardian. The fork holds the socket
+    on which the answer would come, and doesn't hide that none will. Not every kernel lists a process's children."""
     if not lists_children:
         monkeypatch.setattr(reward_guardian, "_children", lambda _: [])
     (tmp_path / "user_rewards.py").write_text(textwrap.dedent(SCORER))
