@@ -251,7 +251,7 @@ class _ScoringProcess:
         self._is_ready = True
 
     def _watch(self) -> None:
-        """Have the guardian's death end the socket, as a fork of the scorer's may hold its other end. What has come over it can still be read.
+        """Have the guardian's death end the socket, whose other end a fork of the scorer's may hold. What has come can still be read.
 
         Raises: OSError.
         """

@@ -186,7 +186,7 @@ def _look(
             notify(
                 "warning",
                 f"{head} hangs: it listens, and has answered nothing for {silent_s:.0f} s. The run goes on with what it has; whatever is "
-                f"to start waits until it answers. Ray gives up after some minutes: after {hangs_limit_s:.0f} s this run ends",
+                f"to start waits until it answers. Ray gives up in the end: after {hangs_limit_s:.0f} s this run ends",
             )
         elif hangs and silent_s >= hangs_limit_s:
             why = f"hangs: it has answered nothing for {silent_s:.0f} s"

@@ -66,6 +66,10 @@ def main() -> None:
             app()
         except EvenkeelError as error:
             sys.exit(_sentence(str(error), error))
+        except OSError as error:
+            if not isinstance(error.filename, str):
+                raise
+            sys.exit(_sentence(f"{error.filename}: {error.strerror}", error))
         except (KeyboardInterrupt, asyncio.CancelledError, interrupts.Interrupted) as error:
             number = error.number if isinstance(error, interrupts.Interrupted) else int(signal.SIGINT)
             ended = "interrupted" if number == signal.SIGINT else f"ended by {interrupts.NAMES[number]}"

@@ -92,6 +92,38 @@ def test_what_a_killed_guardian_was_to_guard_is_ended_by_the_worker(
     assert wait_until(lambda: not sleepers("67.5"))
 
 
+def test_a_group_whose_guardian_and_worker_are_gone_is_removed_at_the_next_start() -> None:
+    """And no other: not that of a process that is there, nor one that still has a member."""
+    if (own := ControlGroup.make(1 << 30, 10)) is None:
+        pytest.skip("this process may make no control group")
+    with subprocess.Popen(["sleep", "68.5"]) as member, subprocess.Popen([sys.executable, "-c", "pass"]) as gone:
+        gone.wait()
+        places = [folder.parent for folder in own._folders]
+        own.remove()
+        left, used, kept = ([place / f"evenkeel-reward-{of}" for place in places] for of in (gone.pid, "unseen", member.pid))
+        try:
+            for folder in (*left, *used, *kept):
+                folder.mkdir()
+            for folder in used:
+                (folder / "cgroup.procs").write_text(str(member.pid))
+            again = ControlGroup.make(1 << 30, 10)
+            assert again is not None
+            again.remove()
+            assert not any(folder.exists() for folder in left)
+            assert all(folder.exists() for folder in (*used, *kept))
+        finally:
+            member.kill()
+            member.wait()
+            for folder in (*left, *used, *kept):
+                assert wait_until(lambda folder=folder: not _occupied(folder))
+                if folder.exists():
+                    folder.rmdir()
+
+
+def _occupied(folder: Path) -> bool:
+    return folder.exists() and bool((folder / "cgroup.procs").read_text())
+
+
 UNJOINED = """
     import os, subprocess, sys, time
     from pathlib import Path
