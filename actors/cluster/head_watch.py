@@ -89,7 +89,8 @@ def ends_with_own_ray(
     left = [below for process in own.values() for below in descendants(psutil.Process(process.pid))]
     ends = [partial(_wait_for_the_end, name, process, left, remedy, last) for name, process in own.items()]
     node = ray.get_runtime_context().get_node_id()
-    raylet_at = next(f"{one['NodeManagerAddress']}:{one['NodeManagerPort']}" for one in ray.nodes() if one["NodeID"] == node)
+    here = next(one for one in ray.nodes() if one["NodeID"] == node)  # type: ignore[no-untyped-call]
+    raylet_at = f"{here['NodeManagerAddress']}:{here['NodeManagerPort']}"
     raylet = f"the raylet of this run's own Ray (process {own['raylet'].pid}, at {raylet_at})"
     looks = (
         partial(_look, address, service, _head_hangs_s(), remedy, last, notify),
