@@ -1,11 +1,12 @@
 """Does anything grow? Memory, open files and threads of every process of a long run.
 
-    python benchmarks/soak.py [--minutes 30] [--every 10] [--workers 2] [--bound 60] [--keep FOLDER] [--write PAGE]
+    python benchmarks/soak.py [--minutes 30] [--every 4] [--workers 2] [--bound 60] [--keep FOLDER] [--write PAGE]
 
-The nano recipe with two workers trains for so long, undisturbed, and ends by SIGTERM. Every 10 s each of its processes is looked at: its
+The nano recipe with two workers trains for so long, undisturbed, and ends by SIGTERM. Every 4 s each of its processes is looked at: its
 own memory (Pss_Anon of /proc/PID/smaps_rollup), its open files, its threads; and at the memory that they share, such as the object store's
 (Pss_Shmem, all together). A line is laid through the second half by least squares, when caches are full and everything has been compiled;
-what comes and goes within it, as processes of Ray's pool do, is left out.
+what comes and goes within it, as processes of Ray's pool do, is left out. A process' own memory counts by the least of each minute: engines
+and ranks give free pages of their heap back every half minute, and take them again in between.
 
 Exit code 1: a process' memory, or what they share, grows by more than --bound MiB an hour, beyond what its own scatter can make of a flat
 line (two standard errors), or its open files or threads by more than 6 an hour; a kind of process was not looked at; or the run ends by
@@ -23,6 +24,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import psutil
@@ -38,6 +40,7 @@ _IDLE = "IDLE"
 """A process of Ray's pool that is nothing yet."""
 _LAST = ("rollout worker", "scheduler", "trajectory queue", "correction service", "learner rank", "driver")
 """Roles of processes that have to be there all the time."""
+_MINUTE_S = 60.0
 _COUNT_BOUND = 6.0
 """Open files or threads an hour."""
 _ERRORS = 2.0
@@ -90,14 +93,17 @@ class Grown:
     first: Look
     last: Look
     memory: Slope
+    """Of the least of each minute."""
     files: Slope
     threads: Slope
 
     @classmethod
     def of(cls, name: str, looks: Sequence[Look]) -> Grown:
-        seconds = [look.at_s for look in looks]
-        memory, files, threads = (Slope.of(seconds, [getattr(look, what) for look in looks]) for what in ("memory", "files", "threads"))
-        return cls(name, looks[0], looks[-1], memory, files, threads)
+        """Args: looks of at least three minutes. first and last are those with the least memory of the first and of the last minute."""
+        least = least_of_each_minute(looks)
+        memory = Slope.of([look.at_s for look in least], [look.memory for look in least])
+        files, threads = (Slope.of([look.at_s for look in looks], [getattr(look, what) for look in looks]) for what in ("files", "threads"))
+        return cls(name, least[0], least[-1], memory, files, threads)
 
     def wrong(self, bound: float) -> list[str]:
         told = [f"its memory grows by {self.memory} MiB an hour, more than {bound:g}"] if self.memory.is_above(bound) else []
@@ -110,6 +116,11 @@ class Grown:
         cells = [self.name, f"{first.memory:.0f} -> {last.memory:.0f}", str(self.memory)]
         cells += [f"{first.files} -> {last.files}", str(self.files), f"{first.threads} -> {last.threads}", str(self.threads)]
         return f"| {' | '.join(cells)} |"
+
+
+def least_of_each_minute(looks: Sequence[Look]) -> list[Look]:
+    """Of each minute the look with the least memory: what stays when the heap has been given back."""
+    return [min(of_one, key=lambda look: look.memory) for _, of_one in groupby(looks, key=lambda look: look.at_s // _MINUTE_S)]
 
 
 class Watch:
@@ -131,9 +142,14 @@ class Watch:
             self.looks[process].append(one)
 
     def grown(self, since_s: float, looks: int) -> list[Grown]:
-        """Args: since_s: from then on. looks: what has been seen less often since then is left out."""
+        """Args: since_s: from then on. looks: what has been seen less often since then is left out, and what was seen in fewer than three
+        minutes."""
         later = {process: [look for look in all_of_it if look.at_s >= since_s] for process, all_of_it in self.looks.items()}
-        found = [Grown.of(self._names.get(process, _IDLE), some) for process, some in later.items() if len(some) >= max(3, looks)]
+
+        def is_seen(some: list[Look]) -> bool:
+            return len(some) >= looks and len(least_of_each_minute(some)) >= 3
+
+        found = [Grown.of(self._names.get(process, _IDLE), some) for process, some in later.items() if is_seen(some)]
         return sorted(found, key=lambda one: (one.name, -one.last.memory))
 
     def shared(self, since_s: float) -> tuple[list[float], list[float]]:
@@ -175,8 +191,8 @@ def name_of(command: str) -> str:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--minutes", type=float, default=30.0, help="of training (30)")
-    parser.add_argument("--every", type=float, default=10.0, help="seconds between two looks (10)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of training (30; at least 6)")
+    parser.add_argument("--every", type=float, default=4.0, help="seconds between two looks (4)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--bound", type=float, default=60.0, help="MiB an hour that a process' memory may grow by (60)")
     parser.add_argument("--keep", type=Path, help="keep the run there")
