@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
+_PREFIX = "evenkeel-reward-"
+"""Of a folder's name; the guardian's process id follows."""
 
 
 class ControlGroup:
@@ -24,10 +26,11 @@ class ControlGroup:
 
     @classmethod
     def make(cls, memory_bytes: int | None, processes: int) -> ControlGroup | None:
-        """None where there is none to be had."""
+        """None where there is none to be had. Groups without a guardian go: one that was killed together with its worker left its own."""
         name = _name(os.getpid())
         try:
             places = dict(_places())
+            _sweep(places.values())
             if {"memory", "pids"} <= places.keys():
                 limits = [("memory", "memory.limit_in_bytes", memory_bytes), ("pids", "pids.max", processes)]
                 group = cls([places["memory"] / name, places["pids"] / name], False)
@@ -95,7 +98,15 @@ class ControlGroup:
 
 
 def _name(guardian: int) -> str:
-    return f"evenkeel-reward-{guardian}"
+    return f"{_PREFIX}{guardian}"
+
+
+def _sweep(places: Iterable[Path]) -> None:
+    """Remove groups whose guardians have ended. The kernel keeps those that have a member: not every guardian may be seen from here."""
+    for folder in (folder for place in places for folder in place.glob(f"{_PREFIX}*")):
+        if not Path("/proc", folder.name.removeprefix(_PREFIX)).exists():
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def _members(folder: Path) -> set[int]:

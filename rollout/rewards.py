@@ -183,6 +183,8 @@ class _ScoringProcess:
         self._socket: socket.socket | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         """On that socket, while somebody waits for the child to be ready and from then on."""
+        self._pidfd = -1
+        """As long as there are streams: readable when the guardian has ended (Linux)."""
         self._is_ready = False
 
     @property
@@ -235,6 +237,7 @@ class _ScoringProcess:
         self.start()
         try:
             self._streams = await asyncio.open_connection(sock=self._socket)
+            self._watch()
         except OSError as error:
             self.kill()
             raise _refused(error) from error
@@ -246,6 +249,26 @@ class _ScoringProcess:
             self.kill()
             raise _SettingError(reply["error"])
         self._is_ready = True
+
+    def _watch(self) -> None:
+        """Have the guardian's death end the socket, whose other end a fork of the scorer's may hold. What has come can still be read.
+
+        Raises: OSError.
+        """
+        if self._child is not None and self._socket is not None and sys.platform == "linux":
+            self._pidfd = os.pidfd_open(self._child.pid)
+            asyncio.get_running_loop().add_reader(self._pidfd, self._note_death, self._socket)
+
+    def _note_death(self, ours: socket.socket) -> None:
+        self._unwatch()
+        with contextlib.suppress(OSError):  # closed by the other side
+            ours.shutdown(socket.SHUT_RD)
+
+    def _unwatch(self) -> None:
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
 
     async def replies(self, request: dict[str, Any], deadline_s: float) -> AsyncIterator[dict[str, Any]]:
         """One reply to each completion of a request. Anything else kills the child and starts another.
@@ -265,6 +288,7 @@ class _ScoringProcess:
             os.close(self._leash)
             with contextlib.suppress(RuntimeError):  # no thread is left for it: without its leash the guardian ends by itself
                 threading.Thread(target=_see_to_its_end, args=(self._child,), daemon=True).start()
+        self._unwatch()
         if self._streams is not None:
             self._streams[1].transport.abort()      # closes the socket, too
         elif self._socket is not None:

@@ -6,7 +6,8 @@ process. A checkpoint is no longer possible then: calls to actors need that serv
 waited for until Ray is about to give its connections up.
 
 Of a private cluster it is the same service, and the raylet, without which no actor lives. Both are children of this process and never come
-back: the death of one ends the run at once.
+back: the death of one ends the run at once. One that hangs is reported, too; the service gives a raylet up within a minute, and all actors
+with it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ _LOOKS = 6
 _KEEPALIVE_MS = {"RAY_grpc_client_keepalive_time_ms": "300000", "RAY_grpc_client_keepalive_timeout_ms": "120000"}
 """Ray's variables, and its values if they aren't set: a connection on which nothing comes is probed after the first, and given up after the
 second. From then on the head that hangs is unreachable to Ray."""
+_PROBE_MS = {"RAY_health_check_period_ms": "3000", "RAY_health_check_timeout_ms": "10000"}
+_PROBES = "RAY_health_check_failure_threshold", "5"
+"""Likewise: after so many probes without an answer, each after a pause and with a limit, the control service gives a raylet up."""
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """What a client of gRPC says first (RFC 9113, 3.4): a server that runs answers, or hangs up if it speaks TLS. The kernel alone doesn't."""
@@ -61,7 +65,7 @@ def ends_with_the_head(
         "and what the cluster knew of this run goes with it. Start a head again (deploy/README.md), then: "
         f"evenkeel train --resume {run_dir}, with ray.address=HOST:PORT if it is another one"
     )
-    with _threads(partial(_look, address, f"the head of the Ray cluster at {address}", remedy, last, notify)):
+    with _threads(partial(_look, address, f"the head of the Ray cluster at {address}", _head_hangs_s(), remedy, last, notify)):
         yield
 
 
@@ -84,8 +88,35 @@ def ends_with_own_ray(
     # A raylet's agents would look for it for a minute; actors end by themselves.
     left = [below for process in own.values() for below in descendants(psutil.Process(process.pid))]
     ends = [partial(_wait_for_the_end, name, process, left, remedy, last) for name, process in own.items()]
-    with _threads(partial(_look, address, service, remedy, last, notify), *ends):
+    node = ray.get_runtime_context().get_node_id()
+    here = next(one for one in ray.nodes() if one["NodeID"] == node)  # type: ignore[no-untyped-call]
+    raylet_at = f"{here['NodeManagerAddress']}:{here['NodeManagerPort']}"
+    raylet = f"the raylet of this run's own Ray (process {own['raylet'].pid}, at {raylet_at})"
+    looks = (
+        partial(_look, address, service, _head_hangs_s(), remedy, last, notify),
+        partial(_look, raylet_at, raylet, _raylet_hangs_s(), remedy, last, notify),
+    )
+    with _threads(*looks, *ends):
         yield
+
+
+def _head_hangs_s() -> float:
+    """Seconds after which Ray is about to give up a head that hangs."""
+    return _limit_s() + _variables_s(_KEEPALIVE_MS)
+
+
+def _raylet_hangs_s() -> float:
+    """Seconds after which Ray's control service has given up a raylet that hangs."""
+    return max(_limit_s(), int(os.environ.get(*_PROBES)) * _variables_s(_PROBE_MS))
+
+
+def _limit_s() -> float:
+    return _SHARE * float(os.environ.get(_LIMIT, "60"))
+
+
+def _variables_s(milliseconds: Mapping[str, str]) -> float:
+    """Sum of Ray's variables. Args: milliseconds: name -> Ray's value."""
+    return sum(float(os.environ.get(name, usual)) / 1000 for name, usual in milliseconds.items())
 
 
 @contextlib.contextmanager
@@ -118,13 +149,21 @@ def _wait_for_the_end(
 
 
 def _look(
-    address: str, head: str, remedy: str, last: Callable[[str], object], notify: Callable[[str, str], object], over: threading.Event
+    address: str,
+    head: str,
+    hangs_limit_s: float,
+    remedy: str,
+    last: Callable[[str], object],
+    notify: Callable[[str, str], object],
+    over: threading.Event,
 ) -> None:
-    """Args: head: what listens at the address, for sentences."""
-    limit_s = _SHARE * float(os.environ.get(_LIMIT, "60"))
+    """Args:
+    head: what listens at the address, for sentences.
+    hangs_limit_s: the run ends when it has hung for so long.
+    """
+    limit_s = _limit_s()
     look_s = limit_s / _LOOKS
     seen_s = answered_s = time.monotonic()
-    hangs_limit_s = limit_s + sum(float(os.environ.get(name, usual)) / 1000 for name, usual in _KEEPALIVE_MS.items())
     hangs = False
     why = f"is gone: nothing has listened there for {limit_s:.0f} s"
     while time.monotonic() - seen_s < limit_s:
@@ -148,7 +187,7 @@ def _look(
             notify(
                 "warning",
                 f"{head} hangs: it listens, and has answered nothing for {silent_s:.0f} s. The run goes on with what it has; whatever is "
-                f"to start waits until it answers. Ray gives up after some minutes: after {hangs_limit_s:.0f} s this run ends",
+                f"to start waits until it answers. Ray gives up in the end: after {hangs_limit_s:.0f} s this run ends",
             )
         elif hangs and silent_s >= hangs_limit_s:
             why = f"hangs: it has answered nothing for {silent_s:.0f} s"

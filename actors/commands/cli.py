@@ -19,7 +19,7 @@ from actors.commands.plan import plan
 from actors.commands.push import push
 from actors.commands.simulate import simulate
 from actors.processes import interrupts
-from actors.processes.output import keep_exit_code, put
+from actors.processes.output import keep_exit_code, put, refused_file
 from correction.errors import ConfigError, EvenkeelError
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ def main() -> None:
             app()
         except EvenkeelError as error:
             sys.exit(_sentence(str(error), error))
+        except OSError as error:
+            sys.exit(_sentence(refused_file(error), error))
         except (KeyboardInterrupt, asyncio.CancelledError, interrupts.Interrupted) as error:
             number = error.number if isinstance(error, interrupts.Interrupted) else int(signal.SIGINT)
             ended = "interrupted" if number == signal.SIGINT else f"ended by {interrupts.NAMES[number]}"

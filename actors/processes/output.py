@@ -75,3 +75,10 @@ def _to_nowhere(stream: TextIO) -> None:
             os.dup2(nowhere, stream.fileno())
         finally:
             os.close(nowhere)
+
+
+def refused_file(error: OSError) -> str:
+    """Which file the system refuses, and why. Raises: the error itself if it names none."""
+    if not isinstance(error.filename, str):
+        raise error
+    return f"{error.filename}: {error.strerror}"

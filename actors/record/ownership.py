@@ -66,5 +66,12 @@ def own(path: Path) -> filelock.BaseFileLock:
         except (OSError, ValueError, KeyError):
             by = "another process"
         raise ConfigError(f"run_dir = {path}: in use by {by}. Wait for that run or stop it, or choose another run_dir.") from None
-    owner.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now().isoformat(timespec="seconds")}))
+    except OSError as error:
+        raise ConfigError(f"run_dir = {path}: can't be locked: {error}. Choose another run_dir, or let this user write there.") from error
+    ours = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now().isoformat(timespec="seconds")}
+    try:
+        owner.write_text(json.dumps(ours))
+    except OSError as error:
+        lock.release()
+        raise ConfigError(f"run_dir = {path}: can't be written to: {error}. Choose another run_dir, or make room there.") from error
     return lock

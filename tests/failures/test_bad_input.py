@@ -258,6 +258,11 @@ def test_resume_of_what_is_no_run(tmp_path: Path) -> None:
     assert "not a run folder: it has no config.yaml" in refused("train", "--resume", str(tmp_path))
 
 
+def test_whatever_the_system_refuses_is_said_with_the_file() -> None:
+    name = "x" * 300
+    assert refused("doctor", name) == f"evenkeel: {name}: File name too long"
+
+
 def test_address_of_no_cluster(recipe: Path) -> None:
     """At once, and not after Ray has tried for a minute."""
     sentence = refused("train", str(recipe), "ray.address=foo")

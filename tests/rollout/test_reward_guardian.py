@@ -31,7 +31,6 @@ SCORER = """
         subprocess.Popen(["sleep", completion], start_new_session=True)
         if not os.fork():
             os.setsid()
-            os.closerange(3, 65536)
             with open(metadata["path"] + ".part", "w") as file: file.write(str(os.getpid()))
             os.rename(metadata["path"] + ".part", metadata["path"] + completion)
         time.sleep(60)
@@ -64,8 +63,8 @@ async def score(pool: RewardPool, seconds: str, folder: Path) -> str:
 def test_what_a_killed_guardian_was_to_guard_is_ended_by_the_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lists_children: bool
 ) -> None:
-    """A process in a session of its own, a mere fork and the control group, but not those of the other guardian. Not every kernel lists a
-    process's children."""
+    """A process in a session of its own, a mere fork and the control group, but not those of the other guardian. The fork holds the socket
+    on which the answer would come, and doesn't hide that none will. Not every kernel lists a process's children."""
     if not lists_children:
         monkeypatch.setattr(reward_guardian, "_children", lambda _: [])
     (tmp_path / "user_rewards.py").write_text(textwrap.dedent(SCORER))
@@ -91,6 +90,38 @@ def test_what_a_killed_guardian_was_to_guard_is_ended_by_the_worker(
 
     asyncio.run(run())
     assert wait_until(lambda: not sleepers("67.5"))
+
+
+def test_a_group_whose_guardian_and_worker_are_gone_is_removed_at_the_next_start() -> None:
+    """And no other: not that of a process that is there, nor one that still has a member."""
+    if (own := ControlGroup.make(1 << 30, 10)) is None:
+        pytest.skip("this process may make no control group")
+    with subprocess.Popen(["sleep", "68.5"]) as member, subprocess.Popen([sys.executable, "-c", "pass"]) as gone:
+        gone.wait()
+        places = [folder.parent for folder in own._folders]
+        own.remove()
+        left, used, kept = ([place / f"evenkeel-reward-{of}" for place in places] for of in (gone.pid, "unseen", member.pid))
+        try:
+            for folder in (*left, *used, *kept):
+                folder.mkdir()
+            for folder in used:
+                (folder / "cgroup.procs").write_text(str(member.pid))
+            again = ControlGroup.make(1 << 30, 10)
+            assert again is not None
+            again.remove()
+            assert not any(folder.exists() for folder in left)
+            assert all(folder.exists() for folder in (*used, *kept))
+        finally:
+            member.kill()
+            member.wait()
+            for folder in (*left, *used, *kept):
+                assert wait_until(lambda folder=folder: not _occupied(folder))
+                if folder.exists():
+                    folder.rmdir()
+
+
+def _occupied(folder: Path) -> bool:
+    return folder.exists() and bool((folder / "cgroup.procs").read_text())
 
 
 UNJOINED = """

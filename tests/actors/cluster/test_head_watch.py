@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from actors.cluster.head_watch import _KEEPALIVE_MS, _LIMIT, _answers, ends_with_own_ray, ends_with_the_head
+from actors.cluster.head_watch import _KEEPALIVE_MS, _LIMIT, _PROBE_MS, _PROBES, _answers, ends_with_own_ray, ends_with_the_head
 from actors.config import RayConfig
 from actors.processes.interrupts import NO_CLUSTER
 
@@ -54,11 +54,31 @@ settings = RayConfig(address="127.0.0.1:%d" % head.getsockname()[1])
 with ends_with_the_head(settings, Path("runs/one"), print, lambda *told: print(*told, flush=True)):
     time.sleep(120)
 """
+OWN_HANGS = """
+import socket, subprocess, threading, time, types
+from pathlib import Path
+import ray
+from actors.processes import interrupts
+from actors.cluster.head_watch import ends_with_own_ray
+from tests.actors.cluster.test_head_watch import answer_all
+interrupts.is_attempt = True
+service, listens = (socket.create_server(("127.0.0.1", 0), backlog=100) for _ in range(2))
+threading.Thread(target=answer_all, args=(service,), daemon=True).start()
+ray.get_runtime_context = lambda: types.SimpleNamespace(
+    gcs_address="127.0.0.1:%d" % service.getsockname()[1], get_node_id=lambda: "here"
+)
+ray.nodes = lambda: [{"NodeID": "here", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": listens.getsockname()[1]}]
+own = {name: subprocess.Popen(["sleep", "100"]) for name in ("gcs_server", "raylet")}
+print(*(process.pid for process in own.values()), flush=True)
+with ends_with_own_ray(own, Path("runs/one"), print, lambda *told: print(*told, flush=True)):
+    time.sleep(120)
+"""
 OF_RAY = {_LIMIT: str(LIMIT_S)}
 SCRIPTS = {
     "by itself": (STANDS.replace("IS_ATTEMPT", "False"), OF_RAY),
     "under --retries": (STANDS.replace("IS_ATTEMPT", "True"), OF_RAY),
     "hangs": (HANGS, OF_RAY | dict.fromkeys(_KEEPALIVE_MS, "1000")),
+    "own raylet hangs": (OWN_HANGS, OF_RAY | dict.fromkeys(_PROBE_MS, "1000") | {_PROBES[0]: "2"}),
 }
 """Python, and Ray's variables for it."""
 
@@ -96,6 +116,19 @@ def test_a_head_that_hangs_for_good_ends_the_process_before_ray_does(processes: 
     assert " hangs: it has answered nothing for " in error and "evenkeel train --resume runs/one" in error
 
 
+def test_a_raylet_of_its_own_that_hangs_ends_the_process_once_ray_has_given_it_up(processes: dict[str, subprocess.Popen[str]]) -> None:
+    """The control service answers all the time. What is stopped is killed, too."""
+    output, error = processes["own raylet hangs"].communicate(timeout=100)
+    assert processes["own raylet hangs"].returncode == NO_CLUSTER, "a lost cluster to --retries"
+    pids, *told = output.splitlines()
+    service, raylet = map(int, pids.split())
+    named = f"the raylet of this run's own Ray (process {raylet}, at 127.0.0.1:"
+    assert told[0].startswith(f"warning {named}") and "hangs: it listens, " in told[0] and "after 4 s this run ends" in told[0]
+    assert error.startswith(f"evenkeel: {named}") and " hangs: it has answered nothing for " in error
+    assert "evenkeel train --resume runs/one" in error and "--retries N" in error
+    assert not any(map(is_running, (service, raylet)))
+
+
 OWN = """
 import socket, subprocess, sys, time, types
 from pathlib import Path
@@ -104,7 +137,9 @@ from actors.processes import interrupts
 from actors.cluster.head_watch import ends_with_own_ray
 interrupts.is_attempt = True
 service = socket.create_server(("127.0.0.1", 0))
-ray.get_runtime_context = lambda: types.SimpleNamespace(gcs_address="127.0.0.1:%d" % service.getsockname()[1])
+port = service.getsockname()[1]
+ray.get_runtime_context = lambda: types.SimpleNamespace(gcs_address="127.0.0.1:%d" % port, get_node_id=lambda: "here")
+ray.nodes = lambda: [{"NodeID": "here", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}]
 agent = "import subprocess, time; print(subprocess.Popen(['sleep', '100'], start_new_session=True).pid, flush=True); time.sleep(100)"
 own = {"gcs_server": subprocess.Popen(["sleep", "100"]), "raylet": subprocess.Popen([sys.executable, "-c", agent], stdout=subprocess.PIPE)}
 of_raylet = int(own["raylet"].stdout.readline())
@@ -126,21 +161,27 @@ def test_the_death_of_a_process_of_its_own_ray_ends_the_run_with_one_sentence(wh
     assert done.returncode == NO_CLUSTER and done.stderr == f"evenkeel: {told}\n", "a lost cluster to --retries; told once"
     assert told.startswith(f"this run's own Ray is gone: its {who} (process {pid}) was killed by SIGKILL, ")
     assert "evenkeel train --resume runs/one" in told and "--retries N" in told
-    assert not [pid for pid in everybody if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    assert not any(map(is_running, everybody))
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_own_ray_may_end_after_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[str]()
     monkeypatch.setattr("actors.processes.interrupts.end_all", lambda why, *_, **__: said.append(why))
     with socket.create_server(("127.0.0.1", 0)) as service, subprocess.Popen(["sleep", "100"]) as raylet:
-        context = SimpleNamespace(gcs_address=f"127.0.0.1:{service.getsockname()[1]}")
+        port = service.getsockname()[1]
+        context = SimpleNamespace(gcs_address=f"127.0.0.1:{port}", get_node_id=lambda: "here")
         monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+        monkeypatch.setattr("ray.nodes", lambda: [{"NodeID": "here", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}])
         with ends_with_own_ray({"raylet": raylet}, Path("runs/one"), print, print):
             watches = [thread for thread in threading.enumerate() if thread.name == "Ray watch"]
         raylet.kill()
         for watch in watches:
             watch.join(60.0)
-    assert len(watches) == 2 and not any(watch.is_alive() for watch in watches) and said == []
+    assert len(watches) == 3 and not any(watch.is_alive() for watch in watches) and said == []
 
 
 def test_a_private_ray_has_no_head_to_look_after_and_a_joined_one_no_processes_of_ours() -> None:

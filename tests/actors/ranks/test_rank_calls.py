@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,53 @@ import ray.exceptions
 import torch
 
 from actors.carriers import ExportPlan
+from actors.ranks.collective_calls import CollectiveCaller
 from actors.ranks.learner_group import LearnerGroup
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
-from correction.errors import EngineError, SyncError
+from correction.errors import ActorLost, EngineError, SyncError
+from learner.abort import Abort
 from tests.actors.weights.rank_pieces import Pieces, rank_with
 from tests.actors.weights.sync_scene import play
+
+
+def test_a_rank_that_dies_while_a_step_is_aborted_leaves_no_other_one_held() -> None:
+    """The call fails for its death; the rank that lives was told where it stands, and goes on from there."""
+
+    class Rank:
+        def __init__(self, *, lives: bool) -> None:
+            self.abort, self.lives = Abort(), lives
+            self.begun, self.ends = asyncio.Event(), asyncio.Event()
+
+        def __getattr__(self, name: str) -> Any:
+            def remote(*arguments: Any) -> Any:
+                return self.answer(name, *arguments)
+
+            return SimpleNamespace(remote=remote, options=lambda **_: SimpleNamespace(remote=remote))
+
+        async def answer(self, method: str, *arguments: Any) -> Any:
+            if method == "step":
+                self.begun.set()
+                await self.ends.wait()
+            if not self.lives:
+                self.ends.set()
+                raise ray.exceptions.ActorDiedError
+            return self.abort.release(*arguments) if method == "release" else getattr(self.abort, method)(*arguments)
+
+    async def scenario() -> bool:
+        living, dying = Rank(lives=True), Rank(lives=False)
+        caller = CollectiveCaller({"rank 0": living, "rank 1": dying})
+        asking = asyncio.ensure_future(caller.ask("step", what="learner step 1", deadline_s=50.0, results=1))
+        await asyncio.gather(living.begun.wait(), dying.begun.wait())
+        with living.abort.during(1):
+            caller.refuse(frozenset({"step"}))
+            with pytest.raises(ActorLost, match="<- rank 1"):
+                await caller.abort()
+            with pytest.raises(ActorLost, match="learner step 1 <- rank 1"):
+                await asking
+            return not living.abort.is_undecided
+
+    assert asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -55,6 +56,27 @@ def test_a_second_owner_is_told_who_has_it(folder: RunFolder) -> None:
     RunFolder.view(folder.path)    # readers need no lock
     folder.close()
     RunFolder.open(folder.path).close()
+
+
+@pytest.mark.parametrize(("name", "words"), [(".owner.lock", "can't be locked"), (".owner.json", "can't be written to")])
+def test_a_folder_that_takes_no_file_of_its_owner_is_said_and_stays_free(folder: RunFolder, name: str, words: str) -> None:
+    folder.close()
+    (folder.path / name).unlink(missing_ok=True)
+    (folder.path / name).mkdir()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"^run_dir = {folder.path}: {words}: .*Is a directory"):
+            RunFolder.open(folder.path)
+
+
+def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an NFS server's that has no lock service."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(ConfigError, match=r"run: can't be locked: .*No locks available\. Choose another run_dir"):
+        RunFolder.create(tmp_path / "run", "x")
 
 
 @pytest.mark.parametrize("children", ["fork", "alone"])
