@@ -17,7 +17,7 @@ from actors.doctor.paper_rules import FEWER, LESS, worst_first
 from actors.plan.host_memory import FETCHED, TRANSFERS, WIDE, HostMemory, of_engines, of_learner
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import traffic, versions_text
-from actors.settings.devices import gpus_asked, room_for_engines, workers_with_a_unit
+from actors.settings.devices import gpus_asked, held_by, room_for_engines, workers_with_a_unit
 from actors.settings.hub_name import HubName
 from correction.errors import counted
 
@@ -302,7 +302,7 @@ def _engines(node: NodeFacts, config: RunConfig) -> int:
     engines = workers_with_a_unit([node.rollout_units], config.rollout.first_workers)
     if config.rollout.engine.resolved_device != "cuda":
         return engines
-    return min(engines, int(node.offered_gpus / config.rollout.gpus_of_a_worker))
+    return min(engines, held_by(node.offered_gpus, config.rollout.gpus_of_a_worker))
 
 
 def _uses_gpus(config: RunConfig) -> bool:

@@ -12,6 +12,7 @@ from actors.config import RunConfig
 from actors.plan.learner_memory import state_bytes
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import PACKED, batch_tokens, checkpoint_bytes, key_bytes, stored_versions, traffic, wide_bytes
+from actors.settings.devices import held_by
 from correction.errors import counted
 
 DIAGNOSTICS = 105
@@ -54,8 +55,8 @@ CORRECTED = PACKED + 4 + 1 + 4
 
 def hosts(shape: ModelShape, config: RunConfig, *, gpus_per_node: int, nodes: int) -> list[HostMemory]:
     """Main memory of the fullest node of each role: one node with all of them, or the driver's, one with ranks, and one with engines."""
-    ranks = min(config.learner.world_size, int(gpus_per_node / config.learner.gpus_per_rank))
-    engines = min(config.rollout.most_workers, int(gpus_per_node / config.rollout.gpus_of_a_worker))
+    ranks = min(config.learner.world_size, held_by(gpus_per_node, config.learner.gpus_per_rank))
+    engines = min(config.rollout.most_workers, held_by(gpus_per_node, config.rollout.gpus_of_a_worker))
     if nodes == 1:
         whole = _of_driver(shape, config) | of_learner(shape, config, config.learner.world_size)
         del whole[FETCHED], whole[FOR_CHECKPOINTS]  # they are there

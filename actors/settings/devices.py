@@ -242,6 +242,11 @@ def room_for_engines(nodes: Sequence[tuple[int, float]], config: RunConfig) -> i
     return int(sum(min(room // ranks, takes) for room, (_, takes) in zip(left, nodes, strict=True)))
 
 
+def held_by(gpus: float, share: float) -> int:
+    """Ranks or engines that so many GPUs of a node hold, each with `share` of one GPU or with several whole ones: 2 hold 2 of 0.6."""
+    return int(gpus) * int(1 / share) if share < 1 else int(gpus // share)
+
+
 def workers_asked(config: RunConfig) -> int:
     """A private Ray has to have room for all from the start."""
     return config.rollout.most_workers if config.ray.address is None else config.rollout.first_workers

@@ -21,6 +21,7 @@ from actors.settings.devices import (
     check_rollout_resource,
     check_types,
     gpus_asked,
+    held_by,
     whole_gpus,
     workers_with_a_unit,
 )
@@ -275,6 +276,12 @@ def test_gpus_are_asked_for_so_many_workers() -> None:
     one = config("learner.device=cuda", "learner.gpus_per_rank=0.6", "rollout.engine.device=cuda", "rollout.gpus_per_worker=0.4", *JOINED)
     assert [gpus_asked(one, workers=number) for number in (0, 1, 2, 3, 4)] == [1, 1, 2, 2, 3]
     assert gpus_asked(one) == gpus_asked(one, workers=1), "an elastic pool on a cluster begins with its smallest"
+
+
+def test_a_share_lies_on_one_gpu() -> None:
+    assert [held_by(gpus, share) for gpus, share in ((2, 0.6), (2, 0.5), (1, 1 / 3), (8, 2), (7, 2), (1, 2), (4, 1), (0, 0.5))] == [
+        2, 4, 3, 4, 3, 0, 4, 0
+    ]  # fmt: skip
 
 
 def test_ranks_that_will_never_have_gpus_are_refused() -> None:
