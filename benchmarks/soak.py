@@ -1,12 +1,12 @@
 """Does anything grow? Memory, open files and threads of every process of a long run.
 
-    python benchmarks/soak.py [--minutes 30] [--every 4] [--workers 2] [--bound 60] [--keep FOLDER] [--write PAGE]
+    python benchmarks/soak.py [--minutes 30] [--every 2] [--workers 2] [--bound 60] [--keep FOLDER] [--write PAGE]
 
-The nano recipe with two workers trains for so long, undisturbed, and ends by SIGTERM. Every 4 s each of its processes is looked at: its
+The nano recipe with two workers trains for so long, undisturbed, and ends by SIGTERM. Every 2 s each of its processes is looked at: its
 own memory (Pss_Anon of /proc/PID/smaps_rollup), its open files, its threads; and at the memory that they share, such as the object store's
 (Pss_Shmem, all together). A line is laid through the second half by least squares, when caches are full and everything has been compiled;
-what comes and goes within it, as processes of Ray's pool do, is left out. A process' own memory counts by the least of each minute: engines
-and ranks give free pages of their heap back every half minute, and take them again in between.
+what comes and goes within it, as processes of Ray's pool do, is left out. A process' own memory counts by the least of each three minutes:
+engines and ranks give free pages of their heap back every half minute, and take them again within seconds.
 
 Exit code 1: a process' memory, or what they share, grows by more than --bound MiB an hour, beyond what its own scatter can make of a flat
 line (two standard errors), or its open files or threads by more than 6 an hour; a kind of process was not looked at; or the run ends by
@@ -40,7 +40,8 @@ _IDLE = "IDLE"
 """A process of Ray's pool that is nothing yet."""
 _LAST = ("rollout worker", "scheduler", "trajectory queue", "correction service", "learner rank", "driver")
 """Roles of processes that have to be there all the time."""
-_MINUTE_S = 60.0
+_WINDOW_S = 180.0
+"""Some six givings-back of a heap: one of them is seen before the heap has grown again."""
 _COUNT_BOUND = 6.0
 """Open files or threads an hour."""
 _ERRORS = 2.0
@@ -93,14 +94,14 @@ class Grown:
     first: Look
     last: Look
     memory: Slope
-    """Of the least of each minute."""
+    """Of the least of each window."""
     files: Slope
     threads: Slope
 
     @classmethod
     def of(cls, name: str, looks: Sequence[Look]) -> Grown:
-        """Args: looks of at least three minutes. first and last are those with the least memory of the first and of the last minute."""
-        least = least_of_each_minute(looks)
+        """Args: looks of at least three windows. first and last are those with the least memory of the first and of the last one."""
+        least = least_of_each_window(looks)
         memory = Slope.of([look.at_s for look in least], [look.memory for look in least])
         files, threads = (Slope.of([look.at_s for look in looks], [getattr(look, what) for look in looks]) for what in ("files", "threads"))
         return cls(name, least[0], least[-1], memory, files, threads)
@@ -118,9 +119,15 @@ class Grown:
         return f"| {' | '.join(cells)} |"
 
 
-def least_of_each_minute(looks: Sequence[Look]) -> list[Look]:
-    """Of each minute the look with the least memory: what stays when the heap has been given back."""
-    return [min(of_one, key=lambda look: look.memory) for _, of_one in groupby(looks, key=lambda look: look.at_s // _MINUTE_S)]
+def least_of_each_window(looks: Sequence[Look]) -> list[Look]:
+    """Of each three minutes since the first look the one with the least memory: what stays when the heap has been given back. A window that
+    is not whole, the last one, is left out."""
+    whole = int((looks[-1].at_s - looks[0].at_s + 1.0) // _WINDOW_S) if looks else 0  # a look comes a little early or late
+
+    def window(look: Look) -> int:
+        return int((look.at_s - looks[0].at_s) // _WINDOW_S)
+
+    return [min(of_one, key=lambda look: look.memory) for number, of_one in groupby(looks, key=window) if number < whole]
 
 
 class Watch:
@@ -143,11 +150,11 @@ class Watch:
 
     def grown(self, since_s: float, looks: int) -> list[Grown]:
         """Args: since_s: from then on. looks: what has been seen less often since then is left out, and what was seen in fewer than three
-        minutes."""
+        windows."""
         later = {process: [look for look in all_of_it if look.at_s >= since_s] for process, all_of_it in self.looks.items()}
 
         def is_seen(some: list[Look]) -> bool:
-            return len(some) >= looks and len(least_of_each_minute(some)) >= 3
+            return len(some) >= looks and len(least_of_each_window(some)) >= 3
 
         found = [Grown.of(self._names.get(process, _IDLE), some) for process, some in later.items() if is_seen(some)]
         return sorted(found, key=lambda one: (one.name, -one.last.memory))
@@ -191,8 +198,8 @@ def name_of(command: str) -> str:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--minutes", type=float, default=30.0, help="of training (30; at least 6)")
-    parser.add_argument("--every", type=float, default=4.0, help="seconds between two looks (4)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of training (30; at least 18)")
+    parser.add_argument("--every", type=float, default=2.0, help="seconds between two looks (2)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--bound", type=float, default=60.0, help="MiB an hour that a process' memory may grow by (60)")
     parser.add_argument("--keep", type=Path, help="keep the run there")

@@ -178,7 +178,7 @@ def test_what_is_taken_between_two_givings_back_is_no_growth(period_s: float) ->
     """A heap that goes up by ever more until it is given back, by 50 and by 250 MiB here; a line through all looks would rise."""
 
     def looks(an_hour: float) -> list[Look]:
-        seconds = [900.0 + 4.1 * i for i in range(219)]
+        seconds = [900.0 + 2.06 * i for i in range(437)] + [1800.05]  # the last one alone behind the last window
         teeth = [(50.0 + 200.0 * (s - 900) / 900) * (s % period_s) / period_s for s in seconds]
         return [Look(s, 800.0 + tooth + an_hour * s / 3600, 5.0, 30, 12) for s, tooth in zip(seconds, teeth, strict=True)]
 

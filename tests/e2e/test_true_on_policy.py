@@ -158,7 +158,7 @@ def test_an_update_in_flight_under_retract(
 
     async def across() -> list[Sampled]:
         running = [asyncio.ensure_future(exact_engine.generate(p, max_tokens=250, ignore_stop=True)) for p in asked]
-        await exact_engine.generate([5], max_tokens=40, ignore_stop=True)
+        await exact_engine.generate([5], max_tokens=80, ignore_stop=True)
         await exact_engine.update_weights(version + 1, [WeightBucket.of(new)], mode="retract")
         return [Sampled(p, (await request)[0]) for p, request in zip(asked, running, strict=True)]
 
