@@ -148,6 +148,7 @@ class FaultyEngine:
                 if is_aborted := self.is_leaving:
                     break
                 await self._resumed.wait()
+                self.raise_if_lost()  # an update that stood still has ended the scheduler, and with it what waited for the update
                 if self._failed_updates != failed_updates:
                     raise EngineDirty(f"{self._process.name}: a weight update failed while this request ran")
                 spans.append((self.version, self._weights()))
@@ -195,6 +196,7 @@ class FaultyEngine:
             raise EngineDirty(f"{self._process.name} is dirty: {self._dirty}. Send it a whole weight update first")
         await self._takes(self._s("probe", 0.05, 3.0), self._deadlines.control_s, "score")
         await self._resumed.wait()
+        self.raise_if_lost()
         return probe_of(self._weights(), len(token_ids))
 
     # -- weights -----------------------------------------------------------------------------------------------------
