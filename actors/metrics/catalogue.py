@@ -98,7 +98,8 @@ _TIME = [
     ),
     _gauge(
         "throughput/rollout_tokens_per_s", _U.TOKENS_PER_SECOND, _R.SUM, "rollout tokens/s",
-        "Response tokens sampled per second of wall time, all engines together.",
+        "Response tokens sampled per second of wall time, all engines together: the sum of what each did between its last two reports, one "
+        "a step.",
     ),
     _gauge(
         "throughput/learner_tokens_per_s", _U.TOKENS_PER_SECOND, _R.SUM, "learner tokens/s",

@@ -286,7 +286,9 @@ class Membership(ABC):
         return (w for w in list(self._workers.values()) if w.state is WorkerState.JOINED)
 
     def _is_current(self, worker: WorkerHandle) -> bool:
-        return self._sync is not None and worker.sync.version >= 0 and worker.sync.version == self._sync.version
+        if self._sync is None or worker.state is WorkerState.GONE:
+            return False
+        return worker.sync.version >= 0 and worker.sync.version == self._sync.version
 
     async def until(self, ready: Callable[[], bool]) -> None:
         """Wait for a change that makes it true. Raises: what the pool has failed with."""

@@ -183,8 +183,9 @@ class RolloutPool(Membership):
             if self._groups.were_lost([group_id]):  # on a worker that died together with others, without it
                 sign = f"sign of life <- rollout worker {worker.name}"
                 await persistently(lambda: worker.actor.load.remote(), sign, deadline_s=ANSWER_S)
-                if not self._is_current(worker):  # a version was published meanwhile
-                    raise EngineDirty(f"rollout worker {worker.name} doesn't hold the published weights any more")
+            await self._turns.mine()  # a step hands out all of its groups together
+            if not self._is_current(worker):  # meanwhile a version was published, or the worker lost
+                raise EngineDirty(f"rollout worker {worker.name} doesn't hold the published weights any more")
             lived = True
 
             def call() -> Any:
@@ -194,7 +195,6 @@ class RolloutPool(Membership):
                 found, payload, *wide = worker.actor.generate_group.options(num_returns=self._results).remote(ticket)
                 return found
 
-            await self._turns.mine()  # a step hands out all of its groups together
             outcome = await self._worked(worker, call, f"group {group_id} <- rollout worker {worker.name}")
             if isinstance(outcome, GroupFacts):
                 payload = await to_hand_on(outcome, payload)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -20,6 +21,8 @@ _BEFORE_NUMBERS = {*FOLDERS, "model", "config.yaml", "events.log", "ledger.jsonl
 """What a run writes before its first evaluation, step or checkpoint."""
 _BESIDE = re.compile(r"\.\d+\.")
 """A file that was being written, see write_file."""
+_STAYS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+"""Refusals that a later attempt would meet again: rights, kinds of files, a file system without locks. A full disk may have room then."""
 
 
 def fresh_path(root: Path, name: str) -> Path:
@@ -50,7 +53,10 @@ def clear(path: Path, present: Sequence[str]) -> None:
 
 
 def own(path: Path) -> filelock.BaseFileLock:
-    """Take the lock of a folder, which is made if need be; say who has it otherwise."""
+    """Take the lock of a folder, which is made if need be.
+
+    Raises: ConfigError if another process has it, or the folder can't be used as it is; OSError for what may pass, such as a full disk.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -67,11 +73,15 @@ def own(path: Path) -> filelock.BaseFileLock:
             by = "another process"
         raise ConfigError(f"run_dir = {path}: in use by {by}. Wait for that run or stop it, or choose another run_dir.") from None
     except OSError as error:
+        if error.errno not in _STAYS:
+            raise
         raise ConfigError(f"run_dir = {path}: can't be locked: {error}. Choose another run_dir, or let this user write there.") from error
     ours = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now().isoformat(timespec="seconds")}
     try:
         owner.write_text(json.dumps(ours))
     except OSError as error:
         lock.release()
-        raise ConfigError(f"run_dir = {path}: can't be written to: {error}. Choose another run_dir, or make room there.") from error
+        if error.errno not in _STAYS:
+            raise
+        raise ConfigError(f"run_dir = {path}: can't be written to: {error}. Choose another, or let this user write there.") from error
     return lock

@@ -150,12 +150,13 @@ def rollout_metrics(
     before: Mapping[str, WorkerLoad] | None,
     seconds: float,
 ) -> dict[str, float]:
-    """Throughput and waiting of the rollout side over the step's `seconds`.
+    """Throughput and waiting of the rollout side, each worker over the time between its last two answers.
 
     Args:
         finished: the groups of each worker since the last step.
         loads: of the workers that answered now. One that has joined since counts from its start; one that has left, no more.
         before: each worker's last answer before; None: there is nothing to compare with yet.
+        seconds: of the step.
     """
     numbers: dict[str, float] = {"rollout/requests_in_flight": sum(load.requests_in_flight for load in loads.values())}
     lengths = [answer.response_tokens for groups in finished.values() for group in groups for answer in group.trajectories]
@@ -163,7 +164,8 @@ def rollout_metrics(
         numbers["length/sampled_tokens"] = statistics.fmean(lengths)
     if before is not None and seconds > 0:
         since = {name: load.since(before.get(name)) for name, load in loads.items()}
-        numbers["throughput/rollout_tokens_per_s"] = sum(part.generated_tokens for part in since.values()) / seconds
+        # By each worker's own time: the loads of a step come at other moments than its end.
+        numbers["throughput/rollout_tokens_per_s"] = sum(part.generated_tokens / part.up_s for part in since.values() if part.up_s > 0)
         numbers |= {f"worker/wait_share/{name}": _wait_share([part]) for name, part in since.items() if part.up_s > 0}
         if any(part.up_s > 0 for part in since.values()):
             share = _wait_share(since.values())

@@ -13,7 +13,7 @@ import ray.exceptions
 
 import actors.pool.workers
 import actors.processes.turns
-from actors.carriers import StoredGroup
+from actors.carriers import StoredGroup, Ticket
 from actors.queue.outstanding import Outstanding
 from actors.queue.queue_actor import TrajectoryQueueActor
 from correction.errors import DeadlineExceeded, EngineDirty, EngineError
@@ -167,6 +167,36 @@ def test_calls_that_begin_together_are_made_a_few_to_a_turn_of_the_event_loop(mo
         made.clear()
         assert len(await scene.pool.loads()) == 8 and max(Counter(made).values()) == 2
         feeding.cancel()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("fault", ["killed", "dirty"])
+def test_groups_that_wait_for_their_turn_are_not_sent_to_a_worker_that_failed(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Nor do they get a strike: they never were on it."""
+
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, places=0)
+        (await scene.begin()).cancel()
+        worker, calls = scene.pool._workers["0"], list[int]()
+
+        async def note() -> None:
+            calls.append(1)
+            raise DEAD
+
+        scene.faults["0"] = note
+        for group_id in range(4):
+            scene.pool.spawn(scene.pool._sample(worker, Ticket(group_id, prompt(group_id), 0)))
+        if fault == "killed":
+            scene.pool._lost(worker, "killed")
+        else:
+            scene.pool._sync.resync(worker.sync, "dirty")  # type: ignore[union-attr]
+        await asyncio.sleep(0.05)
+        assert not calls and not scene.pool._groups.were_lost(range(4))
+        if fault == "killed":
+            while len(scene.finished) < 4:
+                await asyncio.sleep(0.01)
+            assert sorted(scene.workers["1"].sampled) == [0, 1, 2, 3] and not scene.sync.dirty
 
     play(scenario)
 

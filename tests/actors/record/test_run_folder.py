@@ -79,6 +79,34 @@ def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest
         RunFolder.create(tmp_path / "run", "x")
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", ["fcntl.flock", "pathlib.Path.write_text"])
+def test_what_may_pass_is_no_wrong_setting(folder: RunFolder, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
+    """Such as a disk that is full for a while: --retries tries again after an OSError, and never after a ConfigError."""
+
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    folder.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(call, fail)
+        with pytest.raises(OSError, match=os.strerror(number)) as caught:
+            RunFolder.open(folder.path)
+    assert caught.value.errno == number and not isinstance(caught.value, ConfigError)
+    RunFolder.open(folder.path).close()  # the lock was given back
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS], ids=errno.errorcode.get)
+def test_what_stays_refused_is_a_wrong_setting(folder: RunFolder, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    folder.close()
+    monkeypatch.setattr("pathlib.Path.write_text", refuse)
+    with pytest.raises(ConfigError, match="can't be written to"):
+        RunFolder.open(folder.path)
+
+
 @pytest.mark.parametrize("children", ["fork", "alone"])
 def test_a_killed_owner_leaves_the_folder_free(tmp_path: Path, children: str) -> None:
     """kill -9: nothing of ours runs any more, and a forked child that lives on must not keep the lock."""

@@ -19,7 +19,7 @@ def test_waiting_is_waited_seconds_by_lived_seconds_of_whoever_was_there() -> No
     numbers = rollout_metrics({}, now, before, 10.0)
     assert numbers["wait/rollout_share"] == pytest.approx(5 / 14)
     assert numbers["wait/rollout_s"] == pytest.approx(10 * 5 / 14)
-    assert numbers["throughput/rollout_tokens_per_s"] == pytest.approx(650 / 10)
+    assert numbers["throughput/rollout_tokens_per_s"] == pytest.approx(600 / 10 + 50 / 4)
     assert numbers["rollout/requests_in_flight"] == 5
     assert numbers["worker/wait_share/0"] == pytest.approx(2 / 10) and numbers["worker/wait_share/1"] == pytest.approx(3 / 4)
     assert "worker/wait_share/2" not in numbers
@@ -29,6 +29,16 @@ def test_a_worker_that_missed_a_step_counts_both_when_it_answers() -> None:
     """Its last answer is of 20 s ago: waited 15 s of them."""
     numbers = rollout_metrics({}, {"0": WorkerLoad(15.0, 120.0, 10, 0)}, {"0": WorkerLoad(10.0, 100.0, 0, 0)}, 10.0)
     assert numbers["wait/rollout_share"] == pytest.approx(15 / 20)
+
+
+def test_throughput_is_by_the_time_between_a_workers_own_reports() -> None:
+    """Both sample 100 tokens/s. In a step of 10 s worker 0's last two receipts are 13 s apart, worker 1's 7 s; 2 has just reported."""
+    before = {name: WorkerLoad(0.0, 100.0, 10_000, 0) for name in "012"}
+    now = {"0": WorkerLoad(0.0, 113.0, 11_300, 0), "1": WorkerLoad(0.0, 107.0, 10_700, 0), "2": before["2"]}
+    for name in "01":
+        alone = rollout_metrics({}, {name: now[name]}, before, 10.0)
+        assert alone["throughput/rollout_tokens_per_s"] == pytest.approx(100)
+    assert rollout_metrics({}, now, before, 10.0)["throughput/rollout_tokens_per_s"] == pytest.approx(200)
 
 
 def test_nothing_is_said_without_a_worker_or_something_to_compare_with() -> None:
