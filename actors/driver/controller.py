@@ -75,7 +75,8 @@ class Controller:
         self._are_up = False
         """All parts have started: of them queue and service can be replaced."""
         self._began = time.monotonic() - self._point.elapsed_s
-        self._announce_end = partial(observer.event, "warning", kind=EventKind.ENDING)
+        self._watch, self._warn = Stopwatch(), partial(observer.event, "warning")
+        self._announce_end = partial(self._warn, kind=EventKind.ENDING)
         self._ending = Ending(self._announce_end, self._on_sigterm, lambda: self._checkpoints.saved_step or self._point.step)
         self._alarms = AlarmResponse(config, self._point.replacement)
         self._alarm = ""
@@ -85,7 +86,6 @@ class Controller:
         """Evaluated before training, or not to be; all steps that there will be are done and saved."""
         self._steps = StepReporter(observer, on_observed=self._observed)
         self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines)
-        self._watch, self._warn = Stopwatch(), partial(observer.event, "warning")
 
     async def run(self) -> RunSummary:
         """Train to the configured number of steps, until Ctrl-C, or until an alarm that is to end the run; needs a running Ray.
@@ -155,6 +155,7 @@ class Controller:
         self._ending.is_training, self._is_trained = False, True
 
     async def _finish(self, after: Evaluation | None) -> RunSummary:
+        self._ending.is_done = True
         await self._steps.flush()
         await self._source.keep_scatter()
         seconds, is_early = time.monotonic() - self._began, self._step < self._config.steps
@@ -322,8 +323,6 @@ class Controller:
         of_run = self._alarms.replacement, mark, self._task.fingerprint, self._config.model_dump(mode="json")
         return TrainingState(self._step, self._version, time.monotonic() - self._began, queue, self._observer.totals(), monitor, *of_run)
 
-    # -- start and end -----------------------------------------------------------------------------------------------
-
     async def _start(self) -> None:
         config, observer = self._config, self._observer
         self._held_out = self._task.held_out_prompts()[: config.evaluation.problems]
@@ -379,9 +378,9 @@ class Controller:
 
     async def _end(self) -> None:
         """Stop all parts that were started. A checkpoint that is being written is finished first, unless the run ends at once."""
+        self._observer.doing("ending")
         if self._step_under_way is not None:
             self._step_under_way.drop()
-        self._observer.doing("ending")
         if not (at_once := self._ending.is_at_once):
             await done_or_reported(self._checkpoints.finished(), "checkpoint under way", self._config.deadlines.checkpoint_s, self._warn)
         await done_or_reported(self._steps.flush(), "lines of the last steps", 1.0 if at_once else _END_S, self._warn)

@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 class Ending:
     """What signals do to one run. The first one during training ends it with a checkpoint: Ctrl-C after the step under way, SIGTERM without
-    it. The first one during the last evaluation cancels that evaluation. A second signal, or one while the run starts or returns to a
-    checkpoint, ends it at once, without a further checkpoint."""
+    it. The first one during the last evaluation cancels that evaluation, and one after it changes nothing. A second signal, or one
+    while the run starts or returns to a checkpoint, ends it at once, without a further checkpoint."""
 
     def __init__(self, notify: Callable[[str], object], on_sigterm: Callable[[], object], saved_step: Callable[[], int]) -> None:
         """
@@ -34,6 +34,8 @@ class Ending:
         self.is_training = False
         """All parts are up, so that a checkpoint can be saved."""
         self.last_evaluation: asyncio.Task[Any] | None = None
+        self.is_done = False
+        """All that the run had to do is done and saved; its parts are being stopped."""
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
@@ -66,6 +68,8 @@ class Ending:
         elif self.last_evaluation is not None and not self.last_evaluation.done() and is_first:
             self._notify(f"interrupted ({name}): leaving out the evaluation after training")
             self.last_evaluation.cancel()
+        elif self.is_done and is_first:
+            self._notify(f"interrupted ({name}): all is done and saved, and the run is ending (once more: at once)")
         else:
             self._notify(f"interrupted ({name}): ending at once; {on_disk}")
             self.is_at_once = True
