@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from actors.config import CheckpointConfig, DeadlinesConfig
-from actors.processes.supervision import abandon
+from actors.processes.supervision import abandon, wait_for
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.observer import Observer
 from actors.record.run_folder import Checkpoint, RunFolder
@@ -21,20 +22,10 @@ from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineEx
 T = TypeVar("T")
 ATTEMPTS = 3
 """Checkpoints in a row that may fail, and deadlines in a row that one may pass, before the run ends: its weights are healthy."""
+_REMOVAL_S = 10.0
+"""For the files of a checkpoint that has failed; a disk that takes longer removes them when it comes back."""
 _GROWTH = 1.05
 """How much larger than the last checkpoint the next one may be: it has other groups under way."""
-
-
-@contextlib.asynccontextmanager
-async def _in_threads(context: contextlib.AbstractContextManager[T]) -> AsyncIterator[T]:
-    """The context, entered and left in threads: it waits for the disk, and the event loop has more to do."""
-    content = await asyncio.to_thread(context.__enter__)
-    try:
-        yield content
-    except BaseException as error:
-        await asyncio.to_thread(context.__exit__, type(error), error, error.__traceback__)
-        raise
-    await asyncio.to_thread(context.__exit__, None, None, None)
 
 
 class CheckpointWriter:
@@ -47,6 +38,11 @@ class CheckpointWriter:
         self._folder, self._observer, self._settings = folder, observer, settings
         self._deadline_s = deadlines.checkpoint_s
         """For the copy, and again for writing it."""
+        self._disk_s = deadlines.disk_s
+        self._on_disk: asyncio.Task[Any] | None = None
+        """The last work that was handed to the disk. A thread can't be stopped, so the next one waits for it."""
+        self._is_given_up = threading.Event()
+        """The disk was late for the checkpoint under way: what comes back after that must not complete it."""
         self._pause_s = pause_s
         self._writing: asyncio.Task[int] | None = None
         self._begun = 0
@@ -77,15 +73,17 @@ class CheckpointWriter:
         began, is_copying = time.monotonic(), False
         self._begun = step
         try:
+            self._is_given_up = threading.Event()
             await self._check_space(learner)
             async with contextlib.AsyncExitStack() as stack:
-                checkpoint = await stack.enter_async_context(_in_threads(self._folder.checkpoint(step)))
+                folder = self._folder.checkpoint(step, is_given_up=self._is_given_up.is_set)
+                checkpoint = await stack.enter_async_context(self._in_threads(folder))
                 # Absolute: on a cluster an actor's working directory is its node's own. The folder has to be where both see it.
                 folders = (checkpoint.state / "learner").resolve(), checkpoint.hf.resolve()
                 is_copying = True
                 await learner.begin_save(*folders, deadline_s=self._deadline_s)
                 is_copying = False
-                await asyncio.to_thread((await state()).save, checkpoint.state)
+                await self._by_disk("its state", (await state()).save, checkpoint.state)
                 self._writing = asyncio.create_task(self._write(checkpoint, learner, stack.pop_all(), began))
             self._is_owed = False
         except (EvenkeelError, OSError) as error:
@@ -128,10 +126,44 @@ class CheckpointWriter:
         if self._writing is not None:
             abandon(self._writing)
 
+    def _handed_to_disk(self, function: Callable[..., T], *arguments: Any) -> asyncio.Task[T]:
+        """Work of a thread on the run folder's disk, after the work before it. Neither can be stopped."""
+        before = self._on_disk
+
+        async def in_turn() -> T:
+            if before is not None:
+                await asyncio.wait({before})
+            return await asyncio.to_thread(function, *arguments)
+
+        work = self._on_disk = asyncio.create_task(in_turn())
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())  # read: nobody may be waiting for it any more
+        return work
+
+    async def _by_disk(self, part: str, function: Callable[..., T], *arguments: Any) -> T:
+        """The result of such work. Raises: as the work; DeadlineExceeded, and the checkpoint is given up."""
+        work, named = self._handed_to_disk(function, *arguments), f"checkpoint of step {self._begun} ({part}) -> the run folder's disk"
+        try:
+            return await wait_for(asyncio.shield(work), named, deadline_s=self._disk_s, notice=self._observer.waiting)
+        except DeadlineExceeded:
+            self._is_given_up.set()
+            raise
+
+    @contextlib.asynccontextmanager
+    async def _in_threads(self, context: contextlib.AbstractContextManager[Checkpoint]) -> AsyncIterator[Checkpoint]:
+        """The context, entered and left in threads: it waits for the disk, and the event loop has more to do."""
+        content = await self._by_disk("its folder", context.__enter__)
+        try:
+            yield content
+        except BaseException as error:
+            removal = self._handed_to_disk(context.__exit__, type(error), error, error.__traceback__)
+            await asyncio.wait({removal}, timeout=0.0 if self._is_given_up.is_set() else _REMOVAL_S)
+            raise
+        await self._by_disk("its manifest", context.__exit__, None, None, None)
+
     async def _check_space(self, learner: LearnerGroup) -> None:
         """Raises: DataError if the disk has no room for what is to come."""
         needed = self._bytes or await learner.checkpoint_bytes(deadline_s=self._deadline_s)
-        free = (await asyncio.to_thread(shutil.disk_usage, self._folder.path)).free
+        free = (await self._by_disk("free space", shutil.disk_usage, self._folder.path)).free
         if free < needed * _GROWTH:
             raise DataError(
                 f"{self._folder.path}: {_gib(free)} are free, but a checkpoint needs {_gib(int(needed * _GROWTH))}. Make room on that disk"
@@ -147,11 +179,11 @@ class CheckpointWriter:
                     f"{checkpoint.path}: the learner's node wrote elsewhere; run_dir has to be on a file system that all nodes share"
                 )
         final = self._folder.path / "checkpoints" / f"step_{checkpoint.step:06d}"
-        size = await asyncio.to_thread(_bytes_under, final)
+        size = await self._by_disk("its size", _bytes_under, final)
         self._observer.saved(final, time.monotonic() - began)
         try:
-            await asyncio.to_thread(self._folder.prune_checkpoints, self._settings.keep)
-        except OSError as error:  # the new one is there all the same
+            await self._by_disk("removal of older ones", self._folder.prune_checkpoints, self._settings.keep)
+        except (OSError, DeadlineExceeded) as error:  # the new one is there all the same
             self._observer.event("warning", f"checkpoints that are no longer needed could not be removed: {error}")
         return size
 

@@ -292,8 +292,12 @@ class RunFolder:
     # Checkpoints.
 
     @contextmanager
-    def checkpoint(self, step: int) -> Iterator[Checkpoint]:
-        """A place to write a checkpoint to, which becomes checkpoints/step_... when the block ends well, and goes if it doesn't."""
+    def checkpoint(self, step: int, is_given_up: Callable[[], bool] = lambda: False) -> Iterator[Checkpoint]:
+        """A place to write a checkpoint to, which becomes checkpoints/step_... when the block ends well, and goes if it doesn't.
+
+        Args: is_given_up: whether nobody waits for this checkpoint any more; asked after what may take a slow disk long.
+        Raises: DataError if it is given up.
+        """
         final = self.path / "checkpoints" / f"step_{step:06d}"
         partial = final.with_name(f"{final.name}.{os.urandom(4).hex()}.partial")  # another one's, should an old rank still write to that
         for leftover in final.parent.glob("*.partial"):  # of saves that failed while a rank was still writing
@@ -301,10 +305,12 @@ class RunFolder:
         try:
             for part in ("hf", "state"):
                 (partial / part).mkdir(parents=True)
+            _refuse_if(is_given_up(), partial)
             yield Checkpoint(step, partial)
             seal(partial, {"format": CHECKPOINT_FORMAT, "step": step})
             for written in [*partial.rglob("*"), partial]:  # on disk before the name says that it is complete
                 flush_to_disk(written)
+            _refuse_if(is_given_up(), partial)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -355,3 +361,8 @@ def _event_record(event: Event) -> dict[str, Any]:
 def _parse_event(record: dict[str, Any]) -> Event:
     numbers = {name: float(record[name]) for name in ("value", "growth")}
     return Event(**{**record, **numbers, "name": current_name(record["name"]), "state": State(record["state"])})
+
+
+def _refuse_if(is_given_up: bool, folder: Path) -> None:
+    if is_given_up:
+        raise DataError(f"{folder}: given up, because its disk was late")

@@ -1,0 +1,201 @@
+"""Checkpoints on a disk that is slow, hangs, or is full: the event loop goes on, and what can't be written is a failed checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.record import checkpoint_writer, run_folder
+from actors.record.run_folder import RunFolder
+from correction.errors import DataError, DeadlineExceeded
+from learner.file_sums import read_manifest_of_files, verify
+from tests.actors.record.test_checkpoint_writer import Learner, WrittenState, folder, state, train, writer
+from tests.failures.measured import Measured
+
+__all__ = ["folder"]
+
+
+def test_nothing_that_waits_for_the_disk_is_done_on_the_event_loop(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders, the state, the checksums, the syncs, the removal of what is too old; while a disk hangs the run goes on."""
+    threads: dict[str, set[int]] = {}
+
+    def noted(module: Any, name: str) -> None:
+        plain = getattr(module, name)
+
+        def called(*arguments: Any, **named: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.get_ident())
+            return plain(*arguments, **named)
+
+        monkeypatch.setattr(module, name, called)
+
+    of_a_folder = ((run_folder, "flush_to_disk"), (run_folder, "seal"), (RunFolder, "prune_checkpoints"))
+    for module, name in (*of_a_folder, (shutil, "rmtree"), (Path, "mkdir"), (WrittenState, "save")):
+        noted(module, name)
+
+    async def scenario() -> None:
+        one, learner = writer(folder, []), Learner()
+        learner.may_write.set()
+        for step in (3, 4):
+            await one.begin(step, learner, state)  # type: ignore[arg-type]
+            await one.finished()
+        assert [checkpoint.step for checkpoint in folder.checkpoints()] == [4]
+
+    asyncio.run(scenario())
+    assert set(threads) == {"flush_to_disk", "rmtree", "mkdir", "save", "seal", "prune_checkpoints"}
+    assert [name for name, where in threads.items() if threading.get_ident() in where] == []
+
+
+def test_a_slow_disk_is_waited_for_beside_training(folder: RunFolder) -> None:
+    """Two deadlines pass, and the third wait finds it written; meanwhile a checkpoint that is due is owed, not begun."""
+
+    async def scenario() -> None:
+        saved: list[str] = []
+        told: list[str] = []
+        late = DeadlineExceeded("checkpoint <- learner: not on disk after 600 s")
+        one, learner = writer(folder, saved, told), Learner(fails=[late, late])
+        await one.begin(4, learner, state)  # type: ignore[arg-type]
+        assert not one.is_due(5), "the one before is under way"
+        learner.may_write.set()
+        await one.finished()
+        assert saved == ["step_000004"] and len(told) == 2 and "step 4 is still being written, and training goes on" in told[1]
+        assert one.is_due(6), "the one of step 5 is owed"
+        learner.fails = [late, late, late]
+        await one.begin(6, learner, state)  # type: ignore[arg-type]
+        await one.finished()
+        assert "step 6 failed (1 of 3" in told[-1] and one.saved_step == 4
+
+    asyncio.run(scenario())
+
+
+ON_DISK = {
+    "free space": (shutil, "disk_usage"),
+    "its folder": (Path, "mkdir"),
+    "its state": (WrittenState, "save"),
+    "its manifest": (run_folder, "seal"),
+}
+
+
+@pytest.mark.parametrize("part", ON_DISK)
+def test_a_disk_that_hangs_is_a_failed_checkpoint(folder: RunFolder, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """Each wait has a name and a deadline, and the third ends the run. What the disk does when it comes back completes no checkpoint."""
+    module, name = ON_DISK[part]
+    is_back, plain = threading.Event(), getattr(module, name)
+
+    def hangs(*arguments: Any, **named: Any) -> Any:
+        is_back.wait(20.0)
+        return plain(*arguments, **named)
+
+    async def scenario() -> None:
+        told: list[str] = []
+        one, learner = writer(folder, [], told, checkpoint_s=0.05), Learner()
+        learner.may_write.set()
+        monkeypatch.setattr(module, name, hangs)
+        waits = r"3 checkpoints in a row failed, the last after step 5: checkpoint of step 5 \(.*\) -> the run folder's disk: not done in"
+        try:
+            with pytest.raises(DataError, match=waits):
+                await asyncio.wait_for(one.insist(5, lambda: one.begin(5, learner, state)), 10.0)  # type: ignore[arg-type]
+        finally:
+            is_back.set()
+        assert len(told) == 2 and f"checkpoint of step 5 ({part}) -> the run folder's disk: not done in" in told[0]
+        assert one._on_disk is not None
+        await asyncio.wait({one._on_disk})
+
+    asyncio.run(scenario())
+    assert list((folder.path / "checkpoints").iterdir()) == []
+
+
+def test_after_a_disk_that_hung_the_next_checkpoint_is_whole(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work that comes back late is done before that of the next checkpoint, whose files it would remove."""
+    is_back, plain = threading.Event(), run_folder.seal
+    is_first = iter([True])
+
+    def hangs_once(*arguments: Any) -> Any:
+        if next(is_first, False):
+            is_back.wait(20.0)
+        return plain(*arguments)
+
+    async def scenario() -> None:
+        told: list[str] = []
+        saved: list[str] = []
+        one, learner = writer(folder, saved, told), Learner()
+        learner.may_write.set()
+        one._disk_s = 0.5
+        monkeypatch.setattr(run_folder, "seal", hangs_once)
+        assert await train(one, learner, range(5, 6)) == [5] and "(its manifest)" in told[0]
+        one._disk_s = 600.0
+        asyncio.get_running_loop().call_later(0.1, is_back.set)
+        assert await train(one, learner, range(6, 7)) == [6]
+        assert saved == ["step_000006"] and one.saved_step == 6 and len(told) == 1
+
+    asyncio.run(scenario())
+    checkpoint = folder.latest_checkpoint()
+    assert [path.name for path in (folder.path / "checkpoints").iterdir()] == ["step_000006"]
+    assert verify(checkpoint.path, read_manifest_of_files(checkpoint.path)) == []
+
+
+def test_without_room_nothing_is_begun(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First by the learner's word, then by the size of the last checkpoint."""
+    free = [1049]
+    monkeypatch.setattr(checkpoint_writer.shutil, "disk_usage", lambda _: SimpleNamespace(free=free[0]))
+
+    async def scenario() -> None:
+        told: list[str] = []
+        one, learner = writer(folder, [], told), Learner()
+        learner.may_write.set()
+        await one.begin(1, learner, state)  # type: ignore[arg-type]
+        assert f"{folder.path}: 9.77e-07 GiB are free, but a checkpoint needs 9.78e-07 GiB. Make room on that disk" in told[0]
+        assert not hasattr(learner, "hf") and list((folder.path / "checkpoints").iterdir()) == []
+        free[0] = 1050
+        await one.begin(2, learner, state)  # type: ignore[arg-type]
+        await one.finished()
+        size = sum(path.stat().st_size for path in folder.latest_checkpoint().path.rglob("*") if path.is_file())
+        assert size < 1000
+        free[0] = int(size * 1.05)
+        await one.begin(3, learner, state)  # type: ignore[arg-type]
+        assert len(told) == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_real_full_disk(tmp_path: Path) -> None:
+    """A file system of 2 MiB: two checkpoints don't find room, the third does, when something has been removed."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        folder = RunFolder.create(disk / "run", "run")
+        (disk / "ballast").write_bytes(bytes(1 << 20))
+
+        class Writes(Learner):
+            async def saved(self, *, deadline_s: float) -> None:
+                (self.hf / "config.json").write_text("{}")
+                (self.hf / "model.safetensors").write_bytes(os.urandom(3 << 19))
+
+        async def scenario() -> None:
+            told: list[str] = []
+            saved: list[str] = []
+            one, learner = writer(folder, saved, told), Writes()
+            for step in (5, 6, 7):
+                if step == 7:
+                    (disk / "ballast").unlink()
+                assert await train(one, learner, range(step, step + 1)) == [step]
+            assert saved == ["step_000007"] and ["No space left on device" in text for text in told] == [True, True]
+
+        asyncio.run(scenario())
+        checkpoint = folder.latest_checkpoint()
+        assert verify(checkpoint.path, read_manifest_of_files(checkpoint.path)) == []
+        folder.close()
+        follows = "training goes on; a checkpoint is tried again after each step, and the third in a row that fails ends the run"
+        Measured("disk full at a checkpoint", follows, None, "nothing", "a file system of 2 MiB").write()
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
