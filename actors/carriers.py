@@ -143,7 +143,7 @@ class Example:
 
     prompt: Prompt
     text: str
-    """The answer of the first trajectory of its group."""
+    """Of `example` of its group."""
 
 
 @dataclass(frozen=True, slots=True)

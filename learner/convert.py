@@ -81,7 +81,7 @@ def to_megatron(rule: Rule, tensors: Sequence[Tensor], heads: HeadShape, rows: i
 
 def to_hf(rule: Rule, parts: Sequence[Tensor], heads: HeadShape, vocab_size: int) -> tuple[Tensor, ...]:
     """The HF tensors that all ranks' parts of a Megatron parameter make up, in the rule's order. Of a single part they are views, but for
-    queries, keys and values, whose rows lie apart."""
+    queries, keys and values of several key-value heads, whose rows lie apart."""
     match rule.layout:
         case TensorLayout.REPLICATED:
             return (parts[0],)
@@ -99,7 +99,7 @@ def to_hf(rule: Rule, parts: Sequence[Tensor], heads: HeadShape, vocab_size: int
 
 
 def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """One part is the whole, and is not copied: an export of all weights would take nearly twice as long."""
+    """One part is the whole, and is not copied: the pass over all weights would take three times as long."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
@@ -157,7 +157,8 @@ Bound = tuple[Rule, torch.nn.Parameter]
 @torch.no_grad()
 def export(model: torch.nn.Module, hf_config: Any, placement: Placement) -> Iterator[tuple[str, Tensor]]:
     """HF names and whole tensors of this rank's stage: first what every rank has, then what is gathered, GATHER_BYTES at a time. Every rank
-    of the stage's copy must go through it; the tensors may share memory with the model's.
+    of the stage's copy must go through it; the tensors may share memory with the model's. Those of gathered experts are copies: of the
+    buffer of all that were gathered a single small one, while anybody has it, would keep the whole.
     """
     family, heads = family_of(hf_config), HeadShape.of(hf_config)
     of_ranks = [bind(model, family, rank) for rank in range(placement.expert_parallel)]
@@ -174,7 +175,7 @@ def export(model: torch.nn.Module, hf_config: Any, placement: Placement) -> Iter
         yield from zip(same[0][0].hf, to_hf(same[0][0], parts, heads, hf_config.vocab_size), strict=True)
     for same, parts in _gathered(of_experts, placement.expert_parallel, placement.expert_group):
         for (rule, _), weight in zip(same, parts, strict=True):  # on each rank another expert stands at this place
-            yield from zip(rule.hf, to_hf(rule, [weight], heads, hf_config.vocab_size), strict=True)
+            yield from zip(rule.hf, to_hf(rule, [weight.clone()], heads, hf_config.vocab_size), strict=True)
 
 
 def _gathered(

@@ -52,7 +52,8 @@ def _view(memory: Tensor, place: range, spec: WeightSpec) -> Tensor:
 def in_pieces(weights: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:
     """The weights themselves, HF name -> tensor, together up to most_bytes; a larger one is a piece of its own.
 
-    All of a piece exist at the same time, on the device where they are: of weights that are gathered from ranks that takes most_bytes.
+    All of a piece exist at the same time, on the device where they are. Those that lie in the model take nothing more, those that are
+    gathered from ranks up to most_bytes; those of other pipeline stages keep the EXCHANGE_BYTES with which they came.
     """
     piece: dict[str, Tensor] = {}
     size = 0

@@ -217,7 +217,7 @@ class LearnerRank:
         return sequences_read(self._require().chunks[0].config, batch, correction, self.config, self.placement, step=step)
 
     def supervised_step(self, token_ids: Tensor, offsets: Tensor, loss_mask: Tensor) -> float:
-        """One optimizer step on the mean cross-entropy of the masked tokens.
+        """One optimizer step on the mean cross-entropy of the tokens whose loss_mask is True.
 
         Args:
             token_ids: [N] int64; offsets: [S + 1] int64; loss_mask: [N] bool, False at first tokens.

@@ -243,6 +243,11 @@ class _Answers(Generic[A]):
         return tuple(t for t in self.trajectories if t.is_valid)
 
     @property
+    def example(self) -> A:
+        """The one that is shown for all: the first that has tokens, which an answer that the engine gave up may lack."""
+        return next((t for t in self.trajectories if t.response_tokens), self.trajectories[0])
+
+    @property
     def response_tokens(self) -> int:
         """Of all its trajectories together."""
         return sum(t.response_tokens for t in self.trajectories)

@@ -128,9 +128,10 @@ def units_for_all_workers(cluster: ClusterFile, config: RunConfig) -> Iterator[C
     placed = workers_with_a_unit(offered, wanted)
     asked = f"{most_workers_setting(config)}, each of which asks for one unit of the Ray resource {resource!r} (ray.rollout_resource)"
     if not placed:
-        yield Complaint("fail", f"{asked}, and no node of {cluster.path} offers it", f'Give a kind of node resources: {{"{resource}": N}}')
+        text = f"{asked}, and no node of {cluster.path} offers a whole one"
+        yield Complaint("fail", text, f'Give a kind of node resources: {{"{resource}": N}}')
     elif placed < wanted:
-        yield Complaint("warn", f"{asked}, and the nodes of {cluster.path} offer {sum(offered):g} at most: the others wait", "Add nodes")
+        yield Complaint("warn", f"{asked}, and the nodes of {cluster.path} offer {placed} at most: the others wait", "Add nodes")
 
 
 def gpus_beside_the_units(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:

@@ -103,12 +103,14 @@ def _inside_nodes(nodes: Nodes, config: RunConfig, wanted: int, room: int, what:
 def units_for_all_workers(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     if config.ray.address is None:
         return
-    there, wanted = [node.rollout_units for node in nodes], config.rollout.first_workers
-    if workers_with_a_unit(there, wanted) < wanted:
+    wanted = config.rollout.first_workers
+    placed = workers_with_a_unit([node.rollout_units for node in nodes], wanted)
+    if placed < wanted:
+        there = f"the nodes offer {counted(placed, 'whole unit')}" if placed else "no node offers a whole unit"
         yield Complaint(
             "warn",
-            f"{wanted} rollout workers each ask for one unit of the Ray resource {config.ray.rollout_resource!r}, and the "
-            f"nodes offer {sum(there):g} by now: the others wait for nodes that have it",
+            f"{counted(wanted, 'rollout worker')}, each of which asks for one unit of the Ray resource {config.ray.rollout_resource!r}, "
+            f"and {there} by now: the {'others' if placed else 'workers'} wait for nodes that do",
             f"Start nodes with --resources='{{\"{config.ray.rollout_resource}\": N}}'",
         )
 

@@ -156,13 +156,13 @@ def rollout_metrics(
         finished: the groups of each worker since the last step.
         loads: of the workers that answered now. One that has joined since counts from its start; one that has left, no more.
         before: each worker's last answer before; None: there is nothing to compare with yet.
-        seconds: of the step.
+        seconds: of the step, of which `wait/rollout_s` is the workers' share; throughput and shares are by their own time.
     """
     numbers: dict[str, float] = {"rollout/requests_in_flight": sum(load.requests_in_flight for load in loads.values())}
     lengths = [answer.response_tokens for groups in finished.values() for group in groups for answer in group.trajectories]
     if lengths:
         numbers["length/sampled_tokens"] = statistics.fmean(lengths)
-    if before is not None and seconds > 0:
+    if before is not None:
         since = {name: load.since(before.get(name)) for name, load in loads.items()}
         # By each worker's own time: the loads of a step come at other moments than its end.
         numbers["throughput/rollout_tokens_per_s"] = sum(part.generated_tokens / part.up_s for part in since.values() if part.up_s > 0)
@@ -180,14 +180,14 @@ def _wait_share(parts: Collection[WorkerLoad]) -> float:
 
 def first_lengths(groups: Sequence[GroupFacts]) -> list[int]:
     """Response tokens of one answer of each group: answers of one prompt are alike, and a line of all would be long."""
-    return [group.trajectories[0].response_tokens for group in groups]
+    return [group.example.response_tokens for group in groups]
 
 
 def trajectories_text(groups: Sequence[GroupFacts], examples: Sequence[Example], *, step: int) -> str:
     """One trajectory of each of the first groups, as a person reads it. Args: examples: those of these groups."""
     lines = [f"step {step}"]
     for group, example in zip(groups, examples, strict=False):
-        trajectory = group.trajectories[0]
+        trajectory = group.example
         spans = ", ".join(f"v{s.version}: {s.start}-{s.end}" for s in trajectory.version_spans)
         lines += [
             "",

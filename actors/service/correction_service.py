@@ -316,7 +316,7 @@ class CorrectionService(HeartbeatActor):
             correct_s=correct_s,
             split=split,
             split_s=split_s,
-            examples=tuple(Example(g.prompt, g.trajectories[0].text) for g in groups[: self._config.metrics.trajectories_per_step]),
+            examples=tuple(Example(g.prompt, g.example.text) for g in groups[: self._config.metrics.trajectories_per_step]),
         )
 
     @property

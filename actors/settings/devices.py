@@ -161,7 +161,7 @@ def check_rollout_resource(config: RunConfig, offered: float, possible: float | 
         offered: units of the rollout resource on the nodes that are there.
         possible: on all nodes that its autoscaler may start; None: there is no autoscaler, or it has not said so yet.
     Returns: what to say if there will never be enough for all.
-    Raises: ConfigError if an autoscaler is there, and no node, nor any type of node that it may start, offers it.
+    Raises: ConfigError if an autoscaler is there, and no node, nor any type of node that it may start, offers a whole unit.
     """
     wanted, resource = config.rollout.most_workers, config.ray.rollout_resource
     if possible is None:
@@ -172,12 +172,13 @@ def check_rollout_resource(config: RunConfig, offered: float, possible: float | 
     setting = most_workers_setting(config)
     if not placed:
         raise ConfigError(
-            f"{setting} with ray.rollout_resource = {resource!r}: no node of the cluster at {config.ray.address} offers that resource, nor "
-            f"does any type of node that its autoscaler may start. Give a node type resources: {{{resource}: 1}} (deploy/ray-cluster.yaml)"
+            f"{setting} with ray.rollout_resource = {resource!r}: no node of the cluster at {config.ray.address} offers a whole unit of "
+            f"it, nor does any type of node that its autoscaler may start. Give a node type resources: {{{resource}: 1}} "
+            "(deploy/ray-cluster.yaml)"
         )
     return (
-        f"{setting}: the cluster at {config.ray.address} offers the resource {resource!r} {max(offered, possible):g} times at most, with "
-        f"all nodes that its autoscaler may start; the other workers wait"
+        f"{setting}: the cluster at {config.ray.address} offers {counted(placed, 'whole unit')} of the resource {resource!r} "
+        "at most, with all nodes that its autoscaler may start; the other workers wait"
     )
 
 

@@ -188,6 +188,8 @@ def test_the_autoscaled_type_grows() -> None:
         (CLOUD, (ROLLOUT, ROLLOUT.replace(": 1}", ": 2}")), "warn", "not all of these units can be used"),
         (CLOUD, ("RAY_AUTH_MODE=token", ""), "fail", "lets everybody in"),
         (LOCAL, ('{"rollout": 8}', '{"rollout": 5}'), "warn", "offer 10 at most"),
+        (LOCAL, ('{"rollout": 8}', '{"rollout": 5.5}'), "warn", "offer 10 at most"),
+        (LOCAL, ('{"rollout": 8}', '{"rollout": 0.5}'), "fail", "no node of {path} offers a whole one"),
         (IMAGE, ('"GPU": 8, "rollout": 8', '"GPU": 8'), "fail", "no node of"),
         (IMAGE, ('"GPU": 8, "rollout": 8', '"GPU": 6, "rollout": 6'), "warn", "16 ranks and 16 workers ask for 32 GPUs, and"),
         (LOCAL, ("--num-gpus=8", "--num-gpus=6"), "warn", "4 ranks and 12 workers ask for 16 GPUs"),
@@ -200,7 +202,7 @@ def test_what_does_not_agree_is_said(tmp_path: Path, path: Path, change: tuple[s
     changed = tmp_path / "cluster.yaml"
     changed.write_text(text.replace(*change))
     complaints = found(changed, *ASKED.get(path, ()), recipe=recipe_of(path))
-    assert any(one.severity == severity and said in one.sentence for one in complaints), complaints
+    assert any(one.severity == severity and said.format(path=changed) in one.sentence for one in complaints), complaints
 
 
 def test_an_engine_of_several_gpus_wants_them_on_one_node() -> None:

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from actors.carriers import PreparedBatch
-from actors.record.step_report import batch_metrics, rollout_metrics, sync_metrics, worker_metrics
+from actors.carriers import Example, PreparedBatch
+from actors.record.step_report import (
+    batch_metrics,
+    first_lengths,
+    rollout_metrics,
+    sync_metrics,
+    trajectories_text,
+    worker_metrics,
+)
 from correction.config import CorrectionConfig
 from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan, WorkerLoad
 from tests.actors.cases import facts
@@ -58,6 +65,14 @@ def test_who_did_what() -> None:
 
 def test_the_mean_length_is_over_answers_not_groups() -> None:
     assert rollout_metrics({"0": [facts(0, 4, 6), facts(2, 5)], "3": [facts(1, 29)]}, {}, None, 1.0)["length/sampled_tokens"] == 44 / 4
+
+
+def test_an_answer_without_tokens_stands_for_no_group() -> None:
+    """The first answer of a group was given up before its first token; a group of such answers alone is never trained."""
+    groups = [facts(0, 0, 6, 9), facts(1, 5, 7)]
+    assert first_lengths(groups) == [6, 5]
+    text = trajectories_text(groups, [Example(Prompt("p", "", (1,), ""), name) for name in "ab"], step=3)
+    assert "'a'  (stop, 6 tokens, v0: 0-6)" in text and "'b'  (stop, 5 tokens, v0: 0-5)" in text
 
 
 def test_a_probe_that_came_without_a_receipt_is_told() -> None:

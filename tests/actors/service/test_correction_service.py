@@ -360,6 +360,22 @@ def test_packing_and_correcting_leave_the_event_loop_alone(monkeypatch: pytest.M
     play(scenario)
 
 
+def test_the_text_that_is_kept_is_of_the_answer_whose_length_is_told() -> None:
+    async def scenario() -> None:
+        scene = Scene(steps=1)
+        tickets = await scene.admit(0, GROUPS)
+        waiting = asyncio.create_task(scene.next_batch(0))
+        given_up, *answers = (trajectory(prompt(0), (7,) * n, reward=[None, 0.0, 1.0][n]) for n in range(3))
+        named = tuple(replace(one, text=f"{one.response_tokens} tokens") for one in (given_up, *answers))
+        await scene.put(*[replace(group(ticket), trajectories=named) for ticket in tickets])
+        prepared = await waiting
+        await scene.service.stop()
+        assert {example.text for example in prepared.examples} == {"1 tokens"}
+        assert {one.example.response_tokens for one in prepared.groups} == {1}
+
+    play(scenario)
+
+
 def test_what_the_driver_gets_does_not_grow_with_the_answers() -> None:
     """Ids, rewards, lengths and spans: a batch of answers a hundred times as long is as large, but for the digits of its numbers."""
 

@@ -259,7 +259,9 @@ def test_a_resource_that_no_node_can_offer_is_refused() -> None:
 
 def test_fewer_nodes_than_the_pool_may_want_are_told_of() -> None:
     note = check_rollout_resource(config(*JOINED), 1, 3)
-    assert note is not None and "rollout.max_workers = 4" in note and "3 times at most" in note
+    assert note is not None and "rollout.max_workers = 4" in note and "offers 3 whole units of" in note
+    note = check_rollout_resource(config(*JOINED), 1, 1.5)
+    assert note is not None and "offers 1 whole unit of" in note, "a worker takes no half of one"
     assert check_rollout_resource(config(*JOINED), 1, 4) is None
     assert check_rollout_resource(config(*JOINED), 4, 0) is None, "nodes that somebody started by hand"
     assert check_rollout_resource(config(*JOINED), 0, None) is None, "nodes may come that nobody knows of yet"
@@ -268,7 +270,7 @@ def test_fewer_nodes_than_the_pool_may_want_are_told_of() -> None:
 def test_a_worker_takes_a_whole_unit_on_one_node() -> None:
     assert workers_with_a_unit([1.5, 0.5, 2.0], wanted=10) == 3, "four units in all, of which one lies on two nodes"
     assert workers_with_a_unit([64.0], wanted=10) == 10
-    with pytest.raises(ConfigError, match="no node of the cluster"):
+    with pytest.raises(ConfigError, match=r"no node of the cluster at .* offers a whole unit"):
         check_rollout_resource(config(*JOINED), 0.5, 0)
 
 
