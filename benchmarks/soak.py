@@ -41,7 +41,7 @@ _IDLE = "IDLE"
 _LAST = ("rollout worker", "scheduler", "trajectory queue", "correction service", "learner rank", "driver")
 """Roles of processes that have to be there all the time."""
 _WINDOW_S = 180.0
-"""Some six givings-back of a heap: one of them is seen before the heap has grown again."""
+"""Some six givings-back of a heap: often, not always, one of them is seen before the heap has grown again."""
 _COUNT_BOUND = 6.0
 """Open files or threads an hour."""
 _ERRORS = 2.0
@@ -94,15 +94,17 @@ class Grown:
     first: Look
     last: Look
     memory: Slope
-    """Of the least of each window."""
+    """Of the least of each window, or of its median, whichever rises less: what stays for good lifts both."""
     files: Slope
     threads: Slope
 
     @classmethod
     def of(cls, name: str, looks: Sequence[Look]) -> Grown:
         """Args: looks of at least three windows. first and last are those with the least memory of the first and of the last one."""
-        least = least_of_each_window(looks)
-        memory = Slope.of([look.at_s for look in least], [look.memory for look in least])
+        of_windows = [sorted(window, key=lambda look: look.memory) for window in windows(looks)]
+        least, middle = [window[0] for window in of_windows], [window[len(window) // 2] for window in of_windows]
+        slopes = [Slope.of([look.at_s for look in some], [look.memory for look in some]) for some in (least, middle)]
+        memory = min(slopes, key=lambda slope: slope.an_hour - _ERRORS * slope.error)
         files, threads = (Slope.of([look.at_s for look in looks], [getattr(look, what) for look in looks]) for what in ("files", "threads"))
         return cls(name, least[0], least[-1], memory, files, threads)
 
@@ -119,15 +121,18 @@ class Grown:
         return f"| {' | '.join(cells)} |"
 
 
-def least_of_each_window(looks: Sequence[Look]) -> list[Look]:
-    """Of each three minutes since the first look the one with the least memory: what stays when the heap has been given back. A window that
-    is not whole, the last one, is left out."""
+def windows(looks: Sequence[Look]) -> list[list[Look]]:
+    """The looks of each three minutes since the first one. A window that is not whole, the last one, is left out.
+
+    The least of a window is what stays when the heap has been given back, if a look falls into the second before it has grown again. Its
+    median rises where a heap takes ever more between two givings-back.
+    """
     whole = int((looks[-1].at_s - looks[0].at_s + 1.0) // _WINDOW_S) if looks else 0  # a look comes a little early or late
 
     def window(look: Look) -> int:
         return int((look.at_s - looks[0].at_s) // _WINDOW_S)
 
-    return [min(of_one, key=lambda look: look.memory) for number, of_one in groupby(looks, key=window) if number < whole]
+    return [list(of_one) for number, of_one in groupby(looks, key=window) if number < whole]
 
 
 class Watch:
@@ -154,10 +159,18 @@ class Watch:
         later = {process: [look for look in all_of_it if look.at_s >= since_s] for process, all_of_it in self.looks.items()}
 
         def is_seen(some: list[Look]) -> bool:
-            return len(some) >= looks and len(least_of_each_window(some)) >= 3
+            return len(some) >= looks and len(windows(some)) >= 3
 
         found = [Grown.of(self._names.get(process, _IDLE), some) for process, some in later.items() if is_seen(some)]
         return sorted(found, key=lambda one: (one.name, -one.last.memory))
+
+    def save(self, path: Path) -> None:
+        """Each look at each process, as comma-separated values."""
+        with path.open("w") as page:
+            page.write("name,at_s,memory_mib,shared_mib,files,threads\n")
+            for process, some in self.looks.items():
+                name = f"{self._names.get(process, _IDLE)} {process.pid}"
+                page.writelines(f"{name},{one.at_s:.1f},{one.memory:.1f},{one.shared:.1f},{one.files},{one.threads}\n" for one in some)
 
     def shared(self, since_s: float) -> tuple[list[float], list[float]]:
         """Seconds, and MiB of shared memory of all processes together: each page counts once."""
@@ -202,7 +215,7 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two looks (2)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--bound", type=float, default=60.0, help="MiB an hour that a process' memory may grow by (60)")
-    parser.add_argument("--keep", type=Path, help="keep the run there")
+    parser.add_argument("--keep", type=Path, help="keep the run there, and each look, in looks.csv")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table into this page, between its marks")
     arguments = parser.parse_args()
     with scratch(arguments.keep) as folder:
@@ -210,6 +223,7 @@ def main() -> None:
         evenkeel("init-model", NANO_RECIPE, model, "--if-missing")
         words = [model, "steps=1000000", f"rollout.workers={arguments.workers}", "rollout.engine.threads=1", "learner.threads=1"]
         watch, trained_s, steps, wrong = watched(folder / "run", words, arguments.minutes * 60, arguments.every)
+        watch.save(folder / "looks.csv")
     half_s = trained_s / 2
     grown = watch.grown(half_s, int(0.8 * half_s / arguments.every))
     seconds, sizes = watch.shared(half_s)

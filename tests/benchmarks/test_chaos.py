@@ -187,6 +187,15 @@ def test_what_is_taken_between_two_givings_back_is_no_growth(period_s: float) ->
     assert "memory grows" in said
 
 
+@pytest.mark.parametrize(("an_hour", "is_growth"), [(0.0, False), (150.0, True)])
+def test_a_trough_that_no_look_meets_is_no_growth(an_hour: float, is_growth: bool) -> None:
+    """A heap that is full again within a second of its giving-back: looks meet a trough in the first five windows, and none after them."""
+    seconds = [1800.0 + 2.0 * i for i in range(901)]
+    heights = [580.0 if i % 90 == 45 and i < 450 else 880.0 + (-1) ** i for i in range(901)]
+    looks = [Look(s, height + an_hour * s / 3600, 5.0, 30, 12) for s, height in zip(seconds, heights, strict=True)]
+    assert bool(Grown.of("LearnerRankActor", looks).wrong(60.0)) is is_growth
+
+
 def test_a_table_without_a_part_of_the_run_shows_nothing() -> None:
     flat = [Look(10.0 * i, 200.0 + (-1) ** i, 5.0, 30, 12) for i in range(90)]
     actors = ("RolloutWorker", "CorrectionService", "TrajectoryQueueActor", "LearnerRankActor")
