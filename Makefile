@@ -50,7 +50,7 @@ test: .venv/installed  ## set up .venv, run the test suite (about 10 minutes on 
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2
 
 # Beside `make test`, which has no time left for it. One visit has all parts: collectives, two layers against float32, an engine, a broadcast.
-test-deep: .venv/installed  ## one real visit of `evenkeel doctor --deep`, on gloo (a minute or two)
+test-deep: .venv/installed  ## one real visit of `evenkeel doctor --deep`, on gloo (about half a minute)
 	$(BIN)/python -m pytest -m slow "tests/actors/doctor/test_deep_doctor.py::test_a_visit_on_gloo[dense]"
 
 test-slow: .venv/installed  ## the tests that the fast suite leaves out

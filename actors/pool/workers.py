@@ -39,7 +39,7 @@ from rollout.trajectory import GroupFacts, UnfinishedGroup, WorkerLoad
 log = logging.getLogger("evenkeel.pool")
 _LOAD_S = 5.0
 _RECEIPT_S = 1.0
-"""For receipts that are on their way: who is slower is asked for its load."""
+"""For receipts that are on their way. A worker whose receipt comes later is asked for its load."""
 STOP_S = 20.0
 """For the end of an engine."""
 _NODE_ID = "ray.io/node-id"

@@ -38,6 +38,7 @@ NO_CLUSTER = 69
 is_attempt = False
 """This process is such an attempt (commands/attempt.py)."""
 _LAST_S = 2.0
+_ENDS = threading.RLock()
 NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
@@ -207,9 +208,6 @@ def check() -> None:
 def is_ending() -> bool:
     """A signal has come, and the process has `GRACE_S` to end."""
     return _guard is not None and _guard.raised is not None
-
-
-_ENDS = threading.RLock()
 
 
 def end_all(why: str, code: int, *, last: Callable[[], object] | None = None) -> NoReturn:

@@ -17,7 +17,7 @@ class Turns:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def mine(self) -> None:
-        """Returns in a turn that at most SHARED_BY are given."""
+        """Wait for a turn of the event loop. At most SHARED_BY callers get the same one."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._give)
