@@ -45,7 +45,7 @@ TESTS = (
     "tests/actors/on_two_nodes/test_two_callers.py",
     "tests/e2e/test_asynchronous_run.py",
     "tests/actors/queue/test_payloads_in_ray.py::test_a_finished_group_outlives_its_worker_and_goes_with_its_node",
-    "tests/actors/record/test_checkpoint_writer.py::test_a_real_full_disk",
+    "tests/actors/record/test_checkpoint_disk.py::test_a_real_full_disk",
     "tests/actors/commands/test_resume_point.py::test_a_damaged_checkpoint_is_named_and_the_older_one_taken",
     "tests/actors/pool/test_faults.py",
     "tests/actors/pool/test_heartbeats_and_losses.py::test_workers_that_die_one_after_the_other_end_the_run_after_longer_and_longer_pauses",
