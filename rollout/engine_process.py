@@ -38,7 +38,7 @@ from correction.engines.quick_imports import uncollected
 from correction.errors import ConfigError, DeadlineExceeded, EngineError, EvenkeelError
 from rollout import sglang_plugin
 from rollout.engine_config import EngineConfig
-from rollout.engine_ranks import environment_of_ranks, free_port
+from rollout.engine_ranks import environment_of_ranks, free_ports
 from rollout.sglang_plugin import served_models
 from rollout.sglang_plugin.attention_kernel import check_compiler
 from rollout.sglang_plugin.hooks import VARIABLE, PluginSettings
@@ -206,8 +206,7 @@ class EngineProcess:
                 check_compiler()
             with _environment(self._environment()):
                 self._strangers = set(psutil.Process().children(recursive=True))
-                ports = {"port": free_port()} if self._config.attention_data_parallel > 1 else {}
-                built = _build_engine(ports | arguments)
+                built = _build_engine(free_ports(self._config.attention_data_parallel) | arguments)
             atexit.register(self._end_processes)
         except BaseException as error:                              # SystemExit too: SGLang raises it for bad arguments
             failure: BaseException = error

@@ -116,17 +116,19 @@ def obstacles(
             yield f"{over} doesn't divide the feed-forward width of {width}{on}", _DIVISOR
 
 
-def free_port(first: int = 20_000, end: int = 32_000) -> int:
-    """For SGLang's `port`: one after which all that it counts from there are free on 127.0.0.1; drawn, as others may look for theirs now.
-    Below those that Linux gives to outgoing connections: SGLang takes them some seconds later.
+def free_ports(groups: int, first: int = 20_000, end: int = 32_000) -> dict[str, int]:
+    """SGLang's arguments for ports on 127.0.0.1: where its ranks meet (`nccl_port`) and, for several groups of ranks, from where
+    it counts the others (`port`, which itself is not bound). Drawn, as other engines may look for theirs now, and below those that Linux
+    gives to outgoing connections: SGLang would choose among them, and its scheduler binds its port seconds later.
 
-    Raises: EngineError if there is none.
+    Raises: EngineError if there are none.
     """
+    steps = (0, *_PORTS) if groups > 1 else (0,)
     for _ in range(100):
         port = random.SystemRandom().randrange(first, end)
-        if all(_is_free(port + step) for step in _PORTS):
-            return port
-    raise EngineError(f"no port between {first} and {end} after which those are free that SGLang wants for groups of ranks")
+        if all(_is_free(port + step) for step in steps):
+            return {"nccl_port": port} | ({"port": port} if groups > 1 else {})
+    raise EngineError(f"no port between {first} and {end} that is free for SGLang on 127.0.0.1, with those that it counts from there")
 
 
 def _is_free(port: int) -> bool:

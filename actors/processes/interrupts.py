@@ -1,9 +1,9 @@
 """SIGTERM, Ctrl-C and the loss of the terminal end this process within seconds wherever it is: in an import, in Ray's start, in a wait.
 
-A signal's handler raises in the main thread, which unwinds as for any error. That alone is not enough: an exception raised inside a fork
-hook or a finalizer is swallowed, and a call into C may not come back for half a minute. So the signal is seen by a thread as well, through
-a wakeup descriptor, which the kernel's own handler writes to; when the process is still there after `GRACE_S`, or at a second signal,
-the thread ends it together with all that it has started.
+A signal's handler raises in the main thread, which unwinds as for any error. That alone is not enough. An exception raised inside a fork
+hook or a finalizer is swallowed: Python hands it to `sys.unraisablehook`, which raises it again a moment later. And a call into C may not
+come back for half a minute: so the signal is seen by a thread as well, through a wakeup descriptor, which the kernel's own handler writes
+to; when the process is still there after `GRACE_S`, or at a second signal, the thread ends it together with all that it has started.
 
 An event loop that handles signals itself (the controller's) takes the descriptor over; `rearm` takes it back.
 """
@@ -37,6 +37,8 @@ NO_CLUSTER = 69
 """Exit code of an attempt of `evenkeel train --retries` that found no Ray cluster, or lost it; EX_UNAVAILABLE of sysexits.h."""
 is_attempt = False
 """This process is such an attempt (commands/attempt.py)."""
+_AGAIN_S = 0.05
+"""After which a swallowed exception is raised again: the hook or finalizer that has swallowed it is over by then."""
 _LAST_S = 2.0
 _ENDS = threading.RLock()
 NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
@@ -59,13 +61,15 @@ def exit_code(number: int) -> int:
 
 
 class _Guard:
-    """Handlers, descriptor and thread, while `guarded` lasts."""
+    """Handlers, hook, descriptor and thread, while `guarded` lasts."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
         self.raised: int | None = None
         """The signal whose handler has raised."""
-        self._before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
+        self._before: dict[int, Any] = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGALRM)}
+        self._hook_before = sys.unraisablehook
+        sys.unraisablehook = self._swallowed
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._is_over = threading.Event()
@@ -80,6 +84,8 @@ class _Guard:
         self._wakeup_before = before if before != self._writer.fileno() else self._wakeup_before
 
     def close(self) -> None:
+        self.forget_alarm()
+        sys.unraisablehook = self._hook_before
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
@@ -94,6 +100,22 @@ class _Guard:
         if self.raised is None:  # once: what unwinds after that must not be broken off; the thread sees to its end
             self.raised = number
             raise Interrupted(number)
+
+    def _swallowed(self, unraisable: sys.UnraisableHookArgs) -> None:
+        if isinstance(unraisable.exc_value, Interrupted):
+            signal.signal(signal.SIGALRM, self._raise_again)
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+        else:
+            self._hook_before(unraisable)
+
+    def _raise_again(self, number: int, frame: FrameType | None) -> None:
+        if self.raised is not None:
+            raise Interrupted(self.raised)
+
+    def forget_alarm(self) -> None:
+        """What was swallowed is raised by somebody else."""
+        if self.raised is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     def _watch(self) -> None:
         number = self._next_signal(None)
@@ -202,6 +224,7 @@ def leave_terminal(number: int) -> None:
 def check() -> None:
     """Raises: Interrupted if a signal has come and its exception was swallowed."""
     if _guard is not None and _guard.raised is not None:
+        _guard.forget_alarm()
         raise Interrupted(_guard.raised)
 
 

@@ -32,9 +32,10 @@ def test_an_engines_processes_listen_on_loopback_alone(engine: RolloutEngine) ->
     """The store by which the ranks find each other has no authentication, and torch's own listens on all interfaces."""
     schedulers = [child for child in psutil.Process().children(recursive=True) if _name(child).startswith("sglang::scheduler")]
     assert schedulers
-    found = {one.laddr.ip for child in schedulers for one in child.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+    found = {one.laddr for child in schedulers for one in child.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
     assert found, "the store was seen"
-    assert all(ipaddress.ip_address(address.removeprefix("::ffff:")).is_loopback for address in found), found
+    assert all(ipaddress.ip_address(one.ip.removeprefix("::ffff:")).is_loopback for one in found), found
+    assert any(20_000 <= one.port < 32_000 for one in found), "the port is ours, not one that the kernel may give away"
 
 
 def _name(process: psutil.Process) -> str:

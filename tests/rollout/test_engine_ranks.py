@@ -24,7 +24,7 @@ from correction.errors import EngineError, SyncError
 from rollout import weight_parts, weight_transfer
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
-from rollout.engine_ranks import REFUSED_ARGUMENTS, environment_of_ranks, free_port, obstacles
+from rollout.engine_ranks import REFUSED_ARGUMENTS, environment_of_ranks, free_ports, obstacles
 from rollout.weight_parts import RankParts, WeightPart, text_of
 from rollout.weight_update import UpdatableEngine, UpdateCheck
 
@@ -141,12 +141,19 @@ def test_a_prompt_and_all_its_answers_go_to_the_group_with_the_fewest() -> None:
         assert only == {}, "SGLang is told nothing where there is one group"
 
 
-def test_all_ports_that_sglang_counts_from_the_one_it_is_given_are_free() -> None:
-    first = free_port(30_000, 30_300)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", first + 234))
-        with pytest.raises(EngineError, match="no port between"):
-            free_port(first, first + 1)
+@pytest.mark.parametrize(("groups", "given", "steps"), [(1, {"nccl_port"}, [0]), (2, {"nccl_port", "port"}, [0, 13, 234])])
+def test_all_ports_that_sglang_is_given_or_counts_from_there_are_free(groups: int, given: set[str], steps: list[int]) -> None:
+    """Its own `nccl_port` is one that the kernel gives to any outgoing connection until the scheduler binds it, seconds later."""
+    ports = free_ports(groups)
+    assert ports.keys() == given
+    assert all(20_000 <= port < 32_000 for port in ports.values()), "Linux gives those from 32,768 on to connections"
+    first = ports["nccl_port"]
+    assert set(free_ports(groups, first, first + 1).values()) == {first}
+    for step in steps:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", first + step))
+            with pytest.raises(EngineError, match="no port between"):
+                free_ports(groups, first, first + 1)
 
 
 def test_how_ranks_talk_is_handed_on() -> None:

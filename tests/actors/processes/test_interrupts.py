@@ -49,9 +49,15 @@ SWALLOWED = """
             time.sleep(300)    # the exception is raised in here, and Python ignores it
     finalizer = Finalizer()
     del finalizer
-    while True:
-        time.sleep(1)
+    try:
+        time.sleep(300)
+    finally:
+        child.kill()
+        child.wait()
+        time.sleep(0.2)        # it is raised again once
+        print("unwound", flush=True)
 """
+SWALLOWED_TWICE = SWALLOWED.replace("    del finalizer", "    second = Finalizer()\n    del finalizer, second")
 IN_C = """
     mutex = ctypes.create_string_buffer(128)
     libc = ctypes.CDLL(None)
@@ -71,6 +77,7 @@ CHECKED = """
     finally:
         child.kill()
         child.wait()
+        time.sleep(0.2)        # it isn't raised again
         print("unwound", flush=True)
 """
 TAKEN_OVER = """
@@ -148,12 +155,35 @@ def test_the_loss_of_the_terminal_is_a_signal_and_no_error_of_each_line_after_it
     assert written.read_text() == "unwound", "what was printed before it did not raise"
 
 
-@pytest.mark.parametrize("program", [SWALLOWED, IN_C, TAKEN_OVER], ids=["swallowed", "in a call of C", "after an event loop"])
+@pytest.mark.parametrize("program", [IN_C, TAKEN_OVER], ids=["in a call of C", "after an event loop"])
 def test_a_main_thread_that_does_not_end_is_ended_with_its_children(program: str) -> None:
     process, child = ended(program, signal.SIGTERM)
     assert process.returncode == 128 + signal.SIGTERM
     assert process.stderr.endswith("evenkeel: ended by SIGTERM (still busy after 0.5 s)\n")
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("program", [SWALLOWED, SWALLOWED_TWICE], ids=["once", "twice"])
+def test_a_swallowed_signal_is_raised_again_and_nothing_is_said_of_it(program: str) -> None:
+    """Python would print "Exception ignored in" with a traceback, and the process would go on until the thread ends it."""
+    process, child = ended(program, signal.SIGTERM, begin=PATIENT)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert process.stdout.splitlines()[-1] == "unwound" and process.stderr == ""
+    assert not psutil.pid_exists(child)
+
+
+def test_what_else_is_raised_in_a_finalizer_is_still_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[object]()
+    monkeypatch.setattr("sys.unraisablehook", lambda unraisable: said.append(unraisable.exc_value))
+    before = sys.unraisablehook
+
+    class Fails:
+        def __del__(self) -> None:
+            raise ValueError("of the user's")
+
+    with interrupts.guarded():
+        Fails()
+    assert [str(one) for one in said] == ["of the user's"] and sys.unraisablehook is before
 
 
 def test_a_swallowed_signal_is_found_at_the_next_check() -> None:
@@ -166,10 +196,11 @@ def test_a_swallowed_signal_is_found_at_the_next_check() -> None:
 def test_handlers_are_given_back() -> None:
     from actors.processes import interrupts
 
-    before = [signal.getsignal(number) for number in interrupts.SIGNALS]
+    numbers = (*interrupts.SIGNALS, signal.SIGALRM)
+    before = [signal.getsignal(number) for number in numbers]
     with interrupts.guarded():
-        assert [signal.getsignal(number) for number in interrupts.SIGNALS] != before
-    assert [signal.getsignal(number) for number in interrupts.SIGNALS] == before
+        assert [signal.getsignal(number) for number in numbers] != before
+    assert [signal.getsignal(number) for number in numbers] == before
     assert signal.set_wakeup_fd(-1) == -1
 
 
