@@ -3,7 +3,8 @@ threads.
 
 Torch's own matrix products choose their kernel, and with it the order of additions, by the number of rows, and SDPA by the length. Here
 
-* a matrix product never has so few rows that another kernel is chosen (found by measurement, checked by `processor` at start-up);
+* a matrix product never has so few rows that another kernel is chosen, nor adds up so many products at once that threads share them
+  (found by measurement, checked by `processor` at start-up);
 * a contraction over keys goes in blocks of BLOCK keys, added one after the other; a block that a row does not see adds exact zeros, so that
   computing or skipping it gives the same result: decode, prefill and training agree;
 * SiLU is made of torch.exp, since torch's own SiLU computes the last few elements of a stretch by another exp than the others.
@@ -24,8 +25,12 @@ from torch import Tensor
 BLOCK = 64
 """Keys that are contracted in one piece. Beyond 192 the product itself would change its order with the length."""
 FEW_ROWS = 64
-"""A matrix product of fewer rows has them padded to a multiple of ROW_MULTIPLE: kernels change below 4 rows a thread."""
-ROW_MULTIPLE = 8
+"""A matrix product of fewer rows has them padded to a multiple of ROW_MULTIPLE: MKL takes other kernels below 4 rows a thread on AMD's
+processors, and below 16 rows on Intel's with AVX-512."""
+ROW_MULTIPLE = 16
+LONGEST_INNER = 512
+"""A longer contraction goes in pieces of this size, added one after the other: on Intel's processors with AVX-512 MKL divides one of 896
+between two threads, in a way that depends on the number of rows. One of 768 it does not."""
 LEAST_ROWS = 4
 """Least rows of a product in a batch of products: one thread computes each, so that 4 rows are enough."""
 COLUMN_MULTIPLE = 64
@@ -55,7 +60,8 @@ def product(x: Tensor, weight: Tensor, *, parts: int = 1) -> Tensor:
         return result
     rows = x.shape[:-1].numel()
     padded = pad_rows(x.reshape(rows, x.shape[-1]))
-    return F.linear(padded, weight)[:rows].view(*x.shape[:-1], weight.shape[0])
+    pieces = zip(torch.split(padded, LONGEST_INNER, -1), torch.split(weight, LONGEST_INNER, -1), strict=True)
+    return reduce(torch.add, (F.linear(a, b) for a, b in pieces))[:rows].view(*x.shape[:-1], weight.shape[0])
 
 
 class _HalfPrecisionProduct(torch.autograd.Function):
