@@ -379,7 +379,7 @@ class SyncReceipt:
     tensors: int
     bytes: int
     pause_s: float
-    """From pause to continue: no token was sampled meanwhile."""
+    """From the engine's answer that it has stopped until it is told to go on: no token was sampled meanwhile."""
     worker: str = ""
     seconds: float = 0.0
     """From the worker's call to its answer, checksums included."""

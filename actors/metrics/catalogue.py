@@ -67,7 +67,8 @@ _TIME = [
     ),
     _gauge(
         "time/pause_s", _U.SECONDS, _R.MAX, "engine pause",
-        "How long an engine stood still for a weight update, the longest of all engines.",
+        "How long an engine stood still for a weight update, the longest of all engines: from its answer that it has stopped, which comes "
+        "after the forward under way, until it is told to go on.",
     ),
     _gauge(
         "time/checkpoint_s", _U.SECONDS, _R.LAST, "checkpoint",
