@@ -71,6 +71,14 @@ _TIME = [
         "after the forward under way, until it is told to go on.",
     ),
     _gauge(
+        "time/admission_s", _U.SECONDS, _R.MEAN, "admission",
+        "From the end of the step before until the driver had tickets for the groups that took its places, averaged over these.",
+    ),
+    _gauge(
+        "time/call_s", _U.SECONDS, _R.MEAN, "call for a group",
+        "What a worker's call for a group took beside sampling and scoring it, there and back, averaged over the step's finished groups.",
+    ),
+    _gauge(
         "time/checkpoint_s", _U.SECONDS, _R.LAST, "checkpoint",
         "Writing a checkpoint and its Hugging Face folder, while training goes on; absent on other steps.",
     ),
@@ -86,6 +94,10 @@ _TIME = [
     _gauge(
         "wait/learner_s", _U.SECONDS, _R.MAX, "learner waits",
         "Time of the step in which the learner had no batch to train on; if it is long, rollouts are the bottleneck.",
+    ),
+    _gauge(
+        "wait/handover_s", _U.SECONDS, _R.LAST, "hand-over",
+        "The part of wait/learner_s after the driver had the batch's last group: queue, correction, forward passes and calls.",
     ),
     _gauge(
         "wait/rollout_s", _U.SECONDS, _R.MEAN, "rollout waits",
