@@ -108,6 +108,7 @@ def _tell(shape: ReplayedShape, found: Figures, used: dict[str, tuple[float, int
         f"  the learner waits {gap_s:.3f} s between steps; the last receipt comes {receipts_s:.3f} s after publishing (goal 2); the "
         f"driver's loop is late by {found.late_s * 1e3:.0f} ms (p99; goal 50)"
     )
+    print(f"  a version's probe was answered and compared {found.probes / steps:.1f} times, of {shape.workers} workers")
     if shape.wide.token_bytes:
         carried = f"{shape.wide.token_bytes} bytes a token in wide fields, {held * shape.wide.token_bytes:.0f} MB of those in flight"
         print(f"  {carried}; the object store has grown by {found.stored / 1e6:.0f} MB")

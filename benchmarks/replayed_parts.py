@@ -70,6 +70,11 @@ def made_up(tokens: int, wide: WideShape) -> tuple[TopLogprobs | None, RoutedExp
     return top, RoutedExperts(wide.layers, EXPERTS, array("B", bytes(tokens * wide.layers * EXPERTS))) if wide.layers else None
 
 
+def probed(token_ids: Sequence[int]) -> list[float]:
+    """What engines and learner say of the probe: a logprob of every token but the first."""
+    return [-1.0] * max(0, len(token_ids) - 1)
+
+
 class ReplayedEngine:
     """Stands where the sampler and its engine stand: answers of lognormal length, at a rate that keeps the run going."""
 
@@ -119,6 +124,10 @@ class ReplayedEngine:
         self.raise_if_lost()
         self._version = version
         return SyncReceipt(version, "retract", len(buckets), 0, 0, 0.0)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        self.raise_if_lost()
+        return probed(token_ids)
 
     @property
     def up_s(self) -> float:
@@ -242,7 +251,7 @@ class ReplayedRank:
     def export(self, number: int, version: int, plan: ExportPlan) -> WeightSnapshot:
         self._in_order(number)
         self._exports[version] += 1
-        return WeightSnapshot(self._version, [ray.put([])], [[]], [], {}, 0.0)
+        return WeightSnapshot(self._version, [ray.put([])], [[]], probed(plan.probe_ids), {}, 0.0)
 
     def exports(self) -> dict[int, int]:
         """Copies of the weights, by version."""

@@ -37,6 +37,7 @@ from actors.record.run_event import EventKind
 from actors.record.run_folder import RunFolder
 from actors.record.terminal import TerminalView
 from actors.settings.environment import OF_BATCHES
+from actors.weights.weight_sync import SyncTarget
 from benchmarks.late_loop import LateLoop
 from benchmarks.process_use import Uses
 from benchmarks.replayed_parts import SAMPLES, ReplayedRank, ReplayPool, WideShape, WorkerHost
@@ -60,6 +61,8 @@ class Figures:
     admission_s: list[float] = field(default_factory=list)
     gap_s: list[float] = field(default_factory=list)
     receipts_s: list[float] = field(default_factory=list)
+    probes: int = 0
+    """Comparisons of an engine's logprobs of the probe with the learner's."""
     tokens: int = 0
     seconds: float = 0.0
     late_s: float = 0.0
@@ -145,6 +148,10 @@ class TimedObserver(Observer):
         if level != "info":
             print(f"  {level}: {text}", flush=True)
 
+    def probed(self, target: SyncTarget, version: int, differences: Sequence[float]) -> None:
+        super().probed(target, version, differences)
+        self.figures.probes += 1
+
     def admitted(self, tickets: Sequence[Ticket]) -> None:
         super().admitted(tickets)
         if self.freed_at:
@@ -171,7 +178,8 @@ class ReplayedRun(Controller):
         self.rank = ray.remote(ReplayedRank).options(num_cpus=0, runtime_env={"env_vars": OF_BATCHES}).remote(shape.step_s)
         self._learner = LearnerGroup([self.rank], version=0, step_s=600.0)
         self._begin_pool()
-        self._sync = make_sync(config, self._learner, [], self.observer, self._pool, generation=0, on_receipt=self._receipt)
+        probe_ids, pool = prompt_of(0).token_ids, self._pool
+        self._sync = make_sync(config, self._learner, probe_ids, self.observer, pool, generation=0, on_receipt=self._receipt)
         self._steps.follow(self._source.service)
         self.observer.follow(self._pool, self._learner)
         self._waits: list[asyncio.Task[None]] = []
@@ -268,7 +276,7 @@ class ReplayedRun(Controller):
         await asyncio.sleep(_SETTLE_S)  # so that by how much this was late is read here
         self._clock.read()
         self._late = LateLoop() if self.profile == "late" else None
-        figures.admission_s, figures.gap_s, figures.receipts_s, figures.tokens = [], [], [], 0
+        figures.admission_s, figures.gap_s, figures.receipts_s, figures.probes, figures.tokens = [], [], [], 0, 0
         self._counted_from = time.monotonic()
         self._learned_at = time.monotonic()
 

@@ -1,6 +1,6 @@
 """What new weights cost on their way from the learner to the engines: against a copy of the same bytes, and of a step's time.
 
-    python benchmarks/weight_sync.py [--engines 1 2 4] [--replaying 50] [--steps 25] [--bucket-mib 16]
+    python benchmarks/weight_sync.py [--engines 1 2 4] [--replaying 50] [--steps 25] [--bucket-mib 256]
 
 The parts are a run's own: learner rank, weight sync through the object store, rollout workers with real engines (idle; a model of 60M
 parameters in float32). The copy is one thread's, from memory to memory that both have been used before. Both take turns, a training step
@@ -17,6 +17,7 @@ that run on the nodes; what they return isn't put into the object store here.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import statistics
@@ -58,6 +59,8 @@ IN_A_PROCESS = 10
 """Replaying receivers."""
 WARM_UP_STEPS = 5
 USUAL_RATE = 1e-6
+USUAL_BUCKET = WeightSyncConfig().bucket_bytes
+"""Bytes, of a run whose recipe says nothing of it."""
 
 
 def corrected() -> CorrectedBatch:
@@ -249,15 +252,19 @@ def buckets_of(learner: LearnerRank, dtype: torch.dtype, bucket_bytes: int) -> l
     return [WeightBucket.of({name: one.to(dtype) for name, one in piece.items()}) for piece in learner.weights(bucket_bytes)]
 
 
-def main() -> None:
+def asked(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = options(__doc__)
     parser.add_argument("--engines", type=int, nargs="*", default=[1, 2, 4], help="numbers of real engines")
     parser.add_argument("--replaying", type=int, default=50, help="receivers without an engine; 0: none")
     parser.add_argument("--turns", type=int, default=7, help="versions for each number")
     parser.add_argument("--steps", type=int, default=25, help="of the short run; 0: leave it out")
-    parser.add_argument("--bucket-mib", type=int, default=16, help="size of the buckets in which the weights travel")
+    parser.add_argument("--bucket-mib", type=int, default=USUAL_BUCKET >> 20, help="size of the buckets in which the weights travel")
     parser.add_argument("--ray-temp-dir", type=Path, help="where Ray keeps its session")
-    arguments = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    arguments = asked()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         save_model(model, MODEL, VOCABULARY)

@@ -379,10 +379,10 @@ class SyncReceipt:
     tensors: int
     bytes: int
     pause_s: float
-    """From pause to continue: no token was sampled meanwhile."""
+    """From the engine's answer that it has stopped until it is told to go on: no token was sampled meanwhile."""
     worker: str = ""
     seconds: float = 0.0
-    """From the worker's call to its answer, checksums included."""
+    """From the worker's call to its answer, checksums included; as the driver gets it through the object store, with the call's own way."""
     checksums: dict[str, str] = field(default_factory=dict)
     """By Hugging Face name, of the tensors in the engine's own process; empty when not asked for."""
     processor: Processor | None = None

@@ -21,7 +21,10 @@ UpdateMode = Literal["retract", "in_place"]
 
 
 async def pause_and_begin(manager: Any, mode: UpdateMode) -> None:
-    """Stop sampling. retract: what runs goes back to the queue, without its KV cache; in_place: it stays where it is."""
+    """Stop sampling. retract: what runs goes back to the queue, without its KV cache; in_place: it stays where it is.
+
+    `pause` is sent and not answered, and the forward under way ends first. By the answer to `begin` nothing is sampled any more.
+    """
     from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, PauseGenerationReqInput
 
     await manager.pause_generation(PauseGenerationReqInput(mode=mode))

@@ -203,12 +203,11 @@ class UpdatableEngine:
             phase = f"weight update v{self._version} -> v{version}, {mode}"
             try:
                 await self._prepare(transfer, check, phase)
-                started = time.perf_counter()
                 with waits:
-                    await self._replace_weights(version, mode, transfer, check, phase)
+                    pause_s = await self._replace_weights(version, mode, transfer, check, phase)
                 self._version = version
                 self._dirty = None
-                return check.receipt(version, mode, time.perf_counter() - started)
+                return check.receipt(version, mode, pause_s)
             finally:
                 await transfer.close()
 
@@ -227,21 +226,28 @@ class UpdatableEngine:
 
     async def _replace_weights(
         self, version: int, mode: UpdateMode, transfer: Sending | Receiving, check: UpdateCheck, phase: str
-    ) -> None:
+    ) -> float:
+        """Returns: seconds in which surely no token was sampled: from the answer to `begin` until the request to go on is sent.
+
+        SGLang doesn't answer `pause`: its scheduler reads it when the forward under way is over, whose tokens count, and `begin` after it.
+        What isn't counted is the way of that answer, and of the request to go on: a message each.
+        """
         deadline_s = self.config.deadlines.update_s
 
-        async def steps() -> None:
+        async def steps() -> float:
             await weight_transfer.pause_and_begin(self._manager, mode)
+            stopped = time.perf_counter()
             self._dirty = f"an update to v{version} has begun"
             await transfer.load(self._manager, version, flush=mode == "retract")
             if self.config.tensor_parallel > 1:
                 check.require_all_ranks(version, await self._inspect(RECEIPT, deadline_s))
             await weight_transfer.end(self._manager)
             await weight_transfer.resume(self._manager)
+            return time.perf_counter() - stopped
 
         replacing = asyncio.ensure_future(steps())
         try:
-            await self._process.wait(replacing, deadline_s, phase, keep=True)
+            return await self._process.wait(replacing, deadline_s, phase, keep=True)
         except BaseException as error:
             if not replacing.done():  # its weights are here, and a broadcast ends by weight_group_timeout_s: the engine's own fault
                 self._process.declare_lost(f"{phase}: {error}")

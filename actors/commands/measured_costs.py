@@ -10,6 +10,7 @@ from pathlib import Path
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.metrics.step_metrics import StepMetrics
+from actors.queue.delays import ADMISSION, CALL, HANDOVER
 from actors.record.run_folder import RunFolder
 from actors.simulation.costs import AnswerLengths, DecodeSpeed, RunCosts, RunShape
 from actors.simulation.run import simulate
@@ -67,8 +68,8 @@ class MeasuredRun:
             learner_token_s=learner_token_s / statistics.fmean(factors),
             learner_factors=tuple(factors),
             prompt_token_s=learner_token_s * config.learner.world_size / _TRAINING_PASSES,
-            handover_s=_handover_s(steps, shape),
-            publish_s=statistics.median(max(0.0, s["time/step_s"] - s["time/train_s"] - s["wait/learner_s"]) for s in steps),
+            **_delays_s(steps, shape),
+            publish_s=max(0.0, _mean(steps, "time/step_s") - _mean(steps, "time/train_s") - _mean(steps, "wait/learner_s")),
             sync_s=_mean(steps, "time/sync_s"),
             pause_s=_mean(steps, "time/pause_s"),
             cores=cores,
@@ -111,6 +112,20 @@ def _lengths(folder: RunFolder, steps: Sequence[StepMetrics], max_tokens: int) -
 def _occupied_s(steps: Sequence[StepMetrics], shape: RunShape) -> float:
     """Seconds of a step in which an engine had a request, all engines together."""
     return shape.workers * statistics.fmean((1 - step["wait/rollout_share"]) * step["time/step_s"] for step in steps)
+
+
+def _delays_s(steps: Sequence[StepMetrics], shape: RunShape) -> dict[str, float]:
+    """What groups wait for on their ways, as the run's driver took it down; a run of an older version knows its hand-over at best."""
+    measured = [step for step in steps if {ADMISSION, CALL, HANDOVER} <= step.keys()]
+    if len(measured) < _FEWEST_STEPS:
+        return {"handover_s": _handover_s(steps, shape)}
+    one_way_s = _mean(measured, CALL) / 2
+    return {
+        "admission_s": _mean(measured, ADMISSION),
+        "dispatch_s": one_way_s,
+        "answer_s": one_way_s + _mean(measured, "time/reward_s"),
+        "handover_s": _mean(measured, HANDOVER),
+    }
 
 
 def _handover_s(steps: Sequence[StepMetrics], shape: RunShape) -> float:

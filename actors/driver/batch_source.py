@@ -99,8 +99,9 @@ class BatchSource:
 
     async def next(self, version: int, pool: RolloutPool) -> PreparedBatch | ForwardRequest:
         """The batch of a version, or what the learner has to compute for it first. Args: pool: its last progress starts the deadline."""
-        deadlines = self._config.deadlines
-        return await persistently(
+        deadlines, delays = self._config.deadlines, self.outstanding.delays
+        delays.asked()
+        found: PreparedBatch | ForwardRequest = await persistently(
             lambda: self.service.next_batch.remote(version),
             f"batch of version {version} <- correction service",
             deadline_s=deadlines.batch_s + 30.0,
@@ -109,6 +110,9 @@ class BatchSource:
             notice=self._observer.waiting,
             detail=lambda: self.queue.waiting_for.remote(version),
         )
+        if isinstance(found, PreparedBatch):
+            delays.given(found.group_ids)
+        return found
 
     async def settle(
         self, step: int, batch: PreparedBatch, *, version: int, published: int
@@ -127,4 +131,5 @@ class BatchSource:
         counted = counts | {"admitted": counts["admitted"] - coming, "in_flight": counts["in_flight"] - coming}
         self.ledger.settle(step, trained=batch.prompt_ids, discarded=discarded, outstanding=known, counts=counted)
         self.outstanding.settle(version, published, trained=batch.prompt_ids, discarded=discarded)
+        self._observer.note(self.outstanding.delays.read())
         return counts, discarded

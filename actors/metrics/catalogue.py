@@ -67,7 +67,16 @@ _TIME = [
     ),
     _gauge(
         "time/pause_s", _U.SECONDS, _R.MAX, "engine pause",
-        "How long an engine stood still for a weight update, the longest of all engines.",
+        "How long an engine stood still for a weight update, the longest of all engines: from its answer that it has stopped, which comes "
+        "after the forward under way, until it is told to go on.",
+    ),
+    _gauge(
+        "time/admission_s", _U.SECONDS, _R.MEAN, "admission",
+        "From the end of the step before until the driver had tickets for the groups that took its places, averaged over these.",
+    ),
+    _gauge(
+        "time/call_s", _U.SECONDS, _R.MEAN, "call for a group",
+        "What a worker's call for a group took beside sampling and scoring it, there and back, averaged over the step's finished groups.",
     ),
     _gauge(
         "time/checkpoint_s", _U.SECONDS, _R.LAST, "checkpoint",
@@ -85,6 +94,10 @@ _TIME = [
     _gauge(
         "wait/learner_s", _U.SECONDS, _R.MAX, "learner waits",
         "Time of the step in which the learner had no batch to train on; if it is long, rollouts are the bottleneck.",
+    ),
+    _gauge(
+        "wait/handover_s", _U.SECONDS, _R.LAST, "hand-over",
+        "The part of wait/learner_s after the driver had the batch's last group: queue, correction, forward passes and calls.",
     ),
     _gauge(
         "wait/rollout_s", _U.SECONDS, _R.MEAN, "rollout waits",

@@ -175,8 +175,7 @@ class RolloutPool(Membership):
 
     async def _sample(self, worker: WorkerHandle, ticket: Ticket) -> None:
         """Have a worker sample a group that it took; if it fails the group waits again, and the queue takes it once."""
-        group_id = ticket.group_id
-        lived = False
+        group_id, lived = ticket.group_id, False
         outcome = found = payload = None
         wide = list[Any]()
         try:
@@ -192,6 +191,7 @@ class RolloutPool(Membership):
                 nonlocal found, payload, wide
                 if found is not None:
                     disregard(found, payload, *wide)
+                self._outstanding.delays.called(group_id)
                 found, payload, *wide = worker.actor.generate_group.options(num_returns=self._results).remote(ticket)
                 return found
 

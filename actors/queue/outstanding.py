@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from actors.carriers import INVALID, UNIFORM, QueueContents, QueueSnapshot, StoredGroup, Ticket
+from actors.queue.delays import GroupDelays
 from actors.state.ledger import listed
 from correction.errors import LedgerError
 from rollout.trajectory import GroupFacts
@@ -29,6 +30,7 @@ class Outstanding:
     def __init__(self, snapshot: QueueSnapshot | None = None, *, dynamic_sampling: bool = False) -> None:
         """Args: snapshot: of a checkpoint; None: a new run. dynamic_sampling: of the run."""
         self._dynamic_sampling = dynamic_sampling
+        self.delays = GroupDelays()
         self._version = self._published = snapshot.version if snapshot else 0  # engines get the checkpoint's weights
         self._trained = snapshot.trained if snapshot else 0
         self._tickets: dict[str, Ticket] = {}
@@ -53,12 +55,15 @@ class Outstanding:
 
     def admit(self, tickets: Iterable[Ticket]) -> None:
         """The queue has admitted these."""
+        tickets = list(tickets)
+        self.delays.admitted(len(tickets))
         for ticket in tickets:
             self._tickets[ticket.prompt.prompt_id] = ticket
             self.admitted = ticket.group_id + 1
 
     def finish(self, group: StoredGroup) -> None:
         """A worker has sampled this group; it is on its way to the queue."""
+        self.delays.finished(group.facts)
         if group.prompt_id not in self._tickets or group.prompt_id in self._unreported:
             return
         if reason := worthless(group.facts, dynamic_sampling=self._dynamic_sampling):
@@ -74,6 +79,7 @@ class Outstanding:
         """The tokens of these groups are lost with a node; the groups are sampled again."""
         for ticket in tickets:
             self._finished.pop(ticket.prompt.prompt_id, None)
+            self.delays.forget(ticket.group_id)
 
     def give_up(self, ticket: Ticket, reason: str) -> None:
         """No worker could sample this group."""
@@ -96,9 +102,11 @@ class Outstanding:
             self._leave(prompt_id)
         for prompt_id in trained:
             self._leave(prompt_id)
+        self.delays.freed(len(trained))
 
     def _leave(self, prompt_id: str) -> None:
-        self._tickets.pop(prompt_id, None)
+        if (ticket := self._tickets.pop(prompt_id, None)) is not None:
+            self.delays.forget(ticket.group_id)
         self._finished.pop(prompt_id, None)
         self._worthless.pop(prompt_id, None)
         self._unreported.pop(prompt_id, None)

@@ -79,8 +79,14 @@ class RunCosts:
     """A training step takes one of these times as long, drawn at random."""
     prompt_token_s: float = 0.0
     """Engine time to read a token: of a group's prompt, once, and of all requests in flight after a weight update, prompts and answers."""
+    admission_s: float = 0.0
+    """From the end of a step until groups that take its places can be given to engines: calls of the queue, the driver's loop."""
+    dispatch_s: float = 0.0
+    """From then, or from an engine's word that it holds new weights, until the engine has the groups: a call of its worker."""
+    answer_s: float = 0.0
+    """From a group's last answer until the queue has the group: its rewards, and the worker's own answer."""
     handover_s: float = 0.0
-    """From the last answer of a batch, or from the learner's asking, until the learner begins: rewards, correction, transport."""
+    """From the arrival of a batch's last group, or from the learner's asking, until the learner begins: queue, correction, transport."""
     publish_s: float = 0.0
     """In which the learner gives its weights away, and does nothing else."""
     sync_s: float = 0.0

@@ -10,7 +10,7 @@ FULL_ENGINES, UNDER_WAY, HANDOVER, PUBLISH = "full engines", "answers under way"
 """What a learner waits for: engines while more requests wait for a place in one; answers that all have their place, while no further prompt
 may start; the way of a batch to it; its weights on their way out."""
 ADMISSION, WEIGHTS = "admission", "weights"
-"""What an engine waits for: max_staleness lets no new group start; new weights."""
+"""What an engine waits for: max_staleness lets no new group start, or new ones are on their way; new weights."""
 
 
 @dataclass(frozen=True, slots=True)

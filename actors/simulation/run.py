@@ -10,6 +10,7 @@ import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from functools import partial
 from operator import itemgetter
 
 from actors.carriers import Ticket
@@ -109,8 +110,18 @@ class _SimulatedRun:
         first = self._queue.admitted
         tickets = self._queue.admit([Prompt(f"simulated/0/{first + i}", "", (), "", self._prompt) for i in range(places)])
         if tickets:
-            self._work.add_groups(tickets)
-            self._dispatch()
+            self._later(self._costs.admission_s, lambda: self._can_be_taken(tickets))
+
+    def _can_be_taken(self, tickets: list[Ticket]) -> None:
+        self._work.add_groups(tickets)
+        self._dispatch()
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        """What takes no time happens at once, before anything else of this moment."""
+        if seconds:
+            self._clock.after(seconds, action)
+        else:
+            action()
 
     def _dispatch(self) -> None:
         """As RolloutPool.wake does it; engines without a free slot are left out, because they could take nothing."""
@@ -121,10 +132,14 @@ class _SimulatedRun:
         if not ready:
             return
         for engine, taken in itertools.groupby(self._work.take(ready, self._engines), key=itemgetter(0)):
-            engine.take([work for _, work in taken if not isinstance(work, Questions)])
+            tickets = [work for _, work in taken if not isinstance(work, Questions)]
+            self._later(self._costs.dispatch_s, partial(engine.take, tickets))
 
     def group_finished(self, engine: SimulatedEngine, group: SampledGroup) -> None:
         """Called by an engine."""
+        self._later(self._costs.answer_s, lambda: self._group_arrives(engine, group))
+
+    def _group_arrives(self, engine: SimulatedEngine, group: SampledGroup) -> None:
         ticket: Ticket = group.ticket
         self._count_wait()
         self._sampled[ticket.group_id] = group

@@ -212,7 +212,7 @@ class WeightSync:
     async def _bring_up_to_date(self, target: SyncTarget) -> None:
         failures = late = 0
         while self._versions.newest is not None and target.version < self.version:
-            version, is_asked = self.version, False
+            version, is_asked, began = self.version, False, asyncio.get_running_loop().time()
             try:
                 if (at_hand := await self._versions.at_hand(target.name, is_verified=target.is_verified)) is None:
                     return
@@ -231,7 +231,8 @@ class WeightSync:
                     f"weight sync v{version} -> rollout worker {target.name}",
                     deadline_s=self._sync_s,
                 )
-                self._accept(target, replace(receipt, delta_bytes=delta_bytes), published.snapshot)
+                seconds = asyncio.get_running_loop().time() - began  # the worker's own don't hold the calls, there and back
+                self._accept(target, replace(receipt, delta_bytes=delta_bytes, seconds=seconds), published.snapshot)
                 if self._deltas is not None:
                     self._deltas.taken(target.node, published.snapshot)
                 failures = late = 0

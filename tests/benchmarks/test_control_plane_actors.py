@@ -33,6 +33,10 @@ def test_the_real_actors_train_on_what_is_replayed() -> None:
     calls = re.findall(made, told, re.MULTILINE)
     assert len(calls) == 2, "neither workers nor queue call anybody for a group"
     assert all(float(driver) > 1 for driver in calls)
+    compared = re.findall(r"^  a version's probe was answered and compared ([\d.]+) times, of (\d) workers", told, re.MULTILINE)
+    assert [workers for _, workers in compared] == ["2", "5"]
+    for times, workers in compared:
+        assert float(times) == pytest.approx(int(workers), rel=0.4), "each version by each worker; of three, one may fall out at the edges"
     assert not re.search("is gone|dirty|alarm", told), "no worker was lost on the way, and the early warning finds nothing"
 
 

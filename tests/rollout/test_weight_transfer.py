@@ -23,7 +23,7 @@ from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DeadlineExceeded, SyncError
-from rollout import weight_transfer
+from rollout import weight_transfer, weight_update
 from rollout.config import RolloutConfig
 from rollout.engine_config import EngineConfig
 from rollout.sglang_plugin.hooks import keep_mapped
@@ -109,6 +109,23 @@ def test_a_slow_network_lengthens_no_pause(monkeypatch: pytest.MonkeyPatch) -> N
         assert paused[0] == paused[1] == ["pause", *LOADED]
 
     asyncio.run(scenario())
+
+
+def test_the_pause_begins_when_sampling_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang ends the forward under way (0.5 s, whose tokens count), then stops; the weights take 0.25 s a bucket, and `end` 0.125 s: the
+    pause is 3 x 0.25 + 0.125 s."""
+    now = [0.0]
+
+    async def takes(seconds: float) -> None:
+        now[0] += seconds
+
+    scene = Scene(monkeypatch)
+    monkeypatch.setattr(weight_update, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(weight_transfer, "pause_and_begin", lambda *_: takes(0.5))
+    monkeypatch.setattr(weight_transfer, "send", lambda *_, **__: takes(0.25))
+    monkeypatch.setattr(weight_transfer, "end", lambda _: takes(0.125))
+    receipt = asyncio.run(scene.engine.update_weights(1, BUCKETS))
+    assert receipt.pause_s == 3 * 0.25 + 0.125
 
 
 def test_the_next_bucket_is_prepared_while_one_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 from ray.exceptions import RayActorError
 
+from actors.carriers import PreparedBatch
 from actors.config import DeadlinesConfig, RunConfig
 from actors.driver.batch_source import BatchSource
 from actors.driver.controller import Controller
@@ -419,3 +420,27 @@ def test_the_last_steps_are_flushed_whatever_ends_the_run(monkeypatch: pytest.Mo
         assert observer.events == told
 
     asyncio.run(scenario())
+
+
+def test_a_step_s_line_says_what_the_ways_of_its_groups_took() -> None:
+    """The service answers after 0.2 s of the learner's waiting, all of which is hand-over: the groups had come before."""
+
+    class Prepared:
+        async def next_batch(self, version: int) -> Any:
+            await asyncio.sleep(0.2)
+            return mock.Mock(spec=PreparedBatch, group_ids=(0, 1), prompt_ids=("a", "b"))
+
+    class Queue:
+        async def advance(self, *_: Any) -> Any:
+            return [], {"admitted": 4, "trained": 2, "discarded": 0, "in_flight": 2, "finished": 0, "drawn": 0}, []
+
+    async def scenario() -> dict[str, float]:
+        one = source(controller(RecordingObserver()), FakeActor(Prepared()))
+        one.queue = FakeActor(Queue())
+        batch = await one.next(2, SilentPool())  # type: ignore[arg-type]
+        await one.settle(3, batch, version=3, published=3)
+        noted: dict[str, float] = one._observer.note.call_args.args[0]  # type: ignore[attr-defined]
+        return noted
+
+    noted = asyncio.run(scenario())
+    assert set(noted) == {"wait/handover_s"} and noted["wait/handover_s"] >= 0.2

@@ -297,6 +297,18 @@ def test_an_answer_that_comes_after_the_work_was_withdrawn_reaches_no_queue(monk
     play(scenario)
 
 
+def test_what_a_call_takes_beside_sampling_is_taken_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's groups say that they were sampled and scored in no time; its calls take 0.3 s."""
+
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, faults={"0": lambda: asyncio.sleep(0.3)}, places=2)
+        await scene.begin()
+        await scene.until_finished(2)
+        assert scene.pool._outstanding.delays.read()["time/call_s"] >= 0.3
+
+    play(scenario)
+
+
 def test_other_workers_take_over_without_waiting_for_the_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         scene = Scene(monkeypatch, workers=2, faults={"0": DEAD}, behind={"2"})

@@ -89,6 +89,22 @@ def test_a_run_s_folder_says_what_its_engines_and_its_learner_took(tmp_path: Pat
         assert found.mean_staleness == pytest.approx(true.mean_staleness, abs=0.1)
 
 
+def test_what_groups_wait_for_on_their_ways_is_the_run_s_own_measure(tmp_path: Path) -> None:
+    """By its metrics: tickets 0.03 s after a step, a call 0.05 s there and back, rewards 0.01 s, a hand-over of 0.1 s, however long the
+    learner waits. One step in ten is held up by 1 s after training: 0.1 s of the mean, and nothing of a median."""
+    record(tmp_path / "run", 1)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    ways = {"time/admission_s": 0.03, "time/call_s": 0.05, "time/reward_s": 0.01, "wait/handover_s": 0.1}
+    lines = [json.loads(line) | ways for line in metrics.read_text().splitlines()]
+    lines += [line | {"step": line["step"] + 20} for line in lines[:5]]  # 25 lines, of which the last 20 count
+    for line in lines[9::10]:
+        line["time/step_s"] += 1.0
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    costs = MeasuredRun.of(tmp_path / "run", cores=2.0).costs
+    assert (costs.admission_s, costs.dispatch_s, costs.answer_s, costs.handover_s) == pytest.approx((0.03, 0.025, 0.035, 0.1))
+    assert costs.publish_s == pytest.approx(0.05 + 0.1)
+
+
 def test_a_run_of_few_steps_says_too_little(tmp_path: Path) -> None:
     record(tmp_path / "run", 1)
     metrics = tmp_path / "run" / "metrics.jsonl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -63,6 +64,26 @@ def test_a_synchronous_step_takes_as_long_as_both_sides_and_all_that_is_between(
     assert found.step_s == pytest.approx(train_s + ROLLOUT_S + between_s, rel=1e-6)
     assert found.mean_staleness == 0.0
     assert found.engine_waits_s[WEIGHTS] == pytest.approx(4 * 0.7 * found.steps)
+
+
+@pytest.mark.parametrize("sync_s", [0.1, 0.7])
+def test_a_group_s_ways_are_a_part_of_a_synchronous_step(sync_s: float) -> None:
+    """Tickets come 0.25 s after the step before, weights beside that; then a call, sampling, its answer, and the batch's hand-over."""
+    delays = {"admission_s": 0.25, "dispatch_s": 0.05, "answer_s": 0.15, "handover_s": 0.3}
+    found = run(RunCosts(SPEED, learner_token_s=1.0 / BATCH_TOKENS, publish_s=0.2, sync_s=sync_s, pause_s=0.1, **delays), max_staleness=0)
+    expected = max(0.25, sync_s) + 0.05 + ROLLOUT_S + 0.15 + 0.3 + 1.0 + 0.2
+    assert found.step_s == pytest.approx(expected, rel=1e-6)
+
+
+def test_engines_that_wait_for_places_wait_for_their_groups_ways_too() -> None:
+    """With staleness 1 engines sample one batch while the learner trains on the other for 4 s. They have their next groups 0.3 s after its
+    step, so that their 2 s are hidden in its 4. With answers that take 5 s it is the other way round: a place, of which there are two
+    batches, is taken for 0.3 + 2 + 5 + 4 s, and two steps pass meanwhile."""
+    short = run(RunCosts(SPEED, learner_token_s=4.0 / BATCH_TOKENS, admission_s=0.2, dispatch_s=0.1), max_staleness=1)
+    assert short.step_s == pytest.approx(4.0, rel=1e-6)
+    assert short.engine_waits_s[ADMISSION] == pytest.approx(4 * (4.0 - ROLLOUT_S) * short.steps, rel=1e-6)
+    long = run(RunCosts(SPEED, learner_token_s=4.0 / BATCH_TOKENS, admission_s=0.2, dispatch_s=0.1, answer_s=5.0), max_staleness=1)
+    assert long.step_s == pytest.approx((0.2 + 0.1 + ROLLOUT_S + 5.0 + 4.0) / 2, rel=1e-6)
 
 
 def test_training_steps_that_vary_hold_up_those_that_are_as_long_as_sampling() -> None:
@@ -197,6 +218,7 @@ def test_it_agrees_with_the_pool_itself(monkeypatch: pytest.MonkeyPatch, max_sta
     tail=st.floats(1.0, 30.0),
     cores=st.sampled_from([2.0, math.inf]),
     every_steps=st.integers(1, 4),
+    way_s=st.sampled_from([0.0, 0.3]),
 )
 def test_nothing_is_trained_twice_and_nothing_is_too_old(
     workers: int,
@@ -209,12 +231,14 @@ def test_nothing_is_trained_twice_and_nothing_is_too_old(
     tail: float,
     cores: float,
     every_steps: int,
+    way_s: float,
 ) -> None:
     """In any shape: each batch is whole, every group is trained once, no token is older than max_staleness, versions grow one by one."""
     steps: list[SimulatedStep] = []
     every_steps = min(every_steps, max_staleness + 1)
     any_shape = RunShape(workers, groups_per_step, max_staleness, 2, slots, running, every_steps=every_steps)
     costs = RunCosts(SPEED, token_s, prompt_token_s=1e-4, handover_s=0.1, publish_s=0.1, sync_s=sync_s, pause_s=sync_s / 2, cores=cores)
+    costs = replace(costs, admission_s=way_s, dispatch_s=way_s / 2, answer_s=way_s / 3)
     lengths = AnswerLengths.lognormal(40, 40 * tail, max_tokens=2000)
     simulate(any_shape, costs, lengths, prompt_tokens=PROMPT, steps=12, on_step=steps.append)
     trained = [group_id for step in steps for group_id in step.group_ids]

@@ -16,7 +16,9 @@ from actors.processes.turns import SHARED_BY
 from actors.weights.weight_sync import SyncTarget
 from correction.engines.checksum import compare_checksums
 from correction.errors import DeadlineExceeded, SyncError
+from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
+from tests.actors.simulated_time import simulate
 from tests.actors.weights.sync_scene import SUMS, Engine, Scene, play
 
 
@@ -41,6 +43,19 @@ def test_receipts_are_awaited_of_those_who_are_there_or_of_one() -> None:
         await scene.sync.close()
 
     play(scenario)
+
+
+def test_a_receipt_says_how_long_the_driver_waited_for_it() -> None:
+    """The engine takes 2 s of simulated time, of which its own receipt says 0.1 s: the rest is the calls', and nobody works meanwhile."""
+    taken: list[SyncReceipt] = []
+
+    async def scenario() -> None:
+        scene = Scene(w=Engine(2.0))
+        scene.sync._on_receipt = taken.append
+        await scene.join()
+
+    simulate(scenario)
+    assert [one.seconds for one in taken] == [pytest.approx(2.0)]
 
 
 def test_checksums_are_compared_once_after_a_join() -> None:
