@@ -20,12 +20,14 @@ import pytest
 import torch
 
 from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
+from correction.engines import host_memory
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DeadlineExceeded, SyncError
 from rollout import weight_transfer
 from rollout.config import RolloutConfig
 from rollout.engine_config import EngineConfig
+from rollout.sglang_plugin import hooks
 from rollout.sglang_plugin.hooks import keep_mapped
 from rollout.weight_update import UpdatableEngine
 from tests.actors.cases import prompt
@@ -253,3 +255,31 @@ def test_a_scheduler_maps_the_shared_memory_once() -> None:
     payloads.send(None)
     process.join(30.0)
     assert min(pages[:2]) > 300 and max(pages[2:]) < 100, pages
+
+
+def test_an_engine_gives_memory_back_after_its_pause_and_goes_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SGLang calls within an update gives nothing back; what it calls as requests go on has it done by a thread: the hook is back
+    before a trim that takes until the test lets it end."""
+    from sglang.srt.plugins import hook_registry
+
+    registered: dict[str, list[Any]] = {}
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slow(keep: int) -> None:
+        begun.set()
+        assert may_end.wait(30.0)
+
+    note = lambda target, hook, kind: registered.setdefault(target.rpartition(".")[2], []).append(hook)  # noqa: E731
+    monkeypatch.setattr(hook_registry.HookRegistry, "register", note)
+    monkeypatch.setattr(host_memory, "_next_s", 0.0)
+    monkeypatch.setattr(host_memory, "_trim", lambda: slow)
+    hooks.register(60.0)
+    for hook in registered["record_weight_version_change"]:
+        hook(None, SimpleNamespace(waiting_queue=[]))
+    assert not begun.is_set()
+    for hook in registered["continue_generation"]:
+        hook(None, SimpleNamespace(), None)
+    assert begun.wait(30.0) and host_memory._at_work.locked(), "the hook is back, the trim isn't"
+    may_end.set()
+    with host_memory._at_work:
+        pass
