@@ -24,6 +24,7 @@ from rollout.trajectory import ExpertShape, Trajectory
 from rollout.weight_update import UpdatableEngine
 
 _HAND_BACK_S = 0.2
+_READ_ONLY = {"max_new_tokens": 0, "temperature": 1.0}
 
 
 class RolloutEngine(UpdatableEngine):
@@ -109,6 +110,7 @@ class RolloutEngine(UpdatableEngine):
         samples: int = 1,
         seeds: Sequence[int] | None = None,
         topk: int = 0,
+        has_routes: bool = True,
         ignore_stop: bool = False,
         begun: Sequence[Trajectory] = (),
         deadline_s: float | None = None,
@@ -126,6 +128,7 @@ class RolloutEngine(UpdatableEngine):
             seeds: one for each sample, in [0, 2^63): its tokens then depend on the weights, the prompt and the seed alone, as far as the
                 logits do (with batch_invariant to the last bit). Unset: random ones.
             topk: most likely tokens to report at each position, with their logprobs, beside the sampled one; see check_topk.
+            has_routes: report routed experts, if the engine was started for them; False for answers that nothing is trained on.
             ignore_stop: go on to max_tokens whatever is sampled (for tests and benchmarks).
             begun: what another engine has of each sample (rollout.continuation): whole ones stay as they are, others are continued.
         Returns: a trajectory for each sample, in the order of the seeds, without text and reward; an aborted one carries an error, and
@@ -137,9 +140,8 @@ class RolloutEngine(UpdatableEngine):
         found = list(begun) or [unsampled(prompt_ids, prompt_id)] * samples
         todo = [i for i, answer in enumerate(found) if is_begun(answer)]
         sampling = {"temperature": temperature, "top_p": top_p, "ignore_eos": ignore_stop}
-        options: dict[str, Any] = {"top_logprobs_num": topk} if topk else {}
-        if self._experts is not None:
-            options["return_routed_experts"] = True
+        experts = self._experts if has_routes else None
+        options: dict[str, Any] = ({"top_logprobs_num": topk} if topk else {}) | ({"return_routed_experts": True} if experts else {})
         inputs = [[*prompt_ids, *found[i].response_ids] for i in todo]
         samplings = [
             sampling | {"max_new_tokens": max_tokens - len(found[i].response_ids)} | ({"sampling_seed": seeds[i]} if seeds else {})
@@ -147,13 +149,12 @@ class RolloutEngine(UpdatableEngine):
         ]
         with self._in_a_group(len(todo)) as routed:
             if len(todo) > 1 and self.config.prefix_cache and not self.is_leaving:
-                alone = {"max_new_tokens": 0, "temperature": 1.0}
-                await self._request([prompt_ids], [alone], deadline_s, "prefill a shared prompt", **routed)
+                await self._request([prompt_ids], [_READ_ONLY], deadline_s, "prefill a shared prompt", **routed)
             if not todo or self.is_leaving:
                 return found
             answers = await self._request(inputs, samplings, deadline_s, "generate", **options, **routed)
         for i, read, answer in zip(todo, inputs, answers, strict=True):
-            rest = trajectory_of(answer, read, self.name, prompt_id=prompt_id, topk=topk, experts=self._experts)
+            rest = trajectory_of(answer, read, self.name, prompt_id=prompt_id, topk=topk, experts=experts)
             whole = continued(found[i], rest) if found[i].response_ids else rest
             found[i] = kept(whole, self.longest_prompt) if self.is_leaving and is_begun(whole) else whole
         return found

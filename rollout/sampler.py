@@ -113,11 +113,11 @@ class Sampler:
         )
 
     async def answer(self, prompt: Prompt, how: AnswerSampling) -> tuple[Trajectory, ...]:
-        """Scored answers that nothing is trained on, in the order of their seeds.
+        """Scored answers that nothing is trained on, in the order of their seeds; without routed experts, most of an answer's bytes.
 
         Raises: as RolloutEngine.generate; EngineError after `hand_back`, unless all answers are whole.
         """
-        sampled = await self._sample(prompt, samples=how.samples, temperature=how.temperature, top_p=how.top_p)
+        sampled = await self._sample(prompt, samples=how.samples, temperature=how.temperature, top_p=how.top_p, has_routes=False)
         if self.engine.is_leaving and any(map(is_begun, sampled)):
             raise EngineError(f"{self.engine.name} is shutting down: ask another worker")
         return await self._rewards.score(sampled, prompt)
@@ -130,6 +130,7 @@ class Sampler:
         temperature: float,
         top_p: float = 1.0,
         topk: int = 0,
+        has_routes: bool = True,
         begun: Sequence[Trajectory] = (),
     ) -> tuple[Trajectory, ...]:
         """With their texts, which are for the scorer and for people: tokens and logprobs stay as they were sampled."""
@@ -143,6 +144,7 @@ class Sampler:
                 samples=samples,
                 seeds=[sample_seed(self._seed, prompt.prompt_id, index) for index in range(samples)],
                 topk=topk,
+                has_routes=has_routes,
                 begun=begun,
             )
         self.generated_tokens += sum(len(one.response_ids) for one in trajectories) - sum(len(one.response_ids) for one in begun)

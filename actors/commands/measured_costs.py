@@ -45,7 +45,7 @@ class MeasuredRun:
 
         The decode speed is scaled until engines of a simulated run of the same shape have requests in them for as long as they had.
         Args: cores, other_cores: see RunCosts; the learner's and the engines' threads are those of the run.
-        Raises: ConfigError for a folder without enough steps.
+        Raises: ConfigError for a folder without enough steps, or whose pool changed its size in them.
         """
         folder = RunFolder.view(run_dir)
         config = load_config(RunConfig, folder.path / "config.yaml")
@@ -56,6 +56,8 @@ class MeasuredRun:
             raise ConfigError(
                 f"{run_dir}: {len(steps)} steps to measure from, without those in which the run gets going; it takes {_FEWEST_STEPS}"
             )
+        if config.rollout.is_elastic:
+            shape = replace(shape, workers=_constant_workers(run_dir, steps, shape.workers))
         lengths = _lengths(folder, steps, config.rollout.sampling.max_tokens)
         sequences = shape.groups_per_step * shape.samples_per_group
         trained_tokens = _mean(steps, "length/trained_tokens") * sequences
@@ -82,10 +84,10 @@ class MeasuredRun:
 
 
 def shape_of(config: RunConfig) -> RunShape:
-    """The settings of a recipe that decide how work flows."""
+    """The settings of a recipe that decide how work flows; of an elastic pool the workers that it begins with."""
     rollout = config.rollout
     return RunShape(
-        workers=rollout.workers,
+        workers=rollout.first_workers,
         groups_per_step=config.groups_per_step,
         max_staleness=config.max_staleness,
         samples_per_group=rollout.sampling.samples_per_group,
@@ -94,6 +96,17 @@ def shape_of(config: RunConfig) -> RunShape:
         retracts=rollout.engine.weight_update_mode == "retract",
         every_steps=config.weight_sync.every_steps,
     )
+
+
+def _constant_workers(run_dir: Path, steps: Sequence[StepMetrics], first: int) -> int:
+    """Those of an elastic pool in these steps. Args: first: if no step says. Raises: ConfigError if there were now more, now fewer."""
+    sizes = sorted({round(step["pool/workers"]) for step in steps if "pool/workers" in step}) or [first]
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"{run_dir}: its pool had {sizes[0]} to {sizes[-1]} workers in the {len(steps)} steps to measure from, so the speed of one "
+            "can't be told; give --run a run with a fixed pool (rollout.workers alone), or one whose pool kept its size"
+        )
+    return sizes[0]
 
 
 def _mean(steps: Sequence[StepMetrics], name: str) -> float:

@@ -276,7 +276,7 @@ class Controller:
     async def _next_batch(self) -> PreparedBatch:
         await self._by_disk(self._observer.disk.room(), f"room for the lines of step {self._step + 1}")
         self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
-        with self._watch.phase("wait_learner"), self._pool.learner_waits():
+        with self._watch.phase("wait_learner"), self._pool.learner_waits(self._version):
             asking = partial(self._source.next, self._version, self._pool), self._source.service, self._learner
             batch = next_batch(*asking, step=self._step, deadline_s=self._config.deadlines.sync_s, is_moving=self._pool.is_moving)
             return await self._steps.beside(batch, after_s=_BATCH_IS_LATE_S)

@@ -15,7 +15,7 @@ from rollout.trajectory import WorkerLoad
 class Resizable(Protocol):
     """The pool, as it is seen here."""
 
-    async def loads(self) -> dict[str, WorkerLoad]: ...
+    async def loads(self, version: int | None) -> dict[str, WorkerLoad]: ...
 
     def resize(self, target: int, why: str) -> None: ...
 
@@ -37,20 +37,23 @@ class Elastic:
         self._before: dict[str, WorkerLoad] = {}
 
     @contextmanager
-    def learner_waits(self, spawn: Callable[[Coroutine[Any, Any, None]], None]) -> Iterator[None]:
-        """Around the learner's wait for a batch, once a step: a step is measured from one to the next."""
+    def learner_waits(self, version: int, spawn: Callable[[Coroutine[Any, Any, None]], None]) -> Iterator[None]:
+        """Around the learner's wait for a batch, once a step: a step is measured from one to the next.
+
+        Args: version: that the step before has made; workers that have it told their loads with its receipts, and aren't asked.
+        """
         now = asyncio.get_running_loop().time
         began = now()
         if self._rule is not None and self._step_began is not None:
-            spawn(self._follow(self._rule, began - self._step_began, self._waited_s))
+            spawn(self._follow(self._rule, version, began - self._step_began, self._waited_s))
         self._step_began = began
         try:
             yield
         finally:
             self._waited_s = now() - began
 
-    async def _follow(self, rule: ScalingRule, seconds: float, waited_s: float) -> None:
-        loads = await self._pool.loads()
+    async def _follow(self, rule: ScalingRule, version: int, seconds: float, waited_s: float) -> None:
+        loads = await self._pool.loads(version)
         since = [load.since(self._before.get(name)) for name, load in loads.items()]
         self._before = loads
         up_s = sum(part.up_s for part in since)

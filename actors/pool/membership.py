@@ -134,9 +134,9 @@ class Membership(ABC):
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def learner_waits(self) -> AbstractContextManager[None]:
-        """Around the learner's wait for a batch, once a step."""
-        return self._elastic.learner_waits(self.spawn)
+    def learner_waits(self, version: int) -> AbstractContextManager[None]:
+        """Around the learner's wait for a batch, once a step. Args: version: of its weights."""
+        return self._elastic.learner_waits(version, self.spawn)
 
     # -- size --------------------------------------------------------------------------------------------------------
 

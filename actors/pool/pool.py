@@ -269,9 +269,9 @@ class RolloutPool(Membership):
         self._delivery = Delivery(self._queue, notify, spawn=spawn)
 
     @contextmanager
-    def learner_waits(self) -> Iterator[None]:
-        """Around the learner's wait for a batch, once a step."""
-        with super().learner_waits(), self._delivery.urgent():
+    def learner_waits(self, version: int) -> Iterator[None]:
+        """Around the learner's wait for a batch, once a step. Args: version: of its weights."""
+        with super().learner_waits(version), self._delivery.urgent():
             yield
 
     def _discard(self, ticket: Ticket, reason: str, why: str) -> None:

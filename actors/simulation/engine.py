@@ -128,16 +128,15 @@ class SimulatedEngine:
 
     def _count_tokens(self, group: SampledGroup, start: float, end: float) -> None:
         by_version = group.tokens_by_version
-        tokens = round(end - start)
+        tokens, counted = round(end - start), 0
         group.tokens += tokens
         for version, since in reversed(self._versions):
+            newer = tokens if since <= start else min(tokens, round(end - since))  # of this version and of those after it
+            if newer > counted:
+                by_version[version] = by_version.get(version, 0) + newer - counted
+                counted = newer
             if since <= start:
-                by_version[version] = by_version.get(version, 0) + tokens
                 return
-            newer = min(tokens, round(end - since))
-            if newer > 0:
-                by_version[version] = by_version.get(version, 0) + newer
-                tokens -= newer
 
     # -- time --------------------------------------------------------------------------------------------------------
 

@@ -7,20 +7,46 @@ which the C library keeps. They were two thirds of what an engine on a CPU held 
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from functools import cache
 
 _PERIOD_S = 30.0
 """To give back, and to find anew, a few hundred megabytes takes a tenth of a second."""
 _next_s = 0.0
+_at_work = threading.Lock()
+"""Held by the thread that gives back beside the others."""
 
 
 def give_back_now_and_then() -> None:
     """At most every 30 s in a process; cheap in between. Without glibc: nothing happens."""
-    global _next_s
-    if (now := time.monotonic()) >= _next_s:
-        _next_s = now + _PERIOD_S
+    if _is_due():
         give_back()
+
+
+def give_back_beside() -> None:
+    """As `give_back_now_and_then`, for who can't stand still: it returns at once, a thread does the work, and there are never two of them.
+
+    Python goes on meanwhile, and waits only where it allocates in the part of the heap that is looked through just then.
+    """
+    if not _is_due() or not _at_work.acquire(blocking=False):
+        return
+
+    def work() -> None:
+        try:
+            give_back()
+        finally:
+            _at_work.release()
+
+    threading.Thread(target=work, name="give-back-memory", daemon=True).start()
+
+
+def _is_due() -> bool:
+    global _next_s
+    if (now := time.monotonic()) < _next_s:
+        return False
+    _next_s = now + _PERIOD_S
+    return True
 
 
 def give_back() -> None:

@@ -77,7 +77,7 @@ def register(group_timeout_s: float) -> None:
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     HookRegistry.register(f"{scheduler}._add_request_to_queue", _into_current_namespace, HookType.BEFORE)
     HookRegistry.register(f"{scheduler}.record_weight_version_change", _move_waiting, HookType.AFTER)
-    HookRegistry.register(f"{scheduler}.record_weight_version_change", _give_back_memory, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}.continue_generation", _give_back_memory, HookType.AFTER)
     HookRegistry.register("sglang.srt.mem_cache.common.maybe_cache_unfinished_req", _leave_out_what_was_found, HookType.BEFORE)
     HookRegistry.register(f"{scheduler}._record_scheduler_state_for_paused_engine", _sleep, HookType.AFTER)
     HookRegistry.register("sglang.srt.utils.common.init_custom_process_group", with_timeout, HookType.AROUND)
@@ -120,7 +120,8 @@ def _move_waiting(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
 
 
 def _give_back_memory(*_: Any, **__: Any) -> None:
-    host_memory.give_back_now_and_then()
+    """After an update, once requests go on: within it the engine is paused, and a tenth of a second would be added to that."""
+    host_memory.give_back_beside()
 
 
 def _leave_out_what_was_found(req: Any, _cache: Any, *, chunked: bool = False, **__: Any) -> None:

@@ -73,6 +73,17 @@ def test_routes_line_up_with_the_tokens(moe_engine: RolloutEngine, engine_loop: 
     assert [differing_rows(model, prompt, completion) for prompt, completion in sampled] == [[]] * len(sampled)
 
 
+def test_an_answer_that_does_not_ask_for_routes_has_none_and_is_the_same(moe_engine: RolloutEngine, engine_loop: BackgroundLoop) -> None:
+    """As an evaluation's: the same tokens, and nothing of what is wide."""
+    prompt, how = list(range(20, 60)), {"max_tokens": 30, "seeds": [5]}
+    (whole,), (narrow,) = (
+        engine_loop.run(moe_engine.generate(prompt, has_routes=has_routes, **how))  # type: ignore[arg-type]
+        for has_routes in (True, False)
+    )
+    assert whole.routed_experts is not None and narrow.routed_experts is None
+    assert whole.response_ids == narrow.response_ids
+
+
 def test_routes_of_a_request_that_an_update_found_under_way(
     moe_engine: RolloutEngine, engine_loop: BackgroundLoop, moe_folder: Path, tmp_path: Path
 ) -> None:

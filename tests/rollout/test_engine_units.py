@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
 from array import array
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +21,13 @@ from correction.engines import checksum
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import ConfigError, RequestError, SyncError
+from rollout.config import AnswerSampling, SamplingConfig
+from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineCapabilities
+from rollout.sampler import Sampler
 from rollout.sglang_answer import trajectory_of
-from rollout.trajectory import ExpertShape, FailureKind, FinishReason, VersionSpan
+from rollout.trajectory import ExpertShape, FailureKind, FinishReason, Prompt, Trajectory, VersionSpan
 from rollout.weight_update import UpdateCheck
 
 
@@ -183,6 +188,42 @@ def test_trajectory_reads_routes_of_all_tokens_but_the_last() -> None:
     unread = trajectory_of({**sent, "meta_info": aborted}, [7, 8, 9], "engine", experts=shape)
     assert unread.routed_experts is None and unread.error == "the engine aborted the request"
     assert unread.failure is FailureKind.ENGINE
+
+
+def test_answers_that_nothing_is_trained_on_come_without_wide_fields() -> None:
+    """An engine that was started for routes, asked for a group with the 2 likeliest tokens and for an evaluation's answers: SGLang is asked
+    for the group's wide fields alone. (It sends routes to whom it is asked by; a real one does in test_engine_moe.py.)"""
+    asked: list[dict[str, Any]] = []
+
+    async def sglang(*, input_ids: list[list[int]], **options: Any) -> list[dict[str, object]]:
+        asked.append(options)
+        sent = answer([("3", 0, 4)], [-1.0] * 4)
+        meta: Any = sent["meta_info"]
+        meta |= {"prompt_tokens": 3, "routed_experts": routes(6)} if options.get("return_routed_experts") else {}
+        meta |= {"output_top_logprobs": [[(-1.0, 0, None), (-2.0, 1, None)]] * 4} if options.get("top_logprobs_num") else {}
+        return [sent for _ in input_ids]
+
+    async def score(sampled: tuple[Trajectory, ...], prompt: Prompt) -> tuple[Trajectory, ...]:
+        return sampled
+
+    async def wait(answers: Any, *_: Any) -> Any:
+        return await answers
+
+    manager = SimpleNamespace(max_req_input_len=100)
+    process: Any = SimpleNamespace(
+        raise_if_lost=lambda: None, wait=wait, engine=SimpleNamespace(tokenizer_manager=manager, async_generate=sglang)
+    )
+    config = EngineConfig(device="cpu", prefix_cache=False, return_routed_experts=True)
+    engine = RolloutEngine("engine", config, process, 100, 3, ExpertShape(layers=2, experts=6, k=1))
+    tokenizer, rewards = SimpleNamespace(decode=lambda *_, **__: "text"), SimpleNamespace(score=score)
+    sampler = Sampler(engine, tokenizer, rewards, SamplingConfig(samples_per_group=2, max_tokens=4))  # type: ignore[arg-type]
+    prompt = Prompt("train/0/0", "3 + 4 =", (7, 8, 9), "7")
+    group: Any = asyncio.run(sampler.group(prompt, group_id=0, admitted_version=3, topk=2))
+    answers = asyncio.run(sampler.answer(prompt, AnswerSampling(samples=2, temperature=1.0)))
+    assert all(one.routed_experts.positions == 6 and one.top_logprobs.positions == 4 for one in group.trajectories)
+    assert [(one.routed_experts, one.top_logprobs) for one in answers] == [(None, None)] * 2
+    assert [(one.text, len(one.response_ids), one.version_spans) for one in answers] == [("text", 4, (VersionSpan(3, 0, 4),))] * 2
+    assert [("return_routed_experts" in one, "top_logprobs_num" in one) for one in asked] == [(True, True), (False, False)]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import asyncio
 import pickle
 import resource
 import threading
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,16 +19,20 @@ from typing import Any
 import pytest
 import torch
 
+from actors.pool import rollout_worker
 from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
+from correction.engines import host_memory
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DeadlineExceeded, SyncError
 from rollout import weight_transfer, weight_update
 from rollout.config import RolloutConfig
 from rollout.engine_config import EngineConfig
+from rollout.sglang_plugin import hooks
 from rollout.sglang_plugin.hooks import keep_mapped
 from rollout.weight_update import UpdatableEngine
 from tests.actors.cases import prompt
+from tests.actors.simulated_time import simulate
 
 WEIGHTS = {f"layer{i}": torch.arange(4.0) + i for i in range(3)}
 BUCKETS = [WeightBucket.of({name: tensor}) for name, tensor in WEIGHTS.items()]
@@ -42,7 +46,9 @@ HALVES: dict[int, torch.Tensor] = {}
 class Scene:
     """A worker whose engine's SGLang keeps what it was asked, and what it read of each bucket while the next one was prepared."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, update_s: float = 20.0, waits_for_next: bool = False) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, update_s: float = 20.0, load_s: float = 0.0, waits_for_next: bool = False
+    ) -> None:
         self.events: list[str] = []
         self.loads: dict[str, torch.Tensor] = {}
         process: Any = SimpleNamespace(raise_if_lost=lambda: None, wait=self._wait, engine=SimpleNamespace(tokenizer_manager=None))
@@ -60,6 +66,7 @@ class Scene:
             name, half = pickle.loads(payloads[0])
             while waits_for_next and version is None and f"prepare layer{int(name[-1]) + 1}" not in self.events:
                 await asyncio.sleep(0.01)
+            await asyncio.sleep(load_s)
             self.events.append(f"load {name}" + ("" if version is None else f" as v{version}"))
             self.loads[name] = HALVES[half].clone()
 
@@ -91,16 +98,21 @@ LOADED = ["load layer0", "load layer1", "load layer2 as v1"]
 
 
 def test_a_slow_network_lengthens_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last bucket comes after a second: nothing but loading stands between pause and resume, as without the delay."""
+    """The last bucket comes after 5 s: nothing but loading stands between pause and resume, as without the delay. In simulated time, where
+    nothing but fetching and loading takes any: 0.1 s for each of three buckets is the pause that the receipt tells, both times."""
 
     async def scenario() -> None:
+        now = asyncio.get_running_loop().time
+        monkeypatch.setattr(weight_update, "time", SimpleNamespace(perf_counter=now))
+        monkeypatch.setattr(rollout_worker, "time", SimpleNamespace(monotonic=now, time=now))
         paused = []
-        for delay_s in (0.0, 1.0):
-            scene = Scene(monkeypatch)
+        for delay_s in (0.0, 5.0):
+            scene = Scene(monkeypatch, load_s=0.1)
             buckets = [scene.arrives(bucket, delay_s * i / 2) for i, bucket in enumerate(BUCKETS)]
             monkeypatch.setattr(scene.engine, "weight_checksums", lambda *_: asyncio.sleep(0.0, SUMS))
             receipt = await scene.worker.update_weights(1, buckets, SUMS)
             assert receipt.version == scene.engine.version == 1
+            assert (receipt.pause_s, receipt.seconds) == pytest.approx((0.3, delay_s + 0.3))
             assert all(torch.equal(scene.loads[name], tensor) for name, tensor in WEIGHTS.items())
             begins, ends = scene.events.index("pause"), scene.events.index("resume")
             assert {event for event in scene.events[:begins] if event.startswith("fetch")} == {f"fetch {name}" for name in WEIGHTS}
@@ -108,7 +120,11 @@ def test_a_slow_network_lengthens_no_pause(monkeypatch: pytest.MonkeyPatch) -> N
             paused.append([event for event in scene.events[begins:ends] if not event.startswith("prepare")])
         assert paused[0] == paused[1] == ["pause", *LOADED]
 
-    asyncio.run(scenario())
+    async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
+        return work(*arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", at_once)  # simulated time doesn't wait for threads
+    simulate(scenario)
 
 
 def test_the_pause_begins_when_sampling_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,3 +286,31 @@ def test_a_scheduler_maps_the_shared_memory_once() -> None:
     payloads.send(None)
     process.join(30.0)
     assert min(pages[:2]) > 300 and max(pages[2:]) < 100, pages
+
+
+def test_an_engine_gives_memory_back_after_its_pause_and_goes_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SGLang calls within an update gives nothing back; what it calls as requests go on has it done by a thread: the hook is back
+    before a trim that takes until the test lets it end."""
+    from sglang.srt.plugins import hook_registry
+
+    registered: dict[str, list[Any]] = {}
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slow(keep: int) -> None:
+        begun.set()
+        assert may_end.wait(30.0)
+
+    note = lambda target, hook, kind: registered.setdefault(target.rpartition(".")[2], []).append(hook)  # noqa: E731
+    monkeypatch.setattr(hook_registry.HookRegistry, "register", note)
+    monkeypatch.setattr(host_memory, "_next_s", 0.0)
+    monkeypatch.setattr(host_memory, "_trim", lambda: slow)
+    hooks.register(60.0)
+    for hook in registered["record_weight_version_change"]:
+        hook(None, SimpleNamespace(waiting_queue=[]))
+    assert not begun.is_set()
+    for hook in registered["continue_generation"]:
+        hook(None, SimpleNamespace(), None)
+    assert begun.wait(30.0) and host_memory._at_work.locked(), "the hook is back, the trim isn't"
+    may_end.set()
+    with host_memory._at_work:
+        pass

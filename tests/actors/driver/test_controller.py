@@ -80,7 +80,7 @@ class SilentPool:
     async def answer(self, *_: Any) -> Any:
         await asyncio.sleep(60.0)
 
-    def learner_waits(self) -> contextlib.AbstractContextManager[None]:
+    def learner_waits(self, version: int) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def is_moving(self) -> bool:

@@ -323,6 +323,21 @@ def test_the_command_plans_the_other_recipes(name: str, model: dict[str, Any], g
     assert all(text in done.stdout for text in shown), done.stdout
 
 
+def test_the_engines_of_an_elastic_pool_are_those_it_begins_with(tmp_path: Path) -> None:
+    """Two to four engines: the run begins with two."""
+    import yaml
+    from typer.testing import CliRunner
+
+    from actors.commands.cli import app
+
+    recipe = yaml.safe_load((RECIPES / "qwen3_8b_8gpu.yaml").read_text())
+    recipe["rollout"] = {key: value for key, value in recipe["rollout"].items() if key != "workers"} | {"min_workers": 2, "max_workers": 4}
+    path = tmp_path / "elastic.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    done = CliRunner().invoke(app, ["plan", str(path), f"model={save_config(tmp_path, QWEN3_8B)}"])
+    assert "engines: 2 (up to 4)" in done.stdout, done.output
+
+
 def test_the_command_prints_the_numbers(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 

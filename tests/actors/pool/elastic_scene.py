@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +90,9 @@ class ElasticEngine:
         await self.told.wait()
 
     async def load(self) -> WorkerLoad:
+        return self.told_load()
+
+    def told_load(self) -> WorkerLoad:
         now = self.scene.now
         present_s = sum(now - began for began in self.under_way) / max(1, self.scene.slots)
         return WorkerLoad(self.busy_s + present_s, now - self.born, 0, len(self.under_way))
@@ -120,6 +124,8 @@ class ElasticScene:
         self.events: list[str] = []
         self.decisions: list[ScalingDecision] = []
         self.handed_back = [0, 0]
+        self.asked: list[str] = []
+        """Workers that were called for their loads, but for heartbeats."""
         self.learner_s = 1.0
         self.groups_per_step = groups_per_step
         self.queue = TrajectoryQueueActor(groups_per_step=groups_per_step, max_staleness=max_staleness)
@@ -131,6 +137,7 @@ class ElasticScene:
         )
         monkeypatch.setattr(actors.pool.workers, "ray", fake_ray)
         monkeypatch.setattr("ray.kill", fake_ray.kill)
+        monkeypatch.setattr(actors.pool.workers, "_asked", partial(self._note_asked, actors.pool.workers._asked))
         common = {"task": {"kind": "reasoning_gym", "dataset": "chain_sum"}, "reward": {"kind": "exact_match"}}
         engine = {"engine": {"device": "cpu", "max_running_requests": 8}, "sampling": {"samples_per_group": 2}}
         config = RolloutConfig.model_validate(common | engine | rollout)
@@ -153,6 +160,10 @@ class ElasticScene:
     @property
     def now(self) -> float:
         return asyncio.get_running_loop().time()
+
+    async def _note_asked(self, ask: Callable[..., Awaitable[Any]], workers: Sequence[Any], turns: Any) -> Any:
+        self.asked += [worker.name for worker in workers]
+        return await ask(workers, turns)
 
     def _count(self, groups: int, tokens: int) -> None:
         self.handed_back[0] += groups
@@ -181,11 +192,11 @@ class ElasticScene:
     def joined(self) -> list[str]:
         return [worker.name for worker in self.pool._joined()]
 
-    async def step(self) -> None:
-        """As the controller's: wait for a batch, train it, publish."""
+    async def step(self, *, tells_loads: bool = True) -> None:
+        """As the controller's: wait for a batch, train it, publish. Args: tells_loads: receipts bring them."""
         version, trained = self.sync.version, 0
         batch: list[int] = []
-        with self.pool.learner_waits():
+        with self.pool.learner_waits(version):
             while trained < self.groups_per_step:
                 drawn = await self.queue.draw(version, self.groups_per_step - trained, 10.0)
                 batch += [g.group_id for g in drawn]
@@ -194,6 +205,7 @@ class ElasticScene:
         self.sync.version += 1
         for worker in self.pool._joined():
             worker.sync.version = self.sync.version
+            worker.sync.load = worker.actor.instance.told_load() if tells_loads else None
         self.pool.wake()
         await self.queue.advance(self.sync.version, batch)
 

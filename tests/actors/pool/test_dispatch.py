@@ -103,7 +103,7 @@ class Run:
         """Train the next batch, publish, and send receipts one after the other."""
         version, batch = self.sync.version, 0
         trained: list[int] = []
-        with self.pool.learner_waits():
+        with self.pool.learner_waits(version):
             while batch < self.groups_per_step:
                 drawn = await self.queue.draw(version, self.groups_per_step - batch, 10.0)
                 batch += len(drawn)

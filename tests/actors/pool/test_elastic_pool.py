@@ -268,6 +268,41 @@ def test_the_pool_follows_a_learner_that_becomes_slower(monkeypatch: pytest.Monk
     simulate(scenario)
 
 
+@pytest.mark.parametrize(("tells_loads", "calls"), [(True, 0), (False, 9)])
+def test_a_pool_that_follows_asks_no_worker_whose_receipt_told_its_load(
+    monkeypatch: pytest.MonkeyPatch, tells_loads: bool, calls: int
+) -> None:
+    """Two workers and ten steps, which are measured from the second on: nine calls for each worker where receipts don't tell, else none."""
+
+    async def scenario() -> None:
+        scene = ElasticScene(monkeypatch, min_workers=2, max_workers=3, max_staleness=3)
+        monkeypatch.setattr(scene.pool, "resize", lambda *_: None)
+        feeding = await scene.begin()
+        await scene.until(lambda: len(scene.joined()) == 2)
+        for _ in range(10):
+            await scene.step(tells_loads=tells_loads)
+        assert sorted(scene.asked) == ["0"] * calls + ["1"] * calls
+        feeding.cancel()
+
+    simulate(scenario)
+
+
+def test_after_a_step_that_published_nothing_a_pool_that_follows_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """weight_sync.every_steps = 2: what the receipts of version 1 told is a step old when the step to version 2 has ended."""
+
+    async def scenario() -> None:
+        scene = ElasticScene(monkeypatch, min_workers=1, max_workers=2)
+        feeding = await scene.begin()
+        await scene.step()
+        for version, asked in ((1, []), (2, ["0"])):
+            with scene.pool.learner_waits(version):
+                await asyncio.sleep(3.0)
+            assert scene.asked == asked
+        feeding.cancel()
+
+    simulate(scenario)
+
+
 def test_a_fixed_pool_does_not_follow_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         scene = ElasticScene(monkeypatch, workers=1, max_staleness=3)

@@ -13,8 +13,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from actors.commands.cli import app
-from actors.commands.measured_costs import MeasuredRun
+from actors.commands.measured_costs import MeasuredRun, shape_of
+from actors.commands.recipe import load_config
 from actors.commands.simulate_views import cheapest, show_outcomes, verdict
+from actors.config import RunConfig
 from actors.record.run_folder import RunFolder
 from actors.simulation.costs import AnswerLengths, DecodeSpeed, RunCosts, RunShape
 from actors.simulation.outcome import Outcome
@@ -130,6 +132,50 @@ def test_the_command_prints_a_row_for_each_shape_and_draws_them(tmp_path: Path) 
     rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] in (["1"], ["2"]) and "%" in line]
     assert [row[:2] for row in rows if row[1] in "01"] == [["1", "0"], ["1", "1"], ["2", "0"], ["2", "1"]]
     assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def elastic(folder: Path, low: int, high: int) -> Path:
+    """The recipe with a pool that follows the load and begins with the fewest workers."""
+    recipe = yaml.safe_load(RECIPE.read_text())
+    del recipe["rollout"]["workers"]
+    recipe["rollout"] |= {"min_workers": low, "max_workers": high}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(recipe | {"max_staleness": 1}))
+    return path
+
+
+def test_an_elastic_recipe_is_simulated_with_the_workers_that_it_begins_with(tmp_path: Path) -> None:
+    recipe = elastic(tmp_path, 4, 8)
+    assert shape_of(load_config(RunConfig, recipe)).workers == 4
+    done = CliRunner().invoke(app, ["simulate", str(recipe), *SPEEDS, "--steps", "5", "--picture", str(tmp_path / "p.png")])
+    assert "4 workers with max_staleness 1: 100% of the most" in done.stdout, done.output
+
+
+def with_pools(folder: Path, sizes: list[int]) -> None:
+    """The run's steps again, each with as many workers."""
+    metrics = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert len(lines) == len(sizes)
+    metrics.write_text("".join(json.dumps(line | {"pool/workers": size}) + "\n" for line, size in zip(lines, sizes, strict=True)))
+
+
+def test_an_elastic_run_is_measured_with_the_workers_that_it_had(tmp_path: Path) -> None:
+    """The one worker of the recorded run has its decode speed, whatever the pool might have become. The first five steps don't count."""
+    record(tmp_path / "run", 1)
+    alone = MeasuredRun.of(tmp_path / "run", cores=float("inf"))
+    elastic(tmp_path / "run", 2, 8)
+    with_pools(tmp_path / "run", [2] * 5 + [1] * 15)
+    measured = MeasuredRun.of(tmp_path / "run", cores=float("inf"))
+    assert measured.shape == alone.shape and measured.shape.workers == 1
+    assert measured.costs == alone.costs
+
+
+def test_an_elastic_run_whose_pool_changed_size_is_refused(tmp_path: Path) -> None:
+    record(tmp_path / "run", 1)
+    elastic(tmp_path / "run", 1, 8)
+    with_pools(tmp_path / "run", [1] * 10 + [2] * 5 + [4] * 5)
+    with pytest.raises(ConfigError, match=r"had 1 to 4 workers in the 15 steps .* give --run a run with a fixed pool"):
+        MeasuredRun.of(tmp_path / "run", cores=2.0)
 
 
 def test_without_recorded_lengths_the_steps_means_are_taken(tmp_path: Path) -> None:

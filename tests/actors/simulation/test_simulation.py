@@ -121,6 +121,25 @@ def test_engines_of_a_slow_learner_wait_for_admission_and_their_tokens_are_as_ol
     assert found.tokens_by_staleness[3] == found.tokens
 
 
+@pytest.mark.parametrize("max_staleness", [8, 12])
+@pytest.mark.parametrize(("waves", "train_s"), [(1, 0.2), (1, 1.0), (2, 0.2), (2, 0.8), (4, 0.2), (4, 0.48)])
+def test_tokens_of_engines_that_the_learner_waits_for_are_as_old_as_the_time_says(waves: int, train_s: float, max_staleness: int) -> None:
+    """Engines with room for k batches, all answers of one length, a learner that has trained k batches (t each) before the next k are
+    sampled (T): the bound is never reached, and the mean staleness is (k - 1) / 2 + t / T x k (k + 1) / 2.
+
+    All answers in flight begin at one moment, say 0 at version 0, and end at T. Meanwhile the k batches of before are trained: version j
+    holds in [j t, (j + 1) t) for j < k, and version k from k t on, so a token's mean version is k - t / T x k (k + 1) / 2. Batch i of the k
+    that end at T is trained from version k + i, which is k + (k - 1) / 2 on average. The oldest tokens are those of version 0 in the last
+    batch, 2 k - 1.
+    """
+    engines = {1: {"workers": 4}, 2: {"workers": 8}, 4: {"workers": 8, "max_running_requests": 128}}[waves]
+    costs = RunCosts(SPEED, learner_token_s=train_s / BATCH_TOKENS)
+    found = run(costs, max_staleness=max_staleness, **engines)
+    assert found.step_s == pytest.approx(ROLLOUT_S / waves), "engines never wait"
+    assert found.mean_staleness == pytest.approx((waves - 1) / 2 + train_s / ROLLOUT_S * waves * (waves + 1) / 2)
+    assert max(found.tokens_by_staleness) == 2 * waves - 1 < max_staleness
+
+
 def test_fewer_versions_cost_engines_fewer_waits_and_make_older_tokens() -> None:
     """Pauses of 0.4 s a sync: engines wait for weights a third as long if every third version goes out, and an answer is one version older
     on average, (0 + 1 + 2) / 3, than if every one does."""
