@@ -106,7 +106,8 @@ def _beyond_limits(memory_bytes: int | None) -> int | None:
 
 def _takes_more(tree: set[int], memory_bytes: int) -> bool:
     """Private and shared memory of these processes is more than that. For one that is alone and shares none, its own limit is enough."""
-    private, mapped = (sum(sizes) for sizes in zip((0, 0), *map(_resident_bytes, tree), strict=True))
+    sizes = [_resident_bytes(pid) for pid in tree]
+    private, mapped = sum(own for own, _ in sizes), sum(shared for _, shared in sizes)
     if private + mapped <= memory_bytes or (len(tree) == 1 and not mapped):
         return False
     # A page that several have mapped was counted for each. To count it once the kernel walks through all pages: hence not at every look.
