@@ -12,7 +12,7 @@ from correction.config import CorrectionConfig
 from correction.errors import ConfigError, counted
 from correction.monitor import MonitorConfig
 from correction.replacement import check_replaceable, reason_of, switched, tightened
-from correction.schedule import defers, fold_obstacle, needs_proximal_forward
+from correction.schedule import defers, fold_obstacle, needs_proximal_forward, needs_reference_logprobs
 from correction.settings import DerivedSettings, Settings
 from learner.config import LearnerConfig
 from learner.nano import NanoModelConfig
@@ -311,8 +311,8 @@ class RunConfig(Settings):
 
     @property
     def needs_reference(self) -> bool:
-        """The learner keeps the weights of the model that the run began with: for a KL penalty, or to report the KL."""
-        return self.correction.kl.coefficient > 0 or self.learner.report_kl_every > 0
+        """The learner keeps the weights of the model that the run began with: for a KL penalty on it, or to report the KL."""
+        return needs_reference_logprobs(self.correction) or self.learner.report_kl_every > 0
 
     def correction_after_alarm(self) -> CorrectionConfig | None:
         """What `monitor.on_alarm` would go on with; None where it changes nothing. Raises: ConfigError if there is no such correction."""

@@ -185,7 +185,8 @@ def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]
         if value["entropy"] != 0:
             metrics["entropy"] = value["entropy"] / value["tokens"]
         if config.kl.coefficient > 0:
-            metrics["penalty_kl"] = value["kl"] / value["tokens"]
+            is_of_start = config.kl.anchor == "reference"
+            metrics["penalty_kl" if is_of_start else "anchor_kl"] = value["kl"] / value["tokens"]
     if value["kept_tokens"] > 0:
         if config.objective.kind == "score" and (config.objective.lower is not None or config.objective.upper is not None):
             metrics["bounded_share"] = value["bounded_tokens"] / value["kept_tokens"]

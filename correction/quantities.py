@@ -305,7 +305,8 @@ LOSS_METRICS = {
         "entropy",
         "Mean entropy of the target at the trained tokens; at 0 the policy always gives the same answer and explores no more.",
     ),
-    "penalty_kl": _Q(_U.NATS, "KL to the anchor", "Mean of the KL penalty's own estimate, before its coefficient."),
+    "penalty_kl": _Q(_U.NATS, "KL to reference", "Mean of the estimate of a KL penalty on the reference, before its coefficient."),
+    "anchor_kl": _Q(_U.NATS, "KL to the anchor", "The same of a KL penalty on the behaviour or the proximal policy."),
     "clip_share": _Q(
         _U.SHARE,
         "clipped",

@@ -13,7 +13,7 @@ from .config import CorrectionConfig
 from .errors import ConfigError
 from .methods import preset_settings
 from .parts import CriterionConfig, Objective
-from .schedule import needs_topk
+from .schedule import needs_reference_logprobs, needs_topk
 from .settings import Settings
 
 P = TypeVar("P", bound=Settings)
@@ -61,7 +61,7 @@ def check_replaceable(before: CorrectionConfig, after: CorrectionConfig) -> None
 
     Raises: ConfigError naming what it needs.
     """
-    if after.kl.coefficient > 0 and after.kl.anchor == "reference" and before.kl.coefficient == 0:
+    if needs_reference_logprobs(after) and not needs_reference_logprobs(before):
         raise ConfigError(
             "its KL penalty needs a reference model, which the learner loads at the start, and only if the correction that the run "
             "begins with has such a penalty. Choose a preset without one"

@@ -135,6 +135,11 @@ def uses_proximal(config: CorrectionSettings) -> bool:
     return veto or anchored or config.modulation.probability_below is not None or any(ratio is not Ratio.Q for ratio in ratios)
 
 
+def needs_reference_logprobs(config: CorrectionSettings) -> bool:
+    """True if the loss reads the frozen reference policy: a KL penalty whose anchor it is, not the behaviour or the proximal policy."""
+    return config.kl.coefficient > 0 and config.kl.anchor == "reference"
+
+
 def needs_topk(config: CorrectionSettings) -> int:
     """How many tokens' logprobs the engine must report at each position, and the learner look up; 0 where no part needs them."""
     statistics = [criterion.statistic for criterion in config.rejection]

@@ -35,7 +35,7 @@ from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from correction.diagnostics import diagnose
-from correction.schedule import defers, needs_proximal_forward, needs_topk
+from correction.schedule import defers, needs_proximal_forward, needs_reference_logprobs, needs_topk
 from lab.background_loop import BackgroundLoop
 from learner.learner_rank import LearnerRank
 from learner.results import StepResult
@@ -201,7 +201,7 @@ class KeptEngines:
         )
         self._learner = LearnerRank(config)
         self._learner.load(self.config.model)
-        if parts.kl.coefficient > 0 and parts.kl.anchor == "reference":
+        if needs_reference_logprobs(parts):
             self._learner.load_reference(self.config.model)
         return _Run(self.config, self._learner, parts, version, settings)
 
@@ -294,9 +294,8 @@ class _Run:
         return replace(batch, behavior_logprobs=behavior, topk_logprobs=listed)
 
     def _with_forwards(self, batch: PackedBatch) -> PackedBatch:
-        kl = self.record.correction.kl
         proximal = self.learner.logprobs(batch) if self._needs_forward else None
-        reference = self.learner.reference_logprobs(batch) if kl.coefficient > 0 and kl.anchor == "reference" else None
+        reference = self.learner.reference_logprobs(batch) if needs_reference_logprobs(self.record.correction) else None
         return replace(batch, proximal_logprobs=proximal, reference_logprobs=reference)
 
 

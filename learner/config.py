@@ -101,7 +101,7 @@ class LearnerConfig(DerivedSettings):
     engine's while it sampled (rollout, R3); or in training that of the proximal forward (recompute, R2)."""
     report_kl_every: int = Field(default=0, ge=0, le=10**9)
     """Every so many steps, report the KL to the model that the run began with, by a forward of that model over the batch; 0: never. It is
-    no part of the loss. With correction.kl.coefficient the penalty's own KL is reported, at every step."""
+    no part of the loss. With a KL penalty on that model (correction.kl) the penalty's own KL is reported, at every step."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at the same time; bounds the memory of the vocabulary projection."""
     collective_timeout_s: float = Field(default=600.0, gt=0)

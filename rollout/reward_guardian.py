@@ -37,7 +37,7 @@ _END_S = 5.0
 
 def limit_process(memory_bytes: int | None) -> None:
     """Of this process and, each for itself, of all that it starts: private writable memory (what a library merely reserves or maps doesn't
-    count), open files, the size of a file, no core dumps."""
+    count; shared memory is looked after by the guardian), open files, the size of a file, no core dumps."""
     import resource
 
     def lower(kind: int, limit: int) -> None:
@@ -101,9 +101,17 @@ def _beyond_limits(memory_bytes: int | None) -> int | None:
     tree = descendants(os.getpid())
     if len(tree) > MOST_PROCESSES:
         return PROCESSES
-    if memory_bytes is not None and len(tree) > 1 and sum(map(_private_bytes, tree)) > memory_bytes:
-        return MEMORY
-    return None
+    return MEMORY if memory_bytes is not None and _takes_more(tree, memory_bytes) else None
+
+
+def _takes_more(tree: set[int], memory_bytes: int) -> bool:
+    """Private and shared memory of these processes is more than that. For one that is alone and shares none, its own limit is enough."""
+    sizes = [_resident_bytes(pid) for pid in tree]
+    private, mapped = sum(own for own, _ in sizes), sum(shared for _, shared in sizes)
+    if private + mapped <= memory_bytes or (len(tree) == 1 and not mapped):
+        return False
+    # A page that several have mapped was counted for each. To count it once the kernel walks through all pages: hence not at every look.
+    return private + sum(map(_share_of_shared_bytes, tree)) > memory_bytes
 
 
 def end_tree(group: ControlGroup | None = None) -> None:
@@ -209,13 +217,26 @@ def _parent(pid: int) -> int | None:
     return None if state in "ZX" else int(parent)
 
 
-def _private_bytes(pid: int) -> int:
-    """Resident and not shared."""
-    try:
-        _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
-    except (OSError, ValueError):
-        return 0
-    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+def _resident_bytes(pid: int) -> tuple[int, int]:
+    """Private memory, and shared memory that is no file's (mmap, shm_open)."""
+    sizes = _sizes(Path(f"/proc/{pid}/status"), "RssAnon", "RssShmem")
+    return sizes["RssAnon"], sizes["RssShmem"]
+
+
+def _share_of_shared_bytes(pid: int) -> int:
+    """Shared memory that is no file's, each page divided by the number of processes that have mapped it."""
+    return _sizes(Path(f"/proc/{pid}/smaps_rollup"), "Pss_Shmem")["Pss_Shmem"]
+
+
+def _sizes(path: Path, *names: str) -> dict[str, int]:
+    """Bytes by name, of lines such as `RssAnon:  12 kB`; 0 for those that aren't there, and of a process that has ended."""
+    found = dict.fromkeys(names, 0)
+    with contextlib.suppress(OSError, ValueError):
+        for line in path.read_text().splitlines():
+            name, _, size = line.partition(":")
+            if name in found:
+                found[name] = int(size.split()[0]) * 1024
+    return found
 
 
 def _signal(pid: int, number: int) -> None:

@@ -43,6 +43,10 @@ _PROBE_MS = {"RAY_health_check_period_ms": "3000", "RAY_health_check_timeout_ms"
 _PROBES = "RAY_health_check_failure_threshold", "5"
 """Likewise: after so many probes without an answer, each after a pause and with a limit, the control service gives a raylet up."""
 
+_GOES_ON = "The run goes on with what it has; whatever is to start waits until it answers"
+_STANDS_STILL = "The run stands still where it needs the object store, which is in that process, until it answers"
+"""What a head that hangs means meanwhile, and a raylet."""
+
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """What a client of gRPC says first (RFC 9113, 3.4): a server that runs answers, or hangs up if it speaks TLS. The kernel alone doesn't."""
 
@@ -65,7 +69,7 @@ def ends_with_the_head(
         "and what the cluster knew of this run goes with it. Start a head again (deploy/README.md), then: "
         f"evenkeel train --resume {run_dir}, with ray.address=HOST:PORT if it is another one"
     )
-    with _threads(partial(_look, address, f"the head of the Ray cluster at {address}", _head_hangs_s(), remedy, last, notify)):
+    with _threads(partial(_look, address, f"the head of the Ray cluster at {address}", _GOES_ON, _head_hangs_s(), remedy, last, notify)):
         yield
 
 
@@ -93,8 +97,8 @@ def ends_with_own_ray(
     raylet_at = f"{here['NodeManagerAddress']}:{here['NodeManagerPort']}"
     raylet = f"the raylet of this run's own Ray (process {own['raylet'].pid}, at {raylet_at})"
     looks = (
-        partial(_look, address, service, _head_hangs_s(), remedy, last, notify),
-        partial(_look, raylet_at, raylet, _raylet_hangs_s(), remedy, last, notify),
+        partial(_look, address, service, _GOES_ON, _head_hangs_s(), remedy, last, notify),
+        partial(_look, raylet_at, raylet, _STANDS_STILL, _raylet_hangs_s(), remedy, last, notify),
     )
     with _threads(*looks, *ends):
         yield
@@ -151,6 +155,7 @@ def _wait_for_the_end(
 def _look(
     address: str,
     head: str,
+    meanwhile: str,
     hangs_limit_s: float,
     remedy: str,
     last: Callable[[str], object],
@@ -159,6 +164,7 @@ def _look(
 ) -> None:
     """Args:
     head: what listens at the address, for sentences.
+    meanwhile: what becomes of the run while it hangs, likewise.
     hangs_limit_s: the run ends when it has hung for so long.
     """
     limit_s = _limit_s()
@@ -186,8 +192,8 @@ def _look(
             hangs = True
             notify(
                 "warning",
-                f"{head} hangs: it listens, and has answered nothing for {silent_s:.0f} s. The run goes on with what it has; whatever is "
-                f"to start waits until it answers. Ray gives up in the end: after {hangs_limit_s:.0f} s this run ends",
+                f"{head} hangs: it listens, and has answered nothing for {silent_s:.0f} s. {meanwhile}. Ray gives up in the end: after "
+                f"{hangs_limit_s:.0f} s this run ends",
             )
         elif hangs and silent_s >= hangs_limit_s:
             why = f"hangs: it has answered nothing for {silent_s:.0f} s"

@@ -121,7 +121,7 @@ def _refuse_lost_settings(before: RunConfig, config: RunConfig, changed: Mapping
     if "run_dir" in changed:
         raise ConfigError(f"run_dir = {config.run_dir}: a resumed run goes on in its own folder, {folder.path}. Leave it out")
     anew = "start a new run from a checkpoint: model=RUN_DIR/checkpoints/step_.../hf"
-    has_moved = config.correction.kl.coefficient > 0 and not (HubName.of(before.model) or before.model.exists())
+    has_moved = config.needs_reference and not (HubName.of(before.model) or before.model.exists())
     if "model" in changed and not has_moved:
         raise ConfigError(
             f"model = {config.model}: a resumed run has weights, config and tokenizer from its checkpoint, so another model would be "
@@ -137,7 +137,10 @@ def _refuse_lost_settings(before: RunConfig, config: RunConfig, changed: Mapping
 
 
 def _check_reference(config: RunConfig, checkpoint: Checkpoint) -> None:
-    """With a KL term, or where the KL is reported, the model that the run began with is the reference. Raises: DataError if it can't be."""
+    """With a KL term on it, or where the KL is reported, the model that the run began with is the reference.
+
+    Raises: DataError if it can't be.
+    """
     if not config.needs_reference:
         return
     from learner.model_check import check_trainable, expected_shapes

@@ -21,6 +21,7 @@ from actors.pool.pool import RolloutPool
 from actors.processes.supervision import kill, persistently
 from actors.queue.outstanding import Outstanding
 from actors.record.observer import Observer
+from actors.settings.deadlines import batch_call_s
 from actors.state.resume import open_ledger
 from correction.config import CorrectionConfig
 from correction.errors import EvenkeelError
@@ -104,7 +105,7 @@ class BatchSource:
         found: PreparedBatch | ForwardRequest = await persistently(
             lambda: self.service.next_batch.remote(version),
             f"batch of version {version} <- correction service",
-            deadline_s=deadlines.batch_s + 30.0,
+            deadline_s=batch_call_s(deadlines.batch_s),
             counts_from=pool.last_progress,
             notice_s=deadlines.notice_s,
             notice=self._observer.waiting,

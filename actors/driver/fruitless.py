@@ -10,12 +10,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from actors.carriers import PreparedBatch
-from actors.record.checkpoint_writer import ATTEMPTS
 from correction.errors import DataError
 from rollout.trajectory import FinishReason
 
 if TYPE_CHECKING:  # torch and Megatron: not in the driver
     from learner.results import StepResult
+
+
+_BEYOND_STALENESS = 3
+"""Steps that may be skipped in a row beside those whose tokens may be of older weights."""
 
 
 class FruitlessSteps:
@@ -24,7 +27,7 @@ class FruitlessSteps:
     def __init__(self, max_staleness: int, notify: Callable[[str, str], None]) -> None:
         """Args: notify: takes an event's level and text."""
         # The weights stay, so that after max_staleness steps all tokens are of the present ones: what is rejected then is so again.
-        self._most, self._notify = max_staleness + ATTEMPTS, notify
+        self._most, self._notify = max_staleness + _BEYOND_STALENESS, notify
         self._in_a_row = 0
 
     def note(self, step: int, batch: PreparedBatch, result: StepResult) -> None:

@@ -263,8 +263,8 @@ _LEARNER = [
     ),
     _gauge(
         "learner/reference_kl", _U.NATS, _R.MEAN, "KL to reference",
-        "KL a token from the target policy to the frozen reference policy, the model that the run began with: with a KL penalty the "
-        "penalty's own at every step, else k3 every learner.report_kl_every steps.",
+        "KL a token from the target policy to the frozen reference policy, the model that the run began with: with a KL penalty on "
+        "it the penalty's own at every step, else k3 every learner.report_kl_every steps.",
     ),
     _gauge("learner/optimizer_steps", _U.ONE, _R.LAST, "optimizer steps", "Optimizer steps of the batch."),
     _gauge("learner/microbatches", _U.ONE, _R.SUM, "micro-batches", "Micro-batches of the batch, all ranks together."),

@@ -37,7 +37,9 @@ class PatientWriter:
         """Args: notify: takes a sentence, in any thread, when writes begin to fail or to lag behind, and when that is over."""
         self._notify = notify
         self._thread = FileThread()
-        self._waiting: dict[str, deque[_Line]] = defaultdict(lambda: deque(maxlen=_MOST))
+        self._waiting: dict[str, deque[_Line]] = defaultdict(deque)
+        self._dropped = 0
+        """Lines of which more than _MOST waited, since the disk has refused any."""
         self._refused: set[str] = set()
         """Kinds of files whose last attempt failed. A failure is reported only while this is empty."""
         self._is_behind = False
@@ -73,7 +75,7 @@ class PatientWriter:
             found = take_back()
             step = step_of(found)
             for kind, waiting in self._waiting.items():  # what the disk has refused so far
-                self._waiting[kind] = deque((line for line in waiting if line.step <= step), maxlen=_MOST)
+                self._waiting[kind] = deque(line for line in waiting if line.step <= step)
             return found
 
         return await self._thread.result(job)
@@ -109,7 +111,7 @@ class PatientWriter:
             if are_tried.is_set():
                 return f"the run folder is written, but what else shows the run was not closed in {within_s:.0f} s"
             return f"{max(1, self._thread.waiting - 3)} writes into the run folder are lost: its disk did not take them in {within_s:.0f} s"
-        lost = sum(map(len, self._waiting.values()))
+        lost = self._dropped + sum(map(len, self._waiting.values()))
         return f"{lost} lines of the run folder's files are lost: its disk is full" if lost else ""
 
     @property
@@ -130,7 +132,13 @@ class PatientWriter:
     # -- in the thread -----------------------------------------------------------------------------------------------
 
     def _append(self, kind: str, line: _Line) -> None:
-        self._waiting[kind].append(line)
+        waiting = self._waiting[kind]
+        if len(waiting) == _MOST:
+            waiting.popleft()
+            self._dropped += 1
+            if self._dropped == 1:
+                self._say(f"{_MOST:,} lines of one kind wait for the disk, as many as may: from now on the oldest are lost")
+        waiting.append(line)
         self._retry()
 
     def _retry(self) -> None:
@@ -156,7 +164,9 @@ class PatientWriter:
         if self._refused:
             self._refused.discard(kind)
             if not self._refused:
-                self._say("the disk takes what the run writes again; no line is lost")
+                lost, self._dropped = self._dropped, 0
+                what = f"the oldest {lost} of the lines that waited are lost" if lost else "no line is lost"
+                self._say(f"the disk takes what the run writes again; {what}")
         return True
 
     def _say(self, text: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import re
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -59,7 +61,7 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class BookCheck:
-    """Whether the ledger has each prompt once, and as many trained as the last step says."""
+    """Whether the ledger has each prompt once, and as many trained as the last step says: where a damaged one was set aside, since then."""
 
     is_balanced: bool
     sentence: str
@@ -139,7 +141,7 @@ def diagnose(folder: RunFolder) -> RunDiagnosis:
         waits=_waits(events),
         troubles=_troubles(events),
         stacks=newest_gist(folder.path),
-        books=_books(folder.path / "ledger.jsonl", metrics),
+        books=_books(folder.path, metrics),
         last_events=tuple(events[-LAST_EVENTS:]),
     )
 
@@ -250,21 +252,45 @@ def _settled(record: Mapping[str, Any]) -> tuple[str, str, int]:
     return str(record["prompt_id"]), str(record["outcome"]), int(record["step"])
 
 
-def _books(path: Path, metrics: Sequence[StepMetrics]) -> BookCheck:
-    outcomes: dict[str, int] = {}
-    seen: set[str] = set()
-    twice: set[str] = set()
-    for prompt, outcome, step in JsonLines(path).each(_settled):
-        if metrics and step > metrics[-1].step:
-            continue  # settled before the step's line was written
-        outcomes[outcome] = outcomes.get(outcome, 0) + 1
-        (twice if prompt in seen else seen).add(prompt)
-    told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())) or "no prompt has left the queue"
+def _set_aside(folder: Path) -> list[Path]:
+    """Damaged ledgers in whose place resumes have begun new ones (actors/state/ledger.py), the newest first."""
+    numbers = {path: re.fullmatch(r"ledger\.damaged(?:-(\d+))?\.jsonl", path.name) for path in folder.glob("ledger.damaged*.jsonl")}
+    known = [(int(found[1] or 1), path) for path, found in numbers.items() if found]
+    return [path for _, path in sorted(known, reverse=True)]
+
+
+def _books(folder: Path, metrics: Sequence[StepMetrics]) -> BookCheck:
+    """Of the ledger and, up to the step at which a resume began a new one, of those that were set aside: what can be read of them."""
+    aside = _set_aside(folder)
+    end = metrics[-1].step + 1 if metrics else math.inf  # later ones are settled before the step's line was written, or done again
+    seen, twice = set[str](), set[str]()
+    trained_in, begun_at, outcomes = list[int](), list[float](), Counter[str]()
+    for path in (folder / "ledger.jsonl", *aside):
+        first, before = end, outcomes["trained"]
+        for prompt, outcome, step in JsonLines(path).each(_settled):
+            if step < end:
+                first = min(first, step)
+                outcomes[outcome] += 1
+                (twice if prompt in seen else seen).add(prompt)
+        trained_in.append(outcomes["trained"] - before)
+        begun_at.append(first)
+        end = first
+    told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()) if count) or "no prompt has left the queue"
     if twice:
         named = ", ".join(sorted(twice)[:5])
         return BookCheck(False, f"NOT balanced: {len(twice)} prompts stand in the ledger twice, {named} among them ({told})")
-    trained = metrics[-1].get("groups/trained_total") if metrics else None
-    if trained is not None and int(trained) != outcomes.get("trained", 0):
-        in_ledger = outcomes.get("trained", 0)
-        return BookCheck(False, f"NOT balanced: the last step says {int(trained)} groups trained, the ledger has {in_ledger} ({told})")
-    return BookCheck(True, f"balanced: {told}, each prompt once")
+    files = f"{' and '.join(path.name for path in aside)}, set aside as damaged by a resume"
+    total = metrics[-1].get("groups/trained_total") if metrics else None
+    if total is None or int(total) == outcomes["trained"]:
+        return BookCheck(True, f"balanced: {told}, each prompt once" + (f"; {files}, counted" if aside else ""))
+    earlier = _trained_before(metrics, begun_at[0]) if aside else None
+    if earlier is not None and total - earlier == trained_in[0]:
+        lost = f"of the {int(earlier)} groups trained before, {sum(trained_in[1:])} can be read in {files}"
+        return BookCheck(True, f"balanced from step {begun_at[0]:.0f} on, with {trained_in[0]} trained; {lost} ({told}, each prompt once)")
+    in_ledger = outcomes["trained"]
+    return BookCheck(False, f"NOT balanced: the last step says {int(total)} groups trained, the ledger has {in_ledger} ({told})")
+
+
+def _trained_before(metrics: Sequence[StepMetrics], step: float) -> float | None:
+    """Groups trained until then; None: no line says it."""
+    return 0.0 if step <= 1 else next((line.get("groups/trained_total") for line in metrics if line.step == step - 1), None)

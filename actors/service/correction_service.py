@@ -42,7 +42,7 @@ from correction.diagnostics import clipped_tokens, diagnose
 from correction.divergence import Estimator, estimate
 from correction.errors import LateError
 from correction.monitor import Monitor
-from correction.schedule import defers, needs_proximal_forward
+from correction.schedule import defers, needs_proximal_forward, needs_reference_logprobs
 from rollout.packing import pack_groups
 from rollout.stacks import register_stack_dump
 from rollout.trajectory import Group
@@ -292,7 +292,7 @@ class CorrectionService(HeartbeatActor):
         proximal_s = 0.0
         if forwards:
             batch, proximal_s = await with_forwards(batch, forwards)
-        if not self._penalises_kl and batch.reference_logprobs is not None:
+        if not self._penalises_reference_kl and batch.reference_logprobs is not None:
             self._references = {v: kept for v, kept in self._references.items() if v >= version - 1} | {version: batch.reference_logprobs}
             batch = replace(batch, reference_logprobs=None)  # what is trained is what would be without a report
         split, split_s = await self._gap_split.split(batch, version) if self._gap_split.splits(version) else ({}, 0.0)
@@ -334,9 +334,9 @@ class CorrectionService(HeartbeatActor):
         )
 
     @property
-    def _penalises_kl(self) -> bool:
+    def _penalises_reference_kl(self) -> bool:
         """The reference policy's logprobs belong to every batch."""
-        return self._config.correction.kl.coefficient > 0
+        return needs_reference_logprobs(self._correction)
 
     @property
     def _replays_engine(self) -> bool:
@@ -348,7 +348,7 @@ class CorrectionService(HeartbeatActor):
     def _wants_reference(self, version: int) -> bool:
         """The start model's logprobs: for a penalty in every batch, for a report of the KL in some."""
         every = self._config.learner.report_kl_every
-        return self._penalises_kl or (every > 0 and version % every == 0)
+        return self._penalises_reference_kl or (every > 0 and version % every == 0)
 
     def _pack(self, groups: list[Group], version: int) -> PackedBatch:
         return pack_groups(

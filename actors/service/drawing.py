@@ -20,8 +20,9 @@ from rollout.trajectory import Group
 
 _POLL_S = 30.0
 _MOST_LOSSES = 3
-"""Times that one group may be lost before the run ends. Two losses may be two lost nodes; tokens that are always late would be sampled
-again for ever."""
+"""Times that one group may be lost before the run goes back to its last checkpoint, with a new queue and service; two may be lost nodes.
+Tokens that are always late would be sampled again for ever: at the fourth return (going_back.py) the run ends, with the remedy. They are
+not discarded, since late are those of the longest answers, without which a run would learn something else."""
 
 
 class Drawing:
@@ -64,7 +65,7 @@ class Drawing:
         """Have drawn groups that can't be read sampled again.
 
         Args: why: reasons by group id.
-        Raises: ActorLost for a group that was lost _MOST_LOSSES times: lost nodes don't explain that.
+        Raises: ActorLost for a group that was lost _MOST_LOSSES times: lost nodes hardly explain that. The run goes back for it.
         """
         for group_id, reason in why.items():
             self.wide_of.pop(group_id, None)

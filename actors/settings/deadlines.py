@@ -31,6 +31,8 @@ _LEAST_TRAVEL_S = 60.0
 
 _BEYOND_S = 60.0
 """A collective of the learner's ranks has so much more than the call of the driver in which it is made, which is to be late first."""
+_ANSWERS_LATER_S = 30.0
+"""A call of the driver may take so much longer than the deadline of its callee, whose error it is to bring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Scale:
             tokens_per_s=config.deadlines.tokens_per_s,
             bytes_per_s=config.deadlines.bytes_per_s,
             waves=1 + -(-rollout.slots_per_worker * group // running),
-            scored_in_turn=-(-rollout.slots_per_worker * group // rollout.reward.processes),
+            scored_in_turn=_scored_in_turn(rollout),
             reward_s=rollout.reward.deadline_s,
             batch_tokens=config.groups_per_step * group * rollout.sampling.max_tokens * config.learner.epochs_per_batch,
             evaluation_waves=1 + -(-asked // (running * rollout.fewest_workers)),
@@ -103,8 +105,7 @@ def bytes_of(model: Path) -> int:
 
 def scoring_s(rollout: RolloutConfig) -> float:
     """Longest wait for the rewards of a group: every completion of the worker's other groups may come first, and each take its deadline."""
-    waiting = -(-rollout.slots_per_worker * rollout.sampling.samples_per_group // rollout.reward.processes)
-    return waiting * rollout.reward.deadline_s + rollout.reward.start_deadline_s
+    return _scored_in_turn(rollout) * rollout.reward.deadline_s + rollout.reward.start_deadline_s
 
 
 def group_s(rollout: RolloutConfig) -> float:
@@ -120,6 +121,27 @@ def fetch_s(config: RunConfig) -> float:
     return left_s if left_s >= sync_s / 5 else sync_s / 2
 
 
+def deltas_s(sync_s: float) -> float:
+    """Longest time to find or to apply what has changed between two versions: an attempt has time left to fetch all."""
+    return sync_s / 3
+
+
+def newer_weights_s(step_s: float, sync_s: float) -> float:
+    """Longest wait for newer weights than those that were broadcast only. The learner's own deadlines, for a step and for what it publishes
+    then, come first."""
+    return 2 * step_s + 4 * sync_s
+
+
+def batch_call_s(batch_s: float) -> float:
+    """Wait for the service's answer to the call for a batch. The service's own deadline, which says what is missing, comes first."""
+    return batch_s + _ANSWERS_LATER_S
+
+
+def _scored_in_turn(rollout: RolloutConfig) -> int:
+    """Completions of a worker that one of its scoring processes may have before a group's last, if all slots are full."""
+    return -(-rollout.slots_per_worker * rollout.sampling.samples_per_group // rollout.reward.processes)
+
+
 _SECTIONS: Mapping[type[Settings], str] = {
     DeadlinesConfig: "deadlines",
     EngineConfig: "rollout.engine",
@@ -129,7 +151,7 @@ _SECTIONS: Mapping[type[Settings], str] = {
 
 
 def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
-    """The deadlines that a run would have, shortest part first; what waits for another stands below it."""
+    """The deadlines that a run would have; what contains another stands below it."""
     whole = with_deadlines(config, model_bytes)
     scale, run, engine, rollout = Scale.of(config), whole.deadlines, whole.rollout.engine.deadlines, whole.rollout
     sglang, ranks = rollout.engine, whole.learner
@@ -144,18 +166,21 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
         of(engine, "generate_s", f"one answer: {scale.waves} x {scale.answer_tokens} tokens at {run.tokens_per_s:g} a second"),
         Deadline("", scoring_s(rollout), f"rewards of a group: {scale.scored_in_turn} completions before it, {scale.reward_s:g} s each"),
         Deadline("", group_s(rollout), "a group: answer, rewards and the way to the queue; then another worker samples it"),
-        of(run, "batch_s", "a batch without a single finished group: two groups one after the other, and a new worker between them"),
         of(engine, "control_s", f"specs, checksums, scores of an engine: {size} at five times {rate}"),
         of(sglang, "weight_group_timeout_s", "one bucket of a broadcast of weights; then that update has failed"),
         of(engine, "update_s", f"a weight update in the engine, which is lost then: {size} at {rate}"),
+        Deadline("", deltas_s(run.sync_s), "what has changed between two versions, sought or applied (weight_sync.deltas); else all goes"),
         Deadline("", fetch_s(whole), "new weights on their way to a node: then that is said, and they are asked for again"),
         of(run, "sync_s", "one attempt at new weights: their way to the node, the update, the checksums"),
         Deadline("", run.receipts_s, "receipts of all workers: three attempts and their pauses"),
         of(engine, "start_s", "an engine's start, weights on disk"),
         of(run, "start_s", "start of a worker, once it has a node; of the learner's ranks, and before that the wait for their nodes"),
+        of(run, "batch_s", "a batch without a single finished group: two groups one after the other, and a new worker between them"),
+        Deadline("", batch_call_s(run.batch_s), "the service's answer to the call for a batch, which says first what is late"),
         of(run, "step_s", f"an optimizer step: {scale.batch_tokens} tokens at {_LEARNER_PACE * run.tokens_per_s:g} a second"),
-        Deadline("", run.forward_s, "forward passes for the batch ahead: two steps and a checkpoint until they begin, and two passes"),
+        Deadline("", newer_weights_s(run.step_s, run.sync_s), "weights newer than broadcast ones, of which there is no copy for who joins"),
         of(run, "checkpoint_s", f"a checkpoint on disk: {_CHECKPOINT_COPIES} x {size} at {rate}"),
+        Deadline("", run.forward_s, "forward passes for the batch ahead: two steps and a checkpoint until they begin, and two passes"),
         Deadline("", run.disk_s, "the run folder's disk, with lines and checkpoints that wait for it: as for three checkpoints"),
         of(ranks, "collective_timeout_s", f"a collective of the learner's ranks: {_BEYOND_S:.0f} s more than a step or a checkpoint"),
         of(run, "evaluation_s", f"an evaluation: {scale.evaluation_waves} answers in turn, and their rewards; then it is left out"),

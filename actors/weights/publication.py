@@ -17,6 +17,7 @@ import ray.exceptions
 from actors.carriers import ExportPlan, WeightSnapshot
 from actors.processes.supervision import abandon, wait_for
 from actors.ranks.learner_group import LearnerGroup
+from actors.settings.deadlines import newer_weights_s
 from correction.errors import ActorLost, DeadlineExceeded, EngineError, SyncError
 
 log = logging.getLogger("evenkeel.sync")
@@ -94,9 +95,9 @@ class PublishedVersions:
                 if published.copying is None or published.copying.done():
                     published.copying = asyncio.create_task(self._copy(published))
                 await asyncio.shield(published.copying)
-            else:  # the learner's own deadlines, for a step and for what it publishes then, come first
+            else:
                 newer = f"weights newer than v{published.version}, which were broadcast only <- learner"
-                await wait_for(published.replaced.wait(), newer, deadline_s=2 * self._learner.step_s + 4 * self._sync_s)
+                await wait_for(published.replaced.wait(), newer, deadline_s=newer_weights_s(self._learner.step_s, self._sync_s))
                 published = self.newest or published
         return published
 

@@ -38,6 +38,7 @@ from actors.config import WeightSyncConfig
 from actors.processes.supervision import abandon, persistently, wait_for
 from actors.processes.turns import Turns
 from actors.ranks.learner_group import LearnerGroup
+from actors.settings.deadlines import deltas_s
 from actors.weights.broadcast_group import BroadcastGroup
 from actors.weights.publication import SYNC_FAILURES, PublishedVersions, pause_s
 from actors.weights.weight_deltas import WeightDeltas
@@ -115,7 +116,7 @@ class WeightSync:
         self._targets: dict[str, SyncTarget] = {}
         self._versions = PublishedVersions(learner, self._plan, sync_s, on_loss)
         self._turns, self._generation = Turns(), generation
-        self._deltas = WeightDeltas(learner.node, sync_s / 3) if config.deltas else None
+        self._deltas = WeightDeltas(learner.node, deltas_s(sync_s)) if config.deltas else None
         self._broadcast: BroadcastGroup | None = None
         if config.transport == "broadcast":
             self._broadcast = BroadcastGroup(learner, sync_s, generation, ranks_of_engine, self._wanted)

@@ -51,6 +51,8 @@ def test_what_engines_and_learner_did_not_prepare_for_is_refused():
         check_replaceable(config(preset="dppo-binary-tv"), config(preset="dppo-topk-tv"))
     check_replaceable(with_reference, with_reference)
     check_replaceable(config(preset="dppo-topk-kl"), config(preset="dppo-topk-tv"))
+    with pytest.raises(ConfigError, match="needs a reference model"):  # a penalty, but not on the reference: no such model is loaded
+        check_replaceable(config(preset="prime-tv"), with_reference)
     check_replaceable(config(), config(preset="prime-tv"))  # its penalty's anchor is the behaviour policy
 
 

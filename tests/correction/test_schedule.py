@@ -3,7 +3,7 @@
 import pytest
 
 from correction import CorrectionConfig
-from correction.schedule import Schedule, Stage, defers, fold_obstacle
+from correction.schedule import Schedule, Stage, defers, fold_obstacle, needs_reference_logprobs
 
 EARLY, LATE = Stage.EARLY, Stage.LATE
 BAND = {"lower": 0.5, "upper": 2.0}
@@ -53,6 +53,20 @@ def test_the_stage_of_each_part(settings: dict[str, object], is_deferred: bool, 
 def test_which_runs_defer_their_batches(settings: dict[str, object], steps: int, has_auxiliary_loss: bool, expected: bool) -> None:
     config = CorrectionConfig.model_validate(settings)
     assert defers(config, steps, has_auxiliary_loss=has_auxiliary_loss) is expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"preset": "prime-tv"}, False),  # both have a KL penalty on the behaviour policy
+        ({"preset": "prime-ipo"}, False),
+        ({"kl": {"coefficient": 0.1, "anchor": "proximal"}}, False),
+        ({"kl": {"coefficient": 0.1}}, True),
+        ({"kl": {"coefficient": 0.0, "anchor": "reference"}}, False),
+    ],
+)
+def test_a_penalty_on_another_policy_needs_no_reference(settings: dict[str, object], expected: bool) -> None:
+    assert needs_reference_logprobs(CorrectionConfig.model_validate(settings)) is expected
 
 
 def test_nothing_waits_for_a_proximal_policy_that_is_not_recomputed() -> None:

@@ -1,13 +1,14 @@
-"""kill -9 of the processes that hold a run's state, one after the other in one run: learner rank, trajectory queue, correction service.
+"""kill -9, or SIGSTOP for good, of the processes that hold a run's state, one after the other in one run.
 
-Of the learner's death the run goes back to its last checkpoint; queue and service are replaced where it stands. It does both by itself,
-with the engine that it has, and its books are those of an undisturbed run.
+Of the learner's death the run goes back to its last checkpoint; trajectory queue and correction service are replaced where it stands. It
+does both by itself, with the engine that it has, and its books are those of an undisturbed run. A rank that stops: test_rank_stopped.py.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,37 +20,50 @@ from tests.failures.measured import Recovery
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-STEPS, GROUPS, EVERY = 18, 4, 6
+STEPS, GROUPS, EVERY, HEARTBEAT_S = 18, 4, 6, 12
 GOES_BACK = "the run goes back to its last checkpoint, in the same process; engines stay up"
 REPLACED = "queue and service are replaced; learner and engines go on with what they have under way"
-PARTS = {"LearnerRankActor": "learner rank 0", "TrajectoryQueueActor": "trajectory queue", "CorrectionService": "correction service"}
+RANK, QUEUE, SERVICE = "LearnerRankActor", "TrajectoryQueueActor", "CorrectionService"
+PARTS = {RANK: "learner rank 0", QUEUE: "trajectory queue", SERVICE: "correction service"}
 
 
-def kill(run: Run, process: str, *, after: int) -> None:
+def lose(run: Run, process: str, number: signal.Signals, *, after: int) -> None:
+    """One part gets this signal, and the run gets over it."""
     run.wait_until(lambda: len(run.metrics()) >= after, f"{after} steps")
     (pid,) = run.pids(process)
-    follows = GOES_BACK if process == "LearnerRankActor" else REPLACED
-    recovery = Recovery(run, f"{PARTS[process].removesuffix(' 0')} killed", follows)
-    os.kill(pid, signal.SIGKILL)
+    name = PARTS[process].removesuffix(" 0")
+    follows = GOES_BACK if process == RANK else REPLACED
+    if number == signal.SIGKILL:
+        recovery = Recovery(run, f"{name} killed", follows)
+    else:
+        recovery = Recovery(run, f"{name} stopped for good (part_heartbeat_s {HEARTBEAT_S})", f"it is ended; {follows}")
+    os.kill(pid, number)
     run.wait_until(lambda: f"lost: {PARTS[process]} " in run.events(), f"the end of {process} to be noticed")
     recovery.wait()
 
 
-def test_every_part_dies_once(small_model: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+@pytest.mark.parametrize(
+    ("number", "processes"), [(signal.SIGKILL, (RANK, QUEUE, SERVICE)), (signal.SIGSTOP, (QUEUE, SERVICE))], ids=["killed", "stopped"]
+)
+def test_every_part_is_lost_once(number: signal.Signals, processes: Sequence[str], small_model: Path, tmp_path: Path) -> None:
+    run_dir, goes_back = tmp_path / "run", RANK in processes
     words = [f"model={small_model}", f"run_dir={run_dir}", f"steps={STEPS}", f"groups_per_step={GROUPS}", f"checkpoint.every_steps={EVERY}"]
+    words += [f"deadlines.part_heartbeat_s={HEARTBEAT_S}"] * (number == signal.SIGSTOP)
     run = Run(run_dir, str(RECIPE), *words)
     try:
-        for number, process in enumerate(PARTS):  # the first after the first step, without a checkpoint to go back to
-            kill(run, process, after=max(1, number * (EVERY + 1)))
+        for i, process in enumerate(processes):  # the first after the first step, without a checkpoint to go back to
+            lose(run, process, number, after=max(1, i * (EVERY + 1)))
         assert run.wait() == 0, run.output()[-4000:]
-        check_end(run, groups_per_step=GROUPS, steps=STEPS, goes_back=True)
+        check_end(run, groups_per_step=GROUPS, steps=STEPS, goes_back=goes_back)
         losses = [event.text for event in RunFolder.view(run_dir).read_events() if event.text.startswith("lost: ")]
-        assert [text.split(" (")[0] for text in losses] == [f"lost: {name}" for name in PARTS.values()]
-        assert "its beginning (it has no checkpoint)" in losses[0] and all("New ones go on after step" in text for text in losses[1:])
-        assert run.metrics()[-1]["steps/returns_total"] == 1 and run.metrics()[-1]["queue/replaced_total"] == 2
+        assert [text.split(" (")[0] for text in losses] == [f"lost: {PARTS[process]}" for process in processes]
+        assert not goes_back or "its beginning (it has no checkpoint)" in losses.pop(0)
+        assert all("New ones go on after step" in text for text in losses)
+        silent = f"it gave no sign for {HEARTBEAT_S} s (deadlines.part_heartbeat_s), and its process was ended"
+        assert all((silent in text) == (number == signal.SIGSTOP) for text in losses)
+        assert run.metrics()[-1].get("steps/returns_total", 0) == goes_back and run.metrics()[-1]["queue/replaced_total"] == 2
         assert "rollout worker 0 is gone" not in run.events() and "rollout 1 is up" not in run.events(), "its engine stays"
-        assert run.events().count("learner 0 is up") == 2, "the second time for the killed one; others' deaths don't concern it"
+        assert run.events().count("learner 0 is up") == 1 + goes_back, "for the first time, and for a lost one; others' loss is no matter"
         assert all(line["staleness/max"] <= 1 for line in run.metrics())
     finally:
         run.close()

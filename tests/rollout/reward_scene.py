@@ -16,7 +16,7 @@ from rollout.trajectory import FinishReason, Prompt, Trajectory, VersionSpan, id
 
 CHAIN_SUM = ReasoningGymTask(dataset="chain_sum")
 USER_REWARDS = """
-    import asyncio, json, os, pickle, signal, struct, subprocess, sys, time
+    import asyncio, json, mmap, os, pickle, signal, struct, subprocess, sys, time
 
     class Touch:
         def __init__(self, path): self.path = path
@@ -67,6 +67,19 @@ USER_REWARDS = """
             command = [sys.executable, "-c", "import time; kept = b'x' * (300 << 20); time.sleep(65.5)"]
             children = [subprocess.Popen(command) for _ in range(4)]
             time.sleep(60)
+        if completion in ("maps", "shares"):
+            shared = mmap.mmap(-1, (400 if completion == "maps" else 100) << 20)
+            def touch():
+                for at in range(0, len(shared), 4096): shared[at] = 1
+                time.sleep(0.5)
+            touch()
+            children = []
+            while completion == "shares" and len(children) < 3:
+                children.append(os.fork())
+                if children[-1] == 0:
+                    touch()
+                    os._exit(0)
+            for child in children: os.waitpid(child, 0)
         if completion == "file":
             with open("large", "wb") as file: file.truncate(5 << 30)
         return os.getpid()

@@ -79,6 +79,14 @@ def test_the_whole_tree_has_the_limits(has_group: bool) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
+def test_shared_memory_counts_and_a_page_that_several_have_mapped_once(has_group: bool) -> None:
+    """A limit of 256 MiB: one process may not map 400 MiB of them; four may map the same 100 MiB, of which each has 100 MiB resident."""
+    maps, shares = scored(user_reward("moody", deadline_s=20.0, memory_gib=0.25), "maps", "shares")
+    assert maps.error is not None and "took more than 0.25 GiB together" in maps.error
+    assert shares.error is None and shares.is_valid
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
 def test_no_file_grows_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (t,) = scored(user_reward("moody", deadline_s=20.0), "file")

@@ -112,7 +112,7 @@ def test_a_head_that_hangs_for_good_ends_the_process_before_ray_does(processes: 
     """Ray gives a silent connection up, and ends its processes without our sentence."""
     output, error = processes["hangs"].communicate(timeout=100)
     assert processes["hangs"].returncode == 1
-    assert "hangs: it listens, " in output and "after 3 s this run ends" in output
+    assert "hangs: it listens, " in output and "The run goes on with what it has" in output and "after 3 s this run ends" in output
     assert " hangs: it has answered nothing for " in error and "evenkeel train --resume runs/one" in error
 
 
@@ -124,6 +124,7 @@ def test_a_raylet_of_its_own_that_hangs_ends_the_process_once_ray_has_given_it_u
     service, raylet = map(int, pids.split())
     named = f"the raylet of this run's own Ray (process {raylet}, at 127.0.0.1:"
     assert told[0].startswith(f"warning {named}") and "hangs: it listens, " in told[0] and "after 4 s this run ends" in told[0]
+    assert "The run stands still where it needs the object store" in told[0]
     assert error.startswith(f"evenkeel: {named}") and " hangs: it has answered nothing for " in error
     assert "evenkeel train --resume runs/one" in error and "--retries N" in error
     assert not any(map(is_running, (service, raylet)))

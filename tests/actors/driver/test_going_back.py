@@ -21,6 +21,7 @@ from ray.exceptions import (
 )
 
 from actors.driver import going_back
+from actors.driver.batch_source import REPLACEABLE
 from actors.driver.going_back import (
     MOST_RETURNS,
     Returns,
@@ -33,10 +34,12 @@ from actors.driver.going_back import (
 )
 from actors.driver.parts import StartingPoint, start_learner
 from actors.pool.rollout_worker import RolloutWorker
+from actors.queue.payloads import LATE
 from actors.queue.queue_actor import TrajectoryQueueActor
 from actors.ranks.learner_group import LearnerGroup
 from actors.ranks.learner_rank_actor import LearnerRankActor
 from actors.record.patience import PatientWriter
+from actors.service.drawing import Drawing
 from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, EngineError, LateError
 from learner.config import LearnerConfig
 from learner.kept_weights import KeptWeights
@@ -196,6 +199,29 @@ def test_the_watch_names_who_dies_and_outlives_a_bad_network() -> None:
     parts = {"learner rank 0": Part(ALIVE), "learner rank 1": Part(ALIVE, UNREACHABLE, ALIVE, GONE)}
     with pytest.raises(ActorLost, match=r"^learner rank 1: its process is gone$"):
         asyncio.run(asyncio.wait_for(raise_when_lost(parts, 60.0, lambda *_: None), 20.0))
+
+
+def test_a_group_that_can_never_be_read_takes_the_run_back_and_ends_it_the_fourth_time() -> None:
+    """All parts live, so that another service may be able to read it; at the fourth return the run ends with the drawing's own remedy."""
+    folder: Any = SimpleNamespace(checkpoints=lambda: [SimpleNamespace(step=3)])
+    returns, parts = Returns(folder, None), {"trajectory queue": Part(ALIVE), "correction service": Part(ALIVE)}  # type: ignore[arg-type]
+
+    async def lost_three_times() -> ActorLost:
+        async def ask(*_: Any, **__: Any) -> None: ...
+
+        drawing = Drawing(SimpleNamespace(ask=ask), dynamic_sampling=False, bytes_per_s=1e6)  # type: ignore[arg-type]
+        with pytest.raises(ActorLost) as found:
+            for _ in range(3):
+                await drawing.lose({4: LATE})
+        return found.value
+
+    for _ in range(MOST_RETURNS):
+        error = asyncio.run(lost_three_times())
+        lost = asyncio.run(lost_among(parts, error))
+        assert lost == ["an answer"] and not REPLACEABLE.issuperset(lost), "the run goes back; queue and service alone don't do"
+        returns.allow(lost, error, step=5)
+    with pytest.raises(ActorLost, match=r"the 4th death after step 3, .*: group 4 was sampled 3 times.*lower deadlines.bytes_per_s$"):
+        returns.allow(lost, error, step=5)
 
 
 def test_a_run_goes_back_to_one_checkpoint_so_many_times_only() -> None:

@@ -86,6 +86,15 @@ def test_numbers_of_the_correction_are_listed_one_by_one() -> None:
     assert lookup("correction/k2_kl").unit == "nats" and lookup("correction/staleness_in_flight_mean").unit == "versions"
 
 
+@pytest.mark.parametrize(("anchor", "place"), [("reference", "learner/reference_kl"), ("behavior", "loss/anchor_kl")])
+def test_only_the_kl_to_the_start_model_is_told_as_such(anchor: str, place: str) -> None:
+    """That of a penalty on the behaviour policy is another number, which may be there at the same step."""
+    batch, target = random_batch(1)
+    config = CorrectionConfig.model_validate({"preset": "mis-full", "kl": {"coefficient": 0.1, "anchor": anchor}})
+    told = loss_metrics(policy_loss(correct(batch, config), target, config, target.abs()).partials, config)
+    assert [name for name in _placed("loss/", told, LOSS_PLACES) if name.endswith(("reference_kl", "anchor_kl"))] == [place]
+
+
 def test_a_number_of_the_correction_is_described_at_its_source_alone() -> None:
     """Its metric has the unit, label and meaning of its quantity, to which a run may add a sentence. A quantity of both sources is one."""
     of_both = {name for name in DIAGNOSTICS.keys() & LOSS_METRICS if DIAGNOSTICS[name] is LOSS_METRICS[name]}

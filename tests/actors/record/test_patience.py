@@ -191,6 +191,31 @@ def test_what_can_not_be_written_in_the_end_is_said(gate: Gate, tmp_path: Path) 
     assert "are lost: its disk did not take them in 0 s" in hung.close(within_s=0.0)
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_lines_that_find_no_room_in_memory_are_counted_and_told(
+    has_room: bool, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five lines where three may wait: the disk takes the last three, and the two before them are named. Without a disk all are lost."""
+    monkeypatch.setattr(patience, "_MOST", 3)
+    writer, lines = PatientWriter(told.append), JsonLines(tmp_path / "later" / "lines")
+
+    async def scenario() -> None:
+        for step in range(1, 6):
+            writer.line(step, lines.append, {"step": step})
+        await writer.done()
+        if has_room:
+            lines.path.parent.mkdir()
+            await writer.done()
+
+    asyncio.run(scenario())
+    assert lines.read(lambda record: record["step"]) == ([3, 4, 5] if has_room else [])
+    assert writer.close(within_s=60.0) == ("" if has_room else "5 lines of the run folder's files are lost: its disk is full")
+    assert told[1:] == [
+        "3 lines of one kind wait for the disk, as many as may: from now on the oldest are lost",
+        *(["the disk takes what the run writes again; the oldest 2 of the lines that waited are lost"] if has_room else []),
+    ]
+
+
 def test_a_job_after_the_end_is_done_at_once() -> None:
     thread, done = FileThread(), list[int]()
     thread.do(lambda: done.append(1))

@@ -193,6 +193,29 @@ def test_books_that_don_t_balance(tmp_path: Path, line: dict[str, object], says:
     assert any("The ledger is the proof" in sentence for sentence in found.advice)
 
 
+@pytest.mark.parametrize(
+    ("kept", "is_told_twice", "is_balanced", "says"),
+    [
+        (2, False, True, "balanced: 4 trained, each prompt once; ledger.damaged.jsonl, set aside as damaged by a resume, counted"),
+        (1, False, True, "balanced from step 2 on, with 2 trained; of the 2 groups trained before, 1 can be read in ledger.damaged.jsonl"),
+        (2, True, False, "NOT balanced: 1 prompts stand in the ledger twice, train/0/2 among them (5 trained)"),
+    ],
+)
+def test_a_ledger_that_a_resume_has_set_aside_is_no_imbalance(
+    tmp_path: Path, kept: int, is_told_twice: bool, is_balanced: bool, says: str
+) -> None:
+    """Two groups in each of two steps; it was damaged at step 1, and lines of steps that were done again stay in it."""
+    folder = run_folder(tmp_path / "run")
+    path = folder.path / "ledger.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    again = [line.replace("train/0/4", "train/0/6") for line in lines[2:]]
+    double = [lines[0]] if is_told_twice else []
+    (folder.path / "ledger.damaged.jsonl").write_text("".join([*lines[:kept], '{"ste\n', *again]))
+    path.write_text("".join([*lines[2:], *(line.replace('"step": 1', '"step": 2') for line in double)]))
+    found = after(folder)
+    assert found.books.sentence.startswith(says) and found.books.is_balanced is is_balanced
+
+
 def test_the_page_begins_with_how_it_ended_and_has_a_section_for_what_there_is(tmp_path: Path) -> None:
     text = page(after(run_folder(tmp_path / "run")))
     assert text.splitlines()[0] == f"{tmp_path / 'run'} ended without a word, after step 2 of 4 (no checkpoint)"

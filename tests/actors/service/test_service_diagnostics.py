@@ -39,7 +39,7 @@ def test_the_kl_to_the_start_model_is_told_now_and_then_and_is_no_part_of_the_ba
         return batches, told
 
     async def scenario() -> None:
-        for preset, steps in (("tis-token", 1), ("decoupled-ppo", 2)):
+        for preset, steps in (("tis-token", 1), ("decoupled-ppo", 2), ("prime-tv", 2)):  # the last has a KL penalty on another policy
             with_report, told = await prepared(2, preset, steps)
             without, told_without = await prepared(0, preset, steps)
             assert [("reference_kl" in numbers) for numbers in told] == [False, True]
@@ -55,6 +55,7 @@ def test_the_kl_to_the_start_model_is_told_now_and_then_and_is_no_part_of_the_ba
                         assert (left is None) == (right is None), name
                         assert not isinstance(left, Tensor) or torch.equal(left, right), name
                 assert ours.corrected.is_deferred == theirs.corrected.is_deferred == (steps == 1)
+                assert theirs.corrected.batch.reference_logprobs is None
 
     play(scenario)
 

@@ -157,6 +157,21 @@ def test_a_replacement_has_to_fit_the_run_as_if_it_had_begun_with_it() -> None:
         load_config(Strict, recipe, ["monitor.on_alarm=switch_preset", "monitor.preset=icepop"])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("preset=prime-tv",), False),
+        (("preset=prime-ipo",), False),
+        (("preset=prime-tv", "kl.anchor=reference", "kl.coefficient=0.002"), True),
+        (("kl.coefficient=0.1",), True),
+    ],
+)
+def test_a_reference_policy_is_kept_only_for_a_penalty_on_it_or_a_report(overrides: tuple[str, ...], expected: bool) -> None:
+    words = [f"correction.{override}" for override in overrides]
+    assert small(*words).needs_reference is expected
+    assert small(*words, "learner.report_kl_every=3").needs_reference
+
+
 def test_what_an_alarm_goes_on_with() -> None:
     assert small().correction_after_alarm() is None and small("monitor.on_alarm=stop").correction_after_alarm() is None
     switched = small("monitor.on_alarm=switch_preset", "monitor.preset=mis-full").correction_after_alarm()

@@ -13,7 +13,18 @@ from actors.commands.cli import app
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.record.run_folder import RunFolder
-from actors.settings.deadlines import as_text, bytes_of, fetch_s, group_s, inversions, table, with_deadlines
+from actors.settings.deadlines import (
+    as_text,
+    batch_call_s,
+    bytes_of,
+    deltas_s,
+    fetch_s,
+    group_s,
+    inversions,
+    newer_weights_s,
+    table,
+    with_deadlines,
+)
 from correction.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -134,9 +145,41 @@ def test_the_table_has_every_key_and_says_what_is_set() -> None:
     assert not any(line.is_set for line in lines)
     assert {"learner.collective_timeout_s", "rollout.engine.weight_group_timeout_s"} <= keys
     run = with_deadlines(config, 10**9).deadlines
-    assert {run.forward_s, run.disk_s, run.receipts_s} <= {line.seconds for line in lines if not line.key}
+    others = {run.forward_s, run.disk_s, run.receipts_s, deltas_s(run.sync_s), newer_weights_s(run.step_s, run.sync_s)}
+    assert others | {batch_call_s(run.batch_s)} <= {line.seconds for line in lines if not line.key}
     shown = as_text(table(config.model_copy(update={"deadlines": type(config.deadlines)(sync_s=77.0)}), 10**9)).splitlines()
     assert [line.split()[:3] for line in shown if line.endswith("(set)")] == [["77", "s", "deadlines.sync_s"]]
+
+
+@pytest.mark.parametrize(("tokens", "size"), SCALES)
+def test_what_contains_another_stands_below_it_in_the_table(tokens: int, size: int) -> None:
+    """As their definitions have it; and it is at least as long."""
+    config = run_config(sampling={"max_tokens": tokens})
+    lines = table(config, size)
+
+    def row(key: str) -> int:
+        return [line.key for line in lines].index(key)
+
+    engine, seconds = "rollout.engine.deadlines", [line.seconds for line in lines]
+    at = {line.what.partition(":")[0].partition(",")[0]: i for i, line in enumerate(lines) if not line.key}
+    group, receipts, forward = at["a group"], at["receipts of all workers"], at["forward passes for the batch ahead"]
+    for part, contains in (
+        (row(f"{engine}.generate_s"), group),
+        (group, row("deadlines.batch_s")),
+        (row("deadlines.start_s"), row("deadlines.batch_s")),
+        (receipts, row("deadlines.batch_s")),
+        (row("deadlines.sync_s"), receipts),
+        (row(f"{engine}.update_s"), row("deadlines.sync_s")),
+        (at["what has changed between two versions"], row("deadlines.sync_s")),
+        (row(f"{engine}.start_s"), row("deadlines.start_s")),
+        (row("deadlines.batch_s"), at["the service's answer to the call for a batch"]),
+        (row("deadlines.step_s"), at["weights newer than broadcast ones"]),
+        (row("deadlines.step_s"), forward),
+        (row("deadlines.checkpoint_s"), forward),
+        (row("deadlines.step_s"), row("learner.collective_timeout_s")),
+        (group, row("deadlines.evaluation_s")),
+    ):
+        assert part < contains and seconds[part] <= seconds[contains], (lines[part], lines[contains])
 
 
 def test_explain_prints_the_deadlines_of_the_recipe() -> None:
