@@ -90,7 +90,7 @@ class WeightDeltas:
         if older is None or not any(self._is_far(node) for node in nodes) or self._fruitless >= _FRUITLESS:
             self._steps.clear()
         elif self._steps and not self._steps[-1].making.done():  # one at a time: each keeps two versions in the store
-            log.warning("weights v%d go out whole: what had changed before is still being sought", snapshot.version)
+            log.warning("weights v%d are sent whole: the changes to v%d are still being computed", snapshot.version, older.version)
             abandon(self._steps[-1].making)
             self._steps.clear()
         else:

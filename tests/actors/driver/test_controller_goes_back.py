@@ -103,7 +103,7 @@ def test_a_failure_of_the_pool_takes_the_run_back_once(monkeypatch: pytest.Monke
 
         async def trains(**_: Any) -> None:
             if started == 1:
-                pool.fail(ActorLost("give_up <- trajectory queue: the actor's process is gone"))
+                pool.fail(ActorLost("give_up <- trajectory queue: the actor's process has died"))
                 await asyncio.sleep(60.0)
             run._step, run._is_trained = STEPS, True
 
