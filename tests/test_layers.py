@@ -25,8 +25,7 @@ MAY_IMPORT = {
     "learner": {"learner", "correction"},
     "actors": {"actors", "learner", "rollout", "correction"},
 }
-"""Lines."""
-ENGINES = {"sglang": "rollout", "megatron": "learner", "ray": "actors"}    # each engine has one home
+ENGINES = {"sglang": "rollout", "megatron": "learner", "ray": "actors"}  # each engine has one home
 
 
 def source_files(package: str) -> list[Path]:
