@@ -102,10 +102,6 @@ class Ledger:
         ledger._discarded = queue.discarded - len(queue.unreported)
         return ledger, warning
 
-    def __len__(self) -> int:
-        """Prompts that have left, whose lines are written."""
-        return self._mark.lines + self._mark.aside
-
     def settle(
         self,
         step: int,
