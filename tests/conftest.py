@@ -45,6 +45,7 @@ _RANKS = (
     "tests/learner/test_learner_kept_weights.py",
     "tests/learner/test_learner_layers.py",
     "tests/learner/test_learner_ranks.py",
+    "tests/learner/test_learner_ranks_export.py",
 )
 """Files whose tests share processes for the learner's ranks."""
 
