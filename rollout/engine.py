@@ -125,7 +125,7 @@ class RolloutEngine(UpdatableEngine):
                 of 256 prompt tokens on a CPU that halves the time; SGLang's own n > 1 does the same, but can't be aborted).
             seeds: one for each sample, in [0, 2^63): its tokens then depend on the weights, the prompt and the seed alone, as far as the
                 logits do (with batch_invariant to the last bit). Unset: random ones.
-            topk: most likely tokens to report at each position, with their logprobs, beside the sampled one; see check_topk.
+            topk: most likely tokens to report at each position, with their logprobs, in addition to the sampled one; see check_topk.
             ignore_stop: go on to max_tokens whatever is sampled (for tests and benchmarks).
             begun: what another engine has of each sample (rollout.continuation): whole ones stay as they are, others are continued.
         Returns: a trajectory for each sample, in the order of the seeds, without text and reward; an aborted one carries an error, and

@@ -78,7 +78,7 @@ def test_engines_of_two_gpus_make_room_where_one_has_none() -> None:
     ("workers", "gpus", "said"),
     [
         (1, "H100x8", ["the run asks for 10 GPUs"]),
-        (2, "H100x8x2", ["2 engines of 6 GPUs, each on one node, and beside the learner 2 nodes of 8 x H100 (80 GiB) have room for 1"]),
+        (2, "H100x8x2", ["2 engines of 6 GPUs, each on one node; in addition to the learner 2 nodes of 8 x H100 (80 GiB) have room for 1"]),
         (2, "H100x8x3", []),
     ],
 )
@@ -101,7 +101,7 @@ def test_engines_have_room_on_nodes_not_in_a_sum(workers: int, gpus: str, said: 
         ("rollout.engine.context_length=65536", {}, "fail", "is more than the model's context of 40960", ""),
         ("learner.recompute_activations=false", {}, "fail", "a learner rank needs 108 GiB of its 79.6 GiB", "tensor_parallel=4"),
         ("learner.distributed_optimizer=false", {}, "warn", "keeps the whole optimizer, 45.8 GiB instead of 22.9 GiB", "true"),
-        ("", {"gpus": (18 << 30,)}, "fail", "an engine has 0 MiB for its KV cache beside weights of 15.3 GiB", "context_length"),
+        ("", {"gpus": (18 << 30,)}, "fail", "an engine has 0 MiB for its KV cache in addition to weights of 15.3 GiB", "context_length"),
         ("", {"gpus": (24 << 30,)}, "warn", "fewer than a group's 8 answers", "context_length"),
         ("rollout.gpus_per_worker=0.5 rollout.engine.memory_fraction=0.8", {}, "note", "engine's share of the GPU, 39.8 GiB", "out"),
         (FLOAT8, {"shape": replace(DENSE, model_type="llama")}, "fail", "no engine of llama was seen to take it", "none"),
@@ -115,7 +115,7 @@ def test_engines_have_room_on_nodes_not_in_a_sum(workers: int, gpus: str, said: 
         ("", {"host_bytes": 64 << 30}, "warn", "Ray's object store has about 19.2 GiB", "object-store-memory"),
         ("weight_sync.deltas=true", {}, "warn", "deltas = True in a cluster of this machine alone", "Leave it out"),
         (f"{FAR_DELTAS} {IN_FLOAT32}", {}, "note", "changes has a third of the bytes, not a fiftieth", "Leave it out"),
-        ("", {"host_bytes": 128 << 30}, "warn", "GiB of this machine's 128 GiB beside its GPUs: copy for a checkpoint 122", "more memory"),
+        ("", {"host_bytes": 128 << 30}, "warn", "GiB of this machine's 128 GiB outside its GPUs: copy for a checkpoint 122", "more memory"),
     ],
 )
 def test_a_rule_on_paper(overrides: str, facts: dict[str, Any], severity: str, said: str, setting: str) -> None:
@@ -129,7 +129,8 @@ def test_a_rule_on_paper(overrides: str, facts: dict[str, Any], severity: str, s
         ("", 16, "fail", "a learner rank of 15.2 GiB and an engine of 3.2 GiB (with a KV cache for one", "larger GPU"),
         ("learner.gpus_per_rank=0.4", 24, "note", "shares: a rank needs 0.63 of it, an engine 0.13", "0.64, rollout.gpus_per_worker: 0.36"),
         ("learner.gpus_per_rank=0.4 rollout.gpus_per_worker=0.3 rollout.workers=2", 24, "note", "other shares", "gpus_per_worker: 0.18"),
-        ("rollout.gpus_per_worker=0.12", 24, "fail", "for its KV cache beside weights of 1.11 GiB and 1.87 GiB for context", "raise"),
+        ("rollout.gpus_per_worker=0.12", 24, "fail",
+         "for its KV cache in addition to weights of 1.11 GiB and 1.87 GiB for context", "raise"),
     ],
 )
 def test_a_gpu_that_learner_and_engine_share(overrides: str, gpu: int, severity: str, said: str, setting: str) -> None:
@@ -195,7 +196,8 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
             [node(offered_gpus=5.0), node(name="b", offered_gpus=7.0)],
             "rollout.engine.tensor_parallel=4 rollout.workers=2",
             "fail",
-            "2 engines of 4 GPUs each (rollout.engine.tensor_parallel) beside the learner, each on one node, and there is room for 1: GPUs",
+            "2 engines of 4 GPUs each (rollout.engine.tensor_parallel) in addition to the learner, each on one node, and there is room "
+            "for 1: GPUs",
         ),
         ([node()], "rollout.engine.tensor_parallel=2", "fail", "the run asks for 12 GPUs, and Ray has 8: 4 ranks x 1, 4 workers x 2"),
         (

@@ -41,7 +41,7 @@ def test_a_call_that_is_late_is_made_again_if_all_answer_by_then(monkeypatch: py
     assert asked(Part(ALIVE)) == "settled" and len(told) == 2 and "answers again" in told[0]
     for part in (Part("silent"), Part(GONE)):  # lost from here on: one that answers again a moment later would end the run
         pauses[:] = [1.0]
-        with pytest.raises(ActorLost, match=r"^advance: not done.*queue answered nothing"):
+        with pytest.raises(ActorLost, match=r"^advance: not done.*queue gave no answer"):
             asked(part)
     assert len(told) == 2
 

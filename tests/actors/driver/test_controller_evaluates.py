@@ -22,8 +22,8 @@ def test_an_evaluation_beside_training_has_a_name_and_an_end() -> None:
         await asyncio.wait_for(run._evaluations.finished(), 10.0)
         await asyncio.sleep(0)
         *notices, failure = observer.events
-        assert all(notice.endswith("s for evaluation beside step 3, weights v2 <- rollout workers") for notice in notices) and notices
-        assert "evaluation beside step 3, weights v2 <- rollout workers: not done in 0 s" in failure
+        assert all(notice.endswith("s for evaluation during step 3, weights v2 <- rollout workers") for notice in notices) and notices
+        assert "evaluation during step 3, weights v2 <- rollout workers: not done in 0 s" in failure
 
     asyncio.run(scenario())
 
@@ -35,7 +35,7 @@ def test_the_last_evaluation_waits_for_the_one_beside_it_and_has_an_end_of_its_o
         run._evaluations.begin_if_due(run._step, run._version)
         assert await asyncio.wait_for(run._evaluations.whole("after training", 2, 2, run._sync), 10.0) is None, "the run goes on without it"
         assert observer.events[-1].startswith("left out: evaluation after training, weights v2 <- rollout workers: not done")
-        assert any("an evaluation beside training failed" in event for event in observer.events)
+        assert any("an evaluation during training failed" in event for event in observer.events)
 
     asyncio.run(scenario())
 
