@@ -75,7 +75,7 @@ class Ledger:
     ) -> tuple[Ledger, str | None]:
         """Go on from a checkpoint; lines of later steps are taken back.
 
-        Returns: the ledger, and what is to be said of a file that is not what the checkpoint knows; it is set aside then.
+        Returns: the ledger, and a warning if the file is not as the checkpoint has it; it is set aside then. None: it is.
         Raises: LedgerError if the checkpoint is out of balance.
         """
         mark = mark or LedgerMark()

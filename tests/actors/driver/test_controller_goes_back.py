@@ -78,7 +78,7 @@ def test_fruitless_steps_are_counted_anew(monkeypatch: pytest.MonkeyPatch) -> No
         await run._go_back(["trajectory queue"], ActorLost("gone"))
         for step in (3, 4, 5):
             empty_step(run, step)
-        with pytest.raises(DataError, match="nothing was learned in 4 steps in a row, to step 6"):
+        with pytest.raises(DataError, match="nothing was learned in 4 steps in a row, up to step 6"):
             empty_step(run, 6)
 
     playing(scenario)
