@@ -40,7 +40,7 @@ class ActorInfo:
     target: str
     """host:port of its Prometheus endpoint."""
     detail: str = ""
-    """What a person should know of it besides."""
+    """What else a person should know of it."""
     node: str = ""
     """Id of its node; empty: not known."""
 

@@ -59,12 +59,12 @@ class WeightSyncConfig(Settings):
     """object_store: each node reads the learner's copy from Ray's object store. broadcast: torch.distributed, from the learner's rank 0 to
     all engines at once (NCCL on GPUs, gloo on CPUs); when engines come or go, versions take the object store until the group is rebuilt."""
     every_steps: PositiveInt = 1
-    """Steps from one version that the engines get to the next; evaluated ones go out besides. Fewer pauses, and tokens that are older by up
+    """Steps from one version that the engines get to the next; evaluated ones go out too. Fewer pauses, and tokens that are older by up
     to every_steps - 1 versions, which max_staleness has to allow."""
     bucket_bytes: PositiveInt = 256 << 20
     """Weights travel in buckets of about this many bytes."""
     deltas: bool = False
-    """Nodes beside the learner's fetch what an update has changed, compressed (about 2 % of the bytes in bfloat16 at usual learning rates),
+    """Nodes without the learner fetch what an update has changed, compressed (about 2 % of the bytes in bfloat16 at usual learning rates),
     and make the new weights of those that they hold: for thin networks. Their object stores hold two versions then, the learner's three.
     Not for broadcasts."""
     max_probe_difference: PositiveFloat | None = None
@@ -83,7 +83,7 @@ class WeightSyncConfig(Settings):
 
 
 class EvaluationConfig(AnswerSampling):
-    """Held-out accuracy, beside training; answers may be sampled otherwise than in training."""
+    """Held-out accuracy, measured during training; answers may be sampled otherwise than in training."""
 
     every_steps: int = Field(default=0, ge=0)
     """Evaluate after every so many steps, without stopping training; 0: before the first and after the last step only."""
@@ -176,11 +176,11 @@ class EarlyWarningConfig(Settings):
     tighten_factor: float = Field(default=0.5, gt=0, lt=1)
     """For tighten: bounds on ratios are raised to this power (0.5: 2 becomes 1.41), clips and divergences are multiplied by it."""
     detailed: bool = True
-    """Quantiles and numbers by probability too, which show where a symptom sits. They sort the batch's tokens, beside training."""
+    """Quantiles and numbers by probability too, which show where a symptom sits. They sort the batch's tokens, while training goes on."""
     split_every: int = Field(default=0, ge=0)
     """Batches after which the gap of stale tokens is split exactly into mismatch and staleness, on a sample scored at the weights that
     sampled it; 0: never. Every rank copies its weights of the max_staleness versions before to host memory, and loads each again on its
-    device beside the present ones. Time: a forward pass over 16 trajectories for each version, for which the learner waits."""
+    device in addition to the present ones. Time: a forward pass over 16 trajectories for each version, for which the learner waits."""
     thresholds: MonitorConfig = Field(default_factory=MonitorConfig)
     """From when on a change is a watch or an alarm."""
 

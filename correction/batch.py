@@ -251,7 +251,7 @@ class CorrectedBatch:
         return replace(self, batch=self.batch.holding(read))
 
     def to_padded(self, attention_mask: Tensor) -> dict[str, Tensor]:
-        """The decisions as padded tensors [B, T], beside those that a trainer has: importance_weights, keep_mask, token_scale.
+        """The decisions as padded tensors [B, T], in addition to those that a trainer has: importance_weights, keep_mask, token_scale.
 
         Args:
             attention_mask: [B, T], the one that the batch was made with.

@@ -29,7 +29,8 @@ def token_coefficients(
     """
     if config.entropy_coefficient > 0:
         raise ConfigError(
-            "token_coefficients: an entropy bonus has a gradient beside the logprobs'. Set entropy_coefficient: 0 and add your own."
+            "token_coefficients: an entropy bonus has a gradient of its own, which coefficients of logprobs can't carry. "
+            "Set entropy_coefficient: 0 and add your own."
         )
     leaf = target_logprobs.detach().requires_grad_()
     with torch.enable_grad():

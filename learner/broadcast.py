@@ -1,7 +1,7 @@
 """Weights by torch.distributed broadcast: the learner is rank 0 of a group of its own with the engines.
 
-SGLang joins such a group with a store at tcp://host:port and a group name; the learner must build its side the same way, beside its own
-default group. A bucket is one broadcast, of bytes: of 18,867 tensors of a mixture of experts each would be a call otherwise.
+SGLang joins such a group with a store at tcp://host:port and a group name; the learner must build its side the same way, in addition to its
+own default group. A bucket is one broadcast, of bytes: of 18,867 tensors of a mixture of experts each would be a call otherwise.
 
 A broadcast runs in a thread with a deadline: a collective that never ends must not take the learner with it. Gloo's call returns when the
 bucket is sent. NCCL's returns when the GPU has been told to send it, so that what has become of it is asked until it is done, and a group

@@ -4,8 +4,9 @@
     <folder>/rank-<r>.safetensors    rank r's part of weights, master weights and Adam's averages
     <folder>/random-<r>.safetensors  random generators of rank r
 
-Each rank copies what it has and goes on training, while a thread writes the copy beside its place, flushes it to disk and renames it. The
-folder is complete when the manifest and every rank's file are there: a kill at any moment leaves earlier checkpoints as they were.
+Each rank copies what it has and goes on training, while a thread writes the copy to a temporary file, flushes it to disk and
+renames it. The folder is complete when the manifest and every rank's file are there: a kill at any moment leaves earlier checkpoints as
+they were.
 
 A tensor's name is kind/part/start/parameter: the tensor-parallel part that it belongs to, the first of its elements in that part laid flat
 (the distributed optimizer cuts anywhere), and the first Hugging Face tensor of the parameter. With the same layout a run continues bit for

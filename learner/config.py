@@ -44,7 +44,7 @@ class LearnerConfig(DerivedSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where a rank computes; auto is cuda where this machine, or the cluster of ray.address, has a GPU."""
     gpus_per_rank: float = Field(default=1.0, gt=0, le=1)
-    """Share of a GPU that a rank asks for, and the share of its memory that it may take. Below 1 an engine fits beside it."""
+    """Share of a GPU that a rank asks for, and the share of its memory that it may take. Below 1 an engine fits on the same GPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and activations; auto is bfloat16 on a GPU and float32 on a CPU. In half precision the optimizer keeps float32 master
     weights. float16 has eight times bfloat16's precision and little range: the loss is multiplied by a scale that adapts, and updates whose
@@ -95,7 +95,7 @@ class LearnerConfig(DerivedSettings):
     shared_prompts: bool = True
     """Compute the prompt of a group once for all its answers; not on GPUs in half precision."""
     moe_aux_loss_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of Megatron's load-balancing loss, of each micro-batch's routing, beside the loss of a mixture of experts; 0: none."""
+    """Weight of Megatron's load-balancing loss, of each micro-batch's routing, in the loss of a mixture of experts; 0: none."""
     routing_replay: Literal["none", "rollout", "recompute"] = "none"
     """Experts of a mixture of experts that tokens are sent to in proximal forward and training: the learner's own choice each time; the
     engine's while it sampled (rollout, R3); or in training that of the proximal forward (recompute, R2)."""

@@ -112,7 +112,7 @@ _TORCH_CUDA_ON_CPU = _TorchCudaOnCpu()
 
 
 class _MegatronLoader(SourceFileLoader):
-    """Compiles the re-targeted source, and keeps the byte code beside the package's own under another name.
+    """Compiles the re-targeted source, and keeps the byte code next to the package's own, under another name.
 
     A process imports some 175 modules; compiling them takes a second of its three.
     """
@@ -127,7 +127,7 @@ class _MegatronLoader(SourceFileLoader):
                 return code
         code = compile(_re_targeted(decode_source(data)), path, "exec", dont_inherit=True)
         if not sys.dont_write_bytecode:
-            self.set_data(kept, header + marshal.dumps(code))  # written beside, then renamed; a folder that is read-only stays as it is
+            self.set_data(kept, header + marshal.dumps(code))  # written whole, then renamed; a folder that is read-only stays as it is
         return code
 
     def exec_module(self, module: ModuleType) -> None:

@@ -116,7 +116,7 @@ def hf_folder_of_copies(
 def write_hf_folder(weights: Iterable[tuple[str, Tensor]], side_files: Mapping[str, bytes], target: str | os.PathLike[str]) -> None:
     """A folder of these weights and what else belongs to a model (hf_folder.side_files).
 
-    The files are written beside the target and put in place when all of them are complete.
+    The files are written next to the target and put in place when all of them are complete.
     """
     target = Path(target)
     partial = target.with_name(f".{target.name}.partial")

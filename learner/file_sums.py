@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: size and checksum of every file in it, written when all of them are, and verified before any is read.
 
 XXH3 (64 bits) finds what disks, networks and interrupted copies do to files, at several GB/s; it is no protection against forgery. Who
-writes a large file leaves its sum beside it (`leave_sum`), so that nobody else has to read it again for the manifest.
+writes a large file leaves its sum in a file next to it (`leave_sum`), so that nobody else has to read it again for the manifest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def sum_of(path: Path) -> dict[str, Any]:
 
 
 def leave_sum(path: Path) -> None:
-    """Write a file's sum beside it, for `seal`; whoever has just written the file reads it back from memory."""
+    """Write a file's sum to a file next to it, for `seal`; whoever has just written the file reads it back from memory."""
     path.with_name(path.name + _LEFT).write_text(json.dumps(sum_of(path)))
 
 

@@ -71,7 +71,7 @@ class ModelFamily:
     """Models of it, for a reader."""
     rules: tuple[Rule, ...]
     optional_rules: Mapping[str, tuple[Rule, ...]] = field(default_factory=dict)
-    """By an option of config.json: what there is besides, unless it is false."""
+    """What an option of config.json adds, unless it is false, by the name of the option."""
     supports: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Options of config.json with the values that can be trained, where these are not those of families.SUPPORTED."""
     experts: ExpertOptions | None = None

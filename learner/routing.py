@@ -9,7 +9,7 @@ probabilities of those experts, and the gradient through them.
 A choice is [rows, layers, k] of expert numbers in the smallest integer type, `routed_experts` of a PackedBatch; row j belongs to the
 forward pass that reads token j, so that the last token of a sequence has none.
 Source: Ma et al. (2025), "Stabilizing MoE reinforcement learning by aligning training and inference routers" (R3); Zheng et al. (2025),
-"Stabilizing reinforcement learning with LLMs: formulation and practices" (R2 beside R3).
+"Stabilizing reinforcement learning with LLMs: formulation and practices" (R2 compared with R3).
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ class AnswerSampling(Settings):
     """
 
     samples: int = Field(default=1, ge=1, le=10**4)
-    """Answers to each question; more than one give pass@k beside the mean, and need a temperature above 0."""
+    """Answers to each question; more than one give pass@k in addition to the mean, and need a temperature above 0."""
     temperature: float = Field(default=0.0, ge=0.0, le=100.0)
     """Sampling temperature of the answers; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -321,7 +321,7 @@ class RolloutConfig(PoolSizeConfig):
     """What happens to a prompt."""
 
     gpus_per_worker: PositiveFloat = Field(default=1.0, le=1)
-    """Share of a GPU that a worker asks for; below 1 a learner's rank, or another worker, fits beside it. On a CPU it has no meaning; with
+    """Share of a GPU that a worker asks for; below 1 a learner's rank, or another worker, fits on it too. On a CPU it has no meaning; with
     engine.tensor_parallel it is 1, for each rank."""
     slots: PositiveInt | None = None
     """Groups that a worker has under way at most; it takes the next one when one is finished. Unset: twice as many as

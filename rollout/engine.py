@@ -127,7 +127,7 @@ class RolloutEngine(UpdatableEngine):
                 of 256 prompt tokens on a CPU that halves the time; SGLang's own n > 1 does the same, but can't be aborted).
             seeds: one for each sample, in [0, 2^63): its tokens then depend on the weights, the prompt and the seed alone, as far as the
                 logits do (with batch_invariant to the last bit). Unset: random ones.
-            topk: most likely tokens to report at each position, with their logprobs, beside the sampled one; see check_topk.
+            topk: most likely tokens to report at each position, with their logprobs, in addition to the sampled one; see check_topk.
             has_routes: report routed experts, if the engine was started for them; False for answers that nothing is trained on.
             ignore_stop: go on to max_tokens whatever is sampled (for tests and benchmarks).
             begun: what another engine has of each sample (rollout.continuation): whole ones stay as they are, others are continued.

@@ -139,7 +139,7 @@ def _is_free(port: int) -> bool:
 
 
 def environment_of_ranks(ranks: int, processors: Sequence[int]) -> dict[str, str]:
-    """Variables of an engine's processes when there are several.
+    """Environment variables of an engine's processes, when it has several ranks.
 
     Args: processors: of the machine, that the engine may use; none on GPUs.
     """

@@ -111,7 +111,7 @@ class SchedulerProbe:
 
 
 def processor_seconds(pids: Iterable[int]) -> list[float]:
-    """Used by each of these processes so far; 0 by one that is gone."""
+    """Seconds of processor time that each of these processes has used so far; 0 for one that has ended."""
     found = []
     for pid in pids:
         found.append(0.0)

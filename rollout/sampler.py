@@ -162,7 +162,7 @@ class Sampler:
 
 
 def sample_seed(run_seed: int, prompt_id: str, index: int) -> int:
-    """Seed of the index-th sample of a prompt, in [0, 2^63). A prompt's id holds its epoch: another seed when it comes again."""
+    """Seed of the index-th sample of a prompt, in [0, 2^63). The id includes the epoch, so that a prompt has another seed in each."""
     digest = hashlib.blake2b(f"{run_seed}/{prompt_id}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

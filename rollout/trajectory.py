@@ -151,7 +151,7 @@ class _Answer:
 
     @property
     def is_valid(self) -> bool:
-        """Scored and complete: takes part in baseline and loss."""
+        """Whether it is scored and complete, so that it takes part in baseline and loss."""
         return self.error is None and self.reward is not None and self.response_tokens > 0
 
     @property
@@ -259,7 +259,7 @@ class _Answers(Generic[A]):
 
     @property
     def is_trainable(self) -> bool:
-        """It can be its own baseline: at least two valid trajectories."""
+        """Whether it can be its own baseline: it has at least two valid trajectories."""
         return len(self.valid) >= 2
 
     @property
@@ -296,14 +296,14 @@ class GroupFacts(_Answers[AnswerFacts]):
             )
             for one in self.trajectories
         ]
-        beside = self.admitted_version, self.generate_s, self.reward_s, self.wide_bytes
-        return _group_facts, (self.group_id, self.prompt_id, answers, *beside)
+        rest = self.admitted_version, self.generate_s, self.reward_s, self.wide_bytes
+        return _group_facts, (self.group_id, self.prompt_id, answers, *rest)
 
 
-def _group_facts(group_id: int, prompt_id: str, answers: list[tuple[Any, ...]], *beside: Any) -> GroupFacts:
+def _group_facts(group_id: int, prompt_id: str, answers: list[tuple[Any, ...]], *rest: Any) -> GroupFacts:
     """What GroupFacts.__reduce__ has taken apart."""
     of_answers = (AnswerFacts(tokens, tuple([VersionSpan(*span) for span in spans]), *others) for tokens, spans, *others in answers)
-    return GroupFacts(group_id, prompt_id, tuple(of_answers), *beside)
+    return GroupFacts(group_id, prompt_id, tuple(of_answers), *rest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,11 +79,6 @@ class UpdatableEngine:
         """Version of the weights that the next request is sampled with."""
         return self._version
 
-    @property
-    def is_healthy(self) -> bool:
-        """Neither dirty nor lost."""
-        return self._process.is_alive and self._dirty is None
-
     async def weight_specs(self) -> dict[str, WeightSpec]:
         """Every tensor that the engine holds, by Hugging Face name, whole; asked once, they don't change."""
         if self._specs is None:

@@ -45,6 +45,7 @@ _RANKS = (
     "tests/learner/test_learner_kept_weights.py",
     "tests/learner/test_learner_layers.py",
     "tests/learner/test_learner_ranks.py",
+    "tests/learner/test_learner_ranks_export.py",
 )
 """Files whose tests share processes for the learner's ranks."""
 
@@ -183,9 +184,11 @@ def shared_engine(tiny_model: Path, engine_loop: BackgroundLoop) -> Iterator[Any
 @pytest.fixture
 def engine(shared_engine: Any, engine_loop: BackgroundLoop, tiny_model: Path) -> Iterator[Any]:
     """The shared engine; when a test has changed its weights, those of `tiny_model` come back under a new version."""
+    from tests.rollout.engine_scene import is_healthy
+
     version = shared_engine.version
     yield shared_engine
-    if shared_engine.version != version or not shared_engine.is_healthy:
+    if shared_engine.version != version or not is_healthy(shared_engine):
         from safetensors.torch import load_file
 
         from correction.engines.weight_bucket import WeightBucket

@@ -200,8 +200,8 @@ def check_ray(settings: RayConfig) -> None:
         host, _, port = settings.address.removeprefix("ray://").rpartition(":")
         if settings.address != "auto" and not (host and port.isdigit()):
             raise ConfigError(
-                f"ray.address = {settings.address!r}: that is no HOST:PORT, nor auto, for the cluster that this machine is part of. "
-                "Leave it empty for a private one"
+                f"ray.address = {settings.address!r}: it is neither HOST:PORT nor auto, which is the cluster that this machine is part of. "
+                "Leave it empty for a private cluster"
             )
         try:
             check_listening(settings.address)
@@ -219,8 +219,8 @@ def check_ray(settings: RayConfig) -> None:
         )
 
 
-def beside_the_driver(actor: type, *, max_concurrency: int, environment: Mapping[str, str] | None = None) -> Any:
-    """A HeartbeatActor, to be started on the driver's node: a rollout node may leave, and must not take the run's state along."""
+def on_drivers_node(actor: type, *, max_concurrency: int, environment: Mapping[str, str] | None = None) -> Any:
+    """A HeartbeatActor, to be started on the driver's node: a rollout node may leave, and must not take the run's state with it."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     variables = {"env_vars": dict(environment or {})}
     made = ray.remote(concurrency_groups=GROUPS)(actor)  # type: ignore[call-overload]
@@ -231,7 +231,7 @@ def lower_priority(actor: Any) -> None:
     """Have an actor, and what it starts from now on, leave a core to the learner's ranks when they want one.
 
     On a machine with few cores the learner is what a step waits for, and whoever shares a core with it delays the whole run: at equal
-    priority a training step of the nano recipe took a sixth longer beside the rollouts than alone. On a cluster that was started elsewhere
+    priority a training step of the nano recipe took a sixth longer with rollouts than alone. On a cluster that was started elsewhere
     actors are at Ray's 15 already, which leaves little room; start its nodes with RAY_worker_niceness=0 if learner and rollouts share one.
     """
     actor.__ray_call__.remote(_raise_niceness)

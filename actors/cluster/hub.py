@@ -183,7 +183,7 @@ def _in_words(name: HubName) -> Iterator[None]:
         text = f"{model}: its owner asks for an agreement. Accept it at {at}/{name.repository} and {token}"
         raise DataError(text) from error
     except errors.RepositoryNotFoundError as error:
-        raise DataError(f"{model}: {at} has no such model, or a private one. Correct the name, or {token}") from error
+        raise DataError(f"{model}: {at} has no such model, or it is private. Correct the name, or {token}") from error
     except errors.RevisionNotFoundError as error:
         text = f"{model}: it has no revision {name.revision}; take a branch, a tag or a commit of {at}/{name.repository}"
         raise DataError(text) from error
@@ -191,16 +191,16 @@ def _in_words(name: HubName) -> Iterator[None]:
         if constants.HF_HUB_OFFLINE:
             reason, remedy = "offline mode is on (HF_HUB_OFFLINE)", f"hf download {name.repository} where there is a network"
         else:
-            reason, remedy = f"{at} can't be reached", "Try again (whole files of a download stay), or set model to a folder that has it"
-        raise DataError(f"{model}: not whole in the cache, {constants.HF_HUB_CACHE}, and {reason}. {remedy}") from error
+            reason, remedy = f"{at} can't be reached", "Try again (files that are complete are kept), or set model to a folder that has it"
+        raise DataError(f"{model}: not complete in the cache, {constants.HF_HUB_CACHE}, and {reason}. {remedy}") from error
     except httpx.HTTPError as error:  # errors.HfHubHTTPError too
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"{model}: not whole in the cache, {constants.HF_HUB_CACHE}, and {at} doesn't give it ({reason}). Try again: whole files of a "
-            "download stay; if the cache is known to be whole, set HF_HUB_OFFLINE=1"
+            f"{model}: not complete in the cache, {constants.HF_HUB_CACHE}, and {at} doesn't provide it ({reason}). Try again: files "
+            "that are complete are kept; if you know that the cache is complete, set HF_HUB_OFFLINE=1"
         ) from error
     except errors.HFValidationError as error:
-        raise DataError(f"{model}: no name of the hub ({error})") from error
+        raise DataError(f"{model}: not a name that the hub allows ({error})") from error
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -72,7 +72,7 @@ async def reserve(run: RunConfig) -> RankPlaces:
 async def on_their_nodes(
     places: RankPlaces, function: Callable[..., T], *arguments: Any, what: str, limits: DeadlinesConfig, bundles: int | None = None
 ) -> list[T]:
-    """Call a function once for each bundle, on its node, beside the ranks. Returns: what it returned, by bundle.
+    """Call a function once for each bundle, on its node, while the ranks run. Returns: what it returned, by bundle.
 
     Args:
         what: that the nodes do, for messages.

@@ -55,12 +55,12 @@ def require_authentication(settings: RayConfig) -> None:
     try:
         asks_for_token = ray.get(ray.remote(num_cpus=0)(_asks_for_token).remote(), timeout=_ASKED_S)
     except ray.exceptions.RayError as error:
-        raise EngineError(f"ray.address = {settings.address}: joined, but a first task failed there: {type(error).__name__}") from error
+        raise EngineError(f"ray.address = {settings.address}: joined, but the first task failed there: {type(error).__name__}") from error
     if not asks_for_token:
         raise ConfigError(
-            f"ray.address = {settings.address}: that cluster asks nobody for a token, so whoever reaches it can run code as you. "
+            f"ray.address = {settings.address}: that cluster doesn't ask for a token, so whoever reaches it can run code as you. "
             "Start it with RAY_AUTH_MODE=token on every node (deploy/README.md), or, if its network is closed, "
-            "say ray.allow_unauthenticated=true"
+            "set ray.allow_unauthenticated=true"
         )
 
 

@@ -10,7 +10,7 @@ from typing import TextIO
 
 
 def quiet() -> None:
-    """Of this process, and of those that it starts."""
+    """Silence warnings and the logs of libraries, in this process and in those that it starts."""
     warnings.filterwarnings("ignore")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of child processes
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -228,8 +228,9 @@ def filter_rows(
 ) -> None:
     """Keep the training questions that a model solves now and then, as rows that a recipe can train on.
 
-    What it never solves carries no gradient, and what it always solves none either. Answers are sampled as in training. Beside the output
-    stands a record of every question asked (OUTPUT.asked.jsonl): started again, it goes on from there, or applies other bounds at once.
+    What it never solves carries no gradient, and what it always solves none either. Answers are sampled as in training. A record
+    of every question asked stands next to the output (OUTPUT.asked.jsonl): started again, it goes on from there, or applies other bounds at
+    once.
     """
     if output is None or output.suffix != ".jsonl":
         raise ConfigError(f"evenkeel filter needs --output, a file that ends in .jsonl{'' if output is None else f'; {output} does not'}")

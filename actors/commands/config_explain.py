@@ -74,7 +74,7 @@ def explain(model_class: type[BaseModel], section: str = "") -> str:
     blocks = []
     for line in shown:
         if line.variant == (line.path.rpartition(".")[2], line.default):
-            continue    # the tag itself, which stands beside the section's name
+            continue  # the tag itself, which is on the line of the section's name
         when = f"   [{line.variant}]" if line.variant else ""
         head = f"{line.path}: {line.type} = {line.default}"
         head = f"\n{head}" if line.is_section else head

@@ -17,7 +17,10 @@ _EXAMPLES = ((256, 10**9), (32_768, 60 * 10**9))
 
 
 def explained(config: RunConfig | None, section: str) -> str:
-    """Every key, or those of a section; with the deadlines of a recipe, or of two examples. Raises: ConfigError for an unknown section."""
+    """All keys, or those of a section, explained; with the deadlines of the recipe, or of two examples if there is none.
+
+    Raises: ConfigError for an unknown section.
+    """
     keys = explain(RunConfig, section)
     if section and section.split(".")[0] != "deadlines":
         return keys

@@ -103,12 +103,12 @@ def _measured(config: RunConfig) -> list[Complaint]:
     return in_the_deep(found, config)
 
 
-def _of_run(folder: Path, beside: list[str]) -> str:
+def _of_run(folder: Path, overrides: list[str]) -> str:
     from actors.record.run_doctor import diagnose, page
     from actors.record.run_folder import RunFolder
 
-    if beside:
-        raise ConfigError(f"{folder}: a run's folder has its recipe; leave out {' '.join(beside)}")
+    if overrides:
+        raise ConfigError(f"{folder}: a run's folder has its recipe; leave out {' '.join(overrides)}")
     return page(diagnose(RunFolder.view(folder)))
 
 

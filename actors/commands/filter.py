@@ -78,7 +78,7 @@ def filter_questions(config: RunConfig, output: Path, bounds: Bounds, *, questio
     """Ask the recipe's model its training questions, and write those within the bounds as rows.
 
     Args:
-        output: .jsonl file; beside it a record is kept of every question that was asked, from which a later call goes on.
+        output: .jsonl file; next to it a record is kept of every question that was asked, from which a later call goes on.
         questions: how many, distinct by text; None: all that there are.
     Returns: what came of each question, in the order of the training stream.
     Raises: ConfigError, DataError, EngineError; what was asked by then is on record.
@@ -200,9 +200,9 @@ def _held_out_path(output: Path) -> Path:
 
 
 def _write(output: Path, rows: list[dict[str, Any]]) -> None:
-    beside = output.with_name(f".{os.getpid()}.{output.name}")
-    beside.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows), encoding="utf-8")
-    beside.replace(output)
+    temporary = output.with_name(f".{os.getpid()}.{output.name}")
+    temporary.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows), encoding="utf-8")
+    temporary.replace(output)
 
 
 def _say_outcome(asked: list[Asked], kept: int, output: Path, config: RunConfig, bounds: Bounds, say: Callable[[str], None]) -> None:

@@ -69,7 +69,7 @@ def sections(plan: RunPlan, config: RunConfig) -> dict[str, list[tuple[str, str]
         "deadlines that follow": [
             (f"{line.seconds:,.0f} s", f"{line.key}: {line.what}" if line.key else line.what) for line in plan.deadlines
         ],
-        "beside the GPUs": [
+        "outside the GPUs": [
             ("object store", f"{gib(plan.moved.store)}: {versions_text(config)} and two batches of {gib(plan.moved.batch)} each at most"),
             ("checkpoint", f"{gib(plan.moved.checkpoint)}; {config.checkpoint.keep} are kept"),
         ],
@@ -105,7 +105,7 @@ def _of_engine(plan: RunPlan, config: RunConfig) -> list[tuple[str, str]]:
     return [
         ("weights", gib(engine.weights) + each),
         ("KV cache", f"{gib(max(0, engine.cache))}{each}: {engine.tokens:,} tokens"),
-        ("beside them", f"{gib(engine.beside)} for context, activations, graphs and sampler"),
+        ("in addition", f"{gib(engine.outside_cache)} for context, activations, graphs and sampler"),
         ("requests", f"{engine.longest_requests} of {engine.request_tokens:,} tokens; {most} at most"),
     ]
 
@@ -125,12 +125,14 @@ def _of_version(plan: RunPlan) -> list[tuple[str, str]]:
 
 def in_numbers(plan: RunPlan) -> dict[str, Any]:
     """For programs; bytes and seconds."""
+    engine = asdict(plan.engine)
+    engine["beside"] = engine.pop("outside_cache")  # programs know the field by this key
     return {
         "gpus": str(plan.gpus),
         "parameters": plan.parameters,
         "tensors": plan.tensors,
         "rank": {**asdict(plan.rank), "reserve": RESERVE, "total": plan.rank.total + RESERVE} if plan.rank else None,
-        "engine": {**asdict(plan.engine), "tokens": plan.engine.tokens, "longest_requests": plan.engine.longest_requests},
+        "engine": {**engine, "tokens": plan.engine.tokens, "longest_requests": plan.engine.longest_requests},
         "traffic": asdict(plan.moved),
         "hosts": [{"node": one.node, "total": one.total, "parts": one.parts} for one in plan.hosts],
         "layouts": [{"layout": str(one), "bytes": one.memory.total + RESERVE, "fits": one.fits} for one in plan.layouts],

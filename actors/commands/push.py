@@ -28,7 +28,7 @@ def push(
     """Push the best checkpoint of a run to the Hugging Face hub: weights, config, tokenizer, and a model card if there is none.
 
     Best is the checkpoint with the highest held-out accuracy (the lower end of its interval); if none was evaluated, the newest. Log in
-    before (hf auth login), or set HF_TOKEN. What is there already isn't sent again, so that a push that broke off goes on.
+    first (hf auth login), or set HF_TOKEN. Files that are there already are not sent again: repeat a push that was interrupted.
     """
     if _REPOSITORY.fullmatch(repository) is None:
         raise ConfigError(f"evenkeel push: {repository} is no name of a repository; write ORGANISATION/NAME")

@@ -31,7 +31,7 @@ Model = TypeVar("Model", bound=BaseModel)
 def load_config(model_class: type[Model], recipe: Path | None, overrides: Sequence[str] = ()) -> Model:
     """A recipe with overrides on top, validated.
 
-    Where an override changes the kind of a tagged union, the recipe's keys beside it belong to another variant and go.
+    Where an override changes the kind of a tagged union, the recipe's other keys of that section belong to another variant and go.
     Args:
         model_class: what the configuration has to be.
         recipe: YAML file; None: overrides and defaults alone.

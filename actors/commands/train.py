@@ -221,14 +221,14 @@ def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer, mod
 def _run_controller(controller: Controller) -> RunSummary:
     """Raises: Interrupted if a signal has ended it at once."""
     try:
-        return asyncio.run(_beside_daemons(controller))
+        return asyncio.run(_run_with_daemon_threads(controller))
     except asyncio.CancelledError:
         if controller.ended_by is None:
             raise
         raise interrupts.Interrupted(controller.ended_by) from None
 
 
-async def _beside_daemons(controller: Controller) -> RunSummary:
+async def _run_with_daemon_threads(controller: Controller) -> RunSummary:
     """Threads of the run that hang, on its disk above all, don't keep it from its end."""
     asyncio.get_running_loop().set_default_executor(DaemonThreads())
     return await controller.run()

@@ -56,7 +56,7 @@ class ClusterFile:
     kinds: tuple[NodeKind, ...]
     """The head's node first."""
     most_nodes: int | None
-    """Largest number of nodes beside the head, of all types; None: no bound."""
+    """Largest number of nodes in addition to the head, of all types; None: no bound."""
     starts: tuple[str, ...]
     """The commands that start Ray."""
     is_fixed: bool
@@ -134,7 +134,7 @@ def units_for_all_workers(cluster: ClusterFile, config: RunConfig) -> Iterator[C
         yield Complaint("warn", f"{asked}, and the nodes of {cluster.path} offer {placed} at most: the others wait", "Add nodes")
 
 
-def gpus_beside_the_units(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:
+def units_have_their_gpus(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:
     if config.rollout.engine.resolved_device != "cuda":
         return
     share, ranks = config.rollout.gpus_per_worker, config.rollout.engine.tensor_parallel
@@ -190,8 +190,8 @@ def gpus_for_everybody(cluster: ClusterFile, config: RunConfig) -> Iterator[Comp
         if (room := room_for_engines(nodes, config)) < rollout.most_workers:
             yield Complaint(
                 "warn",
-                f"{rollout.most_workers} workers have an engine of {rollout.engine.tensor_parallel} GPUs, each on one node, and beside the "
-                f"learner {cluster.path} has room for {room} of them: workers wait",
+                f"{rollout.most_workers} workers have an engine of {rollout.engine.tensor_parallel} GPUs, each on one node; in addition "
+                f"to the learner {cluster.path} has room for {room} of them: workers wait",
                 "Add nodes, or lower rollout.engine.tensor_parallel",
             )
 
@@ -201,7 +201,7 @@ def bounds_of_all_nodes(cluster: ClusterFile, config: RunConfig) -> Iterator[Com
     if (most := cluster.most_nodes) is not None and most < together:
         yield Complaint(
             "warn",
-            f"{cluster.path}: max_workers = {most} for all nodes beside the head, and their kinds may have {together} together",
+            f"{cluster.path}: max_workers = {most} for all nodes but the head, and their kinds may have {together} together",
             f"Set max_workers: {together}",
         )
 
@@ -227,7 +227,7 @@ def token_on_all_nodes(cluster: ClusterFile, config: RunConfig) -> Iterator[Comp
 
 RULES: tuple[Rule, ...] = (
     units_for_all_workers,
-    gpus_beside_the_units,
+    units_have_their_gpus,
     engines_inside_nodes,
     gpus_for_everybody,
     bounds_of_all_nodes,

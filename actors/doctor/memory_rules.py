@@ -16,14 +16,14 @@ from actors.plan.layouts import layouts, obstacles
 from actors.plan.learner_memory import RESERVE, rank_memory
 from actors.plan.shape import ModelShape
 from actors.settings.devices import workers_asked
-from correction.engines.gpu_share import beside_the_cache
+from correction.engines.gpu_share import outside_cache
 
 _MORE_ROOM = (
     "Raise learner.tensor_parallel or pipeline_parallel, set learner.recompute_activations: true, lower rollout.engine.context_length and "
     "rollout.sampling.max_tokens, or use larger GPUs"
 )
 _SURELY_TOO_LITTLE = 0.5
-"""Share of what an engine is estimated to need beside its cache."""
+"""Share of what an engine is estimated to need outside its cache."""
 
 
 def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Iterator[Complaint]:
@@ -57,9 +57,9 @@ def engine_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) ->
     if memory.longest_requests < 1:
         yield Complaint(
             "fail",
-            f"an engine has {gib(max(0, memory.cache))} for its KV cache beside weights of {gib(memory.weights)} and {gib(memory.beside)} "
-            f"for context, activations, graphs and sampler: that holds {memory.tokens:,} tokens, and one request may have "
-            f"{memory.request_tokens:,}",
+            f"an engine has {gib(max(0, memory.cache))} for its KV cache in addition to weights of {gib(memory.weights)} and "
+            f"{gib(memory.outside_cache)} for context, activations, graphs and sampler: that holds {memory.tokens:,} tokens, and one "
+            f"request may have {memory.request_tokens:,}",
             "Lower rollout.engine.context_length and rollout.sampling.max_tokens, raise rollout.engine.memory_fraction or "
             "rollout.gpus_per_worker, use larger GPUs, or cut it over several of a node: rollout.engine.tensor_parallel",
         )
@@ -72,18 +72,18 @@ def engine_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) ->
         )
 
 
-def engine_leaves_room_beside_its_cache(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Iterator[Complaint]:
+def engine_leaves_room_outside_its_cache(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Iterator[Complaint]:
     """On whole GPUs; an engine with a share of one keeps the room free by itself."""
     rollout = config.rollout
     if rollout.engine.resolved_device != "cuda" or rollout.gpus_per_worker < 1:
         return
     memory, requests = engine_memory(shape, rollout, gpu_bytes), rollout.engine.max_running_requests
     left = gpu_bytes - memory.weights - max(0, memory.cache)
-    needed = beside_the_cache(requests, shape.vocabulary)
+    needed = outside_cache(requests, shape.vocabulary)
     if needed > left and memory.cache > 0:
         yield Complaint(
             "fail" if left < _SURELY_TOO_LITTLE * needed else "warn",
-            f"an engine leaves {gib(left)} beside weights and KV cache, where {requests} requests at the same time take up to "
+            f"an engine leaves {gib(left)} outside weights and KV cache, where {requests} requests at the same time take up to "
             f"{gib(needed)} for context, activations, graphs and sampler: it would run out of memory when they all run",
             "Lower rollout.engine.max_running_requests or rollout.engine.memory_fraction",
         )
@@ -96,19 +96,19 @@ def both_sides_fit_one_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int)
         return
     fraction, memory = rollout.engine.memory_fraction, engine_memory(shape, rollout, gpu_bytes)
     share = rollout.gpus_per_worker * gpu_bytes
-    if fraction is not None and fraction * gpu_bytes + memory.beside > share:
+    if fraction is not None and fraction * gpu_bytes + memory.outside_cache > share:
         yield Complaint(
             "note",
-            f"rollout.engine.memory_fraction = {fraction:g}: weights and KV cache of {gib(fraction * gpu_bytes)}, and {gib(memory.beside)} "
-            f"beside them for context, activations, graphs and sampler, are more than the engine's share of the GPU, {gib(share)} "
-            f"(rollout.gpus_per_worker = {rollout.gpus_per_worker:g}): the engine keeps to its share",
+            f"rollout.engine.memory_fraction = {fraction:g}: weights and KV cache of {gib(fraction * gpu_bytes)}, and "
+            f"{gib(memory.outside_cache)} more for context, activations, graphs and sampler, are more than the engine's share of the "
+            f"GPU, {gib(share)} (rollout.gpus_per_worker = {rollout.gpus_per_worker:g}): the engine keeps to its share",
             "Leave rollout.engine.memory_fraction out, or lower it",
         )
     room = 1 - learner.gpus_per_rank + 1e-9  # as whole_gpus counts
     if room < rollout.gpus_per_worker or obstacles(shape, learner):
         return
     rank = rank_memory(shape, learner, longest=longest_sequence(shape, config), has_reference=config.needs_reference).total + RESERVE
-    engine = memory.weights + memory.beside + memory.request_tokens * memory.token_bytes
+    engine = memory.weights + memory.outside_cache + memory.request_tokens * memory.token_bytes
     if rank + engine > gpu_bytes:
         yield Complaint(
             "fail",
@@ -117,9 +117,9 @@ def both_sides_fit_one_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int)
             "Use a larger GPU or two, a smaller model, or shorter answers",
         )
     elif rank > learner.gpus_per_rank * gpu_bytes or engine > share:
-        beside = min(workers_asked(config), int(room / rollout.gpus_per_worker))
+        engines = min(workers_asked(config), int(room / rollout.gpus_per_worker))
         of_rank = math.ceil(100 * rank / gpu_bytes)
-        of_engine = (100 - of_rank) // beside  # hundredths, both
+        of_engine = (100 - of_rank) // engines  # hundredths, both
         if 100 * engine <= of_engine * gpu_bytes:
             yield Complaint(
                 "note",
@@ -133,7 +133,7 @@ def on_gpus(shape: ModelShape, config: RunConfig, *, of_ranks: Collection[int], 
 
     Args: of_ranks, of_engines: bytes of each GPU that a rank, or an engine, may get; none: not known.
     """
-    of_engine = (engine_fits_its_gpu, engine_leaves_room_beside_its_cache, both_sides_fit_one_gpu)
+    of_engine = (engine_fits_its_gpu, engine_leaves_room_outside_its_cache, both_sides_fit_one_gpu)
     for rule, sizes in ((rank_fits_its_gpu, of_ranks), *((one, of_engines) for one in of_engine)):
         if not sizes:
             continue

@@ -79,14 +79,14 @@ def tensor_parallel_groups_inside_nodes(nodes: Nodes, config: RunConfig) -> Iter
 
 
 def engines_inside_nodes(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    """Beside the learner. Of too few GPUs in all another rule speaks."""
+    """What the learner leaves. Of too few GPUs in all another rule speaks."""
     ranks, wanted = config.rollout.engine.tensor_parallel, config.rollout.first_workers
     is_short = gpus_asked(config) > sum(node.offered_gpus for node in nodes)
     if config.rollout.engine.resolved_device != "cuda" or ranks == 1 or is_short:
         return
     room = room_for_engines([(int(node.offered_gpus), node.rollout_units) for node in nodes], config)
     what = f"{counted(wanted, 'engine')} of {ranks} GPUs each (rollout.engine.tensor_parallel)"
-    what += " beside the learner"
+    what += " in addition to the learner"
     yield from _inside_nodes(nodes, config, wanted, room, what, "Lower rollout.engine.tensor_parallel or rollout.workers, or add nodes")
 
 

@@ -211,8 +211,8 @@ def host_holds_the_run(facts: PaperFacts, config: RunConfig) -> Iterator[Complai
         return
     (host,) = hosts(facts.shape, config, gpus_per_node=gpus_asked(config), nodes=1)
     if host.total > facts.host_bytes:
-        beside = " beside its GPUs" if "cuda" in (config.learner.resolved_device, config.rollout.engine.resolved_device) else ""
-        text = f"the run takes up to {gib(host.total)} of this machine's {gib(facts.host_bytes)}{beside}: {host}"
+        outside = " outside its GPUs" if "cuda" in (config.learner.resolved_device, config.rollout.engine.resolved_device) else ""
+        text = f"the run takes up to {gib(host.total)} of this machine's {gib(facts.host_bytes)}{outside}: {host}"
         engines = host.parts[OF_ENGINES] * config.rollout.first_workers / config.rollout.most_workers  # an elastic pool need not grow
         is_certain = host.parts[OF_LEARNER] + engines > facts.host_bytes
         yield Complaint("fail" if is_certain else "warn", text, f"Take a smaller model. {LESS}" if is_certain else LESS)
@@ -266,7 +266,7 @@ def enough(gpus: Gpus, config: RunConfig) -> list[Complaint]:
         room, workers = room_for_engines([(gpus.per_node, math.inf)] * gpus.nodes, config), workers_asked(config)
         if room < workers:
             size = engine.tensor_parallel
-            text = f"{workers} engines of {size} GPUs, each on one node, and beside the learner {gpus} have room for {room}"
+            text = f"{workers} engines of {size} GPUs, each on one node; in addition to the learner {gpus} have room for {room}"
             found.append(Complaint("fail", text, "Lower rollout.engine.tensor_parallel or rollout.workers"))
     return found
 

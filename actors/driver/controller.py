@@ -1,6 +1,6 @@
 """The controller: starts the parts, turns the loop, ends cleanly. It knows every part; no part knows it.
 
-The loop is `_train`; what runs beside it (sampling, weight sync, the next batch, evaluations) lives in the parts.
+The loop is `_train`; what runs at the same time (sampling, weight sync, the next batch, evaluations) lives in the parts.
 """
 
 from __future__ import annotations
@@ -279,13 +279,13 @@ class Controller:
         with self._watch.phase("wait_learner"), self._pool.learner_waits(self._version):
             asking = partial(self._source.next, self._version, self._pool), self._source.service, self._learner
             batch = next_batch(*asking, step=self._step, deadline_s=self._config.deadlines.sync_s, is_moving=self._pool.is_moving)
-            return await self._steps.beside(batch, after_s=_BATCH_IS_LATE_S)
+            return await self._steps.report_during(batch, after_s=_BATCH_IS_LATE_S)
 
     async def _learn(self, batch: PreparedBatch) -> Any:
         self._observer.doing(f"step {self._step + 1} in training; rollouts go on")
         with self._watch.phase("train"):
             # Reported as soon as the learner has its work: a step's books take the driver and the service as long as a batch's way to it.
-            return await self._steps.beside(self._learner.step(batch.corrected, batch.correction, step=self._step), after_s=0.0)
+            return await self._steps.report_during(self._learner.step(batch.corrected, batch.correction, step=self._step), after_s=0.0)
 
     def _observed(self, observation: Observation) -> None:
         self._alarms.take(observation.events)

@@ -1,4 +1,4 @@
-"""Held-out accuracy, measured with the engines that sample for training, beside it.
+"""Held-out accuracy, measured with the engines that sample for training, while it goes on.
 
 Each question is asked once, or several times. Then accuracy is the mean over questions of the share of right answers, and pass@k the chance
 that at least one of k answers is right. Questions are the unit of every interval: the answers to one question are alike (it is hard or easy
@@ -79,7 +79,7 @@ class EvaluationObserver(Protocol):
 
 
 class Evaluations:
-    """The evaluations of a run: on all held-out questions at its ends, on some of them beside training."""
+    """The evaluations of a run: on all held-out questions at its ends, on some of them during training."""
 
     def __init__(
         self,
@@ -91,37 +91,37 @@ class Evaluations:
         *,
         steps: int,
     ) -> None:
-        """Args: steps: of the run; after the last one there is no evaluation beside training."""
+        """Args: steps: of the run; after the last one there is no evaluation during training."""
         self._settings, self._deadlines, self._answerer, self._prompts = settings, deadlines, answerer, prompts
         self._observer, self._steps = observer, steps
-        self._beside: asyncio.Task[Evaluation] | None = None
+        self._during_training: asyncio.Task[Evaluation] | None = None
         self.counts_from: Callable[[], float] | None = None
         """Time of the event loop before which nobody was there to answer."""
 
     def is_due(self, step: int) -> bool:
-        """Whether there is an evaluation beside training after this step."""
+        """Whether an evaluation during training begins after this step."""
         every = self._settings.every_steps
         return every > 0 and step % every == 0 and step < self._steps
 
     def begin_if_due(self, step: int, version: int) -> None:
-        """After a step: start the evaluation beside training, unless one is running; it ends whenever it ends."""
+        """After a step: start the evaluation during training, unless one is running; it ends whenever it ends."""
         if not self.is_due(step):
             return
-        if self._beside is not None and not self._beside.done():
+        if self._during_training is not None and not self._during_training.done():
             self._observer.event("info", f"evaluation of step {step} left out: the one before is still running")
             return
         prompts = self._prompts[: self._settings.problems_between]
-        self._beside = asyncio.create_task(self._in_time(prompts, f"evaluation beside step {step + 1}", step, version))
-        self._beside.add_done_callback(self._note)
+        self._during_training = asyncio.create_task(self._in_time(prompts, f"evaluation during step {step + 1}", step, version))
+        self._during_training.add_done_callback(self._note)
 
     def _note(self, task: asyncio.Task[Evaluation]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            self._observer.event("warning", f"an evaluation beside training failed: {task.exception()}")
+            self._observer.event("warning", f"an evaluation during training failed: {task.exception()}")
 
     async def finished(self) -> None:
-        """Wait for the evaluation beside training, if one is running, however it ends; it has a deadline of its own."""
-        if self._beside is not None:
-            await asyncio.wait({self._beside})
+        """Wait for the evaluation during training, if one is running, however it ends; it has a deadline of its own."""
+        if self._during_training is not None:
+            await asyncio.wait({self._during_training})
 
     async def whole(self, when: str, step: int, version: int, sync: WeightSync) -> Evaluation | None:
         """Evaluate on all held-out questions, with these weights in every engine. One that takes too long, or whose questions cost one
@@ -147,10 +147,10 @@ class Evaluations:
             return None
 
     async def abandon(self) -> None:
-        """End the one beside training; another may begin."""
-        if self._beside is not None:
-            abandon(self._beside)
-            self._beside = None
+        """End the evaluation during training; another may begin."""
+        if self._during_training is not None:
+            abandon(self._during_training)
+            self._during_training = None
 
     async def _in_time(self, prompts: Sequence[Prompt], what: str, step: int, version: int) -> Evaluation:
         return await wait_for(

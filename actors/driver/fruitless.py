@@ -22,7 +22,7 @@ _BEYOND_STALENESS = 3
 
 
 class FruitlessSteps:
-    """Counts them."""
+    """Counts the steps in a row from which nothing was learned."""
 
     def __init__(self, max_staleness: int, notify: Callable[[str, str], None]) -> None:
         """Args: notify: takes an event's level and text."""
@@ -37,7 +37,7 @@ class FruitlessSteps:
         if not reason:
             return
         if self._in_a_row >= self._most:
-            raise DataError(f"nothing was learned in {self._most} steps in a row, to step {step}: {reason}")
+            raise DataError(f"nothing was learned in {self._most} steps in a row, up to step {step}: {reason}")
         self._notify("warning", f"step {step} is skipped ({self._in_a_row} of {self._most} in a row end the run): {reason}")
 
 

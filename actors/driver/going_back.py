@@ -89,9 +89,9 @@ async def _raise_when_gone(parts: Mapping[str, Any]) -> None:
 
 
 async def lost_among(parts: Mapping[str, Any], error: BaseException) -> list[str]:
-    """Names of the actors whose process is gone. If none is and the error is a deadline: names of those that don't answer within _ANSWER_S.
+    """Names of the actors whose process is gone. If there are none and a deadline has passed: of those that don't answer within _ANSWER_S.
 
-    If all actors are there and the error says that an answer is lost for good, [_ANSWER]: whether that call has run is not known.
+    If all actors are there, and the error says that an answer is lost for good: [_ANSWER], as nobody knows whether that call has run.
     """
     asked = {name: asyncio.ensure_future(_is_gone_for_good(actor)) for name, actor in parts.items()}
     with contextlib.suppress(TimeoutError):
@@ -138,7 +138,7 @@ async def while_they_answer(
                 raise
             if lost := await lost_among(parts, error):  # asked once only: a part may answer again a moment later
                 kill(*(parts[name] for name in lost if name in parts))
-                raise ActorLost(f"{error}; {' and '.join(lost)} answered nothing for {_ANSWER_S:g} s more") from error
+                raise ActorLost(f"{error}; {' and '.join(lost)} gave no answer for another {_ANSWER_S:g} s") from error
             notify("warning", f"{error}; the late part answers again; the call is repeated")
 
 

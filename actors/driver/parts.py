@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.carriers import ActorInfo
-from actors.cluster.cluster import beside_the_driver, lower_priority
+from actors.cluster.cluster import lower_priority, on_drivers_node
 from actors.cluster.placement import RankPlaces, fetch_where_ranks_are
 from actors.config import RunConfig
 from actors.pool.pool import RolloutPool
@@ -68,7 +68,7 @@ class StartingPoint:
 
 def make_queue(config: RunConfig) -> Any:
     """The queue's actor, empty."""
-    queue = beside_the_driver(TrajectoryQueueActor, max_concurrency=4096).remote(
+    queue = on_drivers_node(TrajectoryQueueActor, max_concurrency=4096).remote(
         groups_per_step=config.groups_per_step, max_staleness=config.max_staleness
     )
     lower_priority(queue)
@@ -139,6 +139,6 @@ def start_service(config: RunConfig, monitor: Mapping[str, Any] | None, correcti
         monitor: what the early warning knows; None: a new run.
         correction: the run's, or the one that an alarm has put in its place.
     """
-    service = beside_the_driver(CorrectionService, max_concurrency=64, environment=OF_SERVICE).remote(config, queue, monitor, correction)
+    service = on_drivers_node(CorrectionService, max_concurrency=64, environment=OF_SERVICE).remote(config, queue, monitor, correction)
     lower_priority(service)
     return service

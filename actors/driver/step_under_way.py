@@ -1,4 +1,4 @@
-"""The step that the learner is at, while the loop does other things beside it."""
+"""The step that the learner is at, while the loop does other things at the same time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class StepUnderWay:
 
     @property
     def is_trained(self) -> bool:
-        """The weights have the batch. Raises: what the step has failed with."""
+        """Whether the weights were trained on the batch. Raises: the error that the step failed with."""
         return self._learning.done() and not self._is_aborted and self._learning.result() is not None
 
     async def result(self) -> Any:
-        """The learner's, when there is one; None of a step that was aborted. Raises: what the step has failed with."""
+        """Wait for the learner's result; None if the step was aborted. Raises: the error that the step failed with."""
         await asyncio.wait({self._learning})
         return None if self._is_aborted else self._learning.result()
 

@@ -78,7 +78,7 @@ class MetricsEndpoint(Collector):
                 self._values[name] = before + value
 
     def keep_only(self, part: str, members: Collection[str]) -> None:
-        """Of the families whose open part names a `part` ("worker"), forget all members but these: the others are gone."""
+        """Forget the values of all members but these, in each family that has a value for each `part` ("worker")."""
         with self._lock:
             listed = [(name, lookup(name)) for name in self._values]
             for name in [name for name, metric in listed if metric.part == part and name.removeprefix(metric.name) not in members]:

@@ -81,7 +81,7 @@ class StepMetrics(Mapping[str, float]):
     """The numbers of one step (or of one evaluation), by listed name.
 
     Absent is absent: None is not recorded, and nothing is filled with 0. A value that is not finite is kept as such, because it is
-    news; the JSONL view writes it beside the others, since JSON has no word for it.
+    news; the JSONL view writes it apart from the others, since JSON has no word for it.
     """
 
     def __init__(self, step: int, values: Mapping[str, float | None] | None = None) -> None:
@@ -121,7 +121,7 @@ class StepMetrics(Mapping[str, float]):
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> StepMetrics:
-        """What `record` made; names that a newer or older catalogue doesn't list are left out.
+        """Read what `record` made; names that this version's catalogue doesn't list are left out.
 
         Raises: KeyError, ValueError or TypeError for anything else.
         """

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from actors.plan.shape import ModelShape
-from correction.engines.gpu_share import beside_the_cache, engine_budget
+from correction.engines.gpu_share import engine_budget, outside_cache
 from rollout.config import RolloutConfig
 
 _MIB = 1 << 20
@@ -34,8 +34,8 @@ class EngineMemory:
     """Bytes of the cache for one token. An engine with more GPUs than key heads has some heads on several of them."""
     request_tokens: int
     """Tokens of the longest request: the context length, prompt and answer together."""
-    beside: int
-    """Bytes beside weights and cache: CUDA context, activations, graphs, sampler."""
+    outside_cache: int
+    """Bytes in addition to weights and cache: CUDA context, activations, graphs, sampler."""
     groups: int = 1
     """Number of groups of the engine's ranks (attention_data_parallel); each has requests of its own."""
 
@@ -58,14 +58,14 @@ def engine_memory(shape: ModelShape, rollout: RolloutConfig, gpu_bytes: int) -> 
     weights = shape.weight_bytes(dtype, ranks, float8=engine.has_float8, attention_groups=groups)
     token_bytes = shape.key_value_bytes(dtype, ranks // groups)
     static = int(gpu_bytes * (engine.memory_fraction or default_fraction(gpu_bytes, ranks, groups)))
-    beside = gpu_bytes - static
+    outside = gpu_bytes - static
     if (share := rollout.gpus_per_worker) < 1:
         static = engine_budget(gpu_bytes, share, engine.memory_fraction, engine.max_running_requests, shape.vocabulary)
-        beside = beside_the_cache(engine.max_running_requests, shape.vocabulary)
+        outside = outside_cache(engine.max_running_requests, shape.vocabulary)
     cache = static - weights
     if engine.max_total_tokens is not None:
         cache = min(cache, engine.max_total_tokens * token_bytes)
-    return EngineMemory(weights, cache, token_bytes, context, beside, groups)
+    return EngineMemory(weights, cache, token_bytes, context, outside, groups)
 
 
 def default_fraction(gpu_bytes: int, ranks: int = 1, groups: int = 1) -> float:

@@ -1,4 +1,4 @@
-"""Memory of the hosts, in bytes, role by role: what the nodes' processors hold beside their GPUs, or instead of GPUs.
+"""Memory of the hosts, in bytes, role by role: what the nodes' processors hold in addition to their GPUs, or instead of GPUs.
 
 Counted: answers, batches, versions of the weights, copies for checkpoints, buckets. Measured: what a batch costs the correction service
 while it is corrected and looked at, and what a process takes for its modules. Estimated: what CUDA takes of a process.
@@ -16,7 +16,7 @@ from actors.settings.devices import held_by
 from correction.errors import counted
 
 DIAGNOSTICS = 105
-"""Bytes a token of a batch that the service takes for a while, beside what is counted: benchmarks/control_plane_actors.py found it 330 MiB
+"""Bytes a token of a batch that the service takes for a while, besides what is counted: benchmarks/control_plane_actors.py found it 330 MiB
 larger with two batches of 1.55 million tokens (223 bytes for each token of one of them), of which 118 are counted below."""
 MODULES = 400 << 20
 """A process with torch and the modules of a rank or of the service: 375 MiB on a CPU."""
@@ -50,7 +50,7 @@ class HostMemory:
 ANSWER = 4 + 4
 """Bytes of a token of an answer as the service has it (rollout/trajectory.py): id and logprob. Wide fields stay where it was sampled."""
 CORRECTED = PACKED + 4 + 1 + 4
-"""Bytes of a CorrectedBatch for each token: weight, mask and scale beside the batch."""
+"""Bytes of a CorrectedBatch for each token: weight, mask and scale in addition to the batch."""
 
 
 def hosts(shape: ModelShape, config: RunConfig, *, gpus_per_node: int, nodes: int) -> list[HostMemory]:

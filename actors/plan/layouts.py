@@ -62,7 +62,7 @@ def layouts(
 
 
 def obstacles(shape: ModelShape, config: LearnerConfig) -> list[ConfigError]:
-    """Why the model can't be spread so: what the learner itself refuses, and stages and experts that don't come out even."""
+    """Why the model can't be divided like this: what the learner itself refuses, and stages or experts that are not equal."""
     ranks, stages = config.tensor_parallel, config.pipeline_parallel * config.virtual_pipeline
     divisor, found = "Set it to a common divisor, or to 1", list[ConfigError]()
     try:
@@ -111,5 +111,5 @@ def _possible(shape: ModelShape, config: LearnerConfig, ranks: int, gpus_per_nod
 
 
 def _cost(config: LearnerConfig) -> tuple[int, ...]:
-    """What a layout costs beside memory, the dearest first: a second forward pass, stages that wait, ranks that talk in every layer."""
+    """What a layout costs apart from memory, the dearest first: a second forward pass, stages that wait, ranks that talk in every layer."""
     return (config.recompute_activations, config.pipeline_parallel, config.tensor_parallel, config.expert_parallel)

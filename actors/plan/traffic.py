@@ -1,4 +1,4 @@
-"""Bytes that a run moves and keeps beside its GPUs: a version of the weights, a checkpoint, a batch; and estimates of the seconds."""
+"""Bytes that a run moves and keeps outside its GPUs: a version of the weights, a checkpoint, a batch; and estimates of the seconds."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def traffic(shape: ModelShape, config: RunConfig, *, cache_tokens: int = 0) -> T
 
 
 def stored_versions(config: RunConfig) -> int:
-    """Versions of the weights in the store of rank 0 at most: one is read and one written (of what is broadcast, one for who joins); with
-    deltas one is written while what lies between two others is found."""
+    """The most versions of the weights that rank 0's object store holds at a time. Object store: one is read while the next is written;
+    with deltas three, as the difference of two is computed while a third is written. Broadcast: one, for engines that join."""
     return 2 + config.weight_sync.deltas if config.weight_sync.transport == "object_store" else 1
 
 

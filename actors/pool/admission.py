@@ -70,7 +70,7 @@ class PatientQueue:
             yield tickets
 
     async def sample_again(self, take: Callable[[list[Ticket]], None]) -> None:
-        """Hand over the groups whose tokens were lost whenever the queue says so, for ever."""
+        """Never returns: hand over the groups whose tokens were lost, whenever the queue reports some, to be sampled again."""
         for number in itertools.count(1):
             if tickets := await self.ask("take_lost", number, _POLL_S, waits_s=_POLL_S):
                 take(tickets)

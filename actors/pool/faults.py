@@ -78,7 +78,7 @@ class LossBook:
         if self.in_vain > budget:
             raise EngineError(
                 f"{self.in_vain} rollout workers were lost one after the other, all within {WINDOW_S / 60:.0f} minutes, and not one group "
-                f"was finished in between: another would end like them. The last: {last}"
+                f"was finished in between, so a new worker would most likely be lost as well. The last loss: {last}"
             )
 
     def avoided(self, now: float) -> list[str]:
@@ -179,7 +179,7 @@ class GroupBook:
         """
         self._close(group_id, now, is_usable=False)
         if self._latest.are_mostly_bad:
-            raise RequestError(f"{self._latest} got no usable answer on any worker. The last: {reason}")
+            raise RequestError(f"{self._latest} got no usable answer on any worker. The last reason: {reason}")
 
     def _close(self, group_id: int, now: float, *, is_usable: bool) -> None:
         self._failures.pop(group_id, None)

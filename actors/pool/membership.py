@@ -112,7 +112,7 @@ class Membership(ABC):
         return self._attended
 
     def last_progress(self) -> float:
-        """Time of the event loop, seconds, when a group was last finished or a worker came or was lost; now, if none can work."""
+        """When a group was last finished, or a worker joined or was lost; now if no worker can work. Seconds of the event loop's clock."""
         return max(self._progressed, self.attended_since())
 
     def is_moving(self) -> bool:
@@ -244,7 +244,7 @@ class Membership(ABC):
         return isinstance(error, ActorLost) and self._losses.in_vain < _STARTS
 
     def forget(self, worker: WorkerHandle) -> bool:
-        """It is gone. Returns: False if that was known."""
+        """Remove a worker that is gone. Returns: False if it had been removed already."""
         worker.state = WorkerState.GONE
         if self._workers.pop(worker.name, None) is None:
             return False

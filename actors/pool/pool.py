@@ -184,7 +184,7 @@ class RolloutPool(Membership):
                 await persistently(lambda: worker.actor.load.remote(), sign, deadline_s=ANSWER_S)
             await self._turns.mine()  # a step hands out all of its groups together
             if not self._is_current(worker):  # meanwhile a version was published, or the worker lost
-                raise EngineDirty(f"rollout worker {worker.name} doesn't hold the published weights any more")
+                raise EngineDirty(f"rollout worker {worker.name} no longer holds the published weights")
             lived = True
 
             def call() -> Any:
@@ -339,7 +339,7 @@ class RolloutPool(Membership):
                     await self.until(lambda: worker.state is not WorkerState.JOINED)
             await self.until(lambda: self._is_current(worker) or worker.state is not WorkerState.JOINED)
             if worker.state is not WorkerState.JOINED:
-                raise ActorLost(f"{what}: it could not be reached, and is gone or leaves")
+                raise ActorLost(f"{what}: the worker could not be reached, and has been lost or is leaving")
         return await wait_for(call(), what, deadline_s=limit_s, notice_s=limit_s)
 
     async def _watch(self) -> None:

@@ -64,8 +64,8 @@ class Scoring:
             return
         if self._paused_s >= PATIENCE_S:
             raise RequestError(
-                f"reward {self._reward}: {self._latest} could not be scored, and none in the last {counted(self._pauses, 'pause')}, "
-                f"{self._paused_s / 60:.0f} minutes in all. Put it right and resume the run, which goes on from its last checkpoint. "
+                f"reward {self._reward}: {self._latest} could not be scored, and no group since, in {counted(self._pauses, 'pause')} "
+                f"of {self._paused_s / 60:.0f} minutes in all. Repair it and resume the run, which goes on from its last checkpoint. "
                 f"The last error: {why}"
             )
         self._pauses += 1

@@ -107,7 +107,7 @@ class PoolObserver(Protocol):
     def group_finished(self, group: GroupFacts, worker: str) -> None: ...
 
     def handed_back(self, groups: int, tokens: int) -> None:
-        """Groups that go on elsewhere, with so many tokens sampled."""
+        """A worker has given back groups, for others to finish. Args: tokens: that were sampled of them, together."""
 
     def scaled(self, decision: ScalingDecision) -> None: ...
 

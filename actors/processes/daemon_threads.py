@@ -27,7 +27,7 @@ class DaemonThreads(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()
-        thread = threading.Thread(target=self._run, args=(future, partial(fn, *args, **kwargs)), name="beside the loop", daemon=True)
+        thread = threading.Thread(target=self._run, args=(future, partial(fn, *args, **kwargs)), name="off the event loop", daemon=True)
         self._under_way.add(thread)
         thread.start()
         return future

@@ -47,5 +47,6 @@ class NumberedCalls:
         if number > self._number or self._work is None:
             self._number, self._work = number, asyncio.ensure_future(work())
         elif number < self._number:
-            raise LateError(f"call {number} came after call {self._number} of the same caller, who waits for it no more")
+            late = f"call {number} came after call {self._number} of the same caller"
+            raise LateError(f"{late}, and is not run: the caller waits only for its latest call")
         return await asyncio.shield(self._work)

@@ -20,8 +20,8 @@ from correction.errors import ActorLost, DeadlineExceeded, EvenkeelError
 
 GROUPS = {"heartbeat": 1}
 """Concurrency groups of a part's actor."""
-BESIDE = "beside"
-"""Another one, of a part whose calls come one after the other: for what must not wait for them, in turn as well."""
+OUT_OF_TURN = "out_of_turn"
+"""Another group, of a part whose calls run one after the other: its calls don't wait for those, and run one after the other as well."""
 _MISSES = 4
 """Questions in a row without an answer, each a quarter of the limit."""
 _UNREACHED_S = 1.0
@@ -29,7 +29,7 @@ _MOST_NOTICES = 1000
 
 
 class SequentialHeartbeatActor:
-    """A part whose calls come one after the other: a learner's rank. They do so in one thread, which isn't the main one.
+    """A part whose calls run one after the other, in one thread that isn't the main one: a learner's rank.
 
     To be made with `sequential_actor`.
     """
@@ -42,7 +42,7 @@ class SequentialHeartbeatActor:
 
 def sequential_actor(actor: type[SequentialHeartbeatActor]) -> Any:
     """Like ray.remote, with calls out of order: in order, a heartbeat would wait behind a call whose arguments are still on their way."""
-    return ray.remote(concurrency_groups={**GROUPS, BESIDE: 1}, allow_out_of_order_execution=True)(actor)  # type: ignore[call-overload]
+    return ray.remote(concurrency_groups={**GROUPS, OUT_OF_TURN: 1}, allow_out_of_order_execution=True)(actor)  # type: ignore[call-overload]
 
 
 class HeartbeatActor:

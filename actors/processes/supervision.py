@@ -1,7 +1,7 @@
 """Every wait has a name, says what it waits for, and ends.
 
 What Ray raises becomes one of ours here: what another process raised, as itself; anything else that Ray says of a call means that its
-process is gone, or can't be reached, or that its answer is lost with a node (ActorLost).
+process has died or can't be reached, or that its answer was lost with a node (ActorLost).
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ async def wait_for(
         detail: asked for one clause on what exactly is missing, before each notice.
         counts_from: time of the event loop, seconds, from which the deadline counts if it is later than the call: that of the last
             progress. Notices count from the call.
-    Raises: DeadlineExceeded; EvenkeelError kinds of the other process, as themselves; ActorLost when its process is gone, or its answer.
+    Raises: DeadlineExceeded; EvenkeelError kinds of the other process, as themselves; ActorLost if its process
+        has died or its answer was lost.
     """
     clock = asyncio.get_running_loop().time
     began, half_over = clock(), HALF_OVER.get() if _LONG_S <= deadline_s < math.inf else None
@@ -87,7 +88,7 @@ async def wait_for(
     except ray.exceptions.ActorUnavailableError as error:
         raise ActorUnavailable(f"{what}: the actor can't be reached ({type(error).__name__})") from error
     except ray.exceptions.RayError as error:
-        raise ActorLost(f"{what}: the actor's process is gone, or its answer ({type(error).__name__}{_reason(error)})") from error
+        raise ActorLost(f"{what}: the actor's process has died, or its answer was lost ({type(error).__name__}{_reason(error)})") from error
     finally:
         if not task.done():
             task.cancel()

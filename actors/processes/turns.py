@@ -1,5 +1,5 @@
-"""Turns of an event loop, for calls that begin together: to make hundreds of them in one turn would hold up all else for a tenth of a
-second, and one to a turn would cost more, since those of a turn share what wakes Ray's threads."""
+"""Turns of an event loop, for calls that begin together: hundreds in one turn would hold up everything else for a tenth of a second,
+and one in each turn would cost more, since the calls of a turn share the work of waking Ray's threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHARED_BY = 8
 
 
 class Turns:
-    """Of one event loop: a turn is given to the first few of those who wait."""
+    """The turns of one event loop: each is given to the first few of the callers that wait."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()

@@ -62,7 +62,7 @@ def split_answer(group: Group) -> tuple[GroupFacts, Group, tuple[WideFields, ...
 
 
 async def to_hand_on(facts: GroupFacts, reference: Any) -> Any:
-    """What goes on of a finished group: the group itself if it is so small that it may be in this process already, else its reference."""
+    """What is handed on for a finished group: the group itself if it is small enough to be in this process already, else its reference."""
     if sum(one.response_tokens for one in facts.trajectories) * _LEAST_TOKEN_BYTES >= _INLINE_BYTES:
         return reference
     with suppress(ray.exceptions.RayError, EvenkeelError):  # raised again where the group is read
@@ -70,7 +70,7 @@ async def to_hand_on(facts: GroupFacts, reference: Any) -> Any:
     return reference
 
 
-def disregard(answer: Any, *beside: Any) -> None:
+def disregard(answer: Any, *further: Any) -> None:
     """Drop a call's answer and its further results without fetching them.
 
     If the call fails, all its results are its error, and Ray logs an error that nobody retrieves: it is retrieved here.
@@ -78,7 +78,7 @@ def disregard(answer: Any, *beside: Any) -> None:
 
     def look_at_its_error(ended: asyncio.Future[Any]) -> None:
         if _has_failed(ended):
-            for one in beside:
+            for one in further:
                 asyncio.ensure_future(one).add_done_callback(_has_failed)
 
     asyncio.ensure_future(answer).add_done_callback(look_at_its_error)
@@ -145,8 +145,9 @@ def _why(error: BaseException) -> str:
 
 
 def read_now(references: Sequence[Any], limit_s: float) -> tuple[dict[Any, Any], dict[Any, str]]:
-    """Objects by reference, and GONE or LATE for those that can't be read. Blocks: call it in a thread. Args: limit_s: for all together.
+    """Read objects; it blocks, so call it in a thread. Args: limit_s: seconds, for all together.
 
+    Returns: the objects by reference, and GONE or LATE by reference for those that can't be read.
     Raises: ActorLost if the object store has no room for one.
     """
     ends = time.monotonic() + limit_s

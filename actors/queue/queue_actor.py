@@ -57,7 +57,7 @@ class TrajectoryQueueActor(HeartbeatActor):
         return True
 
     async def wait_for_places(self, timeout_s: float) -> int:
-        """Free places, after waiting up to timeout_s for the first."""
+        """Number of free places. Waits up to timeout_s seconds while there are none."""
         await self._wait_until(lambda: self._queue.free_places > 0, asyncio.get_running_loop().time() + timeout_s)
         return max(0, self._queue.free_places)
 
@@ -127,7 +127,7 @@ class TrajectoryQueueActor(HeartbeatActor):
     async def advance(
         self, version: int, trained: list[int], published: int | None = None
     ) -> tuple[list[tuple[str, str]], dict[str, int], list[str]]:
-        """The learner has new weights, by training on these groups; they leave.
+        """Note that the learner has new weights, trained on these groups, which leave the queue.
 
         Args: published: version that the engines get; None: this one.
         Returns: what was discarded since the last call, as (prompt id, reason); the counts; ids of the prompts that are under way. Asked

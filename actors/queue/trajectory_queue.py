@@ -58,7 +58,7 @@ class TrajectoryQueue:
         self.discarded_by_reason: Counter[str] = Counter()
         self._unreported: list[tuple[str, str]] = []
         self._entries: dict[int, _Entry] = {}
-        # What follows is known from the entries, and kept beside them: a run holds thousands, and looks at every finished one.
+        # What follows is known from the entries, and kept in addition to them: a run holds thousands, and looks at every finished one.
         self._by_state: Counter[GroupState] = Counter()
         self._undrawn: Counter[int] = Counter()
         """Groups that no batch has, by the published version at their admission; at most max_staleness + 1 versions."""

@@ -39,7 +39,7 @@ class NumberedRank:
 
     @ray.method(concurrency_group="heartbeat")
     def begun(self) -> int:
-        """Number of the last collective call that has begun; answers beside it."""
+        """Number of the last collective call that has begun; answers while it runs."""
         return self._calls
 
     def _in_order(self, number: int, what: str) -> None:
@@ -140,13 +140,13 @@ class CollectiveCaller:
             return
         number, before = self.calls, None
         try:
-            places = await self._beside("hold", number)
+            places = await self._ask_out_of_turn("hold", number)
             before = None if None in places else max(places)
         finally:
-            await self._beside("release", number, before)
+            await self._ask_out_of_turn("release", number, before)
 
-    async def _beside(self, method: str, *arguments: Any) -> list[Any]:
-        """Answers of all ranks, which they give beside a collective call."""
+    async def _ask_out_of_turn(self, method: str, *arguments: Any) -> list[Any]:
+        """Answers of all ranks, which they give while a collective call runs."""
         calls = {name: partial(getattr(rank, method).remote, *arguments) for name, rank in self._ranks.items()}
         return await all_of(persistently(call, f"{method} <- {name}", deadline_s=_ANSWER_S) for name, call in calls.items())
 

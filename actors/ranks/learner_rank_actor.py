@@ -17,7 +17,7 @@ import ray
 from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
 from actors.cluster.hub import model_folder
 from actors.metrics.exporter import MetricsEndpoint, listen_address, node_address
-from actors.processes.part_heartbeat import BESIDE, SequentialHeartbeatActor
+from actors.processes.part_heartbeat import OUT_OF_TURN, SequentialHeartbeatActor
 from actors.queue.payloads import read_now
 from actors.ranks.collective_calls import NumberedRank, collective
 from actors.settings.devices import check_received
@@ -62,7 +62,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         self._read: dict[Any, Any] = {}
         """Wide fields of the batch that comes next, by reference."""
 
-    @ray.method(concurrency_group=BESIDE)
+    @ray.method(concurrency_group=OUT_OF_TURN)
     def address(self) -> tuple[str, int]:
         """Where rank 0 will listen: this node and a port that nobody else is given until the next one is asked for."""
         host = node_address()
@@ -113,7 +113,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
 
     @ray.method(concurrency_group="heartbeat")
     def hold(self, number: int) -> int | None:
-        """As Abort.hold, of a collective call; answers beside it."""
+        """As Abort.hold, of a collective call; answers while that runs."""
         return self._learner.abort.hold(number)
 
     @ray.method(concurrency_group="heartbeat")
@@ -285,14 +285,14 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         self._learner.restore(folder)
         self._kept.forget()
 
-    @ray.method(concurrency_group=BESIDE)
+    @ray.method(concurrency_group=OUT_OF_TURN)
     def open_broadcast(self, host: str, port: int, world_size: int, name: str, timeout_s: float) -> None:
-        """Join the weight group as its rank 0 (rank 0 of the learner only), beside a step."""
+        """Join the weight group as its rank 0 (rank 0 of the learner only); a step may run at the same time."""
         from learner.broadcast import WeightBroadcaster
 
         self._broadcaster = WeightBroadcaster(host, port, world_size, name, timeout_s, self._learner.placement.device)
 
-    @ray.method(concurrency_group=BESIDE)
+    @ray.method(concurrency_group=OUT_OF_TURN)
     def close_broadcast(self) -> None:
         if self._broadcaster is not None:
             self._broadcaster.close()

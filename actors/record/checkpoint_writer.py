@@ -1,4 +1,4 @@
-"""Checkpoints: taken between two steps, written beside the next ones, tried again if that fails."""
+"""Checkpoints: taken between two steps, written during the next ones, tried again if that fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _GROWTH = 1.05
 
 
 class CheckpointWriter:
-    """One checkpoint is under way at a time. Its files are written, synced and removed beside the event loop."""
+    """One checkpoint is under way at a time. Its files are written, synced and removed off the event loop."""
 
     def __init__(
         self, folder: RunFolder, observer: Observer, settings: CheckpointConfig, deadlines: DeadlinesConfig, *, pause_s: float = 10.0
@@ -188,7 +188,7 @@ class CheckpointWriter:
         return size
 
     async def _until_written(self, checkpoint: Checkpoint, learner: LearnerGroup) -> None:
-        """A slow disk is waited for beside training. Raises: DeadlineExceeded after ATTEMPTS deadlines; what a rank could not write."""
+        """Wait for a slow disk, while training goes on. Raises: DeadlineExceeded after ATTEMPTS deadlines; what a rank could not write."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return await learner.saved(deadline_s=self._deadline_s)

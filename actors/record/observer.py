@@ -270,7 +270,7 @@ class Observer:
         )
 
     def report(self, step: FinishedStep, observed: Awaitable[Observation | None]) -> None:
-        """Make a step's numbers known, beside the loop: loads, diagnostics and warnings come later; steps are written in order."""
+        """Make a step's numbers known, while the loop goes on: loads, diagnostics and warnings come later; steps are written in order."""
         batch, result = step.batch, step.result
         if not math.isfinite(result.loss + (result.grad_norm or 0.0)):
             self._writing = asyncio.create_task(self._keep_skipped(step.number, batch, result, self._writing))
@@ -352,7 +352,7 @@ class Observer:
         self._no_waiting.set()
 
     def abandon(self) -> None:
-        """Steps whose diagnostics are still awaited get no line; a flush has waited for them long enough."""
+        """Give up the steps whose diagnostics are still awaited: they get no line. A flush has waited for them long enough."""
         if self._writing is not None:
             abandon(self._writing)
         self._writing = None

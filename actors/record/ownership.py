@@ -19,7 +19,7 @@ from correction.errors import ConfigError
 FOLDERS = ("tensorboard", "trajectories", "checkpoints")
 _BEFORE_NUMBERS = {*FOLDERS, "model", "config.yaml", "events.log", "ledger.jsonl"}
 """What a run writes before its first evaluation, step or checkpoint."""
-_BESIDE = re.compile(r"\.\d+\.")
+_PARTIAL = re.compile(r"\.\d+\.")
 """A file that was being written, see write_file."""
 _STAYS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 """Refusals that a later attempt would meet again: rights, kinds of files, a file system without locks. A full disk may have room then."""
@@ -33,8 +33,8 @@ def fresh_path(root: Path, name: str) -> Path:
 
 
 def is_failed_start(path: Path, present: Sequence[str]) -> bool:
-    """Nothing is in it but what a run writes before its first number. A config.yaml alone may be anybody's."""
-    known = all(name in _BEFORE_NUMBERS or _BESIDE.match(name) for name in present)
+    """Whether a folder holds only what a run writes before its first number. A config.yaml alone may be anybody's."""
+    known = all(name in _BEFORE_NUMBERS or _PARTIAL.match(name) for name in present)
     samples = path / "trajectories"
     has_samples = samples.is_dir() and any(samples.iterdir())
     checkpoints = path / "checkpoints"

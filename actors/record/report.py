@@ -81,7 +81,7 @@ def write_report(folder: RunFolder) -> Path:
 
 
 def summary_rows(steps: Sequence[StepMetrics], evaluations: Sequence[StepMetrics], config: dict[str, Any]) -> list[tuple[str, str]]:
-    """(what, value) of the table at the head of the page; what isn't known has no row."""
+    """Rows (what, value) of the table at the head of the page; a value that isn't known has no row."""
     rows: list[tuple[str, str]] = []
     for title, metrics in _first_and_last(evaluations):
         measured = accuracy(metrics) + accuracy_of_what(metrics)

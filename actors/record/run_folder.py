@@ -19,7 +19,7 @@
     report.html
 
 One process writes to it and holds a lock that the kernel releases when that process ends, however it ends. Readers need no lock.
-Files are replaced whole (written beside, then renamed), or grow by whole lines; the last line may be torn after a crash, which
+Files are replaced whole (written to a temporary file, then renamed), or grow by whole lines; the last line may be torn after a crash, which
 readers overlook and the next owner repairs.
 """
 
@@ -277,16 +277,16 @@ class RunFolder:
         return self.write_file(name, lambda path: path.write_text(text, encoding="utf-8"))
 
     def write_file(self, name: str, write: Callable[[Path], object]) -> Path:
-        """The same for a file of any kind; `write` is given the path of a file beside it, with the same suffix."""
+        """The same for a file of any kind; `write` is given the path of a temporary file in the same folder, with the same suffix."""
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{os.getpid()}.{path.name}")
+        temporary = path.with_name(f".{os.getpid()}.{path.name}")
         try:
-            write(beside)
-            flush_to_disk(beside)
-            os.replace(beside, path)
+            write(temporary)
+            flush_to_disk(temporary)
+            os.replace(temporary, path)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         return path
 
     # Checkpoints.
@@ -336,7 +336,7 @@ class RunFolder:
     def best_checkpoint(self) -> Checkpoint | None:
         """The one with the best evaluation, the latest of equals; None if no checkpoint's step was evaluated.
 
-        An evaluation belongs to the step at which it began; beside training its last answers come from newer weights. Best is the highest
+        An evaluation belongs to the step at which it began; its last answers may come from newer weights. Best is the highest
         lower end of the Wilson interval, so that luck with few problems doesn't win against many.
         """
         accuracies = {m.step: m["held_out/wilson_low"] for m in self.read_evaluations() if "held_out/wilson_low" in m}

@@ -1,4 +1,4 @@
-"""Batches whose loss or gradient was not finite, kept for study: tensors in a safetensors file, the rest in JSON beside it. A few of a run.
+"""Batches whose loss or gradient was not finite, kept for study: tensors in a safetensors file, the rest in JSON. A few of a run.
 
 Reading one runs nothing, whoever has written it.
 """
@@ -73,7 +73,7 @@ class SkippedBatch:
 
     @classmethod
     def load(cls, path: Path) -> SkippedBatch:
-        """Args: path: of the safetensors file or of the JSON beside it."""
+        """Args: path: of the safetensors file or of the JSON next to it."""
         from safetensors.torch import load_file
 
         from correction.batch import CorrectedBatch, DecisionCounts, PackedBatch

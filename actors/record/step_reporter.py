@@ -1,4 +1,4 @@
-"""Finished steps are reported beside the next one, so that neither the learner nor the loop waits for what is written of them."""
+"""Finished steps are reported during the next one, so that neither the learner nor the loop waits for what is written of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StepReporter:
         self._report()
         self._unreported = finished()
 
-    async def beside(self, work: Awaitable[T], *, after_s: float) -> T:
+    async def report_during(self, work: Awaitable[T], *, after_s: float) -> T:
         """The result of `work`; the last step is reported while that is under way, if it takes longer than `after_s`."""
         task = asyncio.ensure_future(work)
         try:

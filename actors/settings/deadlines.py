@@ -27,7 +27,7 @@ _LEARNER_PACE = 1000
 _CHECKPOINT_COPIES = 8
 """Bytes of a checkpoint by those of the model: weights, float32 masters and two moments of the optimizer, and the folder to serve."""
 _LEAST_TRAVEL_S = 60.0
-"""For new weights on their way to a node, beside what their bytes take: a network or an object store that is busy with others."""
+"""For new weights on their way to a node, on top of what their bytes take: a network or an object store that is busy with others."""
 
 _BEYOND_S = 60.0
 """A collective of the learner's ranks has so much more than the call of the driver in which it is made, which is to be late first."""
@@ -114,7 +114,7 @@ def group_s(rollout: RolloutConfig) -> float:
 
 
 def fetch_s(config: RunConfig) -> float:
-    """Longest way of one version's bytes to a worker's node: of an attempt (sync_s), what it leaves beside the engine's own time; half of
+    """Longest way of one version's bytes to a worker's node: of an attempt (sync_s), what it leaves after the engine's own time; half of
     it where a recipe's settings leave less than a fifth."""
     engine, sync_s = config.rollout.engine.deadlines, config.deadlines.sync_s
     left_s = sync_s - engine.update_s - 2 * engine.control_s

@@ -229,7 +229,7 @@ def whole_gpus(shares: Sequence[float]) -> int:
 
 
 def room_for_engines(nodes: Sequence[tuple[int, float]], config: RunConfig) -> int:
-    """Engines of several whole GPUs, each on one node, that there is room for beside the learner, whose groups Ray packs.
+    """Engines of several whole GPUs, each on one node, that there is room for once the learner has its GPUs; Ray packs its groups.
 
     Args: nodes: of each its GPUs, and how many workers it takes; math.inf: any number. The learner fills those that take few first.
     """

@@ -1,4 +1,4 @@
-"""How a recipe names a model of the Hugging Face hub, beside folders: hf:ORGANISATION/NAME, with @REVISION where it isn't the newest."""
+"""How a recipe names a model of the Hugging Face hub: hf:ORGANISATION/NAME, with @REVISION where it isn't the newest."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ async def check_batch(
 
 
 def compare_batch(learner: LearnerConfig, batch: PackedBatch, target_logprobs: Tensor) -> Agreement:
-    """Sampled against trained logprobs of one batch, at the weights from which its update started.
+    """Compare the sampled logprobs of a batch with the trained ones, at the weights from which its update started.
 
     Args:
         target_logprobs: [N], of the first forward pass that each token was in.
@@ -127,7 +127,7 @@ def compare_batch(learner: LearnerConfig, batch: PackedBatch, target_logprobs: T
 
 
 def checked(config: RunConfig, agreement: Agreement, *, step: int) -> Agreement:
-    """Raises: EngineError naming the first token that differs, unless the run is to go on with correction."""
+    """The agreement as it is. Raises: EngineError naming the first token that differs, with true_on_policy_on_difference: stop."""
     if agreement.first is not None and config.true_on_policy_on_difference == "stop":
         raise EngineError(f"step {step}: {describe(agreement)}. To go on with correction: true_on_policy_on_difference: correct")
     return agreement
@@ -142,7 +142,7 @@ def describe(agreement: Agreement) -> str:
 
 
 def metrics_of(agreement: Agreement) -> dict[str, float]:
-    """By name of the catalogue; without a token to compare there is no share."""
+    """Numbers by their names in the catalogue; without a token to compare there is no share."""
     if not agreement.tokens:
         return {"true_on_policy/tokens": 0.0}
     return {

@@ -70,14 +70,14 @@ class JsonLines:
         for line in self._lines():
             (kept if _is_until(step, line) else taken).append(line)
         if taken:
-            beside = self.path.with_name(f".{os.getpid()}.{self.path.name}")
+            temporary = self.path.with_name(f".{os.getpid()}.{self.path.name}")
             try:
-                beside.write_text("".join(line + "\n" for line in kept))
+                temporary.write_text("".join(line + "\n" for line in kept))
                 if to is not None:
                     JsonLines(to)._append_text(taken)
-                os.replace(beside, self.path)
+                os.replace(temporary, self.path)
             finally:
-                beside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
         return len(taken)
 
     def _lines(self) -> list[str]:

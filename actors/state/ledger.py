@@ -75,7 +75,7 @@ class Ledger:
     ) -> tuple[Ledger, str | None]:
         """Go on from a checkpoint; lines of later steps are taken back.
 
-        Returns: the ledger, and what is to be said of a file that is not what the checkpoint knows; it is set aside then.
+        Returns: the ledger, and a warning if the file is not as the checkpoint has it; it is set aside then. None: it is.
         Raises: LedgerError if the checkpoint is out of balance.
         """
         mark = mark or LedgerMark()
@@ -101,10 +101,6 @@ class Ledger:
         ledger._admitted, ledger._trained = queue.admitted, queue.trained
         ledger._discarded = queue.discarded - len(queue.unreported)
         return ledger, warning
-
-    def __len__(self) -> int:
-        """Prompts that have left, whose lines are written."""
-        return self._mark.lines + self._mark.aside
 
     def settle(
         self,

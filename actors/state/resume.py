@@ -91,7 +91,9 @@ class TrainingState:
         """
         path = folder / STATE
         if not path.exists():
-            raise DataError(f"{path} is missing: {folder.parent} is no complete checkpoint. Resume from an older one by removing it.")
+            raise DataError(
+                f"{path} is missing, so {folder.parent} is not a complete checkpoint. Remove that folder to resume from an older one."
+            )
         try:
             plain = json.loads(path.read_text(encoding="utf-8"))
             columns = load_file(folder / COLUMNS)

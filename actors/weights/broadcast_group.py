@@ -122,7 +122,7 @@ class BroadcastGroup:
                 log.info("leaving weight group: %s", type(error).__name__)
 
     async def close(self) -> None:
-        """No group is built any more, and all leave the present one."""
+        """Build no further group, and have all members leave the present one."""
         if self._building is not None:
             self._building.cancel()
             await asyncio.wait([self._building])

@@ -1,6 +1,6 @@
 """Weight deltas: a node computes new weights from an older version that it holds and the difference, instead of fetching all weights.
 
-The difference of two versions (delta) is computed on the learner's node, where both lie in the object store, by a Ray task beside training.
+The difference of two versions (delta) is computed on the learner's node, where both lie in the object store, by a Ray task during training.
 Every other node whose engines hold an older version fetches the delta, and a task there rebuilds the buckets that the learner stored, once
 for all engines of the node. The engines read them from their node's store like any others. A node that is several versions behind applies
 several deltas. Ray fetches an object from any node that has it, so deltas spread from node to node, not from the learner's node alone.
@@ -40,7 +40,7 @@ _FOR_WHO_COMES = 2
 _FRUITLESS = 3
 """After so many deltas in a row that were not smaller than the weights, none are computed any more."""
 _THREADS = 4
-"""Threads of a task that computes or applies deltas, beside training or sampling."""
+"""Threads of a task that computes or applies deltas, while training and sampling go on."""
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class WeightDeltas:
         if older is None or not any(self._is_far(node) for node in nodes) or self._fruitless >= _FRUITLESS:
             self._steps.clear()
         elif self._steps and not self._steps[-1].making.done():  # one at a time: each keeps two versions in the store
-            log.warning("weights v%d go out whole: what had changed before is still being sought", snapshot.version)
+            log.warning("weights v%d are sent whole: the changes to v%d are still being computed", snapshot.version, older.version)
             abandon(self._steps[-1].making)
             self._steps.clear()
         else:

@@ -14,9 +14,9 @@ late on their way to its node (LateError) is not counted: it goes on waiting for
 
 With deltas nodes fetch what has changed alone (actors.weights.weight_deltas); what an engine is handed is a whole version then, too.
 
-Transports: Ray's object store, or a torch.distributed broadcast, without a copy in the store beside it. A broadcast group belongs to one
-set of workers: when that changes, or a collective fails, a new one is built beside training, and versions go through the object store until
-it is whole. Who joins gets them so, beside the group of the others, until it is verified. An engine that needs a version that was broadcast
+Transports: Ray's object store, or a torch.distributed broadcast, without a copy in that store. A broadcast group belongs to one
+set of workers: when that changes, or a collective fails, a new one is built during training, and versions go through the object store until
+it is whole. Who joins gets them so, outside the others' group, until it is verified. An engine that needs a version that was broadcast
 only has it copied to the store, once for all who do, unless the learner has trained on already: then the next version, which is about to
 come, is stored as well.
 """

@@ -1,7 +1,7 @@
 """How learner and engine divide a GPU that they share: each takes its share of the whole memory, whoever comes first.
 
 Left alone, SGLang 0.5.21 takes a fraction of what is free when it starts, less what anybody else has taken by the time its weights are
-loaded (mem_cache/kv_cache_configurator.py, _profile_available_bytes): its cache would depend on how far a learner beside it has come. An
+loaded (mem_cache/kv_cache_configurator.py, _profile_available_bytes): its cache would depend on how far the GPU's learner has come. An
 engine with a share counts its own bytes instead (rollout/sglang_plugin/gpu_share.py), and torch's limit keeps a rank within its own
 (learner/parallel.py).
 """
@@ -25,8 +25,8 @@ _SUMS = 20
 """Bytes for each request and each of these: the word's number, its probability and, in float64, the sum."""
 
 
-def beside_the_cache(requests: int, vocabulary: int) -> int:
-    """Bytes that an engine takes beside weights and KV cache. Args: requests: that run at the same time."""
+def outside_cache(requests: int, vocabulary: int) -> int:
+    """Bytes that an engine takes in addition to weights and KV cache. Args: requests: how many run at the same time."""
     return CONTEXT + PREFILL_TOKENS * _PREFILL_TOKEN + requests * (_GRAPH + _SAMPLER * vocabulary + _SUMS * min(SUMMED, vocabulary))
 
 
@@ -37,7 +37,7 @@ def engine_budget(total: int, share: float, fraction: float | None, requests: in
         total: bytes of the whole GPU.
         fraction: of the whole, at most; None: all that the share leaves.
     """
-    room = int(total * share) - beside_the_cache(requests, vocabulary)
+    room = int(total * share) - outside_cache(requests, vocabulary)
     return room if fraction is None else min(room, int(total * fraction))
 
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from correction.engines.gpu_share import CONTEXT, beside_the_cache, engine_budget
+from correction.engines.gpu_share import CONTEXT, engine_budget, outside_cache
 from rollout.sglang_plugin.hooks import PluginSettings
 
 TARGET = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
 
 
 _LEAST = 0.1
-"""Least part of the cache that the share would hold. Estimates of what stands beside caches may be so far off; with less, others have taken
-it."""
+"""Least part of the cache that the share would hold. Estimates of the memory outside the cache may be so far off; with less,
+others have taken it."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +44,14 @@ def cache_bytes(settings: PluginSettings, free: int, total: int, own: int, vocab
     """
     requests = settings.max_running_requests
     cache = engine_budget(total, settings.gpu_share, settings.memory_fraction, requests, vocabulary) - own
-    beside = beside_the_cache(requests, vocabulary)
+    rest = outside_cache(requests, vocabulary)
     if cache <= 0:
         raise RuntimeError(
             f"no room for a KV cache: of a GPU of {total / 2**30:.3g} GiB the engine has {settings.gpu_share:g}, its weights take "
-            f"{own / 2**30:.3g} GiB, context, prefill, graphs and sampler {beside / 2**30:.3g}. Raise rollout.gpus_per_worker, or lower "
+            f"{own / 2**30:.3g} GiB, context, prefill, graphs and sampler {rest / 2**30:.3g}. Raise rollout.gpus_per_worker, or lower "
             "rollout.engine.max_running_requests"
         )
-    if free < (needed := cache + beside - CONTEXT):  # the context is there by now
+    if free < (needed := cache + rest - CONTEXT):  # the context is there by now
         left = cache - (needed - free)
         sentence = (
             f"the engine's share of the GPU still has {needed / 2**30:.3g} GiB to take, but {free / 2**30:.3g} are free: others on it have "

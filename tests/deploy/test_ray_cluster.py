@@ -182,7 +182,7 @@ def test_the_autoscaled_type_grows() -> None:
     [
         (CLOUD, (ROLLOUT, ROLLOUT.replace("rollout", "rollouts")), "fail", "no node of"),
         (CLOUD, ("max_workers: 16", "max_workers: 12"), "warn", "offer 12 at most: the others wait"),
-        (CLOUD, ("max_workers: 17", "max_workers: 9"), "warn", "9 for all nodes beside the head, and their kinds may have 17"),
+        (CLOUD, ("max_workers: 17", "max_workers: 9"), "warn", "9 for all nodes but the head, and their kinds may have 17"),
         (CLOUD, (LEARNER, LEARNER.replace(', "GPU": 8', "")), "fail", "has room for 0 groups"),
         (CLOUD, (LEARNER, LEARNER.replace("8", "2")), "fail", "has room for 1 groups"),
         (CLOUD, (ROLLOUT, ROLLOUT.replace(": 1}", ": 2}")), "warn", "not all of these units can be used"),

@@ -266,7 +266,7 @@ def test_whatever_the_system_refuses_is_said_with_the_file() -> None:
 def test_address_of_no_cluster(recipe: Path) -> None:
     """At once, and not after Ray has tried for a minute."""
     sentence = refused("train", str(recipe), "ray.address=foo")
-    assert "ray.address = 'foo': that is no HOST:PORT, nor auto" in sentence and "starting Ray" not in sentence
+    assert "ray.address = 'foo': it is neither HOST:PORT nor auto" in sentence and "starting Ray" not in sentence
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])

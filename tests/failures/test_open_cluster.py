@@ -19,4 +19,4 @@ def test_a_cluster_that_lets_everybody_in_is_refused(tmp_path: Path, model: Path
     said = answer.stdout + answer.stderr
     assert answer.returncode != 0, said
     sentence = said.strip().splitlines()[-1]
-    assert "asks nobody for a token" in sentence and "ray.allow_unauthenticated=true" in sentence
+    assert "doesn't ask for a token" in sentence and "ray.allow_unauthenticated=true" in sentence

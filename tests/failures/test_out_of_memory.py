@@ -58,7 +58,7 @@ def test_who_is_killed_for_memory_is_a_lost_part(cluster: Cluster) -> None:
         return caught.value, await lost_among({"queue": calm, "learner rank 0": part}, caught.value)
 
     error, lost = asyncio.run(scenario())
-    assert str(error).startswith("learner step 3 <- rank 0: the actor's process is gone, or its answer (")
+    assert str(error).startswith("learner step 3 <- rank 0: the actor's process has died, or its answer was lost (")
     assert isinstance(error.__cause__, ray.exceptions.OutOfMemoryError | ray.exceptions.ActorDiedError)
     assert "memory" in str(error.__cause__).lower()
     assert lost == ["learner rank 0"]

@@ -26,6 +26,11 @@ def buckets_of(weights: dict[str, Tensor], count: int) -> list[WeightBucket]:
     return [WeightBucket.of({name: weights[name] for name in names[start::count]}) for start in range(count)]
 
 
+def is_healthy(engine: RolloutEngine) -> bool:
+    """Whether its process lives, and no update has stopped half-way."""
+    return engine._process.is_alive and engine._dirty is None
+
+
 async def some_tokens(engine: RolloutEngine) -> None:
     """Returns when everything that was running before has sampled at least 20 tokens more: all requests advance in step."""
     await engine.generate([5], max_tokens=20, ignore_stop=True)

@@ -24,7 +24,7 @@ from correction.errors import EngineDirty, SyncError
 from rollout.engine import RolloutEngine
 from rollout.trajectory import Trajectory, VersionSpan
 from tests.conftest import BackgroundLoop
-from tests.rollout.engine_scene import TOLERANCE, buckets_of, prompts, some_tokens
+from tests.rollout.engine_scene import TOLERANCE, buckets_of, is_healthy, prompts, some_tokens
 from tests.rollout.hf_reference import hf_model, largest_difference, perturbed, response_logprobs, tiny_weights
 
 pytestmark = pytest.mark.engine
@@ -180,7 +180,7 @@ def test_wrong_weights_are_refused_before_sending(
     buckets, message = wrong_weights(weights)[case]
     with pytest.raises(SyncError, match=message):
         engine_loop.run(engine.update_weights(version + 1, [WeightBucket.of(one) for one in buckets]))
-    assert engine.is_healthy and engine.version == version
+    assert is_healthy(engine) and engine.version == version
     assert engine_loop.run(engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
     assert len(engine_loop.run(engine.generate([7, 8], max_tokens=3, ignore_stop=True))[0].response_ids) == 3
 
@@ -207,9 +207,9 @@ def test_failed_update_makes_the_engine_dirty_until_a_whole_one(
 
     outcomes = engine_loop.run(run())
     assert all(isinstance(outcome, EngineDirty) and "update failed" in str(outcome) for outcome in outcomes)
-    assert not engine.is_healthy and engine.version == version
+    assert not is_healthy(engine) and engine.version == version
     engine_loop.run(engine.update_weights(version + 1, [WeightBucket.of(weights)]))
-    assert engine.is_healthy and engine.version == version + 1
+    assert is_healthy(engine) and engine.version == version + 1
     assert engine_loop.run(engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
 
 
@@ -231,5 +231,5 @@ def test_update_that_fails_before_its_first_bucket_changes_nothing(
 
     completion = engine_loop.run(run())
     assert completion.version_spans == (VersionSpan(version, 0, 400),)
-    assert engine.is_healthy and engine.version == version
+    assert is_healthy(engine) and engine.version == version
     assert engine_loop.run(engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from correction.engines.gpu_share import CONTEXT, SUMMED, allocator_fraction, beside_the_cache, engine_budget
+from correction.engines.gpu_share import CONTEXT, SUMMED, allocator_fraction, engine_budget, outside_cache
 from rollout.engine_config import EngineConfig
 from rollout.sglang_plugin import gpu_share
 from rollout.sglang_plugin.gpu_share import TARGET, cache_bytes
@@ -27,19 +27,19 @@ def test_the_cache_is_the_same_whoever_comes_first() -> None:
     before = TOTAL - CONTEXT - WEIGHTS
     caches = {cache_bytes(SETTINGS, free, TOTAL, WEIGHTS, WORDS) for free in (before, before - 15 * GIB)}
     assert len(caches) == 1
-    assert caches.pop() + WEIGHTS + beside_the_cache(128, WORDS) == int(0.35 * TOTAL), "all of it is in the share"
+    assert caches.pop() + WEIGHTS + outside_cache(128, WORDS) == int(0.35 * TOTAL), "all of it is in the share"
 
 
 def test_what_the_sampler_takes_has_a_place() -> None:
     """128 requests x 151,936 words x (logits, logprobs, probabilities: 12 bytes), and of 32,768 of the words number, probability and a sum
     in float64, are 0.3 GiB; a small vocabulary is summed as a whole."""
-    assert beside_the_cache(128, WORDS) - beside_the_cache(128, 0) >= 128 * (WORDS * 12 + SUMMED * (8 + 4 + 8))
-    assert beside_the_cache(128, 1000) - beside_the_cache(128, 0) == 128 * 1000 * (16 + 20)
+    assert outside_cache(128, WORDS) - outside_cache(128, 0) >= 128 * (WORDS * 12 + SUMMED * (8 + 4 + 8))
+    assert outside_cache(128, 1000) - outside_cache(128, 0) == 128 * 1000 * (16 + 20)
 
 
 def test_both_shares_together_are_the_gpu_contexts_included() -> None:
     learner = allocator_fraction(TOTAL, 0.65) * TOTAL + CONTEXT
-    engine = engine_budget(TOTAL, 0.35, None, 128, WORDS) + beside_the_cache(128, WORDS)
+    engine = engine_budget(TOTAL, 0.35, None, 128, WORDS) + outside_cache(128, WORDS)
     assert learner + engine == pytest.approx(TOTAL)
     assert allocator_fraction(TOTAL, 1.0) == 1.0
 
@@ -61,7 +61,7 @@ def test_a_small_shortfall_makes_the_cache_smaller(monkeypatch: pytest.MonkeyPat
     told: list[str] = []
     monkeypatch.setattr(gpu_share.logger, "warning", lambda text, *values: told.append(text % values))
     whole = cache_bytes(SETTINGS, TOTAL, TOTAL, WEIGHTS, WORDS)
-    needed = whole + beside_the_cache(128, WORDS) - CONTEXT
+    needed = whole + outside_cache(128, WORDS) - CONTEXT
     assert cache_bytes(SETTINGS, needed, TOTAL, WEIGHTS, WORDS) == whole and not told
     assert cache_bytes(SETTINGS, needed - GIB // 2, TOTAL, WEIGHTS, WORDS) == whole - GIB // 2
     assert f"The KV cache has {(whole - GIB // 2) / GIB:.3g} GiB instead of {whole / GIB:.3g}" in told[0]

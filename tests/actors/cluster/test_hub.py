@@ -183,7 +183,7 @@ def test_a_hub_that_is_away_is_no_obstacle_to_what_is_in_the_cache(server: Stand
     folder = model_folder(config.model)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert model_folder(config.model) == folder
-    with pytest.raises(DataError, match=r"hf:acme/other: not whole in the cache, .*cache, and http://127.0.0.1:9.* set model to"):
+    with pytest.raises(DataError, match=r"hf:acme/other: not complete in the cache, .*cache, and http://127.0.0.1:9.* set model to"):
         model_folder(Path("hf:acme/other"))
     assert not obstacle_here(config.model) and "nor can the hub be reached" in obstacle_here(Path("hf:acme/other"))
 
@@ -220,7 +220,7 @@ def test_two_processes_of_a_machine_download_once(server: StandInHub, tmp_path: 
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("hf:acme/none", "has no such model, or a private one"),
+        ("hf:acme/none", "has no such model, or it is private"),
         ("hf:acme/tiny@no-such-branch", "it has no revision no-such-branch"),
         ("hf:acme/gated", "its owner asks for an agreement. Accept it at http://127.0.0.1"),
     ],
@@ -237,7 +237,7 @@ def test_offline_without_a_copy_is_said(server: StandInHub, monkeypatch: pytest.
     (model_folder(NAME) / "tokenizer.json").unlink()
     offline(monkeypatch)
     for model in ("hf:acme/never-seen", str(NAME)):  # the second lacks a file
-        with pytest.raises(DataError, match=r"not whole in the cache, .* and offline mode is on \(HF_HUB_OFFLINE\). hf download acme/"):
+        with pytest.raises(DataError, match=r"not complete in the cache, .* and offline mode is on \(HF_HUB_OFFLINE\). hf download acme/"):
             model_folder(Path(model))
     assert obstacle_here(NAME)
     with pytest.raises(DataError, match="offline mode is on"):

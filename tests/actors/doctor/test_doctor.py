@@ -14,7 +14,6 @@ from actors.commands.cli import app
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.doctor import gather
-from actors.doctor.driver_gpus import gpus_of_driver
 from actors.doctor.facts import Complaint, GpuFact, NodeFacts, PaperFacts
 from actors.doctor.gather import this_node
 from actors.doctor.node_rules import on_nodes, requests
@@ -79,7 +78,7 @@ def test_engines_of_two_gpus_make_room_where_one_has_none() -> None:
     ("workers", "gpus", "said"),
     [
         (1, "H100x8", ["the run asks for 10 GPUs"]),
-        (2, "H100x8x2", ["2 engines of 6 GPUs, each on one node, and beside the learner 2 nodes of 8 x H100 (80 GiB) have room for 1"]),
+        (2, "H100x8x2", ["2 engines of 6 GPUs, each on one node; in addition to the learner 2 nodes of 8 x H100 (80 GiB) have room for 1"]),
         (2, "H100x8x3", []),
     ],
 )
@@ -102,7 +101,7 @@ def test_engines_have_room_on_nodes_not_in_a_sum(workers: int, gpus: str, said: 
         ("rollout.engine.context_length=65536", {}, "fail", "is more than the model's context of 40960", ""),
         ("learner.recompute_activations=false", {}, "fail", "a learner rank needs 108 GiB of its 79.6 GiB", "tensor_parallel=4"),
         ("learner.distributed_optimizer=false", {}, "warn", "keeps the whole optimizer, 45.8 GiB instead of 22.9 GiB", "true"),
-        ("", {"gpus": (18 << 30,)}, "fail", "an engine has 0 MiB for its KV cache beside weights of 15.3 GiB", "context_length"),
+        ("", {"gpus": (18 << 30,)}, "fail", "an engine has 0 MiB for its KV cache in addition to weights of 15.3 GiB", "context_length"),
         ("", {"gpus": (24 << 30,)}, "warn", "fewer than a group's 8 answers", "context_length"),
         ("rollout.gpus_per_worker=0.5 rollout.engine.memory_fraction=0.8", {}, "note", "engine's share of the GPU, 39.8 GiB", "out"),
         (FLOAT8, {"shape": replace(DENSE, model_type="llama")}, "fail", "no engine of llama was seen to take it", "none"),
@@ -116,7 +115,7 @@ def test_engines_have_room_on_nodes_not_in_a_sum(workers: int, gpus: str, said: 
         ("", {"host_bytes": 64 << 30}, "warn", "Ray's object store has about 19.2 GiB", "object-store-memory"),
         ("weight_sync.deltas=true", {}, "warn", "deltas = True in a cluster of this machine alone", "Leave it out"),
         (f"{FAR_DELTAS} {IN_FLOAT32}", {}, "note", "changes has a third of the bytes, not a fiftieth", "Leave it out"),
-        ("", {"host_bytes": 128 << 30}, "warn", "GiB of this machine's 128 GiB beside its GPUs: copy for a checkpoint 122", "more memory"),
+        ("", {"host_bytes": 128 << 30}, "warn", "GiB of this machine's 128 GiB outside its GPUs: copy for a checkpoint 122", "more memory"),
     ],
 )
 def test_a_rule_on_paper(overrides: str, facts: dict[str, Any], severity: str, said: str, setting: str) -> None:
@@ -130,7 +129,8 @@ def test_a_rule_on_paper(overrides: str, facts: dict[str, Any], severity: str, s
         ("", 16, "fail", "a learner rank of 15.2 GiB and an engine of 3.2 GiB (with a KV cache for one", "larger GPU"),
         ("learner.gpus_per_rank=0.4", 24, "note", "shares: a rank needs 0.63 of it, an engine 0.13", "0.64, rollout.gpus_per_worker: 0.36"),
         ("learner.gpus_per_rank=0.4 rollout.gpus_per_worker=0.3 rollout.workers=2", 24, "note", "other shares", "gpus_per_worker: 0.18"),
-        ("rollout.gpus_per_worker=0.12", 24, "fail", "for its KV cache beside weights of 1.11 GiB and 1.87 GiB for context", "raise"),
+        ("rollout.gpus_per_worker=0.12", 24, "fail",
+         "for its KV cache in addition to weights of 1.11 GiB and 1.87 GiB for context", "raise"),
     ],
 )
 def test_a_gpu_that_learner_and_engine_share(overrides: str, gpu: int, severity: str, said: str, setting: str) -> None:
@@ -196,7 +196,8 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
             [node(offered_gpus=5.0), node(name="b", offered_gpus=7.0)],
             "rollout.engine.tensor_parallel=4 rollout.workers=2",
             "fail",
-            "2 engines of 4 GPUs each (rollout.engine.tensor_parallel) beside the learner, each on one node, and there is room for 1: GPUs",
+            "2 engines of 4 GPUs each (rollout.engine.tensor_parallel) in addition to the learner, each on one node, and there is room "
+            "for 1: GPUs",
         ),
         ([node()], "rollout.engine.tensor_parallel=2", "fail", "the run asks for 12 GPUs, and Ray has 8: 4 ranks x 1, 4 workers x 2"),
         (
@@ -321,72 +322,6 @@ def test_a_run_stops_at_what_can_t_work_and_at_nothing_less() -> None:
     stop_at_failures([Complaint("warn", "slow"), Complaint("note", "so many")])
     with pytest.raises(ConfigError, match=r"^one\. Change it\ntwo$"):
         stop_at_failures([Complaint("fail", "one", "Change it"), Complaint("warn", "slow"), Complaint("fail", "two")])
-
-
-def test_what_nvidia_smi_says_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A stand-in on the path: columns have commas between them, a name could have one, too."""
-    smi = tmp_path / "nvidia-smi"
-    lines = ("0, GPU-aa11, NVIDIA H100 80GB HBM3, 81559, 81000, 9.0", "1, GPU-ab22, Strange, Inc. GPU, 1024, [N/A], 12.0")
-    smi.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert gpus_of_driver() == [
-        GpuFact("NVIDIA H100 80GB HBM3", 81_559 << 20, 81_000 << 20, "sm_90", 0, "GPU-aa11"),
-        GpuFact("Strange, Inc. GPU", 1024 << 20, 0, "sm_120", 1, "GPU-ab22"),
-    ]
-    smi.write_text("#!/bin/sh\nexit 9\n")
-    assert gpus_of_driver() == []
-
-
-@pytest.mark.parametrize(
-    ("visible", "count", "numbers"),
-    [
-        (None, 4, [0, 1, 2, 3]),
-        ("2,3", 2, [2, 3]),
-        ("3, 1", 2, [3, 1]),
-        ("GPU-c", 1, [2]),
-        ("MIG-5", 1, [0]),
-        ("", 0, []),
-    ],
-)
-def test_a_card_that_is_hidden_is_not_taken_for_one_that_torch_sees(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, count: int, numbers: list[int]
-) -> None:
-    """The first is a display's: with "2,3" neither its memory nor who holds it says anything about the run. A MIG part is on some card."""
-    import torch
-
-    card = GpuFact("H100", H100.memory, H100.memory, "sm_90")
-    cards = [replace(card, number=i, uuid=f"GPU-{name}7", bytes=(i + 1) << 30) for i, name in enumerate("abcd")]
-    monkeypatch.setattr(gather, "gpus_of_driver", lambda: cards)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(gather, "visible_gpus", lambda: count)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    here = this_node(str(tmp_path))
-    assert [gpu.number for gpu in here.gpus] == numbers
-    assert here.gpu_bytes == tuple(gpu.bytes for gpu in (here.gpus if visible else cards))
-    model = f"model={save_config(tmp_path, QWEN3_8B)}"
-    assert gather.paper_facts(eight(model)).gpus == tuple(sorted(here.gpu_bytes, reverse=True))
-    held = replace(here, gpus=tuple(replace(gpu, free=0) for gpu in here.gpus), offered_gpus=8.0, free_gpus=8.0)
-    told = [found.sentence for found in on_nodes([held], eight(), DENSE) if "another process holds the rest" in found.sentence]
-    assert [f"GPU {number} (" in text for number, text in zip(numbers, told, strict=True)] == [True] * len(numbers)
-
-
-def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    sign = tmp_path / "sign"
-    sign.write_text("token")
-    answer = tmp_path / "answer"
-    here = this_node(str(save_config(tmp_path / "m", QWEN3_8B)), sign=str(sign), token="token", answer=str(answer))
-    assert len(here.versions["evenkeel's own files"]) == 12 and here.nccl["NCCL_DEBUG"] == "WARN"
-    assert not here.model_obstacle and here.reads_run_folder and here.versions["torch"] and here.shared_memory > 0
-    assert gather._sees_both_ways(here, str(answer), "token") and not gather._sees_both_ways(here, str(tmp_path / "elsewhere"), "token")
-    other = this_node(str(tmp_path), sign=str(sign), token="another's", answer=str(tmp_path / "not-written"))
-    assert other.model_obstacle == NO_FOLDER and not other.reads_run_folder and not (tmp_path / "not-written").exists()
-    read_only = this_node(str(tmp_path), sign=str(sign), token="token", answer=str(tmp_path / "no-folder" / "answer"))
-    assert not read_only.reads_run_folder, "it reads there, and can't write"
 
 
 def test_the_command_says_what_stands_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Further rules of the first layer: what ranks and engines would refuse late, memory beside the cache, one node and several."""
+"""Further rules of the first layer: what ranks and engines would refuse late, memory outside the cache, one node and several."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ FRACTION, REQUESTS = "rollout.engine.memory_fraction", "rollout.engine.max_runni
 @pytest.mark.parametrize(
     ("overrides", "facts", "severity", "said", "setting"),
     [
-        (f"{FRACTION}=0.99", {}, "fail", "an engine leaves 0.796 GiB beside weights and KV cache", "memory_fraction"),
-        (f"{FRACTION}=0.98", {}, "warn", "an engine leaves 1.59 GiB beside weights and KV cache", "memory_fraction"),
+        (f"{FRACTION}=0.99", {}, "fail", "an engine leaves 0.796 GiB outside weights and KV cache", "memory_fraction"),
+        (f"{FRACTION}=0.98", {}, "warn", "an engine leaves 1.59 GiB outside weights and KV cache", "memory_fraction"),
         (f"{FRACTION}=0.9 {REQUESTS}=4096", {}, "fail", "4096 requests at the same time take up to", "max_running_requests"),
         ("", {"closed_folder": "/shared"}, "fail", "run_dir = runs: this process may not write into /shared", "Set run_dir"),
         (f"{ARGS}.chunked_prefil_size=8", {}, "fail", "chunked_prefil_size: SGLang has no such argument", "chunked_prefill_size?"),
@@ -46,7 +46,7 @@ FRACTION, REQUESTS = "rollout.engine.memory_fraction", "rollout.engine.max_runni
         (f"{ARGS}.decode_attention_backend=nonsense", {}, "fail", "engine_args.decode_attention_backend = nonsense", "Leave it out"),
         (f"{IN_FLOAT32} {ALONE}", {"host_bytes": 16 << 30}, "fail", "of this machine's 16 GiB: weights, gradients and", "smaller model"),
         (f"{IN_FLOAT32} {ALONE}", {"host_bytes": 500 << 30}, "warn", "of this machine's 500 GiB: weights, gradients", "more memory"),
-        (ENGINES, {"host_bytes": 48 << 30}, "fail", "of this machine's 48 GiB beside its GPUs: ", "smaller model"),
+        (ENGINES, {"host_bytes": 48 << 30}, "fail", "of this machine's 48 GiB outside its GPUs: ", "smaller model"),
         ("learner.routing_replay=rollout", {}, "fail", "routing_replay = rollout: qwen3 has no experts", "none"),
         (RECOMPUTED, {}, "fail", "routing_replay = recompute: qwen3 has no experts", "none"),
         ("learner.moe_aux_loss_coefficient=0.001", {}, "fail", "moe_aux_loss_coefficient = 0.001: qwen3 has no experts", "Set it to 0"),

@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from ray.exceptions import RayActorError
 
 from actors.carriers import PreparedBatch
 from actors.config import DeadlinesConfig, RunConfig
@@ -19,7 +18,7 @@ from actors.driver.batch_source import BatchSource
 from actors.driver.controller import Controller
 from actors.driver.evaluation import Evaluations
 from actors.processes.wait_notice import WaitNotice
-from correction.errors import ActorLost, DeadlineExceeded, EngineError, StepAborted
+from correction.errors import DeadlineExceeded, StepAborted
 from tests.actors.cases import FakeActor, prompts
 
 
@@ -71,9 +70,6 @@ def source(run: Controller, service: Any) -> BatchSource:
     return made
 
 
-LATE = "weight sync v2 -> workers 3: no receipt in 390 s"
-
-
 class SilentPool:
     """Never answers."""
 
@@ -119,69 +115,6 @@ def controller(observer: RecordingObserver) -> Controller:
     settings = config.evaluation, config.deadlines, SilentPool(), run._held_out, observer
     run._evaluations = Evaluations(*settings, steps=config.steps)  # type: ignore[arg-type]
     return run
-
-
-def test_an_evaluation_beside_training_has_a_name_and_an_end() -> None:
-    async def scenario() -> None:
-        observer = RecordingObserver()
-        run = controller(observer)
-        run._evaluations.begin_if_due(run._step, run._version)
-        await asyncio.wait_for(run._evaluations.finished(), 10.0)
-        await asyncio.sleep(0)
-        *notices, failure = observer.events
-        assert all(notice.endswith("s for evaluation beside step 3, weights v2 <- rollout workers") for notice in notices) and notices
-        assert "evaluation beside step 3, weights v2 <- rollout workers: not done in 0 s" in failure
-
-    asyncio.run(scenario())
-
-
-def test_the_last_evaluation_waits_for_the_one_beside_it_and_has_an_end_of_its_own() -> None:
-    async def scenario() -> None:
-        observer = RecordingObserver()
-        run = controller(observer)
-        run._evaluations.begin_if_due(run._step, run._version)
-        assert await asyncio.wait_for(run._evaluations.whole("after training", 2, 2, run._sync), 10.0) is None, "the run goes on without it"
-        assert observer.events[-1].startswith("left out: evaluation after training, weights v2 <- rollout workers: not done")
-        assert any("an evaluation beside training failed" in event for event in observer.events)
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("error", [EngineError("lost three engines with these questions"), ActorLost("gone"), RayActorError()])
-def test_an_evaluation_that_can_not_be_made_is_left_out_before_training(error: Exception) -> None:
-    """The questions may be what kills engines, or the losses have nothing to do with it: a run needs no number from before."""
-
-    class Dangerous(SilentPool):
-        async def answer(self, *_: Any) -> Any:
-            raise error
-
-    async def scenario() -> None:
-        observer = RecordingObserver()
-        run = controller(observer)
-        run._evaluations._answerer = Dangerous()
-        assert await run._evaluations.whole("before training", 2, 2, run._sync) is None
-        assert observer.events[-1].startswith("left out: ")
-
-    asyncio.run(scenario())
-
-
-def test_an_engine_that_has_no_weights_in_time_keeps_no_evaluation() -> None:
-    class Late(Receipts):
-        async def receipts(self, version: int, *, deadline_s: float) -> None:
-            raise DeadlineExceeded(LATE)
-
-    class Quick(SilentPool):
-        async def answer(self, *_: Any) -> Any:
-            return [()] * 4
-
-    async def scenario() -> None:
-        observer = RecordingObserver()
-        run = controller(observer)
-        run._sync, run._evaluations._answerer = Late(), Quick()  # type: ignore[assignment]
-        assert await run._evaluations.whole("before training", 2, 2, run._sync) is not None
-        assert observer.events == [f"the evaluation before training goes without some engines: {LATE}", "evaluated"]
-
-    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("is_training", [False, True], ids=["starting", "training"])
@@ -294,7 +227,7 @@ def test_sigterm_saves_without_the_step_under_way_and_ctrl_c_with_it(number: int
         run._ending.is_training = True
         run._source, run._learner = source(run, FakeActor(Service())), SimpleNamespace(abort=abort)  # type: ignore[assignment]
         run._source.settle, run._learn_and_publish = settle, learn  # type: ignore[method-assign]
-        run._steps = SimpleNamespace(beside=lambda work, **_: work, end_step=lambda _: None)  # type: ignore[assignment]
+        run._steps = SimpleNamespace(report_during=lambda work, **_: work, end_step=lambda _: None)  # type: ignore[assignment]
         run._fruitless = SimpleNamespace(note=lambda *_: None)  # type: ignore[assignment]
         run._checkpoints = SimpleNamespace(  # type: ignore[assignment]
             finished=nothing, insist=insist, saved_step=1, is_due=lambda step: False

@@ -78,7 +78,7 @@ def test_fruitless_steps_are_counted_anew(monkeypatch: pytest.MonkeyPatch) -> No
         await run._go_back(["trajectory queue"], ActorLost("gone"))
         for step in (3, 4, 5):
             empty_step(run, step)
-        with pytest.raises(DataError, match="nothing was learned in 4 steps in a row, to step 6"):
+        with pytest.raises(DataError, match="nothing was learned in 4 steps in a row, up to step 6"):
             empty_step(run, 6)
 
     playing(scenario)
@@ -103,7 +103,7 @@ def test_a_failure_of_the_pool_takes_the_run_back_once(monkeypatch: pytest.Monke
 
         async def trains(**_: Any) -> None:
             if started == 1:
-                pool.fail(ActorLost("give_up <- trajectory queue: the actor's process is gone"))
+                pool.fail(ActorLost("give_up <- trajectory queue: the actor's process has died"))
                 await asyncio.sleep(60.0)
             run._step, run._is_trained = STEPS, True
 

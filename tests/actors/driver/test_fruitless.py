@@ -50,5 +50,5 @@ def test_too_many_in_a_row_end_the_run_and_one_that_teaches_something_forgives_t
     assert len(told) == 2 * (most - 1)
     for number in range(most - 1):
         steps.note(number, batch(), CUT)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=rf"^nothing was learned in {most} steps in a row, to step 9: 2 of its 2 answers were cut"):
+    with pytest.raises(DataError, match=rf"^nothing was learned in {most} steps in a row, up to step 9: 2 of its 2 answers were cut"):
         steps.note(9, batch(), CUT)  # type: ignore[arg-type]

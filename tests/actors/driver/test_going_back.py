@@ -11,13 +11,9 @@ from typing import Any
 
 import pytest
 from ray.exceptions import (
-    ActorDiedError,
     ActorUnavailableError,
-    OutOfDiskError,
     OutOfMemoryError,
-    OwnerDiedError,
     RayActorError,
-    RayTaskError,
 )
 
 from actors.driver import going_back
@@ -27,10 +23,7 @@ from actors.driver.going_back import (
     Returns,
     end_parts,
     lost_among,
-    lost_answer,
     raise_when_lost,
-    what_is_done_again,
-    while_they_answer,
 )
 from actors.driver.parts import StartingPoint, start_learner
 from actors.pool.rollout_worker import RolloutWorker
@@ -378,57 +371,3 @@ def test_a_worker_gives_up_what_it_has_under_way_when_it_follows_another_generat
             await first
 
     asyncio.run(scenario())
-
-
-def test_a_call_that_is_late_is_made_again_if_all_answer_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, a queue that was late by a few seconds more than the deadline ended the run, as nothing of it was lost."""
-    monkeypatch.setattr("actors.driver.going_back._ANSWER_S", 0.2)
-    told: list[str] = []
-    pauses = [1.0, 1.0, 0.0]
-
-    async def call() -> str:
-        await asyncio.sleep(pauses.pop(0))
-        return "settled"
-
-    def asked(part: Part) -> str:
-        notify = lambda _, text: told.append(text)  # noqa: E731
-        return asyncio.run(while_they_answer({"queue": part}, call, "advance", deadline_s=0.1, notify=notify))
-
-    assert asked(Part(ALIVE)) == "settled" and len(told) == 2 and "answers again" in told[0]
-    for part in (Part("silent"), Part(GONE)):  # lost from here on: one that answers again a moment later would end the run
-        pauses[:] = [1.0]
-        with pytest.raises(ActorLost, match=r"^advance: not done.*queue answered nothing"):
-            asked(part)
-    assert len(told) == 2
-
-
-def test_a_call_that_hangs_in_an_actor_that_answers_ends_with_its_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.driver.going_back._ANSWER_S", 0.2)
-    told: list[str] = []
-    hangs = while_they_answer(
-        {"queue": Part(ALIVE)}, lambda: asyncio.sleep(60.0), "advance", deadline_s=0.01, notify=lambda _, text: told.append(text)
-    )
-    with pytest.raises(DeadlineExceeded, match=r"^advance: not done"):
-        asyncio.run(hangs)
-    assert len(told) == 9, "asked ten times"
-
-
-@pytest.mark.parametrize(
-    ("cause", "expected"),
-    [
-        (ActorDiedError(), "what a call was to work on is gone (ActorDiedError)"),
-        (OwnerDiedError("", "", ""), "what a call was to work on is gone (OwnerDiedError)"),
-        (OutOfDiskError("full"), "no room in Ray's object store (OutOfDiskError): its node needs more memory in /dev/shm"),
-        (RayTaskError("g", "another traceback", KeyError("x")), ""),
-        (KeyError("x"), ""),
-    ],
-    ids=["its maker died", "its owner died", "no room", "a bug in a call of the call's", "a bug"],
-)
-def test_a_call_whose_argument_or_answer_is_gone_takes_the_run_back_and_a_bug_ends_it(cause: Exception, expected: str) -> None:
-    """Ray says of all of them that the task has failed."""
-    error = RayTaskError("step", "a long traceback", cause).as_instanceof_cause()
-    assert lost_answer(error).startswith(expected) and bool(lost_answer(error)) == bool(expected)
-    assert asyncio.run(lost_among({"queue": Part(ALIVE)}, error)) == (["an answer"] if expected else [])
-    if expected:
-        said = what_is_done_again(["an answer"], error, StartingPoint(Path("m")), step=0, version=0, generation=1)
-        assert said.startswith(f"lost: an answer ({expected}") and "traceback" not in said

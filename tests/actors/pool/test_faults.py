@@ -197,7 +197,8 @@ def test_rubbish_from_everybody_ends_the_run_before_the_prompts_are_used_up(monk
 
         world.sample = rubbish
         await world.begin()
-        with pytest.raises(RequestError, match=r"16 of the last 16 groups got no usable answer .* The last: one logprob is not finite"):
+        said = r"16 of the last 16 groups got no usable answer .* The last reason: one logprob is not finite"
+        with pytest.raises(RequestError, match=said):
             await world.all_done(10**6)
         follows = "the run ends in a sentence, with the last reason, before its prompts are used up"
         Measured("16 groups or more, and over half of the latest 64, without a usable answer", follows, None, "-", PLAYED).write()

@@ -14,7 +14,7 @@ import pytest
 import ray
 import ray.exceptions
 
-from actors.cluster.cluster import beside_the_driver
+from actors.cluster.cluster import on_drivers_node
 from actors.processes.numbered import NumberedCaller
 from actors.processes.part_heartbeat import HeartbeatActor, raise_when_silent
 from actors.processes.supervision import HALF_OVER
@@ -144,7 +144,7 @@ def test_a_busy_part_beats_and_a_stopped_one_is_dead_for_ray_too() -> None:
             watching.result()
 
     async def scenario() -> None:
-        part = beside_the_driver(Busy, max_concurrency=10).remote()
+        part = on_drivers_node(Busy, max_concurrency=10).remote()
         pid = await part.pid.remote()
         await watched(part, 2.0, as_coroutine(part.compute.remote(5.0)))
         os.kill(pid, signal.SIGSTOP)

@@ -94,7 +94,7 @@ def test_errors_of_another_process_arrive_as_themselves() -> None:
     assert isinstance(unwrapped(wrapped), SyncError)
     with pytest.raises(SyncError, match=r"^tensor x differs$"):
         asyncio.run(wait_for(fail(wrapped), "x", deadline_s=5.0))
-    with pytest.raises(EngineError, match=r"sync -> worker 1: the actor's process is gone, or its answer \(ActorDiedError\)"):
+    with pytest.raises(EngineError, match=r"sync -> worker 1: the actor's process has died, or its answer was lost \(ActorDiedError\)"):
         asyncio.run(wait_for(fail(ray.exceptions.ActorDiedError()), "sync -> worker 1", deadline_s=5.0))
     foreign = ray.exceptions.RayTaskError("f", "a long traceback", ValueError("no"))
     assert unwrapped(foreign) is foreign

@@ -21,7 +21,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.carriers import StoredGroup
-from actors.cluster.cluster import beside_the_driver
+from actors.cluster.cluster import on_drivers_node
 from actors.processes.part_heartbeat import GROUPS
 from actors.queue.payloads import GONE, fetched
 from actors.queue.queue_actor import TrajectoryQueueActor
@@ -166,7 +166,7 @@ class Reader:
 def test_ranks_read_a_batch_where_it_lies(cluster: Cluster) -> None:
     """All ranks of a node share one copy of a batch, in the object store: with copies of their own eight of them would hold eight. And
     nothing of it is checked or copied on the way, as torch's own pickling does."""
-    makers, readers = (beside_the_driver(actor, max_concurrency=1, environment=OF_BATCHES) for actor in (Maker, Reader))
+    makers, readers = (on_drivers_node(actor, max_concurrency=1, environment=OF_BATCHES) for actor in (Maker, Reader))
     maker, two = makers.remote(), [readers.remote() for _ in range(2)]
     (batch,) = ray.get(maker.make.remote(2 * LARGE), timeout=60)
     for total, own in ray.get([reader.read.remote(batch) for reader in two], timeout=60):

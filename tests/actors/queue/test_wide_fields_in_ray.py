@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.carriers import StoredGroup, Ticket
-from actors.cluster.cluster import beside_the_driver
+from actors.cluster.cluster import on_drivers_node
 from actors.cluster.placement import RankPlaces
 from actors.config import EarlyWarningConfig, RunConfig
 from actors.queue.queue_actor import TrajectoryQueueActor
@@ -87,12 +87,12 @@ class Run:
         self.nodes = list(cluster.worker_nodes)
         places = [NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in self.nodes]
         self.workers = [ray.remote(Sampling).options(num_cpus=0, scheduling_strategy=place).remote() for place in places]
-        self.queue = beside_the_driver(TrajectoryQueueActor, max_concurrency=100).remote(groups_per_step=GROUPS, max_staleness=0)
+        self.queue = on_drivers_node(TrajectoryQueueActor, max_concurrency=100).remote(groups_per_step=GROUPS, max_staleness=0)
         settings = RunConfig(
             model=Path("none"), steps=10, groups_per_step=GROUPS, max_staleness=0, rollout=ROLLOUT, learner=config,
             correction=CorrectionConfig.model_validate({"preset": "tis-token"}), monitor=EarlyWarningConfig(detailed=False),
         )
-        service = beside_the_driver(CorrectionService, max_concurrency=64, environment=OF_BATCHES)
+        service = on_drivers_node(CorrectionService, max_concurrency=64, environment=OF_BATCHES)
         self.service = service.remote(settings, self.queue)
 
     async def sample(self, tickets: Sequence[Ticket], workers: Sequence[Any]) -> None:

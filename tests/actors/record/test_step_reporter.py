@@ -59,9 +59,9 @@ def test_a_step_is_reported_when_the_next_one_is_under_way_and_once(after_s: flo
     async def scenario() -> None:
         scene = Scene()
         scene.end(3)
-        assert await scene.reporter.beside(scene.work(0.3), after_s=after_s) == "result"
+        assert await scene.reporter.report_during(scene.work(0.3), after_s=after_s) == "result"
         assert scene.log == ["end 3", "work", "reported 3", "done"]
-        await scene.reporter.beside(scene.work(0.3), after_s=after_s)
+        await scene.reporter.report_during(scene.work(0.3), after_s=after_s)
         assert scene.log.count("reported 3") == 1
 
     asyncio.run(scenario())
@@ -73,7 +73,7 @@ def test_without_such_a_moment_it_is_reported_before_the_next_one_ends() -> None
     async def scenario() -> None:
         scene = Scene()
         scene.end(3)
-        await scene.reporter.beside(scene.work(0.0), after_s=10.0)
+        await scene.reporter.report_during(scene.work(0.0), after_s=10.0)
         scene.end(4)
         assert scene.log == ["end 3", "work", "done", "reported 3", "end 4"]
 
@@ -92,7 +92,7 @@ def test_a_flush_reports_what_is_unreported_whatever_has_ended_the_work(after_s:
             raise RuntimeError("no batch")
 
         with pytest.raises(RuntimeError, match="no batch"):
-            await scene.reporter.beside(fails(), after_s=after_s)
+            await scene.reporter.report_during(fails(), after_s=after_s)
         await scene.reporter.flush()
         assert scene.log == ["end 3", "reported 3", "flush"]
         await scene.reporter.flush()
@@ -111,7 +111,7 @@ def test_what_can_not_be_reported_ends_the_run() -> None:
         scene.report = full  # type: ignore[method-assign]
         scene.end(3)
         with pytest.raises(OSError, match="no space left"):
-            await scene.reporter.beside(scene.work(0.3), after_s=0.0)
+            await scene.reporter.report_during(scene.work(0.3), after_s=0.0)
         await asyncio.sleep(0)
         assert scene.log == ["end 3", "work"], "the work is cancelled with it"
 

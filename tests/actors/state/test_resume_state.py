@@ -170,7 +170,7 @@ def test_a_ledger_of_another_length_is_refused(state: TrainingState, tmp_path: P
 
 
 def test_a_missing_file_is_refused(state: TrainingState, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is no complete checkpoint"):
+    with pytest.raises(DataError, match="is not a complete checkpoint"):
         TrainingState.load(tmp_path)
     state.save(tmp_path)
     (tmp_path / "groups.safetensors").unlink()

@@ -1,0 +1,57 @@
+"""An evaluation's questions go through the pool as groups do. Workers are fakes here, because they have to fail on cue."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import ray.exceptions
+
+from correction.errors import EngineError
+from rollout.config import AnswerSampling
+from tests.actors.cases import prompt
+from tests.actors.pool.pool_scene import DEAD, Scene, play, raised
+
+
+@pytest.mark.parametrize("fault", [DEAD, raised(EngineError("the scheduler is gone"))], ids=["process dead", "engine dead"])
+def test_an_evaluation_outlives_a_worker(monkeypatch: pytest.MonkeyPatch, fault: Exception) -> None:
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, workers=2)
+        feeding = await scene.begin()
+        await scene.until_finished(8)
+        feeding.cancel()
+        scene.faults["0"] = fault
+        prompts = [prompt(i) for i in range(100)]
+        assert await scene.pool.answer(prompts, AnswerSampling()) == [p.prompt_id for p in prompts]  # type: ignore[comparison-overlap]
+
+    play(scenario)
+
+
+def test_an_evaluation_is_spread_over_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, workers=2)
+        feeding = await scene.begin()
+        await scene.until_finished(8)
+        feeding.cancel()
+        await asyncio.wait({feeding})
+        while len(scene.joined) < 2:
+            await asyncio.sleep(0.01)
+        await scene.pool.answer([prompt(i) for i in range(128)], AnswerSampling())
+        assert [worker.answered for worker in scene.workers.values()] == [64, 64]
+
+    play(scenario)
+
+
+def test_a_mistake_in_an_evaluation_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asked gets the error; the run, which can do without this evaluation, goes on, and nothing of it waits."""
+
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, workers=2, places=0, faults=dict.fromkeys("01", raised(KeyError("text"))))
+        await scene.begin()
+        with pytest.raises(ray.exceptions.RayTaskError, match="KeyError"):
+            await scene.pool.answer([prompt(i) for i in range(2000)], AnswerSampling())
+        await asyncio.sleep(0.05)
+        assert not scene.pool._failure.done() and not scene.pool._work and scene.left == []
+        assert [worker.questions for worker in scene.pool._workers.values()] == [0, 0]
+
+    play(scenario)
