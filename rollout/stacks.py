@@ -63,8 +63,11 @@ def stacks_of(pids: Iterable[int], *, job: str = "") -> dict[int, str]:
 
 
 def _file_of(pid: int, job: str) -> Path | None:
-    folder, name = Path(f"/proc/{pid}/fd"), f"/memfd:{_NAME}-{job}"
-    return next((link for link in folder.iterdir() if os.readlink(link).startswith(name)), None)
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # it has been closed meanwhile
+            if os.readlink(link).startswith(f"/memfd:{_NAME}-{job}"):
+                return link
+    return None
 
 
 def _state(pid: int) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from rollout.stacks import stacks_of
 
 _CHILD = """
@@ -52,6 +54,21 @@ def test_a_process_says_where_it_stands_though_it_is_blocked_in_c() -> None:
             for pid, function in ((blocked, "sleeps_in_c_with_the_lock"), (asleep, "sleeps")):
                 assert told[pid].count("most recent call first") == 1
                 assert told[pid].splitlines()[1].endswith(f" in {function}"), "the innermost function"
+
+
+def test_a_file_that_is_closed_while_one_looks_hides_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy process opens and closes files all the time: one of its list may be gone when its name is read."""
+    read, gone = os.readlink, []
+
+    def readlink(link: Path) -> str:
+        if not gone:
+            gone.append(link)
+            raise FileNotFoundError(link)
+        return read(link)
+
+    with child("sleeps") as asleep:
+        monkeypatch.setattr(os, "readlink", readlink)
+        assert stacks_of([asleep]).keys() == {asleep} and len(gone) == 1
 
 
 def test_one_that_is_stopped_is_called_that_and_one_that_does_not_tell_is_left_alone() -> None:
