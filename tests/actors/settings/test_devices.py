@@ -233,11 +233,21 @@ def test_the_environment_of_a_role(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker_environment(config("correction.preset=dppo-topk-tv")).items() >= OF_BATCHES.items(), "but for wide fields"
     for one in (learner, worker):
         assert one["NCCL_CUMEM_ENABLE"] == "0" and one["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+        assert one["TORCH_NCCL_DUMP_ON_TIMEOUT"] == one["TORCH_NCCL_ENABLE_MONITORING"] == "0", "or torch's monitor ends every rank"
         assert (one["NCCL_DEBUG"], one["NCCL_NVLS_ENABLE"]) == ("INFO", "1"), "the user's own win"
     assert not {name for name in learner_environment(config()) if name.startswith(("NCCL", "TORCH_NCCL"))}
     on_cpu = learner_environment(config("learner.device=cpu"))
     assert on_cpu["CUDA_VISIBLE_DEVICES"] == "", "torch must see none where the CPU computes"
     assert on_cpu.items() >= KEPT_KERNELS.items(), "or kernels for each shape stay in memory"
+
+
+def test_torch_reads_the_variables_that_keep_a_process_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own header: a name that it doesn't know would do nothing."""
+    gpus(monkeypatch, 8)
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+    learner = learner_environment(config("weight_sync.transport=broadcast"))
+    names = [name for name in learner if name.startswith("TORCH_NCCL")]
+    assert len(names) == 3 and all(f'"{name}"' in header.read_text() for name in names)
 
 
 def test_neighbouring_ranks_are_on_one_node_and_on_neighbouring_gpus() -> None:
