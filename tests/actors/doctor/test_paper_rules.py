@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -88,6 +89,27 @@ def test_the_doctor_looks_where_the_run_folder_would_be_made(tmp_path: Path, mon
     done = CliRunner().invoke(app, ["doctor", *words])
     assert shown == [tmp_path] and done.exit_code == 1
     assert "the run folder isn't the same on 10.0.0.1" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["nobody listens", "it doesn't let us join"])
+def test_what_follows_from_the_recipe_is_said_also_where_no_cluster_answers(
+    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever mends the address would meet it next. With devices left open nothing of them is known."""
+
+    def refuse(_: object) -> None:
+        raise cluster.NoClusterError("ray.address = 'auto': no Ray cluster answers there. Start one")
+
+    monkeypatch.setattr(cluster, "check_ray", (lambda _: None) if late else refuse)
+    monkeypatch.setattr(cluster, "Cluster", refuse)
+    recipe_path, model = str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={save_config(tmp_path / 'model', QWEN3_8B)}"
+    words = ["doctor", recipe_path, model, "ray.address=auto", "learner.pipeline_parallel=5"]
+    done = CliRunner().invoke(app, [*words, "learner.device=cuda", "rollout.engine.device=cuda", "--json"])
+    said = [(one["level"], one["sentence"]) for one in json.loads(done.stdout)["findings"]]
+    assert done.exit_code == 1 and said[0][0] == "fail" and "no Ray cluster answers there" in said[0][1]
+    assert any("= 5 doesn't divide the model's 36 layers" in sentence for _, sentence in said), said
+    left_open = CliRunner().invoke(app, [*words, "learner.device=auto", "--json"])
+    assert [one["sentence"] for one in json.loads(left_open.stdout)["findings"]] == [said[0][1]]
 
 
 def test_without_an_address_a_run_has_one_node() -> None:
