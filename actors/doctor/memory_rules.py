@@ -13,14 +13,15 @@ from actors.config import RunConfig
 from actors.doctor.facts import Complaint
 from actors.plan.engine_memory import engine_memory
 from actors.plan.layouts import layouts, obstacles
-from actors.plan.learner_memory import RESERVE, rank_memory
+from actors.plan.learner_memory import RESERVE, pass_tokens, rank_memory
 from actors.plan.shape import ModelShape
 from actors.settings.devices import workers_asked
 from correction.engines.gpu_share import beside_the_cache
 
 _MORE_ROOM = (
-    "Raise learner.tensor_parallel or pipeline_parallel, set learner.recompute_activations: true, lower rollout.engine.context_length and "
-    "rollout.sampling.max_tokens, or use larger GPUs"
+    "Raise learner.tensor_parallel or pipeline_parallel, set learner.recompute_activations: true, lower learner.tokens_per_microbatch (or, "
+    "where answers are longer than that, rollout.engine.context_length and rollout.sampling.max_tokens), or learner.logprob_chunk_tokens, "
+    "or use larger GPUs"
 )
 _SURELY_TOO_LITTLE = 0.5
 """Share of what an engine is estimated to need beside its cache."""
@@ -43,7 +44,7 @@ def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> I
     yield Complaint(
         "fail",
         f"a learner rank needs {gib(needed.total + RESERVE)} of its {gib(share)} (weights {gib(needed.weights)}, gradients "
-        f"{gib(needed.gradients)}, optimizer {gib(needed.optimizer)}, activations of {longest:,} tokens {gib(needed.activations)}, head "
+        f"{gib(needed.gradients)}, optimizer {gib(needed.optimizer)}, activations of {pass_tokens(learner, longest):,} tokens {gib(needed.activations)}, head "
         f"{gib(needed.head)}, reserve {gib(RESERVE)})",
         remedy,
     )

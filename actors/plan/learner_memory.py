@@ -47,6 +47,11 @@ def rank_memory(shape: ModelShape, config: LearnerConfig, *, longest: int, has_r
     return max(stages, key=lambda memory: memory.total)
 
 
+def pass_tokens(config: LearnerConfig, longest: int) -> int:
+    """Tokens of the largest pass. Args: longest: tokens of the longest sequence."""
+    return max(config.tokens_per_microbatch, longest)
+
+
 def state_bytes(shape: ModelShape, config: LearnerConfig, stage: int = 0) -> tuple[int, int, int]:
     """(weights, gradients, optimizer) of a rank of a stage."""
     shared, experts = shape.split(config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)[stage]
@@ -103,7 +108,7 @@ def head_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> int:
 def stage_memory(shape: ModelShape, config: LearnerConfig, stage: int, *, longest: int, has_reference: bool = False) -> RankMemory:
     """GPU memory of a rank of one pipeline stage; arguments as of rank_memory."""
     weights, gradients, optimizer = state_bytes(shape, config, stage)
-    tokens = max(config.tokens_per_microbatch, longest)
+    tokens = pass_tokens(config, longest)
     layers = shape.layers / config.pipeline_parallel
     activations = layer_activations(shape, config) * layers * _passes(config, stage) * tokens
     if config.recompute_activations:  # one layer at a time is there as a whole

@@ -131,6 +131,14 @@ def test_who_has_too_few_gpus_or_too_small_ones_is_told_what_to_set() -> None:
     assert all(name in of_rank.setting for name in ("learner.tensor_parallel", "rollout.engine.context_length")), of_rank.setting
 
 
+def test_a_rank_too_large_by_its_micro_batch_is_told_so() -> None:
+    """Of 65,536 tokens, where the longest sequence has 10,240; the head's logits are those of a chunk."""
+    config = eight("learner.tokens_per_microbatch=65536", "learner.logprob_chunk_tokens=65536")
+    found = next(one for one in on_paper(paper(gpus=(24 << 30,)), config) if "rank needs" in one.sentence)
+    assert "activations of 65,536 tokens" in found.sentence, "what is counted, not the longest sequence"
+    assert "learner.tokens_per_microbatch" in found.setting and "learner.logprob_chunk_tokens" in found.setting
+
+
 @pytest.mark.parametrize(
     ("words", "model", "gpu"),
     [
