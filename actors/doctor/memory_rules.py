@@ -33,19 +33,17 @@ def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> I
         return
     longest = longest_sequence(shape, config)
     share = int(gpu_bytes * learner.gpus_per_rank)
-    needed = rank_memory(shape, learner, longest=longest, has_reference=config.needs_reference)
+    needed = rank_memory(shape, learner, longest=longest, loads_other=config.loads_other_weights)
     if needed.total + RESERVE <= share:
         return
-    others = layouts(
-        shape, learner, learner.world_size, share, longest=longest, has_reference=config.needs_reference
-    )
+    others = layouts(shape, learner, learner.world_size, share, longest=longest, loads_other=config.loads_other_weights)
     advised = others[0].changes(learner) if others and others[0].fits else ""
     remedy = f"Set, under learner: {advised}" if advised else _MORE_ROOM
     yield Complaint(
         "fail",
         f"a learner rank needs {gib(needed.total + RESERVE)} of its {gib(share)} (weights {gib(needed.weights)}, gradients "
         f"{gib(needed.gradients)}, optimizer {gib(needed.optimizer)}, activations of {pass_tokens(learner, longest):,} tokens {gib(needed.activations)}, head "
-        f"{gib(needed.head)}, reserve {gib(RESERVE)})",
+        f"{gib(needed.head)}, {f'other weights {gib(needed.other)}, ' if needed.other else ''}reserve {gib(RESERVE)})",
         remedy,
     )
 
@@ -108,7 +106,7 @@ def both_sides_fit_one_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int)
     room = 1 - learner.gpus_per_rank + 1e-9  # as whole_gpus counts
     if room < rollout.gpus_per_worker or obstacles(shape, learner):
         return
-    rank = rank_memory(shape, learner, longest=longest_sequence(shape, config), has_reference=config.needs_reference).total + RESERVE
+    rank = rank_memory(shape, learner, longest=longest_sequence(shape, config), loads_other=config.loads_other_weights).total + RESERVE
     engine = memory.weights + memory.beside + memory.request_tokens * memory.token_bytes
     if rank + engine > gpu_bytes:
         yield Complaint(

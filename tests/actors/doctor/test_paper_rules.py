@@ -18,6 +18,7 @@ from actors.config import RunConfig
 from actors.doctor.facts import NodeFacts, PaperFacts
 from actors.doctor.paper_rules import enough, on_paper
 from actors.plan.gpus import Gpus
+from actors.plan.learner_memory import state_bytes
 from actors.plan.shape import ModelShape
 from tests.actors.doctor.test_doctor import DENSE, EXPERTS, H100, IN_FLOAT32, RECIPES, eight, node, paper, recipe
 from tests.actors.known_models import QWEN3_06B, QWEN3_8B, save_config
@@ -137,6 +138,20 @@ def test_a_rank_too_large_by_its_micro_batch_is_told_so() -> None:
     found = next(one for one in on_paper(paper(gpus=(24 << 30,)), config) if "rank needs" in one.sentence)
     assert "activations of 65,536 tokens" in found.sentence, "what is counted, not the longest sequence"
     assert "learner.tokens_per_microbatch" in found.setting and "learner.logprob_chunk_tokens" in found.setting
+
+
+@pytest.mark.parametrize("words", ["learner.report_kl_every=1", "monitor.split_every=10", "learner.report_kl_every=1 monitor.split_every=10"])
+def test_other_weights_on_a_rank_s_gpu_are_counted_once(words: str) -> None:
+    """Of the reference or of an earlier version: each is loaded beside the present ones for its forward pass, and none together."""
+    facts = paper(gpus=(24 << 30,))
+    bare = next(one.sentence for one in on_paper(facts, eight()) if "rank needs" in one.sentence)
+    found = next(one.sentence for one in on_paper(facts, eight(*words.split())) if "rank needs" in one.sentence)
+    needs = [float(one.partition("rank needs ")[2].partition(" GiB")[0]) for one in (bare, found)]
+    weights = state_bytes(DENSE, eight().learner)[0] / 2**30
+    assert needs[1] - needs[0] == pytest.approx(weights, abs=0.11), "as printed, with three digits"
+    assert f"other weights {weights:.3g} GiB" in found and "other weights" not in bare
+    at_once = eight("monitor.split_every=10", "max_staleness=0")
+    assert not at_once.loads_other_weights, "no earlier version is kept"
 
 
 @pytest.mark.parametrize(

@@ -269,13 +269,13 @@ def test_seconds_of_a_version_are_its_bytes_by_the_slowest_part_of_its_way(tmp_p
 
 def test_layouts_that_fit_come_first_and_divide_the_model() -> None:
     shape, gpu = ModelShape.of(QWEN3_8B), Gpus.parse("H100x8").memory
-    found = layouts(shape, LearnerConfig(device="cuda", dtype="bfloat16"), 4, gpu, longest=8192, has_reference=False)
+    found = layouts(shape, LearnerConfig(device="cuda", dtype="bfloat16"), 4, gpu, longest=8192, loads_other=False)
     assert found and [one.fits for one in found] == sorted((one.fits for one in found), reverse=True)
     assert {one.config.world_size for one in found} == {4}
     assert all(not obstacles(shape, one.config) for one in found)
     assert found[0].memory == rank_memory(shape, found[0].config, longest=8192)
     odd = replace(shape, heads=6, key_heads=3)
-    assert {one.config.tensor_parallel for one in layouts(odd, LearnerConfig(), 4, gpu, longest=1, has_reference=False)} == {1}
+    assert {one.config.tensor_parallel for one in layouts(odd, LearnerConfig(), 4, gpu, longest=1, loads_other=False)} == {1}
 
 
 @pytest.mark.parametrize(
