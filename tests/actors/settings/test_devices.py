@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from actors.cluster.placement import in_order
+from actors.cluster.placement import in_order, places_of
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.pool import workers
@@ -253,6 +253,16 @@ def test_torch_reads_the_variables_that_keep_a_process_alive(monkeypatch: pytest
 def test_neighbouring_ranks_are_on_one_node_and_on_neighbouring_gpus() -> None:
     nodes = {0: "b", 1: "a", 2: "b", 3: "a"}
     assert in_order(nodes, {"a": "10.0.0.2", "b": "10.0.0.1"}, {0: 4, 1: 2, 2: 0, 3: 0}) == (2, 0, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "visible", "places"),
+    [([3, 2], None, [3, 2]), (["GPU-0a", "GPU-9f"], ["GPU-9f", "GPU-0a"], [1, 0]), (["2", "10"], ["10", "2"], [1, 0])],
+    ids=["all of a node's", "by UUID", "by number"],
+)
+def test_a_gpu_s_place_is_that_in_the_list_of_visible_ones(given: list[int | str], visible: list[str] | None, places: list[int]) -> None:
+    """Ray hands out words of that list, which are no numbers where it names GPUs by UUID."""
+    assert places_of(given, visible) == places
 
 
 JOINED = ("ray.address=10.0.0.1:6379", "rollout.min_workers=1", "rollout.max_workers=4")
