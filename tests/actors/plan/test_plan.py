@@ -328,7 +328,7 @@ def test_a_family_that_isn_t_trained_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "model", "gpus", "shown"),
     [
-        ("qwen3_0.6b_1gpu", QWEN3_06B, "24GBx1", ["15.2 GiB of 15.6 GiB", "24 of 2,048 tokens", "1.87 GiB for context"]),
+        ("qwen3_0.6b_1gpu", QWEN3_06B, "A10Gx1", ["15.2 GiB of 15.7 GiB", "17 of 2,048 tokens", "1.87 GiB for context"]),
         ("qwen3_30b_a3b_4nodes", QWEN3_30B_A3B, "H200x8x4", ["4 nodes of 8 x H200", "16 ranks", "to another node 6.1 s"]),
     ],
 )
