@@ -120,6 +120,12 @@ def fetch_s(config: RunConfig) -> float:
     return left_s if left_s >= sync_s / 5 else sync_s / 2
 
 
+def bucket_s(config: RunConfig) -> float:
+    """Longest time in which the learner sends one bucket of a broadcast: its bytes beside what an engine gives a collective, so that who is
+    only slow isn't given up; not sync_s, which is for a whole model and all that is done with it."""
+    return config.rollout.engine.weight_group_timeout_s + config.weight_sync.bucket_bytes / config.deadlines.bytes_per_s
+
+
 _SECTIONS: Mapping[type[Settings], str] = {
     DeadlinesConfig: "deadlines",
     EngineConfig: "rollout.engine",
@@ -133,6 +139,7 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
     whole = with_deadlines(config, model_bytes)
     scale, run, engine, rollout = Scale.of(config), whole.deadlines, whole.rollout.engine.deadlines, whole.rollout
     sglang, ranks = rollout.engine, whole.learner
+    bucket = f"{config.weight_sync.bucket_bytes / 1e9:.3g} GB"
     size, rate = f"{model_bytes / 1e9:.3g} GB", f"{run.bytes_per_s / 1e6:.4g} MB/s"
 
     def of(section: Settings, name: str, what: str) -> Deadline:
@@ -146,7 +153,8 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
         Deadline("", group_s(rollout), "a group: answer, rewards and the way to the queue; then another worker samples it"),
         of(run, "batch_s", "a batch without a single finished group: two groups one after the other, and a new worker between them"),
         of(engine, "control_s", f"specs, checksums, scores of an engine: {size} at five times {rate}"),
-        of(sglang, "weight_group_timeout_s", "one bucket of a broadcast of weights; then that update has failed"),
+        of(sglang, "weight_group_timeout_s", "one collective of a broadcast of weights, in an engine; then that update has failed"),
+        Deadline("", bucket_s(whole), f"one bucket of a broadcast, in the learner: {bucket} more at {rate}; then the group is given up"),
         of(engine, "update_s", f"a weight update in the engine, which is lost then: {size} at {rate}"),
         Deadline("", fetch_s(whole), "new weights on their way to a node: then that is said, and they are asked for again"),
         of(run, "sync_s", "one attempt at new weights: their way to the node, the update, the checksums"),
