@@ -4,8 +4,8 @@ SGLang joins such a group with a store at tcp://host:port and a group name; the 
 default group. A bucket is one broadcast, of bytes: of 18,867 tensors of a mixture of experts each would be a call otherwise.
 
 A broadcast runs in a thread with a deadline: a collective that never ends must not take the learner with it. One bucket is on its way while
-the next is gathered. Gloo's call returns when the bucket is sent. NCCL's returns when the GPU has been told to send it, so that what has become of it is asked until it is done, and a group
-in which it is late is aborted: its kernel would keep the GPU busy.
+the next is gathered. Gloo's call returns when the bucket is sent. NCCL's returns when the GPU has been told to send it, so that what has
+become of it is asked until it is done, and a group in which it is late is aborted: its kernel would keep the GPU busy.
 
 A group may be joined and left in another thread than the one that trains. Over gloo the members are connected then; NCCL connects them with
 the first broadcast.
@@ -49,8 +49,8 @@ class WeightBroadcaster:
         self._name, self._bucket_s, self._device = name, join_s if bucket_s is None else bucket_s, device
         self._group: dist.ProcessGroup | None = None
         self._changing = threading.Lock()
-        self._on_its_way: _Call | None = None
-        self._wait(_Call(lambda: self._join(host, port, world_size, join_s), join_s), "group was not built")
+        self._on_its_way: _InThread | None = None
+        self._wait(_InThread(lambda: self._join(host, port, world_size, join_s), join_s), "group was not built")
 
     def send(self, bucket: Mapping[str, Tensor]) -> None:
         """Broadcast the tensors, and wait until they are sent. Raises: as `begin` and `finish`."""
@@ -82,7 +82,7 @@ class WeightBroadcaster:
                 elif (work := dist.broadcast(flat, src=0, group=group, async_op=True)) is not None:
                     until_done(work, self._bucket_s)
 
-            self._on_its_way = _Call(broadcast, self._bucket_s)
+            self._on_its_way = _InThread(broadcast, self._bucket_s)
 
     def finish(self) -> None:
         """Wait until the last bucket is sent, if it isn't yet. Raises: SyncError if that fails, and the group is of no use then."""
@@ -120,7 +120,7 @@ class WeightBroadcaster:
         _world.pg_group_ranks[self._group] = {i: i for i in range(world_size)}
         _set_pg_timeout(timedelta(seconds=self._bucket_s), self._group)
 
-    def _wait(self, call: _Call, what: str) -> None:
+    def _wait(self, call: _InThread, what: str) -> None:
         call.join()
         if call.is_given_up:
             raise SyncError(f"weight group {self._name}: {what}: the learner has left it meanwhile")
@@ -130,7 +130,7 @@ class WeightBroadcaster:
             raise SyncError(f"weight group {self._name}: {what}: {call.error}") from call.error
 
 
-class _Call:
+class _InThread:
     """Work in a thread of its own, which begins at once."""
 
     def __init__(self, work: Callable[[], None], limit_s: float) -> None:
@@ -188,7 +188,7 @@ def until_done(work: dist.Work, timeout_s: float) -> None:
         raise RuntimeError(str(error))
 
 
-def _leave(group: dist.ProcessGroup, call: _Call | None) -> None:
+def _leave(group: dist.ProcessGroup, call: _InThread | None) -> None:
     if call is not None and call.is_running:
         _abort(group)
     _destroy(group)

@@ -167,4 +167,4 @@ def places_of(given: Sequence[int | str], visible: Sequence[str] | None) -> list
 
 def _given_gpus() -> tuple[list[int | str], Sequence[str] | None]:
     """As `places_of` takes them; in a task, which itself sees only the GPUs that it was given."""
-    return ray.get_gpu_ids(), ray._private.worker.global_worker.original_visible_accelerator_ids.get("GPU")
+    return list(ray.get_gpu_ids()), ray._private.worker.global_worker.original_visible_accelerator_ids.get("GPU")

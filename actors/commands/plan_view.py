@@ -45,9 +45,7 @@ def make_plan(facts: PaperFacts, config: RunConfig, gpus: Gpus, complaints: Sequ
     rank = None if obstacles(shape, learner) else rank_memory(shape, learner, longest=longest, loads_other=loads_other)
     engine = engine_memory(shape, config.rollout, gpus.memory)
     share = int(gpus.memory * learner.gpus_per_rank)
-    others = layouts(
-        shape, learner, learner.world_size, share, longest=longest, loads_other=loads_other, gpus_per_node=gpus.per_node
-    )
+    others = layouts(shape, learner, learner.world_size, share, longest=longest, loads_other=loads_other, gpus_per_node=gpus.per_node)
     moved = traffic(shape, config, cache_tokens=engine.tokens)
     waits = table(config, shape.weight_bytes(config.learner.resolved_dtype))
     of_hosts = tuple(hosts(shape, config, gpus_per_node=gpus.per_node, nodes=gpus.nodes))
@@ -74,8 +72,7 @@ def sections(plan: RunPlan, config: RunConfig) -> dict[str, list[tuple[str, str]
         ],
         "memory of the hosts": [row for one in plan.hosts for row in _of_host(one)],
         f"layouts of {ranks}": [
-            (f"{'fits' if one.fits else 'too large'}, {gib(one.memory.total + RESERVE)}", f"{one}")
-            for one in plan.layouts[:_SHOWN_LAYOUTS]
+            (f"{'fits' if one.fits else 'too large'}, {gib(one.memory.total + RESERVE)}", f"{one}") for one in plan.layouts[:_SHOWN_LAYOUTS]
         ],
     }
 

@@ -39,11 +39,12 @@ def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> I
     others = layouts(shape, learner, learner.world_size, share, longest=longest, loads_other=config.loads_other_weights)
     advised = others[0].changes(learner) if others and others[0].fits else ""
     remedy = f"Set, under learner: {advised}" if advised else _MORE_ROOM
+    tokens, other = pass_tokens(learner, longest), f"other weights {gib(needed.other)}, " if needed.other else ""
     yield Complaint(
         "fail",
         f"a learner rank needs {gib(needed.total + RESERVE)} of its {gib(share)} (weights {gib(needed.weights)}, gradients "
-        f"{gib(needed.gradients)}, optimizer {gib(needed.optimizer)}, activations of {pass_tokens(learner, longest):,} tokens {gib(needed.activations)}, head "
-        f"{gib(needed.head)}, {f'other weights {gib(needed.other)}, ' if needed.other else ''}reserve {gib(RESERVE)})",
+        f"{gib(needed.gradients)}, optimizer {gib(needed.optimizer)}, activations of {tokens:,} tokens {gib(needed.activations)}, head "
+        f"{gib(needed.head)}, {other}reserve {gib(RESERVE)})",
         remedy,
     )
 

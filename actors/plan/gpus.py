@@ -28,8 +28,8 @@ ARCHITECTURES = {
 }  # fmt: skip
 """NVIDIA's table of compute capabilities (developer.nvidia.com/cuda-gpus)."""
 INSTANCES = {
-    "p4d": "A100-40", "p4de": "A100", "p5": "H100", "p5e": "H200", "p5en": "H200", "p6-b200": "B200", "g5": "A10G", "g6": "L4", "g6e": "L40S",
-    "a2-highgpu": "A100-40", "a2-ultragpu": "A100", "a3-highgpu": "H100", "a3-megagpu": "H100", "a3-ultragpu": "H200",
+    "p4d": "A100-40", "p4de": "A100", "p5": "H100", "p5e": "H200", "p5en": "H200", "p6-b200": "B200", "g5": "A10G", "g6": "L4",
+    "g6e": "L40S", "a2-highgpu": "A100-40", "a2-ultragpu": "A100", "a3-highgpu": "H100", "a3-megagpu": "H100", "a3-ultragpu": "H200",
 }  # fmt: skip
 """Families of two clouds' instances, and their GPUs."""
 

@@ -111,8 +111,8 @@ def test_a_broadcast_over_nccl_is_done_when_the_gpu_has_sent_all(monkeypatch: py
 
 
 def test_a_dead_engine_is_told_within_the_deadline_over_nccl_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's call has returned long before; the group is aborted, as its kernel waits on the GPU for the member that is gone. The deadline is
-    a bucket's, not the five minutes that members have to join."""
+    """NCCL's call has returned long before; the group is aborted, as its kernel waits on the GPU for the member that is gone. The
+    deadline is a bucket's, not the five minutes that members have to join."""
     sender, group = broadcaster(monkeypatch, [Sent(0), Sent(None)])
     sender.send(bucket(1))
     began = time.monotonic()

@@ -140,7 +140,9 @@ def test_a_rank_too_large_by_its_micro_batch_is_told_so() -> None:
     assert "learner.tokens_per_microbatch" in found.setting and "learner.logprob_chunk_tokens" in found.setting
 
 
-@pytest.mark.parametrize("words", ["learner.report_kl_every=1", "monitor.split_every=10", "learner.report_kl_every=1 monitor.split_every=10"])
+@pytest.mark.parametrize(
+    "words", ["learner.report_kl_every=1", "monitor.split_every=10", "learner.report_kl_every=1 monitor.split_every=10"]
+)
 def test_other_weights_on_a_rank_s_gpu_are_counted_once(words: str) -> None:
     """Of the reference or of an earlier version: each is loaded beside the present ones for its forward pass, and none together."""
     facts = paper(gpus=(24 << 30,))
