@@ -305,6 +305,16 @@ class RunConfig(Settings):
         return (self.max_staleness + 1) * self.groups_per_step
 
     @property
+    def earlier_weights(self) -> int:
+        """Copies of its weights at earlier versions that a rank keeps in host memory (monitor.split_every)."""
+        return self.max_staleness if self.monitor.split_every else 0
+
+    @property
+    def loads_other_weights(self) -> bool:
+        """A rank has other weights beside the present ones on its device, one version at a time: the reference's, or earlier ones."""
+        return self.needs_reference or self.earlier_weights > 0
+
+    @property
     def logical_cpus(self) -> int:
         """CPUs of a private cluster: one for each rank and each rank of an engine, and one."""
         return self.ray.num_cpus or self.rollout.most_workers * self.rollout.engine.tensor_parallel + self.learner.world_size + 1

@@ -3,9 +3,9 @@
 SGLang joins such a group with a store at tcp://host:port and a group name; the learner must build its side the same way, in addition to its
 own default group. A bucket is one broadcast, of bytes: of 18,867 tensors of a mixture of experts each would be a call otherwise.
 
-A broadcast runs in a thread with a deadline: a collective that never ends must not take the learner with it. Gloo's call returns when the
-bucket is sent. NCCL's returns when the GPU has been told to send it, so that what has become of it is asked until it is done, and a group
-in which it is late is aborted: its kernel would keep the GPU busy.
+A broadcast runs in a thread with a deadline: a collective that never ends must not take the learner with it. One bucket is on its way while
+the next is gathered. Gloo's call returns when the bucket is sent. NCCL's returns when the GPU has been told to send it, so that what has
+become of it is asked until it is done, and a group in which it is late is aborted: its kernel would keep the GPU busy.
 
 A group may be joined and left in another thread than the one that trains. Over gloo the members are connected then; NCCL connects them with
 the first broadcast.
@@ -23,7 +23,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _set_pg_timeout, _world
 
 from correction.engines.rendezvous import gloo_interface_towards, rendezvous_store
 from correction.engines.weight_spec import WeightSpec, goes_whole, widest_first
@@ -36,21 +36,32 @@ _POLL_S = 0.0005
 class WeightBroadcaster:
     """Rank 0 of a weight group."""
 
-    def __init__(self, host: str, port: int, world_size: int, name: str, timeout_s: float, device: torch.device) -> None:
+    def __init__(
+        self, host: str, port: int, world_size: int, name: str, join_s: float, device: torch.device, *, bucket_s: float | None = None
+    ) -> None:
         """Wait for all members.
 
-        Args: device: where the weights lie: NCCL takes tensors of a GPU alone.
-        Raises: SyncError if they are not there in timeout_s.
+        Args:
+            device: where the weights lie: NCCL takes tensors of a GPU alone.
+            bucket_s: longest time for one bucket, seconds; None: join_s.
+        Raises: SyncError if they are not there in join_s.
         """
-        self._name, self._timeout_s, self._device = name, timeout_s, device
+        self._name, self._bucket_s, self._device = name, join_s if bucket_s is None else bucket_s, device
         self._group: dist.ProcessGroup | None = None
-        self._sending = threading.Lock()
-        self._run(lambda: self._join(host, port, world_size), "group was not built")
+        self._changing = threading.Lock()
+        self._on_its_way: _InThread | None = None
+        self._wait(_InThread(lambda: self._join(host, port, world_size, join_s), join_s), "group was not built")
 
     def send(self, bucket: Mapping[str, Tensor]) -> None:
-        """Broadcast the tensors at once, by a copy on their device (`end_to_end`).
+        """Broadcast the tensors, and wait until they are sent. Raises: as `begin` and `finish`."""
+        self.begin(bucket)
+        self.finish()
 
-        Raises: SyncError, before anything is sent, for a tensor on another device; or if it fails, and the group is of no use then.
+    def begin(self, bucket: Mapping[str, Tensor]) -> None:
+        """Begin to broadcast the tensors at once, by a copy on their device (`end_to_end`), when the bucket before is sent.
+
+        They have to stay as they are until the next call: one that goes whole is sent from where it lies.
+        Raises: SyncError, before anything of it is sent, for a tensor on another device; as `finish` for the bucket before.
         """
         for name, tensor in bucket.items():
             if tensor.device.type != self._device.type:
@@ -59,7 +70,8 @@ class WeightBroadcaster:
                     f"{self._device.type} alone. Set weight_sync.transport: object_store"
                 )
 
-        with self._sending:
+        self.finish()
+        with self._changing:
             if (group := self._group) is None:  # torch would take the learner's own default group
                 raise SyncError(f"weight group {self._name}: the learner has left it")
 
@@ -68,28 +80,37 @@ class WeightBroadcaster:
                 if self._device.type == "cpu":
                     dist.broadcast(flat, src=0, group=group)
                 elif (work := dist.broadcast(flat, src=0, group=group, async_op=True)) is not None:
-                    until_done(work, self._timeout_s)
+                    until_done(work, self._bucket_s)
 
-            try:
-                self._run(broadcast, "broadcast failed")
-            except SyncError:
-                if self._device.type != "cpu":
-                    threading.Thread(target=_abort, args=(group,), daemon=True).start()
-                raise
+            self._on_its_way = _InThread(broadcast, self._bucket_s)
+
+    def finish(self) -> None:
+        """Wait until the last bucket is sent, if it isn't yet. Raises: SyncError if that fails, and the group is of no use then."""
+        call, group = self._on_its_way, self._group
+        if call is None:
+            return
+        try:
+            self._wait(call, "broadcast failed")
+        except SyncError:
+            if self._device.type != "cpu" and group is not None:
+                threading.Thread(target=_abort, args=(group,), daemon=True).start()
+            raise
+        self._on_its_way = None
 
     def close(self) -> None:
-        """Leave the group, when a bucket that is being sent is out. Errors of a broken one are not raised: that is why it is closed."""
-        threading.Thread(target=self._leave, daemon=True).start()
-
-    def _leave(self) -> None:
-        with self._sending:
+        """Leave the group. A bucket that is on its way fails: a member may be gone, and nobody waits for the others any more. Errors of a
+        broken group are not raised: that is why it is closed."""
+        with self._changing:
             group, self._group = self._group, None
+            call = self._on_its_way
+        if call is not None:
+            call.give_up()
         if group is not None:
-            _destroy(group)
+            threading.Thread(target=_leave, args=(group, call), daemon=True).start()
 
-    def _join(self, host: str, port: int, world_size: int) -> None:
+    def _join(self, host: str, port: int, world_size: int, join_s: float) -> None:
         backend = Backend("nccl" if self._device.type == "cuda" else "gloo")
-        timeout = timedelta(seconds=self._timeout_s)
+        timeout = timedelta(seconds=join_s)
         store = rendezvous_store(host, port, rank=0, world_size=world_size, timeout=timeout)
         towards = gloo_interface_towards(host, psutil.net_if_addrs()) if backend == "gloo" else contextlib.nullcontext()
         with towards:
@@ -97,23 +118,49 @@ class WeightBroadcaster:
                 world_size, 0, [], backend, PrefixStore(self._name, store), group_name=GroupName(self._name), timeout=timeout
             )
         _world.pg_group_ranks[self._group] = {i: i for i in range(world_size)}
+        _set_pg_timeout(timedelta(seconds=self._bucket_s), self._group)
 
-    def _run(self, work: Callable[[], None], what: str) -> None:
-        errors: list[BaseException] = []
+    def _wait(self, call: _InThread, what: str) -> None:
+        call.join()
+        if call.is_given_up:
+            raise SyncError(f"weight group {self._name}: {what}: the learner has left it meanwhile")
+        if call.is_running:
+            raise SyncError(f"weight group {self._name}: {what} in {call.limit_s:.0f} s; a member may be gone")
+        if call.error is not None:
+            raise SyncError(f"weight group {self._name}: {what}: {call.error}") from call.error
 
-        def guarded() -> None:
-            try:
-                work()
-            except BaseException as error:
-                errors.append(error)
 
-        thread = threading.Thread(target=guarded, daemon=True)
-        thread.start()
-        thread.join(self._timeout_s)
-        if thread.is_alive():
-            raise SyncError(f"weight group {self._name}: {what} in {self._timeout_s:.0f} s; a member may be gone")
-        if errors:
-            raise SyncError(f"weight group {self._name}: {what}: {errors[0]}") from errors[0]
+class _InThread:
+    """Work in a thread of its own, which begins at once."""
+
+    def __init__(self, work: Callable[[], None], limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.error: BaseException | None = None
+        self._work, self._until = work, time.monotonic() + limit_s
+        self.is_given_up = False
+        self._ended, self._waits_no_more = threading.Event(), threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    @property
+    def is_running(self) -> bool:
+        return not self._ended.is_set()
+
+    def join(self) -> None:
+        """Wait until it has ended, its time is over, or it is given up."""
+        self._waits_no_more.wait(max(0.0, self._until - time.monotonic()))
+
+    def give_up(self) -> None:
+        """Have nobody wait for it any more, if it has not ended: gloo's call ends at its own deadline, whatever is done to its group."""
+        self.is_given_up = self.is_running
+        self._waits_no_more.set()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self.error = error
+        self._ended.set()
+        self._waits_no_more.set()
 
 
 def end_to_end(bucket: Mapping[str, Tensor]) -> Tensor:
@@ -139,6 +186,12 @@ def until_done(work: dist.Work, timeout_s: float) -> None:
         time.sleep(_POLL_S)
     if (error := work.exception()) is not None:
         raise RuntimeError(str(error))
+
+
+def _leave(group: dist.ProcessGroup, call: _InThread | None) -> None:
+    if call is not None and call.is_running:
+        _abort(group)
+    _destroy(group)
 
 
 def _abort(group: dist.ProcessGroup) -> None:

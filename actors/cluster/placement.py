@@ -114,7 +114,7 @@ def in_order(nodes: Mapping[int, str], addresses: Mapping[str, str], first_gpus:
     Args:
         nodes: by bundle, the node's id.
         addresses: by id.
-        first_gpus: by bundle, the smallest id of its GPUs.
+        first_gpus: by bundle, the place of the first of its GPUs on their node.
     """
     return tuple(sorted(nodes, key=lambda bundle: (addresses.get(nodes[bundle], ""), nodes[bundle], first_gpus.get(bundle, 0), bundle)))
 
@@ -141,8 +141,8 @@ async def _until_ready(group: PlacementGroup) -> None:
 
 
 async def _first_gpus(config: LearnerConfig, group: PlacementGroup) -> dict[int, int]:
-    """By bundle, the smallest id of the GPUs that Ray has given it."""
-    look = ray.remote(_gpu_ids)
+    """By bundle, the place on its node of the first GPU that Ray has given it."""
+    look = ray.remote(_given_gpus)
     asked = [
         look.options(
             num_cpus=0,
@@ -152,8 +152,19 @@ async def _first_gpus(config: LearnerConfig, group: PlacementGroup) -> dict[int,
         for bundle in range(group.bundle_count)
     ]
     found = await asyncio.gather(*(wait_for(one, f"GPUs of bundle {i} <- Ray", deadline_s=_LOOK_S) for i, one in enumerate(asked)))
-    return {bundle: min(ids) for bundle, ids in enumerate(found)}
+    return {bundle: min(places_of(given, visible)) for bundle, (given, visible) in enumerate(found)}
 
 
-def _gpu_ids() -> list[int]:
-    return [int(gpu) for gpu in ray.get_gpu_ids()]
+def places_of(given: Sequence[int | str], visible: Sequence[str] | None) -> list[int]:
+    """Place of each GPU on its node.
+
+    Args:
+        given: as ray.get_gpu_ids() has them: numbers, or words of the CUDA_VISIBLE_DEVICES with which the node was started (also UUIDs).
+        visible: those words, in their order; None: the node was started without.
+    """
+    return [list(visible).index(str(gpu)) if visible else int(gpu) for gpu in given]
+
+
+def _given_gpus() -> tuple[list[int | str], Sequence[str] | None]:
+    """As `places_of` takes them; in a task, which itself sees only the GPUs that it was given."""
+    return list(ray.get_gpu_ids()), ray._private.worker.global_worker.original_visible_accelerator_ids.get("GPU")

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from actors.config import RunConfig
-from actors.doctor.facts import Complaint
+from actors.doctor.facts import Complaint, NodeFacts, PaperFacts
 from actors.doctor.gather import home_of_run, nodes_of_cluster, own_machine
 from actors.doctor.node_rules import Request, on_nodes, requests
 from actors.doctor.paper_rules import enough, on_paper, worst_first
@@ -135,18 +135,42 @@ def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]
         kind = Gpus.parse(gpus)
         config, facts = judged(derived(config, has_gpu=True), meant=[kind])
         return worst_first(on_paper(facts, config) + enough(kind, config)), []
-    from actors.cluster.cluster import Cluster, check_ray, gpus_there
+    return _found_here(config)
 
-    check_ray(config.ray)
+
+def _found_here(config: RunConfig) -> tuple[list[Complaint], list[Request]]:
+    """On this machine, or on the cluster at ray.address; of one that can't be joined the refusal, and what is known without it."""
+    from actors.cluster.cluster import NoClusterError, check_ray, gpus_there
+    from actors.settings.derived import derived
+
+    refused: list[Complaint] = []
+    has_gpu = False
     try:
-        config, facts = judged(derived(config, has_gpu=gpus_there(config) > 0))
+        check_ray(config.ray)
+        has_gpu = gpus_there(config) > 0
+    except NoClusterError as error:
+        refused = [Complaint.refusal(error)]
+        if "auto" in (config.rollout.engine.device, config.learner.device):
+            return refused, []  # the rest depends on whether there are GPUs
+    try:
+        config, facts = judged(derived(config, has_gpu=has_gpu))
     except EvenkeelError as error:
         if not isinstance(error, ConfigError):
             raise
-        return [Complaint.refusal(error)], []
-    if config.ray.address is None:
-        nodes = own_machine(config)
-    else:
-        with Cluster(config):
-            nodes = nodes_of_cluster(config, None if facts.closed_folder else home_of_run(config))
+        return [*refused, Complaint.refusal(error)], []
+    try:
+        nodes = None if refused else _nodes(config, facts)
+    except NoClusterError as error:
+        nodes, refused = None, [Complaint.refusal(error)]
+    if nodes is None:
+        return worst_first(refused + on_paper(facts, config)), []
     return worst_first(on_paper(facts, config) + on_nodes(nodes, config, facts.shape)), requests(nodes, config)
+
+
+def _nodes(config: RunConfig, facts: PaperFacts) -> list[NodeFacts]:
+    from actors.cluster.cluster import Cluster
+
+    if config.ray.address is None:
+        return own_machine(config)
+    with Cluster(config):
+        return nodes_of_cluster(config, None if facts.closed_folder else home_of_run(config))

@@ -41,13 +41,11 @@ class RunPlan:
 def make_plan(facts: PaperFacts, config: RunConfig, gpus: Gpus, complaints: Sequence[Complaint]) -> RunPlan:
     """Args: config: with devices and types, for GPUs; complaints: of the doctor's rules."""
     learner, shape = config.learner, facts.shape
-    longest, has_reference = longest_sequence(facts.shape, config), config.needs_reference
-    rank = None if obstacles(shape, learner) else rank_memory(shape, learner, longest=longest, has_reference=has_reference)
+    longest, loads_other = longest_sequence(facts.shape, config), config.loads_other_weights
+    rank = None if obstacles(shape, learner) else rank_memory(shape, learner, longest=longest, loads_other=loads_other)
     engine = engine_memory(shape, config.rollout, gpus.memory)
     share = int(gpus.memory * learner.gpus_per_rank)
-    others = layouts(
-        shape, learner, learner.world_size, share, longest=longest, has_reference=has_reference, gpus_per_node=gpus.per_node
-    )
+    others = layouts(shape, learner, learner.world_size, share, longest=longest, loads_other=loads_other, gpus_per_node=gpus.per_node)
     moved = traffic(shape, config, cache_tokens=engine.tokens)
     waits = table(config, shape.weight_bytes(config.learner.resolved_dtype))
     of_hosts = tuple(hosts(shape, config, gpus_per_node=gpus.per_node, nodes=gpus.nodes))
@@ -75,8 +73,7 @@ def sections(plan: RunPlan, config: RunConfig) -> dict[str, list[tuple[str, str]
         ],
         "memory of the hosts": [row for one in plan.hosts for row in _of_host(one)],
         f"layouts of {ranks}": [
-            (f"{'fits' if one.fits else 'too large'}, {gib(one.memory.total + RESERVE)}", f"{one}")
-            for one in plan.layouts[:_SHOWN_LAYOUTS]
+            (f"{'fits' if one.fits else 'too large'}, {gib(one.memory.total + RESERVE)}", f"{one}") for one in plan.layouts[:_SHOWN_LAYOUTS]
         ],
     }
 
@@ -91,7 +88,7 @@ def _of_rank(plan: RunPlan, config: RunConfig) -> list[tuple[str, str]]:
         "optimizer": rank.optimizer,
         "activations": rank.activations,
         "head": rank.head,
-        "reference": rank.reference,
+        "other weights": rank.other,
         "reserve": RESERVE,
     }
     rows = [(name, gib(size)) for name, size in parts.items() if size]

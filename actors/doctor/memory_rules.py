@@ -13,14 +13,15 @@ from actors.config import RunConfig
 from actors.doctor.facts import Complaint
 from actors.plan.engine_memory import engine_memory
 from actors.plan.layouts import layouts, obstacles
-from actors.plan.learner_memory import RESERVE, rank_memory
+from actors.plan.learner_memory import RESERVE, pass_tokens, rank_memory
 from actors.plan.shape import ModelShape
 from actors.settings.devices import workers_asked
 from correction.engines.gpu_share import outside_cache
 
 _MORE_ROOM = (
-    "Raise learner.tensor_parallel or pipeline_parallel, set learner.recompute_activations: true, lower rollout.engine.context_length and "
-    "rollout.sampling.max_tokens, or use larger GPUs"
+    "Raise learner.tensor_parallel or pipeline_parallel, set learner.recompute_activations: true, lower learner.tokens_per_microbatch (or, "
+    "where answers are longer than that, rollout.engine.context_length and rollout.sampling.max_tokens), or learner.logprob_chunk_tokens, "
+    "or use larger GPUs"
 )
 _SURELY_TOO_LITTLE = 0.5
 """Share of what an engine is estimated to need outside its cache."""
@@ -32,19 +33,18 @@ def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> I
         return
     longest = longest_sequence(shape, config)
     share = int(gpu_bytes * learner.gpus_per_rank)
-    needed = rank_memory(shape, learner, longest=longest, has_reference=config.needs_reference)
+    needed = rank_memory(shape, learner, longest=longest, loads_other=config.loads_other_weights)
     if needed.total + RESERVE <= share:
         return
-    others = layouts(
-        shape, learner, learner.world_size, share, longest=longest, has_reference=config.needs_reference
-    )
+    others = layouts(shape, learner, learner.world_size, share, longest=longest, loads_other=config.loads_other_weights)
     advised = others[0].changes(learner) if others and others[0].fits else ""
     remedy = f"Set, under learner: {advised}" if advised else _MORE_ROOM
+    tokens, other = pass_tokens(learner, longest), f"other weights {gib(needed.other)}, " if needed.other else ""
     yield Complaint(
         "fail",
         f"a learner rank needs {gib(needed.total + RESERVE)} of its {gib(share)} (weights {gib(needed.weights)}, gradients "
-        f"{gib(needed.gradients)}, optimizer {gib(needed.optimizer)}, activations of {longest:,} tokens {gib(needed.activations)}, head "
-        f"{gib(needed.head)}, reserve {gib(RESERVE)})",
+        f"{gib(needed.gradients)}, optimizer {gib(needed.optimizer)}, activations of {tokens:,} tokens {gib(needed.activations)}, head "
+        f"{gib(needed.head)}, {other}reserve {gib(RESERVE)})",
         remedy,
     )
 
@@ -107,7 +107,7 @@ def both_sides_fit_one_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int)
     room = 1 - learner.gpus_per_rank + 1e-9  # as whole_gpus counts
     if room < rollout.gpus_per_worker or obstacles(shape, learner):
         return
-    rank = rank_memory(shape, learner, longest=longest_sequence(shape, config), has_reference=config.needs_reference).total + RESERVE
+    rank = rank_memory(shape, learner, longest=longest_sequence(shape, config), loads_other=config.loads_other_weights).total + RESERVE
     engine = memory.weights + memory.outside_cache + memory.request_tokens * memory.token_bytes
     if rank + engine > gpu_bytes:
         yield Complaint(

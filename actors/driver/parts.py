@@ -20,6 +20,7 @@ from actors.ranks.learner_group import LearnerGroup
 from actors.record.observer import Observer
 from actors.record.run_folder import Checkpoint
 from actors.service.correction_service import CorrectionService
+from actors.settings.deadlines import bucket_s
 from actors.settings.environment import OF_SERVICE
 from actors.settings.hub_name import absolute
 from actors.state.resume import Replacement, TrainingState
@@ -130,6 +131,7 @@ def make_sync(
         generation=generation,
         float8=config.rollout.engine.has_float8,
         ranks_of_engine=config.rollout.engine.tensor_parallel,
+        bucket_s=bucket_s(config),
     )
 
 

@@ -17,18 +17,19 @@ MEMORY_MIB = {
     "B200": 183_359,
     "H100": 81_559,
     "H200": 143_771,
+    "L4": 23_034,
     "L40S": 46_068,
     "RTX4090": 24_564,
 }
 """As nvidia-smi has it."""
 ARCHITECTURES = {
     "A100": "sm_80", "A100-40": "sm_80", "A100-40G": "sm_80", "A100-80G": "sm_80", "A10": "sm_86", "A10G": "sm_86", "B200": "sm_100",
-    "H100": "sm_90", "H200": "sm_90", "L40S": "sm_89", "RTX4090": "sm_89",
+    "H100": "sm_90", "H200": "sm_90", "L4": "sm_89", "L40S": "sm_89", "RTX4090": "sm_89",
 }  # fmt: skip
 """NVIDIA's table of compute capabilities (developer.nvidia.com/cuda-gpus)."""
 INSTANCES = {
-    "p4d": "A100-40", "p4de": "A100", "p5": "H100", "p5e": "H200", "p5en": "H200", "p6-b200": "B200", "g5": "A10G", "g6e": "L40S",
-    "a2-highgpu": "A100-40", "a2-ultragpu": "A100", "a3-highgpu": "H100", "a3-megagpu": "H100", "a3-ultragpu": "H200",
+    "p4d": "A100-40", "p4de": "A100", "p5": "H100", "p5e": "H200", "p5en": "H200", "p6-b200": "B200", "g5": "A10G", "g6": "L4",
+    "g6e": "L40S", "a2-highgpu": "A100-40", "a2-ultragpu": "A100", "a3-highgpu": "H100", "a3-megagpu": "H100", "a3-ultragpu": "H200",
 }  # fmt: skip
 """Families of two clouds' instances, and their GPUs."""
 

@@ -106,7 +106,7 @@ def of_learner(shape: ModelShape, config: RunConfig, ranks: int) -> dict[str, in
         OF_LEARNER: ranks * max(sum(state_bytes(shape, learner, stage)) for stage in stages) if on_cpu else 0,
         "copy for a checkpoint": copies,
         "reference policy": weights if config.needs_reference else 0,
-        "earlier weights (monitor.split_every)": config.max_staleness * weights if config.monitor.split_every else 0,
+        "earlier weights (monitor.split_every)": config.earlier_weights * weights,
         "versions in the object store": stored_versions(config) * moved.version,
         "page-locked bucket": config.weight_sync.bucket_bytes if learner.resolved_device == "cuda" else 0,
         "batch, and the ranks' shares": batch + batch * ranks // learner.world_size,

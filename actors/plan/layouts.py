@@ -47,7 +47,7 @@ class Layout:
 
 
 def layouts(
-    shape: ModelShape, config: LearnerConfig, ranks: int, gpu_bytes: int, *, longest: int, has_reference: bool, gpus_per_node: int = 8
+    shape: ModelShape, config: LearnerConfig, ranks: int, gpu_bytes: int, *, longest: int, loads_other: bool, gpus_per_node: int = 8
 ) -> list[Layout]:
     """All that are possible with so many ranks, those that fit first, and of these the ones with the least communication.
 
@@ -56,7 +56,7 @@ def layouts(
     """
     found = []
     for one in _possible(shape, config, ranks, gpus_per_node):
-        memory = rank_memory(shape, one, longest=longest, has_reference=has_reference)
+        memory = rank_memory(shape, one, longest=longest, loads_other=loads_other)
         found.append(Layout(one, memory, memory.total + RESERVE <= gpu_bytes))
     return sorted(found, key=lambda layout: (not layout.fits, *_cost(layout.config)))
 

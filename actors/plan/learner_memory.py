@@ -28,23 +28,28 @@ class RankMemory:
     activations: int
     head: int
     """Logits and gradients of the vocabulary's matrix, of a chunk of tokens."""
-    reference: int = 0
-    """Weights of the model that the run began with, during its forward."""
+    other: int = 0
+    """Weights of another version beside the present ones, during a forward pass with them: of the reference, or earlier ones."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.head + self.reference
+        return self.weights + self.gradients + self.optimizer + self.activations + self.head + self.other
 
 
-def rank_memory(shape: ModelShape, config: LearnerConfig, *, longest: int, has_reference: bool = False) -> RankMemory:
+def rank_memory(shape: ModelShape, config: LearnerConfig, *, longest: int, loads_other: bool = False) -> RankMemory:
     """GPU memory of the fullest rank.
 
     Args:
         config: with a dtype.
         longest: tokens of the longest sequence, which is a pass of its own where it is longer than tokens_per_microbatch.
     """
-    stages = [stage_memory(shape, config, stage, longest=longest, has_reference=has_reference) for stage in range(config.pipeline_parallel)]
+    stages = [stage_memory(shape, config, stage, longest=longest, loads_other=loads_other) for stage in range(config.pipeline_parallel)]
     return max(stages, key=lambda memory: memory.total)
+
+
+def pass_tokens(config: LearnerConfig, longest: int) -> int:
+    """Tokens of the largest pass. Args: longest: tokens of the longest sequence."""
+    return max(config.tokens_per_microbatch, longest)
 
 
 def state_bytes(shape: ModelShape, config: LearnerConfig, stage: int = 0) -> tuple[int, int, int]:
@@ -100,17 +105,17 @@ def head_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> int:
     return max(8 * chunk * rows + 4 * rows * shape.hidden, 2 * chunk * rows + 6 * rows * shape.hidden) + 2 * tokens * shape.hidden + results
 
 
-def stage_memory(shape: ModelShape, config: LearnerConfig, stage: int, *, longest: int, has_reference: bool = False) -> RankMemory:
+def stage_memory(shape: ModelShape, config: LearnerConfig, stage: int, *, longest: int, loads_other: bool = False) -> RankMemory:
     """GPU memory of a rank of one pipeline stage; arguments as of rank_memory."""
     weights, gradients, optimizer = state_bytes(shape, config, stage)
-    tokens = max(config.tokens_per_microbatch, longest)
+    tokens = pass_tokens(config, longest)
     layers = shape.layers / config.pipeline_parallel
     activations = layer_activations(shape, config) * layers * _passes(config, stage) * tokens
     if config.recompute_activations:  # one layer at a time is there as a whole
         activations += layer_activations(shape, config.model_copy(update={"recompute_activations": False})) * tokens
     is_last = stage == config.pipeline_parallel - 1
     head = head_bytes(shape, config, tokens) if is_last else 0
-    return RankMemory(weights, gradients, optimizer, round(activations), head, weights if has_reference else 0)
+    return RankMemory(weights, gradients, optimizer, round(activations), head, weights if loads_other else 0)
 
 
 def _passes(config: LearnerConfig, stage: int) -> float:

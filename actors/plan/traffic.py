@@ -15,7 +15,8 @@ BUS = 20e9
 NETWORK = 10e9
 """Bytes a second between nodes (100 Gb/s with Ray's overhead): an assumption."""
 PREFILL = 30_000.0
-"""Tokens a second that an engine reads, for a model of 8B on an H100; taken to fall as the parameters grow: an assumption."""
+"""Tokens a second that an engine reads on each of its GPUs, for a model of 8B on an H100; taken to fall as the parameters grow: an
+assumption."""
 PREFILL_PARAMETERS = 8e9
 PACKED = 8 + 1 + 4 + 4 + 4 + 4  # ids, loss mask, behaviour logprobs, advantages, versions, proximal logprobs
 """Bytes of a PackedBatch for each token, by the types of its fields (correction/batch.py); it says only where its wide fields are."""
@@ -28,11 +29,12 @@ class Traffic:
     version: int
     """Bytes of the weights as they are sent."""
     export_s: float
-    """The learner copies them out, and can't train."""
+    """The learner copies them out, or broadcasts them, and can't train."""
     fetch_s: float
-    """On their way to another node, before the engine's pause; 0 on one machine."""
+    """On their way to another node, before the engine's pause; 0 on one machine, and by broadcast, where the way is in the pause."""
     pause_s: float
-    """An engine takes them in, and can't sample: the first bucket is there by then, and of the others the slower of two ways counts."""
+    """An engine takes them in, and can't sample: the first bucket is there by then, and of the others the slower of two ways counts. By
+    broadcast all of the way."""
     recomputed_tokens: int
     """Tokens that an engine has to read again after an update with its cache full of requests; 0 if the cache is kept."""
     recompute_s: float
@@ -48,18 +50,18 @@ def traffic(shape: ModelShape, config: RunConfig, *, cache_tokens: int = 0) -> T
     """Args: cache_tokens: that an engine's KV cache holds."""
     learner, rollout = config.learner, config.rollout
     version = shape.weight_bytes(learner.resolved_dtype, float8=rollout.engine.has_float8)
-    buses = version / BUS if learner.resolved_device == "cuda" else 0.0
     engine = rollout.engine
+    export_s, fetch_s, pause_s = _broadcast_s(version, config) if config.weight_sync.transport == "broadcast" else _store_s(version, config)
     longest = engine.context_length or shape.context
     retracts = engine.weight_update_mode == "retract"
     again = min(cache_tokens, engine.max_running_requests * longest // 2) if retracts else 0
-    rate = PREFILL * PREFILL_PARAMETERS / active_parameters(shape)
+    rate = PREFILL * PREFILL_PARAMETERS / active_parameters(shape) * engine.tensor_parallel
     one_batch = batch_bytes(shape, config)
     return Traffic(
         version=version,
-        export_s=buses + version / HOST_COPY,
-        fetch_s=version / NETWORK if config.ray.address is not None else 0.0,
-        pause_s=_pause_s(version, min(version, config.weight_sync.bucket_bytes), on_gpu=engine.resolved_device == "cuda"),
+        export_s=export_s,
+        fetch_s=fetch_s,
+        pause_s=pause_s,
         recomputed_tokens=again,
         recompute_s=again / rate if engine.resolved_device == "cuda" else 0.0,
         checkpoint=checkpoint_bytes(shape, config),
@@ -77,6 +79,21 @@ def stored_versions(config: RunConfig) -> int:
 def versions_text(config: RunConfig) -> str:
     """In the words of plan and doctor."""
     return ("one version", "two versions", "three versions")[stored_versions(config) - 1]
+
+
+def _store_s(version: int, config: RunConfig) -> tuple[float, float, float]:
+    """(export, way to another node, pause) through the object store, seconds."""
+    bus_s = version / BUS if config.learner.resolved_device == "cuda" else 0.0
+    on_gpu = config.rollout.engine.resolved_device == "cuda"
+    pause_s = _pause_s(version, min(version, config.weight_sync.bucket_bytes), on_gpu=on_gpu)
+    return bus_s + version / HOST_COPY, version / NETWORK if config.ray.address is not None else 0.0, pause_s
+
+
+def _broadcast_s(version: int, config: RunConfig) -> tuple[float, float, float]:
+    """(export, way to another node, pause) by broadcast, seconds: the learner sends while the engines receive, from device to device."""
+    rate = BUS if config.learner.resolved_device == "cuda" else HOST_COPY
+    sent_s = version / (min(rate, NETWORK) if config.ray.address is not None else rate)
+    return sent_s, 0.0, sent_s
 
 
 def _pause_s(version: int, bucket: int, *, on_gpu: bool) -> float:

@@ -219,18 +219,24 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
             if plan.stores:
                 references.append(ray.put(self._stage(piece)))
                 checksums |= weight_checksums(piece.items()) if plan.checksums else {}  # where the piece is
+        if plan.broadcasts and self._rank == 0:
+            last = self._send(None)  # also after an error, so that nothing is sent from weights that change
+            error = error or last
         probe = self._score(plan.probe_ids) if plan.probe_ids else []
         if self._rank != 0:
             return None
         seconds = time.monotonic() - began
         return WeightSnapshot(self._version, references, specs, probe, checksums, seconds, self._computes_with(), error)
 
-    def _send(self, piece: Mapping[str, Tensor]) -> str:
-        """Why it could not be broadcast; the other ranks gather to the end all the same. Empty: it could."""
+    def _send(self, piece: Mapping[str, Tensor] | None) -> str:
+        """Begin to broadcast it, or wait until the last one is sent (None).
+
+        Returns: why that failed, as far as is known; the other ranks gather to the end all the same. Empty: it didn't.
+        """
         if self._broadcaster is None:
             return "the learner is in no weight group; open_broadcast comes first"
         try:
-            self._broadcaster.send(piece)
+            self._broadcaster.finish() if piece is None else self._broadcaster.begin(piece)
         except SyncError as error:
             return str(error)
         return ""
@@ -286,11 +292,12 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         self._kept.forget()
 
     @ray.method(concurrency_group=OUT_OF_TURN)
-    def open_broadcast(self, host: str, port: int, world_size: int, name: str, timeout_s: float) -> None:
+    def open_broadcast(self, host: str, port: int, world_size: int, name: str, join_s: float, bucket_s: float | None = None) -> None:
         """Join the weight group as its rank 0 (rank 0 of the learner only); a step may run at the same time."""
         from learner.broadcast import WeightBroadcaster
 
-        self._broadcaster = WeightBroadcaster(host, port, world_size, name, timeout_s, self._learner.placement.device)
+        device = self._learner.placement.device
+        self._broadcaster = WeightBroadcaster(host, port, world_size, name, join_s, device, bucket_s=bucket_s)
 
     @ray.method(concurrency_group=OUT_OF_TURN)
     def close_broadcast(self) -> None:

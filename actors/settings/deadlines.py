@@ -142,6 +142,12 @@ def _scored_in_turn(rollout: RolloutConfig) -> int:
     return -(-rollout.slots_per_worker * rollout.sampling.samples_per_group // rollout.reward.processes)
 
 
+def bucket_s(config: RunConfig) -> float:
+    """Longest time for the learner to send one bucket of a broadcast: what an engine gives a collective, and the time that the bytes take,
+    so that nobody who is only slow is given up. sync_s would be far longer: it is for a whole model and all that is done with it."""
+    return config.rollout.engine.weight_group_timeout_s + config.weight_sync.bucket_bytes / config.deadlines.bytes_per_s
+
+
 _SECTIONS: Mapping[type[Settings], str] = {
     DeadlinesConfig: "deadlines",
     EngineConfig: "rollout.engine",
@@ -155,6 +161,7 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
     whole = with_deadlines(config, model_bytes)
     scale, run, engine, rollout = Scale.of(config), whole.deadlines, whole.rollout.engine.deadlines, whole.rollout
     sglang, ranks = rollout.engine, whole.learner
+    bucket = f"{config.weight_sync.bucket_bytes / 1e9:.3g} GB"
     size, rate = f"{model_bytes / 1e9:.3g} GB", f"{run.bytes_per_s / 1e6:.4g} MB/s"
 
     def of(section: Settings, name: str, what: str) -> Deadline:
@@ -167,7 +174,8 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
         Deadline("", scoring_s(rollout), f"rewards of a group: {scale.scored_in_turn} completions before it, {scale.reward_s:g} s each"),
         Deadline("", group_s(rollout), "a group: answer, rewards and the way to the queue; then another worker samples it"),
         of(engine, "control_s", f"specs, checksums, scores of an engine: {size} at five times {rate}"),
-        of(sglang, "weight_group_timeout_s", "one bucket of a broadcast of weights; then that update has failed"),
+        of(sglang, "weight_group_timeout_s", "one collective of a broadcast of weights, in an engine; then that update has failed"),
+        Deadline("", bucket_s(whole), f"one bucket of a broadcast, in the learner: {bucket} more at {rate}; then the group is given up"),
         of(engine, "update_s", f"a weight update in the engine, which is lost then: {size} at {rate}"),
         Deadline("", deltas_s(run.sync_s), "what has changed between two versions, sought or applied (weight_sync.deltas); else all goes"),
         Deadline("", fetch_s(whole), "new weights on their way to a node: then that is said, and they are asked for again"),

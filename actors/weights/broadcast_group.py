@@ -37,7 +37,14 @@ class BroadcastGroup:
     """The learner's rank 0 (rank 0 of the group) and one set of engines."""
 
     def __init__(
-        self, learner: LearnerGroup, sync_s: float, generation: int, ranks: int, wanted: Callable[[], Sequence[Member]] = tuple
+        self,
+        learner: LearnerGroup,
+        sync_s: float,
+        generation: int,
+        ranks: int,
+        wanted: Callable[[], Sequence[Member]] = tuple,
+        *,
+        bucket_s: float | None = None,
     ) -> None:
         """
         Args:
@@ -45,8 +52,10 @@ class BroadcastGroup:
             generation: of the run; part of the group's name.
             ranks: of an engine; each is a member.
             wanted: returns the engines that `rebuild` takes; none while they are not known yet.
+            bucket_s: longest time for one bucket of a broadcast, seconds; None: sync_s. The learner waits so long for a dead member.
         """
         self._learner, self._sync_s, self._generation, self._ranks, self._wanted = learner, sync_s, generation, ranks, wanted
+        self._bucket_s = sync_s if bucket_s is None else bucket_s
         self._asked: list[Member] = []
         """Engines that were asked to join the present group."""
         self._is_whole, self._built = False, 0
@@ -85,7 +94,7 @@ class BroadcastGroup:
         # Rank 0's thread may still wait in a group that was given up. Then this call fails, before any engine waits for rank 0.
         host, port = await wait_for(rank_zero.address.remote(), "address <- learner", deadline_s=self._sync_s)
         self._asked = list(targets)
-        joins = [rank_zero.open_broadcast.remote(host, port, world_size, self._name, self._sync_s)]
+        joins = [rank_zero.open_broadcast.remote(host, port, world_size, self._name, self._sync_s, self._bucket_s)]
         joins += [t.actor.join_weight_group.remote(host, port, 1 + i * self._ranks, world_size, self._name) for i, t in enumerate(targets)]
         try:
             await all_of(wait_for(j, f"weight group {self._name}", deadline_s=self._sync_s) for j in joins)

@@ -96,6 +96,7 @@ class WeightSync:
         generation: int = 0,
         float8: bool = False,
         ranks_of_engine: int = 1,
+        bucket_s: float | None = None,
     ) -> None:
         """
         Args:
@@ -108,6 +109,7 @@ class WeightSync:
             generation: of the run; only receipts of its versions count.
             float8: engines hold their projections so.
             ranks_of_engine: all of them members of a broadcast group.
+            bucket_s: longest time for one bucket of a broadcast, seconds; None: sync_s.
         """
         self._config, self._learner, self._sync_s, self._plan = config, learner, sync_s, ExportPlan(config.bucket_bytes, float8=float8)
         self._probe_ids = list(probe_ids) if len(probe_ids) > 1 else []  # the first token has no logprob
@@ -119,7 +121,7 @@ class WeightSync:
         self._deltas = WeightDeltas(learner.node, deltas_s(sync_s)) if config.deltas else None
         self._broadcast: BroadcastGroup | None = None
         if config.transport == "broadcast":
-            self._broadcast = BroadcastGroup(learner, sync_s, generation, ranks_of_engine, self._wanted)
+            self._broadcast = BroadcastGroup(learner, sync_s, generation, ranks_of_engine, self._wanted, bucket_s=bucket_s)
 
     @property
     def version(self) -> int:

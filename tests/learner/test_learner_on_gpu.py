@@ -78,7 +78,7 @@ class WatchedGroup:
         self.aborted.set()
 
 
-def broadcaster(monkeypatch: pytest.MonkeyPatch, works: list[Sent], timeout_s: float = 0.2) -> tuple[WeightBroadcaster, WatchedGroup]:
+def broadcaster(monkeypatch: pytest.MonkeyPatch, works: list[Sent], bucket_s: float = 0.2) -> tuple[WeightBroadcaster, WatchedGroup]:
     """Of a group whose calls return at once, as NCCL's do, in which the broadcasts of buckets become of what is told. Torch's meta device
     stands for a GPU's."""
     group, waiting = WatchedGroup(), iter(works)
@@ -92,7 +92,7 @@ def broadcaster(monkeypatch: pytest.MonkeyPatch, works: list[Sent], timeout_s: f
         return sent
 
     monkeypatch.setattr(dist, "broadcast", enqueue)
-    return WeightBroadcaster("", 0, 2, "weights-1", timeout_s, torch.device("meta")), group
+    return WeightBroadcaster("", 0, 2, "weights-1", 300.0, torch.device("meta"), bucket_s=bucket_s), group
 
 
 def bucket(count: int) -> dict[str, torch.Tensor]:
@@ -102,7 +102,7 @@ def bucket(count: int) -> dict[str, torch.Tensor]:
 def test_a_broadcast_over_nccl_is_done_when_the_gpu_has_sent_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket is one call, however many tensors it has; of one alone it isn't made bytes."""
     works = [Sent(3), Sent(20)]
-    sender, group = broadcaster(monkeypatch, works, timeout_s=20.0)
+    sender, group = broadcaster(monkeypatch, works, bucket_s=20.0)
     sender.send(bucket(3))
     assert [work.left for work in works] == [0, 20]
     sender.send(bucket(1))
@@ -111,7 +111,8 @@ def test_a_broadcast_over_nccl_is_done_when_the_gpu_has_sent_all(monkeypatch: py
 
 
 def test_a_dead_engine_is_told_within_the_deadline_over_nccl_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's call has returned long before; the group is aborted, as its kernel waits on the GPU for the member that is gone."""
+    """NCCL's call has returned long before; the group is aborted, as its kernel waits on the GPU for the member that is gone. The
+    deadline is a bucket's, not the five minutes that members have to join."""
     sender, group = broadcaster(monkeypatch, [Sent(0), Sent(None)])
     sender.send(bucket(1))
     began = time.monotonic()
@@ -121,7 +122,7 @@ def test_a_dead_engine_is_told_within_the_deadline_over_nccl_too(monkeypatch: py
 
 
 def test_a_broadcast_that_nccl_gives_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    sender, group = broadcaster(monkeypatch, [Sent(1, "NCCL communicator was aborted on rank 0")], timeout_s=20.0)
+    sender, group = broadcaster(monkeypatch, [Sent(1, "NCCL communicator was aborted on rank 0")], bucket_s=20.0)
     with pytest.raises(SyncError, match="broadcast failed: NCCL communicator was aborted on rank 0"):
         sender.send(bucket(1))
     assert group.aborted.wait(10)

@@ -190,8 +190,10 @@ class SimulatedRank(LearnerRankActor):
         probe = probe_of(weights, len(plan.probe_ids)) if plan.probe_ids else []
         return WeightSnapshot(self._version, buckets, [["spec"]], probe, checksums, 0.1, None, error)  # type: ignore[list-item]
 
-    async def open_broadcast(self, host: str, port: int, world_size: int, name: str, timeout_s: float) -> None:  # type: ignore[override]
-        self._broadcaster = await self.world.cluster.meetings.rendezvous(name, world_size, timeout_s)
+    async def open_broadcast(  # type: ignore[override]
+        self, host: str, port: int, world_size: int, name: str, join_s: float, bucket_s: float
+    ) -> None:
+        self._broadcaster = await self.world.cluster.meetings.rendezvous(name, world_size, join_s)
 
     def close_broadcast(self) -> None:
         self._broadcaster = None

@@ -24,6 +24,8 @@ from tests.actors.two_nodes import nodes_of_ray
 
 pytestmark = pytest.mark.slow
 
+VISIBLE = ("GPU-d", "GPU-b", "GPU-c", "GPU-a")
+"""What CUDA_VISIBLE_DEVICES says on each node, by UUID: their order isn't the alphabet's."""
 RECIPE = Path(__file__).parents[2] / "e2e" / "small.yaml"
 
 
@@ -34,14 +36,16 @@ def config(*overrides: str) -> RunConfig:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A head without a GPU, where the run starts, and two nodes of four."""
-    with nodes_of_ray({"num_cpus": 1, "num_gpus": 0}, *[{"num_cpus": 5, "num_gpus": 4}] * 2) as own:
-        yield own
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", ",".join(VISIBLE))
+        with nodes_of_ray({"num_cpus": 1, "num_gpus": 0}, *[{"num_cpus": 5, "num_gpus": 4}] * 2) as own:
+            yield own
 
 
 class Rank:
     """Says what Ray gave it."""
 
-    def where(self) -> tuple[str, list[int], str | None]:
+    def where(self) -> tuple[str, list[str], str | None]:
         return ray.get_runtime_context().get_node_id(), ray.get_gpu_ids(), os.environ.get("NCCL_DEBUG")
 
     def check(self) -> None:
@@ -72,7 +76,7 @@ def test_ranks_fill_nodes_and_tensor_parallel_groups_stay_inside_one(cluster: Cl
     assert all(nodes[rank] == nodes[rank + 1] for rank in range(0, 6, 2))
     assert all(len(ids) == 1 for _, ids, _ in found) and len({(node, ids[0]) for node, ids, _ in found}) == 6
     for node in set(nodes):
-        groups = [{ids[0] for one, ids, _ in found[first : first + 2] if one == node} for first in range(0, 6, 2)]
+        groups = [{VISIBLE.index(ids[0]) for one, ids, _ in found[first : first + 2] if one == node} for first in range(0, 6, 2)]
         firsts = [min(group) for group in groups if group]
         assert firsts == sorted(firsts), "in the order of the GPUs"
     assert {variable for _, _, variable in found} == {"WARN"}
@@ -86,7 +90,7 @@ def test_who_comes_later_leaves_the_ranks_gpus_alone_and_an_actor_sees_what_it_g
     assert (len(ready), len(late)) == (1, 1)
     assert ray.wait(late, timeout=2)[0] == [], "eight GPUs, of which seven are the ranks'"
     rank = ray.remote(Rank).options(**places.options(0)).remote()
-    with pytest.raises(Exception, match=r"learner rank 0: Ray gave it GPU \d, but torch sees 0 there"):
+    with pytest.raises(Exception, match=r"learner rank 0: Ray gave it GPU GPU-\w, but torch sees 0 there"):
         ray.get(rank.check.remote(), timeout=240)
     release(places, rank, *others)
 

@@ -49,7 +49,10 @@ def paper(**facts: Any) -> PaperFacts:
 @pytest.mark.parametrize(
     ("name", "model", "gpus"),
     [
-        ("qwen3_0.6b_1gpu", QWEN3_06B, "24GBx1"),
+        ("qwen3_0.6b_1gpu", QWEN3_06B, "A10Gx1"),
+        ("qwen3_0.6b_1gpu", QWEN3_06B, "L4x1"),
+        ("qwen3_0.6b_1gpu", QWEN3_06B, "RTX4090x1"),
+        ("qwen3_0.6b_1gpu", QWEN3_06B, "22GBx1"),  # what torch sees of the first two
         ("qwen3_8b_8gpu", QWEN3_8B, "H100x8"),
         ("qwen3_30b_a3b_4nodes", QWEN3_30B_A3B, "H200x8x4"),
     ],
@@ -314,7 +317,7 @@ def test_gpus_that_are_hidden_from_torch_are_told_where_nobody_asked_for_them() 
 
 def test_shares_of_one_gpu_are_one_gpu() -> None:
     rows = {row.kind: row for row in requests([node()], recipe("qwen3_0.6b_1gpu"))}
-    assert (rows["GPU"].asked, rows["GPU"].parts) == (1, "1 rank x 0.65, 1 worker x 0.35")
+    assert (rows["GPU"].asked, rows["GPU"].parts) == (1, "1 rank x 0.7, 1 worker x 0.3")
     assert (rows["CPU"].asked, rows["CPU"].there) == (2, 64)
 
 

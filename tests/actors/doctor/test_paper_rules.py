@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +18,7 @@ from actors.config import RunConfig
 from actors.doctor.facts import NodeFacts, PaperFacts
 from actors.doctor.paper_rules import enough, on_paper
 from actors.plan.gpus import Gpus
+from actors.plan.learner_memory import state_bytes
 from actors.plan.shape import ModelShape
 from tests.actors.doctor.test_doctor import DENSE, EXPERTS, H100, IN_FLOAT32, RECIPES, eight, node, paper, recipe
 from tests.actors.known_models import QWEN3_06B, QWEN3_8B, save_config
@@ -90,6 +92,27 @@ def test_the_doctor_looks_where_the_run_folder_would_be_made(tmp_path: Path, mon
     assert "the run folder isn't the same on 10.0.0.1" in " ".join(done.stdout.split())
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["nobody listens", "it doesn't let us join"])
+def test_what_follows_from_the_recipe_is_said_also_where_no_cluster_answers(
+    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever mends the address would meet it next. With devices left open nothing of them is known."""
+
+    def refuse(_: object) -> None:
+        raise cluster.NoClusterError("ray.address = 'auto': no Ray cluster answers there. Start one")
+
+    monkeypatch.setattr(cluster, "check_ray", (lambda _: None) if late else refuse)
+    monkeypatch.setattr(cluster, "Cluster", refuse)
+    recipe_path, model = str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={save_config(tmp_path / 'model', QWEN3_8B)}"
+    words = ["doctor", recipe_path, model, "ray.address=auto", "learner.pipeline_parallel=5"]
+    done = CliRunner().invoke(app, [*words, "learner.device=cuda", "rollout.engine.device=cuda", "--json"])
+    said = [(one["level"], one["sentence"]) for one in json.loads(done.stdout)["findings"]]
+    assert done.exit_code == 1 and said[0][0] == "fail" and "no Ray cluster answers there" in said[0][1]
+    assert any("= 5 doesn't divide the model's 36 layers" in sentence for _, sentence in said), said
+    left_open = CliRunner().invoke(app, [*words, "learner.device=auto", "--json"])
+    assert [one["sentence"] for one in json.loads(left_open.stdout)["findings"]] == [said[0][1]]
+
+
 def test_without_an_address_a_run_has_one_node() -> None:
     """Ray started by the run itself knows no other machine."""
     four = Gpus.parse("H100x8x4")
@@ -107,6 +130,30 @@ def test_who_has_too_few_gpus_or_too_small_ones_is_told_what_to_set() -> None:
     settings = ("rollout.workers", "learner.data_parallel", "learner.gpus_per_rank", "rollout.gpus_per_worker")
     assert all(name in found.setting for name in settings), found.setting
     assert all(name in of_rank.setting for name in ("learner.tensor_parallel", "rollout.engine.context_length")), of_rank.setting
+
+
+def test_a_rank_too_large_by_its_micro_batch_is_told_so() -> None:
+    """Of 65,536 tokens, where the longest sequence has 10,240; the head's logits are those of a chunk."""
+    config = eight("learner.tokens_per_microbatch=65536", "learner.logprob_chunk_tokens=65536")
+    found = next(one for one in on_paper(paper(gpus=(24 << 30,)), config) if "rank needs" in one.sentence)
+    assert "activations of 65,536 tokens" in found.sentence, "what is counted, not the longest sequence"
+    assert "learner.tokens_per_microbatch" in found.setting and "learner.logprob_chunk_tokens" in found.setting
+
+
+@pytest.mark.parametrize(
+    "words", ["learner.report_kl_every=1", "monitor.split_every=10", "learner.report_kl_every=1 monitor.split_every=10"]
+)
+def test_other_weights_on_a_rank_s_gpu_are_counted_once(words: str) -> None:
+    """Of the reference or of an earlier version: each is loaded beside the present ones for its forward pass, and none together."""
+    facts = paper(gpus=(24 << 30,))
+    bare = next(one.sentence for one in on_paper(facts, eight()) if "rank needs" in one.sentence)
+    found = next(one.sentence for one in on_paper(facts, eight(*words.split())) if "rank needs" in one.sentence)
+    needs = [float(one.partition("rank needs ")[2].partition(" GiB")[0]) for one in (bare, found)]
+    weights = state_bytes(DENSE, eight().learner)[0] / 2**30
+    assert needs[1] - needs[0] == pytest.approx(weights, abs=0.11), "as printed, with three digits"
+    assert f"other weights {weights:.3g} GiB" in found and "other weights" not in bare
+    at_once = eight("monitor.split_every=10", "max_staleness=0")
+    assert not at_once.loads_other_weights, "no earlier version is kept"
 
 
 @pytest.mark.parametrize(

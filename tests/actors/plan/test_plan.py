@@ -267,15 +267,35 @@ def test_seconds_of_a_version_are_its_bytes_by_the_slowest_part_of_its_way(tmp_p
     assert one_bucket.pause_s == one_bucket.version / BUS, "copied as a whole before the pause"
 
 
+def test_seconds_of_a_broadcast_are_those_of_its_slowest_link(tmp_path: Path) -> None:
+    """Nothing goes through the host's memory; learner and engines are busy for the same time."""
+    shape, model = ModelShape.of(QWEN3_8B), save_config(tmp_path, QWEN3_8B)
+    words = ("weight_sync.transport=broadcast",)
+    alone, joined = (traffic(shape, recipe("qwen3_8b_8gpu", model, *words, *more)) for more in ((), ("ray.address=auto",)))
+    assert alone.export_s == alone.pause_s == alone.version / BUS and alone.fetch_s == joined.fetch_s == 0
+    assert joined.export_s == joined.pause_s == joined.version / NETWORK
+    on_cpu = ("learner.device=cpu", "rollout.engine.device=cpu")
+    by_gloo = traffic(shape, recipe("qwen3_8b_8gpu", model, *words, *on_cpu, has_gpu=False))
+    assert by_gloo.export_s == by_gloo.version / HOST_COPY
+
+
+def test_what_is_read_again_is_read_on_all_gpus_of_an_engine(tmp_path: Path) -> None:
+    """100,000 tokens, 30,000 a second a GPU: 3.3 s on one for a model of 8B, half of it on two."""
+    shape, model = ModelShape.of(QWEN3_8B), save_config(tmp_path, QWEN3_8B)
+    words = ((), ("rollout.engine.tensor_parallel=2",))
+    one, two = (traffic(shape, recipe("qwen3_8b_8gpu", model, *more), cache_tokens=100_000) for more in words)
+    assert one.recompute_s == pytest.approx(100_000 / 30_000, rel=0.1) and two.recompute_s == one.recompute_s / 2
+
+
 def test_layouts_that_fit_come_first_and_divide_the_model() -> None:
     shape, gpu = ModelShape.of(QWEN3_8B), Gpus.parse("H100x8").memory
-    found = layouts(shape, LearnerConfig(device="cuda", dtype="bfloat16"), 4, gpu, longest=8192, has_reference=False)
+    found = layouts(shape, LearnerConfig(device="cuda", dtype="bfloat16"), 4, gpu, longest=8192, loads_other=False)
     assert found and [one.fits for one in found] == sorted((one.fits for one in found), reverse=True)
     assert {one.config.world_size for one in found} == {4}
     assert all(not obstacles(shape, one.config) for one in found)
     assert found[0].memory == rank_memory(shape, found[0].config, longest=8192)
     odd = replace(shape, heads=6, key_heads=3)
-    assert {one.config.tensor_parallel for one in layouts(odd, LearnerConfig(), 4, gpu, longest=1, has_reference=False)} == {1}
+    assert {one.config.tensor_parallel for one in layouts(odd, LearnerConfig(), 4, gpu, longest=1, loads_other=False)} == {1}
 
 
 @pytest.mark.parametrize(
@@ -308,7 +328,7 @@ def test_a_family_that_isn_t_trained_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "model", "gpus", "shown"),
     [
-        ("qwen3_0.6b_1gpu", QWEN3_06B, "24GBx1", ["15.2 GiB of 15.6 GiB", "24 of 2,048 tokens", "1.87 GiB for context"]),
+        ("qwen3_0.6b_1gpu", QWEN3_06B, "A10Gx1", ["15.2 GiB of 15.7 GiB", "17 of 2,048 tokens", "1.87 GiB for context"]),
         ("qwen3_30b_a3b_4nodes", QWEN3_30B_A3B, "H200x8x4", ["4 nodes of 8 x H200", "16 ranks", "to another node 6.1 s"]),
     ],
 )

@@ -86,8 +86,10 @@ def test_what_is_broadcast_are_the_learner_s_own_tensors() -> None:
     sent: dict[str, Tensor] = {}
 
     class Broadcaster:
-        def send(self, tensors: dict[str, Tensor]) -> None:
+        def begin(self, tensors: dict[str, Tensor]) -> None:
             sent.update(tensors)
+
+        def finish(self) -> None: ...
 
     pieces = Pieces(is_contiguous=False)
     actor = rank_with(pieces)
@@ -95,6 +97,24 @@ def test_what_is_broadcast_are_the_learner_s_own_tensors() -> None:
     snapshot = actor.export(1, 0, ExportPlan(8, stores=False, broadcasts=True))
     assert snapshot is not None and snapshot.broadcast_error == ""
     assert list(sent) == ["w0", "w1", "w2"] and all(sent[f"w{i}"] is tensor for i, tensor in enumerate(pieces.tensors))
+
+
+def test_a_piece_is_gathered_while_the_one_before_is_on_its_way() -> None:
+    """`begin` waits for the bucket before; only the last one is waited for with nothing else to do."""
+    done: list[Any] = []
+
+    class Broadcaster:
+        def begin(self, tensors: dict[str, Tensor]) -> None:
+            done.append(("begin", len(pieces.gathered)))
+
+        def finish(self) -> None:
+            done.append("finish")
+
+    pieces = Pieces()
+    actor = rank_with(pieces)
+    actor._broadcaster = Broadcaster()  # type: ignore[assignment]
+    actor.export(1, 0, ExportPlan(8, stores=False, broadcasts=True))
+    assert done == [("begin", 1), ("begin", 2), ("begin", 3), "finish"]
 
 
 def test_a_tensor_on_another_device_than_the_group_s_is_refused_before_anything_is_sent() -> None:

@@ -16,6 +16,7 @@ from actors.record.run_folder import RunFolder
 from actors.settings.deadlines import (
     as_text,
     batch_call_s,
+    bucket_s,
     bytes_of,
     deltas_s,
     fetch_s,
@@ -66,6 +67,17 @@ def test_who_waits_for_something_waits_longer_than_it_may_take(tokens: int, size
     assert max(run.step_s, run.checkpoint_s) < collective_s, "the driver's call is late before a rank that waits for a slower one fails"
     assert 2 * run.step_s + run.checkpoint_s < run.forward_s and run.checkpoint_s < run.disk_s
     assert inversions(config) == []
+
+
+@pytest.mark.parametrize("size", [10**9, 16 * 10**9, 61 * 10**9])
+def test_a_dead_member_costs_the_learner_a_bucket_s_time_not_a_model_s(size: int) -> None:
+    """256 MB at 100 MB/s beside the 60 s of an engine's own collective, whatever the model; sync_s is 693 s for one of 16 GB."""
+    config = with_deadlines(run_config(), size)
+    bytes_ = config.weight_sync.bucket_bytes
+    assert bucket_s(config) == 60 + bytes_ / 1e8 < 70
+    assert config.rollout.engine.weight_group_timeout_s < bucket_s(config) < config.rollout.engine.deadlines.update_s
+    (line,) = [one for one in table(config, size) if one.what.startswith("one bucket of a broadcast, in the learner")]
+    assert line.seconds == bucket_s(config)
 
 
 def test_long_answers_and_many_bytes_need_no_setting() -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from actors.cluster.placement import in_order
+from actors.cluster.placement import in_order, places_of
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.pool import workers
@@ -233,6 +233,7 @@ def test_the_environment_of_a_role(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker_environment(config("correction.preset=dppo-topk-tv")).items() >= OF_BATCHES.items(), "but for wide fields"
     for one in (learner, worker):
         assert one["NCCL_CUMEM_ENABLE"] == "0" and one["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+        assert one["TORCH_NCCL_DUMP_ON_TIMEOUT"] == one["TORCH_NCCL_ENABLE_MONITORING"] == "0", "or torch's monitor ends every rank"
         assert (one["NCCL_DEBUG"], one["NCCL_NVLS_ENABLE"]) == ("INFO", "1"), "the user's own win"
     assert not {name for name in learner_environment(config()) if name.startswith(("NCCL", "TORCH_NCCL"))}
     on_cpu = learner_environment(config("learner.device=cpu"))
@@ -240,9 +241,28 @@ def test_the_environment_of_a_role(monkeypatch: pytest.MonkeyPatch) -> None:
     assert on_cpu.items() >= KEPT_KERNELS.items(), "or kernels for each shape stay in memory"
 
 
+def test_torch_reads_the_variables_that_keep_a_process_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own header: a name that it doesn't know would do nothing."""
+    gpus(monkeypatch, 8)
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+    learner = learner_environment(config("weight_sync.transport=broadcast"))
+    names = [name for name in learner if name.startswith("TORCH_NCCL")]
+    assert len(names) == 3 and all(f'"{name}"' in header.read_text() for name in names)
+
+
 def test_neighbouring_ranks_are_on_one_node_and_on_neighbouring_gpus() -> None:
     nodes = {0: "b", 1: "a", 2: "b", 3: "a"}
     assert in_order(nodes, {"a": "10.0.0.2", "b": "10.0.0.1"}, {0: 4, 1: 2, 2: 0, 3: 0}) == (2, 0, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "visible", "places"),
+    [([3, 2], None, [3, 2]), (["GPU-0a", "GPU-9f"], ["GPU-9f", "GPU-0a"], [1, 0]), (["2", "10"], ["10", "2"], [1, 0])],
+    ids=["all of a node's", "by UUID", "by number"],
+)
+def test_a_gpu_s_place_is_that_in_the_list_of_visible_ones(given: list[int | str], visible: list[str] | None, places: list[int]) -> None:
+    """Ray hands out words of that list, which are no numbers where it names GPUs by UUID."""
+    assert places_of(given, visible) == places
 
 
 JOINED = ("ray.address=10.0.0.1:6379", "rollout.min_workers=1", "rollout.max_workers=4")

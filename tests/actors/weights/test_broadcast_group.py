@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from actors.weights.broadcast_group import BroadcastGroup
 from actors.weights.weight_sync import SyncTarget
 from correction.errors import SyncError
 from learner.broadcast import WeightBroadcaster
@@ -205,6 +206,25 @@ def test_a_member_that_is_mended_stays_in_its_group() -> None:
     play(scenario)
 
 
+def test_joining_and_sending_a_bucket_have_limits_of_their_own() -> None:
+    """A whole model's time for members to come, a bucket's for what is sent to them."""
+    told: list[tuple[float, float]] = []
+
+    class Noting(Learner):
+        async def open_broadcast(self, *asked: Any) -> None:
+            told.append(asked[4:])
+
+    async def scenario() -> None:
+        learner = Learner()
+        learner.rank_zero = FakeActor(Noting())
+        for given in ({}, {"bucket_s": 0.5}):
+            group = BroadcastGroup(learner, 5.0, 0, 1, **given)  # type: ignore[arg-type]
+            await group.build([SyncTarget("w", FakeActor(Joining()))])
+        assert told == [(5.0, 5.0), (5.0, 0.5)]
+
+    play(scenario)
+
+
 def test_the_end_of_a_run_ends_the_building() -> None:
     engine = Joining(asyncio.Event().wait())
 
@@ -222,7 +242,7 @@ def test_the_end_of_a_run_ends_the_building() -> None:
 def test_who_has_left_its_group_sends_nothing() -> None:
     """torch takes no group for the default one: the ranks of the learner would wait for each other there."""
     sender = WeightBroadcaster.__new__(WeightBroadcaster)
-    sender._run = lambda *_: None  # type: ignore[method-assign]
+    sender._join = lambda *_: None  # type: ignore[method-assign]
     sender.__init__("", 0, 2, "weights-1", 1.0, torch.device("cpu"))  # type: ignore[misc]
     with pytest.raises(SyncError, match="weight group weights-1: the learner has left it"):
         sender.send({"a": torch.zeros(2)})

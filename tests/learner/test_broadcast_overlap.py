@@ -1,0 +1,77 @@
+"""A weight group over gloo with a member in a process of its own: what arrives, what overlaps, and that leaving waits for nobody."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _world
+
+from correction.engines.rendezvous import rendezvous_store
+from correction.errors import SyncError
+from learner.broadcast import WeightBroadcaster, end_to_end
+
+NAME = "weights-1"
+BUCKETS = [{"a": torch.arange(12.0), "b": torch.arange(8, dtype=torch.bfloat16)}, {"c": torch.arange(100.0) * 3}]
+
+
+def member(port: int, sizes: list[tuple[int, torch.dtype]], pipe: Connection) -> None:
+    """Receives a bucket each time it is told to, and says what came; then it is there, and silent."""
+    limit = timedelta(seconds=300)
+    store = rendezvous_store("127.0.0.1", port, rank=1, world_size=2, timeout=limit)
+    group, _ = _new_process_group_helper(2, 1, [], Backend("gloo"), PrefixStore(NAME, store), group_name=GroupName(NAME), timeout=limit)
+    _world.pg_group_ranks[group] = {i: i for i in range(2)}
+    for count, dtype in sizes:
+        pipe.recv()
+        received = torch.empty(count, dtype=dtype)
+        dist.broadcast(received, src=0, group=group)
+        pipe.send(received.view(torch.uint8).tolist())
+    pipe.recv()
+
+
+@contextmanager
+def group_of_two(bucket_s: float) -> Iterator[tuple[WeightBroadcaster, Connection]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ours, theirs = mp.Pipe()
+    sent = [end_to_end(bucket) for bucket in BUCKETS]
+    other = mp.get_context("spawn").Process(target=member, args=(port, [(one.numel(), one.dtype) for one in sent], theirs))
+    other.start()
+    try:
+        yield WeightBroadcaster("127.0.0.1", port, 2, NAME, 300.0, torch.device("cpu"), bucket_s=bucket_s), ours
+    finally:
+        other.kill()
+        other.join()
+
+
+def test_a_bucket_is_on_its_way_while_the_next_is_gathered_and_whoever_leaves_waits_for_no_silent_member() -> None:
+    """The same bytes arrive. A bucket that nobody takes has five minutes here; to leave takes none of them."""
+    with group_of_two(bucket_s=300.0) as (sender, pipe):
+        sender.begin(BUCKETS[0])
+        assert sender._on_its_way is not None and sender._on_its_way.is_running, "the member doesn't take it yet, and the call is back"
+        pipe.send("take it")
+        second = threading.Thread(target=sender.begin, args=(BUCKETS[1],))
+        second.start()
+        pipe.send("take the next")
+        received = [pipe.recv(), pipe.recv()]
+        second.join()
+        sender.finish()
+        assert received == [end_to_end(bucket).view(torch.uint8).tolist() for bucket in BUCKETS]
+        sender.begin(BUCKETS[0])
+        began = time.monotonic()
+        sender.close()
+        with pytest.raises(SyncError, match="weight group weights-1: broadcast failed: the learner has left it meanwhile"):
+            sender.finish()
+        assert time.monotonic() - began < 30
+        with pytest.raises(SyncError, match="broadcast failed"):
+            sender.begin(BUCKETS[0])
