@@ -27,7 +27,7 @@ _REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
     (
         ("enable_lora", "lora_", "max_lora", "max_loaded_loras", "experts_shared_outer_loras", "uno_lora_path"),
-        "the learner trains and sends whole weights, and has no adapter in addition to them",
+        "the learner trains and sends whole weights, and knows no adapter",
         "model: a folder with the adapter merged",
     ),
     (

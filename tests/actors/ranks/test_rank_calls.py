@@ -68,17 +68,20 @@ def test_every_rank_gathers_to_the_end_of_a_broadcast(rank: int) -> None:
     sent: list[str] = []
 
     class Broadcaster:
-        def send(self, tensors: dict[str, torch.Tensor]) -> None:
+        def begin(self, tensors: dict[str, torch.Tensor]) -> None:
             sent.extend(tensors)
             if "w1" in tensors:
                 raise SyncError("an engine is gone")
+
+        def finish(self) -> None:
+            sent.append("the last one's end")
 
     pieces = Pieces()
     actor, plan = rank_with(pieces, rank), ExportPlan(8, stores=False, broadcasts=True)
     lonely = actor.export(1, 0, plan)
     actor._broadcaster = Broadcaster() if rank == 0 else None  # type: ignore[assignment]
     snapshot = actor.export(2, 0, plan)
-    assert pieces.gathered == [0, 1, 2] * 2 and sent == (["w0", "w1"] if rank == 0 else [])
+    assert pieces.gathered == [0, 1, 2] * 2 and sent == (["w0", "w1", "the last one's end"] if rank == 0 else [])
     if rank == 0:
         assert lonely is not None and "no weight group" in lonely.broadcast_error
         assert snapshot is not None and snapshot.broadcast_error == "an engine is gone" and snapshot.buckets == []
