@@ -58,6 +58,8 @@ MODEL, VOCABULARY = "60M", 300
 IN_A_PROCESS = 10
 """Replaying receivers."""
 WARM_UP_STEPS = 5
+REPLAYED_BUCKET = 16 << 20
+"""Bytes, at most, for replaying receivers: each of the fifty holds two buckets in shared memory."""
 USUAL_RATE = 1e-6
 USUAL_BUCKET = WeightSyncConfig().bucket_bytes
 """Bytes, of a run whose recipe says nothing of it."""
@@ -163,7 +165,7 @@ async def ways(model: Path, engines: Sequence[int], replaying: int, turns: int, 
     source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     print(f"{size / 2**20:.0f} MiB of weights; median of the ratios of {turns} versions (quartiles)")
 
-    async def measure(name: str, handles: Sequence[Any]) -> None:
+    async def measure(name: str, handles: Sequence[Any], bucket_bytes: int = bucket_bytes) -> None:
         targets = [SyncTarget(str(number), handle) for number, handle in enumerate(handles)]
         print_way(name, len(handles), size, await versions(learner, targets, turns, bucket_bytes, lambda: target.copy_(source)))
 
@@ -181,7 +183,8 @@ async def ways(model: Path, engines: Sequence[int], replaying: int, turns: int, 
         ray.kill(engine)
     processes = [ray.remote(Replaying).options(num_cpus=0, max_concurrency=64).remote() for _ in range(-(-replaying // IN_A_PROCESS))]
     if replaying:
-        await measure(f"{replaying} replaying", [OneOfMany(processes[i // IN_A_PROCESS], i) for i in range(replaying)])
+        receivers = [OneOfMany(processes[i // IN_A_PROCESS], i) for i in range(replaying)]
+        await measure(f"{replaying} replaying", receivers, min(bucket_bytes, REPLAYED_BUCKET))
     learner.kill()
 
 

@@ -88,7 +88,7 @@ class EngineConfig(Settings):
     """Tokens that the KV cache holds. Unset: by memory_fraction on cuda; max_running_requests x context, at most 65,536, on a CPU."""
     memory_fraction: float | None = Field(default=None, gt=0, lt=1)
     """Share of the GPU memory that is free when the engine starts, for weights and KV cache; with rollout.gpus_per_worker below 1 of all
-    its memory. Unset: SGLang's choice, or what of the worker's share context, graphs and sampler leave. Not used on a CPU."""
+    its memory. Unset: SGLang's choice, or what context, graphs and sampler leave of the worker's share. Not used on a CPU."""
     gpu_share: float = Field(default=1.0, gt=0, le=1)
     """Share of a GPU's whole memory that the engine keeps to, all of it included; set by the run's rollout.gpus_per_worker."""
     context_length: int | None = Field(default=None, ge=2)

@@ -45,7 +45,7 @@ _PROBES = "RAY_health_check_failure_threshold", "5"
 
 _GOES_ON = "The run goes on with what it has; whatever is to start waits until it answers"
 _STANDS_STILL = "The run stands still where it needs the object store, which is in that process, until it answers"
-"""What a head that hangs means meanwhile, and a raylet."""
+"""What it means for the run, meanwhile, that a head hangs, or a raylet."""
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """What a client of gRPC says first (RFC 9113, 3.4): a server that runs answers, or hangs up if it speaks TLS. The kernel alone doesn't."""

@@ -148,9 +148,9 @@ def _found_here(config: RunConfig) -> tuple[list[Complaint], list[Request]]:
     try:
         check_ray(config.ray)
         has_gpu = gpus_there(config) > 0
-    except NoClusterError as error:
+    except ConfigError as error:
         refused = [Complaint.refusal(error)]
-        if "auto" in (config.rollout.engine.device, config.learner.device):
+        if not isinstance(error, NoClusterError) or "auto" in (config.rollout.engine.device, config.learner.device):
             return refused, []  # the rest depends on whether there are GPUs
     try:
         config, facts = judged(derived(config, has_gpu=has_gpu))

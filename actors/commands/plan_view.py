@@ -123,7 +123,6 @@ def _of_version(plan: RunPlan) -> list[tuple[str, str]]:
 def in_numbers(plan: RunPlan) -> dict[str, Any]:
     """For programs; bytes and seconds."""
     engine = asdict(plan.engine)
-    engine["beside"] = engine.pop("outside_cache")  # programs know the field by this key
     return {
         "gpus": str(plan.gpus),
         "parameters": plan.parameters,

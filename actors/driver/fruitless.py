@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # torch and Megatron: not in the driver
 
 
 _BEYOND_STALENESS = 3
-"""Steps that may be skipped in a row beside those whose tokens may be of older weights."""
+"""Steps that may be skipped in a row after those whose tokens may be of older weights."""
 
 
 class FruitlessSteps:

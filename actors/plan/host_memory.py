@@ -1,4 +1,4 @@
-"""Memory of the hosts, in bytes, role by role: what the nodes' processors hold in addition to their GPUs, or instead of GPUs.
+"""Memory of the hosts, in bytes, role by role: what a node holds outside its GPUs, or instead of them.
 
 Counted: answers, batches, versions of the weights, copies for checkpoints, buckets. Measured: what a batch costs the correction service
 while it is corrected and looked at, and what a process takes for its modules. Estimated: what CUDA takes of a process.

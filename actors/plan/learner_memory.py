@@ -29,7 +29,7 @@ class RankMemory:
     head: int
     """Logits and gradients of the vocabulary's matrix, of a chunk of tokens."""
     other: int = 0
-    """Weights of another version beside the present ones, during a forward pass with them: of the reference, or earlier ones."""
+    """Weights of another version in addition to the present ones, during a forward pass with them: of the reference, or earlier ones."""
 
     @property
     def total(self) -> int:

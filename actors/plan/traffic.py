@@ -72,8 +72,11 @@ def traffic(shape: ModelShape, config: RunConfig, *, cache_tokens: int = 0) -> T
 
 def stored_versions(config: RunConfig) -> int:
     """The most versions of the weights that rank 0's object store holds at a time. Object store: one is read while the next is written;
-    with deltas three, as the difference of two is computed while a third is written. Broadcast: one, for engines that join."""
-    return 2 + config.weight_sync.deltas if config.weight_sync.transport == "object_store" else 1
+    with deltas three, as the difference of two is computed while a third is written. Broadcast: one, for engines that join; two with
+    every_steps above 1, where each version that goes out is stored."""
+    if config.weight_sync.transport == "object_store":
+        return 2 + config.weight_sync.deltas
+    return 2 if config.weight_sync.every_steps > 1 else 1
 
 
 def versions_text(config: RunConfig) -> str:

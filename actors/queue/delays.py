@@ -1,4 +1,4 @@
-"""What a group's way takes beside sampling and scoring, as the driver sees it: to a place, to an engine and back, to the learner.
+"""What a group's way takes in addition to sampling and scoring, as the driver sees it: to a place, to an engine and back, to the learner.
 
 All by the driver's own clock. A simulation of the run is given these (actors/commands/measured_costs.py).
 """
@@ -47,8 +47,10 @@ class GroupDelays:
     def finished(self, group: GroupFacts) -> None:
         """The worker has answered."""
         now = self._finished.setdefault(group.group_id, self._now())
-        if (called := self._called.pop(group.group_id, None)) is not None:
-            self._seconds[CALL].append(max(0.0, now - called - group.generate_s - group.reward_s))
+        called = self._called.pop(group.group_id, None)
+        # A group that another worker began brings that one's time as well: of its call nothing is known.
+        if called is not None and (way_s := now - called - group.generate_s - group.reward_s) >= 0:
+            self._seconds[CALL].append(way_s)
 
     def asked(self) -> None:
         """The learner asks for a batch, or again for what it still waits for."""

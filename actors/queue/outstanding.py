@@ -63,9 +63,10 @@ class Outstanding:
 
     def finish(self, group: StoredGroup) -> None:
         """A worker has sampled this group; it is on its way to the queue."""
-        self.delays.finished(group.facts)
         if group.prompt_id not in self._tickets or group.prompt_id in self._unreported:
+            self.delays.forget(group.facts.group_id)
             return
+        self.delays.finished(group.facts)
         if reason := worthless(group.facts, dynamic_sampling=self._dynamic_sampling):
             self._worthless[group.prompt_id] = reason
         else:

@@ -209,19 +209,20 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         began = time.monotonic()
         references, specs, error = [], [], ""
         checksums: dict[str, str] = {}
-        for piece in self._learner.weights(plan.bucket_bytes):
-            if self._rank != 0:
-                continue
-            piece = in_float8(piece) if plan.float8 else piece
-            specs.append([WeightSpec.of(name, tensor) for name, tensor in piece.items()])
-            if plan.broadcasts and not error:
-                error = self._send(piece)
-            if plan.stores:
-                references.append(ray.put(self._stage(piece)))
-                checksums |= weight_checksums(piece.items()) if plan.checksums else {}  # where the piece is
-        if plan.broadcasts and self._rank == 0:
-            last = self._send(None)  # also after an error, so that nothing is sent from weights that change
-            error = error or last
+        try:
+            for piece in self._learner.weights(plan.bucket_bytes):
+                if self._rank != 0:
+                    continue
+                piece = in_float8(piece) if plan.float8 else piece
+                specs.append([WeightSpec.of(name, tensor) for name, tensor in piece.items()])
+                if plan.broadcasts and not error:
+                    error = self._send(piece)
+                if plan.stores:
+                    references.append(ray.put(self._stage(piece)))
+                    checksums |= weight_checksums(piece.items()) if plan.checksums else {}  # where the piece is
+        finally:  # a bucket may be read from the weights themselves, which the next step changes
+            last = self._send(None) if plan.broadcasts and self._rank == 0 else ""
+        error = error or last
         probe = self._score(plan.probe_ids) if plan.probe_ids else []
         if self._rank != 0:
             return None
@@ -233,10 +234,10 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
 
         Returns: why that failed, as far as is known; the other ranks gather to the end all the same. Empty: it didn't.
         """
-        if self._broadcaster is None:
+        if (broadcaster := self._broadcaster) is None:  # another thread may leave the group meanwhile
             return "the learner is in no weight group; open_broadcast comes first"
         try:
-            self._broadcaster.finish() if piece is None else self._broadcaster.begin(piece)
+            broadcaster.finish() if piece is None else broadcaster.begin(piece)
         except SyncError as error:
             return str(error)
         return ""

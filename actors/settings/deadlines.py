@@ -143,9 +143,10 @@ def _scored_in_turn(rollout: RolloutConfig) -> int:
 
 
 def bucket_s(config: RunConfig) -> float:
-    """Longest time for the learner to send one bucket of a broadcast: what an engine gives a collective, and the time that the bytes take,
-    so that nobody who is only slow is given up. sync_s would be far longer: it is for a whole model and all that is done with it."""
-    return config.rollout.engine.weight_group_timeout_s + config.weight_sync.bucket_bytes / config.deadlines.bytes_per_s
+    """Longest time for the learner to send one bucket of a broadcast: what an engine gives a collective, and the time that the bytes take;
+    never more than an engine has for all of an update. sync_s would be far longer: it is for all that is done with a version."""
+    engine = config.rollout.engine
+    return min(engine.deadlines.update_s, engine.weight_group_timeout_s + config.weight_sync.bucket_bytes / config.deadlines.bytes_per_s)
 
 
 _SECTIONS: Mapping[type[Settings], str] = {

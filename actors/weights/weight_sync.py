@@ -215,11 +215,11 @@ class WeightSync:
     async def _bring_up_to_date(self, target: SyncTarget) -> None:
         failures = late = 0
         while self._versions.newest is not None and target.version < self.version:
-            version, is_asked, began = self.version, False, asyncio.get_running_loop().time()
+            version, is_asked = self.version, False
             try:
                 if (at_hand := await self._versions.at_hand(target.name, is_verified=target.is_verified)) is None:
                     return
-                published, checksums = at_hand
+                (published, checksums), began = at_hand, asyncio.get_running_loop().time()
                 stored, delta_bytes = published.snapshot.buckets, None
                 buckets = stored
                 if self._deltas is not None and not failures and not late:  # else the whole, whatever was wrong with what it was handed

@@ -15,7 +15,7 @@ _PERIOD_S = 30.0
 """To give back, and to find anew, a few hundred megabytes takes a tenth of a second."""
 _next_s = 0.0
 _at_work = threading.Lock()
-"""Held by the thread that gives back beside the others."""
+"""Held by the thread that gives back."""
 
 
 def give_back_now_and_then() -> None:
@@ -24,7 +24,7 @@ def give_back_now_and_then() -> None:
         give_back()
 
 
-def give_back_beside() -> None:
+def give_back_in_thread() -> None:
     """As `give_back_now_and_then`, for who can't stand still: it returns at once, a thread does the work, and there are never two of them.
 
     Python goes on meanwhile, and waits only where it allocates in the part of the heap that is looked through just then.
@@ -38,7 +38,10 @@ def give_back_beside() -> None:
         finally:
             _at_work.release()
 
-    threading.Thread(target=work, name="give-back-memory", daemon=True).start()
+    try:
+        threading.Thread(target=work, name="give-back-memory", daemon=True).start()
+    except RuntimeError:  # the machine has no thread left; it is tried again
+        _at_work.release()
 
 
 def _is_due() -> bool:

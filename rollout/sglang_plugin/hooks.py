@@ -121,7 +121,7 @@ def _move_waiting(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
 
 def _give_back_memory(*_: Any, **__: Any) -> None:
     """After an update, once requests go on: within it the engine is paused, and a tenth of a second would be added to that."""
-    host_memory.give_back_beside()
+    host_memory.give_back_in_thread()
 
 
 def _leave_out_what_was_found(req: Any, _cache: Any, *, chunked: bool = False, **__: Any) -> None:

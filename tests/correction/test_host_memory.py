@@ -46,7 +46,7 @@ def test_it_is_done_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done == [100.0, 130.0]
 
 
-def test_beside_the_others_one_thread_gives_back_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_gives_back_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trim takes until the test lets it end. Three calls come meanwhile, each of them due: they return, and make one trim. The next
     call after its end makes the second."""
     begun, may_end, asked = threading.Semaphore(0), threading.Event(), []
@@ -60,26 +60,26 @@ def test_beside_the_others_one_thread_gives_back_at_a_time(monkeypatch: pytest.M
     monkeypatch.setattr(host_memory, "_PERIOD_S", 0.0)
     monkeypatch.setattr(host_memory, "_trim", lambda: slow)
     for _ in range(3):
-        host_memory.give_back_beside()
+        host_memory.give_back_in_thread()
     assert begun.acquire(timeout=30.0) and asked == [0], "they are back while it goes on"
     may_end.set()
     assert host_memory._at_work.acquire(timeout=30.0)
     host_memory._at_work.release()
-    host_memory.give_back_beside()
+    host_memory.give_back_in_thread()
     assert begun.acquire(timeout=30.0) and asked == [0, 0]
     assert host_memory._at_work.acquire(timeout=30.0), "the thread has ended its work before the patches go"
     host_memory._at_work.release()
 
 
-def test_beside_the_others_it_is_done_now_and_then_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_thread_it_is_done_now_and_then_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two calls in a row: one thread, since 30 s have to pass."""
     done = threading.Semaphore(0)
     monkeypatch.setattr(host_memory, "_next_s", 0.0)
     monkeypatch.setattr(host_memory, "give_back", done.release)
-    host_memory.give_back_beside()
+    host_memory.give_back_in_thread()
     assert done.acquire(timeout=30.0)
     with host_memory._at_work:
         pass
-    host_memory.give_back_beside()
+    host_memory.give_back_in_thread()
     with host_memory._at_work:
         assert not done.acquire(blocking=False)

@@ -38,6 +38,16 @@ def test_a_call_is_what_is_left_of_it_without_sampling_and_scoring() -> None:
     assert delays.read() == {}, "nothing has happened since"
 
 
+def test_of_a_group_that_another_worker_began_no_call_is_counted() -> None:
+    """Asked at 100, answered at 103; its 5 s of sampling hold 3 of the worker that handed it back."""
+    clock = Clock()
+    delays = at(clock)
+    delays.called(1)
+    clock.now = 103.0
+    delays.finished(facts(1, 5, generate_s=5.0))
+    assert delays.read() == {} and not delays._called
+
+
 @pytest.mark.parametrize(("asked", "seconds"), [(101.0, 0.75), (104.0, 0.5)])
 def test_the_hand_over_begins_with_the_last_answer_or_with_the_learner_s_asking(asked: float, seconds: float) -> None:
     """The batch's last group came at 103. Who asked before that waited for answers until then, which isn't the hand-over's."""
@@ -86,6 +96,8 @@ def test_the_driver_s_books_report_what_happens_and_keep_nothing_of_groups_that_
     assert delays.read() == {CALL: 0.0, HANDOVER: 1.0}
     ids = [ticket.prompt.prompt_id for ticket in tickets]
     books.settle(1, 1, trained=[ids[0]], discarded=[(ids[1], "uniform")])
+    delays.called(0)
+    books.finish(at_hand(group(tickets[0])))  # once more, and too late
     assert set(delays._finished) == {2} and not delays._called
     clock.now = 131.5
     books.admit([Ticket(3, prompt(3), 1)])
