@@ -311,7 +311,7 @@ class RunConfig(Settings):
 
     @property
     def loads_other_weights(self) -> bool:
-        """A rank has other weights in addition to the present ones on its device, one version at a time: the reference's, or earlier ones."""
+        """A rank loads other weights in addition to the present ones, one version at a time: the reference's, or earlier ones."""
         return self.needs_reference or self.earlier_weights > 0
 
     @property

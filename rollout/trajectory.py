@@ -382,8 +382,8 @@ class SyncReceipt:
     """From the engine's answer that it has stopped until it is told to go on: no token was sampled meanwhile."""
     worker: str = ""
     seconds: float = 0.0
-    """That the worker took, checksums included. For weights that lie in the object store the driver puts in what it waited itself, the call's
-    way there and back included."""
+    """That the worker took, checksums included. For weights that lie in the object store the driver puts in what it waited itself, with the
+    call's way there and back."""
     checksums: dict[str, str] = field(default_factory=dict)
     """By Hugging Face name, of the tensors in the engine's own process; empty when not asked for."""
     processor: Processor | None = None

@@ -76,7 +76,7 @@ _TIME = [
     ),
     _gauge(
         "time/call_s", _U.SECONDS, _R.MEAN, "call for a group",
-        "What a worker's call for a group took in addition to sampling and scoring it, there and back, averaged over the step's finished groups.",
+        "What a worker's call for a group took, there and back, without sampling and scoring it; mean of the step's finished groups.",
     ),
     _gauge(
         "time/checkpoint_s", _U.SECONDS, _R.LAST, "checkpoint",
