@@ -8,7 +8,7 @@ from typing import Any
 
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint, PaperFacts
-from actors.doctor.memory_rules import gib, longest_sequence
+from actors.doctor.memory_rules import gib, rank_options
 from actors.plan.engine_memory import EngineMemory, engine_memory
 from actors.plan.gpus import Gpus
 from actors.plan.host_memory import HostMemory, hosts
@@ -41,11 +41,11 @@ class RunPlan:
 def make_plan(facts: PaperFacts, config: RunConfig, gpus: Gpus, complaints: Sequence[Complaint]) -> RunPlan:
     """Args: config: with devices and types, for GPUs; complaints: of the doctor's rules."""
     learner, shape = config.learner, facts.shape
-    longest, loads_other = longest_sequence(facts.shape, config), config.loads_other_weights
-    rank = None if obstacles(shape, learner) else rank_memory(shape, learner, longest=longest, loads_other=loads_other)
+    options = rank_options(shape, config)
+    rank = None if obstacles(shape, learner) else rank_memory(shape, learner, **options)
     engine = engine_memory(shape, config.rollout, gpus.memory)
     share = int(gpus.memory * learner.gpus_per_rank)
-    others = layouts(shape, learner, learner.world_size, share, longest=longest, loads_other=loads_other, gpus_per_node=gpus.per_node)
+    others = layouts(shape, learner, learner.world_size, share, **options, gpus_per_node=gpus.per_node)
     moved = traffic(shape, config, cache_tokens=engine.tokens)
     waits = table(config, shape.weight_bytes(config.learner.resolved_dtype))
     of_hosts = tuple(hosts(shape, config, gpus_per_node=gpus.per_node, nodes=gpus.nodes))
@@ -88,6 +88,7 @@ def _of_rank(plan: RunPlan, config: RunConfig) -> list[tuple[str, str]]:
         "optimizer": rank.optimizer,
         "activations": rank.activations,
         "head": rank.head,
+        "layer's backward pass": rank.layer,
         "other weights": rank.other,
         "reserve": RESERVE,
     }

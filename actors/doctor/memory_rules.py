@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from typing import Any
 
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint
@@ -31,20 +32,21 @@ def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> I
     learner = config.learner
     if learner.resolved_device != "cuda" or obstacles(shape, learner):
         return
-    longest = longest_sequence(shape, config)
-    share = int(gpu_bytes * learner.gpus_per_rank)
-    needed = rank_memory(shape, learner, longest=longest, loads_other=config.loads_other_weights)
+    share, options = int(gpu_bytes * learner.gpus_per_rank), rank_options(shape, config)
+    needed = rank_memory(shape, learner, **options)
     if needed.total + RESERVE <= share:
         return
-    others = layouts(shape, learner, learner.world_size, share, longest=longest, loads_other=config.loads_other_weights)
+    others = layouts(shape, learner, learner.world_size, share, **options)
     advised = others[0].changes(learner) if others and others[0].fits else ""
     remedy = f"Set, under learner: {advised}" if advised else _MORE_ROOM
-    tokens, other = pass_tokens(learner, longest), f"other weights {gib(needed.other)}, " if needed.other else ""
+    tokens = pass_tokens(learner, options["longest"])
+    layer = f"a layer's backward pass {gib(needed.layer)} more, " if needed.layer else ""
+    other = f"other weights {gib(needed.other)}, " if needed.other else ""
     yield Complaint(
         "fail",
         f"a learner rank needs {gib(needed.total + RESERVE)} of its {gib(share)} (weights {gib(needed.weights)}, gradients "
         f"{gib(needed.gradients)}, optimizer {gib(needed.optimizer)}, activations of {tokens:,} tokens {gib(needed.activations)}, head "
-        f"{gib(needed.head)}, {other}reserve {gib(RESERVE)})",
+        f"{gib(needed.head)}, {layer}{other}reserve {gib(RESERVE)})",
         remedy,
     )
 
@@ -107,7 +109,7 @@ def both_sides_fit_one_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int)
     room = 1 - learner.gpus_per_rank + 1e-9  # as whole_gpus counts
     if room < rollout.gpus_per_worker or obstacles(shape, learner):
         return
-    rank = rank_memory(shape, learner, longest=longest_sequence(shape, config), loads_other=config.loads_other_weights).total + RESERVE
+    rank = rank_memory(shape, learner, **rank_options(shape, config)).total + RESERVE
     engine = memory.weights + memory.outside_cache + memory.request_tokens * memory.token_bytes
     if rank + engine > gpu_bytes:
         yield Complaint(
@@ -151,6 +153,15 @@ def could_be_given(sizes: Collection[int], offered: float) -> tuple[int, ...]:
     Args: sizes: bytes of each GPU that the driver lists. offered: number that Ray offers, or torch sees; 0: not known.
     """
     return tuple(sorted(sizes, reverse=True)[: int(offered) or None])
+
+
+def rank_options(shape: ModelShape, config: RunConfig) -> dict[str, Any]:
+    """Arguments of rank_memory that a run's other settings decide."""
+    return {
+        "longest": longest_sequence(shape, config),
+        "loads_other": config.loads_other_weights,
+        "has_entropy_loss": config.correction.entropy_coefficient > 0,
+    }
 
 
 def longest_sequence(shape: ModelShape, config: RunConfig) -> int:

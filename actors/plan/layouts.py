@@ -47,16 +47,25 @@ class Layout:
 
 
 def layouts(
-    shape: ModelShape, config: LearnerConfig, ranks: int, gpu_bytes: int, *, longest: int, loads_other: bool, gpus_per_node: int = 8
+    shape: ModelShape,
+    config: LearnerConfig,
+    ranks: int,
+    gpu_bytes: int,
+    *,
+    longest: int,
+    loads_other: bool,
+    has_entropy_loss: bool = False,
+    gpus_per_node: int = 8,
 ) -> list[Layout]:
     """All that are possible with so many ranks, those that fit first, and of these the ones with the least communication.
 
     Args:
         gpu_bytes: that a rank may take.
+        longest, loads_other, has_entropy_loss: as of rank_memory.
     """
     found = []
     for one in _possible(shape, config, ranks, gpus_per_node):
-        memory = rank_memory(shape, one, longest=longest, loads_other=loads_other)
+        memory = rank_memory(shape, one, longest=longest, loads_other=loads_other, has_entropy_loss=has_entropy_loss)
         found.append(Layout(one, memory, memory.total + RESERVE <= gpu_bytes))
     return sorted(found, key=lambda layout: (not layout.fits, *_cost(layout.config)))
 

@@ -4,12 +4,22 @@ Weights, gradients and optimizer are counted, not estimated: Megatron's data par
 (learner/model.py, grad_reduce_in_fp32); Adam has two float32 averages, and in half precision a float32 copy of the weights, shared by the
 data-parallel ranks if the optimizer is distributed (Rajbhandari et al. 2020, ZeRO, section 3: K = 12 bytes a parameter and K / R).
 Activations are what autograd keeps of a layer of learner/layers.py, tensor by tensor (after Korthikanti et al. 2022, section 4, whose
-layer has dropout and no gate); the head is as in learner/logprobs.py. Not in it: NCCL's buffers and the CUDA context, for which RESERVE is.
+layer has dropout and no gate); the head is as in learner/logprobs.py.
+
+A pass has its peak in the head, forward or backward, or in the backward pass of the last layer, which comes when the head's memory is free
+again. All layers' activations are kept in both:
+
+    state + activations + max(what the last norm hands to the head + head, a layer's backward pass)
+
+A layer's backward pass has most beyond what is kept where the gate's product goes back: its gradient and those of its two factors, less
+the product itself. Recomputed, the whole layer and its output are there too. A plan takes every token to be in the loss. Not in it: NCCL's
+buffers and the CUDA context, for which RESERVE is.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from actors.plan.shape import BYTES_OF, ModelShape
 from learner.config import LearnerConfig
@@ -26,25 +36,31 @@ class RankMemory:
     gradients: int
     optimizer: int
     activations: int
+    """What all layers keep for their backward pass."""
     head: int
-    """Logits and gradients of the vocabulary's matrix, of a chunk of tokens."""
+    """What the last norm hands over, logits of a chunk of tokens and gradients of the vocabulary's matrix."""
+    layer: int = 0
+    """What the backward pass of one layer takes beyond the head's memory, which is free by then."""
     other: int = 0
     """Weights of another version in addition to the present ones, during a forward pass with them: of the reference, or earlier ones."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.head + self.other
+        return self.weights + self.gradients + self.optimizer + self.activations + self.head + self.layer + self.other
 
 
-def rank_memory(shape: ModelShape, config: LearnerConfig, *, longest: int, loads_other: bool = False) -> RankMemory:
+def rank_memory(
+    shape: ModelShape, config: LearnerConfig, *, longest: int, loads_other: bool = False, has_entropy_loss: bool = False
+) -> RankMemory:
     """GPU memory of the fullest rank.
 
     Args:
         config: with a dtype.
         longest: tokens of the longest sequence, which is a pass of its own where it is longer than tokens_per_microbatch.
+        has_entropy_loss: entropy_coefficient is above 0.
     """
-    stages = [stage_memory(shape, config, stage, longest=longest, loads_other=loads_other) for stage in range(config.pipeline_parallel)]
-    return max(stages, key=lambda memory: memory.total)
+    options: dict[str, Any] = {"longest": longest, "loads_other": loads_other, "has_entropy_loss": has_entropy_loss}
+    return max((stage_memory(shape, config, stage, **options) for stage in range(config.pipeline_parallel)), key=lambda one: one.total)
 
 
 def pass_tokens(config: LearnerConfig, longest: int) -> int:
@@ -93,29 +109,64 @@ def _expert_activations(shape: ModelShape, config: LearnerConfig) -> float:
     return rows * (shape.experts_per_token * of_one + 5 * shape.experts)
 
 
-def head_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> int:
-    """Peak of the head's backward pass, as the head of learner/logprobs.py says, and the copies that a float32_head works with."""
+def layer_backward_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> int:
+    """Peak of a layer's backward pass beyond what all layers keep, as the module's docstring says.
+
+    The product after the gate gives its weight's gradient, too, which is the larger one where tokens are few. Experts' rows are weighed in
+    float32: in half precision the gradient, those of both factors in float32 and one rounded, less what was kept rounded.
+    """
+    size, ranks = BYTES_OF[config.resolved_dtype], config.tensor_parallel
+    rows = 1 / ranks if config.sequence_parallel else 1.0
+    peak = size * shape.hidden * rows * tokens  # the gradient of the layer's output
+    if shape.experts:
+        peak += (8 if size == 4 else 12) * shape.feed_forward * shape.experts_per_token * rows * tokens
+    else:
+        peak += size * shape.feed_forward / ranks * (tokens + max(tokens, shape.hidden))
+    if config.recompute_activations:
+        whole = layer_activations(shape, config.model_copy(update={"recompute_activations": False}))
+        peak += (whole + size * shape.hidden * rows) * tokens
+    return round(peak)
+
+
+def handed_over_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> int:
+    """What the last norm keeps, its output in float32 (Megatron's half-precision wrapper widens it) and the rows that the head picks."""
+    size = BYTES_OF[config.resolved_dtype]
+    rows = 1 / config.tensor_parallel if config.sequence_parallel else 1.0
+    picked = 0 if config.float32_head and size < 4 else size  # head_bytes has them among its copies
+    return round((size * rows + 4 + picked) * shape.hidden * tokens)
+
+
+def head_bytes(shape: ModelShape, config: LearnerConfig, tokens: int, *, has_entropy_loss: bool) -> int:
+    """Peak of the head's two passes, as the head of learner/logprobs.py says, and the copies that a float32_head works with.
+
+    Without entropy in the loss the backward pass has one table of a chunk's logits in float32 where else it has two: the forward pass with
+    its two may be the larger one then.
+    """
     rows = -(-shape.vocabulary // config.tensor_parallel)
     chunk = min(config.logprob_chunk_tokens, tokens)
-    results = 12 * tokens
+    table, results = chunk * rows, 12 * tokens
     if config.resolved_dtype == "float32" or config.float32_head:
         gradients = 4 * (rows + tokens) * shape.hidden
         copies = gradients if config.resolved_dtype != "float32" else 0  # of the matrix and of what goes in
-        return 8 * chunk * rows + gradients + copies + results
-    return max(8 * chunk * rows + 4 * rows * shape.hidden, 2 * chunk * rows + 6 * rows * shape.hidden) + 2 * tokens * shape.hidden + results
+        return max(8 * table, (8 if has_entropy_loss else 4) * table + gradients) + copies + results
+    # A chunk's gradient in float32 and rounded, then rounded beside its part of the matrix's gradient.
+    backward = max((8 if has_entropy_loss else 6) * table + 4 * rows * shape.hidden, 2 * table + 6 * rows * shape.hidden)
+    return max(8 * table, backward + 2 * tokens * shape.hidden) + results
 
 
-def stage_memory(shape: ModelShape, config: LearnerConfig, stage: int, *, longest: int, loads_other: bool = False) -> RankMemory:
+def stage_memory(
+    shape: ModelShape, config: LearnerConfig, stage: int, *, longest: int, loads_other: bool = False, has_entropy_loss: bool = False
+) -> RankMemory:
     """GPU memory of a rank of one pipeline stage; arguments as of rank_memory."""
     weights, gradients, optimizer = state_bytes(shape, config, stage)
     tokens = pass_tokens(config, longest)
     layers = shape.layers / config.pipeline_parallel
-    activations = layer_activations(shape, config) * layers * _passes(config, stage) * tokens
-    if config.recompute_activations:  # one layer at a time is there as a whole
-        activations += layer_activations(shape, config.model_copy(update={"recompute_activations": False})) * tokens
-    is_last = stage == config.pipeline_parallel - 1
-    head = head_bytes(shape, config, tokens) if is_last else 0
-    return RankMemory(weights, gradients, optimizer, round(activations), head, weights if loads_other else 0)
+    activations = round(layer_activations(shape, config) * layers * _passes(config, stage) * tokens)
+    head = 0
+    if stage == config.pipeline_parallel - 1:
+        head = handed_over_bytes(shape, config, tokens) + head_bytes(shape, config, tokens, has_entropy_loss=has_entropy_loss)
+    layer = max(0, layer_backward_bytes(shape, config, tokens) - head)
+    return RankMemory(weights, gradients, optimizer, activations, head, layer, weights if loads_other else 0)
 
 
 def _passes(config: LearnerConfig, stage: int) -> float:

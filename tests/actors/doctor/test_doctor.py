@@ -129,9 +129,9 @@ def test_a_rule_on_paper(overrides: str, facts: dict[str, Any], severity: str, s
 @pytest.mark.parametrize(
     ("overrides", "gpu", "severity", "said", "setting"),
     [
-        ("", 16, "fail", "a learner rank of 15.2 GiB and an engine of 3.2 GiB (with a KV cache for one", "larger GPU"),
-        ("learner.gpus_per_rank=0.4", 24, "note", "shares: a rank needs 0.63 of it, an engine 0.13", "0.64, rollout.gpus_per_worker: 0.36"),
-        ("learner.gpus_per_rank=0.4 rollout.gpus_per_worker=0.3 rollout.workers=2", 24, "note", "other shares", "gpus_per_worker: 0.18"),
+        ("", 16, "fail", "a learner rank of 14.7 GiB and an engine of 3.2 GiB (with a KV cache for one", "larger GPU"),
+        ("learner.gpus_per_rank=0.4", 24, "note", "shares: a rank needs 0.61 of it, an engine 0.13", "0.62, rollout.gpus_per_worker: 0.38"),
+        ("learner.gpus_per_rank=0.4 rollout.gpus_per_worker=0.3 rollout.workers=2", 24, "note", "other shares", "gpus_per_worker: 0.19"),
         ("rollout.gpus_per_worker=0.12", 24, "fail",
          "for its KV cache in addition to weights of 1.11 GiB and 1.87 GiB for context", "raise"),
     ],
@@ -234,7 +234,7 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
             "warn",
             "b: two versions of the weights take 30.5 GiB",
         ),
-        ([HEAD, node(gpus=(SMALL,) * 8)], "ray.address=auto", "fail", "a learner rank needs 54.6 GiB of its 24 GiB"),
+        ([HEAD, node(gpus=(SMALL,) * 8)], "ray.address=auto", "fail", "a learner rank needs 53.5 GiB of its 24 GiB"),
         ([HEAD, node(gpus=(), gpu_bytes=(18 << 30,) * 8)], "ray.address=auto", "fail", "an engine has 0 MiB for its KV cache"),
         ([node(), node(name="b", gpus=(SMALL,) * 8)], "ray.address=auto", "warn", "smallest GPUs there are, of 24 GiB: a learner rank"),
         ([node(architectures=("sm_80",))], "", "fail", "torch has no kernels for sm_90, only for sm_80"),

@@ -1,0 +1,101 @@
+"""Memory of a whole training step on a CPU, weights to optimizer, beside RankMemory.total."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actors.plan.learner_memory import rank_memory
+from actors.plan.shape import ModelShape
+from correction.batch import CorrectedBatch
+from correction.config import CorrectionConfig
+from correction.correct import defer
+from learner.config import LearnerConfig
+from learner.learner_rank import LearnerRank
+from tests.actors.plan.test_plan import held
+from tests.learner.learner_cases import TIS, grouped_batch, learner_on
+from tests.learner.test_learner_logprobs import LiveBytes
+from tests.tiny_models import save_tiny_model
+
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
+TOKENS, LONGEST = 256, 128
+"""Two sequences of more tokens than float32's attention is widened for on a CPU."""
+LARGE_LAYERS: dict[str, Any] = {"num_hidden_layers": 4, "intermediate_size": 1024, "vocab_size": 200}
+LARGE_VOCABULARY: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 12_000}
+
+
+def all_in_the_loss(correction: CorrectionConfig) -> CorrectedBatch:
+    """All tokens but the first of each sequence, as a plan takes it."""
+    batch = grouped_batch([([1] * (TOKENS // LONGEST), [LONGEST - 1] * (TOKENS // LONGEST))])
+    is_first = torch.zeros_like(batch.loss_mask).index_fill(0, batch.offsets[:-1], True)
+    return defer(replace(batch, loss_mask=~is_first), correction)
+
+
+def most_in_the_passes(learner: LearnerRank, correction: CorrectionConfig) -> int:
+    """The most bytes alive before the update of a step's one micro-batch, beside the weights and their gradients."""
+    parameters = [one for policy in learner._policies for one in policy.parameters()]
+    with LiveBytes(*parameters, *(one.main_grad for one in parameters)) as probe:
+        optimizer, peaks = learner._require().optimizer, list[int]()
+        finish = optimizer.finish
+        optimizer.finish = lambda *a, **k: (peaks.append(probe.peak), finish(*a, **k))[1]  # type: ignore[method-assign]
+        assert learner.step(all_in_the_loss(correction), correction, step=0).microbatches == 1
+    return peaks[0]
+
+
+def measured_and_planned(
+    folder: Path, family: str, sizes: dict[str, Any], settings: dict[str, Any], correction: CorrectionConfig = TIS
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(what the rank holds, what a step takes beside it), in bytes, of a rank and of its plan."""
+    save_tiny_model(folder, family, tie=False, pad_token_id=None, **(SIZES | sizes))
+    settings = {"device": "cpu", "tokens_per_microbatch": TOKENS, "logprob_chunk_tokens": 128, "shared_prompts": False} | settings
+    with learner_on(folder, **settings) as learner:
+        of_passes = most_in_the_passes(learner, correction)
+        measured = sum(held(learner)), of_passes
+    planned = rank_memory(
+        ModelShape.read(folder),
+        LearnerConfig(**settings),
+        longest=LONGEST,
+        has_entropy_loss=correction.entropy_coefficient > 0,
+    )
+    state = planned.weights + planned.gradients + planned.optimizer
+    return measured, (state, planned.total - state)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sizes", [LARGE_LAYERS, LARGE_VOCABULARY], ids=["layers", "vocabulary"])
+def test_a_step_takes_what_a_plan_says(tmp_path: Path, sizes: dict[str, Any], dtype: str, recompute: bool) -> None:
+    """With layers that are large beside the head the peak is in the backward pass of the last, with a large vocabulary in the head. The
+    state is equal to the byte, so that 2 % of the rest is less than 1 % of the whole."""
+    settings = {"dtype": dtype, "recompute_activations": recompute}
+    (state, passes), planned = measured_and_planned(tmp_path, "qwen3", sizes, settings)
+    assert state == planned[0]
+    assert passes == pytest.approx(planned[1], rel=0.02)
+    assert state + passes == pytest.approx(sum(planned), rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_long_chunk_has_its_peak_where_entropy_in_the_loss_says(tmp_path: Path, dtype: str) -> None:
+    """With all tokens in one chunk the tables of the logits are larger than the matrix's gradient: two in float32 in the forward pass, and
+    again in the backward pass if entropy is in the loss."""
+    settings = {"dtype": dtype, "logprob_chunk_tokens": TOKENS, "recompute_activations": True}
+    found = []
+    for name, correction in (("without", TIS), ("with", TIS.model_copy(update={"entropy_coefficient": 0.01}))):
+        (_, passes), planned = measured_and_planned(tmp_path / name, "qwen3", LARGE_VOCABULARY, settings, correction)
+        assert passes == pytest.approx(planned[1], rel=0.03)
+        found.append(passes)
+    assert found[1] > 1.1 * found[0], "by the matrix's gradient"
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("family", "dtype"), [("glm4", "bfloat16"), ("qwen3_moe", "bfloat16"), ("qwen3_moe", "float32")])
+def test_norms_after_products_and_experts(tmp_path: Path, family: str, dtype: str, recompute: bool) -> None:
+    """Of the whole: what Megatron's experts hold in addition to their own rows isn't counted."""
+    sizes = LARGE_LAYERS | {"num_hidden_layers": 2} | ({"moe_intermediate_size": 160} if family == "qwen3_moe" else {})
+    settings = {"dtype": dtype, "recompute_activations": recompute}
+    measured, planned = measured_and_planned(tmp_path, family, sizes, settings)
+    assert sum(measured) == pytest.approx(sum(planned), rel=0.03)
