@@ -5,8 +5,9 @@
 The nano recipe with two workers trains for so long, undisturbed, and ends by SIGTERM. Every 2 s each of its processes is looked at: its
 own memory (Pss_Anon of /proc/PID/smaps_rollup), its open files, its threads; and at the memory that they share, such as the object store's
 (Pss_Shmem, all together). A line is laid through the second half by least squares, when caches are full and everything has been compiled;
-what comes and goes within it, as processes of Ray's pool do, is left out. A process' own memory counts by the least of each three minutes:
-engines and ranks give free pages of their heap back every half minute, and take them again within seconds.
+what comes and goes within it, as processes of Ray's pool do, is left out. A process' own memory counts by the least or the median of
+each three minutes, whichever rises less: engines and ranks give free pages of their heap back every half minute, and take them again within
+seconds.
 
 Exit code 1: a process' memory, or what they share, grows by more than --bound MiB an hour, beyond what its own scatter can make of a flat
 line (two standard errors), or its open files or threads by more than 6 an hour; a kind of process was not looked at; or the run ends by
@@ -42,6 +43,8 @@ _LAST = ("rollout worker", "scheduler", "trajectory queue", "correction service"
 """Roles of processes that have to be there all the time."""
 _WINDOW_S = 180.0
 """Some six givings-back of a heap: often, not always, one of them is seen before the heap has grown again."""
+_MOST = 0.8
+"""Share of the looks at which a process has to be there."""
 _COUNT_BOUND = 6.0
 """Open files or threads an hour."""
 _ERRORS = 2.0
@@ -140,9 +143,12 @@ class Watch:
 
     def __init__(self) -> None:
         self.looks: dict[psutil.Process, list[Look]] = defaultdict(list)
+        self._moments: list[float] = []
+        """Of all looks, seconds; on a busy machine they are fewer than were meant."""
         self._names: dict[psutil.Process, str] = {}
 
     def look(self, at_s: float) -> None:
+        self._moments.append(at_s)
         for process in descendants():
             try:
                 own, shared = (size / _MIB for size in memory_of(process.pid))
@@ -153,10 +159,11 @@ class Watch:
                 continue  # it has just ended
             self.looks[process].append(one)
 
-    def grown(self, since_s: float, looks: int) -> list[Grown]:
-        """Args: since_s: from then on. looks: what has been seen less often since then is left out, and what was seen in fewer than three
-        windows."""
+    def grown(self, since_s: float) -> list[Grown]:
+        """Args: since_s: from then on. A process that was not there at most of the looks since then is left out, and one that was seen in
+        fewer than three windows."""
         later = {process: [look for look in all_of_it if look.at_s >= since_s] for process, all_of_it in self.looks.items()}
+        looks = _MOST * sum(moment >= since_s for moment in self._moments)
 
         def is_seen(some: list[Look]) -> bool:
             return len(some) >= looks and len(windows(some)) >= 3
@@ -225,7 +232,7 @@ def main() -> None:
         watch, trained_s, steps, wrong = watched(folder / "run", words, arguments.minutes * 60, arguments.every)
         watch.save(folder / "looks.csv")
     half_s = trained_s / 2
-    grown = watch.grown(half_s, int(0.8 * half_s / arguments.every))
+    grown = watch.grown(half_s)
     seconds, sizes = watch.shared(half_s)
     shared = Slope.of(seconds, sizes) if len(seconds) >= 3 else None
     wrong += conclusions(grown, shared, arguments.bound)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import chaos_books
+from benchmarks import chaos_books, soak
 from benchmarks.chaos import PlayedRun, summary
 from benchmarks.chaos_books import HeldOut, RunBooks
 from benchmarks.chaos_strikes import KILLED, LATE, Blow, Strike, Strikes, table
@@ -211,6 +211,30 @@ def test_shared_memory_is_that_of_all_processes_together() -> None:
     first, second = (object(), object())
     watch.looks = {p: [Look(float(i), 1.0, share + i, 1, 1) for i in range(4)] for p, share in ((first, 10.0), (second, 20.0))}  # type: ignore[assignment,misc]
     assert watch.shared(2.0) == ([2.0, 3.0], [34.0, 36.0])
+
+
+def test_a_process_is_judged_by_the_looks_that_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a look each 2 s came each 2.9 s: what was there at all of them was seen often enough; what came and went, not."""
+
+    class Process:
+        def __init__(self, pid: int) -> None:
+            self.pid = pid
+
+        def num_fds(self) -> int:
+            return 5
+
+        num_threads = num_fds
+
+    always, seldom = Process(1), Process(2)
+    present = [always]
+    monkeypatch.setattr(soak, "descendants", lambda: present)
+    monkeypatch.setattr(soak, "command_of", lambda process: f"python -m process{process.pid}")
+    monkeypatch.setattr(soak, "memory_of", lambda pid: (1 << 20, 0))
+    watch = Watch()
+    for i in range(200):
+        present[1:] = [seldom] if i % 2 else []
+        watch.look(2.9 * i)
+    assert [one.name for one in watch.grown(0.0)] == ["process1"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="as the kernel of Linux tells it")
