@@ -149,7 +149,7 @@ def head_bytes(shape: ModelShape, config: LearnerConfig, tokens: int, *, has_ent
         gradients = 4 * (rows + tokens) * shape.hidden
         copies = gradients if config.resolved_dtype != "float32" else 0  # of the matrix and of what goes in
         return max(8 * table, (8 if has_entropy_loss else 4) * table + gradients) + copies + results
-    # A chunk's gradient in float32 and rounded, then rounded beside its part of the matrix's gradient.
+    # A chunk's gradient in float32 and rounded; then the rounded one and its part of the matrix's gradient.
     backward = max((8 if has_entropy_loss else 6) * table + 4 * rows * shape.hidden, 2 * table + 6 * rows * shape.hidden)
     return max(8 * table, backward + 2 * tokens * shape.hidden) + results
 
