@@ -1,8 +1,8 @@
 """A run in which something dies, stands still or is called late every few seconds: what that takes, what is done again, whether its books
 balance, and whether it learns the same.
 
-    python benchmarks/chaos.py [--seeds 0] [--steps 150] [--every 20] [--workers 2] [--groups 16] [--alone] [--keep FOLDER]
-        [--write PAGE]
+    python benchmarks/chaos.py [--seeds 0] [--steps 150] [--every 20] [--workers 2] [--groups 16] [--save-every 5]
+        [--alone] [--keep FOLDER] [--write PAGE]
 
 The nano recipe with two workers is trained by `evenkeel train --retries`: once undisturbed, and once for each seed with faults. Every 20 s
 one process of it, drawn by the seed, is killed with SIGKILL, stopped for a while, or gets its calls late: a rollout worker, a scheduler of
@@ -79,7 +79,7 @@ class PlayedRun:
             self.wrong.append(str(error))
 
     def compare(self, calm: PlayedRun) -> None:
-        """Adds what is wrong beside an undisturbed run."""
+        """Adds what differs from an undisturbed run."""
         if self.books is not None and calm.books is not None:
             self.wrong += self.books.differs_from(calm.books)
         if self.held_out is None or calm.held_out is None:
@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=20.0, help="seconds between two faults, at a mean (20)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--groups", type=int, default=16, help="of a step, which takes the longer (16)")
+    parser.add_argument("--save-every", type=int, default=5, help="steps between two checkpoints; 1 where a step is long (5)")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds after which a run is ended (1800)")
     parser.add_argument("--alone", action="store_true", help="without an undisturbed run to compare with")
     parser.add_argument("--keep", type=Path, help="keep the runs there")
@@ -148,7 +149,7 @@ def played_runs(folder: Path, arguments: argparse.Namespace) -> tuple[PlayedRun 
     model = f"model={folder / 'model'}"
     evenkeel("init-model", NANO_RECIPE, model, "--if-missing")
     words = [model, f"steps={arguments.steps}", f"rollout.workers={arguments.workers}", *_REWARD]
-    words += ["checkpoint.every_steps=5", "evaluation.every_steps=0", "rollout.engine.threads=1", "learner.threads=1"]
+    words += [f"checkpoint.every_steps={arguments.save_every}", "evaluation.every_steps=0", "rollout.engine.threads=1", "learner.threads=1"]
     of_each = {"groups": arguments.groups, "limit_s": arguments.limit}
     calm = None if arguments.alone else play(folder / "undisturbed", words, None, **of_each)
     disturbed = []

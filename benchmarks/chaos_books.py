@@ -1,4 +1,4 @@
-"""The books of a run: each prompt once, whatever befell it; and those of two runs beside each other."""
+"""The books of a run: each prompt once, whatever befell it; and those of two runs compared."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
 The driver is a run's: controller, ledger, observer, metrics line, TensorBoard and Prometheus endpoint. Engines sleep and hand over groups
 of real size, cut from made-up buffers; a learner of one rank answers with logprobs near the sampled ones. Many workers share a process.
 
-Printed for each number of workers and of groups, beside the goals: processor seconds for each million tokens trained, process by process,
+Printed for each number of workers and of groups, with the goals: processor seconds for each million tokens trained, process by process,
 what of them a process takes in that time without any work, and by how much its anonymous memory has grown; how long a place that has become
 free waits for its group (p50, p99); what the learner waits between two steps; from publishing a version to the last worker's receipt; how
 late the driver's event loop was; how many calls of Ray's the processes made for a group; and the tokens a second at which the first of the
@@ -81,8 +81,8 @@ def main() -> None:
         ray.init(num_cpus=4, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, _temp_dir=folder)
         print(asyncio.run(CallFloor.measured()), flush=True)
         for workers, groups in itertools.product(map(int, arguments.workers.split(",")), map(int, arguments.groups.split(","))):
-            beside = arguments.churn, WideShape(arguments.topk, arguments.expert_layers)
-            shape = ReplayedShape(workers, groups, arguments.tokens, arguments.rate, arguments.steps, arguments.hosts, *beside)
+            more = arguments.churn, WideShape(arguments.topk, arguments.expert_layers)
+            shape = ReplayedShape(workers, groups, arguments.tokens, arguments.rate, arguments.steps, arguments.hosts, *more)
             found, used = asyncio.run(run(shape, profile=arguments.profile))
             _tell(shape, found, used)
         ray.shutdown()

@@ -20,7 +20,7 @@ _SHOWN = 6
 
 
 class LateLoop:
-    """Of the loop and the thread in which it is made. A thread beside it looks, which needs the interpreter's lock: what holds that for
+    """Of the loop and the thread in which it is made. A second thread looks, which needs the interpreter's lock: what holds that for
     long is seen once it lets go."""
 
     def __init__(self) -> None:

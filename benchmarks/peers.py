@@ -89,7 +89,7 @@ class Measured:
 
     step_s: float
     generate_s: float
-    """TRL: seconds of generation in a step. evenkeel: seconds in which the learner waited for a batch: generation goes on beside it."""
+    """TRL: seconds of generation in a step. evenkeel: seconds in which the learner waited for a batch: generation goes on meanwhile."""
     train_s: float
     """TRL: all of a step but its generation, the rewards included."""
     cpu_s: float

@@ -55,7 +55,7 @@ PRESETS = (
 
 @dataclass(frozen=True)
 class ExactPolicy:
-    """The learner's policy pi_prox, the engine's mu beside it, and the task."""
+    """The learner's policy pi_prox, the engine's mu, and the task."""
 
     learner: Tensor
     """[C, V] float64 logits."""

@@ -53,7 +53,7 @@ class WideShape:
     """Of the fields with many values a token that answers have."""
 
     topk: int = 0
-    """Likeliest tokens beside each sampled one."""
+    """Likeliest tokens stored with each sampled one."""
     layers: int = 0
     """With routed experts."""
 

@@ -5,8 +5,8 @@
 Four runs: synchronous and asynchronous, one and two workers, one thread for each engine and for the learner. The synchronous run of one
 worker gives all speeds and lengths, as --run with --cores and --other-cores does, and the simulation predicts the others. What the rest of
 a run takes (driver, queue, service, rewards, Ray) is measured while it trains. "With its own speeds" simulates a run by what it has
-measured itself: what is off there is the simulation's, what is off only beside it is speeds that differ between runs (other programs on
-the machine, caches, processors that share more than the model knows). The first steps of each run are left out.
+measured itself: what is off there is the simulation's. What is off only with the speeds of the first run is that speeds differ between
+runs (other programs on the machine, caches, processors that share more than the model knows). The first steps of each run are left out.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class OtherCores:
 
 
 def trained(run_dir: Path, *words: object) -> None:
-    """Train, and keep beside the run's files how many cores others took."""
+    """Train, and keep with the run's files how many cores others took."""
     others = OtherCores(run_dir)
     evenkeel("train", NANO_RECIPE, *words, f"run_dir={run_dir}")
     (run_dir / "other_cores").write_text(f"{others.end():.3f}\n")

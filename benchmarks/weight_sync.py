@@ -40,7 +40,7 @@ from actors.config import WeightSyncConfig
 from actors.pool.rollout_worker import RolloutWorker
 from actors.ranks.learner_group import LearnerGroup
 from actors.weights.weight_deltas import differences, rebuilt
-from actors.weights.weight_sync import SyncTarget, WeightSync
+from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
 from benchmarks.sides import NANO_RECIPE, ROOT, TimeRatio, evenkeel, options, seconds_of, steps_of
 from benchmarks.workloads import lengths_of_groups, random_batch, save_model
 from correction import CorrectedBatch, CorrectionConfig, defer
@@ -120,14 +120,17 @@ async def versions(
     pauses: list[float] = []
     sync = WeightSync(
         WeightSyncConfig(bucket_bytes=bucket_bytes),
+        EngineConfig(),
         learner,
+        SyncCallbacks(
+            receipt=lambda receipt: pauses.append(receipt.pause_s),
+            probe=lambda *_: None,
+            dirty=lambda target, reason: sys.exit(f"{target.name}: {reason}"),
+            failure=lambda target, reason: sys.exit(f"{target.name}: {reason}"),
+            loss=lambda error: sys.exit(str(error)),
+        ),
         probe_ids=[],
         sync_s=300.0,
-        on_receipt=lambda receipt: pauses.append(receipt.pause_s),
-        on_probe=lambda *_: None,
-        on_dirty=lambda target, reason: sys.exit(f"{target.name}: {reason}"),
-        on_failure=lambda target, reason: sys.exit(f"{target.name}: {reason}"),
-        on_loss=lambda error: sys.exit(str(error)),
     )
     found: dict[str, list[float]] = {"copy": [], "sync": [], "export": [], "pause": []}
     for turn in range(turns + 2):
@@ -196,8 +199,8 @@ def _parameters(model: Path) -> list[torch.Tensor]:
 
 def pause_share(folder: Path, steps: int) -> tuple[float, float]:
     """(median, largest) share of a step in which an engine of the nano recipe is paused."""
-    beside = ("evaluation.problems=32", "evaluation.every_steps=0", "checkpoint.every_steps=0")
-    evenkeel("train", NANO_RECIPE, f"steps={steps}", f"run_dir={folder}", *beside)
+    settings = ("evaluation.problems=32", "evaluation.every_steps=0", "checkpoint.every_steps=0")
+    evenkeel("train", NANO_RECIPE, f"steps={steps}", f"run_dir={folder}", *settings)
     shares = [line["time/pause_s"] / line["time/step_s"] for line in steps_of(folder)[WARM_UP_STEPS:] if "time/pause_s" in line]
     return statistics.median(shares), max(shares)
 

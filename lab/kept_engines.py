@@ -59,7 +59,7 @@ def recipe(model: Path, *overrides: str, path: Path = RECIPE) -> RunConfig:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a run trains, beside its correction."""
+    """How a run trains; its correction is another setting."""
 
     seed: int = 0
     """Of the questions, the split into minibatches and the noise. Samples go by the questions; they repeat as far as the logits do."""

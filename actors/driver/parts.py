@@ -24,7 +24,7 @@ from actors.settings.deadlines import bucket_s
 from actors.settings.environment import OF_SERVICE
 from actors.settings.hub_name import absolute
 from actors.state.resume import Replacement, TrainingState
-from actors.weights.weight_sync import WeightSync
+from actors.weights.weight_sync import SyncCallbacks, WeightSync
 from correction.config import CorrectionConfig
 from rollout.trajectory import SyncReceipt
 
@@ -120,18 +120,13 @@ def make_sync(
     """Of the learner's weights to the pool's engines; the observer gets what goes wrong, and the pool whom to replace."""
     return WeightSync(
         config.weight_sync,
+        config.rollout.engine,
         learner,
+        SyncCallbacks(on_receipt, observer.probed, observer.dirty, failure=pool.report_unsyncable, loss=pool.weights_lost),
         probe_ids=probe_ids,
         sync_s=config.deadlines.sync_s,
-        on_receipt=on_receipt,
-        on_probe=observer.probed,
-        on_dirty=observer.dirty,
-        on_failure=pool.report_unsyncable,
-        on_loss=pool.weights_lost,
-        generation=generation,
-        float8=config.rollout.engine.has_float8,
-        ranks_of_engine=config.rollout.engine.tensor_parallel,
         bucket_s=bucket_s(config),
+        generation=generation,
     )
 
 

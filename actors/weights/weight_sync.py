@@ -44,6 +44,7 @@ from actors.weights.publication import SYNC_FAILURES, PublishedVersions, pause_s
 from actors.weights.weight_deltas import WeightDeltas
 from correction.engines.checksum import compare_checksums
 from correction.errors import ActorLost, DeadlineExceeded, EngineError, EvenkeelError, LateError, SyncError, counted
+from rollout.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt, WorkerLoad
 
 log = logging.getLogger("evenkeel.sync")
@@ -78,50 +79,55 @@ class SyncTarget:
     """Id of its node; empty: not known."""
 
 
+@dataclass(frozen=True, slots=True)
+class SyncCallbacks:
+    """What is called with what a sync finds out."""
+
+    receipt: Callable[[SyncReceipt], None]
+    """With each receipt; the engine gets work from then on."""
+    probe: Callable[[SyncTarget, int, list[float]], None]
+    """With each comparison: engine, version, each token's difference in nats."""
+    dirty: Callable[[SyncTarget, str], None]
+    """With each attempt that failed, and the reason; the engine gets no work until a full sync has succeeded."""
+    failure: Callable[[SyncTarget, str], None]
+    """With an engine that took no weights in several attempts, and the reason."""
+    loss: Callable[[ActorLost], None]
+    """When a rank of the learner, or a call that all of them run, is lost in a copy of the weights."""
+
+
 class WeightSync:
     """Publishes versions and collects receipts. One event loop uses it."""
 
     def __init__(
         self,
         config: WeightSyncConfig,
+        engine: EngineConfig,
         learner: LearnerGroup,
+        callbacks: SyncCallbacks,
         *,
         probe_ids: Sequence[int],
         sync_s: float,
-        on_receipt: Callable[[SyncReceipt], None],
-        on_probe: Callable[[SyncTarget, int, list[float]], None],
-        on_dirty: Callable[[SyncTarget, str], None],
-        on_failure: Callable[[SyncTarget, str], None],
-        on_loss: Callable[[ActorLost], None],
-        generation: int = 0,
-        float8: bool = False,
-        ranks_of_engine: int = 1,
         bucket_s: float | None = None,
+        generation: int = 0,
     ) -> None:
         """
         Args:
+            engine: of all workers: what its weights are held in, and its ranks, all of them members of a broadcast group.
             probe_ids: token ids of the prompt whose logprobs both sides compute.
-            on_receipt: called with each receipt; the engine gets work from then on.
-            on_probe: called with each comparison: engine, version, each token's difference in nats.
-            on_dirty: called with each attempt that failed, with the reason; the engine gets no work until a full sync has succeeded.
-            on_failure: called with an engine that took no weights in several attempts, with the reason.
-            on_loss: called when a rank of the learner, or a call that all of them run, is lost in a copy of the weights.
-            generation: of the run; only receipts of its versions count.
-            float8: engines hold their projections so.
-            ranks_of_engine: all of them members of a broadcast group.
+            sync_s: deadline of one update, seconds.
             bucket_s: longest time for one bucket of a broadcast, seconds; None: sync_s.
+            generation: of the run; only receipts of its versions count.
         """
-        self._config, self._learner, self._sync_s, self._plan = config, learner, sync_s, ExportPlan(config.bucket_bytes, float8=float8)
+        self._config, self._learner, self._sync_s, self._callbacks = config, learner, sync_s, callbacks
+        self._plan = ExportPlan(config.bucket_bytes, float8=engine.has_float8)
         self._probe_ids = list(probe_ids) if len(probe_ids) > 1 else []  # the first token has no logprob
-        self._on_receipt, self._on_probe, self._on_dirty = on_receipt, on_probe, on_dirty
-        self._on_failure = on_failure
         self._targets: dict[str, SyncTarget] = {}
-        self._versions = PublishedVersions(learner, self._plan, sync_s, on_loss)
+        self._versions = PublishedVersions(learner, self._plan, sync_s, callbacks.loss)
         self._turns, self._generation = Turns(), generation
         self._deltas = WeightDeltas(learner.node, deltas_s(sync_s)) if config.deltas else None
         self._broadcast: BroadcastGroup | None = None
         if config.transport == "broadcast":
-            self._broadcast = BroadcastGroup(learner, sync_s, generation, ranks_of_engine, self._wanted, bucket_s=bucket_s)
+            self._broadcast = BroadcastGroup(learner, sync_s, generation, engine.tensor_parallel, self._wanted, bucket_s=bucket_s)
 
     @property
     def version(self) -> int:
@@ -210,7 +216,7 @@ class WeightSync:
     def _note_end(self, target: SyncTarget, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._on_failure(target, f"its weight sync failed: {error!r}")
+            self._callbacks.failure(target, f"its weight sync failed: {error!r}")
 
     async def _bring_up_to_date(self, target: SyncTarget) -> None:
         failures = late = 0
@@ -250,13 +256,13 @@ class WeightSync:
                 failures += 1
                 self._mark_dirty(target, f"weight sync v{version}, attempt {failures} of {_ATTEMPTS}: {error}")
                 if failures >= _ATTEMPTS or (is_asked and type(error) in _FINAL):
-                    self._on_failure(target, f"took no weights in {counted(failures, 'attempt')}: {error}")
+                    self._callbacks.failure(target, f"took no weights in {counted(failures, 'attempt')}: {error}")
                     return
                 await asyncio.sleep(failures)
 
     def _mark_dirty(self, target: SyncTarget, reason: str) -> None:
         target.version, target.is_verified = -1, False
-        self._on_dirty(target, reason)
+        self._callbacks.dirty(target, reason)
 
     def _accept(self, target: SyncTarget, receipt: SyncReceipt, snapshot: WeightSnapshot) -> None:
         if receipt.generation != self._generation:
@@ -272,7 +278,7 @@ class WeightSync:
         if not target.is_verified:  # marked dirty while this was under way: only a verified sync counts now
             return
         target.version, target.received_at, target.load = receipt.version, asyncio.get_running_loop().time(), receipt.load
-        self._on_receipt(receipt)
+        self._callbacks.receipt(receipt)
         if snapshot.probe_logprobs:
             probe = self._compare_probe(target, snapshot.version, snapshot.probe_logprobs)
             target.probe = asyncio.create_task(probe, name=f"probe {target.name}")
@@ -285,7 +291,7 @@ class WeightSync:
             log.warning("%s: %s", what, error)  # an engine that is broken shows it in its work, or at the next sync
             return
         target.unprobed = 0
-        self._on_probe(target, version, [abs(a - b) for a, b in zip(logprobs, expected, strict=True)])
+        self._callbacks.probe(target, version, [abs(a - b) for a, b in zip(logprobs, expected, strict=True)])
 
     def _end_probe(self, target: SyncTarget) -> None:
         """Cancel it before newer weights arrive: its answer would be of those, or of both."""

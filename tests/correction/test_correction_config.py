@@ -20,7 +20,7 @@ def test_presets_are_valid_complete_and_survive_a_round_trip(preset):
     assert all(texts[:3]) and all(text == " ".join(text.split()) for text in texts)
 
 
-def test_keys_beside_a_preset_override_it():
+def test_keys_given_with_a_preset_override_it():
     config = CorrectionConfig(preset="tis-token", importance={"upper": 3})
     assert (config.importance.mode.value, config.importance.upper) == ("truncate", 3)
     assert CorrectionConfig(preset="mis-full", veto=None).veto is None

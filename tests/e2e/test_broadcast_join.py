@@ -22,7 +22,7 @@ from actors.cluster.placement import RankPlaces
 from actors.config import WeightSyncConfig
 from actors.doctor.live import CheckedEngine
 from actors.ranks.learner_group import LearnerGroup
-from actors.weights.weight_sync import SyncTarget, WeightSync
+from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
 from correction.correct import defer
 from learner.config import LearnerConfig
 from rollout.engine_config import EngineConfig
@@ -89,14 +89,17 @@ class Scene:
         self.dirty: list[str] = []
         self.sync = WeightSync(
             WeightSyncConfig(transport="broadcast", bucket_bytes=32 << 10),
+            EngineConfig(),
             group,
+            SyncCallbacks(
+                receipt=lambda _: None,
+                probe=lambda *_: None,
+                dirty=lambda target, reason: self.dirty.append(f"{target.name}: {reason}"),
+                failure=lambda target, reason: self.dirty.append(f"{target.name}: {reason}"),
+                loss=lambda error: self.dirty.append(str(error)),
+            ),
             probe_ids=list(range(20, 32)),
             sync_s=SYNC_S,
-            on_receipt=lambda _: None,
-            on_probe=lambda *_: None,
-            on_dirty=lambda target, reason: self.dirty.append(f"{target.name}: {reason}"),
-            on_failure=lambda target, reason: self.dirty.append(f"{target.name}: {reason}"),
-            on_loss=lambda error: self.dirty.append(str(error)),
         )
         assert self.sync._broadcast is not None
         self.broadcast = self.sync._broadcast

@@ -15,10 +15,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.cluster.placement import RankPlaces
 from actors.config import WeightSyncConfig
 from actors.ranks.learner_group import LearnerGroup
-from actors.weights.weight_sync import SyncTarget, WeightSync
+from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
 from benchmarks.weight_sync import Engine
 from correction.correct import defer
 from learner.config import LearnerConfig
+from rollout.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt
 from tests.actors.two_nodes import two_nodes
 from tests.e2e.cluster import ray_cluster
@@ -41,14 +42,17 @@ def test_an_engine_that_takes_version_after_version_by_deltas_holds_the_learners
         await engine.start_engine.remote(tiny_model, "bfloat16")
         sync = WeightSync(
             WeightSyncConfig(deltas=True, bucket_bytes=64 << 10),
+            EngineConfig(),
             learner,
+            SyncCallbacks(
+                receipt=receipts.append,
+                probe=lambda *_: None,
+                dirty=lambda target, reason: troubles.append(reason),
+                failure=lambda target, reason: troubles.append(reason),
+                loss=lambda error: troubles.append(str(error)),
+            ),
             probe_ids=[],
             sync_s=120.0,
-            on_receipt=receipts.append,
-            on_probe=lambda *_: None,
-            on_dirty=lambda target, reason: troubles.append(reason),
-            on_failure=lambda target, reason: troubles.append(reason),
-            on_loss=lambda error: troubles.append(str(error)),
         )
         target = SyncTarget("far", engine, node=far)
         await sync.publish()

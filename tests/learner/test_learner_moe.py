@@ -91,7 +91,7 @@ def test_balancing_loss_is_a_mean_over_the_rows_computed(tmp_path: Path) -> None
     assert coefficient * sum(rows) == pytest.approx(0.3)
 
 
-def test_balancing_loss_beside_a_late_factor_is_refused(tmp_path: Path) -> None:
+def test_balancing_loss_with_a_late_factor_is_refused(tmp_path: Path) -> None:
     """Where the mean weight is known only after the forward, it would scale the balancing loss too."""
     normalised = CorrectionConfig(preset="tis-token", normalize={"population": "all"})
     with learner_on(save_moe(tmp_path / "m"), moe_aux_loss_coefficient=0.01) as learner:

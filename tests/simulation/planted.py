@@ -111,7 +111,7 @@ def a_dirty_engine_gets_work() -> Iterator[None]:
 
     def mark_dirty(sync: WeightSync, target: Any, reason: str) -> None:
         target.is_verified = False
-        sync._on_dirty(target, reason)
+        sync._callbacks.dirty(target, reason)
 
     with mock.patch.object(WeightSync, "_mark_dirty", mark_dirty):
         yield

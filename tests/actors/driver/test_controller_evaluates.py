@@ -14,7 +14,7 @@ from tests.actors.driver.test_controller import Receipts, RecordingObserver, Sil
 LATE = "weight sync v2 -> workers 3: no receipt in 390 s"
 
 
-def test_an_evaluation_beside_training_has_a_name_and_an_end() -> None:
+def test_an_evaluation_during_training_has_a_name_and_an_end() -> None:
     async def scenario() -> None:
         observer = RecordingObserver()
         run = controller(observer)
@@ -28,7 +28,7 @@ def test_an_evaluation_beside_training_has_a_name_and_an_end() -> None:
     asyncio.run(scenario())
 
 
-def test_the_last_evaluation_waits_for_the_one_beside_it_and_has_an_end_of_its_own() -> None:
+def test_the_last_evaluation_waits_for_the_one_under_way_and_has_an_end_of_its_own() -> None:
     async def scenario() -> None:
         observer = RecordingObserver()
         run = controller(observer)

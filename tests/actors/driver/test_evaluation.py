@@ -40,7 +40,7 @@ def evaluated(rewards: Sequence[float | None], samples: int = 1) -> Evaluation:
     return asyncio.run(evaluate(Answers(rewards), asked, how, step=7, correct_at=1.0))
 
 
-def test_answers_without_a_score_are_counted_beside_the_accuracy_and_left_out_of_it() -> None:
+def test_answers_without_a_score_are_counted_and_left_out_of_the_accuracy() -> None:
     """Half of what was scored is right; had the third that raised counted as wrong, it would be a third."""
     result = evaluated([1.0, 0.0, None] * 20)
     assert result.accuracy == wilson(20, 40) and result.failed == 20

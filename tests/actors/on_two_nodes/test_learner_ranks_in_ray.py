@@ -29,10 +29,11 @@ from actors.driver.going_back import end_parts, lost_answer
 from actors.driver.parts import StartingPoint, start_learner
 from actors.queue.payloads import checksums_of
 from actors.ranks.learner_group import LearnerGroup
-from actors.weights.weight_sync import SyncTarget, WeightSync
+from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
 from correction.correct import correct, defer
 from correction.errors import StepAborted
 from learner.config import LearnerConfig
+from rollout.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
 from tests.actors.on_two_nodes.batch_maker import BatchMaker
@@ -91,14 +92,17 @@ async def trained(group: LearnerGroup, *, joins: bool) -> tuple[dict[str, str], 
     failures: list[str] = []
     sync = WeightSync(
         WeightSyncConfig(bucket_bytes=PLAN.bucket_bytes),
+        EngineConfig(),
         group,
+        SyncCallbacks(
+            receipt=lambda _: None,
+            probe=lambda *_: None,
+            dirty=lambda target, reason: None if reason == "the test says so" else failures.append(reason),
+            failure=lambda target, reason: failures.append(reason),
+            loss=lambda error: failures.append(str(error)),
+        ),
         probe_ids=[],
         sync_s=60.0,
-        on_receipt=lambda _: None,
-        on_probe=lambda *_: None,
-        on_dirty=lambda target, reason: None if reason == "the test says so" else failures.append(reason),
-        on_failure=lambda target, reason: failures.append(reason),
-        on_loss=lambda error: failures.append(str(error)),
     )
     calls = group._collective.calls
     await sync.publish()
@@ -120,7 +124,7 @@ async def trained(group: LearnerGroup, *, joins: bool) -> tuple[dict[str, str], 
     return (await group.export(PLAN)).checksums, crowd
 
 
-def test_joins_beside_forwards_and_steps_change_no_bit_and_hang_nothing(cluster: Cluster, tmp_path: Path) -> None:
+def test_joins_during_forwards_and_steps_change_no_bit_and_hang_nothing(cluster: Cluster, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with learner(tmp_path) as group:
             start = tmp_path / "start"

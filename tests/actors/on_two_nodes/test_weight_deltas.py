@@ -17,8 +17,9 @@ import torch
 from actors.carriers import ExportPlan, WeightSnapshot
 from actors.config import WeightSyncConfig
 from actors.queue.payloads import checksums_of
-from actors.weights.weight_sync import SyncTarget, WeightSync
+from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
 from correction.engines.weight_bucket import WeightBucket
+from rollout.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt
 from tests.actors.on_two_nodes.reader import FAR_READERS, Nodes
 from tests.actors.two_nodes import stored_bytes
@@ -76,14 +77,17 @@ class Scene:
         self.targets = {name: SyncTarget(name, reader, node=node) for name, (node, reader) in named}
         self.sync = WeightSync(
             WeightSyncConfig(deltas=True),
+            EngineConfig(),
             self.learner,  # type: ignore[arg-type]
+            SyncCallbacks(
+                receipt=self.receipts.append,
+                probe=lambda *_: None,
+                dirty=lambda target, reason: self.dirty.append(reason),
+                failure=lambda target, reason: self.dirty.append(reason),
+                loss=lambda error: self.dirty.append(str(error)),
+            ),
             probe_ids=[],
             sync_s=60.0,
-            on_receipt=self.receipts.append,
-            on_probe=lambda *_: None,
-            on_dirty=lambda target, reason: self.dirty.append(reason),
-            on_failure=lambda target, reason: self.dirty.append(reason),
-            on_loss=lambda error: self.dirty.append(str(error)),
         )
 
     async def start(self) -> None:

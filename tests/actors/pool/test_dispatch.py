@@ -198,7 +198,7 @@ def test_one_worker_is_given_all_that_waits(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("samples", [1, 8, 16])
-def test_an_evaluation_beside_training_starves_neither(monkeypatch: pytest.MonkeyPatch, samples: int) -> None:
+def test_an_evaluation_during_training_starves_neither(monkeypatch: pytest.MonkeyPatch, samples: int) -> None:
     """256 answers and more groups than slots: they hold a quarter of the slots (4 of 16, of 8 requests each), groups the others. Several
     answers to a question are as many requests."""
 

@@ -296,7 +296,7 @@ def test_an_answer_that_comes_after_the_work_was_withdrawn_reaches_no_queue(monk
     play(scenario)
 
 
-def test_what_a_call_takes_beside_sampling_is_taken_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_call_takes_besides_sampling_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker's groups say that they were sampled and scored in no time; its calls take 0.3 s."""
 
     async def scenario() -> None:

@@ -53,7 +53,7 @@ def test_nothing_that_waits_for_the_disk_is_done_on_the_event_loop(folder: RunFo
     assert [name for name, where in threads.items() if threading.get_ident() in where] == []
 
 
-def test_a_slow_disk_is_waited_for_beside_training(folder: RunFolder) -> None:
+def test_a_slow_disk_is_waited_for_during_training(folder: RunFolder) -> None:
     """Two deadlines pass, and the third wait finds it written; meanwhile a checkpoint that is due is owed, not begun."""
 
     async def scenario() -> None:

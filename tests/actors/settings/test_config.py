@@ -193,7 +193,7 @@ def test_the_engines_tell_their_routing_where_it_is_replayed() -> None:
     assert not resolved(small()).rollout.engine.return_routed_experts
 
 
-def test_a_balancing_loss_beside_a_late_factor_is_refused() -> None:
+def test_a_balancing_loss_with_a_late_factor_is_refused() -> None:
     """Where importance weights are known before training it is fine, for that the forward runs first; interpolated ones are not."""
     normalised = ["learner.moe_aux_loss_coefficient=0.01", "correction.normalize.population=all"]
     assert small(*normalised).learner.moe_aux_loss_coefficient == 0.01

@@ -8,7 +8,8 @@ from typing import Any
 
 from actors.carriers import ExportPlan, WeightSnapshot
 from actors.config import WeightSyncConfig
-from actors.weights.weight_sync import SyncTarget, WeightSync
+from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
+from rollout.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
 
@@ -119,16 +120,17 @@ class Scene:
         self.losses: list[str] = []
         self.sync = WeightSync(
             WeightSyncConfig.model_validate({"transport": transport, "every_steps": every_steps}),
+            EngineConfig.model_validate({"tensor_parallel": ranks, "quantization": "float8_block" if float8 else "none"}),
             self.learner,  # type: ignore[arg-type]
+            SyncCallbacks(
+                receipt=lambda receipt: self.receipts.append((receipt.worker, receipt.version)),
+                probe=lambda target, version, differences: self.differences.append((target.name, version, max(differences))),
+                dirty=lambda target, reason: self.dirty.append((target.name, reason)),
+                failure=lambda target, reason: self.failures.append((target.name, reason)),
+                loss=lambda error: self.losses.append(str(error)),
+            ),
             probe_ids=[1, 2, 3],
             sync_s=sync_s,
-            on_receipt=lambda receipt: self.receipts.append((receipt.worker, receipt.version)),
-            on_probe=lambda target, version, differences: self.differences.append((target.name, version, max(differences))),
-            on_dirty=lambda target, reason: self.dirty.append((target.name, reason)),
-            on_failure=lambda target, reason: self.failures.append((target.name, reason)),
-            on_loss=lambda error: self.losses.append(str(error)),
-            float8=float8,
-            ranks_of_engine=ranks,
         )
         self.targets = {name: SyncTarget(name, FakeActor(engine)) for name, engine in engines.items()}
 

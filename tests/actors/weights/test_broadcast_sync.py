@@ -71,7 +71,7 @@ def test_a_broadcast_makes_one_pass_and_no_copy_in_the_store() -> None:
     assert all(e.taken == [(0, True)] and e.received == [1, 2] for e in engines.values())
 
 
-def test_versions_that_have_to_last_are_stored_beside_the_broadcast() -> None:
+def test_versions_that_have_to_last_are_also_stored() -> None:
     """An engine that joins while the learner stands at a version that isn't published gets the last one, at once."""
 
     async def scenario() -> None:
@@ -119,7 +119,7 @@ def test_every_pass_over_the_weights_is_in_the_engines_numbers() -> None:
     play(scenario)
 
 
-def test_when_the_learner_has_trained_on_the_next_version_is_stored_beside_its_broadcast() -> None:
+def test_when_the_learner_has_trained_on_the_next_version_is_also_stored() -> None:
     """What was broadcast is no more; the learner's weights of now are nobody's before they are published."""
     late = Engine()
 

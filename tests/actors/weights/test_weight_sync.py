@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def test_a_receipt_says_how_long_the_driver_waited_for_it() -> None:
 
     async def scenario() -> None:
         scene = Scene(w=Engine(2.0))
-        scene.sync._on_receipt = taken.append
+        scene.sync._callbacks = replace(scene.sync._callbacks, receipt=taken.append)
         await scene.join()
 
     simulate(scenario)
