@@ -50,6 +50,7 @@ class WeightBroadcaster:
         self._group: dist.ProcessGroup | None = None
         self._changing = threading.Lock()
         self._on_its_way: _InThread | None = None
+        self._is_aborted = False
         self._wait(_InThread(lambda: self._join(host, port, world_size, join_s), join_s), "group was not built")
 
     def send(self, bucket: Mapping[str, Tensor]) -> None:
@@ -92,7 +93,8 @@ class WeightBroadcaster:
         try:
             self._wait(call, "broadcast failed")
         except SyncError:
-            if self._device.type != "cpu" and group is not None:
+            if self._device.type != "cpu" and group is not None and not self._is_aborted:  # once: each later call fails here, too
+                self._is_aborted = True
                 threading.Thread(target=_abort, args=(group,), daemon=True).start()
             raise
         self._on_its_way = None

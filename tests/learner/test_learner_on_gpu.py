@@ -72,9 +72,10 @@ class Sent:
 
 class WatchedGroup:
     def __init__(self) -> None:
-        self.aborted = threading.Event()
+        self.aborted, self.aborts = threading.Event(), 0
 
     def abort(self) -> None:
+        self.aborts += 1
         self.aborted.set()
 
 
@@ -119,6 +120,10 @@ def test_a_dead_engine_is_told_within_the_deadline_over_nccl_too(monkeypatch: py
     with pytest.raises(SyncError, match="weight group weights-1: broadcast failed"):
         sender.send(bucket(2))
     assert time.monotonic() - began < 10 and group.aborted.wait(10)
+    threads = threading.active_count()
+    with pytest.raises(SyncError, match="weight group weights-1: broadcast failed"):
+        sender.begin(bucket(1))  # the group is of no use any more, and is aborted once
+    assert threading.active_count() <= threads and group.aborts == 1
 
 
 def test_a_broadcast_that_nccl_gives_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
