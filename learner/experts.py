@@ -7,6 +7,7 @@ launches most of the time. Its grouped layers want other libraries, and hold the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,8 @@ from learner.megatron import SequentialMLP
 def grouped_product(x: Tensor, weights: Sequence[Tensor], rows: Tensor) -> Tensor:
     """[R, out]: each run of rows times the transpose of its own matrix.
 
-    On a GPU in bfloat16 one kernel (torch's grouped_mm), elsewhere a loop. The matrices are stacked for the kernel: a copy at the speed of
-    the GPU's memory.
+    On a GPU in bfloat16 one kernel (torch's grouped_mm), elsewhere a loop. The matrices are stacked for the kernel, in each pass anew: a
+    copy at the speed of the GPU's memory, which is gone when the product is there.
 
     Args:
         x: [R, in], the runs one below the other.
@@ -31,7 +32,27 @@ def grouped_product(x: Tensor, weights: Sequence[Tensor], rows: Tensor) -> Tenso
 
 def _by_kernel(x: Tensor, weights: Sequence[Tensor], rows: Tensor) -> Tensor:
     ends = rows.to(x.device).cumsum(0, dtype=torch.int32)
-    return F.grouped_mm(x, torch.stack(list(weights)).transpose(1, 2), offs=ends)
+    product: Tensor = _GroupedProduct.apply(x, ends, *weights)
+    return product
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """The kernel. Left to itself autograd would keep the stack of every layer until its backward pass: all experts a second time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, ends, *weights)
+        return F.grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, ends, *weights = ctx.saved_tensors
+        gradient, of_x = gradient.contiguous(), None
+        if ctx.needs_input_grad[0]:
+            of_x = F.grouped_mm(gradient, torch.stack(weights), offs=ends)
+        if not any(ctx.needs_input_grad[2:]):
+            return of_x, None, *(None for _ in weights)
+        return of_x, None, *F.grouped_mm(gradient.t(), x, offs=ends).unbind()
 
 
 def _by_loop(x: Tensor, weights: Sequence[Tensor], rows: Tensor) -> Tensor:

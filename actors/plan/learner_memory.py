@@ -12,7 +12,8 @@ again. All layers' activations are kept in both:
     state + activations + max(what the last norm hands to the head + head, a layer's backward pass)
 
 A layer's backward pass has most beyond what is kept where the gate's product goes back: its gradient and those of its two factors, less
-the product itself. Recomputed, the whole layer and its output are there too. A plan takes every token to be in the loss. Not in it: NCCL's
+the product itself; with many experts on a GPU where their first product does, whose kernel wants their matrices, and gives their gradients,
+in one piece. Recomputed, the whole layer and its output are there too. A plan takes every token to be in the loss. Not in it: NCCL's
 buffers and the CUDA context, for which RESERVE is.
 """
 
@@ -119,13 +120,27 @@ def layer_backward_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) 
     rows = 1 / ranks if config.sequence_parallel else 1.0
     peak = size * shape.hidden * rows * tokens  # the gradient of the layer's output
     if shape.experts:
-        peak += (8 if size == 4 else 12) * shape.feed_forward * shape.experts_per_token * rows * tokens
+        sent = shape.experts_per_token * rows * tokens
+        gate = (8 if size == 4 else 12) * shape.feed_forward * sent
+        peak += max(gate, _grouped_product_bytes(shape, config, sent))
     else:
         peak += size * shape.feed_forward / ranks * (tokens + max(tokens, shape.hidden))
     if config.recompute_activations:
         whole = layer_activations(shape, config.model_copy(update={"recompute_activations": False}))
         peak += (whole + size * shape.hidden * rows) * tokens
     return round(peak)
+
+
+def _grouped_product_bytes(shape: ModelShape, config: LearnerConfig, rows: float) -> float:
+    """The backward pass of the experts' first product (learner/experts.py): gradients of what goes out and in, and the matrices of all
+    experts of a rank in one piece, or their gradients; less what the gate had kept, which is free again. 0 where it is a loop.
+
+    Args: rows: of all experts of the rank.
+    """
+    if config.resolved_device != "cuda" or config.resolved_dtype != "bfloat16":
+        return 0.0
+    matrices = shape.experts / config.expert_parallel * 2 * shape.feed_forward * shape.hidden
+    return 2 * ((2 * shape.feed_forward + shape.hidden - 5 * shape.feed_forward) * rows + matrices)
 
 
 def handed_over_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> int:

@@ -38,6 +38,16 @@ def test_kernel_and_loop_are_the_same_products(dtype: torch.dtype, rows: list[in
     assert torch.equal(grouped_product(x, weights, torch.tensor(rows)), by_loop[0]), "which is the loop on a CPU"
 
 
+def test_the_kernel_s_copy_of_the_matrices_is_not_kept() -> None:
+    """For the backward pass there are what went in and where the runs end: the stack would be all experts of every layer a second time."""
+    x, weights = torch.randn(10, 16, requires_grad=True), [torch.randn(8, 16, requires_grad=True) for _ in range(4)]
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor), tensor)[1], lambda tensor: tensor):
+        _by_kernel(x, weights, torch.tensor([3, 0, 5, 2]))
+    own = {tensor.untyped_storage().data_ptr() for tensor in (x, *weights)}
+    assert [tensor.tolist() for tensor in kept if tensor.untyped_storage().data_ptr() not in own] == [[3, 3, 8, 10]]
+
+
 @pytest.mark.parametrize("rows", [[4, 0, 7, 1, 0, 3, 2, 5], [0] * EXPERTS, [1] * EXPERTS])
 def test_experts_at_once_equal_megatron_s_one_by_one(tmp_path: Path, rows: list[int]) -> None:
     """To the bit, gradients of every expert included."""

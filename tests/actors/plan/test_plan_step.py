@@ -14,6 +14,7 @@ from actors.plan.shape import ModelShape
 from correction.batch import CorrectedBatch
 from correction.config import CorrectionConfig
 from correction.correct import defer
+from learner import experts
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
 from tests.actors.plan.test_plan import held
@@ -47,9 +48,17 @@ def most_in_the_passes(learner: LearnerRank, correction: CorrectionConfig) -> in
 
 
 def measured_and_planned(
-    folder: Path, family: str, sizes: dict[str, Any], settings: dict[str, Any], correction: CorrectionConfig = TIS
+    folder: Path,
+    family: str,
+    sizes: dict[str, Any],
+    settings: dict[str, Any],
+    correction: CorrectionConfig = TIS,
+    planned_for: str = "cpu",
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(what the rank holds, what a step takes beside it), in bytes, of a rank and of its plan."""
+    """(what the rank holds, what a step takes beside it), in bytes, of a rank and of its plan.
+
+    Args: planned_for: the plan's device, if the rank is made to compute as on another one.
+    """
     save_tiny_model(folder, family, tie=False, pad_token_id=None, **(SIZES | sizes))
     settings = {"device": "cpu", "tokens_per_microbatch": TOKENS, "logprob_chunk_tokens": 128, "shared_prompts": False} | settings
     with learner_on(folder, **settings) as learner:
@@ -57,7 +66,7 @@ def measured_and_planned(
         measured = sum(held(learner)), of_passes
     planned = rank_memory(
         ModelShape.read(folder),
-        LearnerConfig(**settings),
+        LearnerConfig(**settings | {"device": planned_for}),
         longest=LONGEST,
         has_entropy_loss=correction.entropy_coefficient > 0,
     )
@@ -99,3 +108,16 @@ def test_norms_after_products_and_experts(tmp_path: Path, family: str, dtype: st
     settings = {"dtype": dtype, "recompute_activations": recompute}
     measured, planned = measured_and_planned(tmp_path, family, sizes, settings)
     assert sum(measured) == pytest.approx(sum(planned), rel=0.03)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_experts_product_of_a_gpu(tmp_path: Path, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel, which torch has on a CPU too. It reads the matrices of all experts in one piece, and gives their gradients so: with many
+    experts that is the peak, and the loop's plan is too low by it."""
+    monkeypatch.setattr(experts, "grouped_product", experts._by_kernel)
+    sizes = LARGE_LAYERS | {"num_hidden_layers": 2, "moe_intermediate_size": 512, "num_experts": 32}
+    settings = {"dtype": "bfloat16", "recompute_activations": recompute}
+    measured, planned = measured_and_planned(tmp_path / "gpu", "qwen3_moe", sizes, settings, planned_for="cuda")
+    assert measured[1] == pytest.approx(planned[1], rel=0.03)
+    _, by_loop = measured_and_planned(tmp_path / "cpu", "qwen3_moe", sizes, settings)
+    assert by_loop[1] < 0.9 * measured[1]
