@@ -12,7 +12,7 @@ from correction.config import CorrectionConfig
 from correction.errors import ConfigError, counted
 from correction.monitor import MonitorConfig
 from correction.replacement import check_replaceable, reason_of, switched, tightened
-from correction.schedule import defers, fold_obstacle, needs_proximal_forward, needs_reference_logprobs
+from correction.schedule import fold_obstacle, needs_reference_logprobs
 from correction.settings import DerivedSettings, Settings
 from learner.config import LearnerConfig
 from learner.nano import NanoModelConfig
@@ -254,18 +254,16 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _experts_fit_the_correction(self) -> RunConfig:
-        learner, balances = self.learner, self.learner.moe_aux_loss_coefficient > 0
-        steps = learner.total_optimizer_steps_per_batch
-        has_forward = needs_proximal_forward(self.correction, steps, has_auxiliary_loss=balances)
-        if learner.routing_replay == "recompute" and not has_forward:
+        learner = self.learner
+        if learner.routing_replay == "recompute" and not learner.needs_proximal_forward(self.correction):
+            steps = learner.total_optimizer_steps_per_batch
             raise ValueError(
                 f"learner.routing_replay = recompute with {counted(steps, 'optimizer step')} per batch and correction.proximal = "
                 f"{self.correction.proximal}: no proximal forward runs before training whose routing could be replayed. Set "
                 "learner.routing_replay: rollout or none, or have several optimizer steps per batch and correction.proximal: recompute"
             )
-        is_deferred = defers(self.correction, steps, has_auxiliary_loss=balances)
-        obstacle = fold_obstacle(self.correction, is_deferred=is_deferred, has_auxiliary_loss=True)
-        if balances and obstacle is not None:
+        obstacle = fold_obstacle(self.correction, is_deferred=learner.defers(self.correction), has_auxiliary_loss=True)
+        if learner.has_auxiliary_loss and obstacle is not None:
             raise ValueError(
                 f"learner.moe_aux_loss_coefficient = {learner.moe_aux_loss_coefficient} with this correction: {obstacle}. Set it to 0, or "
                 "turn batch normalisation and kept counts off"

@@ -245,7 +245,9 @@ class ReplayedRank:
         self._version += 1
         numbers: dict[str, Any] = dict.fromkeys(StepResult.__dataclass_fields__, 0)
         numbers |= {"values": None, "metrics": {}, "group_norms": {}, "grad_norms": (1.0,), "seconds": {}, "entropy": 1.0, "loss": 0.0}
-        numbers |= {"tokens": batch.num_tokens, "trained_tokens": int(batch.loss_mask.sum()), "loss_scale": None, "routing_agreement": None}
+        kept = trained = int(batch.loss_mask.sum())
+        numbers |= {"trained_tokens": trained, "kept_tokens": kept, "optimizer_steps": 1, "skipped": ()}
+        numbers |= {"tokens": batch.num_tokens, "loss_scale": None, "routing_agreement": None}
         return StepResult(**numbers), values
 
     def export(self, number: int, version: int, plan: ExportPlan) -> WeightSnapshot:

@@ -1,8 +1,7 @@
 """Every number about the policies, of a whole batch: true extremes, sums reduced once, float64 with expm1.
 
 Behaviour to proximal on all tokens is mismatch and staleness together; names that begin with `mismatch_` are from tokens of
-staleness 0 alone. Where the batch has no proximal logprobs (deferred, bypass, interpolate) the target's stand in for them, on tokens whose
-forward pass came before the batch's first update: there they are the same policy. What has no tokens is absent, not 0. quantities.py says
+staleness 0 alone. `proximal_of` says which logprobs are the proximal policy's. What has no tokens is absent, not 0. quantities.py says
 what each number is; gap.py has those of mu against pi_prox.
 """
 
@@ -10,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,12 +17,15 @@ from torch import Tensor
 from .batch import CorrectedBatch, DecisionCounts, FinalDecision, PackedBatch, batch_slices
 from .choices import Level, Ratio
 from .decision import BatchView
+from .divergence import Estimator, estimate
 from .gap import gap_family, gap_sums
 from .quantities import BUCKET_EDGES, PERCENTS
 from .ratios import LOG_RATIO_LIMIT, Logprobs, bounded_exp
 from .segments import Levels, masked
 from .staleness import TokenSpans, count_staleness, token_spans
 from .sums import DiagnosticSums
+
+T = TypeVar("T", bound=Tensor | None)
 
 BAD_UPDATE = 0.5
 """mu - pi of a token with negative advantage from which an update is called bad: Trust Region (arXiv 2602.04879), sec. 5.3."""
@@ -97,7 +100,7 @@ def _collect(
 ) -> tuple[DiagnosticSums, tuple[Tensor, Tensor] | None]:
     """The sums, and log pi_prox [N] with the mask of the tokens where it stands for itself, if it is known."""
     target = None if target_logprobs is None else target_logprobs.detach().to(batch.behavior_logprobs.dtype)
-    proximal = target if batch.proximal_logprobs is None else batch.proximal_logprobs
+    proximal, before_update = proximal_of(batch, target, None if decided is None else decided.before_update)
     keep = corrected.keep_mask if decided is None else decided.keep_mask
     weights = corrected.importance_weights if decided is None else decided.importance_weights
     anchor = batch.behavior_logprobs if proximal is target and not corrected.is_deferred else proximal
@@ -121,7 +124,6 @@ def _collect(
     spans = token_spans(batch, batch.loss_mask)
     broken = float(int(batch.loss_mask.count_nonzero()) - int(mask.count_nonzero()))
     sums += DiagnosticSums({"broken": broken}, {}, {}) + _staleness_sums(spans, batch.num_sequences)
-    before_update = None if decided is None or batch.proximal_logprobs is not None else decided.before_update
     equal = mask if before_update is None else mask & before_update
     if proximal is not None:
         is_whole = before_update is None and broken == 0
@@ -133,6 +135,28 @@ def _collect(
     if detailed and proximal is not None:
         sums += _detailed_sums(batch, proximal, equal)
     return sums, None if proximal is None else (proximal, equal)
+
+
+def proximal_of(batch: PackedBatch, target: T, before_update: Tensor | None) -> tuple[Tensor | T, Tensor | None]:
+    """What is known of log pi_prox once a batch is trained: [N] logprobs, and [N] bool for which tokens; None: for all of the loss mask.
+
+    Where the batch has none (deferred, bypass, interpolate) the target's stand in for them, of tokens whose first forward pass came before
+    the batch's first update: there they are the same policy.
+    Args:
+        target: [N] logprobs, each of the first forward pass that its token was in.
+        before_update: FinalDecision's.
+    """
+    return (target, before_update) if batch.proximal_logprobs is None else (batch.proximal_logprobs, None)
+
+
+def reference_kl(target: Tensor, reference: Tensor, mask: Tensor) -> float:
+    """KL(target || reference) a token, nats: the mean of k3 over the mask, as the penalty's usual estimator has it.
+
+    Args:
+        target, reference: [N] float32. mask: [N] bool.
+    """
+    inside = mask & reference.isfinite() & target.isfinite()
+    return float(estimate(torch.where(inside, reference - target, 0), Estimator.K3).sum() / inside.sum().clamp(min=1))
 
 
 def clipped_tokens(batch: PackedBatch, decided: FinalDecision, *, most: int = 50) -> dict[str, list[tuple[int, int]]]:

@@ -190,7 +190,7 @@ def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]
     if value["kept_tokens"] > 0:
         if config.objective.kind == "score" and (config.objective.lower is not None or config.objective.upper is not None):
             metrics["bounded_share"] = value["bounded_tokens"] / value["kept_tokens"]
-        metrics["importance_weight_mean"] = value["weight"] / value["kept_tokens"]
+        metrics["importance_weight_raw_mean"] = value["weight"] / value["kept_tokens"]
         if value["weight_square"] > 0:
             metrics["importance_weight_ess"] = value["weight"] ** 2 / (value["kept_tokens"] * value["weight_square"])
     return metrics

@@ -29,7 +29,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from .errors import ConfigError
-from .quantities import BUCKET_EDGES, of_family
+from .quantities import BUCKET_EDGES, DIAGNOSTIC_FAMILIES, DIAGNOSTICS, Quantity, Unit, of_family
 from .reference_levels import LEVELS
 from .settings import Settings
 from .symptoms import SYMPTOMS, Symptom
@@ -280,10 +280,11 @@ class Monitor:
     def _event(self, step: int, symptom: Symptom, diagnostics: Mapping[str, float]) -> Event:
         state, value = self._symptom_states[symptom.name].state, diagnostics[symptom.name]
         growth = self._growth(symptom.name)
+        number = _quantity(symptom.name).number(value)
         if state is State.OK:
-            message = f"{symptom.name} = {value:.3g} is back at its usual level"
+            message = f"{symptom.name} = {number} is back at its usual level"
         else:
-            message = f"{symptom.name} = {value:.3g}{self._history(symptom, growth)}{self._reference(symptom, value)}"
+            message = f"{symptom.name} = {number}{self._history(symptom, growth)}{self._reference(symptom, value)}"
             message += f"{self._place(symptom.name, diagnostics)}: "
             message += f"{symptom.meaning}; {symptom.remedy}"
         return Event(step, symptom.name, state, value, growth, message)
@@ -299,8 +300,8 @@ class Monitor:
     def _reference(self, symptom: Symptom, value: float) -> str:
         if self._config.setting is None or not math.isfinite(value) or not self._is_over_reference(symptom, value):
             return ""
-        level = LEVELS[self._config.setting]
-        return f", above {level.alarm:.2g}, the alarm level for {level.text} ({level.low:.2g} to {level.high:.2g} is usual)"
+        level, number = LEVELS[self._config.setting], _quantity(symptom.name).number
+        return f", above {number(level.alarm)}, the alarm level for {level.text} ({number(level.low)} to {number(level.high)} is usual)"
 
     def _place(self, name: str, diagnostics: Mapping[str, float]) -> str:
         """Which tokens show the symptom, or which criterion causes it, as far as the numbers show."""
@@ -308,9 +309,9 @@ class Monitor:
         by = of_family("rejected_by_", diagnostics)
         if name == "rejected_share" and by:
             worst = max(by, key=lambda label: by[label])
-            words.append(f"{by[worst]:.0%} by {worst}")
+            words.append(f"{DIAGNOSTIC_FAMILIES['rejected_by_'].number(by[worst])} by {worst}")
             if "log_ratio_mean" in diagnostics:
-                words.append(f"at a mean log rho of {diagnostics['log_ratio_mean']:.2g}")
+                words.append(f"at a mean log rho of {_quantity('log_ratio_mean').number(diagnostics['log_ratio_mean'])}")
         if name == "k3_kl":
             fresh, stale = self._growth("mismatch_k3_kl"), self._growth("stale_k3_kl")
             if stale >= self._config.watch_growth and not fresh >= math.sqrt(self._config.watch_growth):
@@ -331,6 +332,11 @@ class Monitor:
 
 _CLUES = ("mismatch_k3_kl", "stale_k3_kl", *(f"bucket_rho_std_{k}" for k in range(len(BUCKET_EDGES) + 1)))
 """Followed to say where a symptom sits, without events of their own."""
+
+
+def _quantity(name: str) -> Quantity:
+    """What is known of a number that is followed; a plain one where a monitor is given symptoms of its own."""
+    return DIAGNOSTICS.get(name) or Quantity(Unit.ONE, name, "")
 
 
 def theil_sen(values: Sequence[float]) -> float:

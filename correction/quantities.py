@@ -33,10 +33,31 @@ class Unit(StrEnum):
     BYTES = "bytes"
     TIMESTAMP = "unix time"
 
+    def number(self, value: float) -> str:
+        """A value as people read it, without the unit."""
+        return format(value, ".2g" if self is Unit.SECONDS and 0 < abs(value) < 1 else _DIGITS[self])
+
+
+_DIGITS = {
+    Unit.ONE: ",.6g",
+    Unit.SECONDS: ".2f",
+    Unit.SHARE: ".0%",
+    Unit.NATS: ".2g",
+    Unit.NATS_SQUARED: ".2g",
+    Unit.TOKENS: ",.0f",
+    Unit.TOKENS_PER_SECOND: ",.0f",
+    Unit.VERSIONS: ".2f",
+    Unit.BYTES: ",.0f",
+    Unit.TIMESTAMP: ".0f",
+}
+"""How people read values of a unit, as format specifications of Python; a quantity may have its own."""
+_UNWRITTEN = {Unit.ONE, Unit.SHARE, Unit.VERSIONS, Unit.TIMESTAMP}
+"""Units that are not written after a value."""
+
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """What one number is. A run's `Metric` (actors/metrics/kinds.py) is one of these, with its name, behaviour over time and format."""
+    """What one number is. A run's `Metric` (actors/metrics/kinds.py) is one of these, with its name and behaviour over time."""
 
     unit: Unit
     label: str
@@ -45,6 +66,16 @@ class Quantity:
     """One sentence."""
     of: str = ""
     """Of a share: what of, such as "trained tokens" (those of the loss mask, rejected or not)."""
+    digits: str = ""
+    """Format specification of a value; empty: that of its unit."""
+
+    def number(self, value: float) -> str:
+        """A value as the terminal, logs, events and the report show it, without its unit."""
+        return format(value, self.digits) if self.digits else self.unit.number(value)
+
+    def text(self, value: float) -> str:
+        """The same with its unit: "1.2e-12 nats", "34%"."""
+        return self.number(value) + ("" if self.unit in _UNWRITTEN else f" {self.unit}")
 
     @property
     def shown_unit(self) -> str:
@@ -77,6 +108,7 @@ GAP = {
         "deviation of mean rho",
         "|mean rho - 1| in standard errors, which count as at least 0.002 and at least those of 2500 tokens; absent where the effective "
         "sample size is under 50 tokens.",
+        digits=".3g",
     ),
     "rho_std": _Q(_U.ONE, "spread of rho", "Standard deviation of rho: 'mismatch' in the paper on objective-level hacking."),
     "rho_max": _Q(_U.ONE, "largest rho", "Largest rho, before any bound."),
@@ -94,6 +126,7 @@ GAP = {
         "Effective sample size of rho, before any bound: (sum rho)^2 / (n sum rho^2); 1 is on-policy, 0.1 means that a few tokens would "
         "carry the batch if nothing bounded them.",
         "the tokens",
+        ".1%",
     ),
     "tokens": _Q(_U.TOKENS, "tokens", "Tokens that these numbers are from."),
 }
@@ -102,7 +135,10 @@ tokens whose forward pass came before the first update."""
 
 
 def _of(tokens: str, prefix: str, label: str) -> dict[str, Quantity]:
-    return {f"{prefix}{name}": _Q(one.unit, f"{label}: {one.label}", f"{one.help[:-1]}; {tokens}.", one.of) for name, one in GAP.items()}
+    return {
+        f"{prefix}{name}": _Q(one.unit, f"{label}: {one.label}", f"{one.help[:-1]}; {tokens}.", one.of, one.digits)
+        for name, one in GAP.items()
+    }
 
 
 _SIGNS = (("", ""), ("positive_", " of positive advantage"), ("negative_", " of negative advantage"))
@@ -200,10 +236,10 @@ DIAGNOSTICS = {
         "KL(behaviour || target), estimator k3: drift, mismatch and staleness together, in bypass and with interpolated proximal logprobs, "
         "where the drift alone isn't known; `diagnose` has it with several optimizer steps per batch alone.",
     ),
-    "bad_update_share": _Q(_U.SHARE, "bad updates", "Tokens with negative advantage and mu - pi >= 0.5.", TRAINED),
+    "bad_update_share": _Q(_U.SHARE, "bad updates", "Tokens with negative advantage and mu - pi >= 0.5.", TRAINED, ".2%"),
     "broken_tokens": _Q(_U.TOKENS, "broken tokens", "Tokens of the loss mask with a value that is not finite."),
     "kept_share": _Q(_U.SHARE, "kept", "Tokens that rejection and veto left.", TRAINED),
-    "rejected_share": _Q(_U.SHARE, "rejected", "Tokens dropped by rejection, veto or not being finite.", TRAINED),
+    "rejected_share": _Q(_U.SHARE, "rejected", "Tokens dropped by rejection, veto or not being finite.", TRAINED, ".2%"),
     **{
         f"rejected_{sign}_share": _Q(_U.SHARE, f"rejected of {side}", f"The same, among tokens of {side}.", f"{TRAINED} of {side}")
         for sign, side in _SIDES
@@ -246,11 +282,15 @@ DIAGNOSTICS = {
     "staleness_mean": _Q(
         _U.VERSIONS, "mean staleness", "Learner's version minus the version that sampled the token, mean over the trained tokens."
     ),
-    "staleness_max": _Q(_U.VERSIONS, "largest staleness", "Staleness of the oldest trained token."),
+    "staleness_max": _Q(_U.VERSIONS, "largest staleness", "Staleness of the oldest trained token.", digits=".0f"),
     "staleness_in_flight_mean": _Q(_U.VERSIONS, "staleness in flight", "Updates while the rest of the sequence was sampled."),
     "staleness_in_queue_mean": _Q(_U.VERSIONS, "staleness in the queue", "Updates between the last token and this step."),
     "mixed_version_share": _Q(
-        _U.SHARE, "mixed versions", "Sequences with tokens of more than one version: new weights came while they were sampled.", SEQUENCES
+        _U.SHARE,
+        "mixed versions",
+        "Sequences with tokens of more than one version: new weights came while they were sampled.",
+        SEQUENCES,
+        ".1%",
     ),
     "spurious_objective": _Q(
         _U.ONE,
@@ -264,8 +304,13 @@ DIAGNOSTICS = {
     **_buckets("bucket", "pi_prox", "", "noise alone, without any drift, puts small pi_prox below 1 and large ones above"),
     **_buckets("bucket_behavior", "mu", " by mu", "noise alone, without any drift, tilts it the other way round than by pi_prox"),
     **SPLIT,
+    "reference_kl": _Q(
+        _U.NATS,
+        "KL to reference",
+        "KL a token from the target policy to the frozen reference policy, the model that the run began with, estimator k3.",
+    ),
 }
-"""The numbers of `diagnose`, and SPLIT; it also gives the families in DIAGNOSTIC_FAMILIES."""
+"""The numbers of `diagnose`, which also gives the families in DIAGNOSTIC_FAMILIES; SPLIT; and that of diagnostics.reference_kl."""
 
 DIAGNOSTIC_FAMILIES = {
     "rejected_by_": _Q(
@@ -304,6 +349,7 @@ LOSS_METRICS = {
         _U.NATS,
         "entropy",
         "Mean entropy of the target at the trained tokens; at 0 the policy always gives the same answer and explores no more.",
+        digits=".2f",
     ),
     "penalty_kl": _Q(_U.NATS, "KL to reference", "Mean of the estimate of a KL penalty on the reference, before its coefficient."),
     "anchor_kl": _Q(_U.NATS, "KL to the anchor", "The same of a KL penalty on the behaviour or the proximal policy."),
@@ -314,7 +360,7 @@ LOSS_METRICS = {
         TRAINED,
     ),
     "bounded_share": _Q(_U.SHARE, "coefficients cut", "Kept tokens whose coefficient was cut to a bound; absent without bounds.", KEPT),
-    "importance_weight_mean": _Q(_U.ONE, "mean weight", "Mean importance weight of the kept tokens, before a late normaliser."),
+    "importance_weight_raw_mean": _Q(_U.ONE, "mean raw weight", "Mean importance weight of the kept tokens, before a late normaliser."),
     **{
         name: DIAGNOSTICS[name]
         for name in ("broken_tokens", "kept_share", "drift_k3_kl", "drift_from_behavior_k3_kl", "importance_weight_ess")
@@ -324,5 +370,8 @@ LOSS_METRICS = {
 
 
 def current_name(name: str) -> str:
-    """Of a number in the files of an earlier run: shares were called fractions ("rejected_fraction_positive")."""
+    """Of a number in the files of an earlier run: shares were called fractions ("rejected_fraction_positive"), and the loss's mean
+    weight as the diagnostics', which is normalised."""
+    if name == "loss/importance_weight_mean":
+        return "loss/importance_weight_raw_mean"
     return re.sub(r"^((?:correction/|loss/|monitor/\w+/)?\w+?)_fraction(_positive|_negative)?(?=_\d+$|$)", r"\1\2_share", name)

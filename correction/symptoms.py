@@ -29,6 +29,10 @@ class Symptom:
     """Value that is an alarm at once, regardless of the run's baseline."""
     implied_by: str | None = None
     """Symptom that explains this one: while it is in the same state or a worse one, this one is silent."""
+    is_level_of_bounds: bool = False
+    """Its usual level is that of the correction's bounds: under others it begins anew."""
+    is_eased_by_bounds: bool = True
+    """Narrower bounds of the correction are an answer to it; False: they would add to it, or don't help."""
     presets: tuple[str, ...] = ()
     """Corrections that the remedy names, the first one first. Sources differ about most: docs/correction.md."""
 
@@ -77,6 +81,8 @@ SYMPTOMS = (
         offset=0.02,
         limit=0.9,
         implied_by="k3_kl",
+        is_level_of_bounds=True,
+        is_eased_by_bounds=False,
     ),
     Symptom(
         "drift_k3_kl",
@@ -97,6 +103,7 @@ SYMPTOMS = (
         "check the sampling temperature and top-p, logprobs that are shifted by one token, or that are of another policy or of edited text",
         offset=5.0,
         limit=5.0,
+        is_eased_by_bounds=False,
     ),
     Symptom(
         "bad_update_share",
@@ -105,6 +112,13 @@ SYMPTOMS = (
         offset=5e-3,
         presets=("dppo-binary-tv",),
     ),
-    Symptom("broken_tokens", "logprobs or advantages are not finite", "look for overflow in engine or learner", offset=1.0, limit=1.0),
+    Symptom(
+        "broken_tokens",
+        "logprobs or advantages are not finite",
+        "look for overflow in engine or learner",
+        offset=1.0,
+        limit=1.0,
+        is_eased_by_bounds=False,
+    ),
 )
 """What is followed unless a monitor is given others."""

@@ -30,12 +30,13 @@ from torch import Tensor
 from actors.commands.init_model import init_model_folder
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
+from actors.queue.outstanding import worthless
 from correction.advantages import group_advantages
 from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from correction.diagnostics import diagnose
-from correction.schedule import defers, needs_proximal_forward, needs_reference_logprobs, needs_topk
+from correction.schedule import needs_reference_logprobs, needs_topk
 from lab.background_loop import BackgroundLoop
 from learner.learner_rank import LearnerRank
 from learner.results import StepResult
@@ -224,12 +225,12 @@ class KeptEngines:
             groups = await asyncio.gather(*(self._group(self._task.train_prompt(place), version, topk) for place in places))
             sampled += groups
             for group in groups:
-                is_useful = len(group.valid) >= 2 and not (self.config.dynamic_sampling and group.is_uniform)
-                (kept if is_useful else spare).append(group)
+                is_useless = worthless(group.facts, dynamic_sampling=self.config.dynamic_sampling)
+                (spare if is_useless else kept).append(group)
             if len(kept) == wanted:
                 break
         rewards = [t.reward for group in sampled for t in group.valid if t.reward is not None]
-        kept = (kept + [group for group in spare if len(group.valid) >= 2])[:wanted]
+        kept = (kept + [group for group in spare if group.is_trainable])[:wanted]
         return kept, {"reward_mean": statistics.fmean(rewards), "sampled_groups": len(sampled), "generate_s": time.monotonic() - began}
 
     async def _group(self, prompt: Prompt, version: int, topk: int) -> Group:
@@ -245,8 +246,7 @@ class _Run:
         self.record = RunRecord(correction, version)
         self._config = config
         self._noise = torch.Generator().manual_seed(settings.seed)
-        steps = learner.config.total_optimizer_steps_per_batch
-        self._needs_forward, self._defers = needs_proximal_forward(correction, steps), defers(correction, steps)
+        self._needs_forward, self._defers = learner.config.needs_proximal_forward(correction), learner.config.defers(correction)
 
     def step(self, step: int, groups: list[Group]) -> dict[str, float]:
         """Pack, correct, train, diagnose, as the service and the learner do; the version grows by one."""

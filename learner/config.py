@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from correction.engines.device_choice import Device, Dtype, device_of, dtype_of
+from correction.parts import CorrectionSettings
+from correction.schedule import defers, needs_proximal_forward
 from correction.settings import DerivedSettings
 
 if TYPE_CHECKING:  # reading settings must not cost the import of torch
@@ -227,6 +229,19 @@ class LearnerConfig(DerivedSettings):
     def total_optimizer_steps_per_batch(self) -> int:
         """Optimizer steps that one batch takes: minibatches times epochs."""
         return self.optimizer_steps_per_batch * self.epochs_per_batch
+
+    @property
+    def has_auxiliary_loss(self) -> bool:
+        """Whether the model adds a loss of its own (balancing of experts)."""
+        return self.moe_aux_loss_coefficient > 0
+
+    def needs_proximal_forward(self, correction: CorrectionSettings) -> bool:
+        """Whether a batch that is trained by this correction needs proximal logprobs of a forward of their own."""
+        return needs_proximal_forward(correction, self.total_optimizer_steps_per_batch, has_auxiliary_loss=self.has_auxiliary_loss)
+
+    def defers(self, correction: CorrectionSettings) -> bool:
+        """Whether such a batch is deferred: the training forward gives its proximal logprobs."""
+        return defers(correction, self.total_optimizer_steps_per_batch, has_auxiliary_loss=self.has_auxiliary_loss)
 
     @property
     def resolved_device(self) -> Device:

@@ -36,7 +36,7 @@ from learner.megatron import DistributedDataParallel
 from learner.model_check import is_surplus_allowed
 from learner.optimizer import GuardedOptimizer, Update, mean_norms
 from learner.optimizer_steps import demonstration_batch, first_values, optimizer_steps, sequences_read, uncorrected
-from learner.results import Proximal, StepResult, StepValues
+from learner.results import Proximal, SkipReason, StepResult, StepValues
 from learner.step import ObjectiveFunction, Pass, PhaseTimer, attach_schedule, run_microbatches, train_step
 
 
@@ -170,8 +170,13 @@ class LearnerRank:
         """
         started, state = time.perf_counter(), self._require()
         if corrected.batch.num_tokens == 0:
-            skipped = self.config.total_optimizer_steps_per_batch
-            return StepResult.of_nothing(step, correction_config, state.optimizer, updates=skipped)
+            return StepResult.of_nothing(
+                step,
+                correction_config,
+                updates=self.config.total_optimizer_steps_per_batch,
+                learning_rate=state.optimizer.learning_rate,
+                loss_scale=state.optimizer.loss_scale,
+            )
         watch = PhaseTimer(self.placement.device)
         with watch.phase("prepare"):
             self._check_routes(corrected.batch, is_training=True)
@@ -198,14 +203,14 @@ class LearnerRank:
             metrics={name: value for name, value in metrics.items() if name != "loss"},
             values=StepValues(logprobs, decided, entropies),
             entropy=float(trained.double().mean()) if len(trained) else None,
-            grad_norms=tuple(update.norm for update in updates if not update.is_overflow),
+            grad_norms=tuple(update.norm for update in updates if update.skipped is not SkipReason.OVERFLOW),
             group_norms=mean_norms(updates),
             learning_rate=state.optimizer.learning_rate,
             tokens=corrected.batch.num_tokens,
             trained_tokens=int(corrected.batch.loss_mask.sum()),
-            optimizer_steps=sum(update.is_applied for update in updates),
-            skipped_steps=sum(not update.is_applied for update in updates),
-            overflowed_steps=sum(update.is_overflow for update in updates),
+            kept_tokens=int(decided.keep_mask.sum()),
+            optimizer_steps=sum(update.skipped is None for update in updates),
+            skipped=tuple(update.skipped for update in updates if update.skipped is not None),
             loss_scale=state.optimizer.loss_scale,
             microbatches=sum(one[0].microbatches for one in done),
             routing_agreement=_mean([one[0].routing_agreement for one in done[:first_epoch]]),

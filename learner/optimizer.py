@@ -25,6 +25,7 @@ from learner.megatron import (
     param_is_not_tensor_parallel_duplicate,
 )
 from learner.model import unwrap
+from learner.results import SkipReason
 
 GROUPS = {
     "router": ".router.",
@@ -44,10 +45,8 @@ class Update:
 
     group_norms: dict[str, float]
     """L2 norm of the gradient before clipping, by group of parameters (GROUPS); a model that has no router has no entry for it."""
-    is_applied: bool
-    """False: the step was skipped."""
-    is_overflow: bool = False
-    """It was skipped because the loss scale made a float16 gradient overflow; the norms say nothing then."""
+    skipped: SkipReason | None
+    """Why it was not applied; None: it was. After an overflow the norms say nothing."""
 
     @property
     def norm(self) -> float:
@@ -57,7 +56,7 @@ class Update:
 
 def mean_norms(updates: Sequence[Update]) -> dict[str, float]:
     """By group of parameters, over the updates whose gradient did not overflow; empty if all did."""
-    measured = [update.group_norms for update in updates if not update.is_overflow]
+    measured = [update.group_norms for update in updates if update.skipped is not SkipReason.OVERFLOW]
     return {name: math.fsum(norms[name] for norms in measured) / len(measured) for name in (measured[0] if measured else ())}
 
 
@@ -156,16 +155,20 @@ class GuardedOptimizer:
                 chunk.scale_gradients(gradient_scale)
         scale = self.loss_scale or 1.0  # by now; what is not finite makes it smaller
         found_infinity = self._optimizer.prepare_grads()
-        update = Update(self._group_norms(), is_applied=False, is_overflow=found_infinity and loss_is_finite and scale > 1.0)
-        if found_infinity or not loss_is_finite or not math.isfinite(update.norm) or update.norm == 0.0:
-            return update
+        update = Update(self._group_norms(), None)
+        if found_infinity or not loss_is_finite or not math.isfinite(update.norm):
+            is_overflow = found_infinity and loss_is_finite and scale > 1.0
+            return replace(update, skipped=SkipReason.OVERFLOW if is_overflow else SkipReason.NOT_FINITE)
+        if update.norm == 0.0:
+            return replace(update, skipped=SkipReason.NO_GRADIENT)
         self._clip(update.norm)
         self._schedule.step(1)  # before the update, so that the first one has a rate above zero
         if self._begun_at and self.steps - self._begun_at < self._warmup_steps:
             reached = min(self.steps, self._warmup_steps)  # the first warm-up may not be over: its factor gives way to the second's
             for group in self._optimizer.param_groups:
                 group["lr"] *= (self.steps - self._begun_at) / reached
-        return replace(update, is_applied=bool(self._optimizer.step_with_ready_grads()))
+        self._optimizer.step_with_ready_grads()  # True: what it could refuse is refused above
+        return update
 
     def _group_norms(self) -> dict[str, float]:
         """L2 norms of the gradients that `prepare_grads` left. What several ranks hold counts once: squares are added over their parts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
     from correction.batch import FinalDecision
     from correction.config import CorrectionConfig
     from correction.wide import WidePlace
-    from learner.optimizer import GuardedOptimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,17 @@ class StepValues:
     """What the batch was trained with, in those same forward passes: [N] on the CPU, batch normalisation included."""
     entropies: Tensor
     """[N] float32, CPU: that of each trained token, 0 elsewhere."""
+
+
+class SkipReason(StrEnum):
+    """Why an update was not made."""
+
+    NOT_FINITE = "not_finite"
+    """Loss or gradient was not finite."""
+    OVERFLOW = "overflow"
+    """A float16 gradient overflowed under the loss scale: part of finding the scale, no fault of the batch."""
+    NO_GRADIENT = "no_gradient"
+    """The gradient was 0 everywhere: no token was left to train on, or the advantages of all were 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +64,12 @@ class StepResult:
     """In the batch, prompts included."""
     trained_tokens: int
     """In the loss mask."""
+    kept_tokens: int
+    """Of those, what was left in the loss at their first forward pass; 0: everything was rejected."""
     optimizer_steps: int
     """Updates made."""
-    skipped_steps: int
-    """Updates not made, because loss or gradient was not finite, or the gradient 0 everywhere."""
-    overflowed_steps: int
-    """Those of them whose float16 gradient overflowed under the loss scale: part of finding the scale, no fault of the batch."""
+    skipped: tuple[SkipReason, ...]
+    """Of each update that was not made, why."""
     loss_scale: float | None
     """Loss scale of the next update; None in other types than float16."""
     microbatches: int
@@ -69,10 +80,14 @@ class StepResult:
     """By phase: prepare, forward_backward, gather, optimizer, total."""
 
     @classmethod
-    def of_nothing(cls, step: int, correction: CorrectionConfig, optimizer: GuardedOptimizer, *, updates: int) -> StepResult:
+    def of_nothing(
+        cls, step: int, correction: CorrectionConfig, *, updates: int, learning_rate: float, loss_scale: float | None
+    ) -> StepResult:
         """The result of a batch without tokens (every answer was left out): no update is made.
 
-        Args: updates: that a batch has, all of them left out.
+        Args:
+            updates: that a batch has, all of them left out.
+            learning_rate, loss_scale: the optimizer's.
         """
         import torch
 
@@ -88,17 +103,27 @@ class StepResult:
             entropy=None,
             grad_norms=(0.0,) * updates,
             group_norms={},
-            learning_rate=optimizer.learning_rate,
+            learning_rate=learning_rate,
             tokens=0,
             trained_tokens=0,
+            kept_tokens=0,
             optimizer_steps=0,
-            skipped_steps=updates,
-            overflowed_steps=0,
-            loss_scale=optimizer.loss_scale,
+            skipped=(SkipReason.NO_GRADIENT,) * updates,
+            loss_scale=loss_scale,
             microbatches=0,
             routing_agreement=None,
             seconds={"total": 0.0},
         )
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates not made."""
+        return len(self.skipped)
+
+    @property
+    def overflowed_steps(self) -> int:
+        """Those of them that the loss scale made overflow."""
+        return self.skipped.count(SkipReason.OVERFLOW)
 
     @property
     def target_logprobs(self) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor
 from correction.batch import PackedBatch
 from correction.errors import DataError
 from correction.wide import WideFields, WidePlace
-from rollout.config import MaskOverlong, OverlongConfig, PenaliseOverlong
+from rollout.config import OverlongConfig, PenaliseOverlong
+from rollout.overlong import is_left_out
 from rollout.trajectory import FinishReason, Group, Trajectory
 from rollout.wide_fields import fields_of, tensor_of
 
@@ -54,7 +55,7 @@ def pack_groups(
     scored = [(group, trajectory) for group in trainable for trajectory in group.valid]
     penalties = [overlong_penalty(trajectory, overlong, max_tokens) for _, trajectory in scored]
     advantages = _advantages(scored, penalties, advantage)
-    is_kept = [not (isinstance(overlong, MaskOverlong) and _is_overlong(trajectory)) for _, trajectory in scored]
+    is_kept = [not is_left_out(trajectory, overlong) for _, trajectory in scored]
     kept = [pair for pair, keep in zip(scored, is_kept, strict=True) if keep]
     batch = _pack(kept, advantages[torch.tensor(is_kept, dtype=torch.bool)], learner_version, temperature)
     return replace(batch, wide=_places(kept, wide_of)) if wide_of else batch

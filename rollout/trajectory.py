@@ -230,6 +230,8 @@ class Trajectory(_Answer):
 
 
 A = TypeVar("A", bound=_Answer)
+LEAST_VALID = 2
+"""Valid trajectories with which a group can be its own baseline."""
 
 
 class _Answers(Generic[A]):
@@ -259,8 +261,8 @@ class _Answers(Generic[A]):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether it can be its own baseline: it has at least two valid trajectories."""
-        return len(self.valid) >= 2
+        """Whether it can be its own baseline."""
+        return len(self.valid) >= LEAST_VALID
 
     @property
     def is_uniform(self) -> bool:

@@ -118,7 +118,7 @@ def _lengths(folder: RunFolder, steps: Sequence[StepMetrics], max_tokens: int) -
     found = [length for length in folder.read_answer_lengths(first_step=steps[0].step) if length > 0]
     if len(found) >= _FEWEST_LENGTHS:
         return AnswerLengths.like(found, f"{len(found)} answers of {folder.path}", max_tokens=max_tokens)
-    means = [max(1, round(step["length/trained_tokens"])) for step in steps]
+    means = [max(1, round(step["length/trained_tokens"])) for step in steps if "length/trained_tokens" in step]
     return AnswerLengths.like(means, f"{folder.path}, each as long as its step's mean", max_tokens=max_tokens)
 
 

@@ -10,9 +10,9 @@ from actors.state.resume import Replacement
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State
 from correction.replacement import breaks_at_an_alarm
+from correction.symptoms import SYMPTOMS
 
-_MADE_WORSE_BY_BOUNDS = ("rejected_share", "broken_tokens", "rho_mean_deviation")
-"""Symptoms that narrower bounds would only add to, or don't help."""
+_NOT_EASED_BY_BOUNDS = {symptom.name for symptom in SYMPTOMS if not symptom.is_eased_by_bounds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,4 +89,4 @@ class AlarmResponse:
         return f"the correction's bounds are tightened by {monitor.tighten_factor:g}"
 
     def _is_answered(self, event: Event) -> bool:
-        return self._config.monitor.on_alarm != "tighten" or event.name not in _MADE_WORSE_BY_BOUNDS
+        return self._config.monitor.on_alarm != "tighten" or event.name not in _NOT_EASED_BY_BOUNDS

@@ -50,7 +50,7 @@ def _why_nothing_was_left(batch: PreparedBatch, result: StepResult) -> str:
             f"{cut} of its {len(answers)} answers were cut at rollout.sampling.max_tokens, and the others are empty; rollout.overlong "
             "leaves cut ones out. Raise max_tokens, or set rollout.overlong.kind to train or penalise"
         )
-    if result.metrics.get("kept_share") == 0.0:
+    if result.kept_tokens == 0:
         return (
             f"the correction rejected all {result.trained_tokens} tokens of its batch: correction.rejection or correction.veto is narrower "
             "than what lies between the sampled and the trained logprobs. Widen it, or look in the report at what they differ by"

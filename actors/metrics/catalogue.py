@@ -20,6 +20,8 @@ from actors.metrics.kinds import score as _score
 from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS, Quantity, Unit
 
 _U, _R = Unit, Reduction
+SKIPPED = "learner/skipped_updates/"
+"""Family: updates of a step that were left out, by learner.results.SkipReason."""
 _PROGRESS = [
     _gauge("step", _U.ONE, _R.LAST, "step", "Training steps finished."),
     _gauge(
@@ -165,9 +167,9 @@ _HELD_OUT = [
 ]
 _STALENESS = [
     _of(DIAGNOSTICS["staleness_mean"], "staleness/mean", _R.MEAN),
-    _of(DIAGNOSTICS["staleness_max"], "staleness/max", _R.MAX, "Admission keeps it at or below max_staleness.", digits=".0f"),
+    _of(DIAGNOSTICS["staleness_max"], "staleness/max", _R.MAX, "Admission keeps it at or below max_staleness."),
     _histogram("staleness/tokens/", _U.VERSIONS, "staleness", "Trained tokens by staleness."),
-    _of(DIAGNOSTICS["mixed_version_share"], "staleness/mixed_version_share", _R.MEAN, digits=".1%"),
+    _of(DIAGNOSTICS["mixed_version_share"], "staleness/mixed_version_share", _R.MEAN),
 ]
 _PLACED_DIAGNOSTICS = {
     **{
@@ -184,13 +186,13 @@ _PLACED_DIAGNOSTICS = {
         )
     },
     **{
-        quantity: _of(DIAGNOSTICS[quantity], name, reduction, digits=digits)
-        for quantity, name, reduction, digits in (
-            ("rho_max", "rho/max", _R.MAX, ""),
-            ("ess_token", "rho/ess", _R.LAST, ""),
-            ("rejected_share", "rejection/rejected_share", _R.MEAN, ".2%"),
-            ("rejected_by_veto", "rejection/vetoed_share", _R.MEAN, ""),
-            ("truncated_share", "rejection/truncated_share", _R.MEAN, ""),
+        quantity: _of(DIAGNOSTICS[quantity], name, reduction)
+        for quantity, name, reduction in (
+            ("rho_max", "rho/max", _R.MAX),
+            ("ess_token", "rho/ess", _R.LAST),
+            ("rejected_share", "rejection/rejected_share", _R.MEAN),
+            ("rejected_by_veto", "rejection/vetoed_share", _R.MEAN),
+            ("truncated_share", "rejection/truncated_share", _R.MEAN),
         )
     },
 }
@@ -207,14 +209,14 @@ DIAGNOSTIC_PLACES: dict[str, str | None] = {
     "reference_kl": "learner/reference_kl",
     **dict.fromkeys(("drift_k3_kl", "drift_from_behavior_k3_kl", "staleness_mean", "staleness_max", "mixed_version_share")),
 }
-"""Diagnostics with a place of their own in the catalogue, by their name in correction.quantities (the KL to the start model is the
-service's own); None: another source has that number."""
+"""Diagnostics with a place of their own in the catalogue, by their name in correction.quantities; None: another source has that
+number: the drift is the loss's, staleness is told of each group's facts, at steps that aren't diagnosed as well."""
 LOSS_PLACES: dict[str, str | None] = {
     **{quantity: metric.name for quantity, metric in _PLACED_LOSS.items()},
     "penalty_kl": "learner/reference_kl",
-    **dict.fromkeys(("loss", "entropy")),
+    **dict.fromkeys(("loss", "entropy", "broken_tokens", "kept_share", "importance_weight_ess")),
 }
-"""The same for the numbers of the loss."""
+"""The same for the numbers of the loss. Loss and entropy are the StepResult's, the others the diagnostics'."""
 
 
 def _in_group(group: str, quantities: Mapping[str, Quantity], places: Mapping[str, str | None]) -> list[Metric]:
@@ -255,18 +257,21 @@ _LEARNER = [
         "L2 norm before clipping of the gradient of a group of parameters: embedding, attention, mlp, router, norms, lm_head.",
     ),
     _gauge("learner/learning_rate", _U.ONE, _R.LAST, "learning rate", "Learning rate of the step."),
-    _of(LOSS_METRICS["entropy"], "learner/entropy", _R.MEAN, digits=".2f"),
+    _of(LOSS_METRICS["entropy"], "learner/entropy", _R.MEAN),
     *_PLACED_LOSS.values(),
     _gauge(
         "learner/routing_agreement_share", _U.SHARE, _R.MEAN, "equal top k",
         "Share of tokens and layers in which the learner's routers would have chosen the experts that they were given.",
     ),
-    _gauge(
-        "learner/reference_kl", _U.NATS, _R.MEAN, "KL to reference",
-        "KL a token from the target policy to the frozen reference policy, the model that the run began with: with a KL penalty on "
-        "it the penalty's own at every step, else k3 every learner.report_kl_every steps.",
+    _of(
+        DIAGNOSTICS["reference_kl"], "learner/reference_kl", _R.MEAN,
+        "With a KL penalty on it the penalty's own estimate at every step, else every learner.report_kl_every steps.",
     ),
     _gauge("learner/optimizer_steps", _U.ONE, _R.LAST, "optimizer steps", "Optimizer steps of the batch."),
+    _gauge(
+        SKIPPED, _U.ONE, _R.LAST, "updates left out",
+        "Updates of the batch that were left out, by reason: not_finite (loss or gradient), overflow (float16), no_gradient (it was 0).",
+    ),
     _gauge("learner/microbatches", _U.ONE, _R.SUM, "micro-batches", "Micro-batches of the batch, all ranks together."),
     *_in_group("loss/", LOSS_METRICS, LOSS_PLACES),
 ]

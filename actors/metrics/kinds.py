@@ -1,4 +1,4 @@
-"""What is said of a metric of a run: how it behaves over time, how values of several parts become one, its names, its format."""
+"""What is said of a metric of a run: how it behaves over time, how values of several parts become one, its names."""
 
 from __future__ import annotations
 
@@ -44,23 +44,8 @@ _PROMETHEUS_SUFFIX = {
     Unit.BYTES: "_bytes",
     Unit.TIMESTAMP: "_timestamp_seconds",
 }
-_DIGITS = {
-    Unit.ONE: ",.6g",
-    Unit.SECONDS: ".2f",
-    Unit.SHARE: ".0%",
-    Unit.NATS: ".2g",
-    Unit.NATS_SQUARED: ".2g",
-    Unit.TOKENS: ",.0f",
-    Unit.TOKENS_PER_SECOND: ",.0f",
-    Unit.VERSIONS: ".2f",
-    Unit.BYTES: ",.0f",
-    Unit.TIMESTAMP: ".0f",
-}
-"""How people read values of a unit, as format specifications of Python; a metric may have its own."""
-_UNWRITTEN = {Unit.ONE, Unit.SHARE, Unit.VERSIONS, Unit.TIMESTAMP}
-"""Units that are not written after a value."""
-_SCORE = ".3f"
-"""Digits of rewards and accuracies."""
+_SCORE, _WHOLE = ".3f", ",.0f"
+"""Digits of rewards and accuracies, and of counters."""
 # What the catalogue's own names end in, taken off before the suffix above is put on.
 _NAME_SUFFIX = re.compile(r"(/tokens|_tokens_per_s|_share|_versions|_tokens|_bytes|_time_s|_s|_total)$")
 
@@ -72,20 +57,9 @@ class Metric(Quantity):
     name: str
     kind: Kind
     reduction: Reduction
+    """How whoever computes it makes one value of those of several parts: for readers of docs/metrics.md; nothing here reduces anything."""
     part: str = "part"
     """Of a family: what its open part names; the Prometheus label."""
-    digits: str = ""
-    """Format specification of a value; empty: that of its unit, and whole numbers for a counter."""
-
-    def number(self, value: float) -> str:
-        """A value as the terminal, logs and the report show it, without its unit."""
-        if self.unit is Unit.SECONDS and 0 < abs(value) < 1 and not self.digits:
-            return format(value, ".2g")
-        return format(value, self.digits or (",.0f" if self.kind is Kind.COUNTER else _DIGITS[self.unit]))
-
-    def text(self, value: float) -> str:
-        """The same with its unit: "1.2e-12 nats", "34%"."""
-        return self.number(value) + ("" if self.unit in _UNWRITTEN else f" {self.unit}")
 
     @property
     def is_family(self) -> bool:
@@ -100,7 +74,7 @@ class Metric(Quantity):
         return f"evenkeel_{stem}" if stem.endswith(suffix) else f"evenkeel_{stem}{suffix}"
 
 
-def gauge_of(quantity: Quantity, name: str, reduction: Reduction = Reduction.LAST, more: str = "", *, digits: str = "") -> Metric:
+def gauge_of(quantity: Quantity, name: str, reduction: Reduction = Reduction.LAST, more: str = "") -> Metric:
     """A quantity that is declared elsewhere, as a gauge of that name. Args: more: a sentence that holds in a run alone."""
     return Metric(
         quantity.unit,
@@ -110,12 +84,12 @@ def gauge_of(quantity: Quantity, name: str, reduction: Reduction = Reduction.LAS
         name=name,
         kind=Kind.GAUGE,
         reduction=reduction,
-        digits=digits,
+        digits=quantity.digits,
     )
 
 
 def gauge(name: str, unit: Unit, reduction: Reduction, label: str, help: str, of: str = "", *, digits: str = "") -> Metric:
-    return gauge_of(Quantity(unit, label, help, of), name, reduction, digits=digits)
+    return gauge_of(Quantity(unit, label, help, of, digits), name, reduction)
 
 
 def score(name: str, unit: Unit, reduction: Reduction, label: str, help: str) -> Metric:
@@ -124,7 +98,7 @@ def score(name: str, unit: Unit, reduction: Reduction, label: str, help: str) ->
 
 
 def counter(name: str, label: str, help: str, unit: Unit = Unit.ONE, *, part: str = "part") -> Metric:
-    return Metric(unit, label, help, name=name, kind=Kind.COUNTER, reduction=Reduction.SUM, part=part)
+    return Metric(unit, label, help, name=name, kind=Kind.COUNTER, reduction=Reduction.SUM, part=part, digits=_WHOLE)
 
 
 def histogram(name: str, unit: Unit, label: str, help: str) -> Metric:

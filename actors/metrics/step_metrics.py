@@ -188,6 +188,7 @@ def markdown() -> str:
         "Every number that a run shows, generated from `actors/metrics/catalogue.py` by `python -m actors.metrics > docs/metrics.md`.",
         "In metrics.jsonl, TensorBoard and Weights & Biases a metric has the name on the left; Prometheus has the one below it.",
         "A name that ends in `<...>` is a family. A number that a step doesn't have is absent: it is neither 0 nor NaN.",
+        "The column `over ranks` is how one value was made of those of several ranks or workers; a mean is weighted by what each counted.",
         "rho is pi_prox / mu of a sampled token. The [glossary](glossary.md) explains the terms.",
     ]
     group = None

@@ -13,7 +13,7 @@ from typing import Any
 
 from actors.pool.faults import LatestGroups
 from correction.errors import RequestError, counted
-from rollout.trajectory import FailureKind, GroupFacts
+from rollout.trajectory import LEAST_VALID, FailureKind, GroupFacts
 
 _LONGEST_PAUSE_S = 60.0
 PATIENCE_S = 1800.0
@@ -21,9 +21,9 @@ PATIENCE_S = 1800.0
 
 
 def unscored(group: GroupFacts) -> str:
-    """The last error of a group's reward, if that alone left it with fewer than two valid answers; else empty."""
+    """The last error of a group's reward, if that alone left it with too few valid answers; else empty."""
     errors = [error for kind, error in group.failures if kind is not FailureKind.ENGINE]
-    return errors[-1] if len(group.valid) < 2 <= len(group.valid) + len(errors) else ""
+    return errors[-1] if not group.is_trainable and len(group.valid) + len(errors) >= LEAST_VALID else ""
 
 
 class Scoring:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
@@ -46,6 +45,7 @@ from actors.record.terminal import TerminalView
 from actors.settings.probe_limits import ProbeLimits
 from correction.errors import EvenkeelError, counted
 from correction.monitor import Event, State
+from learner.results import SkipReason
 from rollout.trajectory import GroupFacts, Prompt, SyncReceipt, WorkerLoad
 
 if TYPE_CHECKING:
@@ -272,13 +272,13 @@ class Observer:
     def report(self, step: FinishedStep, observed: Awaitable[Observation | None]) -> None:
         """Make a step's numbers known, while the loop goes on: loads, diagnostics and warnings come later; steps are written in order."""
         batch, result = step.batch, step.result
-        if not math.isfinite(result.loss + (result.grad_norm or 0.0)):
+        if SkipReason.NOT_FINITE in result.skipped:
             self._writing = asyncio.create_task(self._keep_skipped(step.number, batch, result, self._writing))
-        if result.overflowed_steps:
+        if result.overflowed_steps and result.loss_scale is not None:
             what = f"step {step.number}: {counted(result.overflowed_steps, 'update')} left out: the gradient overflowed in float16"
-            self.event("info", f"{what}; the loss scale is {result.loss_scale:g} now")
+            self.event("info", shown({"learner/loss_scale": result.loss_scale}, "learner/loss_scale", what + "; the loss scale is {} now"))
         metrics = StepMetrics(step.number, {"weight_version": step.version, "time/elapsed_s": step.elapsed_s, "time/step_s": step.seconds})
-        metrics.update(batch_metrics(batch, correct_at=self._config.evaluation.correct_at))
+        metrics.update(batch_metrics(batch, correct_at=self._config.evaluation.correct_at, overlong=self._config.rollout.overlong))
         metrics.update(learner_metrics(result))
         metrics.update(sync_metrics(step.receipts, step.differences))
         metrics.update(worker_metrics(step.groups, step.versions))

@@ -21,6 +21,7 @@ from actors.record.run_folder import RunFolder
 from actors.record.slowest import slowest_rows
 from actors.record.terminal import duration
 from correction.monitor import Event
+from correction.quantities import Unit
 
 _MOST_EVENTS = 200
 _MOST_CLIPPED = 50
@@ -117,7 +118,7 @@ def worker_rows(steps: Sequence[StepMetrics]) -> list[tuple[str, str, str, str, 
             name,
             f"{theirs[0].step} to {theirs[-1].step}",
             CATALOGUE["worker/groups/"].number(sum(metrics[f"worker/groups/{name}"] for metrics in theirs)),
-            CATALOGUE["worker/tokens/"].number(tokens) + (f" ({tokens / total:.0%})" if total else ""),
+            CATALOGUE["worker/tokens/"].number(tokens) + (f" ({Unit.SHARE.number(tokens / total)})" if total else ""),
             CATALOGUE["worker/wait_share/"].number(statistics.fmean(waits)) if waits else "",
         ))
     return rows

@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from actors.metrics.catalogue import CATALOGUE
+from learner.results import SkipReason
 from learner.tensor_files import saving
 
 if TYPE_CHECKING:  # torch: seconds that the driver's start doesn't need
@@ -107,11 +109,12 @@ async def keep_and_describe(keep: Callable[[SkippedBatch], Path | None], step: i
         kept = f"kept in {path}" if path else f"not kept: skipped_batches holds {KEPT} already"
     except Exception as error:  # whatever it is: a batch to look at is worth no run, and no later line
         kept = f"not kept ({type(error).__name__}: {error})"
-    norms = ", ".join(f"{group} {norm:.3g}" for group, norm in result.group_norms.items())
-    updates = result.skipped_steps + result.optimizer_steps
+    of_group, of_loss = CATALOGUE["learner/group_grad_norm/"].number, CATALOGUE["learner/loss"].number
+    norms = ", ".join(f"{group} {of_group(norm)}" for group, norm in result.group_norms.items())
+    updates = len(result.skipped) + result.optimizer_steps
     return (
-        f"step {step}: {result.skipped_steps} of {updates} updates left out; loss or gradient was not finite "
-        f"(loss {result.loss:.3g}; gradient norms: {norms}); the batch is {kept}"
+        f"step {step}: {result.skipped.count(SkipReason.NOT_FINITE)} of {updates} updates left out; loss or gradient was not finite "
+        f"(loss {of_loss(result.loss)}; gradient norms: {norms}); the batch is {kept}"
     )
 
 

@@ -8,7 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from actors.carriers import Example, PreparedBatch
-from actors.metrics.catalogue import DIAGNOSTIC_PLACES, LOSS_PLACES
+from actors.metrics.catalogue import DIAGNOSTIC_PLACES, LOSS_PLACES, SKIPPED
+from learner.results import SkipReason
+from rollout.config import OverlongConfig
+from rollout.overlong import is_left_out
 from rollout.trajectory import AnswerFacts, FailureKind, FinishReason, GroupFacts, SyncReceipt, WorkerLoad
 
 if TYPE_CHECKING:
@@ -21,15 +24,20 @@ FAILED_TRAJECTORIES = {
     FailureKind.REWARD_TIMEOUT: ("reward/timeouts_total", "trajectories whose reward took too long"),
 }
 """Counter and words, in the plural, for each kind."""
+_OLDEST = 8
+"""Versions of the last bucket of staleness/tokens/, which is of older tokens, too."""
 
 
-def batch_metrics(prepared: PreparedBatch, *, correct_at: float) -> dict[str, float]:
-    """Rewards, lengths, staleness and group outcomes of the batch that was trained."""
+def batch_metrics(prepared: PreparedBatch, *, correct_at: float, overlong: OverlongConfig) -> dict[str, float]:
+    """Rewards, lengths, staleness and group outcomes of a batch. If all answers were left out, there is no length or age of a trained one.
+
+    Args:
+        correct_at: reward of a right answer.
+        overlong: of the rollouts; says which answers were left out when the batch was packed.
+    """
     groups = prepared.groups
     valid = [t for group in groups for t in group.valid]
     rewards = [t.reward for t in valid if t.reward is not None]
-    ages = _token_ages(valid, prepared.version)
-    tokens = sum(ages.values())
     numbers = {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
@@ -37,17 +45,13 @@ def batch_metrics(prepared: PreparedBatch, *, correct_at: float) -> dict[str, fl
         "time/generate_s": statistics.fmean(g.generate_s for g in groups),
         "time/reward_s": statistics.fmean(g.reward_s for g in groups),
         "time/correct_s": prepared.correct_s,
-        "length/trained_tokens": statistics.fmean(t.response_tokens for t in valid),
         "length/max_tokens": max(t.response_tokens for t in valid),
         "length/truncated_share": sum(t.finish_reason is FinishReason.LENGTH for t in valid) / len(valid),
         "groups/all_right": sum(g.is_uniform and _first_reward(g) >= correct_at for g in groups),
         "groups/all_wrong": sum(g.is_uniform and _first_reward(g) < correct_at for g in groups),
-        "staleness/mean": sum(age * n for age, n in ages.items()) / tokens,
-        "staleness/max": max(ages),
-        "staleness/mixed_version_share": sum(t.is_mixed for t in valid) / len(valid),
         "sync/read_again_tokens": sum(t.read_again_tokens for t in valid),
     }
-    numbers |= {f"staleness/tokens/{min(age, 8)}{'+' if age >= 8 else ''}": float(n) for age, n in sorted(ages.items())}
+    numbers |= _trained_metrics([t for t in valid if not is_left_out(t, overlong)], prepared.version)
     for name in sorted({name for t in valid for name in t.reward_components}):
         parts = [t.reward_components[name] for t in valid if name in t.reward_components]
         numbers[f"reward/component/{name}"] = statistics.fmean(parts)
@@ -60,6 +64,22 @@ def batch_metrics(prepared: PreparedBatch, *, correct_at: float) -> dict[str, fl
 
 def _first_reward(group: GroupFacts) -> float:
     return group.valid[0].reward or 0.0
+
+
+def _trained_metrics(trained: Sequence[AnswerFacts], version: int) -> dict[str, float]:
+    """Lengths and staleness. Args: version: the learner's."""
+    if not trained:
+        return {}
+    ages, by_age = _token_ages(trained, version), Counter[int]()
+    for age, n in ages.items():
+        by_age[min(age, _OLDEST)] += n
+    return {
+        "length/trained_tokens": statistics.fmean(t.response_tokens for t in trained),
+        "staleness/mean": sum(age * n for age, n in ages.items()) / sum(ages.values()),
+        "staleness/max": max(ages),
+        "staleness/mixed_version_share": sum(t.is_mixed for t in trained) / len(trained),
+        **{f"staleness/tokens/{age}{'+' if age == _OLDEST else ''}": float(n) for age, n in sorted(by_age.items())},
+    }
 
 
 def _token_ages(trajectories: Sequence[AnswerFacts], version: int) -> Counter[int]:
@@ -82,6 +102,7 @@ def learner_metrics(result: StepResult) -> dict[str, float | None]:
         "learner/entropy": result.entropy,
         "learner/routing_agreement_share": result.routing_agreement,
         "learner/optimizer_steps": result.optimizer_steps,
+        **{SKIPPED + reason: result.skipped.count(reason) for reason in SkipReason},
         "learner/microbatches": result.microbatches,
         **_placed("loss/", result.metrics, LOSS_PLACES),
     }

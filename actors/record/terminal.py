@@ -22,10 +22,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from actors.metrics.catalogue import CATALOGUE
+from actors.metrics.catalogue import CATALOGUE, SKIPPED
 from actors.metrics.step_metrics import accuracy, accuracy_of_what, by_worker, pass_at_most, shown, with_interval
 from actors.processes.output import UnfailingStream
 from actors.record.run_folder import RunFolder
+from learner.results import SkipReason
 
 _EVENT_STYLE = {"info": "cyan", "watch": "yellow", "warning": "yellow", "alarm": "bold red", "error": "bold red"}
 _MONITOR_LEVELS = ("ok", "watch", "alarm")
@@ -35,6 +36,7 @@ _LABEL_WIDTH = len("with staleness")
 _RECENT_STEPS = 20
 _WORKERS_BY_NAME = 4
 """More workers than that are shown as a range."""
+_NO_UPDATE = {SkipReason.NOT_FINITE: "loss or gradient not finite", SkipReason.NO_GRADIENT: "no gradient"}
 _TOKENS, _WAIT_SHARE, _VERSION = (CATALOGUE[f"worker/{quantity}/"] for quantity in ("tokens", "wait_share", "weight_version"))
 
 
@@ -258,9 +260,8 @@ def step_line(metrics: Mapping[str, float], total_steps: int) -> str:
 
 
 def _why_no_update(metrics: Mapping[str, float]) -> str:
-    if "learner/grad_norm" not in metrics and "learner/loss_scale" in metrics:
-        return f"gradient overflowed, loss scale {shown(metrics, 'learner/loss_scale')}"
-    return "no gradient" if metrics.get("learner/grad_norm") == 0 else "loss or gradient not finite"
+    words = _NO_UPDATE | {SkipReason.OVERFLOW: f"gradient overflowed, loss scale {shown(metrics, 'learner/loss_scale')}"}
+    return ", ".join(words[reason] for reason in SkipReason if metrics.get(SKIPPED + reason))
 
 
 def workers_line(metrics: Mapping[str, float]) -> str:

@@ -19,7 +19,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
 from torch import Tensor
 
 from actors.carriers import Example, ForwardRequest, Observation, PreparedBatch, ScatterSample
@@ -38,11 +37,11 @@ from correction.advantages import group_advantages
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
-from correction.diagnostics import clipped_tokens, diagnose
-from correction.divergence import Estimator, estimate
+from correction.diagnostics import clipped_tokens, diagnose, proximal_of, reference_kl
 from correction.errors import LateError
 from correction.monitor import Monitor
-from correction.schedule import defers, needs_proximal_forward, needs_reference_logprobs
+from correction.schedule import needs_reference_logprobs
+from correction.symptoms import SYMPTOMS
 from rollout.packing import pack_groups
 from rollout.stacks import register_stack_dump
 from rollout.trajectory import Group
@@ -53,18 +52,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("evenkeel.correction")
 _VALUES = "what the learner computed of a batch <- rank 0"
-_OF_THE_BOUNDS = ("rejected_share",)
-"""Symptoms whose usual level depends on the bounds of a correction. With another proximal policy the level of every symptom changes."""
-
-
-def mean_kl(target: Tensor, reference: Tensor, mask: Tensor) -> float:
-    """KL(target || reference) a token, nats: the mean of k3 over the mask, as the penalty's usual estimator has it.
-
-    Args:
-        target, reference: [N] float32. mask: [N] bool.
-    """
-    inside = mask & reference.isfinite() & target.isfinite()
-    return float(estimate(torch.where(inside, reference - target, 0), Estimator.K3).sum() / inside.sum().clamp(min=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +197,8 @@ class CorrectionService(HeartbeatActor):
         began = time.monotonic()
         corrected, batch = trained.corrected, trained.corrected.batch
         target_logprobs, decided = values.target_logprobs, values.decided
-        proximal, mask = batch.proximal_logprobs, batch.loss_mask
-        if proximal is None:
-            proximal, mask = target_logprobs, mask if decided.before_update is None else mask & decided.before_update
+        proximal, known = proximal_of(batch, target_logprobs, decided.before_update)
+        mask = batch.loss_mask if known is None else batch.loss_mask & known
         self._scatter.add(version, batch.behavior_logprobs, proximal, version - batch.weight_versions, mask)
         detailed = self._config.monitor.detailed
         numbers = diagnose(batch, corrected, target_logprobs, decided=decided, entropy=values.entropies, detailed=detailed)
@@ -220,7 +206,7 @@ class CorrectionService(HeartbeatActor):
         events = self._monitor.update(step, numbers)
         state, clipped = self._monitor.state, clipped_tokens(batch, decided)
         if reference is not None:
-            numbers["reference_kl"] = mean_kl(target_logprobs, reference, batch.loss_mask)
+            numbers["reference_kl"] = reference_kl(target_logprobs, reference, batch.loss_mask)
         return Observation(dict(numbers), tuple(events), state, time.monotonic() - began, clipped, monitor=self._monitor.state_dict())
 
     async def compared(self, version: int, values: tuple[Any]) -> Agreement | None:
@@ -228,7 +214,7 @@ class CorrectionService(HeartbeatActor):
         if (trained := self._undiagnosed.get(version)) is None:
             return None
         found: StepValues = await wait_for(payloads.value_of(values[0]), _VALUES, deadline_s=self._config.deadlines.batch_s)
-        return await asyncio.to_thread(compare_batch, self._config.learner, trained.corrected.batch, found.target_logprobs)
+        return await asyncio.to_thread(compare_batch, trained.corrected.batch, found)
 
     async def monitor_state(self) -> dict[str, Any]:
         """What the monitor knows after the batches observed so far, for a checkpoint."""
@@ -239,8 +225,8 @@ class CorrectionService(HeartbeatActor):
         """Correct by this from the next batch on whose preparation begins; the one under way keeps its own. Returns: as monitor_state."""
         async with self._observing:
             if correction.proximal is self._next_correction.proximal:
-                self._monitor.forget(_OF_THE_BOUNDS)
-            else:
+                self._monitor.forget(symptom.name for symptom in SYMPTOMS if symptom.is_level_of_bounds)
+            else:  # the level of every symptom is another one
                 self._monitor = Monitor(self._config.monitor.thresholds)
             self._next_correction = correction
             return self._monitor.state_dict()
@@ -298,7 +284,7 @@ class CorrectionService(HeartbeatActor):
         split, split_s = await self._gap_split.split(batch, version) if self._gap_split.splits(version) else ({}, 0.0)
         split_s += await keeping if keeping is not None else 0.0
         began = time.monotonic()
-        corrected = await asyncio.to_thread(defer if self._defers else correct, batch, self._correction)
+        corrected = await asyncio.to_thread(defer if self._config.learner.defers(self._correction) else correct, batch, self._correction)
         correct_s = time.monotonic() - began
         stored = await asyncio.to_thread(ray.put, corrected)
         if fetch_s := self._fetch_s(batch):
@@ -321,17 +307,7 @@ class CorrectionService(HeartbeatActor):
 
     @property
     def _needs_forward(self) -> bool:
-        learner = self._config.learner
-        return needs_proximal_forward(
-            self._correction, learner.total_optimizer_steps_per_batch, has_auxiliary_loss=learner.moe_aux_loss_coefficient > 0
-        )
-
-    @property
-    def _defers(self) -> bool:
-        learner = self._config.learner
-        return defers(
-            self._correction, learner.total_optimizer_steps_per_batch, has_auxiliary_loss=learner.moe_aux_loss_coefficient > 0
-        )
+        return self._config.learner.needs_proximal_forward(self._correction)
 
     @property
     def _penalises_reference_kl(self) -> bool:

@@ -5,11 +5,12 @@ The result is what runs and what the run folder's config.yaml shows: nothing in 
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
 from actors.config import RunConfig
+from correction.engines.device_choice import Device, dtype_of
 from correction.errors import ConfigError
 from correction.replacement import reason_of
 from correction.settings import Settings
@@ -41,7 +42,7 @@ def _learner(learner: LearnerConfig, has_gpu: bool) -> LearnerConfig:
     device = _device(learner.device, has_gpu)
     values: dict[str, Any] = {"device": device}
     if learner.dtype == "auto":
-        values["dtype"] = "bfloat16" if device == "cuda" else "float32"
+        values["dtype"] = dtype_of(learner.dtype, device)
     if device == "cuda":
         values |= _unset(learner, distributed_optimizer=learner.data_parallel > 1, tokens_per_microbatch=GPU_TOKENS_PER_MICROBATCH)
     return with_values(learner, values, "learner")
@@ -58,7 +59,7 @@ def _engine(engine: EngineConfig, learner: LearnerConfig, share: float, has_gpu:
     return with_values(engine, values, "rollout.engine")
 
 
-def _device(asked: str, has_gpu: bool) -> str:
+def _device(asked: Literal["auto", "cpu", "cuda"], has_gpu: bool) -> Device:
     return asked if asked != "auto" else "cuda" if has_gpu else "cpu"
 
 

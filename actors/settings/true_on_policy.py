@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,15 +12,13 @@ from actors.config import RunConfig
 from actors.settings.derived import with_values
 from correction.engines.contract import Contract, SideSettings
 from correction.errors import ActorLost, ConfigError, EngineError
-from correction.schedule import needs_proximal_forward
 from learner.config import LearnerConfig
 from rollout.engine_config import EngineConfig
 
 if TYPE_CHECKING:  # the settings are resolved by commands that answer at once: without torch
-    from torch import Tensor
-
     from correction.batch import PackedBatch
     from correction.engines.agreement import Agreement
+    from learner.results import StepValues
 
 
 def resolved(config: RunConfig, model: Path | None = None) -> RunConfig:
@@ -36,7 +35,7 @@ def resolved(config: RunConfig, model: Path | None = None) -> RunConfig:
     if not config.true_on_policy:
         return config
     steps = config.learner.total_optimizer_steps_per_batch
-    if steps > 1 and not needs_proximal_forward(config.correction, steps):
+    if steps > 1 and not config.learner.needs_proximal_forward(config.correction):
         raise ConfigError(
             f"true_on_policy: true with {steps} optimizer steps per batch and no forward of its own for proximal logprobs: after the first "
             "step the learner's weights are not those that sampled, and nothing could be compared",
@@ -113,17 +112,19 @@ async def check_batch(
         observer.note(metrics_of(agreement))
 
 
-def compare_batch(learner: LearnerConfig, batch: PackedBatch, target_logprobs: Tensor) -> Agreement:
+def compare_batch(batch: PackedBatch, values: StepValues) -> Agreement:
     """Compare the sampled logprobs of a batch with the trained ones, at the weights from which its update started.
 
-    Args:
-        target_logprobs: [N], of the first forward pass that each token was in.
+    Args: values: of the step, which say which tokens were in a forward pass at those weights: with one optimizer step all.
     """
+    from correction.diagnostics import proximal_of
     from correction.engines.agreement import compare
 
-    has_several_steps = learner.total_optimizer_steps_per_batch > 1
-    trained = batch.proximal_logprobs if has_several_steps and batch.proximal_logprobs is not None else target_logprobs
-    return compare(batch, trained)
+    before_update = values.decided.before_update
+    if before_update is None:
+        return compare(batch, values.target_logprobs)
+    trained, known = proximal_of(batch, values.target_logprobs, before_update)
+    return compare(batch if known is None else replace(batch, loss_mask=batch.loss_mask & known), trained)
 
 
 def checked(config: RunConfig, agreement: Agreement, *, step: int) -> Agreement:

@@ -227,6 +227,22 @@ def test_own_symptoms():
     assert events[-1].name == "grad_norm" and "clip harder" in events[-1].message
 
 
+def test_numbers_are_written_as_a_runs_metrics_of_them_are():
+    """Shares in percent, nats with two digits; own symptoms as plain numbers."""
+    for name, value, text in (
+        ("rejected_share", 0.9704, "97.04%"),
+        ("bad_update_share", 0.0123, "1.23%"),
+        ("mismatch_k3_kl", 0.02049, "0.02"),
+        ("rho_mean_deviation", 7.12345, "7.12"),
+        ("broken_tokens", 12345.0, "12,345"),
+    ):
+        setting = MonitorConfig(setting="dense_bfloat16")
+        told = run(lambda step, name=name, value=value: {name: value if step > 50 else 1e-9}, steps=70, monitor=Monitor(setting))
+        assert told and told[-1].message.startswith(f"{name} = {text}, "), told
+    grad = Symptom("grad_norm", "gradients grow", "clip harder", limit=5.0)
+    assert Monitor(symptoms=(grad,)).update(0, {"grad_norm": 9.25})[0].message.startswith("grad_norm = 9.25: ")
+
+
 def test_symptoms_are_known_numbers():
     from correction import DIAGNOSTICS
 

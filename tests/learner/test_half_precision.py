@@ -14,6 +14,7 @@ from correction.correct import correct, defer
 from correction.errors import ConfigError
 from learner import loss
 from learner.logprobs import head_logprobs
+from learner.results import SkipReason
 from tests.learner.learner_cases import (
     TIS,
     learner_on,
@@ -61,7 +62,7 @@ def test_an_update_that_overflows_in_float16_is_left_out_and_the_scale_halved(tm
         corrected, before = correct(batch, TIS), weights(learner)
         scale, results = 2.0**32, [learner.step(correct(batch, TIS), TIS, step=0)]
         while results[-1].overflowed_steps:
-            assert (results[-1].optimizer_steps, results[-1].skipped_steps, results[-1].loss_scale) == (0, 1, scale)
+            assert (results[-1].optimizer_steps, results[-1].skipped, results[-1].loss_scale) == (0, (SkipReason.OVERFLOW,), scale)
             assert results[-1].grad_norm is None and results[-1].group_norms == {} and math.isfinite(results[-1].loss)
             assert all(torch.equal(before[name], after) for name, after in weights(learner).items())
             results.append(learner.step(corrected, TIS, step=0))
@@ -84,7 +85,7 @@ def test_what_is_not_finite_without_a_loss_scale_is_no_overflow(tmp_path: Path) 
         corrected = correct(off_policy_batch(learner), TIS)
         for value in (math.nan, 1e38):
             result = learner.step(poisoned(corrected, value), TIS, step=0)
-            assert (result.skipped_steps, result.overflowed_steps) == (1, 0) and not math.isfinite(result.loss + (result.grad_norm or 0.0))
+            assert result.skipped == (SkipReason.NOT_FINITE,) and not math.isfinite(result.loss + (result.grad_norm or 0.0))
 
 
 @pytest.mark.parametrize(("family", "settings"), [("qwen3_moe", {}), ("qwen3", {"batch_invariant": True})])

@@ -25,6 +25,7 @@ from correction.errors import ConfigError
 from learner import balance
 from learner.learner_rank import LearnerRank
 from learner.optimizer_steps import optimizer_steps
+from learner.results import SkipReason
 from tests.learner.learner_cases import (
     TIS,
     gradients,
@@ -33,6 +34,7 @@ from tests.learner.learner_cases import (
     largest_difference,
     learner_on,
     off_policy_batch,
+    poisoned,
     random_batch,
     save_model,
     weights,
@@ -222,6 +224,27 @@ def test_result_counts_what_was_done(tmp_path: Path) -> None:
     assert result.entropy == pytest.approx(float(entropies[batch.loss_mask].mean()), abs=1e-5)
     assert (result.learning_rate, second.learning_rate) == pytest.approx((1e-3 / 4, 2e-3 / 4))
     assert set(result.seconds) == {"prepare", "forward_backward", "gather", "optimizer", "total"}
+
+
+def test_an_update_that_is_not_made_says_why(tmp_path: Path) -> None:
+    """One batch was rejected to the last token, one had the same reward for all answers, one a weight that is no number; one is fine."""
+    with learner_on(save_model(tmp_path / "m")) as learner:
+        batch = off_policy_batch(learner)
+        fine = correct(batch, TIS)
+        trained, nothing = int(batch.loss_mask.sum()), torch.zeros_like(batch.loss_mask)
+        alike = correct(replace(batch, advantages=torch.zeros_like(batch.advantages)), TIS)
+        before = weights(learner)
+        for corrected, kept, reason in (
+            (replace(fine, keep_mask=nothing), 0, SkipReason.NO_GRADIENT),
+            (alike, trained, SkipReason.NO_GRADIENT),
+            (poisoned(fine, math.nan), trained, SkipReason.NOT_FINITE),
+        ):
+            result = learner.step(corrected, TIS, step=0)
+            assert (result.skipped, result.optimizer_steps) == ((reason,), 0)
+            assert (result.trained_tokens, result.kept_tokens) == (trained, kept)
+            assert all(torch.equal(before[name], after) for name, after in weights(learner).items())
+        result = learner.step(fine, TIS, step=0)
+    assert (result.skipped, result.optimizer_steps, result.kept_tokens) == ((), 1, trained)
 
 
 def test_learning_rate_follows_warmup_and_decay(tmp_path: Path) -> None:

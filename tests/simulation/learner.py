@@ -25,7 +25,7 @@ from actors.ranks.learner_rank_actor import LearnerRankActor
 from correction.errors import DataError
 from learner.abort import Abort
 from learner.config import LearnerConfig
-from learner.results import Proximal, StepResult, StepValues
+from learner.results import Proximal, SkipReason, StepResult, StepValues
 from tests.simulation.engine import checksums_of_weights, pieces_of, probe_of
 from tests.simulation.processes import HERE
 
@@ -97,7 +97,7 @@ class SimulatedLearner:
         return StepResult(
             step=step,
             loss=0.5,
-            metrics={"kept_share": 0.0 if is_rejected else 1.0},
+            metrics={},
             values=StepValues(batch.behavior_logprobs, decided, batch.behavior_logprobs),
             entropy=None,
             grad_norms=(1.0,),
@@ -105,9 +105,9 @@ class SimulatedLearner:
             learning_rate=1e-3,
             tokens=len(batch.token_ids),
             trained_tokens=int(batch.loss_mask.sum()),
+            kept_tokens=0 if is_rejected else int(batch.loss_mask.sum()),
             optimizer_steps=int(not is_rejected),
-            skipped_steps=int(is_rejected),
-            overflowed_steps=0,
+            skipped=(SkipReason.NO_GRADIENT,) * is_rejected,
             loss_scale=None,
             microbatches=1,
             routing_agreement=None,

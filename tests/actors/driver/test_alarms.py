@@ -90,9 +90,9 @@ def test_a_resume_goes_on_with_the_replacement_unless_another_correction_is_conf
 
 
 def test_narrower_bounds_are_no_answer_to_rejection() -> None:
-    """They would reject still more."""
+    """They would reject still more; and tokens that were drawn from another policy stay what they are."""
     response = AlarmResponse(config("monitor.on_alarm=tighten"))
-    response.take([event("rejected_share"), event("broken_tokens")])
+    response.take([event("rejected_share"), event("broken_tokens"), event("rho_mean_deviation")])
     assert response.decide() is None
     response.take([event("rejected_share"), event("drift_k3_kl")])
     action = response.decide()

@@ -20,10 +20,10 @@ def batch(finish_reason: FinishReason = FinishReason.LENGTH) -> Any:
     return SimpleNamespace(groups=[SimpleNamespace(valid=answers)])
 
 
-CUT = SimpleNamespace(trained_tokens=0, metrics={})
-REJECTED = SimpleNamespace(trained_tokens=27, metrics={"kept_share": 0.0})
-LEARNED = SimpleNamespace(trained_tokens=27, metrics={"kept_share": 0.01})
-ALL_ALIKE = SimpleNamespace(trained_tokens=27, metrics={"kept_share": 1.0})
+CUT = SimpleNamespace(trained_tokens=0, kept_tokens=0)
+REJECTED = SimpleNamespace(trained_tokens=27, kept_tokens=0)
+LEARNED = SimpleNamespace(trained_tokens=27, kept_tokens=1)
+ALL_ALIKE = SimpleNamespace(trained_tokens=27, kept_tokens=27)
 """Every group's answers have one reward: no gradient, which the next batch may have."""
 
 

@@ -31,6 +31,7 @@ from learner.config import LearnerConfig
 from learner.inputs import find_shared_prefixes
 from learner.kept_weights import KeptWeights
 from learner.learner_rank import LearnerRank
+from learner.results import SkipReason
 from tests.actors.ranks.test_learner_rank_answers import Silent
 from tests.learner.learner_cases import TIS, grouped_batch, run_ranks, save_model, weights
 from tests.learner.moe_cases import EXPERTS, random_routes, save_moe
@@ -232,7 +233,7 @@ def test_a_batch_that_is_kept_for_study_is_whole() -> None:
     batch = routed_batch()
     light = replace(apart_from(batch, store), proximal_logprobs=batch.behavior_logprobs)
     kept: list[SkippedBatch] = []
-    result: Any = SimpleNamespace(grad_norms=(math.inf,), group_norms={}, skipped_steps=1, optimizer_steps=0, loss=1.0)
+    result: Any = SimpleNamespace(grad_norms=(math.inf,), group_norms={}, skipped=(SkipReason.NOT_FINITE,), optimizer_steps=0, loss=1.0)
 
     async def told(is_lost: bool) -> str:
         read: dict[str, Any] = {}

@@ -25,6 +25,7 @@ from actors.record.skipped_batches import KEPT, SkippedBatch
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State
+from learner.results import SkipReason
 from rollout.config import AnswerSampling
 from rollout.trajectory import FailureKind, SyncReceipt
 from tests.actors.cases import facts, prompts
@@ -64,7 +65,7 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
     for part in ("batch_metrics", "learner_metrics"):
         monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
     batch = SimpleNamespace(groups=[facts(1, 5), facts(2, 9)], tokens=10, examples=())
-    result = SimpleNamespace(loss=1.0, grad_norm=1.0, skipped_steps=0, overflowed_steps=0, loss_scale=None)
+    result = SimpleNamespace(skipped=(), skipped_steps=0, overflowed_steps=0, loss_scale=None)
 
     async def scenario() -> None:
         observer = seen.observer
@@ -138,7 +139,8 @@ def test_an_overflow_in_float16_is_said_and_counted_apart(seen: Seen, monkeypatc
         monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
     seen.observer.follow(SimpleNamespace(loads=lambda _: asyncio.sleep(0, {}), counts=lambda: (1, 1), versions=dict), None)  # type: ignore[arg-type]
     batch = SimpleNamespace(groups=[], tokens=10, examples=())
-    result = SimpleNamespace(loss=1.0, grad_norm=None, skipped_steps=3, overflowed_steps=2, loss_scale=32768.0)
+    skipped = (SkipReason.OVERFLOW, SkipReason.NO_GRADIENT, SkipReason.OVERFLOW)
+    result = SimpleNamespace(skipped=skipped, skipped_steps=3, overflowed_steps=2, loss_scale=32768.0)
     counts = {"admitted": 0, "trained": 0, "discarded": 0, "finished": 0, "in_flight": 0, "drawn": 0}
 
     async def scenario() -> None:
@@ -150,8 +152,29 @@ def test_an_overflow_in_float16_is_said_and_counted_apart(seen: Seen, monkeypatc
     (line,) = seen.folder.read_metrics()
     assert (line["steps/skipped_total"], line["steps/overflowed_total"]) == (1, 2)
     (event,) = seen.folder.read_events()
-    assert event.text == "step 1: 2 updates left out: the gradient overflowed in float16; the loss scale is 32768 now"
+    assert event.text == "step 1: 2 updates left out: the gradient overflowed in float16; the loss scale is 32,768 now"
     assert not (seen.folder.path / "skipped_batches").exists()
+
+
+def test_what_the_learner_gives_as_the_reason_is_what_is_told(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read off the loss and the norms again."""
+    for part in ("batch_metrics", "learner_metrics"):
+        monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
+    seen.observer.follow(SimpleNamespace(loads=lambda _: asyncio.sleep(0, {})), None)  # type: ignore[arg-type]
+    batch = SimpleNamespace(groups=[], tokens=10, examples=(), version=0, corrected=StandInReference(MemoryError("no room for it")))
+    counts = dict.fromkeys(("admitted", "trained", "discarded", "finished", "in_flight", "drawn"), 0)
+
+    async def scenario() -> None:
+        for number, reason in enumerate((SkipReason.NO_GRADIENT, SkipReason.NOT_FINITE), start=1):
+            result = SimpleNamespace(skipped=(reason,), skipped_steps=1, overflowed_steps=0, loss_scale=None, optimizer_steps=0)
+            result.loss, result.group_norms = 1.0, {}
+            ended = seen.observer.end_step(number, number, batch, result, {}, counts, [])  # type: ignore[arg-type]
+            seen.observer.report(ended, asyncio.sleep(0, None))  # type: ignore[arg-type]
+        await seen.observer.flush()
+
+    asyncio.run(scenario())
+    (event,) = seen.folder.read_events()
+    assert event.text.startswith("step 2: 1 of 1 updates left out; loss or gradient was not finite (loss 1; ")
 
 
 def test_changes_of_the_pools_size_are_told_and_counted_by_cause(seen: Seen) -> None:
@@ -178,7 +201,7 @@ def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypat
     for part in ("batch_metrics", "learner_metrics"):
         monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
     batch = SimpleNamespace(groups=[], tokens=10, examples=())
-    result = SimpleNamespace(loss=1.0, grad_norm=1.0, skipped_steps=0, overflowed_steps=0, loss_scale=None)
+    result = SimpleNamespace(skipped=(), skipped_steps=0, overflowed_steps=0, loss_scale=None)
     held = {"0": 4, "1": 4, "2": 3}
 
     def current() -> tuple[int, int]:
@@ -308,7 +331,8 @@ def test_a_skipped_batch_is_kept_for_study_and_named_in_the_log(seen: Seen) -> N
     corrected = CorrectedBatch(batch, importance_weights=torch.full((n,), math.nan), keep_mask=batch.loss_mask, token_scale=torch.ones(n))
     prepared = SimpleNamespace(version=6, corrected=corrected, correction=CorrectionConfig(preset="tis-token"))
     norms = {"attention": math.nan, "mlp": 0.25}
-    result = SimpleNamespace(skipped_steps=1, optimizer_steps=1, loss=math.nan, grad_norms=(math.nan, 0.5), group_norms=norms)
+    skipped = (SkipReason.NOT_FINITE, SkipReason.NO_GRADIENT)
+    result = SimpleNamespace(skipped=skipped, optimizer_steps=1, loss=math.nan, grad_norms=(math.nan, 0.0, 0.5), group_norms=norms)
 
     async def scenario() -> None:
         for step in range(7, 7 + KEPT + 1):
@@ -320,7 +344,7 @@ def test_a_skipped_batch_is_kept_for_study_and_named_in_the_log(seen: Seen) -> N
     assert [path.name for path in kept] == [f"step_{step:06d}.safetensors" for step in range(7, 7 + KEPT)]
     told = [event.text for event in seen.folder.read_events()]
     assert told[0] == (
-        "step 7: 1 of 2 updates left out; loss or gradient was not finite (loss nan; gradient norms: attention nan, mlp 0.25); "
+        "step 7: 1 of 3 updates left out; loss or gradient was not finite (loss nan; gradient norms: attention nan, mlp 0.25); "
         f"the batch is kept in {kept[0]}"
     )
     assert told[-1].endswith("the batch is not kept: skipped_batches holds 8 already")
@@ -362,7 +386,8 @@ def test_a_skipped_batch_that_can_not_be_read_holds_up_no_later_line(
 ) -> None:
     monkeypatch.setattr(skipped_batches, "KEEP_S", 0.01)
     prepared: Any = SimpleNamespace(version=6, corrected=StandInReference(error), correction=CorrectionConfig(preset="tis-token"))
-    result = SimpleNamespace(skipped_steps=1, optimizer_steps=1, loss=math.nan, grad_norms=(math.nan,), group_norms={})
+    skipped = (SkipReason.NOT_FINITE,)
+    result = SimpleNamespace(skipped=skipped, optimizer_steps=1, loss=math.nan, grad_norms=(math.nan,), group_norms={})
 
     async def scenario() -> None:
         seen.observer._writing = asyncio.create_task(seen.observer._keep_skipped(7, prepared, result))

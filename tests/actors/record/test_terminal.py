@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -12,9 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from actors.metrics.catalogue import SKIPPED
 from actors.metrics.step_metrics import StepMetrics
 from actors.record.run_folder import RunFolder
 from actors.record.terminal import TerminalView, duration, sparkline, terminal_svg
+from learner.results import SkipReason
 
 STEP = StepMetrics(
     3,
@@ -118,14 +119,18 @@ def test_several_workers_have_a_line_of_their_own() -> None:
 
 
 def test_a_step_without_an_update_says_why() -> None:
-    """Three batches left the weights alone: one was rejected to the last token, one had an infinity, one overflowed in float16."""
+    """Four batches left the weights alone: one was rejected to the last token, one had an infinity, one overflowed in float16, and one had
+    minibatches of two kinds. Of the last an update was made."""
     view, out = watch(terminal=False)
-    for norm, updates, scale in ((0.0, 0, None), (math.nan, 0, 1.0), (None, 0, 32768.0), (0.5, 1, None)):
-        view.step(StepMetrics(3, {"learner/grad_norm": norm, "learner/optimizer_steps": updates, "learner/loss_scale": scale}))
+    nothing, fault, overflow = SkipReason.NO_GRADIENT, SkipReason.NOT_FINITE, SkipReason.OVERFLOW
+    for skipped, updates in (((nothing,), 0), ((fault,), 0), ((overflow,), 0), ((nothing, fault, nothing), 0), ((nothing,), 1)):
+        told = {SKIPPED + reason: skipped.count(reason) for reason in SkipReason}
+        view.step(StepMetrics(3, {**told, "learner/optimizer_steps": updates, "learner/loss_scale": 32768.0}))
     assert out.getvalue().splitlines()[1:] == [
         "step  3/10  no update: no gradient",
         "step  3/10  no update: loss or gradient not finite",
         "step  3/10  no update: gradient overflowed, loss scale 32,768",
+        "step  3/10  no update: loss or gradient not finite, no gradient",
         "step  3/10  ",
     ]
 

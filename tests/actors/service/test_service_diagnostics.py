@@ -22,6 +22,7 @@ from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.decision import no_counts
 from correction.monitor import MonitorConfig, State
+from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS
 from learner.config import LearnerConfig
 from learner.results import StepValues
 from tests.actors.service.service_scene import GROUPS, Scene, answered, no_decision, play
@@ -44,6 +45,8 @@ def test_the_kl_to_the_start_model_is_told_now_and_then_and_is_no_part_of_the_ba
             without, told_without = await prepared(0, preset, steps)
             assert [("reference_kl" in numbers) for numbers in told] == [False, True]
             assert not any("reference_kl" in numbers for numbers in told_without)
+            listed = [name in DIAGNOSTICS or name.startswith(tuple(DIAGNOSTIC_FAMILIES)) for numbers in told for name in numbers]
+            assert listed and all(listed)
             batch = with_report[2].corrected.batch
             ids = batch.token_ids[batch.loss_mask].double()
             x = 2 * (-1 - ids / 10_000) + 0.9

@@ -15,6 +15,7 @@ from actors.commands.init_model import read_record
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.settings.true_on_policy import resolved
+from correction.config import CorrectionConfig
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
 from rollout.engine_config import EngineConfig
@@ -199,6 +200,14 @@ def test_a_balancing_loss_with_a_late_factor_is_refused() -> None:
     assert small(*normalised).learner.moe_aux_loss_coefficient == 0.01
     with pytest.raises(ConfigError, match=r"moe_aux_loss_coefficient = 0\.01 with this correction: normaliser.*scale"):
         small(*normalised, "correction.proximal=interpolate")
+
+
+def test_a_balancing_loss_has_the_forward_run_first() -> None:
+    """Without one the mean weight is a factor on the gradient, and the batch is deferred; two optimizer steps need the forward anyway."""
+    correction = CorrectionConfig.model_validate({"preset": "tis-token", "normalize": {"population": "all"}})
+    for settings, needs in (({}, False), ({"moe_aux_loss_coefficient": 0.01}, True), ({"optimizer_steps_per_batch": 2}, True)):
+        learner = LearnerConfig.model_validate(settings)
+        assert (learner.needs_proximal_forward(correction), learner.defers(correction)) == (needs, not needs)
 
 
 def test_former_names_of_keys_are_read() -> None:

@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from actors.config import RunConfig
 from actors.metrics.step_metrics import StepMetrics
 from actors.settings.true_on_policy import check_batch, checked, compare_batch, metrics_of, resolved
-from correction.batch import PackedBatch
+from correction.batch import FinalDecision, PackedBatch
+from correction.config import CorrectionConfig
+from correction.decision import no_counts
 from correction.errors import ActorLost, ConfigError, EngineError
+from learner.results import StepValues
 
 
 def run_config(folder: Path, **changes: Any) -> RunConfig:
@@ -100,17 +104,31 @@ def batch(proximal: float | None = None) -> PackedBatch:
     )
 
 
+def values(target: Tensor, before_update: Tensor | None = None) -> StepValues:
+    none = torch.zeros(2)
+    keep, counts = torch.ones(2, dtype=torch.bool), no_counts(CorrectionConfig(preset="tis-token"))
+    decided = FinalDecision(keep, none, counts, before_update=before_update)
+    return StepValues(target, decided, none)
+
+
 def test_a_difference_stops_the_run_with_its_name_or_is_counted(tmp_path: Path) -> None:
     config, other = run_config(tmp_path), torch.tensor([0.0, -1.5])
     with pytest.raises(EngineError, match=r"step 3: .*1 of 1 tokens.*by up to 0\.5 nats.*token 2 at position 1.*on_difference: correct"):
-        checked(config, compare_batch(config.learner, batch(), other), step=3)
-    agreement = compare_batch(config.learner, batch(), other)
+        checked(config, compare_batch(batch(), values(other)), step=3)
+    agreement = compare_batch(batch(), values(other))
     checked(run_config(tmp_path, true_on_policy_on_difference="correct"), agreement, step=3)  # which raises nothing
     assert StepMetrics(3, metrics_of(agreement))["true_on_policy/equal_share"] == 0.0
     assert metrics_of(agreement)["true_on_policy/max_abs_difference"] == 0.5
 
 
-def test_with_several_optimizer_steps_the_proximal_logprobs_are_compared(tmp_path: Path) -> None:
-    config = run_config(tmp_path, learner={"optimizer_steps_per_batch": 2})
-    drifted = torch.tensor([0.0, -1.5])
-    assert compare_batch(config.learner, batch(proximal=-1.0), drifted).first is None
+def test_with_several_optimizer_steps_the_proximal_logprobs_are_compared() -> None:
+    """Where the batch has them; else the trained ones of tokens that were in a pass before the first update: no drift is a difference."""
+    drifted, later, first = torch.tensor([0.0, -1.5]), torch.tensor([False, False]), torch.tensor([True, True])
+    assert compare_batch(batch(proximal=-1.0), values(drifted, before_update=later)).first is None
+    assert compare_batch(batch(), values(drifted, before_update=first)).differing == 1
+    assert compare_batch(batch(), values(drifted, before_update=later)).tokens == 0
+
+
+def test_with_one_optimizer_step_the_training_forward_is_compared_though_another_came_before_it() -> None:
+    agreement = compare_batch(batch(proximal=-1.0), values(torch.tensor([0.0, -1.5])))
+    assert (agreement.tokens, agreement.differing) == (1, 1)
