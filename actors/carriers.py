@@ -143,7 +143,7 @@ class Example:
 
     prompt: Prompt
     text: str
-    """Of `example` of its group."""
+    """The response of the answer that its group calls `example`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class ForwardRequest:
     number: int
     """Number of this request of the service; the answer names it."""
     version: int
-    """Of those weights."""
+    """Version of the weights from which the update will start."""
     batch: Any
     """Reference to a PackedBatch; None if nothing is scored."""
     wants_proximal: bool = False

@@ -77,6 +77,7 @@ class PolicyLoss:
     token_losses: Tensor
     """[N] with gradient: each token's part of the loss, whose sum it is; KL penalty and entropy bonus are in it."""
 
+
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
     """What an objective gives for each token."""

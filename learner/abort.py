@@ -21,14 +21,14 @@ _RELEASED_S = 180.0
 
 
 class Abort:
-    """One rank's. `hold` and `release` are called by another thread than the one that computes."""
+    """Whether a rank's call goes on. `hold` and `release` are called by another thread than the one that computes."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._call = 0
         """Number of the abortable call under way, or of the last one."""
         self._place: int | None = None
-        """Micro-batches that it has begun; None: it is over, or has begun to change the weights."""
+        """Micro-batches that the call has begun; None: it is over, or has begun to change the weights."""
         self._held, self._released, self._end = 0, 0, 0
         """Numbers of the calls that were held and released last, and the micro-batch before which that one ends."""
 

@@ -36,7 +36,7 @@ class BatchInvariantRowLinear(RowParallelLinear):  # type: ignore[misc]
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """An all-reduce adds in an order of its own choice."""
+    """The sum over ranks, added in their order: an all-reduce would choose its own."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:

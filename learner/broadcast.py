@@ -30,11 +30,11 @@ from correction.engines.weight_spec import WeightSpec, goes_whole, widest_first
 from correction.errors import SyncError
 
 _POLL_S = 0.0005
-"""Between two looks at what the GPU has sent; a bucket takes some ten milliseconds."""
+"""Seconds between two looks at what the GPU has sent; a bucket takes some ten milliseconds."""
 
 
 class WeightBroadcaster:
-    """Rank 0 of a weight group."""
+    """Sends weights as rank 0 of a weight group."""
 
     def __init__(
         self, host: str, port: int, world_size: int, name: str, join_s: float, device: torch.device, *, bucket_s: float | None = None

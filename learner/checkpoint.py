@@ -50,7 +50,7 @@ from learner.parallel import Placement
 from learner.tensor_files import saving
 
 WEIGHT = "weight"
-"""Kind of tensor; the others are the optimizer's."""
+"""Kind of a tensor that is a weight; the other kinds are names of the optimizer's state."""
 
 
 class _TensorPiece(NamedTuple):
@@ -58,11 +58,11 @@ class _TensorPiece(NamedTuple):
 
     kind: str
     part: int
-    """Tensor-parallel."""
+    """Number of the tensor-parallel part."""
     start: int
     """First element in that part laid flat."""
     parameter: str
-    """Its first Hugging Face tensor."""
+    """Name of the parameter's first Hugging Face tensor."""
 
     @classmethod
     def parse(cls, name: str) -> _TensorPiece:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # who reads a folder's JSON alone must not wait for torch
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PUT_BACK = "Put back a whole copy of the file"
-"""What to do about a damaged one."""
+"""What to do about a damaged file."""
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 

@@ -56,7 +56,7 @@ def choose(config: LearnerConfig, device: torch.device) -> Layers:
 
 
 def describe(config: LearnerConfig, device: torch.device) -> str:
-    """The same for a person, with the reason where a GPU has to do without TransformerEngine."""
+    """Which layers they are, for a person, with the reason where a GPU has to do without TransformerEngine."""
     chosen = choose(config, device)
     if chosen == "transformer_engine":
         return "layers of TransformerEngine"

@@ -231,7 +231,7 @@ class LearnerRank:
         return self.supervised_update(token_ids, offsets, loss_mask)[0]
 
     def supervised_update(self, token_ids: Tensor, offsets: Tensor, loss_mask: Tensor) -> tuple[float, Update]:
-        """The same, with what became of the gradient."""
+        """As `supervised_step`, with what became of the gradient."""
         corrected, watch = demonstration_batch(token_ids, offsets, loss_mask), PhaseTimer(self.placement.device)
         _, loss, update = self._train(corrected, supervised_objective, lambda _: 1.0, lambda sums: float(sums[0]), watch)
         return loss, update
@@ -246,7 +246,7 @@ class LearnerRank:
         return export.in_pieces(self._weights(), bucket_bytes)
 
     def weight_buckets(self, bucket_bytes: int = 2**28) -> Iterator[WeightBucket]:
-        """Copies of the same."""
+        """Copies of the weights, in the same pieces."""
         return (WeightBucket.of(piece) for piece in self.weights(bucket_bytes))
 
     def weight_checksums(self) -> dict[str, str]:
@@ -394,6 +394,6 @@ def _parameters(policies: list[model.PolicyModel]) -> list[torch.nn.Parameter]:
 
 
 def _mean(values: list[float | None]) -> float | None:
-    """Of those that there are."""
+    """Mean of the values that are known; None: none is."""
     found = [value for value in values if value is not None]
     return sum(found) / len(found) if found else None

@@ -114,7 +114,7 @@ class GuardedOptimizer:
         return loss if self._scaler is None else loss * self._scaler.scale
 
     def zero_grad(self) -> None:
-        """Forget all gradients: both of them.
+        """Clear the gradients in Megatron's buffer and in the optimizer.
 
         Megatron accumulates in its own buffer, and the optimizer leaves `param.grad` pointing into that buffer. Clearing only the
         buffer lets autograd add the next gradient into it a second time: from the second step on all gradients are doubled, which

@@ -57,7 +57,7 @@ class Pass:
     """[N], likewise."""
     microbatches: int
     decided: FinalDecision | None = None
-    """What the late parts decided on the whole batch, for an objective that decides what is in the loss."""
+    """What the whole batch was trained with; None without an objective, or with one that decides nothing."""
     routed_experts: Tensor | None = None
     """[N, layers, k], CPU: where the tokens were sent, in a forward that keeps it."""
     routing_agreement: float | None = None

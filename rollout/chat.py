@@ -35,7 +35,7 @@ def load_tokenizer(folder: Path | str) -> Any:
 
 
 _CHARACTERS_PER_TOKEN = 16
-"""More than a token has in most texts."""
+"""More characters than a token has in most texts."""
 
 
 @dataclass(frozen=True)

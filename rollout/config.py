@@ -371,7 +371,7 @@ class RolloutConfig(PoolSizeConfig):
 
     @property
     def gpus_of_a_worker(self) -> float:
-        """That it asks Ray for, where its engine computes on GPUs."""
+        """GPUs that a worker asks Ray for, where its engine computes on GPUs."""
         return self.gpus_per_worker * self.engine.tensor_parallel
 
     @property

@@ -16,7 +16,7 @@ from rollout.trajectory import FailureKind, FinishReason, TopLogprobs, Trajector
 
 
 def is_begun(answer: Trajectory) -> bool:
-    """It ended because its engine did, and can be continued."""
+    """Whether the answer stops where its engine gave it up, and can be continued."""
     return answer.finish_reason is FinishReason.ABORT
 
 

@@ -38,7 +38,7 @@ class RolloutEngine(UpdatableEngine):
         self.vocab_size = vocab_size
         """Token ids are below it."""
         self.longest_prompt: int = process.engine.tokenizer_manager.max_req_input_len - 1
-        """Tokens; SGLang wants to be able to sample a few more than one."""
+        """Longest prompt that SGLang takes, tokens: it wants room to sample a few more than one."""
         self.context_length = self.longest_prompt + 5
         """Longest prompt and response together, tokens: SGLang keeps two of the model's context, or of the KV cache, for itself."""
         self._experts = experts

@@ -13,6 +13,8 @@ from correction.errors import ConfigError
 from correction.settings import DerivedSettings, Settings
 from rollout.engine_arguments import refusal
 
+UpdateMode = Literal["retract", "in_place"]
+"""What becomes of requests in flight when weights are updated: see EngineConfig.weight_update_mode."""
 RESERVED_ARGUMENTS = {
     "model_path": "the run's model folder",
     "device": "rollout.engine.device",
@@ -103,7 +105,7 @@ class EngineConfig(Settings):
     """Return with each answer which experts its tokens were sent to; set by the run's learner.routing_replay: rollout."""
     prefix_cache: bool = True
     """Keep keys and values of shared prefixes; those of an older weight version are never reused."""
-    weight_update_mode: Literal["retract", "in_place"] = "retract"
+    weight_update_mode: UpdateMode = "retract"
     """What becomes of requests in flight: retract recomputes their KV cache, so each token's logprob is its own version's, exactly;
     in_place keeps it, is quicker, and its later tokens belong to no single policy."""
     weight_group_backend: Literal["auto", "gloo", "nccl"] = "auto"

@@ -294,7 +294,7 @@ def _has_our_entry_point(group: str) -> bool:
 
 
 def _version(distribution: str) -> str:
-    """Empty if it isn't installed."""
+    """Version of an installed distribution; empty if it isn't installed."""
     try:
         return installed_version(distribution)
     except PackageNotFoundError:

@@ -18,7 +18,7 @@ from rollout.reward_process import create_reasoning_gym
 logger = logging.getLogger(__name__)
 
 _NAMED = 1000
-"""Questions that are too long, of those that are remembered."""
+"""Most questions, of those that are too long, that are remembered."""
 _CANDIDATES = 16
 """Questions drawn for one training position until one is on the training side: 1e-16 of failing at a held-out share of a tenth."""
 _POSITIONS = 256

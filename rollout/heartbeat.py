@@ -23,7 +23,7 @@ MISSES = 3
 """Probes in a row without an answer, each a third of the limit, after which an engine is lost that computes nothing."""
 _MISSES_AT_WORK = 10 * MISSES
 _PROBES = 6
-"""In the time of the limit, while they are answered."""
+"""Probes in the time of the limit, while they are answered."""
 _LEAST_SHARE = 0.05
 """Share of a processor; a process that computes uses more."""
 _LOOK_S = 0.1

@@ -14,7 +14,7 @@ from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
 _PREFIX = "evenkeel-reward-"
-"""Of a folder's name; the guardian's process id follows."""
+"""Beginning of a folder's name; the guardian's process id follows."""
 
 
 class ControlGroup:
@@ -83,7 +83,7 @@ class ControlGroup:
                 os.kill(pid, signal.SIGKILL)
 
     def ran_out_of_memory(self) -> bool:
-        """The kernel has killed one of them for it."""
+        """Whether the kernel has killed a member for want of memory."""
         with contextlib.suppress(OSError, ValueError, StopIteration):
             file = "memory.events" if self._is_version_2 else "memory.oom_control"
             lines = (self._folders[0] / file).read_text().splitlines()
@@ -91,7 +91,7 @@ class ControlGroup:
         return False
 
     def remove(self) -> None:
-        """Once all have ended."""
+        """Remove the groups, once all their processes have ended."""
         for folder in self._folders:
             with contextlib.suppress(OSError):
                 folder.rmdir()

@@ -31,7 +31,7 @@ _LARGEST_FILE_BYTES = 4 << 30
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_S = 0.1
 _WAIT_S = 1.0
-"""Between looks where the kernel keeps the limits."""
+"""Seconds between looks where the kernel keeps the limits."""
 _END_S = 5.0
 
 

@@ -177,7 +177,7 @@ class _ScoringProcess:
         self._spec = spec
         self._start_deadline_s = start_deadline_s
         self._child: subprocess.Popen[bytes] | None = None
-        """Its guardian."""
+        """The guardian of the scoring process."""
         self._leash = -1
         """While it is open, the guardian lets the child live."""
         self._socket: socket.socket | None = None

@@ -19,7 +19,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 _MARK = "\ufeff"
 """The byte-order mark: at the start of a file, and in its middle where files were joined. It says nothing in UTF-8."""
 _HUB_S = 10.0
-"""Within which the hub has to answer."""
+"""Seconds within which the hub has to answer."""
 
 
 class UnreadableFile(Exception):

@@ -16,7 +16,7 @@ from rollout.row_reading import SURROGATE, PlacedRow, UnreadableFile, dataset_ro
 
 @dataclass(frozen=True, slots=True)
 class ReadRows:
-    """What a source held."""
+    """Questions of a source, and the rows that were left out."""
 
     questions: tuple[Question, ...]
     skipped: tuple[SkippedRow, ...]

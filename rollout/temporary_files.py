@@ -33,12 +33,12 @@ def own_folder() -> Iterator[Path]:
 
 
 def _without_own(folder: Path) -> Path:
-    """Where temporary files belong without this, even if another engine of this process is starting."""
+    """The folder without the part that an engine has added, even if another engine of this process is starting."""
     return _without_own(folder.parent) if folder.name.startswith(_PREFIX) else folder
 
 
 def remove(folder: Path) -> None:
-    """Its processes have ended."""
+    """Remove an engine's folder, once its processes have ended."""
     shutil.rmtree(folder, ignore_errors=True)
 
 

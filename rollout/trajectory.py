@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from correction.engines.processor import Processor
+    from rollout.engine_config import UpdateMode
 
 
 class FinishReason(StrEnum):
@@ -375,8 +376,7 @@ class SyncReceipt:
     """An engine's word that it holds the weights of a version. The engine fills in the first fields, its worker the others."""
 
     version: int
-    mode: str
-    """retract or in_place."""
+    mode: UpdateMode
     buckets: int
     tensors: int
     bytes: int

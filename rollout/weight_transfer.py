@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from correction.engines.weight_bucket import WeightBucket, packed, packed_bytes
 from correction.engines.weight_spec import WeightSpec, goes_whole, widest_first
 from correction.errors import SyncError
+from rollout.engine_config import UpdateMode
 
 T = TypeVar("T")
 R = TypeVar("R")
-UpdateMode = Literal["retract", "in_place"]
 
 
 async def pause_and_begin(manager: Any, mode: UpdateMode) -> None:

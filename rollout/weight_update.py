@@ -18,13 +18,13 @@ from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DeadlineExceeded, EngineError, EvenkeelError, SyncError
 from rollout import weight_transfer
-from rollout.engine_config import EngineConfig
+from rollout.engine_config import EngineConfig, UpdateMode
 from rollout.engine_process import CONTROLLER, EngineProcess
 from rollout.heartbeat import SchedulerProbe, processor_seconds, until_lost
 from rollout.sglang_plugin.hooks import CHECKSUMS, FAILURE, PROCESSOR, RECEIPT, SPECS
 from rollout.trajectory import SyncReceipt
 from rollout.weight_parts import RankParts
-from rollout.weight_transfer import Receiving, Sending, UpdateMode
+from rollout.weight_transfer import Receiving, Sending
 
 
 class UpdatableEngine:
@@ -368,7 +368,7 @@ class UpdateCheck:
                     f"v{receipt['version']}{': ' + receipt['failure'] if receipt['failure'] else ''}; the others are of no use without it"
                 )
 
-    def receipt(self, version: int, mode: str, pause_s: float) -> SyncReceipt:
+    def receipt(self, version: int, mode: UpdateMode, pause_s: float) -> SyncReceipt:
         return SyncReceipt(version, mode, self._buckets, len(self._seen), self._bytes, pause_s)
 
     def _why_unknown(self, name: str) -> str:

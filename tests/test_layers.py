@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -215,7 +215,10 @@ ELSEWHERE = {
     "correction/batch.py": "correction's own: what its functions take and give",
     "correction/engines/agreement.py": "correction's; the service makes one of two engines' logprobs",
     "correction/engines/weight_spec.py": "what both engines call a tensor",
-    "actors/pool/rollout_worker.py": "WorkerSettings: what one worker is made with, beside the class that takes it",
+    "correction/engines/processor.py": "what an engine or a learner computes with: both sides say it",
+    "correction/monitor.py": "Event: the monitor makes it, an Observation takes it along",
+    "correction/wide.py": "WidePlace: says, in a packed batch, where wide fields are",
+    "actors/pool/rollout_worker.py": "WorkerSettings: what one worker is made with, next to the class that takes it",
 }
 OF_THE_DOCTOR = {
     "CheckedEngine": "lives for one check, and is called by the file that it stands in",
@@ -250,14 +253,37 @@ def first_arguments(tree: ast.AST, functions: set[str]) -> Iterator[str]:
                 yield name.id
 
 
+def class_of(path: Path, name: str) -> ast.ClassDef:
+    (found,) = [node for node in nodes(path) if isinstance(node, ast.ClassDef) and node.name == name]
+    return found
+
+
+def names_in(expressions: Iterable[ast.expr | None]) -> set[str]:
+    return {part.id for one in expressions if one is not None for part in ast.walk(one) if isinstance(part, ast.Name)}
+
+
 def names_in_calls(path: Path, actor: str) -> set[str]:
     """Names in the annotations of an actor's public methods, and of its `__init__`."""
-    (found,) = [node for node in nodes(path) if isinstance(node, ast.ClassDef) and node.name == actor]
-    methods = [node for node in found.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    methods = [node for node in class_of(path, actor).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     public = [node for node in methods if not node.name.startswith("_") or node.name == "__init__"]
     given = [one.annotation for node in public for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-    notes = [note for note in (*given, *(node.returns for node in public)) if note is not None]
-    return {part.id for note in notes for part in ast.walk(note) if isinstance(part, ast.Name)}
+    return names_in([*given, *(node.returns for node in public)])
+
+
+def names_in_fields(path: Path, name: str) -> set[str]:
+    """Names in the annotations of a class's fields, and of its bases."""
+    found = class_of(path, name)
+    return names_in([*found.bases, *(one.annotation for one in found.body if isinstance(one, ast.AnnAssign))])
+
+
+def within(names: set[str], homes: dict[str, Path]) -> set[str]:
+    """Those of the names that have a home, and all that lie in their fields, at any depth."""
+    found: set[str] = set()
+    waiting = names & homes.keys()
+    while waiting:
+        found.add(name := waiting.pop())
+        waiting |= (names_in_fields(homes[name], name) & homes.keys()) - found
+    return found
 
 
 @pytest.mark.parametrize("name", [*CARRIERS, "correction/batch.py"])
@@ -267,13 +293,19 @@ def test_what_is_handed_over_is_frozen(name: str) -> None:
 
 
 def test_a_call_to_an_actor_carries_what_stands_in_the_files_of_carriers() -> None:
-    homes = {name: str(path.relative_to(ROOT)) for package in PACKAGES for path in source_files(package) for name in dataclasses(path)}
+    """Itself, or in a field of what it carries. A field that says Any holds a reference to an object of the store."""
+    homes = {name: path for package in PACKAGES for path in source_files(package) for name in dataclasses(path)}
     actors = ray_actors()
     assert set(OF_THE_DOCTOR) < set(actors)
+    all_carried: set[str] = set()
     for actor in actors.keys() - OF_THE_DOCTOR:
-        carried = {name: homes[name] for name in names_in_calls(actors[actor], actor) if name in homes}
+        carried = within(names_in_calls(actors[actor], actor), homes)
         assert carried, f"{actor}: no dataclass was seen: the test would pass for nothing"
-        assert {name: home for name, home in carried.items() if home not in (*CARRIERS, *ELSEWHERE)} == {}, actor
+        assert {name: home for name in carried if (home := str(homes[name].relative_to(ROOT))) not in (*CARRIERS, *ELSEWHERE)} == {}, actor
+        assert {name for name in carried if not dataclasses(homes[name])[name]} == set(), f"{actor}: not frozen"
+        all_carried |= carried
+    assert {"VersionSpan", "Event", "WidePlace"} <= all_carried, "what lies in fields was not seen"
+    assert {str(homes[name].relative_to(ROOT)) for name in all_carried} >= set(ELSEWHERE), "a reason for what nobody carries"
 
 
 def test_every_part_with_a_heartbeat_is_among_the_actors() -> None:

@@ -1,7 +1,7 @@
 """docs/library.md: its examples run, and its table from other trainers' flags holds.
 
 The plain loop runs here, under the name that the distribution installs. TRL's and verl's examples, and the rows of their tables, of
-Liger-Kernel's and of TorchRL's, are run by Pythons of their own beside those projects' own code (slow).
+Liger-Kernel's and of TorchRL's, are run by Pythons of their own and compared with those projects' own code (slow).
 """
 
 from __future__ import annotations

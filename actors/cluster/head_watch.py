@@ -29,6 +29,7 @@ import ray
 from actors.config import RayConfig
 from actors.processes import interrupts
 from actors.processes.descendants import descendants
+from actors.processes.event_level import Notify
 
 _LIMIT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """Ray's variable: seconds after which its processes exit; 60 if it isn't set."""
@@ -53,7 +54,7 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 
 
 @contextlib.contextmanager
 def ends_with_the_head(
-    settings: RayConfig, run_dir: Path, last: Callable[[str], object], notify: Callable[[str, str], object]
+    settings: RayConfig, run_dir: Path, last: Callable[[str], object], notify: Notify
 ) -> Iterator[None]:
     """In this context the loss of a joined cluster's head ends this process. One joined by ray:// is not watched.
 
@@ -75,7 +76,7 @@ def ends_with_the_head(
 
 @contextlib.contextmanager
 def ends_with_own_ray(
-    own: Mapping[str, subprocess.Popen[bytes]], run_dir: Path, last: Callable[[str], object], notify: Callable[[str, str], object]
+    own: Mapping[str, subprocess.Popen[bytes]], run_dir: Path, last: Callable[[str], object], notify: Notify
 ) -> Iterator[None]:
     """In this context the death of a private cluster's control service or raylet ends this process. To be left before the cluster ends.
 
@@ -159,7 +160,7 @@ def _look(
     hangs_limit_s: float,
     remedy: str,
     last: Callable[[str], object],
-    notify: Callable[[str, str], object],
+    notify: Notify,
     over: threading.Event,
 ) -> None:
     """Args:

@@ -33,7 +33,7 @@ class MeasuredRun:
     lengths: AnswerLengths
     prompt_tokens: int
     steps: int
-    """That were looked at."""
+    """Steps that were looked at."""
     step_s: float
     """Their mean."""
     staleness: float

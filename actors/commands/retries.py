@@ -18,6 +18,7 @@ from pathlib import Path
 
 from actors.processes import interrupts
 from actors.processes.descendants import adopted_orphans, end_new
+from actors.processes.event_level import EventLevel
 from actors.processes.output import put
 from actors.record.run_folder import RunFolder
 from actors.state.json_lines import last_step
@@ -133,7 +134,7 @@ def _end_of(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"was killed by signal {-code}"
 
 
-def _say(run_dir: Path, level: str, text: str) -> None:
+def _say(run_dir: Path, level: EventLevel, text: str) -> None:
     """A line, and an event of the run if it has a folder."""
     put(f"evenkeel: {text}\n", sys.stderr)
     if (run_dir / "config.yaml").is_file():

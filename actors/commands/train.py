@@ -25,6 +25,7 @@ from actors.driver.run_summary import RunSummary
 from actors.plan.shape import ModelShape
 from actors.processes import interrupts
 from actors.processes.daemon_threads import DaemonThreads
+from actors.processes.event_level import EventLevel
 from actors.processes.supervision import HALF_OVER
 from actors.processes.wait_notice import WaitNotice
 from actors.record.checkpoint_reader import ResumePoint, take_back
@@ -47,6 +48,7 @@ _LEFT_S = 600.0
 """For the report and the end of the process, if something that the run has left hangs or uploads slowly. A package's own end waits."""
 _LEFT_INTERRUPTED_S = 60.0
 """After a signal."""
+
 
 def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None, *, discard_queue: bool = False) -> RunSummary:
     """Run a recipe, or go on with a run folder; prints as it goes.
@@ -73,7 +75,7 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
             config, task, notes = prepare(config, resumed_from=point.checkpoint.hf if point else None)
             if point is None:
                 notes.append(_from_the_start(folder))
-        said: list[tuple[str, str]] = []
+        said: list[tuple[EventLevel, str]] = []
         if point:
             point, said = take_back(folder, point, task)
         folder.write_config(config)
@@ -151,7 +153,7 @@ def _from_the_start(folder: RunFolder) -> str:
 
 
 def _run_in(
-    folder: RunFolder, config: RunConfig, task: Task, notes: Sequence[tuple[str, str]], point: ResumePoint | None
+    folder: RunFolder, config: RunConfig, task: Task, notes: Sequence[tuple[EventLevel, str]], point: ResumePoint | None
 ) -> RunSummary:
     """Args: notes: what to report first, as (level, sentence)."""
     view = TerminalView(config.steps, f"{config.name}: {config.model} -> {folder.path}")
@@ -255,7 +257,7 @@ class _EventHandler(logging.Handler):
         self._observer = observer
 
     def emit(self, record: logging.LogRecord) -> None:
-        level = "info" if record.levelno < logging.WARNING else "warning" if record.levelno < logging.ERROR else "error"
+        level: EventLevel = "info" if record.levelno < logging.WARNING else "warning" if record.levelno < logging.ERROR else "error"
         self._observer.event(level, record.msg if isinstance(record.msg, WaitNotice) else record.getMessage())
 
 

@@ -294,7 +294,7 @@ def requests(nodes: Nodes, config: RunConfig) -> list[Request]:
 
 
 def _architectures(node: NodeFacts) -> set[str]:
-    """Of the GPUs that an engine may get there."""
+    """CUDA architectures of the GPUs that an engine may get on the node."""
     seen = {gpu.architecture for gpu in node.gpus} or set(node.driver_architectures)
     return seen if node.offered_gpus and node.rollout_units else set()
 

@@ -40,7 +40,7 @@ class AlarmResponse:
 
     @property
     def correction(self) -> CorrectionConfig:
-        """By which to go on."""
+        """The correction to go on with."""
         return self.replacement.correction if self.replacement else self._config.correction
 
     def notes(self) -> list[str]:

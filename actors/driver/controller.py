@@ -82,8 +82,8 @@ class Controller:
         self._alarm = ""
         """Why an alarm ends the run; empty: none does."""
         self._first_evaluation: Evaluation | None = None
-        self._is_begun, self._is_trained = self._step > 0, False
-        """Evaluated before training, or not to be; all steps that there will be are done and saved."""
+        self._is_begun = self._step > 0  # the evaluation before training is over, or left out
+        self._is_trained = False         # all steps that there will be are done and saved
         self._steps = StepReporter(observer, on_observed=self._observed)
         self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines)
 

@@ -17,6 +17,7 @@ from ray.exceptions import RayError
 
 from actors.config import DeadlinesConfig, EvaluationConfig
 from actors.metrics.held_out import UNKNOWN, Evaluation, Proportion, pass_at, share_over_questions
+from actors.processes.event_level import EventLevel
 from actors.processes.supervision import abandon, wait_for
 from actors.processes.wait_notice import WaitNotice
 from actors.weights.weight_sync import WeightSync
@@ -71,7 +72,7 @@ class EvaluationObserver(Protocol):
 
     def evaluated(self, result: Evaluation, prompts: Sequence[Prompt]) -> None: ...
 
-    def event(self, level: str, text: str) -> None: ...
+    def event(self, level: EventLevel, text: str) -> None: ...
 
     def phase(self, text: str) -> None: ...
 

@@ -6,10 +6,10 @@ wrong is another matter: it has no gradient either, but the next one may.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from actors.carriers import PreparedBatch
+from actors.processes.event_level import Notify
 from correction.errors import DataError
 from rollout.trajectory import FinishReason
 
@@ -24,7 +24,7 @@ _BEYOND_STALENESS = 3
 class FruitlessSteps:
     """Counts the steps in a row from which nothing was learned."""
 
-    def __init__(self, max_staleness: int, notify: Callable[[str, str], None]) -> None:
+    def __init__(self, max_staleness: int, notify: Notify) -> None:
         """Args: notify: takes an event's level and text."""
         # The weights stay, so that after max_staleness steps all tokens are of the present ones: what is rejected then is so again.
         self._most, self._notify = max_staleness + _BEYOND_STALENESS, notify
@@ -42,7 +42,7 @@ class FruitlessSteps:
 
 
 def _why_nothing_was_left(batch: PreparedBatch, result: StepResult) -> str:
-    """Empty: something was."""
+    """In a sentence; empty if there was something to learn from."""
     if result.trained_tokens == 0:
         answers = [answer for group in batch.groups for answer in group.valid]
         cut = sum(answer.finish_reason is FinishReason.LENGTH for answer in answers)

@@ -33,6 +33,7 @@ from ray.exceptions import (
 )
 
 from actors.driver.parts import StartingPoint
+from actors.processes.event_level import EventLevel, Notify
 from actors.processes.part_heartbeat import raise_when_silent
 from actors.processes.supervision import first_error, kill, persistently, unless_failed
 from actors.queue.payloads import no_room
@@ -44,7 +45,7 @@ from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineEx
 from rollout.tasks import Task
 
 T = TypeVar("T")
-Found = tuple[StartingPoint, list[tuple[str, str]]]
+Found = tuple[StartingPoint, list[tuple[EventLevel, str]]]
 MOST_RETURNS = 3
 """To one checkpoint, within RETURNS_S or from the same step. The fourth such death ends the run: the next attempt would die as well."""
 RETURNS_S = 3600.0
@@ -68,7 +69,7 @@ _ANSWER = "an answer"
 """Pseudo part: every part is alive, but the answer to a call is lost."""
 
 
-async def raise_when_lost(parts: Mapping[str, Any], heartbeat_s: float, notify: Callable[[str, str], None]) -> None:
+async def raise_when_lost(parts: Mapping[str, Any], heartbeat_s: float, notify: Notify) -> None:
     """Watch actors; never returns. Raises: ActorLost naming the first whose process ends, or sends no heartbeat for `heartbeat_s` seconds.
 
     Args:
@@ -118,7 +119,7 @@ def lost_answer(error: BaseException) -> str:
 
 
 async def while_they_answer(
-    parts: Mapping[str, Any], call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, notify: Callable[[str, str], None]
+    parts: Mapping[str, Any], call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, notify: Notify
 ) -> T:
     """As `persistently`, and past the deadline the call is made again, up to _ATTEMPTS times in all, if all parts answer `__ray_ready__`.
 
@@ -209,7 +210,7 @@ class Returns:
                 f"{lost_answer(error) or error}"
             ) from error
 
-    async def pause(self, notify: Callable[[str, str], object]) -> None:
+    async def pause(self, notify: Notify) -> None:
         """Wait before queue and service are replaced once more, if that was often of late. Args: notify: takes level and sentence."""
         number = len(self._replaced)
         if number <= _FREE_REPLACEMENTS:
@@ -218,7 +219,7 @@ class Returns:
         notify("warning", f"queue or service were lost {number} times in {RETURNS_S / 60:.0f} minutes: new ones in {pause_s:.0f} s")
         await asyncio.sleep(pause_s)
 
-    async def found(self, model: Path, disk: PatientWriter, notify: Callable[[str, str], object]) -> Found:
+    async def found(self, model: Path, disk: PatientWriter, notify: Notify) -> Found:
         """Find the newest readable checkpoint, and cut the run folder back to it, after all lines that wait for the disk.
 
         While the disk refuses, this is tried again every _DISK_AGAIN_S, _DISK_ATTEMPTS times in all.

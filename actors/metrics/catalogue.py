@@ -293,11 +293,11 @@ _LENGTH = [
 _GROUPS = [
     _gauge(
         "groups/all_right", _U.ONE, _R.SUM, "groups all right",
-        "Groups of the batch whose answers all got the highest reward there is: no gradient.",
+        "Groups of the batch whose answers all got the same reward, of evaluation.correct_at or more: no gradient.",
     ),
     _gauge(
         "groups/all_wrong", _U.ONE, _R.SUM, "groups all wrong",
-        "Groups of the batch whose answers all got the same lower reward: no gradient.",
+        "Groups of the batch whose answers all got the same reward, below evaluation.correct_at: no gradient.",
     ),
     _counter(
         "files/failures_total", "failed writes",

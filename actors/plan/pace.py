@@ -23,7 +23,7 @@ MOST_ADVISED = 8
 """Versions: about as far as AReaL (arXiv 2505.24298, second-hand) trained with decoupled PPO and lost little. Nothing was measured here
 beyond it, and the older a token, the more often its ratio is bounded or rejected, so that its answer teaches less."""
 OPERATIONS = 4e14
-"""A second of a learner's GPU, 40 % of an H100's in bfloat16: an assumption."""
+"""Operations a second of a learner's GPU, 40 % of an H100's in bfloat16: an assumption."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class Pace:
     """Seconds of a step."""
 
     longest_answer_s: float
-    """From its first token to its last."""
+    """Of the longest answer, from its first token to its last."""
     steps: int
-    """That may pass meanwhile."""
+    """Training steps that may pass meanwhile."""
     engines_s: float
-    """For the answers of a step, if no engine ever waits."""
+    """What the engines take for the answers of a step, if none ever waits."""
     learner_s: float
 
     @property

@@ -147,6 +147,6 @@ def batch_bytes(shape: ModelShape, config: RunConfig) -> int:
 
 
 def active_parameters(shape: ModelShape) -> int:
-    """That compute on a token."""
+    """Number of parameters that compute on a token: of the experts only as many as it is sent to."""
     shared, experts = shape.split(1, 1, 1)[0]
     return shared + (experts * shape.experts_per_token // shape.experts if shape.experts else 0)

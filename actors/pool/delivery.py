@@ -19,11 +19,11 @@ from correction.errors import ActorLost
 _GATHER_S = 0.25
 """The queue answers a call of the correction service for nearly each call that it gets here, so that all three processes pay for one."""
 _AGAIN_S = 2.0
-"""After a call that found nobody."""
+"""Pause after a call that found nobody, seconds."""
 
 
 class Delivery:
-    """To one queue."""
+    """Hands finished groups to one queue, many by a call."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ class DepartingPool(Protocol):
     def spawn(self, work: Coroutine[Any, Any, None]) -> None: ...
 
     def forget(self, worker: WorkerHandle) -> bool:
-        """It is gone. Returns: False if that was known."""
+        """Note that a worker is gone. Returns: False if that was known."""
 
 
 class Departures:

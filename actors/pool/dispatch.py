@@ -74,11 +74,11 @@ class WaitingWork:
         self.add_groups([ticket])
 
     def suspect(self, group_id: int) -> None:
-        """Engines were lost with it: a worker takes no second one of these at a time."""
+        """Note that engines were lost with this group: a worker takes only one such group at a time."""
         self._suspects.add(group_id)
 
     def forget(self, group_id: int) -> None:
-        """It is finished or discarded."""
+        """Drop what is known of a group that is finished or discarded."""
         self._failed_at.pop(group_id, None)
         self._suspects.discard(group_id)
 
@@ -156,10 +156,10 @@ class WaitingWork:
         return self._slots - min(asked, self._slots // _EVALUATION_SHARE)
 
     def _forget_cancelled(self) -> None:
-        """The evaluation that asked has ended without these."""
+        """Drop questions whose evaluation has ended without them."""
         self._questions = [part for part in self._questions if not part.answers.done()]
 
 
 def continuing(ticket: Ticket, begun: UnfinishedGroup) -> BegunTicket:
-    """For the next worker to go on with."""
+    """The ticket with which the next worker goes on from what was sampled."""
     return BegunTicket(ticket.group_id, ticket.prompt, ticket.admitted_version, begun)

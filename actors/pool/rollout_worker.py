@@ -108,7 +108,7 @@ class RolloutWorker:
         self._verifying: set[asyncio.Future[None]] = set()
         """Updates whose checksums are not compared yet: until then nothing that the engine has sampled goes out."""
         self._spoilt = 0
-        """Updates that arrived otherwise than they were sent: what ran meanwhile is of no version."""
+        """Updates whose checksums were not those of what was sent: what was sampled meanwhile is of no known version, and refused."""
         self._newest = (0, -1)
         """Highest (generation, version) asked for; a late call for an older one is refused."""
         self._generation = 0
@@ -267,7 +267,7 @@ class RolloutWorker:
 
     @contextlib.contextmanager
     def _holding_back(self) -> Iterator[None]:
-        """In it groups and answers that are done wait."""
+        """Inside this context groups and answers that are done wait."""
         verified = asyncio.get_running_loop().create_future()
         self._verifying.add(verified)
         try:
@@ -325,7 +325,7 @@ class RolloutWorker:
     async def _receipt(
         self, receipt: SyncReceipt, began: float, sent: Sequence[WeightBucket] = (), verified: Mapping[str, str] | None = None
     ) -> SyncReceipt:
-        """Args: sent: with which what the engine holds is to be compared; verified: its own checksums, if it is."""
+        """Args: sent: buckets to compare with what the engine holds. verified: checksums of what was sent; none: nothing is compared."""
         checksums = await self._sampler.engine.weight_checksums(sent, verified) if verified else {}
         processor = await self._sampler.engine.processor() if verified and self._settings.rollout.engine.batch_invariant else None
         self._endpoint.set("rollout/weight_version", receipt.version)

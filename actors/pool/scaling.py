@@ -63,7 +63,7 @@ class StepLoad:
     workers_wait: float
     """Share of their time in which engines had no request."""
     workers: int
-    """With their engines up."""
+    """Workers whose engines are up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from actors.pool.faults import LatestGroups
+from actors.processes.event_level import Notify
 from correction.errors import RequestError, counted
 from rollout.trajectory import LEAST_VALID, FailureKind, GroupFacts
 
@@ -34,7 +35,7 @@ class Scoring:
         reward: str,
         window_s: float,
         *,
-        notify: Callable[[str, str], None],
+        notify: Notify,
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         on_end: Callable[[], None],
     ) -> None:

@@ -28,6 +28,7 @@ from actors.cluster.cluster import lower_priority
 from actors.config import DeadlinesConfig
 from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
 from actors.pool.scaling import ScalingDecision
+from actors.processes.event_level import EventLevel
 from actors.processes.supervision import HALF_OVER, USUAL_START, kill, persistently, unwrapped, wait_for
 from actors.processes.turns import Turns
 from actors.processes.wait_notice import WaitNotice
@@ -41,10 +42,10 @@ _LOAD_S = 5.0
 _RECEIPT_S = 1.0
 """For receipts that are on their way. A worker whose receipt comes later is asked for its load."""
 STOP_S = 20.0
-"""For the end of an engine."""
+"""Longest wait for the end of an engine, seconds."""
 _NODE_ID = "ray.io/node-id"
 _PROBES = 6
-"""In the time after which a worker without an answer is lost."""
+"""Probes in the time after which a worker without an answer is lost."""
 _UNREACHED_S = 1.0
 """Until one that can't be reached is asked again."""
 
@@ -78,7 +79,7 @@ class WorkerHandle:
     up_at: float = 0.0
     """time.monotonic() when its engine was ready."""
     has_worked: bool = False
-    """It has finished a group."""
+    """The worker has finished a group."""
     leaves: bool = False
     """It is or was LEAVING: that its calls fail says nothing about their groups."""
     handed_back: list[UnfinishedGroup] = field(default_factory=list)
@@ -113,7 +114,7 @@ class PoolObserver(Protocol):
 
     def lost(self, tickets: Sequence[Ticket]) -> None: ...
 
-    def event(self, level: str, text: str) -> None: ...
+    def event(self, level: EventLevel, text: str) -> None: ...
 
     def waiting(self, notice: WaitNotice) -> None: ...
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
+from actors.processes.event_level import Notify
 from actors.processes.supervision import HALF_OVER, first_error, kill, wait_for
 from correction.errors import ActorLost, DeadlineExceeded, EvenkeelError
 
@@ -36,7 +37,7 @@ class SequentialHeartbeatActor:
 
     @ray.method(concurrency_group="heartbeat")
     def heartbeat(self, heard: int) -> list[tuple[int, str]]:
-        """It has nothing to report."""
+        """Returns: no notices; a rank has none to report."""
         return []
 
 
@@ -65,7 +66,7 @@ class HeartbeatActor:
         return list(self._notices)
 
 
-async def raise_when_silent(parts: Mapping[str, Any], limit_s: float, notify: Callable[[str, str], None]) -> None:
+async def raise_when_silent(parts: Mapping[str, Any], limit_s: float, notify: Notify) -> None:
     """Never returns. Raises: ActorLost naming the first of these actors, by name, that has given no sign for so long; it is killed.
 
     Args: notify: takes level and sentence: what they report.
@@ -73,7 +74,7 @@ async def raise_when_silent(parts: Mapping[str, Any], limit_s: float, notify: Ca
     await first_error(_follow(name, actor, limit_s, notify) for name, actor in parts.items())
 
 
-async def _follow(name: str, actor: Any, limit_s: float, notify: Callable[[str, str], None]) -> None:
+async def _follow(name: str, actor: Any, limit_s: float, notify: Notify) -> None:
     heard = missed = 0
     while missed < _MISSES:
         try:

@@ -31,7 +31,7 @@ HALF_OVER: ContextVar[Callable[[str], None] | None] = ContextVar("half_over", de
 """Called, in tasks of this context, with the name of each long wait that has used half of its deadline."""
 _LONG_S = 60.0
 _DETAIL_S = 5.0
-"""For the clause on what is missing."""
+"""Longest wait, seconds, for the clause that says what is missing."""
 AGAIN_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Pauses between attempts to reach an actor that is unavailable: a network that comes back within half a minute costs nothing."""
 

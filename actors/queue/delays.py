@@ -63,7 +63,7 @@ class GroupDelays:
         self._seconds[HANDOVER].append(now - max([asked_at, *(self._finished.get(group_id, asked_at) for group_id in group_ids)]))
 
     def forget(self, group_id: int) -> None:
-        """It is trained or discarded."""
+        """Drop the times of a group that was trained or discarded."""
         self._called.pop(group_id, None)
         self._finished.pop(group_id, None)
 

@@ -103,7 +103,7 @@ def fetch_s(groups: Sequence[StoredGroup], bytes_per_s: float) -> float:
 
 
 def tokens_s(tokens: int, bytes_per_s: float) -> float:
-    """The same for a number of tokens."""
+    """Seconds in which so many tokens have to arrive."""
     return ANSWER_S + tokens * _TOKEN_BYTES / bytes_per_s
 
 

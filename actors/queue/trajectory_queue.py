@@ -169,7 +169,7 @@ class TrajectoryQueue:
         return groups
 
     def _oldest_finished(self) -> _Entry | None:
-        """On top of the heap, which is rid of those discarded meanwhile."""
+        """The finished group that was admitted first; the heap loses those that were discarded meanwhile."""
         while self._finished:
             entry = self._entries.get(self._finished[0])
             if entry is not None and entry.state is GroupState.FINISHED:
@@ -220,7 +220,7 @@ class TrajectoryQueue:
             self._forget_undrawn(entry)
 
     def _release(self, entry: _Entry) -> None:
-        """It leaves the queue."""
+        """Take an entry out of the queue and its counts."""
         del self._entries[entry.ticket.group_id]
         self._by_state[entry.state] -= 1
         if entry.state is not GroupState.DRAWN:

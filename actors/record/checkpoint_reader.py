@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from actors.processes.event_level import EventLevel
 from actors.record.run_folder import CHECKPOINT_FORMAT, Checkpoint, RunFolder
 from actors.state.resume import OLD_STATE, OtherVersionError, TrainingState, other_version
 from correction.errors import DataError
@@ -24,7 +25,7 @@ class ResumePoint:
     state: TrainingState
     damaged: tuple[tuple[Checkpoint, str], ...]
     """Newer checkpoints that can't be read, newest first, each with the reason."""
-    notes: tuple[tuple[str, str], ...] = ()
+    notes: tuple[tuple[EventLevel, str], ...] = ()
     """Events of the start: level and sentence."""
 
 
@@ -81,7 +82,7 @@ def _set_aside(checkpoint: Checkpoint) -> Path:
     return checkpoint.path.rename(next(name for name in names if not name.exists()))
 
 
-def take_back(folder: RunFolder, point: ResumePoint, task: Task) -> tuple[ResumePoint, list[tuple[str, str]]]:
+def take_back(folder: RunFolder, point: ResumePoint, task: Task) -> tuple[ResumePoint, list[tuple[EventLevel, str]]]:
     """Take back what the folder has of steps after the point's, once all else has been found right.
 
     Returns: the point with the task's prompts, and what to say about it.

@@ -37,7 +37,7 @@ class CheckpointWriter:
         """Args: pause_s: between two attempts when there is no step in between."""
         self._folder, self._observer, self._settings = folder, observer, settings
         self._deadline_s = deadlines.checkpoint_s
-        """For the copy, and again for writing it."""
+        """Most seconds for the copy, and as many again for writing it."""
         self._disk_s = deadlines.disk_s
         self._on_disk: asyncio.Task[Any] | None = None
         """The last work that was handed to the disk. A thread can't be stopped, so the next one waits for it."""
@@ -48,11 +48,11 @@ class CheckpointWriter:
         self._begun = 0
         self._failures = 0
         self._is_owed = False
-        """One was due and isn't there: it failed, or the one before was still being written."""
+        """A checkpoint was due and isn't there: it failed, or the one before was still being written."""
         self._bytes = 0
-        """Of the last one; 0: there is none yet."""
+        """Size of the last checkpoint; 0: there is none yet."""
         self.saved_step = 0
-        """Of the newest checkpoint on disk, or where the run began."""
+        """Step of the newest checkpoint on disk, or where the run began."""
 
     def is_due(self, step: int) -> bool:
         """Whether one is to be taken after this step; while the one before is being written the next step has to see to it."""

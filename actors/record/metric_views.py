@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from actors.record.run_folder import RunFolder
 
 _MOST_STEPS = 1000
-"""That wait for Weights & Biases; more, and it counts as gone."""
+"""Most steps that wait for Weights & Biases; with more it counts as gone."""
 _START_S = 180.0
-"""For its start, which itself gives up after 90 s."""
+"""Longest wait for the start of Weights & Biases, which itself gives up after 90 s."""
 _CLOSE_S = 20.0
 _NUMBERS = itertools.count()
 """Event files of a process are read in the order of their names, and two may begin within a second."""

@@ -17,6 +17,7 @@ from actors.metrics.exporter import DiscoveryServer, MetricsEndpoint, listen_add
 from actors.metrics.held_out import Evaluation
 from actors.metrics.step_metrics import DISCARD_COUNTERS, StepMetrics, members, shown
 from actors.pool.scaling import ScalingDecision
+from actors.processes.event_level import EventLevel
 from actors.processes.loop_clock import LoopClock
 from actors.processes.repeated import Repeated
 from actors.processes.supervision import abandon, unless_set, wait_for
@@ -25,7 +26,7 @@ from actors.record.finished_step import FinishedStep
 from actors.record.metric_views import open_views, views_from_an_earlier_step
 from actors.record.patience import PatientWriter
 from actors.record.probe_watch import ProbeWatch
-from actors.record.run_event import EventKind, RunEvent
+from actors.record.run_event import LEVEL_OF_STATE, EventKind, RunEvent
 from actors.record.run_folder import RunFolder
 from actors.record.skipped_batches import KEEP_S, keep_and_describe
 from actors.record.slowest import FILE, SlowestPrompts
@@ -77,8 +78,7 @@ class Observer:
         """Load of each worker, as it answered last."""
         self._step_ended = self._began = time.monotonic()
         self._extra: dict[str, float] = {}
-        self._repeated = Repeated()
-        self._clock = LoopClock()
+        self._repeated, self._clock = Repeated(), LoopClock()
         self._writing: asyncio.Task[None] | None = None
         self._written_at = 0.0  # the newest line of a step, by the event loop's time
         self._no_waiting = asyncio.Event()
@@ -131,11 +131,11 @@ class Observer:
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def event(self, level: str, text: str | WaitNotice, kind: EventKind = EventKind.NONE) -> None:
+    def event(self, level: EventLevel, text: str | WaitNotice, kind: EventKind = EventKind.NONE) -> None:
         self.keep_event(level, text, kind)
         self._view.event(level, str(text))
 
-    def keep_event(self, level: str, text: str | WaitNotice, kind: EventKind = EventKind.NONE) -> None:
+    def keep_event(self, level: EventLevel, text: str | WaitNotice, kind: EventKind = EventKind.NONE) -> None:
         """In events.log alone."""
         self.disk.do(partial(self._folder.write_event, RunEvent.now(level, text, kind)))
 
@@ -153,7 +153,7 @@ class Observer:
     def warned(self, event: Event) -> None:
         """The monitor has seen a symptom come, grow or go."""
         self.disk.line(event.step, self._folder.append_monitor_event, event)
-        self.event("info" if event.state is State.OK else event.state.value, f"step {event.step}: {event.message}")
+        self.event(LEVEL_OF_STATE[event.state], f"step {event.step}: {event.message}")
         if family := _EVENT_COUNTERS.get(event.state):
             self._raised[family + event.name] = self._raised.get(family + event.name, 0.0) + 1
 

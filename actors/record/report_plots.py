@@ -96,7 +96,7 @@ _LABELS = {
     "mismatch_and_staleness/log_ratio_std": "all tokens",
     "mismatch_and_staleness/max_abs_log_ratio": f"{CATALOGUE['mismatch_and_staleness/max_abs_log_ratio'].label}, all tokens",
 }
-"""Of metrics that are drawn next to those of other tokens."""
+"""Legends of metrics that are drawn next to the same of other tokens."""
 _CURVES = (
     _Curves(
         "Reward",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.metrics.step_metrics import StepMetrics, shown
+from actors.processes.event_level import EventLevel
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
 from actors.record.stack_gist import newest_gist
@@ -54,7 +55,7 @@ class Wait:
 class Trouble:
     """Events of one kind: alike but for their numbers."""
 
-    level: str
+    level: EventLevel
     last: RunEvent
     count: int
 

@@ -8,10 +8,15 @@ import re
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from enum import StrEnum
+from typing import get_args
 
+from actors.processes.event_level import EventLevel
 from actors.processes.wait_notice import WaitNotice
+from correction.monitor import State
 
-_LEVELS = ("info", "watch", "warning", "alarm", "error")
+_LEVELS: dict[str, EventLevel] = {level: level for level in get_args(EventLevel)}
+LEVEL_OF_STATE: dict[State, EventLevel] = {State.OK: "info", State.WATCH: "watch", State.ALARM: "alarm"}
+"""Levels of the early warning's events."""
 
 
 class EventKind(StrEnum):
@@ -48,31 +53,30 @@ class RunEvent:
 
     time: str
     """ISO 8601, local time, to the second."""
-    level: str
-    """info, warning or error; watch or alarm, from the early warning."""
+    level: EventLevel
     text: str
     kind: EventKind = EventKind.NONE
     notice: WaitNotice | None = None
     """Of a wait; None: the event is of something else."""
 
     @classmethod
-    def now(cls, level: str, said: str | WaitNotice, kind: EventKind = EventKind.NONE) -> RunEvent:
+    def now(cls, level: EventLevel, said: str | WaitNotice, kind: EventKind = EventKind.NONE) -> RunEvent:
         if level not in _LEVELS:
             raise ValueError(f"event level {level!r}: use one of {', '.join(_LEVELS)}")
         time = datetime.now().isoformat(timespec="seconds")
         return cls._of_wait(time, level, said) if isinstance(said, WaitNotice) else cls(time, level, " ".join(said.split()), kind)
 
     @classmethod
-    def _of_wait(cls, time: str, level: str, notice: WaitNotice) -> RunEvent:
+    def _of_wait(cls, time: str, level: EventLevel, notice: WaitNotice) -> RunEvent:
         return cls(time, level, " ".join(str(notice).split()), notice=notice)
 
     @classmethod
     def parse(cls, line: str) -> RunEvent | None:
         """What `line` has written; None for anything else."""
         parts = line.split(None, 2)
-        if len(parts) != 3 or parts[1] not in _LEVELS:
+        if len(parts) != 3 or (level := _LEVELS.get(parts[1])) is None:
             return None
-        time, level, text = parts
+        time, text = parts[0], parts[2]
         if found := _KIND.match(text):
             return cls(time, level, text[found.end() :], EventKind(found[1]))
         if text.startswith(_WAIT):

@@ -43,6 +43,7 @@ import yaml
 from pydantic import BaseModel
 
 from actors.metrics.step_metrics import StepMetrics
+from actors.processes.event_level import EventLevel
 from actors.processes.output import put
 from actors.record.ownership import FOLDERS, clear, fresh_path, is_failed_start, own
 from actors.record.run_event import RunEvent
@@ -90,7 +91,7 @@ class RunFolder:
         self.scatter_path = path / "scatter.npz"
         self._lock = lock
         self.is_reused = False
-        """It held what a start that failed had left."""
+        """The folder held what a failed start had left."""
 
     @classmethod
     def create(cls, path: Path | None, name: str, *, root: Path = Path("runs")) -> RunFolder:
@@ -235,12 +236,12 @@ class RunFolder:
         steps = JsonLines(self._lengths_path).read(lambda line: (int(line["step"]), [int(tokens) for tokens in line["tokens"]]))
         return [tokens for step, found in steps if step >= first_step for tokens in found]
 
-    def event(self, level: str, text: str) -> None:
-        """Add a line to events.log. level: info, warning or error; watch or alarm, from the early warning."""
+    def event(self, level: EventLevel, text: str) -> None:
+        """Add a line to events.log."""
         self.write_event(RunEvent.now(level, text))
 
     def write_event(self, entry: RunEvent) -> None:
-        """The same, of an event that may be older."""
+        """Add an event's line to events.log; it may be older than the last one."""
         try:
             append_whole(self.events_path, entry.line.encode(errors="backslashreplace"))
         except OSError as error:  # a full disk: what there is to say may be just that

@@ -23,14 +23,14 @@ if TYPE_CHECKING:  # torch: seconds that the driver's start doesn't need
     from learner.results import StepResult
 
 KEPT = 8
-"""Of a run: the first ones say most."""
+"""Most batches that a run keeps: the first ones say most."""
 KEEP_S = 600.0
-"""For its way from the object store to the disk: the lines of later steps wait for it."""
+"""Most seconds from the object store to the disk; the lines of later steps wait meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkippedBatch:
-    """One of them, and what was seen of it."""
+    """A batch of which an update was left out, and the norms that were seen."""
 
     step: int
     weight_version: int
@@ -43,7 +43,7 @@ class SkippedBatch:
     """By group of parameters."""
 
     def _parts(self) -> dict[str, Any]:
-        """By a name that says where it belongs."""
+        """Fields of the batch, of what it was corrected to and of its counts, by "batch.", "corrected." or "counts." and their name."""
         batch, counts = self.corrected.batch, self.corrected.counts
         found = {f"batch.{f.name}": getattr(batch, f.name) for f in fields(batch)}
         found |= {f"corrected.{f.name}": getattr(self.corrected, f.name) for f in fields(self.corrected)}

@@ -16,10 +16,10 @@ _KEPT = 10
 
 @dataclass(frozen=True, slots=True, order=True)
 class SlowPrompt:
-    """One group."""
+    """A group whose scoring took long."""
 
     reward_s: float
-    """From its last answer to its last reward, waiting for a scoring process included."""
+    """Seconds from its last answer to its last reward, waiting for a scoring process included."""
     generate_s: float
     response_tokens: int
     prompt_id: str

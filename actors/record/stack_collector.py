@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -14,6 +13,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.processes.event_level import Notify
 from actors.processes.supervision import wait_for
 from actors.record.run_folder import RunFolder
 from actors.record.stack_gist import FOLDER, collections
@@ -23,16 +23,16 @@ from rollout.stacks import own_job, stacks_of
 _KEPT = 20
 """Collections of a run: the newest."""
 _APART_S, _LONGEST_APART_S = 120.0, 3600.0
-"""After a collection, until there is another one for a wait of the same kind; each time twice as long."""
+"""Seconds after a collection, until there is another one for a wait of the same kind; each time twice as long."""
 _LEAST_APART_S = 15.0
-"""Between any two: waits that are half over together are most likely for the same thing."""
+"""Seconds between any two: waits that are half over together are most likely for the same thing."""
 _NODE_S = 20.0
 
 
 class StackCollector:
-    """Of one run; used in the driver's event loop."""
+    """Writes down where all processes of a run stand; used in the driver's event loop."""
 
-    def __init__(self, folder: RunFolder, notify: Callable[[str, str], object]) -> None:
+    def __init__(self, folder: RunFolder, notify: Notify) -> None:
         """Args: notify: takes level and sentence, in the event loop."""
         self._folder, self._notify = folder, notify
         self._number = max((int(path.stem) for path in collections(folder.path)), default=0)

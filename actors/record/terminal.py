@@ -24,6 +24,7 @@ from rich.text import Text
 
 from actors.metrics.catalogue import CATALOGUE, SKIPPED
 from actors.metrics.step_metrics import accuracy, accuracy_of_what, by_worker, pass_at_most, shown, with_interval
+from actors.processes.event_level import EventLevel
 from actors.processes.output import UnfailingStream
 from actors.record.run_folder import RunFolder
 from learner.results import SkipReason
@@ -87,7 +88,7 @@ class TerminalView:
         else:
             self._console.print(Text(text, style="green"))
 
-    def event(self, level: str, text: str) -> None:
+    def event(self, level: EventLevel, text: str) -> None:
         """Something that a person should know. level: info, warning or error; watch or alarm, from the early warning."""
         line = Text(f"{level}: {text}" if level != "info" else text, style=_EVENT_STYLE.get(level, "") if self._live else "")
         self._console.print(line, soft_wrap=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.config import RunConfig
+from actors.processes.event_level import EventLevel
 from actors.settings.derived import with_values
 from correction.engines.contract import Contract, SideSettings
 from correction.errors import ActorLost, ConfigError, EngineError
@@ -87,7 +88,7 @@ def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Co
 class BatchObserver(Protocol):
     """Takes what the comparison of a batch has found."""
 
-    def event(self, level: str, text: str) -> None: ...
+    def event(self, level: EventLevel, text: str) -> None: ...
 
     def note(self, numbers: dict[str, float]) -> None: ...
 

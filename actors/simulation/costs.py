@@ -113,7 +113,7 @@ class AnswerLengths:
 
     description: str
     recorded: Sequence[int] = ()
-    """They come back in random order; empty: lognormal."""
+    """Lengths that are drawn, in random order; empty: they are lognormal."""
     p50: float = 0.0
     p99: float = 0.0
     max_tokens: int = 1 << 30

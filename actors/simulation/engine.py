@@ -172,7 +172,7 @@ class SimulatedEngine:
         self._timer.set(self._at + left_s / self.pace)
 
     def set_pace(self, pace: float) -> None:
-        """From now on it has this share of its speed."""
+        """Go on at this share of the full speed."""
         self.pass_time()
         self.pace = pace
         self._look_ahead()
@@ -189,7 +189,7 @@ class SimulatedEngine:
         self._look_ahead()
 
     def resume(self, version: int) -> None:
-        """It holds these weights now."""
+        """Go on with the weights of this version."""
         self.pass_time()
         self._is_paused = self.is_syncing = False
         self.version = version
@@ -203,7 +203,7 @@ class SimulatedEngine:
         self._look_ahead()
 
     def _forget_versions(self) -> None:
-        """Those that no request in flight has met."""
+        """Drop versions that no request in flight has met."""
         oldest = min((start for _, _, start, _ in self._running), default=self._progress)
         first = max(i for i, (_, since) in enumerate(self._versions) if since <= oldest or i == 0)
         self._versions = self._versions[first:]

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from actors.carriers import QueueSnapshot, Ticket
+from actors.processes.event_level import Notify
 from actors.state.ledger import HandOver, Ledger, LedgerMark, at_once, imbalance_of
 from actors.state.state_format import Columns, as_plain, of_plain
 from correction.config import CorrectionConfig
@@ -61,13 +62,13 @@ class TrainingState:
     monitor: dict[str, Any]
     """What the early warning knows (Monitor.state_dict), after the diagnostics of this step."""
     replacement: Replacement | None = None
-    """Of the correction, by an alarm."""
+    """The correction that an alarm has put in the place of the configured one; None: none has."""
     ledger: LedgerMark | None = None
     """How far the ledger had come; None: it had not begun."""
     data: str = ""
     """Fingerprint of the training questions (Task.fingerprint); empty: not known."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """The run's, by which the queue's groups were sampled; those in its folder may be of a resume that has saved nothing yet."""
+    """The run's settings, with which the queue's groups were sampled; its folder may have those of a resume that saved nothing yet."""
 
     def save(self, folder: Path) -> None:
         """Write into a checkpoint's state folder. Raises: OSError."""
@@ -123,7 +124,7 @@ class TrainingState:
         return replace(self, queue=_with_prompts(self.queue, found))
 
 
-def open_ledger(path: Path, state: TrainingState | None, notify: Callable[[str, str], object], hand_over: HandOver = at_once) -> Ledger:
+def open_ledger(path: Path, state: TrainingState | None, notify: Notify, hand_over: HandOver = at_once) -> Ledger:
     """The ledger of a run that begins, or goes on from a state.
 
     Args:

@@ -80,7 +80,7 @@ class WeightDeltas:
         """Consecutive versions, up to the newest."""
         self._fruitless = 0
         self._copies: dict[str, _Copy] = {}
-        """By node."""
+        """By node id the weights that the node holds."""
 
     def published(self, snapshot: WeightSnapshot, nodes: Collection[str]) -> None:
         """A newer version is published: start computing its delta, and applying it. Args: nodes: ids of the nodes of all engines."""

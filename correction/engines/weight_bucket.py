@@ -86,5 +86,5 @@ def packed(specs: tuple[WeightSpec, ...]) -> list[range]:
 
 
 def packed_bytes(specs: tuple[WeightSpec, ...]) -> int:
-    """That the tensors take when they lie end to end."""
+    """Bytes that the tensors take when they lie end to end."""
     return packed(specs)[-1].stop if specs else 0

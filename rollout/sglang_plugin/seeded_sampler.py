@@ -41,7 +41,7 @@ def _give_seeds(_result: None, info: Any, batch: Any, *_: Any, **__: Any) -> Non
 
 
 def _seed_of(request_id: str) -> int:
-    """In [0, 2^63)."""
+    """A number in [0, 2^63), the same for the same id."""
     return int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:8], "big") >> 1
 
 

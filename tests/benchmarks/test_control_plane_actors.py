@@ -1,4 +1,4 @@
-"""The benchmark of the control plane's own actors runs: the parts that replay still fit those that they stand beside."""
+"""The benchmark of the control plane's own actors runs: the parts that replay still fit those that they work with."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_real_actors_train_on_what_is_replayed() -> None:
 
 @pytest.mark.slow
 def test_workers_that_die_lose_no_prompt_and_wide_fields_arrive() -> None:
-    """Of four workers one dies in the time of each step. A token has 20 likeliest ones beside it, 8 bytes each, and 8 experts in 2 layers:
+    """Of four workers one dies in the time of each step. A token has 20 likeliest ones with it, 8 bytes each, and 8 experts in 2 layers:
     of a group that is more than Ray returns by value."""
     told = printed("--workers", "4", "--steps", "8", "--churn", "1", "--topk", "20", "--expert-layers", "2")
     numbers = r"  (\d+) workers died, .* of (\d+) prompts (\d+) were trained on, (\d+) discarded, (\d+) under way; copies .* at most (\d+)$"

@@ -1,4 +1,4 @@
-"""Run by tests/test_library_page.py in an environment with Liger-Kernel: its GRPO losses beside ours, on the same padded rows.
+"""Run by tests/test_library_page.py in an environment with Liger-Kernel: its GRPO losses next to ours, on the same padded rows.
 
 argv: the page, a file with the lines of its table {name: [Liger's settings, ours]}. Prints, for each line, both losses and the largest
 difference of their gradients with respect to the head's weight, by LigerFusedLinearGRPOLoss, which is plain torch; and the same by the

@@ -94,7 +94,7 @@ def test_c08_the_rest_takes_part_in_topk():
 
 
 def test_c10_opsm_compares_with_the_sampler():
-    """A sequence D beside the example: A = -1, mu .5 .4, theta .4 .3: mean log(mu / theta) = 0.255413."""
+    """A sequence D in addition to the example: A = -1, mu .5 .4, theta .4 .3: mean log(mu / theta) = 0.255413."""
     mu, theta = torch.tensor([0.5, 0.4]).double().log(), torch.tensor([0.4, 0.3]).double().log()
     batch = replace(
         worked_example(),

@@ -1,4 +1,4 @@
-"""Settings: presets first, keys beside them override; nonsense is refused with a reason; only torch and pydantic are needed."""
+"""Settings: presets first, keys next to them override; nonsense is refused with a reason; only torch and pydantic are needed."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What errors carry beside their message, and that they carry it to another process."""
+"""What errors carry in addition to their message, and that they carry it to another process."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ WITH_KL = [(preset, kl) for preset in ("ppo", "bypass", "sapo") for kl in ("k2",
 
 @pytest.mark.parametrize(("preset", "kl"), [*((preset, None) for preset in PLAIN), *WITH_KL])
 def test_gradcheck_of_surrogates(preset, kl):
-    """All factors beside the ratio are constants here (they are on mu and prox), so the loss is a plain function."""
+    """All factors apart from the ratio are constants here (they are on mu and prox), so the loss is a plain function."""
     config = CorrectionConfig(preset=preset, **({} if kl is None else {"kl": {"coefficient": 0.3, "estimator": kl}}))
     batch, target = random_batch(7, sequences=4)
     corrected = correct(batch, config)

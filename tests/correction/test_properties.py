@@ -49,7 +49,7 @@ def test_order_of_sequences_changes_nothing(seed, preset):
 @quick
 @given(seed=seeds, preset=st.sampled_from(NAMES))
 def test_padding_changes_nothing(seed, preset):
-    """The batch as padded tensors, with rubbish in the padding, and with fully masked sequences beside it."""
+    """The batch as padded tensors, with rubbish in the padding, and with fully masked sequences added."""
     config = CorrectionConfig(preset=preset)
     batch, target = random_batch(seed, spread=0.05)
     real = torch.zeros(batch.num_sequences, int(batch.lengths.max()) + 3, dtype=torch.bool)
@@ -82,7 +82,7 @@ def _concatenate(first, second):
 @quick
 @given(seed=seeds, preset=st.sampled_from(NAMES), ranks=st.integers(1, 4), kept=st.booleans())
 def test_micro_batches_and_ranks_add_up(seed, preset, ranks, kept):
-    count = "kept" if kept and not preset.startswith("prime") else "original"  # a late kept count beside a penalty is refused
+    count = "kept" if kept and not preset.startswith("prime") else "original"  # a late kept count together with a penalty is refused
     config = CorrectionConfig(preset=preset, denominator={"count": count})
     batch, target = random_batch(seed, spread=0.05)
     corrected = correct(batch, config)

@@ -23,7 +23,7 @@ minimal-mask blocks something."""
 
 @dataclass(frozen=True)
 class ReferenceCase:
-    """A batch, and what the reference needs beside it."""
+    """A batch, and what the reference needs in addition."""
 
     batch: PackedBatch
     target: torch.Tensor

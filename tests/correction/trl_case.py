@@ -1,4 +1,4 @@
-"""Run by tests/test_library_page.py in an environment with TRL: the page's trainer beside TRL's own, on the same rows.
+"""Run by tests/test_library_page.py in an environment with TRL: the page's trainer next to TRL's own, on the same rows.
 
 argv: the page, a file with the lines of its table {name: [TRL's settings, ours]}. Prints, for each line, both losses and the largest
 difference of their gradients; and what a short training run did.

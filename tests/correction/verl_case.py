@@ -1,4 +1,4 @@
-"""Run by tests/test_library_page.py in an environment with verl: its own functions beside ours, on the same padded rows.
+"""Run by tests/test_library_page.py in an environment with verl: its own functions next to ours, on the same padded rows.
 
 argv: the page, a file with the lines of its table {name: [verl's settings, ours]}. Prints, for each line, both losses and the largest
 difference of their gradients; and the same of the page's example, through verl's own ppo_loss.

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 CLOUD, LOCAL, IMAGE = (ROOT / "deploy" / f"ray-cluster{name}.yaml" for name in ("", "-local", "-gpu"))
 RECIPE, LARGE = (ROOT / "recipes" / f"{name}.yaml" for name in ("qwen3_8b_8gpu", "qwen3_30b_a3b_4nodes"))
 ASKED = {CLOUD: ("rollout.min_workers=1", "rollout.max_workers=16"), LOCAL: ("rollout.workers=12",)}
-"""What the README starts on the first two, beside the smaller recipe's four ranks; on the third the larger recipe as it is."""
+"""What the README starts on the first two, next to the smaller recipe's four ranks; on the third the larger recipe as it is."""
 LEARNER, ROLLOUT = '{"CPU": 96, "GPU": 8}', '{"CPU": 32, "GPU": 1, "rollout": 1}'
 """Resources of the cloud's types."""
 

@@ -84,7 +84,7 @@ class RunningCluster:
         """Live `nodes`; what jobs hold: live `actors` by class, states of `placement_groups`, resources that are `there` and `free`."""
         variables = environment() | self.variables
         told = subprocess.run([sys.executable, "-c", _LOOK, self.address], env=variables, capture_output=True, text=True, check=True)
-        return dict(json.loads([line for line in told.stdout.splitlines() if line.startswith("{")][-1]))  # Ray's own lines stand beside it
+        return dict(json.loads([line for line in told.stdout.splitlines() if line.startswith("{")][-1]))  # Ray's own lines stand around it
 
 
 _LOOK = """

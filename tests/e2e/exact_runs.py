@@ -31,6 +31,8 @@ def run_to_its_end(run_dir: Path, *words: str, timeout_s: float = 400.0) -> Run:
 
 
 def assert_all_equal(run: Run, steps: int) -> None:
+    config = RunFolder.view(run.run_dir).read_config()
+    assert config["learner"]["batch_invariant"] is True and config["rollout"]["engine"]["batch_invariant"] is True
     lines = run.metrics()
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     for line in lines:

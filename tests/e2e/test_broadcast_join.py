@@ -2,7 +2,7 @@
 
 Behaviours locked here: the group is whole before the learner's call ends, with which it computes all the time; the publish after it
 broadcasts to all members, and builds nothing; the engines hold the learner's weights then, to the bit. A member that dies in the rendezvous
-costs a try, beside the learner's call as well, and the next one is without it.
+costs a try, during the learner's call as well, and the next one is without it.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Scene:
     async def publish_by_broadcast(self, *numbers: int) -> None:
         built = self.broadcast._built
         snapshot = await self.sync.publish()
-        assert snapshot.buckets == [] and not snapshot.broadcast_error and self.dirty == [], "by broadcast, and not stored beside it"
+        assert snapshot.buckets == [] and not snapshot.broadcast_error and self.dirty == [], "by broadcast, and not stored as well"
         assert self.broadcast._built == built, "nothing was built for it"
         await self.sync.receipts(snapshot.version, deadline_s=SYNC_S)
         held = await asyncio.gather(*(self.workers[number].checksums.remote() for number in numbers))

@@ -5,7 +5,7 @@
 2. A retracting update in flight: the tokens of both versions equal their own weights' logprobs.
 3. SGLang's scores of given tokens are those bits, too.
 4. Training steps: the logprobs that each step trains with are those that were sampled with.
-5. Seeded answers repeat, whatever runs beside them.
+5. Seeded answers repeat, whatever runs at the same time.
 6. With the mode off the same comparison finds differences.
 7. A learner on several tensor-parallel ranks, if the engine projects in as many parts.
 """

@@ -27,7 +27,7 @@ GROUPS, EVERY, MORE = 16, 3, 2
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Iterator[Path]:
-    """On a file system of its own; what a run prints lies beside it, on the same one."""
+    """On a file system of its own; what a run prints lies next to it, on the same one."""
     disk = tmp_path / "disk"
     disk.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.launch import RECIPE, Run
 
-pytestmark = pytest.mark.slow  # four imports of torch and three Rays beside each other: two minutes on two cores
+pytestmark = pytest.mark.slow  # four imports of torch and three Rays at the same time: two minutes on two cores
 
 
 def test_three_starts_at_once_all_come_up(model: Path, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_reference_logprobs_come_from_the_other_weights_and_leave_ours_alone(tmp
 
 
 def test_a_forward_of_the_reference_leaves_no_trace_in_training(tmp_path: Path) -> None:
-    """As where the KL is told beside training: loss, gradient and weights are those of training without it, bit for bit."""
+    """As where the KL is told during training: loss, gradient and weights are those of training without it, bit for bit."""
     folder, other = save_model(tmp_path / "m"), save_model(tmp_path / "other", seed=1)
     ends = []
     for is_told in (False, True):

@@ -20,7 +20,8 @@ from learner.export import Staging
 
 
 def test_a_rank_with_a_share_of_a_gpu_holds_no_more_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its CUDA context has a place in the share, too, so that the engine beside it gets all of its own."""
+    """Its CUDA context has a place in the share, too, so that the engine on the same GPU gets all of its own. CUDA keeps the limit:
+    without a GPU all that can be seen is what it is told."""
     asked: list[tuple[float, torch.device]] = []
     total = 24 << 30
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -35,7 +36,8 @@ def test_a_rank_with_a_share_of_a_gpu_holds_no_more_of_its_memory(monkeypatch: p
 
 
 def test_weights_of_a_gpu_leave_through_page_locked_memory_that_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From pageable memory they would be copied twice. A CPU tensor that isn't contiguous stands for one of a GPU."""
+    """From pageable memory they would be copied twice. A CPU tensor that isn't contiguous stands for one of a GPU. Without one no memory
+    can be locked: what torch is asked for is all that can be seen of that."""
     made: list[dict[str, Any]] = []
     empty = torch.empty
 

@@ -34,7 +34,7 @@ OF_THE_HUB = {
     "rope_scaling": None, "rope_theta": 1_000_000, "sliding_window": None, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
     "use_cache": True, "use_sliding_window": False,
 }  # fmt: skip
-"""What the hub's files of Qwen3 say beside the sizes."""
+"""What the hub's files of Qwen3 say apart from the sizes."""
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32_768}
 VALUES = [None, True, False, 0, 1, 3, -1, 4096, 0.5, 1.0, 2.0, float("inf"), "", "gelu", "float64", "bfloat16", [], ["x"], {}, YARN]
 VALUES += [{"rope_type": "default", "rope_theta": 1e4}, {"rope_type": "x"}, {"rope_theta": "x"}, ["full_attention"] * 36]

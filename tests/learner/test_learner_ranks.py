@@ -299,7 +299,7 @@ def steps_with_number(learner: LearnerRank, first: int, last: int) -> dict[str, 
 
 
 def ten_steps_then_killed(rank: int, ranks: int, port: int, folder: Path, split: dict[str, Any]) -> None:
-    """A save is begun after five steps, and written beside the others. A second one is in the middle of its writing when SIGKILL comes."""
+    """A save is begun after five steps, and written during the others. A second one is in the middle of its writing when SIGKILL comes."""
     learner = LearnerRank(LearnerConfig(**split, **RESUMED, seed=rank + 1), rank, ranks, "127.0.0.1", port)
     learner.load(folder)
     steps_with_number(learner, 0, 5)

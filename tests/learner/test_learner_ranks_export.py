@@ -60,7 +60,7 @@ def exported_on_a_rank(
 )
 def test_weights_are_exported_many_at_a_time(tmp_path: Path, split: dict[str, Any], expected: dict[str, int]) -> None:
     """Not one collective for each of the model's tensors: a mixture of experts has tens of thousands. And many, if not all fit. An expert
-    lies alone, or beside the other half of its first matrix, and not in the buffer of all that were gathered."""
+    lies alone, or next to the other half of its first matrix, and not in the buffer of all that were gathered."""
     folder = save_model(tmp_path / "m", "qwen3_moe", tie=False)
     original = load_file(folder / "model.safetensors")
     for most_bytes in (2**26, 20_000):

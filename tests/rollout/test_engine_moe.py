@@ -1,5 +1,5 @@
 """An engine on a tiny mixture of experts with a head of its own: its fused experts, seen and updated under Hugging Face's names, and the
-experts that it sends tokens to, beside those that Hugging Face's routers choose."""
+experts that it sends tokens to, compared with those that Hugging Face's routers choose."""
 
 from __future__ import annotations
 

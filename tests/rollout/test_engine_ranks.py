@@ -291,32 +291,37 @@ def test_an_update_counts_when_every_rank_has_it(second: dict[str, str], said: s
 
 
 class TwoRanks:
-    """An engine whose SGLang is a list of what it was asked, and whose second rank loads as many buckets as it is told to."""
+    """An engine whose SGLang is two ranks with a cache, of which the second loads as many buckets as it is told to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, update_mode: str) -> None:
-        self.asked: list[str] = []
+        self.held = [{"buckets": "0", "version": "3", "failure": ""} for _ in range(2)]
+        """By rank: buckets of the last update, and the version."""
+        self.cached = {"requests", "prefixes"}
+        """What has keys and values of earlier weights."""
         self.second_misses = 0
-        self._told: list[dict[str, str]] = []
-        manager = SimpleNamespace(abort_request=lambda abort_all: self.asked.append("abort"))
+        manager = SimpleNamespace(abort_request=lambda abort_all: self.cached.discard("requests"))
         process: Any = SimpleNamespace(raise_if_lost=lambda: None, wait=self._wait, engine=SimpleNamespace(tokenizer_manager=manager))
         config = EngineConfig.model_validate({"device": "cpu", "tensor_parallel": 2, "weight_update_mode": update_mode})
         self.engine = UpdatableEngine("engine", config, process, 3)
         self.engine._specs = {"w": WeightSpec.of("w", WHOLE), "v": WeightSpec.of("v", WHOLE)}
 
         async def begin(_: Any, mode: str) -> None:
-            self.asked.append(mode)
-            self._told = [{"buckets": "0", "version": "3", "failure": ""} for _ in range(2)]
+            if mode == "retract":
+                self.cached.discard("requests")
+            for rank in self.held:
+                rank["buckets"] = "0"
 
         async def send(_: Any, payloads: list[bytes], *, version: int | None, flush: bool) -> None:
-            for rank, (told, payload) in enumerate(zip(self._told, payloads, strict=True)):
-                if not (rank == 1 and self.second_misses):
-                    told["buckets"] = str(int(told["buckets"]) + 1)
-                    told["version"] = str(version or told["version"])
+            for number, (rank, payload) in enumerate(zip(self.held, payloads, strict=True)):
+                if not (number == 1 and self.second_misses):
+                    rank["buckets"] = str(int(rank["buckets"]) + 1)
+                    rank["version"] = str(version or rank["version"])
                     assert payload
             self.second_misses = max(0, self.second_misses - 1)
-            self.asked.append("flush" if flush else "load")
+            if flush:
+                self.cached.discard("prefixes")
 
-        monkeypatch.setattr(self.engine, "_inspect", lambda *_: asyncio.sleep(0, self._told))
+        monkeypatch.setattr(self.engine, "_inspect", lambda *_: asyncio.sleep(0, self.held))
         monkeypatch.setattr(weight_transfer, "pause_and_begin", begin)
         monkeypatch.setattr(weight_transfer, "send", send)
         monkeypatch.setattr(weight_transfer.SharedStaging, "payloads", lambda *_: [b"0", b"1"])
@@ -329,6 +334,10 @@ class TwoRanks:
     async def update(self, version: int) -> None:
         await self.engine.update_weights(version, [WeightBucket.of({name: WHOLE}) for name in "wv"])
 
+    def holds(self, version: int) -> bool:
+        """Whole, in both ranks."""
+        return self.held == [{"buckets": "2", "version": str(version), "failure": ""}] * 2
+
 
 @pytest.mark.parametrize("missed", [1, 2])
 def test_a_rank_that_misses_a_bucket_makes_the_engine_dirty_until_a_whole_update(monkeypatch: pytest.MonkeyPatch, missed: int) -> None:
@@ -337,14 +346,14 @@ def test_a_rank_that_misses_a_bucket_makes_the_engine_dirty_until_a_whole_update
     async def scenario() -> None:
         scene = TwoRanks(monkeypatch, "in_place")
         await scene.update(4)
-        assert (scene.engine.version, scene.asked) == (4, ["in_place", "load", "load"])
+        assert scene.engine.version == 4 and scene.holds(4) and scene.cached == {"requests", "prefixes"}
         scene.second_misses = missed
         with pytest.raises(SyncError, match=rf"rank 1 of 2 has loaded {2 - missed} of 2 buckets.*dirty until a whole update succeeds"):
             await scene.update(5)
-        assert scene.engine.version == 4 and scene.engine._dirty is not None and scene.asked[-1] == "abort"
-        scene.asked.clear()
+        assert scene.engine.version == 4 and scene.engine._dirty is not None and not scene.holds(5) and scene.cached == {"prefixes"}
+        scene.cached.add("requests")  # they come again
         await scene.update(6)
         assert (scene.engine.version, scene.engine._dirty) == (6, None)
-        assert scene.asked == ["retract", "load", "flush"]
+        assert scene.holds(6) and scene.cached == set()
 
     asyncio.run(scenario())

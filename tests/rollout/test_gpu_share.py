@@ -1,4 +1,4 @@
-"""An engine beside a learner on one GPU: what it takes follows from its share, whoever comes first. Facts are made up: no GPU is needed."""
+"""An engine and a learner on one GPU: what it takes follows from its share, whoever comes first. Facts are made up: no GPU is needed."""
 
 from __future__ import annotations
 

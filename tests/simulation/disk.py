@@ -16,7 +16,7 @@ from unittest import mock
 
 _USUAL_S = 0.002
 _NO_FILES = {"wait", "_draining_nodes"}
-"""What the driver has done beside its loop that isn't for the disk, by name."""
+"""What the driver has done in threads that isn't for the disk, by name."""
 
 
 class Disk:
@@ -40,7 +40,7 @@ class Disk:
         """For the next piece of work."""
         return self.delay("the disk", 0.1, 12.0) if self.is_slow else _USUAL_S
 
-    def beside_s(self, function: Callable[..., Any]) -> float:
+    def in_thread_s(self, function: Callable[..., Any]) -> float:
         """What a thread of the driver waits for it."""
         return self.takes_s() if self.is_slow and getattr(function, "__name__", "") not in _NO_FILES else 0.0
 
@@ -156,11 +156,11 @@ class SimulatedFileThread:
             self._error = self._error or error
 
 
-def beside(disk: Disk, is_driver: Callable[[], bool]) -> Callable[..., Any]:
+def in_thread(disk: Disk, is_driver: Callable[[], bool]) -> Callable[..., Any]:
     """In place of asyncio.to_thread: a moment later, whole; the driver's when the disk has had its time for it."""
 
     async def to_thread(function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-        await asyncio.sleep(_USUAL_S + (disk.beside_s(function) if is_driver() else 0.0))
+        await asyncio.sleep(_USUAL_S + (disk.in_thread_s(function) if is_driver() else 0.0))
         result = function(*args, **named)
         return await result if inspect.isawaitable(result) else result
 

@@ -12,7 +12,7 @@ from tests.simulation.ref import Ref
 
 
 class Node:
-    """A machine: workers, and the store with what their calls have returned beside the answers."""
+    """A machine: workers, and the store with what their calls have returned in addition to the answers."""
 
     def __init__(self, cluster: Any, name: str) -> None:
         self._cluster, self.name = cluster, name

@@ -39,7 +39,7 @@ HERE: ContextVar[Process | None] = ContextVar("process", default=None)
 DRIVER: ContextVar[Process | None] = ContextVar("driver", default=None)
 """The driver's own, of a run in which it stands still for a while; None: its tasks are plain ones, which are faster."""
 
-_BESIDE = ("heartbeat", "begun", "hold", "release", "address", "open_broadcast", "close_broadcast")
+_OUT_OF_TURN = ("heartbeat", "begun", "hold", "release", "address", "open_broadcast", "close_broadcast")
 """Calls in a thread of their own: they wait for none of the others."""
 _ON_A_NODE = 2
 _TASKS = 32
@@ -67,7 +67,7 @@ class Process:
         self.calls: deque[Callable[[], None]] = deque()
         """Arrived, and not begun: it starts, stands still, or has another one to end first."""
         self.is_busy = False
-        self.beside: deque[Callable[[], None]] = deque()
+        self.out_of_turn: deque[Callable[[], None]] = deque()
         """Likewise, of calls that wait for none of the others to end."""
         self.context = copy_context()
         self.context.run(HERE.set, self)
@@ -85,8 +85,8 @@ class Process:
         return task
 
     def take_calls(self) -> None:
-        while self.beside and self.is_up and not self.is_frozen:
-            self.beside.popleft()()
+        while self.out_of_turn and self.is_up and not self.is_frozen:
+            self.out_of_turn.popleft()()
         while self.calls and self.is_up and not self.is_frozen and not self.is_busy:
             self.calls.popleft()()
 
@@ -108,7 +108,7 @@ class Process:
             return
         self.is_dead = True
         self.calls.clear()
-        self.beside.clear()
+        self.out_of_turn.clear()
         for task in self._tasks:
             task.cancel()
         self.thaw()
@@ -310,30 +310,30 @@ class _Call:
         self.cluster, self.process, self.method, self.args, self.named, self.refs, self.fate = (
             cluster, process, method, args, named, refs, fate,
         )
-        self.is_beside = method in _BESIDE
+        self.is_out_of_turn = method in _OUT_OF_TURN
 
     def arrive(self) -> None:
         if not self.process.is_dead:
-            (self.process.beside if self.is_beside else self.process.calls).append(self.begin)
+            (self.process.out_of_turn if self.is_out_of_turn else self.process.calls).append(self.begin)
             self.process.take_calls()
 
     def begin(self) -> None:
         process = self.process
         function = _is_ready if self.method == "__ray_ready__" else getattr(process.instance, self.method)
-        process.is_busy = process.is_busy or not (process.overlaps or self.is_beside)
+        process.is_busy = process.is_busy or not (process.overlaps or self.is_out_of_turn)
         task: asyncio.Task[Any] = process.context.run(self.cluster.loop.create_task, self._run(function))  # type: ignore[arg-type]
         task.add_done_callback(self._ended)
 
     async def _run(self, function: Callable[..., Any]) -> Any:
         args = [await a if isinstance(a, Ref) else a for a in self.args]
-        if not (self.process.overlaps or self.is_beside):
+        if not (self.process.overlaps or self.is_out_of_turn):
             await asyncio.sleep(self.process.instance.takes_s(self.method))
         result = function(*args, **self.named)
         return await result if inspect.iscoroutine(result) else result
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         process = self.process
-        process.is_busy = process.is_busy and self.is_beside
+        process.is_busy = process.is_busy and self.is_out_of_turn
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if process.is_dead:
             return

@@ -29,7 +29,7 @@ from correction.errors import DataError, EngineDirty, EvenkeelError, LedgerError
 from tests.simulation import faults, parts
 from tests.simulation.books import Books, ViolationError
 from tests.simulation.clock import Clock, NothingLeftError, VirtualLoop, installed
-from tests.simulation.disk import Disk, beside
+from tests.simulation.disk import Disk, in_thread
 from tests.simulation.edges import doubles
 from tests.simulation.faults import QUEUE, RANK, WORKER, Fate, Faults, damage
 from tests.simulation.learner import SimulatedRank, Weights
@@ -204,7 +204,7 @@ class World:
         logger.setLevel(logging.CRITICAL + 1)
         torch.set_num_threads(1)  # its batches are of a few tokens
         try:
-            to_thread, edges = beside(self.disk, lambda: HERE.get() is None), doubles(self.schedule, self.disk, self.faults)
+            to_thread, edges = in_thread(self.disk, lambda: HERE.get() is None), doubles(self.schedule, self.disk, self.faults)
             with installed(self._clock, self.schedule.seed, to_thread), self.disk.in_place(self._root), edges:
                 self._play()
         except (ViolationError, NothingLeftError) as error:

@@ -111,7 +111,7 @@ def test_an_override_reaches_into_a_list(recipe: Path) -> None:
 
 
 def test_changing_the_kind_replaces_the_variant(recipe: Path) -> None:
-    """`low` belongs to the recipe's clip; score has none. In either order the override beside the kind stays."""
+    """`low` belongs to the recipe's clip; score has none. In either order the override next to the kind stays."""
     for overrides in (["objective.kind=score", "objective.gate=1"], ["objective.gate=1", "objective.kind=score"]):
         assert load_config(Run, recipe, overrides).objective == Score(gate=1.0)
 

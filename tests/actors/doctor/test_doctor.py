@@ -86,7 +86,7 @@ def test_engines_of_two_gpus_make_room_where_one_has_none() -> None:
     ],
 )
 def test_engines_have_room_on_nodes_not_in_a_sum(workers: int, gpus: str, said: list[str]) -> None:
-    """Of six GPUs each; the learner has four of a node, which leave room for none beside it, though 16 GPUs are there, and asked for."""
+    """Of six GPUs each; the learner has four of a node, which leave no room for another, though 16 GPUs are there, and asked for."""
     found = enough(Gpus.parse(gpus), eight("rollout.engine.tensor_parallel=6", f"rollout.workers={workers}", "ray.address=auto"))
     assert len(found) == len(said) and all(text in one.sentence for text, one in zip(said, found, strict=True)), found
 

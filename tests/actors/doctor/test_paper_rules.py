@@ -144,7 +144,7 @@ def test_a_rank_too_large_by_its_micro_batch_is_told_so() -> None:
     "words", ["learner.report_kl_every=1", "monitor.split_every=10", "learner.report_kl_every=1 monitor.split_every=10"]
 )
 def test_other_weights_on_a_rank_s_gpu_are_counted_once(words: str) -> None:
-    """Of the reference or of an earlier version: each is loaded beside the present ones for its forward pass, and none together."""
+    """Of the reference or of an earlier version: each is loaded in addition to the present ones for its forward pass, and none together."""
     facts = paper(gpus=(24 << 30,))
     bare = next(one.sentence for one in on_paper(facts, eight()) if "rank needs" in one.sentence)
     found = next(one.sentence for one in on_paper(facts, eight(*words.split())) if "rank needs" in one.sentence)

@@ -62,6 +62,13 @@ class RecordingObserver:
             raise RuntimeError("no connection")
 
 
+class UnaskedQueue:
+    """Fails when anything is asked of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"the queue was asked: {name}")
+
+
 def source(run: Controller, service: Any) -> BatchSource:
     """With a queue and a ledger that nobody asks."""
     with mock.patch("actors.driver.batch_source.make_queue"), mock.patch("actors.driver.batch_source.open_ledger"):
@@ -274,7 +281,7 @@ def test_the_phase_is_that_of_the_step() -> None:
 
 
 def test_the_ranks_have_their_places_before_a_worker_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks Ray first gets the GPUs: engines would take those of the learner's."""
+    """Whoever asks Ray first gets the GPUs: engines would take those of the learner's. So the order of these calls is the contract."""
 
     async def scenario() -> None:
         run, done = controller(RecordingObserver()), list[str]()
@@ -297,7 +304,8 @@ def test_the_ranks_have_their_places_before_a_worker_asks_for_one(monkeypatch: p
 
 
 def test_the_first_sync_takes_nothing_out_of_the_queue() -> None:
-    """After a resume it holds discarded prompts that the ledger doesn't know yet; they belong to the first step's line."""
+    """After a resume it holds discarded prompts that the ledger doesn't know yet; they belong to the first step's line. Here it fails when
+    anything is asked of it."""
 
     async def scenario() -> None:
         run = controller(RecordingObserver())
@@ -309,6 +317,7 @@ def test_the_first_sync_takes_nothing_out_of_the_queue() -> None:
 
         run._pool = SimpleNamespace(first_worker=nothing, follow=lambda _: None)  # type: ignore[assignment]
         run._sync = SimpleNamespace(publish=nothing, receipts=receipts)  # type: ignore[assignment]
+        run._source = UnaskedQueue()  # type: ignore[assignment]
         await run._first_sync()
         assert asked == [run._version]
 

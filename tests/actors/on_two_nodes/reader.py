@@ -15,7 +15,7 @@ from actors.queue.payloads import checksums_of
 from rollout.trajectory import SyncReceipt
 
 FAR_READERS = 4
-"""On the node of engines; beside the learner there is one."""
+"""On the node of engines; there is one next to the learner."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Two real ranks on gloo, as Ray actors: what many readers of the weights cost the learner.
 
-Behaviours locked here: whoever joins or exports at whatever moment, beside forwards and steps, nothing hangs and the weights are, to the
+Behaviours locked here: whoever joins or exports at whatever moment, during forwards and steps, nothing hangs and the weights are, to the
 last bit, those of a run that nobody joined. Ranks that live when the run goes back to a checkpoint read it in the processes that they
 have, whatever is under way, and train on as if it had been the first time.
 """
@@ -132,8 +132,8 @@ def test_joins_during_forwards_and_steps_change_no_bit_and_hang_nothing(cluster:
             await group.saved(deadline_s=60.0)
             alone, _ = await trained(group, joins=False)
             await group.restore(start, 0, deadline_s=60.0)
-            beside, crowd = await trained(group, joins=True)
-            assert len(crowd.targets) == JOINS and beside == alone
+            joined, crowd = await trained(group, joins=True)
+            assert len(crowd.targets) == JOINS and joined == alone
             assert alone != (await restored(group, start)).checksums, "the steps moved the weights"
 
     async def restored(group: LearnerGroup, folder: Path) -> Any:

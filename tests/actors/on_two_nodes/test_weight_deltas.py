@@ -64,7 +64,7 @@ class Learner:
 
 
 class Scene:
-    """Two engines on the far node and one beside the learner; every update is compared by checksums."""
+    """Two engines on the far node and one on the learner's; every update is compared by checksums."""
 
     def __init__(self, nodes: Nodes) -> None:
         self.learner = Learner()
@@ -148,7 +148,7 @@ def test_only_the_differences_cross_the_network_and_a_node_makes_a_version_once(
         for _ in range(4):
             before = stored_bytes(scene.far)
             found = await scene.step()
-            assert found.count(None) == 1 and len(found) == 3, "the engine beside the learner reads what lies there"
+            assert found.count(None) == 1 and len(found) == 3, "the engine on the learner's node reads what lies there"
             first, second = by_deltas(found)
             assert first == second and 0.007 * WHOLE < first < 0.012 * WHOLE
             assert stored_bytes(scene.far) - before < 1.1 * WHOLE, "what was made is there once for two engines"

@@ -1,4 +1,4 @@
-"""What a run needs, beside what is measured and what the models' makers publish."""
+"""What a run needs, compared with what is measured and what the models' makers publish."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def in_float32(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) 
 @pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "float32_head": True}])
 @pytest.mark.parametrize(("tokens", "width", "rows", "chunk"), [(600, 16, 512, 48), (90, 64, 1000, 32), (16, 64, 1000, 32)])
 def test_the_head_takes_what_is_alive_at_most(tokens: int, width: int, rows: int, chunk: int, settings: dict[str, Any]) -> None:
-    """Of both passes, on each of two ranks; beside it come some numbers of the tokens of a chunk."""
+    """Of both passes, on each of two ranks; in addition there are some numbers of the tokens of a chunk."""
     config = LearnerConfig(device="cpu", tensor_parallel=2, logprob_chunk_tokens=chunk, **settings)
     shape = replace(ModelShape.of(QWEN3_06B), hidden=width, vocabulary=2 * rows)
     head = in_float32 if config.float32_head else head_logprobs
@@ -178,7 +178,7 @@ def test_an_engine_s_gpu(tmp_path: Path) -> None:
     assert default_fraction(gpu.memory) == round((81_559 - 13_440) / 81_559, 3)
     assert default_fraction(40_960 << 20) == round((40_960 - 6_848) / 40_960, 3)
     memory = engine_memory(ModelShape.of(QWEN3_30B_A3B), recipe("qwen3_8b_8gpu", save_config(tmp_path, QWEN3_30B_A3B)).rollout, gpu.memory)
-    assert 80_000 < memory.tokens < 120_000, "about 90 thousand tokens beside 61 GB of weights"
+    assert 80_000 < memory.tokens < 120_000, "about 90 thousand tokens next to 61 GB of weights"
     assert memory.longest_requests == memory.tokens // 10_240
 
 
@@ -226,7 +226,7 @@ def test_an_engine_on_several_gpus_has_its_weights_cut_and_room_for_more_tokens(
     whole_on_both = 2 * shape.layers * (shape.hidden * (2 + shape.experts) + 2 * shape.head_width) + 2 * shape.hidden
     assert 2 * two.weights - one.weights == whole_on_both, "in bfloat16"
     assert (two.token_bytes, eight.token_bytes) == (one.token_bytes // 2, one.token_bytes // 4)
-    assert two.tokens > 7 * one.tokens, "90 thousand beside 61 GB, 750 thousand beside 31 GB"
+    assert two.tokens > 7 * one.tokens, "90 thousand next to 61 GB, 750 thousand next to 31 GB"
     both = rollout.engine.model_copy(update={"tensor_parallel": 8, "attention_data_parallel": 2})
     grouped = engine_memory(shape, rollout.model_copy(update={"engine": both}), gpu.memory)
     queries = 2 * shape.layers * shape.hidden * 2 * shape.heads // 8 * shape.head_width  # of a key head each rank has one either way
@@ -257,7 +257,7 @@ def test_a_version_is_sent_in_the_learner_s_type_and_costs_what_is_read_again(tm
 
 
 def test_seconds_of_a_version_are_its_bytes_by_the_slowest_part_of_its_way(tmp_path: Path) -> None:
-    """Across nodes the network comes on top, before the pause; the first bucket's copy isn't in the pause; copies run beside loading."""
+    """Across nodes the network comes on top, before the pause; the first bucket's copy isn't in the pause; copies run during loading."""
     shape, model = ModelShape.of(QWEN3_8B), save_config(tmp_path, QWEN3_8B)
     alone, joined = (traffic(shape, recipe("qwen3_8b_8gpu", model, *words)) for words in ((), ("ray.address=auto",)))
     bucket = recipe("qwen3_8b_8gpu", model).weight_sync.bucket_bytes

@@ -1,4 +1,4 @@
-"""Memory of the hosts, beside what structures really take and what a process was seen to."""
+"""Memory of the hosts, compared with what structures really take and what a process was seen to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a whole training step on a CPU, weights to optimizer, beside RankMemory.total."""
+"""Memory of a whole training step on a CPU, weights to optimizer, compared with RankMemory.total."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def measured_and_planned(
     correction: CorrectionConfig = TIS,
     planned_for: str = "cpu",
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(what the rank holds, what a step takes beside it), in bytes, of a rank and of its plan.
+    """(what the rank holds, what a step takes in addition), in bytes, of a rank and of its plan.
 
     Args: planned_for: the plan's device, if the rank is made to compute as on another one.
     """
@@ -78,7 +78,7 @@ def measured_and_planned(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sizes", [LARGE_LAYERS, LARGE_VOCABULARY], ids=["layers", "vocabulary"])
 def test_a_step_takes_what_a_plan_says(tmp_path: Path, sizes: dict[str, Any], dtype: str, recompute: bool) -> None:
-    """With layers that are large beside the head the peak is in the backward pass of the last, with a large vocabulary in the head. The
+    """With layers much larger than the head the peak is in the backward pass of the last, with a large vocabulary in the head. The
     state is equal to the byte, so that 2 % of the rest is less than 1 % of the whole."""
     settings = {"dtype": dtype, "recompute_activations": recompute}
     (state, passes), planned = measured_and_planned(tmp_path, "qwen3", sizes, settings)

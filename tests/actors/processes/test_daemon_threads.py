@@ -1,4 +1,4 @@
-"""What a run does in threads beside its event loop, and how the loop ends with them."""
+"""What a run does in threads while its event loop goes on, and how the loop ends with them."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_calls_run_side_by_side_and_what_is_short_is_done_at_the_end() -> None:
         assert sorted(await asyncio.gather(*(asyncio.to_thread(pow, base, 2) for base in range(50)))) == [base**2 for base in range(50)]
         with pytest.raises(OSError, match="no space left"):
             await asyncio.to_thread(fails)
-        beside = asyncio.ensure_future(asyncio.to_thread(short))
+        in_thread = asyncio.ensure_future(asyncio.to_thread(short))
         await asyncio.sleep(0.05)
-        beside.cancel()
+        in_thread.cancel()
 
     asyncio.run(scenario())
     assert done == [1]

@@ -66,7 +66,7 @@ def test_a_finished_group_outlives_its_worker_and_goes_with_its_node(cluster: Cl
     """A worker that is killed right after its answers costs none of them, small or large. Of a node that goes, the large ones
     are lost: said by their ids, and no others; the small ones came with their references."""
     node = cluster.add_node(num_cpus=2, resources={"rollout": 2})
-    head = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # where a run has it: beside the driver
+    head = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # where a run has it: on the driver's node
     queues = ray.remote(concurrency_groups=GROUPS)(TrajectoryQueueActor).options(num_cpus=0, max_concurrency=100, scheduling_strategy=head)
     queue = queues.remote(groups_per_step=4, max_staleness=0)
     here = NodeAffinitySchedulingStrategy(node.node_id, soft=False)

@@ -89,7 +89,7 @@ def test_what_a_group_takes_does_not_grow_with_the_groups_held() -> None:
 
 
 def hashed_by_giving_up(worthless: int) -> int:
-    """Prompt ids that are looked up while one group is given up, beside so many that are not worth training."""
+    """Prompt ids that are looked up while one group is given up, with so many others that are not worth training."""
 
     books = Outstanding(dynamic_sampling=True)
     tickets = [Ticket(i, replace(prompt(i), prompt_id=CountingName(f"train/0/{i}")), 0) for i in range(worthless + 1)]

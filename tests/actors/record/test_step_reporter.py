@@ -1,4 +1,4 @@
-"""When a finished step is reported: beside the next one if that takes a moment, else before the end of that one, and at a flush."""
+"""When a finished step is reported: during the next one if that takes a moment, else before the end of that one, and at a flush."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ EVENT = Event(step=3, name="k3_kl", state=State.ALARM, value=1.0, growth=2.0, me
 
 
 class Scene:
-    """A reporter whose observer and service keep a log."""
+    """A reporter whose observer and service keep a log. Its order is the contract: the learner has its work first, lines come in the order
+    of steps, and none is missing at a flush."""
 
     def __init__(self, observation: Observation | None = None) -> None:
         self.log: list[str] = []

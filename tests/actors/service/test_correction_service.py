@@ -2,7 +2,7 @@
 
 Behaviours locked here: proximal logprobs land at their own tokens, however the batch was put together; they are asked for at the version
 from which the update starts, never before; batch k+1 is prepared while k trains; groups without two valid answers are replaced; diagnostics
-and monitor follow in the order of steps, beside the event loop, and hold a batch no longer than they need it.
+and monitor follow in the order of steps, while the event loop goes on, and hold a batch no longer than they need it.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def test_who_waits_for_something_waits_longer_than_it_may_take(tokens: int, size
 
 @pytest.mark.parametrize("size", [10**9, 16 * 10**9, 61 * 10**9])
 def test_a_dead_member_costs_the_learner_a_bucket_s_time_not_a_model_s(size: int) -> None:
-    """256 MB at 100 MB/s beside the 60 s of an engine's own collective, whatever the model; sync_s is 693 s for one of 16 GB."""
+    """256 MB at 100 MB/s in addition to the 60 s of an engine's own collective, whatever the model; sync_s is 693 s for one of 16 GB."""
     config = with_deadlines(run_config(), size)
     bytes_ = config.weight_sync.bucket_bytes
     assert bucket_s(config) == 60 + bytes_ / 1e8 < 70

@@ -68,7 +68,7 @@ def test_a_synchronous_step_takes_as_long_as_both_sides_and_all_that_is_between(
 
 @pytest.mark.parametrize("sync_s", [0.1, 0.7])
 def test_a_group_s_ways_are_a_part_of_a_synchronous_step(sync_s: float) -> None:
-    """Tickets come 0.25 s after the step before, weights beside that; then a call, sampling, its answer, and the batch's hand-over."""
+    """Tickets come 0.25 s after the step before, weights during that; then a call, sampling, its answer, and the batch's hand-over."""
     delays = {"admission_s": 0.25, "dispatch_s": 0.05, "answer_s": 0.15, "handover_s": 0.3}
     found = run(RunCosts(SPEED, learner_token_s=1.0 / BATCH_TOKENS, publish_s=0.2, sync_s=sync_s, pause_s=0.1, **delays), max_staleness=0)
     expected = max(0.25, sync_s) + 0.05 + ROLLOUT_S + 0.15 + 0.3 + 1.0 + 0.2

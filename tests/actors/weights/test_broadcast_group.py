@@ -1,4 +1,4 @@
-"""A weight group that is rebuilt beside training. Engines and learner are fakes here; tests/e2e/test_broadcast_join.py has real ones.
+"""A weight group that is rebuilt during training. Engines and learner are fakes here; tests/e2e/test_broadcast_join.py has real ones.
 
 Behaviours locked here: no publish waits for a rendezvous; versions go through the object store until the group is whole, and by broadcast
 from then on; who joins is no member before it is verified, and the others' group lasts until then; no group ends in the middle of a

@@ -1,4 +1,4 @@
-"""Weights by broadcast: one pass and no copy beside it, and who comes later has what was broadcast copied."""
+"""Weights by broadcast: one pass and no further copy, and who comes later has what was broadcast copied."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ HOME, FAR = "a" * 56, "b" * 56
 
 
 class Scene:
-    """One node beside the learner's. What a task finds is there at once; weights are when they may be."""
+    """One node apart from the learner's. What a task finds is there at once; weights are when they may be."""
 
     def __init__(self, delta_bytes: int = 20) -> None:
         self.delta_bytes = delta_bytes
@@ -106,7 +106,7 @@ class Tasks:
 
 @pytest.mark.parametrize("limit_s", [0.05, 5.0], ids=["past its deadline", "newer weights are out"])
 def test_a_task_that_nobody_waits_for_is_ended(limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would hold two versions in the store, and a step later another one would run beside it."""
+    """It would hold two versions in the store, and a step later another one would run at the same time."""
 
     async def scenario() -> None:
         scene, tasks = Scene(), Tasks(monkeypatch)
