@@ -32,7 +32,7 @@ def grouped_product(x: Tensor, weights: Sequence[Tensor], rows: Tensor) -> Tenso
 
 def _by_kernel(x: Tensor, weights: Sequence[Tensor], rows: Tensor) -> Tensor:
     ends = rows.to(x.device).cumsum(0, dtype=torch.int32)
-    product: Tensor = _GroupedProduct.apply(x, ends, *weights)
+    product: Tensor = _GroupedProduct.apply(x, ends, *weights)  # type: ignore[no-untyped-call]
     return product
 
 
