@@ -67,7 +67,8 @@ def sglang(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = str(save_config(tmp_path_factory.mktemp("model"), QWEN3_8B | {"architectures": ["Qwen3ForCausalLM"]}))
     of_ranks = [{"tp_size": ranks} | ({"dp_size": groups, "enable_dp_attention": True} if groups > 1 else {}) for ranks, groups in RANKS]
     given = EngineConfig(device="cuda", dtype="bfloat16", gpu_share=0.35).sglang_arguments(folder, 2048, 0)
-    shared = {name: given[name] for name in ("chunked_prefill_size", "mem_fraction_static", "disable_prefill_cuda_graph")}
+    names = ("chunked_prefill_size", "mem_fraction_static", "disable_prefill_cuda_graph")
+    shared = {name: given[name] for name in names if name in given}
     gpus = [(mib, one | {"model_path": folder}) for one in (*of_ranks, shared) for mib in SIZES]
     heads, width = QWEN3_8B["num_key_value_heads"], QWEN3_8B["head_dim"]
     pools = [(TOKENS, 1, dtype, heads // ranks, width, LAYERS) for dtype, ranks in POOLS]
