@@ -39,6 +39,9 @@ RESERVED_ARGUMENTS = {
     "sampling_backend": "nothing: behaviour logprobs come from evenkeel's sampler",
 }
 """SGLang arguments that evenkeel sets itself, and what to set instead of each."""
+_OF_A_SHARE = {"chunked_prefill_size": PREFILL_TOKENS, "disable_prefill_cuda_graph": True}
+"""Of an engine with a share of a GPU, all of which is counted (correction/engines/gpu_share.py): a chunk to match, and no graphs of
+prefill, which would be 42 for that chunk and take 336 MiB by SGLang's own estimate."""
 
 
 class EngineDeadlines(DerivedSettings):
@@ -262,8 +265,8 @@ class EngineConfig(Settings):
                 "mem_fraction_static": self.memory_fraction,
             }
             arguments |= {name: value for name, value in optional.items() if value is not None}
-            if self.gpu_share < 1:                                  # the plugin sizes the cache; SGLang wants a value, and a chunk to match
-                arguments |= {"mem_fraction_static": self.memory_fraction or self.gpu_share, "chunked_prefill_size": PREFILL_TOKENS}
+            if self.gpu_share < 1:                                  # the plugin sizes the cache; SGLang wants a value
+                arguments |= _OF_A_SHARE | {"mem_fraction_static": self.memory_fraction or self.gpu_share}
         if self.tensor_parallel > 1:
             arguments["tp_size"] = self.tensor_parallel
         if self.expert_parallel > 1:

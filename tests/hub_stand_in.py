@@ -45,6 +45,8 @@ class StandInHub:
     """Large files by their hash, before a commit names them."""
     requests: list[str] = field(default_factory=list)
     """METHOD path, in the order of arrival."""
+    ranges: dict[str, list[str]] = field(default_factory=dict)
+    """By file, of each download the part that was asked for, as its Range header has it; empty: the whole file."""
     break_after: int | None = None
     """The next download of a large file ends after so many bytes, without the rest."""
     token: str = ""
@@ -158,6 +160,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "EntryNotFound")
             return
         content, oid = files[path], _oid(path, files[path])
+        if self.command == "GET":
+            self.hub.ranges.setdefault(path, []).append(self.headers.get("Range", ""))
         start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
         headers = {"X-Repo-Commit": commit, "ETag": f'"{oid}"', "X-Linked-Etag": f'"{oid}"', "X-Linked-Size": str(len(content))}
         headers["Accept-Ranges"] = "bytes"

@@ -20,6 +20,7 @@ from actors.doctor.gather import nodes_of_cluster, own_machine, paper_facts
 from actors.doctor.node_rules import on_nodes, requests
 from actors.doctor.paper_rules import on_paper, stop_at_failures
 from actors.doctor.start_checks import checked
+from actors.doctor.views import table_of
 from actors.driver.controller import Controller
 from actors.driver.run_summary import RunSummary
 from actors.plan.shape import ModelShape
@@ -177,7 +178,7 @@ def _run_in(
             ):
                 beyond_its_end.enter_context(ends_with_the_head(config.ray, folder.path, last, observer.event))
                 observer.event("info", f"output of the actors: {cluster.log_folder}")
-                _look_at_nodes(config, folder, observer, point.checkpoint.hf if point else config.model)
+                _look_at_nodes(config, folder, observer, view, point.checkpoint.hf if point else config.model)
                 register_stack_dump()
                 HALF_OVER.set(StackCollector(folder, observer.event).half_over)
                 summary = _run_controller(controller)
@@ -203,8 +204,8 @@ def _run_in(
     return summary
 
 
-def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer, model: Path) -> None:
-    """What the run asks of Ray against what is there, and what else stands in its way.
+def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer, view: TerminalView, model: Path) -> None:
+    """What the run asks of Ray against what is there, a table on the terminal and a line in events.log; and what else stands in its way.
 
     Args:
         model: folder that the run starts from: a resumed one's checkpoint, as the first model need not be there any more.
@@ -212,7 +213,9 @@ def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer, mod
     """
     config = config.model_copy(update={"model": model})  # a name of the hub is one here, too: each node looks in its own cache
     nodes = own_machine(config) if config.ray.address is None else nodes_of_cluster(config, folder.path)
-    observer.event("info", "; ".join(str(row) for row in requests(nodes, config)))
+    rows = requests(nodes, config)
+    view.show(table_of(rows))
+    observer.keep_event("info", "; ".join(str(row) for row in rows))
     found = on_nodes(nodes, config, ModelShape.read(config_folder(model)))
     for one in found:
         if one.severity != "fail":

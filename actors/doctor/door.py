@@ -7,8 +7,7 @@ import socket
 import threading
 from typing import Any
 
-_START_S = 30.0
-_CONNECT_S = 5.0
+_CONNECT_S = 3.0
 _SIGN = b"."
 
 
@@ -37,15 +36,15 @@ class Door:
         self._listener, self.address = listener, address
 
     @classmethod
-    def on(cls, node_id: str) -> Door | None:
-        """None if the listener can't be started on the node; the node's facts say why."""
+    def on(cls, node_id: str, *, within_s: float) -> Door | None:
+        """None if the listener can't be started on the node, or not in time; the node's facts say why."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         there = NodeAffinitySchedulingStrategy(node_id, soft=False)
         listener: Any = ray.remote(Listener).options(num_cpus=0, scheduling_strategy=there).remote()
         try:
-            address: tuple[str, int] = ray.get(listener.open.remote(), timeout=_START_S)
+            address: tuple[str, int] = ray.get(listener.open.remote(), timeout=within_s)
             return cls(listener, address)
         except ray.exceptions.RayError:
             ray.kill(listener)

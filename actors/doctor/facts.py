@@ -90,6 +90,10 @@ class NodeFacts:
 
     name: str
     """Its address."""
+    silence: str = ""
+    """Why nothing is known of it but what Ray knows: resources and object store; empty: it has answered."""
+    has_failed: bool = False
+    """Of a silent one: the small task there has ended with an error; otherwise it was late."""
     offered_gpus: float = 0.0
     """GPUs that Ray offers there."""
     free_gpus: float = 0.0

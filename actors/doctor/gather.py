@@ -8,7 +8,7 @@ import resource
 import shutil
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,7 +25,6 @@ from actors.doctor.memory_rules import could_be_given
 from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape
 from actors.settings.devices import visible_gpus
-from correction.errors import EngineError
 
 _PACKAGES = (
     *("evenkeel", "torch", "sglang", "sglang-kernel", "flashinfer-python"),
@@ -33,7 +32,8 @@ _PACKAGES = (
 )
 _OWN = ("actors", "correction", "learner", "rollout")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_ANSWER_S = 60.0
+_ANSWER_S = 15.0
+"""For all nodes together, from the first question on."""
 _SIGN = ".seen_by_all_nodes"
 
 
@@ -77,9 +77,7 @@ def _sizes(gpus: Sequence[GpuFact]) -> tuple[int, ...]:
     return tuple(gpu.bytes for gpu in gpus if gpu.bytes)
 
 
-def this_node(
-    model: str, *, sign: str = "", token: str = "", answer: str = "", asked_at: float = 0.0, door: tuple[str, int] | None = None
-) -> NodeFacts:
+def this_node(model: str, *, sign: str = "", token: str = "", answer: str = "", asked_at: float = 0.0) -> NodeFacts:
     """Facts of the machine that calls this, without those that Ray knows.
 
     Args:
@@ -87,7 +85,6 @@ def this_node(
         sign, token: a file, and what the driver has written into it; empty: nothing is looked for.
         answer: file to which the token is copied, for the driver to find.
         asked_at: the driver's clock when it asked; 0: it asks itself.
-        door: address and port of another node that is to be reached; None: none is.
     """
     ahead_s = time.time() - asked_at if asked_at else 0.0  # before anything that takes its time
     import torch
@@ -112,7 +109,6 @@ def this_node(
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         locked_memory=_limit(resource.RLIMIT_MEMLOCK),
         has_rdma=any(Path("/sys/class/infiniband").glob("*")),
-        no_way=no_way(door) if door is not None else "",
         model_obstacle=obstacle_here(Path(model)),
         reads_run_folder=not sign or (_reads(Path(sign), token) and _writes(Path(answer), token)),
         clock_ahead_s=ahead_s,
@@ -167,15 +163,14 @@ def own_machine(config: RunConfig) -> list[NodeFacts]:
 
 
 def nodes_of_cluster(config: RunConfig, folder: Path | None) -> list[NodeFacts]:
-    """All nodes of the cluster that this process is connected to, each by a task on it.
+    """All nodes of the cluster that this process is connected to, each by a task on it, within _ANSWER_S: of one that doesn't answer what
+    Ray knows, and why there is no more.
 
-    Args:
-        folder: of the run, or where it will be made (home_of_run), in which a file is left for a moment; None: none is looked for.
-    Raises: EngineError naming the node that doesn't answer.
+    Args: folder: of the run, or where it will be made (home_of_run), in which a file is left for a moment; None: none is looked for.
     """
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    until = time.monotonic() + _ANSWER_S
     door: Door | None = None
     token = uuid.uuid4().hex if folder else ""
     sign = folder / f"{_SIGN}.{token}" if folder else None  # others may look into the same folder now
@@ -183,25 +178,24 @@ def nodes_of_cluster(config: RunConfig, folder: Path | None) -> list[NodeFacts]:
         sign.write_text(token)
     try:
         alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-        behind, door = _door_of(alive, config) if len(alive) > 1 else ("", None)
-        look: Any = ray.remote(this_node)
         asked = {
-            node["NodeID"]: look.options(
-                num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            ).remote(
-                str(config.model),
-                sign=str(sign or ""),
-                token=token,
-                answer=_answer_file(sign, node),
-                asked_at=time.time(),
-                door=door.address if door is not None and node["NodeID"] != behind else None,
+            node["NodeID"]: _task(this_node, node).remote(
+                str(config.model), sign=str(sign or ""), token=token, answer=_answer_file(sign, node), asked_at=time.time()
             )
             for node in alive
         }
         free = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
-        unit, answers = config.ray.rollout_resource, [(_answer(asked[node["NodeID"]], node), node) for node in alive]
-        whole = [(replace(one, reads_run_folder=_sees_both_ways(one, _answer_file(sign, node), token)), node) for one, node in answers]
-        return [_with_resources(one, node, free.get(node["NodeID"], {}), unit) for one, node in whole]
+        behind, door = _door_of(alive, config, until) if len(alive) > 1 else ("", None)  # while they answer: it may take all the time
+        ways = {}
+        if door is not None:
+            ways = {node["NodeID"]: _task(no_way, node).remote(door.address) for node in alive if node["NodeID"] != behind}
+        found = []
+        for node in alive:
+            facts, way = _answer(asked[node["NodeID"]], until), _way(ways.get(node["NodeID"]), until)
+            if not facts.silence:
+                facts = replace(facts, no_way=way, reads_run_folder=_sees_both_ways(facts, _answer_file(sign, node), token))
+            found.append(_with_resources(facts, node, free.get(node["NodeID"], {}), config.ray.rollout_resource))
+        return found
     finally:
         if door is not None:
             door.close()
@@ -209,11 +203,20 @@ def nodes_of_cluster(config: RunConfig, folder: Path | None) -> list[NodeFacts]:
             left.unlink(missing_ok=True)
 
 
-def _door_of(nodes: Sequence[Mapping[str, Any]], config: RunConfig) -> tuple[str, Door | None]:
+def _task(function: Callable[..., object], node: Mapping[str, Any]) -> Any:
+    """To be called on the node."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+
+
+def _door_of(nodes: Sequence[Mapping[str, Any]], config: RunConfig, until: float) -> tuple[str, Door | None]:
     """The node that has most of what a rank asks for, where rank 0 may be, and a port there that listens; None: none could be had."""
     kind = "GPU" if config.learner.resolved_device == "cuda" else "CPU"
     likely = max(nodes, key=lambda node: node["Resources"].get(kind, 0.0))["NodeID"]
-    return likely, Door.on(likely)
+    return likely, Door.on(likely, within_s=_left_s(until))
 
 
 def _answer_file(sign: Path | None, node: Mapping[str, Any]) -> str:
@@ -225,18 +228,33 @@ def _sees_both_ways(facts: NodeFacts, answer: str, token: str) -> bool:
     return facts.reads_run_folder and (not answer or _reads(Path(answer), token))
 
 
-def _answer(call: Any, node: Mapping[str, Any]) -> NodeFacts:
+def _left_s(until: float) -> float:
+    return max(0.0, until - time.monotonic())
+
+
+def _answer(call: Any, until: float) -> NodeFacts:
+    """What a node tells; of one that doesn't, why."""
     import ray
 
     try:
-        found: NodeFacts = ray.get(call, timeout=_ANSWER_S)
+        found: NodeFacts = ray.get(call, timeout=_left_s(until))
+    except ray.exceptions.GetTimeoutError:
+        return NodeFacts(name="", silence=f"no answer in {_ANSWER_S:g} s")
     except ray.exceptions.RayError as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise EngineError(
-            f"node {node['NodeManagerAddress']} doesn't answer a small task ({type(error).__name__}: {reason}); is evenkeel installed "
-            "there, with the same Python?"
-        ) from error
+        return NodeFacts(name="", silence=f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}", has_failed=True)
     return found
+
+
+def _way(call: Any, until: float) -> str:
+    """Why a node can't reach the door; empty also if it doesn't say, or wasn't asked."""
+    import ray
+
+    if call is None:
+        return ""
+    try:
+        return str(ray.get(call, timeout=_left_s(until)))
+    except ray.exceptions.RayError:
+        return ""
 
 
 def _with_resources(facts: NodeFacts, node: Mapping[str, Any], free: Mapping[str, float], unit: str) -> NodeFacts:

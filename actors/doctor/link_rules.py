@@ -1,4 +1,4 @@
-"""Rules about what lies between GPUs and between nodes: NVLink, access to each other's memory, RDMA's locked memory, open ports.
+"""Rules about what lies between GPUs and between nodes: NVLink, access to each other's memory, RDMA's locked memory, open ports, answers.
 
 Each rule is a function of (nodes, config) that yields complaints; node_rules.py asks them.
 """
@@ -65,6 +65,17 @@ def rdma_may_lock_memory(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]
                 f"{node.name}: a process may lock {gib(node.locked_memory)} of memory (ulimit -l), and NCCL registers its buffers with the "
                 "InfiniBand or RoCE card that is there: a group over several nodes would fail",
                 "ulimit -l unlimited before ray start; in a container --ulimit memlock=-1; or ray.env.NCCL_IB_DISABLE: '1', which is slow",
+            )
+
+
+def nodes_answer(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    """One that is late may read its packages from a slow disk for the first time: it could still take actors, some time later."""
+    for node in nodes:
+        if node.silence:
+            yield Complaint(
+                "fail" if node.has_failed else "warn",
+                f"{node.name} doesn't answer a small task ({node.silence}): nothing is known of its packages, folders, memory and ports",
+                "Install evenkeel there, with the same Python" if node.has_failed else "Ask again; if it stays silent, start it anew",
             )
 
 

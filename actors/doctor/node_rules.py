@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint, NodeFacts
 from actors.doctor.kernel_rules import weights_stay_as_sent
-from actors.doctor.link_rules import gpus_of_a_group_are_linked, ports_are_open, rdma_may_lock_memory
+from actors.doctor.link_rules import gpus_of_a_group_are_linked, nodes_answer, ports_are_open, rdma_may_lock_memory
 from actors.doctor.memory_rules import could_be_given, gib, on_gpus
 from actors.doctor.paper_rules import FEWER, LESS, worst_first
 from actors.plan.host_memory import FETCHED, TRANSFERS, WIDE, HostMemory, of_engines, of_learner
@@ -151,7 +151,7 @@ def _unseen(node: NodeFacts, config: RunConfig) -> Iterator[Complaint]:
 def engines_have_their_kernels(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     if config.rollout.engine.resolved_device != "cuda":
         return
-    if bare := [node.name for node in nodes if node.offered_gpus and not node.versions.get("sglang-kernel")]:
+    if bare := [node.name for node in _known(nodes) if node.offered_gpus and not node.versions.get("sglang-kernel")]:
         yield Complaint(
             "fail",
             f"SGLang's GPU kernels (sglang-kernel) aren't installed on {', '.join(bare)}: that is an installation for CPUs",
@@ -178,6 +178,7 @@ def gpus_are_empty(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
 
 
 def packages_are_alike(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    nodes = _known(nodes)
     for package in sorted({name for node in nodes for name in node.versions}):
         found = {node.versions.get(package, "") for node in nodes}
         if len(found) > 1:
@@ -187,7 +188,7 @@ def packages_are_alike(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
 
 def nccl_is_told_the_same(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     """On nodes with GPUs; names of a node's own devices may differ, and ray.env says the same to all."""
-    with_gpus = [node for node in nodes if node.offered_gpus]
+    with_gpus = [node for node in _known(nodes) if node.offered_gpus]
     for name in sorted({name for node in with_gpus for name in node.nccl} - config.ray.env.keys()):
         found = {node.nccl.get(name, "") for node in with_gpus}
         if len(found) > 1 and not name.endswith(_OF_A_NODE):
@@ -208,7 +209,7 @@ def folders_are_seen_everywhere(nodes: Nodes, config: RunConfig) -> Iterator[Com
             "checkpoint would fail",
             "Set run_dir to a folder on a file system that all nodes mount",
         )
-    may_hold_ranks = [node for node in nodes if node.offered_gpus or config.learner.resolved_device == "cpu"]
+    may_hold_ranks = [node for node in _known(nodes) if node.offered_gpus or config.learner.resolved_device == "cpu"]
     obstacles = {node.name: node.model_obstacle for node in may_hold_ranks if node.model_obstacle}
     remedy = "Put it on a file system that all nodes mount"
     if HubName.of(config.model):
@@ -272,6 +273,7 @@ NODE_RULES: tuple[NodeRule, ...] = (
     gpus_of_a_group_are_linked,
     rdma_may_lock_memory,
     ports_are_open,
+    nodes_answer,
 )
 
 
@@ -305,6 +307,11 @@ def _engines(node: NodeFacts, config: RunConfig) -> int:
     if config.rollout.engine.resolved_device != "cuda":
         return engines
     return min(engines, held_by(node.offered_gpus, config.rollout.gpus_of_a_worker))
+
+
+def _known(nodes: Nodes) -> Nodes:
+    """Those that have told what is there."""
+    return [node for node in nodes if not node.silence]
 
 
 def _uses_gpus(config: RunConfig) -> bool:

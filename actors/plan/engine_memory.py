@@ -1,9 +1,11 @@
 """Memory of an engine's GPU, or of each of its GPUs, in bytes: weights, and how many tokens and requests the rest holds.
 
-As SGLang 0.5.21 divides it: the static part is a fraction of what is free when it starts; without one given it leaves 512 MiB, 1.5 MiB for
-each token of a chunk of prefill, 2 MiB for each request of its largest graph and an eighth of a GiB for each rank, and 10 GiB at least on
-GPUs above 60 (arg_groups/memory_hook.py); the KV cache gets what the weights leave of it (mem_cache/kv_cache_configurator.py). An engine
-with a share of a GPU keeps to the share (correction/engines/gpu_share.py).
+As SGLang 0.5.21 divides it. Weights and KV cache get a fraction of what is free once the process has its CUDA context
+(mem_cache/kv_cache_configurator.py, _profile_available_bytes), and the cache what the weights leave of it. Without a fraction given,
+handle_gpu_memory_settings (arg_groups/memory_hook.py) makes one of the GPU's size: it leaves 512 MiB, 1.5 MiB for each token of a chunk of
+prefill, an eighth of a GiB for each rank, and what reserve_for_graph_mb there says of graphs: 2 MiB for each request of the largest one of
+decoding, and 8 MiB for each one of prefill; on GPUs above 60 GiB 10 GiB at least. An engine with a share of a GPU keeps to the share
+(correction/engines/gpu_share.py).
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from actors.plan.shape import ModelShape
-from correction.engines.gpu_share import engine_budget, outside_cache
+from correction.engines.gpu_share import CONTEXT, engine_budget, outside_cache
 from rollout.config import RolloutConfig
 
 _MIB = 1 << 20
@@ -20,6 +22,10 @@ _GRAPHS = ((20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 819
 _MANY_RANKS = 4
 _LARGE_GRAPH = 300
 """Requests; above it SGLang leaves half as much again for groups of ranks."""
+_PREFILL_STEPS = ((32, 4), (256, 16), (512, 32), (1024, 64), (4096, 256))
+"""Graphs of prefill: up to so many tokens, one every so many."""
+_LAST_PREFILL_STEP = 512
+"""Tokens, above these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,7 @@ def engine_memory(shape: ModelShape, rollout: RolloutConfig, gpu_bytes: int) -> 
     groups = engine.attention_data_parallel
     weights = shape.weight_bytes(dtype, ranks, float8=engine.has_float8, attention_groups=groups)
     token_bytes = shape.key_value_bytes(dtype, ranks // groups)
-    static = int(gpu_bytes * (engine.memory_fraction or default_fraction(gpu_bytes, ranks, groups)))
+    static = int((gpu_bytes - CONTEXT) * (engine.memory_fraction or default_fraction(gpu_bytes, ranks, groups)))
     outside = gpu_bytes - static
     if (share := rollout.gpus_per_worker) < 1:
         static = engine_budget(gpu_bytes, share, engine.memory_fraction, engine.max_running_requests, shape.vocabulary)
@@ -69,13 +75,25 @@ def engine_memory(shape: ModelShape, rollout: RolloutConfig, gpu_bytes: int) -> 
 
 
 def default_fraction(gpu_bytes: int, ranks: int = 1, groups: int = 1) -> float:
-    """SGLang's share for weights and cache."""
+    """SGLang's share of what is free, for weights and cache."""
     mib = gpu_bytes / _MIB
     chunk, few, many = next(sizes for below, *sizes in _GRAPHS if mib < below * 1024)
     graph = few if ranks < _MANY_RANKS else many
-    reserved = 512 + 1.5 * max(chunk, 2048) + ranks * 1024 / 8 + 2 * graph
+    reserved = 512 + 1.5 * chunk + ranks * 1024 / 8 + 2 * graph + 8 * prefill_graphs(chunk)
     if groups > 1:
         reserved += (3 if graph <= _LARGE_GRAPH else 4.5) * groups * graph
     if mib > 60 * 1024:
         reserved = max(reserved, 10 * 1024)
     return round((mib - reserved) / mib, 3)
+
+
+def prefill_graphs(chunk: int) -> int:
+    """Number of graphs of prefill that SGLang captures (arg_groups/cuda_graph_hook.py, generate_prefill_cuda_graph_batch_sizes).
+
+    Args: chunk: tokens of the largest.
+    """
+    found = below = 0
+    for up_to, step in (*_PREFILL_STEPS, (chunk, _LAST_PREFILL_STEP)):
+        found += max(0, min(up_to, chunk) - below) // step
+        below = up_to
+    return found

@@ -93,6 +93,10 @@ class TerminalView:
         line = Text(f"{level}: {text}" if level != "info" else text, style=_EVENT_STYLE.get(level, "") if self._live else "")
         self._console.print(line, soft_wrap=True)
 
+    def show(self, table: Table) -> None:
+        """What a line has no room for."""
+        self._console.print(table, soft_wrap=self._live is None)
+
     def close(self, summary: str = "") -> None:
         """Leave the terminal as it was, and say how it ended."""
         if self._live is not None:

@@ -90,6 +90,6 @@ def test_it_takes_the_place_of_sglang_s_own_rule(monkeypatch: pytest.MonkeyPatch
 
 def test_only_an_engine_with_a_share_is_sized_by_it() -> None:
     shared = EngineConfig(device="cuda", gpu_share=0.35).sglang_arguments("folder", 2048, 0)
-    assert (shared["mem_fraction_static"], shared["chunked_prefill_size"]) == (0.35, 2048)
+    assert (shared["mem_fraction_static"], shared["chunked_prefill_size"], shared["disable_prefill_cuda_graph"]) == (0.35, 2048, True)
     whole = EngineConfig(device="cuda").sglang_arguments("folder", 2048, 0)
-    assert not {"mem_fraction_static", "chunked_prefill_size"} & whole.keys()
+    assert not {"mem_fraction_static", "chunked_prefill_size", "disable_prefill_cuda_graph"} & whole.keys()

@@ -105,7 +105,7 @@ def test_engines_have_room_on_nodes_not_in_a_sum(workers: int, gpus: str, said: 
         ("learner.recompute_activations=false", {}, "fail", "a learner rank needs 108 GiB of its 79.6 GiB", "tensor_parallel=4"),
         ("learner.distributed_optimizer=false", {}, "warn", "keeps the whole optimizer, 45.8 GiB instead of 22.9 GiB", "true"),
         ("", {"gpus": (18 << 30,)}, "fail", "an engine has 0 MiB for its KV cache in addition to weights of 15.3 GiB", "context_length"),
-        ("", {"gpus": (24 << 30,)}, "warn", "fewer than a group's 8 answers", "context_length"),
+        ("", {"gpus": (28 << 30,)}, "warn", "fewer than a group's 8 answers", "context_length"),
         ("rollout.gpus_per_worker=0.5 rollout.engine.memory_fraction=0.8", {}, "note", "engine's share of the GPU, 39.8 GiB", "out"),
         (FLOAT8, {"shape": replace(DENSE, model_type="llama")}, "fail", "no engine of llama was seen to take it", "none"),
         (FLOAT8, {"shape": replace(EXPERTS, feed_forward=704)}, "fail", "its experts have 704 channels, no multiple of 128", "none"),

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import ray
 
 from actors.doctor import gather
+from actors.doctor.door import Listener
 from actors.doctor.driver_gpus import gpus_of_driver
 from actors.doctor.facts import GpuFact
-from actors.doctor.gather import this_node
+from actors.doctor.gather import nodes_of_cluster, this_node
 from actors.doctor.node_rules import on_nodes
 from tests.actors.doctor.test_doctor import DENSE, H100, NO_FOLDER, eight
 from tests.actors.known_models import QWEN3_8B, save_config
@@ -80,3 +86,81 @@ def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert other.model_obstacle == NO_FOLDER and not other.reads_run_folder and not (tmp_path / "not-written").exists()
     read_only = this_node(str(tmp_path), sign=str(sign), token="token", answer=str(tmp_path / "no-folder" / "answer"))
     assert not read_only.reads_run_folder, "it reads there, and can't write"
+
+
+@dataclass
+class QuietRay:
+    """Ray as far as the doctor asks it, of three nodes. Tasks run here. An answer takes half a second, silence the whole wait."""
+
+    silent: dict[str, Exception | None]
+    """Nodes that don't answer; None: never, else so."""
+    now: float = 1000.0
+    closed: list[str] = field(default_factory=list)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        has = {"GPU": 4.0, "CPU": 8.0, "rollout": 4.0, "object_store_memory": float(1 << 40)}
+        return [{"NodeID": one * 56, "Alive": True, "NodeManagerAddress": f"10.0.0.{one}", "Resources": has} for one in "123"]
+
+    def remote(self, kind: Callable[..., Any]) -> Any:
+        def on(scheduling_strategy: Any, **_: Any) -> Any:
+            return SimpleNamespace(remote=self._called(kind, scheduling_strategy.node_id[0]))
+
+        return SimpleNamespace(options=on)
+
+    def _called(self, kind: Callable[..., Any], node: str) -> Callable[..., Any]:
+        if kind is Listener:
+            opened = (node, lambda: (f"10.0.0.{node}", 40_123))
+            return lambda: SimpleNamespace(node=node, open=SimpleNamespace(remote=lambda: opened))
+        if kind is this_node:
+            return lambda *args, **facts: (node, lambda: this_node(*args, **facts))
+        return lambda address: (node, lambda: f"{node} came to {address[0]}")
+
+    def get(self, call: tuple[str, Callable[[], Any]], timeout: float) -> Any:
+        node, value = call
+        if node not in self.silent:
+            self.now += min(timeout, 0.5)
+            return value()
+        if (error := self.silent[node]) is not None:
+            raise error
+        self.now += timeout
+        raise ray.exceptions.GetTimeoutError
+
+    def kill(self, listener: Any) -> None:
+        self.closed.append(listener.node)
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> QuietRay:
+    own = QuietRay({})
+    for name in ("nodes", "remote", "get", "kill"):
+        monkeypatch.setattr(ray, name, getattr(own, name))
+    monkeypatch.setattr(ray._private.state, "available_resources_per_node", dict)
+    monkeypatch.setattr(gather, "time", SimpleNamespace(monotonic=lambda: own.now, time=time.time))
+    return own
+
+
+@pytest.mark.parametrize("silent", ["", "1", "2", "3", "123"])
+def test_nodes_that_never_answer_are_named_after_15_s_in_all(quiet: QuietRay, tmp_path: Path, silent: str) -> None:
+    """The first is that of the listener. What the others have told is known; of a silent one nothing is made up."""
+    quiet.silent = dict.fromkeys(silent)
+    model = save_config(tmp_path / "m", QWEN3_8B)
+    config = eight("ray.address=auto", f"model={model}")
+    found = nodes_of_cluster(config, tmp_path)
+    assert quiet.now <= 1000.0 + 15.0 and quiet.closed == ["1"]
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    assert [(node.name, node.silence) for node in found] == [(f"10.0.0.{n}", "no answer in 15 s" if n in silent else "") for n in "123"]
+    assert all(node.reads_run_folder and node.offered_gpus == 4.0 for node in found)
+    told = ["", "2 came to 10.0.0.1", "3 came to 10.0.0.1"]
+    assert [node.no_way for node in found if not node.silence] == [told[int(n) - 1] * ("1" not in silent) for n in "123" if n not in silent]
+    of_silent = [one for one in on_nodes(found, config, DENSE) for n in silent if f"10.0.0.{n}" in one.sentence]
+    assert [one.severity for one in of_silent] == ["warn"] * len(silent)
+    said = [one.sentence for one in of_silent]
+    assert all(f"10.0.0.{n} doesn't answer a small task (no answer in 15 s)" in one for n, one in zip(silent, said, strict=True))
+
+
+def test_a_node_whose_task_fails_is_a_finding_too(quiet: QuietRay, tmp_path: Path) -> None:
+    quiet.silent = {"2": ray.exceptions.RaySystemError("a trace\nModuleNotFoundError: No module named 'actors'")}
+    config = eight("ray.address=auto", f"model={save_config(tmp_path / 'm', QWEN3_8B)}")
+    found = [one for one in on_nodes(nodes_of_cluster(config, tmp_path), config, DENSE) if "10.0.0.2" in one.sentence]
+    assert [one.severity for one in found] == ["fail"] and "No module named 'actors'" in found[0].sentence
+    assert "same Python" in found[0].setting

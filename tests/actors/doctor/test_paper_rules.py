@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from typer.testing import CliRunner
 
 from actors.cluster import cluster
@@ -37,8 +38,8 @@ FRACTION, REQUESTS = "rollout.engine.memory_fraction", "rollout.engine.max_runni
 @pytest.mark.parametrize(
     ("overrides", "facts", "severity", "said", "setting"),
     [
-        (f"{FRACTION}=0.99", {}, "fail", "an engine leaves 0.796 GiB outside weights and KV cache", "memory_fraction"),
-        (f"{FRACTION}=0.98", {}, "warn", "an engine leaves 1.59 GiB outside weights and KV cache", "memory_fraction"),
+        (f"{FRACTION}=0.998", {}, "fail", "an engine leaves 0.908 GiB outside weights and KV cache", "memory_fraction"),
+        (f"{FRACTION}=0.98", {}, "warn", "an engine leaves 2.33 GiB outside weights and KV cache", "memory_fraction"),
         (f"{FRACTION}=0.9 {REQUESTS}=4096", {}, "fail", "4096 requests at the same time take up to", "max_running_requests"),
         ("", {"closed_folder": "/shared"}, "fail", "run_dir = runs: this process may not write into /shared", "Set run_dir"),
         (f"{ARGS}.chunked_prefil_size=8", {}, "fail", "chunked_prefil_size: SGLang has no such argument", "chunked_prefill_size?"),
@@ -111,6 +112,16 @@ def test_what_follows_from_the_recipe_is_said_also_where_no_cluster_answers(
     assert any("= 5 doesn't divide the model's 36 layers" in sentence for _, sentence in said), said
     left_open = CliRunner().invoke(app, [*words, "learner.device=auto", "--json"])
     assert [one["sentence"] for one in json.loads(left_open.stdout)["findings"]] == [said[0][1]]
+
+
+def test_what_is_said_of_this_machine_starts_no_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[object]()
+    monkeypatch.setattr(ray, "init", lambda *_, **__: started.append(1))
+    on_cpus = ["learner.device=cpu", "rollout.engine.device=cpu"]
+    words = [str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={save_config(tmp_path, QWEN3_8B)}", *on_cpus]
+    done = CliRunner().invoke(app, ["doctor", *words, "--json"])
+    assert [row["kind"] for row in json.loads(done.stdout)["resources"]] == ["CPU"], done.output
+    assert not started and not ray.is_initialized()
 
 
 def test_without_an_address_a_run_has_one_node() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.plan.engine_memory import default_fraction, engine_memory
+from actors.plan.engine_memory import engine_memory
 from actors.plan.gpus import Gpus
 from actors.plan.layouts import layouts, obstacles
 from actors.plan.learner_memory import head_bytes, layer_activations, rank_memory, state_bytes
@@ -173,12 +173,10 @@ def recipe(name: str, model: Path, *overrides: str, has_gpu: bool = True) -> Run
 
 
 def test_an_engine_s_gpu(tmp_path: Path) -> None:
-    """On 80 GB SGLang leaves 512 MiB, 1.5 for each of 8,192 tokens, 2 for each of 256 requests, an eighth of a GiB; on 40 GB less."""
+    """On 80 GB; what SGLang leaves of it is in test_engine_memory.py."""
     gpu = Gpus.parse("H100x8")
-    assert default_fraction(gpu.memory) == round((81_559 - 13_440) / 81_559, 3)
-    assert default_fraction(40_960 << 20) == round((40_960 - 6_848) / 40_960, 3)
     memory = engine_memory(ModelShape.of(QWEN3_30B_A3B), recipe("qwen3_8b_8gpu", save_config(tmp_path, QWEN3_30B_A3B)).rollout, gpu.memory)
-    assert 80_000 < memory.tokens < 120_000, "about 90 thousand tokens next to 61 GB of weights"
+    assert 93_500 < memory.tokens < 94_500, "94 thousand tokens next to 61 GB of weights"
     assert memory.longest_requests == memory.tokens // 10_240
 
 
@@ -226,15 +224,12 @@ def test_an_engine_on_several_gpus_has_its_weights_cut_and_room_for_more_tokens(
     whole_on_both = 2 * shape.layers * (shape.hidden * (2 + shape.experts) + 2 * shape.head_width) + 2 * shape.hidden
     assert 2 * two.weights - one.weights == whole_on_both, "in bfloat16"
     assert (two.token_bytes, eight.token_bytes) == (one.token_bytes // 2, one.token_bytes // 4)
-    assert two.tokens > 7 * one.tokens, "90 thousand next to 61 GB, 750 thousand next to 31 GB"
+    assert two.tokens > 7 * one.tokens, "94 thousand next to 61 GB, 800 thousand next to 31 GB"
     both = rollout.engine.model_copy(update={"tensor_parallel": 8, "attention_data_parallel": 2})
     grouped = engine_memory(shape, rollout.model_copy(update={"engine": both}), gpu.memory)
     queries = 2 * shape.layers * shape.hidden * 2 * shape.heads // 8 * shape.head_width  # of a key head each rank has one either way
     assert grouped.weights - eight.weights == queries + 2 * shape.vocabulary * shape.hidden * 7 // 8
     assert grouped.token_bytes == eight.token_bytes and grouped.tokens > 1.8 * eight.tokens, "which no other rank has"
-    assert default_fraction(gpu.memory, 8, 2) == round((81_559 - 512 - 1.5 * 8_192 - 1_024 - 2 * 512 - 4.5 * 2 * 512) / 81_559, 3)
-    assert default_fraction(gpu.memory, 2) == round((81_559 - 13_440 - 128) / 81_559, 3)
-    assert default_fraction(gpu.memory, 4) == round((81_559 - 13_440 - 3 * 128 - 2 * 256) / 81_559, 3)
 
 
 def test_a_batch_is_as_large_as_its_tensors() -> None:

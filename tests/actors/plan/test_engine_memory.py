@@ -1,0 +1,122 @@
+"""An engine's memory on a GPU against SGLang's own functions, which are told that they have one; and the bytes of a real KV cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.plan.engine_memory import default_fraction, engine_memory, prefill_graphs
+from actors.plan.shape import ModelShape
+from correction.engines.gpu_share import CONTEXT, PREFILL_TOKENS
+from rollout.engine_config import EngineConfig
+from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B, save_config
+from tests.actors.plan.test_plan import recipe
+
+SIZES = (16_384, 20_479, 20_480, 24_564, 35_839, 35_840, 40_960, 61_439, 61_440, 81_559, 143_771, 163_839, 163_840, 183_359)
+"""MiB as nvidia-smi tells them, of real cards and on both sides of every limit."""
+RANKS = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2))
+"""Of an engine, and the groups that share its requests."""
+CHUNKS = (4, 30, 256, 300, 1024, 1100, 2048, 4096, 4500, 8192, 16_384)
+POOLS = (("bfloat16", 1), ("float32", 2))
+"""Type, and ranks that share the key heads."""
+TOKENS, LAYERS = 1000, 3
+
+PROGRAM = """
+import json, sys
+import sglang.srt.utils
+import torch
+from sglang.srt.arg_groups import cuda_graph_hook, memory_hook
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.server_args import ServerArgs
+
+sglang.srt.utils.is_cuda = lambda: True  # where graphs of prefill are on by default
+
+def resolved(mib, arguments):
+    memory_hook.get_device_memory_capacity = lambda device: float(mib)
+    given = ServerArgs(device="cuda", dtype="bfloat16", **arguments)
+    cuda_graph_hook.handle_cuda_graph_config(given)
+    memory_hook.handle_gpu_memory_settings(given)
+    graphs, fraction = resolving_view(given).cuda_graph_config, resolving_view(given).mem_fraction_static
+    return [fraction, memory_hook.reserve_for_graph_mb(given), graphs.decode.max_bs, graphs.prefill.backend, len(graphs.prefill.bs)]
+
+def cache_bytes(tokens, page, dtype, heads, width, layers):
+    pool = MHATokenToKVPool(tokens, page, getattr(torch, dtype), heads, width, layers, "cpu", False)
+    return int(sum(pool.get_kv_size_bytes()))
+
+asked = json.load(sys.stdin)
+graphs = [len(cuda_graph_hook.generate_prefill_cuda_graph_batch_sizes(chunk)) for chunk in asked["chunks"]]
+gpus, pools = [resolved(*one) for one in asked["gpus"]], [cache_bytes(*one) for one in asked["pools"]]
+print(json.dumps({"gpus": gpus, "graphs": graphs, "pools": pools}))
+"""
+
+
+@pytest.fixture(scope="module")
+def sglang(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What its functions answer, in a process with stand-ins for the packages that a CPU doesn't have.
+
+    Of a GPU: the fraction, MiB for graphs, requests of the largest one of decoding, the kind of those of prefill, and their number.
+    """
+    folder = str(save_config(tmp_path_factory.mktemp("model"), QWEN3_8B | {"architectures": ["Qwen3ForCausalLM"]}))
+    of_ranks = [{"tp_size": ranks} | ({"dp_size": groups, "enable_dp_attention": True} if groups > 1 else {}) for ranks, groups in RANKS]
+    given = EngineConfig(device="cuda", dtype="bfloat16", gpu_share=0.35).sglang_arguments(folder, 2048, 0)
+    names = ("chunked_prefill_size", "mem_fraction_static", "disable_prefill_cuda_graph")
+    shared = {name: given[name] for name in names if name in given}
+    gpus = [(mib, one | {"model_path": folder}) for one in (*of_ranks, shared) for mib in SIZES]
+    heads, width = QWEN3_8B["num_key_value_heads"], QWEN3_8B["head_dim"]
+    pools = [(TOKENS, 1, dtype, heads // ranks, width, LAYERS) for dtype, ranks in POOLS]
+    asked = json.dumps({"gpus": gpus, "chunks": CHUNKS, "pools": pools})
+    environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], input=asked, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    kinds = (*RANKS, "shared")
+    found["gpus"] = {(kind, mib): found["gpus"][n * len(SIZES) + m] for n, kind in enumerate(kinds) for m, mib in enumerate(SIZES)}
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "groups"), RANKS)
+def test_the_fraction_is_sglang_s_own(sglang: dict[str, Any], ranks: int, groups: int) -> None:
+    theirs = [sglang["gpus"][(ranks, groups), mib][0] for mib in SIZES]
+    assert [default_fraction(mib << 20, ranks, groups) for mib in SIZES] == theirs
+
+
+def test_an_80_gb_gpu_keeps_58_graphs_of_prefill(sglang: dict[str, Any]) -> None:
+    """464 MiB of its 81,559: without them the fraction would be 0.835."""
+    assert sglang["gpus"][(1, 1), 81_559] == [0.83, 2 * 256 + 8 * 58, 256, "breakable", 58]
+
+
+def test_graphs_of_prefill_are_those_of_sglang_s_list(sglang: dict[str, Any]) -> None:
+    assert [prefill_graphs(chunk) for chunk in CHUNKS] == sglang["graphs"]
+
+
+def test_an_engine_with_a_share_captures_no_graphs_of_prefill(sglang: dict[str, Any]) -> None:
+    """Of its chunk they would be 42, 336 MiB that its share doesn't count: learner's and engine's shares are the whole GPU."""
+    assert prefill_graphs(PREFILL_TOKENS) == 42
+    for mib in SIZES:
+        _, graphs_mib, requests, kind, _ = sglang["gpus"]["shared", mib]
+        assert (graphs_mib, kind) == (2 * requests, "disabled")
+
+
+def test_the_fraction_is_of_what_the_context_leaves(tmp_path: Path) -> None:
+    """SGLang measures what is free when the process has its context (_profile_available_bytes)."""
+    shape, gpu = ModelShape.of(QWEN3_30B_A3B), 81_559 << 20
+    rollout = recipe("qwen3_8b_8gpu", save_config(tmp_path, QWEN3_30B_A3B)).rollout
+    given = rollout.model_copy(update={"engine": rollout.engine.model_copy(update={"memory_fraction": 0.9})})
+    for settings, fraction in ((rollout, 0.83), (given, 0.9)):
+        memory = engine_memory(shape, settings, gpu)
+        assert memory.weights + memory.cache == int((gpu - CONTEXT) * fraction)
+        assert memory.weights + memory.cache + memory.outside_cache == gpu
+
+
+def test_a_real_cache_has_the_bytes_of_its_tokens(sglang: dict[str, Any]) -> None:
+    """SGLang's pool, which has a page more than it tells of: here one token."""
+    shape = replace(ModelShape.of(QWEN3_8B), layers=LAYERS)
+    assert sglang["pools"] == [(TOKENS + 1) * shape.key_value_bytes(dtype, ranks) for dtype, ranks in POOLS]
