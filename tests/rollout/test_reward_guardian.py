@@ -159,7 +159,7 @@ def sleeping() -> Iterator[Callable[[str, str], subprocess.Popen[bytes]]]:
 
 def marks() -> tuple[str, dict[str, str]]:
     """A dead worker's, and those that are none for sure."""
-    pid, began, counting = mark_of(os.getpid()).split(" ", 2)
+    _, began, counting = mark_of(os.getpid()).split(" ", 2)
     with subprocess.Popen([sys.executable, "-c", "pass"]) as gone:
         pass
     others = {"this process": mark_of(os.getpid()), "another container": f"{gone.pid} {began} pid:[1] time:[1]", "no start": str(gone.pid)}
