@@ -75,7 +75,7 @@ def read_manifest_of_files(folder: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         is_whole = content.pop("xxh3") == _own_sum(content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path}: damaged, no manifest can be read from it ({type(error).__name__}: {error})") from error
     if not is_whole:
         raise DataError(f"{path}: damaged, its content is not what its own checksum says")

@@ -28,7 +28,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A file that holds one JSON object. Raises: DataError naming the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # a UnicodeDecodeError is a ValueError
+    except (OSError, ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError; the last one: a thousand brackets
         raise DataError(f"{path}: damaged, no JSON can be read from it ({error})", remedy=PUT_BACK) from error
     if not isinstance(content, dict):
         raise DataError(f"{path}: damaged, it holds no JSON object", remedy=PUT_BACK)

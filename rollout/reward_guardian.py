@@ -3,13 +3,15 @@
 It is the scorer's parent and the reaper of all that the scorer leaves behind: the kernel hands it every descendant whose own parent has
 ended, those that began a session of their own (setsid) and daemons too. It holds one end of a pipe, the leash; the worker holds the other.
 When the worker lets go, or dies by kill -9, the guardian ends the tree and itself. It computes nothing else, so that no scorer deep in a C
-function can keep it from that. If the guardian itself is killed the kernel ends the scorer, and the worker what that had started.
+function can keep it from that. If the guardian itself is killed the kernel ends the scorer, and the worker what that had started; if both
+are killed at one moment, the next worker on that machine does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import select
 import signal
@@ -23,7 +25,7 @@ from rollout.reward_cgroup import ControlGroup
 MEMORY, PROCESSES = 97, 98
 """Exit codes of a guardian that ended its scorer: the tree took more memory, or had more processes than it may."""
 WORKER = "EVENKEEL_REWARD_WORKER"
-"""Variable of the environment with the worker's process id: of a guardian, and of all that is started below it."""
+"""Variable of the environment, of a guardian and of all that is started below it: whose they are (`mark_of`)."""
 MOST_PROCESSES = 128
 """Processes of a scorer, itself and all that it started."""
 _MOST_FILES = 4096
@@ -33,6 +35,8 @@ _LOOK_S = 0.1
 _WAIT_S = 1.0
 """Seconds between looks where the kernel keeps the limits."""
 _END_S = 5.0
+_GRACE_S = 10.0
+"""For guardians whose worker has ended: twice what one takes for its tree."""
 
 
 def limit_process(memory_bytes: int | None) -> None:
@@ -139,7 +143,7 @@ def end_orphans(guardian: int) -> None:
 
 def _orphans() -> set[int]:
     """What was started below guardians of this process, but for living guardians and all below them (Linux)."""
-    mark, own = f"{WORKER}={os.getpid()}".encode(), os.getpid()
+    mark, own = f"{WORKER}={mark_of(os.getpid())}".encode(), os.getpid()
     parents, marked = dict[int, int | None](), set[int]()
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
@@ -154,23 +158,105 @@ def _orphans() -> set[int]:
     return {pid for pid in marked - living if parents[pid] is not None}
 
 
-def _end(find: Callable[[], set[int]], kill: Callable[[], object]) -> set[int]:
+@functools.cache
+def mark_of(worker: int) -> str:
+    """What WORKER is below this process: its id, when it began, and where ids and times are counted so; the id alone if no more is known.
+
+    A process id comes again, and in another container it is another process.
+    Args: worker: this process's id.
+    """
+    with contextlib.suppress(OSError):
+        return f"{worker} {_began(worker)} {_counting()}"
+    return str(worker)
+
+
+def end_strays(grace_s: float = _GRACE_S) -> None:
+    """For a worker that starts: kill what guardians of dead workers have left, which were killed at the same moment (Linux).
+
+    That is what has their mark in its environment, of this user and in this container. What has emptied its environment isn't found.
+    Args: grace_s: for guardians that live, and are about to do it.
+    """
+    if sys.platform != "linux" or WORKER in os.environ:  # below a scorer: this process, or what it needs, may itself be a stray
+        return
+    dead, until = set(_strays().values()), time.monotonic() + grace_s
+    while dead & set(_strays().values()) and time.monotonic() < until:
+        time.sleep(_WAIT_S)
+    _end(lambda: {pid for pid, mark in _strays().items() if mark in dead}, lambda: None, _signal_stray)
+
+
+def _strays() -> dict[int, str]:
+    """Process ids, and whose they are."""
+    found = {pid: _mark_of_dead(pid) for pid in (int(folder.name) for folder in Path("/proc").glob("[0-9]*"))}
+    return {pid: mark for pid, mark in found.items() if mark}
+
+
+def _mark_of_dead(pid: int) -> str:
+    """A process's mark, if the worker is dead; empty where that can't be told for sure."""
+    folder = Path(f"/proc/{pid}")
+    with contextlib.suppress(OSError, ValueError, OverflowError):
+        if folder.stat().st_uid == os.geteuid():
+            variables = (one.partition(b"=") for one in (folder / "environ").read_bytes().split(b"\0"))
+            mark = next((value for name, _, value in variables if name == WORKER.encode()), b"").decode()
+            return mark if _is_dead(mark) else ""
+    return ""
+
+
+def _is_dead(mark: str) -> bool:
+    """Whether the worker of a mark has ended. Raises: OSError, ValueError or OverflowError if that is not to be told from here."""
+    worker, began, counting = mark.split(" ", 2)
+    if counting != _counting():
+        return False
+    try:
+        os.kill(int(worker), 0)
+    except ProcessLookupError:
+        return True
+    return _began(int(worker)) != began  # another process, by a number that came again
+
+
+def _began(pid: int) -> str:
+    """When a process began, as the kernel counts it from the machine's start. Raises: OSError; ValueError."""
+    *_, began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:20]
+    return str(int(began))
+
+
+def _counting() -> str:
+    """The namespaces of process ids and times. Raises: OSError if /proc shows those of another one."""
+    if os.readlink("/proc/self") != str(os.getpid()):
+        raise ProcessLookupError("/proc is another container's")
+    return " ".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time"))
+
+
+def _signal_stray(pid: int, number: int) -> None:
+    """To the process that is looked at, and to none that has its number a moment later."""
+    with contextlib.suppress(OSError):
+        descriptor = os.pidfd_open(pid)
+        try:
+            if _mark_of_dead(pid):
+                signal.pidfd_send_signal(descriptor, number)
+        finally:
+            os.close(descriptor)
+
+
+def _end(find: Callable[[], set[int]], kill: Callable[[], object], send: Callable[[int, int], None] | None = None) -> set[int]:
     """Kill what `find` finds until that is nothing. They are stopped first: what is stopped starts no other.
 
-    Args: kill: kills more.
+    Args:
+        kill: kills more.
+        send: takes a process id and a signal; None: sends it to whoever has that id.
     Returns: all that were stopped.
     """
     until = time.monotonic() + _END_S
     stopped: set[int] = set()
+    send = send or _signal
     while (found := find()) and time.monotonic() < until:
         new = found - stopped
         for pid in new:
-            _signal(pid, signal.SIGSTOP)
+            send(pid, signal.SIGSTOP)
         stopped |= new
         if not new:
             kill()
             for pid in found:
-                _signal(pid, signal.SIGKILL)
+                send(pid, signal.SIGKILL)
             time.sleep(0.005)
     return stopped
 

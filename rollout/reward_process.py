@@ -111,12 +111,19 @@ def score_request(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:
 def components(value: Any) -> dict[str, float]:
     """Named parts of what a scorer returned; a bare number is called "reward".
 
-    Raises: ValueError or TypeError if it is no number, or not finite.
+    Raises: ValueError or TypeError if it is no number, or not finite; ValueError for a name that no metric can have.
     """
     named = value if isinstance(value, dict) else {SINGLE: value}
     if not named:
         raise ValueError("an empty dict has no sum; return at least one part")
+    if wrong := [str(name) for name in named if not is_part_name(str(name))]:
+        raise ValueError(f"{wrong[0]!a} names a part, which becomes part of a metric's name: use printable characters without a slash")
     return {str(name): _finite(name, part) for name, part in named.items()}
+
+
+def is_part_name(name: str) -> bool:
+    """Whether a metric's name may end so."""
+    return name.isprintable() and "/" not in name and name != ""
 
 
 def _finite(name: str, part: Any) -> float:

@@ -26,8 +26,8 @@ import psutil
 
 from correction.errors import ConfigError
 from rollout.config import FunctionReward, ReasoningGymReward, ReasoningGymTask, RewardConfig, TaskConfig
-from rollout.reward_guardian import MEMORY, MOST_PROCESSES, PROCESSES, WORKER, end_orphans
-from rollout.reward_process import LENGTH, SINGLE, pack_message
+from rollout.reward_guardian import MEMORY, MOST_PROCESSES, PROCESSES, WORKER, end_orphans, end_strays, mark_of
+from rollout.reward_process import LENGTH, SINGLE, is_part_name, pack_message
 from rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory
 
 _MAX_REPLY_BYTES = 1 << 24
@@ -74,8 +74,12 @@ class RewardPool:
     async def check(self, sample: Prompt | None = None) -> None:
         """Start all processes and score the sample's own reference answer, so that a mistake shows now and not at step 300.
 
+        What scorers of dead workers have left here is ended, too.
+
         Raises: ConfigError if the scorer can't be set up, or fails on the sample.
         """
+        with contextlib.suppress(RuntimeError):  # no thread is left for it: the next start may have one
+            threading.Thread(target=end_strays, daemon=True).start()
         try:
             for process in self._processes:
                 process.start()
@@ -208,7 +212,7 @@ class _ScoringProcess:
         """Raises: OSError; nothing stays open, but what `kill` closes."""
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),      # the user's module is found as here
-            WORKER: str(os.getpid()),
+            WORKER: mark_of(os.getpid()),
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
         }
@@ -244,7 +248,7 @@ class _ScoringProcess:
         except BaseException:      # cancelled: the socket is closed then
             self.kill()
             raise
-        reply = await self._reply(self._start_deadline_s, "its imports", "rollout.reward.start_deadline_s")
+        reply = await self._reply("ready", self._start_deadline_s, "its imports", "rollout.reward.start_deadline_s")
         if "error" in reply:
             self.kill()
             raise _SettingError(reply["error"])
@@ -280,7 +284,7 @@ class _ScoringProcess:
         assert self._streams is not None
         self._streams[1].write(pack_message(request))
         for _ in request["completions"]:
-            yield await self._reply(deadline_s, "one completion", "rollout.reward.deadline_s")
+            yield await self._reply("components", deadline_s, "one completion", "rollout.reward.deadline_s")
 
     def kill(self) -> None:
         """End the child and everything that it started; nobody waits for that."""
@@ -296,7 +300,7 @@ class _ScoringProcess:
         self._child = self._socket = self._streams = None
         self._is_ready = False
 
-    async def _reply(self, deadline_s: float, what: str, setting: str) -> dict[str, Any]:
+    async def _reply(self, wanted: str, deadline_s: float, what: str, setting: str) -> dict[str, Any]:
         assert self._streams is not None
         reader = self._streams[0]
         try:
@@ -304,12 +308,12 @@ class _ScoringProcess:
                 (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
                 if size > _MAX_REPLY_BYTES:
                     raise ValueError(f"{size} bytes")
-                return _as_reply(await reader.readexactly(size))
+                return _as_reply(await reader.readexactly(size), wanted)
         except TimeoutError:
             self._restart()
             late = f"the reward took more than {deadline_s:g} s for {what} ({setting}); its process was killed"
             raise RewardCallError(late, FailureKind.REWARD_TIMEOUT) from None
-        except ValueError as error:  # a scorer has written to the socket itself
+        except (ValueError, RecursionError) as error:  # a scorer has written to the socket itself; the latter: a thousand brackets
             self._restart()
             raise RewardCallError(f"the scoring process sent no reply at {what}, but something else ({error}); it was killed") from None
         except (ConnectionError, EOFError):
@@ -365,12 +369,22 @@ def _see_to_its_end(guardian: subprocess.Popen[bytes]) -> None:
         end_orphans(guardian.pid)
 
 
-def _as_reply(payload: bytes) -> dict[str, Any]:
-    """The answer of a scoring process. Raises: ValueError if it has none of the forms that one may have."""
+def _as_reply(payload: bytes, wanted: str) -> dict[str, Any]:
+    """The answer of a scoring process. Half a surrogate pair in an error, which can't be written as UTF-8, stands there as its escape.
+
+    Args: wanted: "ready" or "components"; an error comes in the place of either.
+    Raises: ValueError or RecursionError if it has none of the forms that one may have.
+    """
     reply = json.loads(payload)
     match reply:
-        case {"ready": True} | {"error": str()}:
+        case {"error": str() as error}:
+            return {"error": error.encode(errors="backslashreplace").decode()}
+        case {"ready": True} if wanted == "ready":
             return dict(reply)
-        case {"components": dict() as parts} if parts and all(type(part) is float and math.isfinite(part) for part in parts.values()):
+        case {"components": dict() as parts} if wanted == "components" and parts and all(_is_part(*part) for part in parts.items()):
             return dict(reply)
     raise ValueError(repr(payload[:60]))
+
+
+def _is_part(name: str, value: object) -> bool:
+    return is_part_name(name) and type(value) is float and math.isfinite(value)

@@ -167,7 +167,11 @@ def _question(row: Any, task: FileTask | HuggingFaceTask) -> Question:
     if not isinstance(row, dict):
         raise DataError(f"holds {type(row).__name__}, not an object with fields")
     for name, value in row.items():
-        if half := _surrogate_in([name, value]):
+        try:
+            half = _surrogate_in([name, value])
+        except RecursionError:
+            raise DataError(f"field {name!a} is nested too deeply") from None
+        if half:
             raise DataError(f"field {name!a} holds {half!a}, half of a surrogate pair, which is no character")
     text, turns = _asked(_field(row, task.prompt_field), task.prompt_field)
     if not text.strip():

@@ -19,7 +19,7 @@ from actors.commands.plan import plan
 from actors.commands.push import push
 from actors.commands.simulate import simulate
 from actors.processes import interrupts
-from actors.processes.output import keep_exit_code, put, refused_file
+from actors.processes.output import prepare_streams, put, refused_file
 from correction.errors import ConfigError, EvenkeelError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ Overrides = Annotated[
 def main() -> None:
     """Entry point of the console script: one sentence and a non-zero exit for whatever is wrong with the input."""
     quiet()
-    keep_exit_code()
+    prepare_streams()
     with interrupts.guarded():
         try:
             app()

@@ -63,7 +63,7 @@ def evaluate_folder(
     for k, share in result.pass_at.items():
         say(f"pass@{k}: {share}")
     if samples is not None:
-        samples.write_text(result.text(prompts, limit=len(prompts)))
+        samples.write_text(result.text(prompts, limit=len(prompts)), encoding="utf-8", errors="backslashreplace")
         say(f"answers: {samples}")
     return result
 

@@ -41,7 +41,7 @@ def model_context(model: Path) -> int:
     """Tokens that the model's config.json allows for prompt and answer together; four times the longest answer where it does not say."""
     try:
         shape: Any = json.loads((model / "config.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return 4 * LONGEST_ANSWER  # what is wrong with the folder is said where it is read
     shape = shape.get("text_config", shape) if isinstance(shape, dict) else {}
     return int(shape.get("max_position_embeddings", 4 * LONGEST_ANSWER))

@@ -74,7 +74,7 @@ class ClusterFile:
             starts = {role: tuple(c for c in content[f"{role}_start_ray_commands"] if _START.search(c)) for role in ("head", "worker")}
             is_fixed = content["provider"]["type"] == "local"
             kinds = _hosts(content, starts, resource) if is_fixed else _types(content, resource)
-        except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise ConfigError(f"{path}: no cluster file of `ray up` ({reason}); deploy/ has three to begin with") from error
         return cls(path, kinds, content.get("max_workers"), starts["head"] + starts["worker"], is_fixed)

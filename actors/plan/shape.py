@@ -44,7 +44,7 @@ class ModelShape:
         check_is_model(folder)
         try:
             content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise DataError(f"model = {folder}: no config.json can be read from it ({error}); a model is a Hugging Face folder") from error
         try:
             return cls.of(content.get("text_config", content))

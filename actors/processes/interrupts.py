@@ -247,7 +247,7 @@ def end_all(why: str, code: int, *, last: Callable[[], object] | None = None) ->
     with contextlib.suppress(OSError):
         if sys.stdout.isatty():
             os.write(1, b"\x1b[?25h\n")  # the cursor, which a live panel hides
-        os.write(2, f"evenkeel: {why}\n".encode())
+        os.write(2, f"evenkeel: {why}\n".encode(errors="backslashreplace"))
     if last is not None:
         thread = threading.Thread(target=_tried, args=(last,), daemon=True)
         thread.start()

@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 from contextlib import suppress
+from io import TextIOWrapper
 from typing import Any, TextIO
 
 
@@ -44,6 +45,16 @@ def put(text: str, stream: TextIO | None) -> None:
     unfailing = UnfailingStream(stream)
     unfailing.write(text)
     unfailing.flush()
+
+
+def prepare_streams() -> None:
+    """For a command: `keep_exit_code`, and what standard output can't encode is escaped there, as Python does on standard error.
+
+    That is half a surrogate pair: a byte of a file's name that isn't UTF-8, or a text from outside that was cut.
+    """
+    keep_exit_code()
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def keep_exit_code() -> None:

@@ -69,7 +69,7 @@ def own(path: Path) -> filelock.BaseFileLock:
         try:
             who = json.loads(owner.read_text())
             by = f"process {who['pid']} on {who['host']} since {who['since']}"
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             by = "another process"
         raise ConfigError(f"run_dir = {path}: in use by {by}. Wait for that run or stop it, or choose another run_dir.") from None
     except OSError as error:

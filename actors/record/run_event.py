@@ -80,7 +80,7 @@ class RunEvent:
         if found := _KIND.match(text):
             return cls(time, level, text[found.end() :], EventKind(found[1]))
         if text.startswith(_WAIT):
-            with contextlib.suppress(ValueError, TypeError):  # a line that was cut
+            with contextlib.suppress(ValueError, TypeError, RecursionError):  # a line that was cut, or is no notice
                 return cls._of_wait(time, level, WaitNotice(**json.loads(text.removeprefix(_WAIT))))
         if found := _EARLIER_WAIT.match(text):
             return cls._of_wait(time, level, WaitNotice(found["what"], int(found["seconds"]), found["detail"] or ""))

@@ -173,7 +173,7 @@ class RunFolder:
         """The resolved configuration as plain data. Raises: ConfigError if the file can't be read as YAML."""
         try:
             return dict(yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8")) or {})
-        except (OSError, yaml.YAMLError, ValueError, TypeError) as error:  # a scalar or a list makes no dict
+        except (OSError, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # a scalar or a list makes no dict
             raise ConfigError(f"{self.path / 'config.yaml'}: not valid YAML: {error}") from error
 
     def keep_model_files(self, source: Path) -> None:
@@ -274,8 +274,8 @@ class RunFolder:
         return sorted((self.path / "trajectories").glob(f"{kind}_*.txt"))
 
     def write_text(self, name: str, text: str) -> Path:
-        """Write a file of the folder whole: a reader sees the old one or the new one, never a part."""
-        return self.write_file(name, lambda path: path.write_text(text, encoding="utf-8"))
+        """Write a file of the folder whole: a reader sees the old one or the new one, never a part. Half a surrogate pair is escaped."""
+        return self.write_file(name, lambda path: path.write_text(text, encoding="utf-8", errors="backslashreplace"))
 
     def write_file(self, name: str, write: Callable[[Path], object]) -> Path:
         """The same for a file of any kind; `write` is given the path of a temporary file in the same folder, with the same suffix."""

@@ -58,7 +58,7 @@ def read_slowest(folder: RunFolder) -> list[SlowPrompt]:
     """Slowest first; none of a run that has none, or whose file is damaged."""
     try:
         return sorted((SlowPrompt(**one) for one in json.loads((folder.path / FILE).read_text(encoding="utf-8"))), reverse=True)
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return []
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_NOT_OURS = (ValueError, KeyError, TypeError)
-"""What reading a torn or foreign line raises."""
+_NOT_OURS = (ValueError, KeyError, TypeError, RecursionError)
+"""What reading a torn or foreign line raises; the last one, a thousand brackets."""
 _TAIL_BYTES = 1 << 17
 
 

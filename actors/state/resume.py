@@ -103,7 +103,7 @@ class TrainingState:
             corrections = plain.pop("replacement")
             replacement = corrections and Replacement(**{k: CorrectionConfig.model_validate(v) for k, v in corrections.items()})
             state = cls(queue=queue, ledger=ledger, replacement=replacement, **plain)
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise DataError(f"{path}: damaged, no state can be read from it ({type(error).__name__}: {error})") from error
         if found := imbalance_of(state.queue, state.ledger):
             raise DataError(f"{path}: the checkpoint has lost or doubled prompts: {found}")

@@ -78,7 +78,7 @@ def done_again(events: str, *, reached: int = 0) -> str:
         found.append(_counted(reached - int(resumed[1]), "step"))
     elif "no finished step is lost" in events:
         found.append("no step")
-    if groups := re.search(r"others take its (\d+) groups", events):
+    if groups := re.search(r"others take its (\d+) groups?", events):
         found.append(_counted(int(groups[1]), "group"))
     elif requests := re.findall(r"group (\d+) is sampled again: ", events):
         found.append(_counted(len(set(requests)), "group"))

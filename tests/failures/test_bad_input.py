@@ -219,6 +219,7 @@ def without_a_tensor(folder: Path) -> None:
         (lambda folder: os.truncate(folder / "model.safetensors", 100_000), "model.safetensors: damaged"),
         (lambda folder: (folder / "model.safetensors").write_bytes(bytes(5000)), "model.safetensors: damaged"),
         (lambda folder: (folder / "config.json").write_text('{"model_type": "qwen3",'), "config.json: damaged, no JSON"),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json: damaged, no JSON"),
         (lambda folder: (folder / "config.json").write_text("[]"), "config.json: damaged, it holds no JSON object"),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "unusable tokenizer"),
         (lambda folder: edited(folder, hidden_size=96), "embed_tokens.weight has shape (512, 64) instead of (512, 96)"),

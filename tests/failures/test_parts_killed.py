@@ -1,12 +1,14 @@
 """kill -9, or SIGSTOP for good, of the processes that hold a run's state, one after the other in one run.
 
-Of the learner's death the run goes back to its last checkpoint; trajectory queue and correction service are replaced where it stands. It
-does both by itself, with the engine that it has, and its books are those of an undisturbed run. A rank that stops: test_rank_stopped.py.
+Of the death of one of the learner's two ranks the run goes back to its last checkpoint; trajectory queue and correction service are
+replaced where it stands. It does both by itself, with the engine that it has, and its books are those of an undisturbed run. A rank that
+stops: test_rank_stopped.py.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,14 +26,19 @@ STEPS, GROUPS, EVERY, HEARTBEAT_S = 18, 4, 6, 12
 GOES_BACK = "the run goes back to its last checkpoint, in the same process; engines stay up"
 REPLACED = "queue and service are replaced; learner and engines go on with what they have under way"
 RANK, QUEUE, SERVICE = "LearnerRankActor", "TrajectoryQueueActor", "CorrectionService"
-PARTS = {RANK: "learner rank 0", QUEUE: "trajectory queue", SERVICE: "correction service"}
+PARTS = {RANK: "learner rank 1", QUEUE: "trajectory queue", SERVICE: "correction service"}
+
+
+def _rank_one(run: Run) -> int:
+    """Process id of the second rank, as the run has told it."""
+    return int(re.findall(r"learner 1 is up \(process (\d+)", run.events())[-1])
 
 
 def lose(run: Run, process: str, number: signal.Signals, *, after: int) -> None:
     """One part gets this signal, and the run gets over it."""
     run.wait_until(lambda: len(run.metrics()) >= after, f"{after} steps")
-    (pid,) = run.pids(process)
-    name = PARTS[process].removesuffix(" 0")
+    (pid,) = [_rank_one(run)] if process == RANK else run.pids(process)
+    name = PARTS[process].removesuffix(" 1")
     follows = GOES_BACK if process == RANK else REPLACED
     if number == signal.SIGKILL:
         recovery = Recovery(run, f"{name} killed", follows)
@@ -48,6 +55,7 @@ def lose(run: Run, process: str, number: signal.Signals, *, after: int) -> None:
 def test_every_part_is_lost_once(number: signal.Signals, processes: Sequence[str], small_model: Path, tmp_path: Path) -> None:
     run_dir, goes_back = tmp_path / "run", RANK in processes
     words = [f"model={small_model}", f"run_dir={run_dir}", f"steps={STEPS}", f"groups_per_step={GROUPS}", f"checkpoint.every_steps={EVERY}"]
+    words += ["learner.data_parallel=2"] * goes_back  # one of two ranks is lost: the other, which waits for it, starts anew as well
     words += [f"deadlines.part_heartbeat_s={HEARTBEAT_S}"] * (number == signal.SIGSTOP)
     run = Run(run_dir, str(RECIPE), *words)
     try:
@@ -63,7 +71,9 @@ def test_every_part_is_lost_once(number: signal.Signals, processes: Sequence[str
         assert all((silent in text) == (number == signal.SIGSTOP) for text in losses)
         assert run.metrics()[-1].get("steps/returns_total", 0) == goes_back and run.metrics()[-1]["queue/replaced_total"] == 2
         assert "rollout worker 0 is gone" not in run.events() and "rollout 1 is up" not in run.events(), "its engine stays"
-        assert run.events().count("learner 0 is up") == 1 + goes_back, "for the first time, and for a lost one; others' loss is no matter"
+        told = "for the first time, and for a lost one; others' loss is no matter"
+        for rank in range(1 + goes_back):
+            assert run.events().count(f"learner {rank} is up") == 1 + goes_back, told
         assert all(line["staleness/max"] <= 1 for line in run.metrics())
     finally:
         run.close()

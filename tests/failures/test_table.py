@@ -34,6 +34,7 @@ def went_back(*, step: int, saved: int) -> str:
         ("the run's process was killed by SIGKILL after step 2; it goes on from its beginning (it has no checkpoint) in 1 s",
          "2 steps and the groups under way"),
         ("rollout worker 0 is gone: its actor died; others take its 8 groups", "8 groups"),
+        ("rollout worker 0 is gone: its actor died; others take its 1 group", "1 group"),
         ("group 7 is sampled again: not finite\ngroup 9 is sampled again: not finite\ngroup 7 is sampled again: late", "2 groups"),
         ("checkpoint in 0.8 s", "nothing"),
     ],

@@ -97,7 +97,7 @@ def test_a_manifest_that_was_changed_is_damaged(folder: Path, change: dict[str, 
         read_manifest_of_files(folder)
 
 
-@pytest.mark.parametrize("content", [b"", b"[1]", b"{}", b"{", b"\xff"])
+@pytest.mark.parametrize("content", [b"", b"[1]", b"{}", b"{", b"\xff", pytest.param(b"[" * 100_000, id="nested")])
 def test_no_manifest_is_one_sentence(folder: Path, content: bytes) -> None:
     (folder / "manifest.json").write_bytes(content)
     with pytest.raises(DataError, match=r"manifest.json: damaged"):

@@ -23,6 +23,8 @@ USER_REWARDS = """
         def __reduce__(self): return os.mkdir, (self.path,)
     def forged(completion, metadata):
         payload = {"pickle": pickle.dumps(Touch(metadata["path"])), "list": b"[1]", "nan": b'{"components": {"reward": NaN}}'}
+        payload |= {"nested": b"[" * 100_000, "ready": b'{"ready": true}', "name": b'{"components": {"a/b": 1.0}}'}
+        payload |= {"surrogate": b'{"error": "\\\\ud83d"}'}
         payload |= {"text": b'{"components": {"reward": "1"}}', "none": b'{"components": {}}'}
         if completion == "long": os.write(int(sys.argv[1]), struct.pack("!Q", 1 << 40))
         elif completion != "ok": os.write(int(sys.argv[1]), struct.pack("!Q", len(payload[completion])) + payload[completion])
@@ -41,6 +43,10 @@ USER_REWARDS = """
 
     def moody(completion):
         if completion == "raise": raise KeyError("no such thing")
+        if completion == "surrogate": raise ValueError(json.loads('"half \\\\ud83d"'))
+        if completion == "nested": return json.loads("[" * 100_000)
+        if completion == "name": return {"\\ud83d": 1.0}
+        if completion == "slash": return {"a/b": 1.0}
         if completion == "nan": return float("nan")
         if completion == "text": return "1.0"
         if completion == "none": return None

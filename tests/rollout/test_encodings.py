@@ -136,6 +136,7 @@ def test_bytes_are_no_answer(tmp_path: Path) -> None:
         ('{"prompt": "tab\there", "answer": 1}', "no valid JSON (Invalid control character at column 16)"),
         ('{"prompt": ' + "[" * 100_000, "no readable JSON"),
         ('{"prompt": "q", "answer": ' + "9" * 5000 + "}", "no readable JSON"),
+        ('{"prompt": "q", "answer": "a", "hints": ' + "[" * 600 + "]" * 600 + "}", "field 'hints' is nested too deeply"),
     ],
 )
 def test_json_that_python_does_not_read_costs_its_row(tmp_path: Path, line: str, reason: str) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -18,7 +20,7 @@ import pytest
 from rollout import reward_guardian
 from rollout.config import FunctionReward
 from rollout.reward_cgroup import ControlGroup
-from rollout.reward_guardian import MEMORY
+from rollout.reward_guardian import MEMORY, WORKER, end_strays, mark_of
 from rollout.rewards import RewardPool
 from rollout.trajectory import FinishReason, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
 
@@ -90,6 +92,107 @@ def test_what_a_killed_guardian_was_to_guard_is_ended_by_the_worker(
 
     asyncio.run(run())
     assert wait_until(lambda: not sleepers("67.5"))
+
+
+NEXT_TO_DIE = """
+    import asyncio, sys
+    from pathlib import Path
+    from rollout.config import FunctionReward
+    from rollout.rewards import RewardPool
+    from tests.rollout.test_reward_guardian import score
+
+    async def main():
+        pool = RewardPool(FunctionReward(path="user_rewards:brood", deadline_s=50.0, processes=1))
+        await pool.check()
+        print(*pool.pids, flush=True)
+        await score(pool, "69.5", Path(sys.argv[1]))
+
+    asyncio.run(main())
+"""
+
+
+def test_what_worker_and_guardian_leave_that_die_together_is_ended_by_the_next_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "user_rewards.py").write_text(textwrap.dedent(SCORER))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("rollout.rewards.end_strays", partial(end_strays, 0.0))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", textwrap.dedent(NEXT_TO_DIE), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as worker:
+        assert worker.stdout is not None
+        guardian = int(worker.stdout.readline())
+        assert wait_until((tmp_path / "69.5").is_file)
+        os.kill(guardian, signal.SIGSTOP)  # it does nothing between the two deaths
+        worker.kill()
+    os.kill(guardian, signal.SIGKILL)
+    assert wait_until(lambda: not is_running(guardian))
+    fork = int((tmp_path / "69.5").read_text())
+    try:
+        assert is_running(fork) and sleepers("69.5")
+
+        async def start() -> None:
+            pool = RewardPool(FunctionReward(path="user_rewards:brood", processes=1))
+            await pool.check()
+            await pool.close()
+
+        asyncio.run(start())
+        assert wait_until(lambda: not is_running(fork) and not sleepers("69.5"))
+    finally:
+        for pid in (fork, *sleepers("69.5")):
+            if is_running(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def sleeping() -> Iterator[Callable[[str, str], subprocess.Popen[bytes]]]:
+    """Starts a `sleep` of so many seconds with a mark."""
+    with contextlib.ExitStack() as started:
+
+        def start(seconds: str, mark: str) -> subprocess.Popen[bytes]:
+            process = started.enter_context(subprocess.Popen(["sleep", seconds], env=os.environ | {WORKER: mark}))
+            started.callback(process.kill)
+            return process
+
+        yield start
+
+
+def marks() -> tuple[str, dict[str, str]]:
+    """A dead worker's, and those that are none for sure."""
+    _, began, counting = mark_of(os.getpid()).split(" ", 2)
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as gone:
+        pass
+    others = {"this process": mark_of(os.getpid()), "another container": f"{gone.pid} {began} pid:[1] time:[1]", "no start": str(gone.pid)}
+    return f"{gone.pid} {began} {counting}", others | {"no number": f"x {began} {counting}", "empty": "", "huge": f"{1 << 80} 1 {counting}"}
+
+
+def test_only_what_is_surely_a_dead_workers_is_ended(sleeping: Callable[[str, str], subprocess.Popen[bytes]]) -> None:
+    """A process id that came again is told by the start. Another container's ids are other ones': its worker may live."""
+    dead, others = marks()
+    _, _, counting = dead.split(" ", 2)
+    strays = [sleeping("70.5", mark) for mark in (dead, f"{os.getpid()} 1 {counting}")]
+    left = [sleeping("71.5", mark) for mark in others.values()]
+    end_strays(0.0)
+    assert [process.wait(40.0) for process in strays] == [-signal.SIGKILL] * 2
+    assert [psutil.Process(process.pid).status() for process in left] == [psutil.STATUS_SLEEPING] * len(others)
+
+
+def test_guardians_have_time_to_end_their_own(sleeping: Callable[[str, str], subprocess.Popen[bytes]]) -> None:
+    dead, _ = marks()
+    process = sleeping("1.25", dead)
+    end_strays(40.0)
+    assert process.wait(40.0) == 0, "it has ended by itself"
+
+
+def test_below_a_scorer_nothing_is_ended(
+    sleeping: Callable[[str, str], subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What starts workers there may be a stray itself, and so is this process then."""
+    dead, _ = marks()
+    process = sleeping("72.5", dead)
+    monkeypatch.setenv(WORKER, dead)
+    end_strays(0.0)
+    assert process.poll() is None
 
 
 def test_a_group_whose_guardian_and_worker_are_gone_is_removed_at_the_next_start() -> None:

@@ -90,6 +90,12 @@ def test_what_is_no_finite_number_is_no_reward(value: Any) -> None:
         components(value)
 
 
+@pytest.mark.parametrize("name", ["", "a/b", "a\n", "\ud83d"])
+def test_what_can_not_stand_in_a_metrics_name_names_no_part(name: str) -> None:
+    with pytest.raises(ValueError, match="names a part, which becomes part of a metric"):
+        components({name: 1.0})
+
+
 def test_a_bad_pattern_is_named() -> None:
     with pytest.raises(RewardLoadError, match="no regular expression"):
         build_extraction({"kind": "regex", "pattern": "("})
@@ -101,11 +107,16 @@ def test_a_bad_pattern_is_named() -> None:
 def test_a_failure_costs_its_own_trajectory_alone() -> None:
     """One process for all calls: each that kills it is followed by one that a fresh process answers."""
     config = user_reward("moody", deadline_s=1.0, memory_gib=1.0)
-    texts = ("raise", "nan", "text", "none", "exit", "ok", "die", "ok", "hang", "ok", "memory", "ok", "spin", "ok", "power")
+    texts = (
+        *("raise", "surrogate", "nested", "name", "slash", "nan", "text", "none", "exit", "ok", "die", "ok", "hang", "ok"),
+        *("memory", "ok", "spin", "ok", "power"),
+    )
     results = scored(config, *texts)
     by_text = {text: t.error for text, t in zip(texts, results, strict=True)}
     expected = {
         "raise": "raised KeyError: 'no such thing'", "nan": "reward = nan is not finite", "text": "'1.0' is no number",
+        "surrogate": r"raised ValueError: half \ud83d", "nested": "raised RecursionError",
+        "name": r"'\ud83d' names a part", "slash": "'a/b' names a part",
         "none": "None is no number", "exit": "exit code 3", "die": "signal SIGSEGV", "memory": "ran out of memory",
         "hang": "more than 1 s", "spin": "more than 1 s", "power": "more than 1 s",
     }  # fmt: skip
@@ -117,12 +128,14 @@ def test_a_failure_costs_its_own_trajectory_alone() -> None:
 
 def test_what_a_reward_writes_to_the_socket_itself_is_not_run(tmp_path: Path) -> None:
     """It may run what a model has written. A pickle from there would make a folder here; other forgeries are no rewards either."""
-    texts = ("pickle", "ok", "list", "nan", "text", "none", "long", "ok")
+    texts = ("pickle", "ok", "list", "nan", "text", "none", "nested", "ready", "name", "long", "ok", "surrogate")
     results = scored(user_reward("forged", deadline_s=5.0), *texts, prompt=asked(path=str(tmp_path / "made")))
     assert not (tmp_path / "made").exists()
     for text, result in zip(texts, results, strict=True):
         if text == "ok":
             assert result.reward == 1.0
+        elif text == "surrogate":
+            assert result.error == r"\ud83d", "it has the form of an error; what can't be written down is escaped"
         else:
             assert "sent no reply at one completion, but something else" in str(result.error), text
 

@@ -39,6 +39,8 @@ def test_the_context_of_a_model_with_a_text_part_is_that_part_s(tmp_path: Path) 
 
 def test_a_folder_without_a_usable_config_is_left_to_who_reads_it(tmp_path: Path) -> None:
     assert model_context(tmp_path) == 4 * LONGEST_ANSWER
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert model_context(tmp_path) == 4 * LONGEST_ANSWER
 
 
 def test_a_recipe_keeps_its_own_sizes() -> None:

@@ -318,6 +318,9 @@ def test_a_family_that_isn_t_trained_is_named(tmp_path: Path) -> None:
         ModelShape.read(save_config(tmp_path, {"model_type": "gpt2"}))
     with pytest.raises(DataError, match="it doesn't say 'hidden_size'"):
         ModelShape.read(save_config(tmp_path, {key: value for key, value in QWEN3_8B.items() if key != "hidden_size"}))
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"no config\.json can be read from it"):
+        ModelShape.read(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,12 @@ def test_a_process_whose_own_end_hangs_is_ended_with_its_exit_code() -> None:
     assert (done.returncode, done.stderr) == (3, "evenkeel: something still hangs 0.2 s after the run's end, and is left\n")
 
 
+def test_a_reason_with_half_a_surrogate_pair_keeps_no_process_from_its_end() -> None:
+    program = "from actors.processes import interrupts; interrupts.end_all('no room in /data/\\udce9', 3)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (3, "evenkeel: no room in /data/\\udce9\n")
+
+
 def test_a_process_goes_on_when_what_hung_has_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that has more to do than this run."""
     ended = list[int]()

@@ -13,6 +13,7 @@ from typing import TextIO
 
 import pytest
 
+from actors.commands.cli import main
 from actors.metrics.step_metrics import StepMetrics
 from actors.processes.output import UnfailingStream, put
 from actors.record.run_folder import RunFolder
@@ -122,6 +123,19 @@ keep_exit_code()
 put("a step", sys.stdout)
 sys.exit({code})
 """
+
+
+def test_a_command_prints_a_name_that_is_not_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder's, with a byte of another encoding in it, which stands in Python's text as half a surrogate pair."""
+    (name := tmp_path / "run-\udce9").mkdir()
+    (name / "config.yaml").write_text("name: x\nsteps: 10\n")
+    disk = Disk()
+    disk.is_full = False
+    monkeypatch.setattr("sys.stdout", stream_on(disk))
+    monkeypatch.setattr("sys.argv", ["evenkeel", "doctor", str(name)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code and rb"run-\udce9 " in disk.content
 
 
 @pytest.mark.parametrize("code", ["0", "3", "'a sentence'"])

@@ -15,20 +15,21 @@ from typing import Any
 import pytest
 import torch
 
-from actors.carriers import UNIFORM, ActorInfo
+from actors.carriers import UNIFORM, ActorInfo, Example
 from actors.driver.evaluation import evaluate
 from actors.metrics.step_metrics import StepMetrics, by_worker
 from actors.pool.scaling import Cause, ScalingDecision
 from actors.record import skipped_batches
 from actors.record.run_folder import RunFolder
 from actors.record.skipped_batches import KEPT, SkippedBatch
+from actors.record.step_report import trajectories_text
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State
 from learner.results import SkipReason
 from rollout.config import AnswerSampling
-from rollout.trajectory import FailureKind, SyncReceipt
-from tests.actors.cases import facts, prompts
+from rollout.trajectory import FailureKind, SyncReceipt, Trajectory
+from tests.actors.cases import facts, prompts, trajectory
 from tests.actors.driver.test_evaluation import Answers
 from tests.actors.metrics.test_metrics import scalars
 from tests.actors.record.observer_cases import ALARM, BROKEN, OVER, WATCH, Seen, diagnosed, observe, write
@@ -307,6 +308,25 @@ def test_a_resume_takes_back_warnings_of_later_steps(seen: Seen) -> None:
     assert seen.folder.read_monitor_events() == [WATCH]
     moved = [json.loads(line) for line in (seen.folder.path / "rewound.jsonl").read_text().splitlines()]
     assert [(line["step"], line["name"], line["value"]) for line in moved] == [(3, "k3_kl", 0.008), (3, "broken_tokens", "inf")]
+
+
+def test_half_a_surrogate_pair_ends_nothing(seen: Seen) -> None:
+    """In what a scorer has said of a held-out answer, and in a question; the second file is written as well."""
+    (prompt,) = prompts(0, 1)
+    said = "the reward raised KeyError: \ud83d"
+
+    class Unscored(Answers):
+        async def answer(self, *_: object) -> list[tuple[Trajectory, ...]]:
+            return [(replace(trajectory(prompt, reward=None), error=said),)]
+
+    how = AnswerSampling(samples=1, temperature=0.7)
+    seen.observer.evaluated(asyncio.run(evaluate(Unscored([None]), [prompt], how, step=7, correct_at=1.0)), [prompt])
+    text = trajectories_text([facts(1, 5)], [Example(replace(prompt, text="spell \udfff"), "a")], step=8)
+    seen.observer.disk.file(seen.folder.write_trajectories, 8, text)
+    seen.settle()
+    assert r"KeyError: \ud83d)" in seen.folder.trajectory_files("held_out")[0].read_text()
+    assert r"question: spell \udfff" in seen.folder.trajectory_files()[0].read_text()
+    assert r"KeyError: \ud83d" in seen.folder.read_events()[-1].text
 
 
 def test_a_torn_line_is_overlooked(seen: Seen) -> None:

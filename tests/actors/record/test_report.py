@@ -244,3 +244,5 @@ def test_the_slowest_prompts_are_told_slowest_first_and_go_on_after_a_resume(fol
     assert "Slowest prompts" in page and "train/0/&lt;24&gt;" in page and "train/0/&lt;14&gt;" not in page
     (folder.path / "slowest.json").write_text("[{")
     assert slowest_rows(folder) == [] and "Slowest prompts" not in write_report(folder).read_text()
+    (folder.path / "slowest.json").write_text("[" * 100_000)
+    assert slowest_rows(folder) == []

@@ -138,6 +138,8 @@ def test_a_wait_s_notice_is_read_as_it_was_written(tmp_path: Path) -> None:
     folder.events_path.write_text("\n".join([*lines, lines[-1][:-5]]))
     cut = folder.read_events()[-1]
     assert (cut.level, cut.notice) == ("warning", None) and cut.text.startswith('[waiting] {"what": "stacks ')
+    folder.events_path.write_text(lines[-1].partition("{")[0] + "[" * 100_000)
+    assert folder.read_events()[0].notice is None
 
 
 NOTICES = [

@@ -54,6 +54,10 @@ def test_a_second_owner_is_told_who_has_it(folder: RunFolder) -> None:
         message = str(caught.value)
         assert message.startswith(f"run_dir = {folder.path}: in use by process {os.getpid()} on ") and "\n" not in message
     RunFolder.view(folder.path)    # readers need no lock
+    for damaged in ("[1]", "[" * 100_000):
+        (folder.path / ".owner.json").write_text(damaged)
+        with pytest.raises(ConfigError, match="in use by another process"):
+            RunFolder.open(folder.path)
     folder.close()
     RunFolder.open(folder.path).close()
 
@@ -66,6 +70,12 @@ def test_a_folder_that_takes_no_file_of_its_owner_is_said_and_stays_free(folder:
     for _ in range(2):
         with pytest.raises(ConfigError, match=f"^run_dir = {folder.path}: {words}: .*Is a directory"):
             RunFolder.open(folder.path)
+
+
+def test_a_configuration_of_brackets_alone_is_said(folder: RunFolder) -> None:
+    (folder.path / "config.yaml").write_text("[" * 5_000)
+    with pytest.raises(ConfigError, match=r"config\.yaml: not valid YAML"):
+        folder.read_config()
 
 
 def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +205,13 @@ def test_a_torn_line_is_overlooked_by_readers_and_cut_by_the_next_owner(folder: 
         again.append_metrics(StepMetrics(3))
         assert steps_of(again) == [1, 2, 3]
         assert [json.loads(line)["step"] for line in again.metrics_path.read_text().splitlines()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["step", "held_out"])
+def test_half_a_surrogate_pair_is_written_as_its_escape(folder: RunFolder, kind: str) -> None:
+    """As a scorer has it in its error that quotes the JSON of an answer. UTF-8 has no bytes for it."""
+    path = folder.write_trajectories(3, "reward:   no such key: \ud83d, and \U0001f600\n", kind)
+    assert path.read_text(encoding="utf-8") == "reward:   no such key: \\ud83d, and \U0001f600\n"
 
 
 def test_rewind_moves_later_lines_and_loses_none(folder: RunFolder) -> None:

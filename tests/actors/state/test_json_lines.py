@@ -28,7 +28,7 @@ def test_a_file_that_is_not_there_has_no_lines(tmp_path: Path) -> None:
     assert (lines.read(step_of), lines.rewind(0), list(tmp_path.iterdir())) == ([], 0, [])
 
 
-@pytest.mark.parametrize("foreign", ["not json", "[1]", "7", '{"other": 1}', '{"step": "x"', ""])
+@pytest.mark.parametrize("foreign", ["not json", "[1]", "7", '{"other": 1}', '{"step": "x"', "", pytest.param("[" * 100_000, id="nested")])
 def test_what_is_no_such_line_is_left_out(lines: JsonLines, foreign: str) -> None:
     with lines.path.open("a") as file:
         file.write(foreign + "\n")

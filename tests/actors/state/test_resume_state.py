@@ -171,6 +171,10 @@ def test_a_missing_file_is_refused(state: TrainingState, tmp_path: Path) -> None
     (tmp_path / "groups.safetensors").unlink()
     with pytest.raises(DataError, match=r"controller.json: damaged, no state can be read from it"):
         TrainingState.load(tmp_path)
+    state.save(tmp_path)
+    (tmp_path / "controller.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"controller.json: damaged, no state can be read from it"):
+        TrainingState.load(tmp_path)
 
 
 def test_arrays_that_can_not_be_written_are_an_error_of_the_disk(state: TrainingState, tmp_path: Path) -> None:
