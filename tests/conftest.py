@@ -40,6 +40,7 @@ _ENGINES = (
 
 _RANKS = (
     "tests/actors/plan/test_plan_ranks.py",
+    "tests/actors/plan/test_plan_step_ranks.py",
     "tests/actors/queue/test_wide_fields.py",
     "tests/learner/test_learner_batch_invariant.py",
     "tests/learner/test_learner_kept_weights.py",
