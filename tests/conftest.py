@@ -33,6 +33,7 @@ _ENGINES = (
     "tests/rollout/test_engine_failures.py",
     "tests/rollout/test_engine_process.py",
     "tests/rollout/test_engine_updates.py",
+    "tests/rollout/test_overlap_hooks.py",
     "tests/rollout/test_sampler.py",
     "tests/rollout/test_seeded_sampler.py",
 )

@@ -107,7 +107,7 @@ def test_the_kernel_is_asked_for_what_packed_attention_computes(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_torch_s_operator_takes_the_call_in_half_precision(dtype: torch.dtype) -> None:
-    """Its types and shapes, both passes, without a value: on the meta device. Another type of bounds or of the longest is refused there."""
+    """Shapes and types of what comes out, of both passes, on the meta device. What is no integer would be refused as the longest."""
     inputs = [one.detach().to("meta").requires_grad_() for one in inputs_of(4, 2, dtype)]
     output, *found = with_gradients(variable_length_attention, inputs, None)
     assert (output.shape, output.dtype) == (inputs[0].shape, dtype)
