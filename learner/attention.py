@@ -299,7 +299,6 @@ class PackedAttention(torch.nn.Module):
     ):
         super().__init__()
         self.scale = softmax_scale
-        self.kernel = choose_kernel("cuda" if torch.cuda.is_available() else "cpu", config.params_dtype)
 
     def forward(
         self,
@@ -311,4 +310,5 @@ class PackedAttention(torch.nn.Module):
         attn_mask_type: Any = None,
         attention_bias: None = None,
     ) -> Tensor:
-        return self.kernel(query, key, value, packed_seq_params, self.scale).flatten(1)
+        kernel = choose_kernel(query.device.type, query.dtype)  # not by what the machine has: a learner on its CPU is possible, too
+        return kernel(query, key, value, packed_seq_params, self.scale).flatten(1)

@@ -33,6 +33,7 @@ _ENGINES = (
     "tests/rollout/test_engine_failures.py",
     "tests/rollout/test_engine_process.py",
     "tests/rollout/test_engine_updates.py",
+    "tests/rollout/test_overlap_hooks.py",
     "tests/rollout/test_sampler.py",
     "tests/rollout/test_seeded_sampler.py",
 )
@@ -40,6 +41,7 @@ _ENGINES = (
 
 _RANKS = (
     "tests/actors/plan/test_plan_ranks.py",
+    "tests/actors/plan/test_plan_step_ranks.py",
     "tests/actors/queue/test_wide_fields.py",
     "tests/learner/test_learner_batch_invariant.py",
     "tests/learner/test_learner_kept_weights.py",

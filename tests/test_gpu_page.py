@@ -53,3 +53,12 @@ def test_every_step_says_where_it_was_run() -> None:
         for place in PLACES:
             rest = rest.replace(place, "")
         assert rest != where and not re.search(r"GPU|NVIDIA|[ABHL]\d{2,3}\b", rest), f"{step}: where was it run?"
+
+
+def test_the_first_hour_was_run_nowhere_and_its_tests_ask_for_a_gpu() -> None:
+    """Commands of evenkeel are looked at by tests/test_docs.py."""
+    hour = PAGE.split("## The first hour on a GPU")[1].split("\n## ")[0]
+    steps = re.findall(r"^\| (\d+)\. .* \| (.*) \|$", hour, re.MULTILINE)
+    assert steps == [(str(number), "nowhere yet") for number in range(1, len(steps) + 1)] and len(steps) > 5
+    files = re.findall(r"`python -m pytest -m slow (\S+)`", hour)
+    assert files and [file for file in files if "cuda.is_available()" not in (ROOT / file).read_text()] == []

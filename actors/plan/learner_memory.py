@@ -13,8 +13,10 @@ again. All layers' activations are kept in both:
 
 A layer's backward pass has most beyond what is kept where the gate's product goes back: its gradient and those of its two factors, less
 the product itself; with many experts on a GPU where their first product does, whose kernel wants their matrices, and gives their gradients,
-in one piece. Recomputed, the whole layer and its output are there too. A plan takes every token to be in the loss. Not in it: NCCL's
-buffers and the CUDA context, for which RESERVE is.
+in one piece. Recomputed, the whole layer and its output are there too. On the first of several stages the gradient of a large embedding
+may be more: it comes last, when the layers' memory of its micro-batch is free again. Between stages each micro-batch on its way has a
+tensor that was received or sent. A plan takes every token to be in the loss. Not in it: NCCL's buffers and the CUDA context, for which
+RESERVE is.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ class RankMemory:
     gradients: int
     optimizer: int
     activations: int
-    """What all layers keep for their backward pass."""
+    """What all layers keep for their backward pass, and between pipeline stages what is received and sent."""
     head: int
     """What the last norm hands over, logits of a chunk of tokens and gradients of the vocabulary's matrix."""
     layer: int = 0
-    """What the backward pass of one layer takes beyond the head's memory, which is free by then."""
+    """What the backward pass of one layer, or of the embedding, takes beyond the head's memory, which is free by then."""
     other: int = 0
     """Weights of another version in addition to the present ones, during a forward pass with them: of the reference, or earlier ones."""
 
@@ -125,6 +127,7 @@ def layer_backward_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) 
         peak += max(gate, _grouped_product_bytes(shape, config, sent))
     else:
         peak += size * shape.feed_forward / ranks * (tokens + max(tokens, shape.hidden))
+        peak += size * shape.hidden * tokens if config.sequence_parallel else 0  # that gradient, gathered
     if config.recompute_activations:
         whole = layer_activations(shape, config.model_copy(update={"recompute_activations": False}))
         peak += (whole + size * shape.hidden * rows) * tokens
@@ -176,12 +179,34 @@ def stage_memory(
     weights, gradients, optimizer = state_bytes(shape, config, stage)
     tokens = pass_tokens(config, longest)
     layers = shape.layers / config.pipeline_parallel
-    activations = round(layer_activations(shape, config) * layers * _passes(config, stage) * tokens)
+    of_a_chunk = layer_activations(shape, config) * layers / config.virtual_pipeline * tokens
+    chunks = _passes(config, stage) * config.virtual_pipeline
+    activations = round(chunks * of_a_chunk + _between_stages_bytes(shape, config, tokens, chunks))
     head = 0
     if stage == config.pipeline_parallel - 1:
         head = handed_over_bytes(shape, config, tokens) + head_bytes(shape, config, tokens, has_entropy_loss=has_entropy_loss)
-    layer = max(0, layer_backward_bytes(shape, config, tokens) - head)
+    backward = layer_backward_bytes(shape, config, tokens)
+    if stage == 0:
+        backward = max(backward, round(_embedding_backward_bytes(shape, config, tokens) - of_a_chunk))
+    layer = max(0, backward - head)
     return RankMemory(weights, gradients, optimizer, activations, head, layer, weights if loads_other else 0)
+
+
+def _between_stages_bytes(shape: ModelShape, config: LearnerConfig, tokens: int, chunks: float) -> float:
+    """What a stage got from the one before, or has handed to the next, of each micro-batch on its way; and a gradient that comes or goes.
+
+    Args: chunks: of layers, as many times as their activations are kept.
+    """
+    if config.pipeline_parallel == 1:
+        return 0.0
+    rows = 1 / config.tensor_parallel if config.sequence_parallel else 1.0
+    return BYTES_OF[config.resolved_dtype] * shape.hidden * rows * tokens * (chunks + 1)
+
+
+def _embedding_backward_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> float:
+    """The gradient of the embedding, and that of its output, gathered."""
+    rows = -(-shape.vocabulary // config.tensor_parallel)
+    return BYTES_OF[config.resolved_dtype] * shape.hidden * (rows + tokens)
 
 
 def _passes(config: LearnerConfig, stage: int) -> float:

@@ -78,6 +78,8 @@ def register(group_timeout_s: float) -> None:
     HookRegistry.register(f"{scheduler}._add_request_to_queue", _into_current_namespace, HookType.BEFORE)
     HookRegistry.register(f"{scheduler}.record_weight_version_change", _move_waiting, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.continue_generation", _give_back_memory, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}.pause_generation", _end_the_step_under_way, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}.record_weight_version_change", _count_what_is_on_its_way, HookType.AROUND)
     HookRegistry.register("sglang.srt.mem_cache.common.maybe_cache_unfinished_req", _leave_out_what_was_found, HookType.BEFORE)
     HookRegistry.register(f"{scheduler}._record_scheduler_state_for_paused_engine", _sleep, HookType.AFTER)
     HookRegistry.register("sglang.srt.utils.common.init_custom_process_group", with_timeout, HookType.AROUND)
@@ -139,6 +141,30 @@ def _sleep(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
     """A paused scheduler sleeps until the next message, as an idle one does with `sleep_on_idle`. SGLang's loop spins while it is paused,
     and so takes a core from whoever prepares the weights that it waits for."""
     scheduler.maybe_sleep_on_idle()
+
+
+# With SGLang's overlap schedule, which is on for GPUs, the scheduler starts a step before it has looked at the tokens of the one before. A
+# pause by `retract` looks at them. One `in_place` leaves them where they are, until requests go on.
+
+
+def _end_the_step_under_way(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
+    """New weights are copied from another stream of the GPU than the one that computes, and nothing in SGLang's update waits for that."""
+    scheduler.device_module.synchronize()
+
+
+def _count_what_is_on_its_way(original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """SGLang counts the tokens that a request has when the weights change. That of the step under way is of the old weights, too."""
+    from sglang.srt.runtime_context import get_serving
+    from sglang.srt.utils.weight_versions import WeightVersionEvent
+
+    old = get_serving().weight_version
+    original(scheduler, *args, **kwargs)
+    if get_serving().weight_version == old:
+        return
+    for batch, _ in getattr(scheduler, "result_queue", ()):  # only the overlapping loop has one
+        for req in batch.reqs:
+            if not (req.finished() or req.is_retracted or req.inflight_middle_chunks > 0):  # SGLang drops that token, or there is none
+                req.weight_version_events.append(WeightVersionEvent(old_version=old, num_output_tokens=len(req.output_ids) + 1))
 
 
 _mapped: deque[UntypedStorage] = deque(maxlen=2)

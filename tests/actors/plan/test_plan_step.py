@@ -29,21 +29,26 @@ LARGE_LAYERS: dict[str, Any] = {"num_hidden_layers": 4, "intermediate_size": 102
 LARGE_VOCABULARY: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 12_000}
 
 
-def all_in_the_loss(correction: CorrectionConfig) -> CorrectedBatch:
-    """All tokens but the first of each sequence, as a plan takes it."""
-    batch = grouped_batch([([1] * (TOKENS // LONGEST), [LONGEST - 1] * (TOKENS // LONGEST))])
+def all_in_the_loss(correction: CorrectionConfig, passes: int = 1) -> CorrectedBatch:
+    """All tokens but the first of each sequence, as a plan takes it. Args: passes: micro-batches of TOKENS."""
+    count = passes * TOKENS // LONGEST
+    batch = grouped_batch([([1] * count, [LONGEST - 1] * count)])
     is_first = torch.zeros_like(batch.loss_mask).index_fill(0, batch.offsets[:-1], True)
     return defer(replace(batch, loss_mask=~is_first), correction)
 
 
-def most_in_the_passes(learner: LearnerRank, correction: CorrectionConfig) -> int:
-    """The most bytes alive before the update of a step's one micro-batch, beside the weights and their gradients."""
+def most_in_the_passes(learner: LearnerRank, correction: CorrectionConfig, passes: int = 1) -> int:
+    """The most bytes alive before the update of a step, beside the weights and their gradients.
+
+    Args: passes: micro-batches of the step, over all data-parallel ranks.
+    """
     parameters = [one for policy in learner._policies for one in policy.parameters()]
     with LiveBytes(*parameters, *(one.main_grad for one in parameters)) as probe:
         optimizer, peaks = learner._require().optimizer, list[int]()
         finish = optimizer.finish
         optimizer.finish = lambda *a, **k: (peaks.append(probe.peak), finish(*a, **k))[1]  # type: ignore[method-assign]
-        assert learner.step(all_in_the_loss(correction), correction, step=0).microbatches == 1
+        done = learner.step(all_in_the_loss(correction, passes), correction, step=0)
+    assert done.microbatches * learner.placement.data_parallel == passes
     return peaks[0]
 
 

@@ -1,0 +1,119 @@
+"""What `reserve` asks Ray for, and the ranks' places on nodes that are made up; with Ray's own nodes: test_placement.py."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.cluster import placement
+from actors.cluster.placement import RankPlaces, reserve
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
+
+RECIPE = Path(__file__).parents[2] / "e2e" / "small.yaml"
+NODE_OF_BUNDLE = {0: "node b", 1: "node a", 2: "node b", 3: "node a"}
+ADDRESSES = {"node a": "10.0.0.2", "node b": "10.0.0.1"}
+VISIBLE = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
+GPUS_OF_BUNDLE = {0: ["GPU-c", "GPU-d"], 1: ["GPU-a", "GPU-b"], 2: ["GPU-b", "GPU-a"], 3: ["GPU-d", "GPU-c"]}
+
+
+class RecordedGroup:
+    """A placement group that is there at once."""
+
+    def __init__(self, bundles: list[dict[str, float]], how: dict[str, Any]) -> None:
+        self.bundles, self.how, self.bundle_count = bundles, how, len(bundles)
+
+    def wait(self, seconds: float) -> bool:
+        return True
+
+
+class RecordedLook:
+    """A task that would look at the GPUs of the bundle in which it is put."""
+
+    def __init__(self, asked: list[dict[str, Any]], bundle: int = -1) -> None:
+        self._asked, self._bundle = asked, bundle
+
+    def options(self, **options: Any) -> RecordedLook:
+        self._asked.append(options)
+        return RecordedLook(self._asked, options["scheduling_strategy"].placement_group_bundle_index)
+
+    async def remote(self) -> tuple[list[str], list[str]]:
+        return GPUS_OF_BUNDLE[self._bundle], VISIBLE
+
+
+class TwoNodes:
+    """Ray's answers about two nodes of four GPUs, and what it was asked for."""
+
+    def __init__(self) -> None:
+        self.groups: list[RecordedGroup] = []
+        self.looks: list[dict[str, Any]] = []
+
+    def placement_group(self, bundles: list[dict[str, float]], **how: Any) -> RecordedGroup:
+        self.groups.append(RecordedGroup(bundles, how))
+        return self.groups[-1]
+
+    def placement_group_table(self, group: RecordedGroup) -> dict[str, Any]:
+        return {"bundles_to_node_id": {bundle: NODE_OF_BUNDLE[bundle] for bundle in range(group.bundle_count)}}
+
+    def nodes(self) -> list[dict[str, str]]:
+        return [{"NodeID": node, "NodeManagerAddress": address} for node, address in ADDRESSES.items()]
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"GPU": 8.0, "CPU": 10.0}
+
+    available_resources = cluster_resources
+
+    def remote(self, function: Any) -> RecordedLook:
+        return RecordedLook(self.looks)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> TwoNodes:
+    found = TwoNodes()
+    monkeypatch.setattr(placement, "ray", found)
+    monkeypatch.setattr(placement, "placement_group", found.placement_group)
+    monkeypatch.setattr(placement, "placement_group_table", found.placement_group_table)
+    return found
+
+
+def reserved(*overrides: str) -> RankPlaces:
+    return asyncio.run(reserve(load_config(RunConfig, RECIPE, ["learner.device=cuda", *overrides])))
+
+
+def bundles_of_ranks(places: RankPlaces) -> list[int]:
+    return [places.options(rank)["scheduling_strategy"].placement_group_bundle_index for rank in range(places.config.world_size)]
+
+
+def test_a_tensor_parallel_group_is_one_bundle_and_all_are_one_group(cluster: TwoNodes) -> None:
+    """A bundle lies on one node, whole, and its GPUs are the group's from then on: who asks later gets none of them."""
+    places = reserved("learner.tensor_parallel=2", "learner.data_parallel=4")
+    (group,) = cluster.groups
+    assert group.bundles == [{"CPU": 2.0, "GPU": 2.0}] * 4 and group.how == {"strategy": "PACK"}
+    for rank in range(8):
+        options = places.options(rank)
+        assert (options["num_cpus"], options["num_gpus"], options["max_restarts"]) == (1, 1, 0)
+        assert options["scheduling_strategy"].placement_group is group
+    assert [look["num_gpus"] for look in cluster.looks] == [2.0] * 4, "all GPUs of the bundle"
+
+
+def test_ranks_are_in_the_order_of_nodes_and_gpus(cluster: TwoNodes) -> None:
+    """Nodes by address, bundles of a node by the place of their first GPU there: node b comes first, and its bundle 2 has GPUs 0 and 1."""
+    places = reserved("learner.tensor_parallel=2", "learner.data_parallel=4")
+    assert bundles_of_ranks(places) == [2, 2, 0, 0, 1, 1, 3, 3]
+
+
+def test_without_tensor_parallelism_each_rank_is_a_bundle(cluster: TwoNodes) -> None:
+    places = reserved("learner.pipeline_parallel=2", "learner.data_parallel=2")
+    assert cluster.groups[0].bundles == [{"CPU": 1.0, "GPU": 1.0}] * 4
+    assert bundles_of_ranks(places) == [2, 0, 1, 3]
+
+
+def test_a_share_of_a_gpu_and_a_rank_on_a_cpu(cluster: TwoNodes) -> None:
+    """One bundle has no neighbours, and on a CPU there is no order of GPUs: nobody looks."""
+    reserved("learner.gpus_per_rank=0.7")
+    reserved("learner.device=cpu", "learner.data_parallel=2")
+    assert [group.bundles for group in cluster.groups] == [[{"CPU": 1.0, "GPU": 0.7}], [{"CPU": 1.0}] * 2]
+    assert cluster.looks == []

@@ -1,0 +1,71 @@
+"""Memory of a whole training step on each of two ranks, beside what a plan says of their stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.plan.learner_memory import stage_memory
+from actors.plan.shape import ModelShape
+from learner.config import LearnerConfig
+from learner.learner_rank import LearnerRank
+from tests.actors.plan.test_plan import held
+from tests.actors.plan.test_plan_step import LARGE_LAYERS, LARGE_VOCABULARY, LONGEST, SIZES, TOKENS, most_in_the_passes
+from tests.learner.learner_cases import TIS, run_ranks
+from tests.tiny_models import save_tiny_model
+
+pytestmark = pytest.mark.slow
+
+TENSOR: dict[str, Any] = {"tensor_parallel": 2, "sequence_parallel": True}
+EXPERTS: dict[str, Any] = {"data_parallel": 2, "expert_parallel": 2}
+OF_EXPERTS: dict[str, Any] = LARGE_LAYERS | {"num_hidden_layers": 2, "moe_intermediate_size": 160}
+
+
+def bytes_of_a_step(rank: int, ranks: int, port: int, folder: Path, settings: dict[str, Any], passes: int) -> tuple[int, int, int]:
+    """(pipeline stage, bytes that the rank holds, most bytes of its passes beside them)."""
+    learner = LearnerRank(LearnerConfig(**settings), rank, ranks, "127.0.0.1", port)
+    learner.load(folder)
+    of_passes = most_in_the_passes(learner, TIS, passes)
+    found = learner.placement.pipeline_rank, sum(held(learner)), of_passes
+    learner.close()
+    return found
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("family", "sizes", "split", "passes"),
+    [
+        ("qwen3", LARGE_LAYERS, TENSOR, 1),
+        ("qwen3", LARGE_VOCABULARY, TENSOR, 1),
+        ("qwen3", LARGE_LAYERS, {"pipeline_parallel": 2}, 4),
+        ("qwen3", LARGE_VOCABULARY, {"pipeline_parallel": 2}, 4),
+        ("qwen3_moe", OF_EXPERTS, EXPERTS, 2),
+    ],
+    ids=["tensor-layers", "tensor-vocabulary", "pipeline-layers", "pipeline-vocabulary", "experts"],
+)
+def test_a_rank_s_step_takes_what_a_plan_says(
+    tmp_path: Path, family: str, sizes: dict[str, Any], split: dict[str, Any], passes: int, recompute: bool
+) -> None:
+    """Within 3 % in all, and within 5 % of what comes on top of the state, which is equal to the byte. Experts' rows are where the experts
+    are: there on average, and in all."""
+    folder = save_tiny_model(tmp_path, family, tie=False, pad_token_id=None, **(SIZES | sizes))
+    settings = {
+        "device": "cpu", "dtype": "bfloat16", "tokens_per_microbatch": TOKENS, "logprob_chunk_tokens": 128, "shared_prompts": False,
+        "recompute_activations": recompute,
+    } | split  # fmt: skip
+    found = run_ranks(bytes_of_a_step, folder, settings, passes)
+    shape, config = ModelShape.read(folder), LearnerConfig(**settings)
+    measured, planned, on_top = [], [], []
+    for stage, state, of_passes in found:
+        memory = stage_memory(shape, config, stage, longest=LONGEST)
+        assert state == memory.weights + memory.gradients + memory.optimizer
+        measured.append(state + of_passes)
+        planned.append(memory.total)
+        on_top.append(of_passes / (memory.total - state))
+    if split is EXPERTS:
+        assert sum(measured) == pytest.approx(sum(planned), rel=0.03)
+    else:
+        assert measured == pytest.approx(planned, rel=0.03)
+        assert on_top == pytest.approx([1.0, 1.0], rel=0.05)
