@@ -192,7 +192,7 @@ class RolloutPool(Membership):
                 if found is not None:
                     disregard(found, payload, *wide)
                 self._outstanding.delays.called(group_id)
-                found, payload, *wide = worker.actor.generate_group.options(num_returns=self._results).remote(ticket)
+                found, payload, *wide = worker.actor.generate_group.options(num_returns=self._results).remote(ticket, self._generation)
                 return found
 
             outcome = await self._worked(worker, call, f"group {group_id} <- rollout worker {worker.name}")
