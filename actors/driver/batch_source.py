@@ -6,16 +6,17 @@ the store are not touched. What is lost are the diagnostics of batches that the 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from actors.carriers import ForwardRequest, PreparedBatch, Ticket
 from actors.config import RunConfig
-from actors.driver.going_back import while_they_answer
+from actors.driver.going_back import lost_among, while_they_answer
 from actors.driver.parts import StartingPoint, make_queue, start_service
 from actors.pool.pool import RolloutPool
 from actors.processes.supervision import kill, persistently
@@ -24,10 +25,14 @@ from actors.record.observer import Observer
 from actors.settings.deadlines import batch_call_s
 from actors.state.resume import open_ledger
 from correction.config import CorrectionConfig
-from correction.errors import EvenkeelError
+from correction.errors import ActorLost, EvenkeelError
+
+if TYPE_CHECKING:
+    from correction.engines.agreement import Agreement
 
 QUEUE, SERVICE = "trajectory queue", "correction service"
 REPLACEABLE = frozenset({QUEUE, SERVICE})
+_LOOK_S = 0.1
 
 
 class BatchSource:
@@ -97,6 +102,24 @@ class BatchSource:
         what = f"{method._method_name} <- queue or service"
         call, notify = partial(method.remote, *arguments), self._observer.event
         return await while_they_answer(self.parts, call, what, deadline_s=self._config.deadlines.sync_s, notify=notify)
+
+    async def compared(self, version: int, values: Any) -> Agreement | None:
+        """As the service's. Whoever watches the parts replaces one that dies meanwhile; the next one, which lacks the batch, is asked then.
+
+        Raises: as `ask`, if all parts are there.
+        """
+        while True:
+            asked, parts = self.service, self.parts
+            try:
+                found: Agreement | None = await self.ask(asked.compared, version, (values,))
+                return found
+            except ActorLost as error:
+                lost = [parts[name] for name in await lost_among(parts, error) if name in parts]
+                if not lost and self.service is asked:
+                    raise
+            kill(*lost)  # so that one that could only not be reached is replaced, too
+            while self.service is asked:
+                await asyncio.sleep(_LOOK_S)
 
     async def next(self, version: int, pool: RolloutPool) -> PreparedBatch | ForwardRequest:
         """The batch of a version, or what the learner has to compute for it first. Args: pool: its last progress starts the deadline."""

@@ -242,7 +242,7 @@ class Controller:
 
     async def _learn_and_publish(self, batch: PreparedBatch) -> Any:
         result = await self._learn(batch)
-        compared = partial(self._source.ask, self._source.service.compared, batch.version, (result.values,))
+        compared = partial(self._source.compared, batch.version, result.values)
         await check_batch(self._config, compared, step=self._step + 1, observer=self._observer)
         await self._publish()  # engines take it while we go on
         return result

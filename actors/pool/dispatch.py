@@ -60,6 +60,8 @@ class WaitingWork:
         """Training goes on: evaluations keep to their share of the slots."""
         self._failed_at: dict[int, Taker] = {}
         """By group: the worker that could not sample it."""
+        self._overdue: set[int] = set()
+        """Groups of `_failed_at` that have waited for another worker long enough."""
         self._suspects: set[int] = set()
 
     def add_groups(self, tickets: Sequence[Ticket]) -> None:
@@ -69,9 +71,15 @@ class WaitingWork:
             heapq.heappush(self._tickets, (ticket.group_id, self._came, ticket))
 
     def add_failed(self, ticket: Ticket, worker: Taker) -> None:
-        """One that a worker could not sample: another takes it, if there is another."""
+        """One that a worker could not sample: another takes it, if one has the published weights or will soon have them."""
         self._failed_at[ticket.group_id] = worker
+        self._overdue.discard(ticket.group_id)
         self.add_groups([ticket])
+
+    def prefer_ready(self, group_id: int) -> None:
+        """A group that failed has waited for as long as new weights may take: from now on only who is ready counts as another worker."""
+        if group_id in self._failed_at:
+            self._overdue.add(group_id)
 
     def suspect(self, group_id: int) -> None:
         """Note that engines were lost with this group: a worker takes only one such group at a time."""
@@ -80,6 +88,7 @@ class WaitingWork:
     def forget(self, group_id: int) -> None:
         """Drop what is known of a group that is finished or discarded."""
         self._failed_at.pop(group_id, None)
+        self._overdue.discard(group_id)
         self._suspects.discard(group_id)
 
     def add_questions(self, parts: Sequence[Questions]) -> None:
@@ -125,13 +134,13 @@ class WaitingWork:
         for worker in sorted(ready, key=lambda w: (len(w.groups), w.questions)):
             held = len(worker.groups)
             free = min(min(share + (above < rest), self._room(worker)) - held, most)
-            taken = self._take_tickets(worker, max(0, free), is_alone=len(sharers) < 2)
+            taken = self._take_tickets(worker, max(0, free), ready, sharers)
             most -= len(taken)
             worker.groups.update(ticket.group_id for ticket in taken)
             above += held <= share < len(worker.groups)
             yield from ((worker, ticket) for ticket in taken)
 
-    def _take_tickets(self, worker: Taker, count: int, *, is_alone: bool) -> list[Ticket]:
+    def _take_tickets(self, worker: Taker, count: int, ready: Sequence[Taker], sharers: Sequence[Taker]) -> list[Ticket]:
         """The oldest ones that this worker may have."""
         taken: list[Ticket] = []
         passed = []
@@ -140,7 +149,8 @@ class WaitingWork:
             entry = heapq.heappop(self._tickets)
             ticket = entry[-1]
             is_suspect = ticket.group_id in self._suspects
-            failed_here = not is_alone and self._failed_at.get(ticket.group_id) is worker
+            others = ready if ticket.group_id in self._overdue else sharers
+            failed_here = len(others) > 1 and self._failed_at.get(ticket.group_id) is worker
             if failed_here or (is_suspect and has_suspect):
                 passed.append(entry)
                 continue

@@ -26,12 +26,12 @@ from actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
 from actors.processes.supervision import kill, unwrapped, wait_for
 from actors.processes.turns import Turns
 from actors.weights.weight_sync import WeightSync
-from correction.errors import ActorLost, EngineError, EvenkeelError, counted
+from correction.errors import ActorLost, DeadlineExceeded, EngineError, EvenkeelError, counted
 from rollout.trajectory import WorkerLoad
 
 log = logging.getLogger("evenkeel.pool")
 _STARTS = 3
-"""Times in a row that the first worker's process may be killed during its start."""
+"""Attempts at the first worker: its process may be killed during its start, or the start be late."""
 
 
 class Membership(ABC):
@@ -240,8 +240,8 @@ class Membership(ABC):
         self.wake()
 
     def _may_start_again(self, error: BaseException | None) -> bool:
-        """A process that was killed may have been so by chance; what is wrong with the settings would raise."""
-        return isinstance(error, ActorLost) and self._losses.in_vain < _STARTS
+        """A process that was killed, or a start that was late, may be chance; what is wrong with the settings would raise."""
+        return isinstance(error, ActorLost | DeadlineExceeded) and self._losses.in_vain < _STARTS
 
     def forget(self, worker: WorkerHandle) -> bool:
         """Remove a worker that is gone. Returns: False if it had been removed already."""
@@ -305,6 +305,16 @@ class Membership(ABC):
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self.note_end)
+
+    def after(self, seconds: float, change: Callable[[], None]) -> None:
+        """Make a change to the waiting work then, and look at it."""
+
+        async def wait() -> None:
+            await asyncio.sleep(seconds)
+            change()
+            self.wake()
+
+        self.spawn(wait())
 
     def note_end(self, task: asyncio.Task[Any]) -> None:
         """A task of the pool has ended; its error, if any, is the pool's."""

@@ -192,7 +192,7 @@ class RolloutPool(Membership):
                 if found is not None:
                     disregard(found, payload, *wide)
                 self._outstanding.delays.called(group_id)
-                found, payload, *wide = worker.actor.generate_group.options(num_returns=self._results).remote(ticket)
+                found, payload, *wide = worker.actor.generate_group.options(num_returns=self._results).remote(ticket, self._generation)
                 return found
 
             outcome = await self._worked(worker, call, f"group {group_id} <- rollout worker {worker.name}")
@@ -250,6 +250,7 @@ class RolloutPool(Membership):
         if may_go_on:
             self._observer.event("warning", f"group {ticket.group_id} is sampled again: {why}")
             self._work.add_failed(ticket, worker)
+            self.after(self._deadlines.sync_s, partial(self._work.prefer_ready, ticket.group_id))
         else:
             self._discard(ticket, FAILED, why)
         if self._groups.is_sick(worker.name):
@@ -265,8 +266,7 @@ class RolloutPool(Membership):
                 self._engine_failed(worker, error)
 
     def _begin_delivery(self) -> None:
-        notify, spawn = partial(self._observer.event, "warning"), partial(self.spawn, name=_CALL)
-        self._delivery = Delivery(self._queue, notify, spawn=spawn)
+        self._delivery = Delivery(self._queue, partial(self._observer.event, "warning"), spawn=partial(self.spawn, name=_CALL))
 
     @contextmanager
     def learner_waits(self, version: int) -> Iterator[None]:

@@ -118,7 +118,13 @@ class RolloutWorker:
         self._starting: asyncio.Task[ActorInfo] | None = None
 
     async def follow(self, generation: int) -> None:
-        """Give up all that is under way, whose requests are aborted: the next calls are of this generation."""
+        """Give up all that is under way, whose requests are aborted: the next calls are of this generation. Nobody waits for this call, and
+        a network may lose it: the first weights or group of a generation do the same."""
+        self._follow(generation)
+
+    def _follow(self, generation: int) -> None:
+        if generation <= self._generation:
+            return
         self._generation = generation
         self._groups.clear()
         for task in self._under_way:
@@ -153,13 +159,18 @@ class RolloutWorker:
         self._end_notice = EndNotice()
         return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target, node=ray.get_runtime_context().get_node_id())
 
-    async def generate_group(self, ticket: Ticket) -> Answer:
+    async def generate_group(self, ticket: Ticket, generation: int = 0) -> Answer:
         """Sample the G trajectories of a prompt, or go on with them, and score them. After `hand_back`: what there is of them.
 
         Asked again while it samples them, it goes on, and both calls have the same answer.
+        Args: generation: of the run, when it gave the group out.
         Returns: what became of the group, and a finished one itself, which stays in the object store, as its wide fields do (payloads.py).
-        Raises: EngineError kinds, if the engine is dirty or lost; LateError after `follow` and `abort`.
+        Raises: EngineError kinds, if the engine is dirty or lost; LateError after `follow` and `abort`, and for an older
+            generation than the worker's.
         """
+        if generation < self._generation:
+            raise LateError(f"rollout worker {self._name}: group {ticket.group_id} was withdrawn before its call came")
+        self._follow(generation)
         task = self._groups.get(ticket.group_id)
         if task is None or task.done() or task.cancelling():
             task = self._groups[ticket.group_id] = asyncio.ensure_future(self._generate_group(ticket))
@@ -300,6 +311,7 @@ class RolloutWorker:
     def _number_of_update(self, version: int, generation: int) -> int:
         if (generation, version) < self._newest:
             raise SyncError(f"rollout worker {self._name}: weights v{version} were asked for after v{self._newest[1]}; those stay")
+        self._follow(generation)
         self._newest = generation, version
         self._asked_update += 1
         return self._asked_update

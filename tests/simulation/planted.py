@@ -15,6 +15,7 @@ from actors.carriers import Ticket
 from actors.driver.batch_source import BatchSource
 from actors.pool.dispatch import WaitingWork
 from actors.pool.pool import RolloutPool
+from actors.pool.rollout_worker import RolloutWorker
 from actors.queue import payloads
 from actors.queue.outstanding import Outstanding
 from actors.queue.trajectory_queue import GroupState, TrajectoryQueue
@@ -302,6 +303,22 @@ def lost_groups_have_no_place_reserved() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def a_return_may_go_unheard() -> Iterator[None]:
+    """A worker hears of it by the call for that alone, which may be lost."""
+    generate, number = RolloutWorker.generate_group, RolloutWorker._number_of_update
+
+    def sample(worker: RolloutWorker, ticket: Ticket, _: int = 0) -> Any:
+        return generate(worker, ticket, worker._generation)
+
+    def number_alone(worker: RolloutWorker, version: int, generation: int) -> int:
+        with mock.patch.object(worker, "_follow", lambda _: None):
+            return number(worker, version, generation)
+
+    with mock.patch.multiple(RolloutWorker, generate_group=sample, _number_of_update=number_alone):
+        yield
+
+
 BUGS: tuple[Bug, ...] = (
     a_group_is_handed_out_twice,
     a_discarded_prompt_is_not_counted,
@@ -327,6 +344,7 @@ BUGS: tuple[Bug, ...] = (
     a_flush_leaves_refused_lines_for_later,
     lost_groups_are_still_as_good_as_finished,
     lost_groups_have_no_place_reserved,
+    a_return_may_go_unheard,
 )
 
 

@@ -23,9 +23,6 @@ TAKES_BACK = {
 }
 """After one of these a run may go back to its last checkpoint, or replace queue and service: so often before another one, and it ends."""
 
-REFUSES_A_START = {"freeze_worker"}
-"""After one of these a run may end before it has begun to train: the first engine didn't come up in the time for that."""
-
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -161,6 +158,9 @@ _FAULTS = {  # by kind: how often, how long
 }
 _DEAD_JUDGES = 16
 """In one run of so many all rewards fail for a while."""
+_RETURNS_UNHEARD = 16
+"""In one run of so many, from seed _FIRST_UNHEARD on, no worker hears that the run goes back, and nothing else befalls it."""
+_FIRST_UNHEARD = 10
 _LATE = (
     "admit",
     "generate_group",
@@ -179,7 +179,7 @@ _LOST = (
     *("generate_group", "update_weights", "put", "receive_weights", "admit", "wait_for_places") * 3,
     *("draw", "discard", "advance", "next_batch", "forwarded", "snapshot", "step", "export", "take_lost") * 2,
     *("proximal", "begin_save", "is_saved", "checkpoint_bytes", "restore"),
-    *("load", "answer", "start", "abort", "heartbeat"),
+    *("load", "answer", "start", "abort", "heartbeat", "follow"),
 )
 _REPEATED = ("generate_group", "put", "admit", "draw", "advance", "next_batch", "forwarded")
 _STUCK = ("step", "step", "proximal", "begin_save", "export")
@@ -209,13 +209,23 @@ def schedule_of(seed: int) -> FaultSchedule:
     )
     if seed % _DEAD_JUDGES == _DEAD_JUDGES // 2:
         schedule = schedule.with_faults(sorted([*faults, _dead_judge(seed, until_s)], key=lambda fault: fault.at))
-    return replace(schedule, publish_every=chance.choice((1, 1, schedule.max_staleness + 1)), references=chance.random() < 0.7)
+    schedule = replace(schedule, publish_every=chance.choice((1, 1, schedule.max_staleness + 1)), references=chance.random() < 0.7)
+    return _of_an_unheard_return(schedule) if seed % _RETURNS_UNHEARD == _FIRST_UNHEARD else schedule
 
 
 def _dead_judge(seed: int, until_s: float) -> Fault:
     """Drawn apart: the other faults of this seed, and all other seeds, stay what they are."""
     chance = random.Random(f"judge of {seed}")
     return Fault(round(chance.uniform(0.0, until_s), 1), "dead_judge", lasts=round(10.0 * 90.0 ** chance.random(), 1))
+
+
+def _of_an_unheard_return(schedule: FaultSchedule) -> FaultSchedule:
+    """Drawn apart, too: a rank dies some steps after a checkpoint, while slow workers have groups under way that come again."""
+    at = round(random.Random(f"return of {schedule.seed}").uniform(12.0, 18.0), 1)
+    slow = [Fault(round(at - 1.5, 1), "slow_worker", i, 6.0) for i in range(schedule.workers)]
+    unheard = [Fault(at, "lost_call", i, what="follow") for i in range(schedule.workers)]
+    faults = (*slow, *unheard, Fault(at, "kill_learner"))
+    return replace(schedule, steps=14, groups_per_step=4, max_staleness=3, checkpoint_every=4, publish_every=1, faults=faults)
 
 
 def _fault(chance: random.Random, until_s: float) -> Fault:

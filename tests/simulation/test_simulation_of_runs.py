@@ -149,6 +149,17 @@ def test_a_restore_that_a_bad_network_swallows_is_asked_for_again(kind: str) -> 
         assert told.count("The run goes back to") == 1 and f"{kind}: LearnerRankActor 1.restore" in told
 
 
+def test_a_worker_that_never_hears_of_a_return_gives_up_what_it_has() -> None:
+    """It is slow, so that groups outlast the return; those of withdrawn weights reach no batch (books.py)."""
+    for at in range(17, 21):
+        slow, unheard = Fault(at - 8.0, "slow_worker", lasts=20.0), Fault(float(at), "lost_call", what="follow")
+        schedule = run_of_one_worker(steps=6, groups_per_step=2, faults=(slow, unheard, Fault(float(at), "kill_learner")))
+        outcome = play(replace(schedule, checkpoint_every=3, max_staleness=3))
+        assert (outcome.violation, outcome.drivers, outcome.steps) == ("", 1, 6), f"gone back after {at} s"
+        told = "\n".join(outcome.trace)
+        assert told.count("The run goes back to") == 1 and "lost_call: RolloutWorker 0.follow" in told
+
+
 @pytest.mark.parametrize("kind", ["kill_queue", "kill_service"])
 def test_groups_whose_admission_was_on_its_way_are_admitted_once_more(kind: str) -> None:
     """The queue that dies had them, and a step was settled meanwhile; the driver has never heard of them."""

@@ -34,7 +34,7 @@ from tests.simulation.edges import doubles
 from tests.simulation.faults import QUEUE, RANK, WORKER, Fate, Faults, damage
 from tests.simulation.learner import SimulatedRank, Weights
 from tests.simulation.processes import DRIVER, HERE, Process, SimulatedRay, in_place_of_ray, make_task
-from tests.simulation.schedule import ENDS_A_RUN, REFUSES_A_START, TAKES_BACK, FaultSchedule
+from tests.simulation.schedule import ENDS_A_RUN, TAKES_BACK, FaultSchedule
 
 FINISH_S = 3000.0
 """Virtual seconds after the last fault within which a run has to be through."""
@@ -81,8 +81,6 @@ class World:
         self.flushed_since = 0.0
         """All lines were tried from then on, the last time."""
         self._folder = root / "run"
-        self._is_training = False
-        """The present driver has begun to; one that starts may end if a part doesn't come up."""
         self.steps = 0
         self.cluster: Any = None
         self._controller: Any = None
@@ -91,8 +89,6 @@ class World:
     # -- what is heard -----------------------------------------------------------------------------------------------
 
     def tells(self, level: str, text: str) -> None:
-        if text == "training":
-            self._is_training = True
         if "ledger.jsonl is damaged" in text:
             self.books.refuse(f"nobody touched the ledger's file, and a resume finds it damaged: {text}")
         self.trace.append(f"{self._clock.now:.4f} {level}: {text}".replace(str(self._root), ""))
@@ -229,10 +225,9 @@ class World:
             if ended == "":
                 return
             played = {fault.kind for fault in self.faults.played[before:]}
-            is_refused_start = bool(played & REFUSES_A_START) and not self._is_training
             taken_back = sum(fault.kind in TAKES_BACK for fault in self.faults.played[before:])
             is_limit = taken_back > MOST_RETURNS and f"the {MOST_RETURNS + 1}th death after step" in ended
-            if ended not in ("crash", "stopped") and not played & ENDS_A_RUN and not is_refused_start and not is_limit:
+            if ended not in ("crash", "stopped") and not played & ENDS_A_RUN and not is_limit:
                 if began < self.faults.last_end or resumes_left == 0 or not self.faults.played:
                     self.books.refuse(f"the run ended, though nothing befell it that may end it: {ended}")
                 resumes_left -= 1
@@ -262,7 +257,6 @@ class World:
 
     def _one_driver(self, point: Any) -> str:
         """Returns: why it ended with a step left to do; empty: all steps are done."""
-        self._is_training = False
         self._begin_books(point.checkpoint.step if point else 0)
         loop = VirtualLoop(self._clock, self._after_step)
         loop.set_exception_handler(lambda *_: None)  # of tasks that nobody waits for any more; what matters, the books see

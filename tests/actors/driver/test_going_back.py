@@ -363,7 +363,7 @@ def test_a_worker_gives_up_what_it_has_under_way_when_it_follows_another_generat
         await worker.follow(1)
         await asyncio.sleep(0.01)
         assert sampler.aborted == 1
-        second = [asyncio.ensure_future(worker.generate_group(ticket)) for ticket in tickets]
+        second = [asyncio.ensure_future(worker.generate_group(ticket, 1)) for ticket in tickets]
         await asyncio.sleep(0.01)
         sampler.finish.set()
         assert [facts.group_id for facts, _ in await asyncio.gather(*second)] == [0, 1]

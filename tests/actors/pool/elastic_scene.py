@@ -54,7 +54,7 @@ class ElasticEngine:
         self.born = self.scene.now
         return ActorInfo("rollout", self.name, 1, "127.0.0.1:1", node=f"node{self.name}")
 
-    async def generate_group(self, ticket: Ticket) -> tuple[GroupFacts | UnfinishedGroup, Group | None]:
+    async def generate_group(self, ticket: Ticket, *_: Any) -> tuple[GroupFacts | UnfinishedGroup, Group | None]:
         begun = ticket.begun.answers[0] if isinstance(ticket, BegunTicket) else unsampled(ticket.prompt.token_ids, ticket.prompt.prompt_id)
         began, before = self.scene.now, len(begun.response_ids)
         self.under_way.append(began)

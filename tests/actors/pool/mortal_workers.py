@@ -51,7 +51,7 @@ class Mortal:
         if self.is_frozen:
             await asyncio.sleep(1e6)
 
-    async def generate_group(self, ticket: Ticket) -> tuple[Outcome, Group | None]:
+    async def generate_group(self, ticket: Ticket, *_: Any) -> tuple[Outcome, Group | None]:
         found: tuple[Outcome, Group | None] = await self._living(self._one(ticket))
         return found
 

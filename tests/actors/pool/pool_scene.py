@@ -44,7 +44,7 @@ class Worker:
             raise fault
         return ActorInfo("rollout", self.name, 1, "127.0.0.1:1")
 
-    async def generate_group(self, ticket: Ticket) -> tuple[GroupFacts, Group]:
+    async def generate_group(self, ticket: Ticket, *_: Any) -> tuple[GroupFacts, Group]:
         await self._play()
         self.sampled.append(ticket.group_id)
         return group(ticket).facts, group(ticket)

@@ -39,7 +39,7 @@ class Engine:
     async def start(self, *_: Any) -> ActorInfo:
         return ActorInfo("rollout", self.name, 1, "127.0.0.1:1")
 
-    async def generate_group(self, ticket: Ticket) -> tuple[GroupFacts, Group]:
+    async def generate_group(self, ticket: Ticket, *_: Any) -> tuple[GroupFacts, Group]:
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         await asyncio.sleep(self.group_s * self.random.uniform(0.5, 1.5))
@@ -252,6 +252,16 @@ def test_who_is_behind_keeps_a_share_but_holds_up_nobody() -> None:
         taken.append(len(ready.groups))
         ready.groups.clear()
     assert taken == [4, 2, 1, 1]
+
+
+def test_a_group_that_failed_comes_back_to_its_worker_when_no_other_one_is_ready_for_long() -> None:
+    """One that is ready and full is waited for all the same."""
+    waiting, failed, other = WaitingWork(slots=2, samples_per_group=2), worker(), worker(0, 1)
+    waiting.add_failed(*tickets(3), failed)
+    assert not list(waiting.take([failed], [failed, other])), "the other one will soon be ready"
+    waiting.prefer_ready(3)
+    assert not list(waiting.take([failed, other], [failed, other]))
+    assert [taker for taker, _ in waiting.take([failed], [failed, other])] == [failed]
 
 
 def test_an_evaluation_that_ended_leaves_no_questions_behind() -> None:

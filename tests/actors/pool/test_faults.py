@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from actors.carriers import FAILED, LOST, GroupFailure, Ticket
+from actors.config import DeadlinesConfig
 from actors.pool.dispatch import WaitingWork
 from actors.pool.faults import GroupBook
 from correction.errors import DeadlineExceeded, RequestError, counted
@@ -183,6 +184,37 @@ def test_an_engine_that_talks_rubbish_gets_its_weights_anew(monkeypatch: pytest.
             assert world.sync.resynced == ["0"] and world.lost == [] and world.mortals["0"].finished
         else:
             assert set(world.sync.resynced) == {"0"} and len(world.lost) <= 1
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(("there_after_s", "taker"), [(None, "0"), (30.0, "1")], ids=["for good", "for a while"])
+def test_a_group_that_failed_waits_for_a_worker_that_is_behind_as_long_as_weights_may_take(
+    monkeypatch: pytest.MonkeyPatch, there_after_s: float | None, taker: str
+) -> None:
+    """Worker 1 holds an older version, as its weights are late. The group failed on 0, which is well, and alone with it from then on."""
+
+    async def scenario() -> None:
+        world, tried = World(monkeypatch, workers=2, places=1), list[tuple[str, float]]()
+
+        async def fails_once(mortal: Mortal, ticket: Ticket) -> Outcome | None:
+            tried.append((mortal.name, world.now))
+            return GroupFailure(ticket.group_id, "no answer in 600 s", is_final=False) if len(tried) == 1 else None
+
+        world.sample = fails_once
+        await world.begin()
+        world.sync.version = 1
+        first, behind = world.pool._joined()
+        first.sync.version = 1
+        if there_after_s is not None:
+            await asyncio.sleep(there_after_s)
+            behind.sync.version = 1
+            world.pool.wake()
+        await world.all_done(1)
+        (began, failed_at), (again, tried_at) = tried
+        assert (began, again, world.finished) == ("0", taker, [0])
+        waits_s = DeadlinesConfig().sync_s if there_after_s is None else there_after_s
+        assert tried_at - failed_at == pytest.approx(waits_s, abs=0.5)
 
     play(scenario)
 

@@ -190,6 +190,36 @@ def test_what_ran_on_weights_that_arrived_otherwise_is_of_no_version(monkeypatch
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("first", ["weights", "group"])
+def test_a_worker_that_a_return_was_never_told_gives_up_what_it_has(first: str) -> None:
+    """A network has lost `follow`. The group comes again under its number, and is not the one that was withdrawn; what is late by then,
+    `follow` itself or a call of before, changes nothing."""
+
+    async def takes(version: int, _: Any) -> SyncReceipt:
+        return SyncReceipt(version, "retract", 1, 1, bytes=8, pause_s=0.1)
+
+    async def scenario() -> None:
+        worker, sampler = slow_worker()
+        idle: dict[str, Any] = {"requests_in_flight": 0, "silent_s": 0.0, "raise_if_lost": lambda: None}
+        sampler.engine = SimpleNamespace(**idle, update_weights=takes)
+        withdrawn = asyncio.ensure_future(worker.generate_group(Ticket(7, prompt(0), 3)))
+        await asyncio.sleep(0.01)
+        if first == "weights":
+            await worker.update_weights(2, [], {}, 1)
+            await asyncio.sleep(0.01)
+            assert sampler.aborted == 1
+        again = asyncio.ensure_future(worker.generate_group(Ticket(7, prompt(0), 2), 1))
+        with pytest.raises(LateError, match="withdrawn"):
+            await withdrawn
+        await worker.follow(1)
+        with pytest.raises(LateError, match="group 7 was withdrawn before its call came"):
+            await worker.generate_group(Ticket(7, prompt(0), 3))
+        sampler.finish.set()
+        assert (await again)[0].admitted_version == 2 and (sampler.begun, sampler.aborted) == (2, 1)
+
+    asyncio.run(scenario())
+
+
 def test_an_abort_that_does_not_end_is_an_engine_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.pool.rollout_worker._ABORT_S", 0.05)
 

@@ -120,7 +120,7 @@ def test_a_large_group_of_a_worker_reaches_the_queue_in_two_objects_and_a_small_
 
         pool = PoolScene(monkeypatch)
         pool.pool._results = 3
-        monkeypatch.setattr(PoolWorker, "generate_group", lambda self, ticket: worker_with_wide_fields.generate_group(ticket))
+        monkeypatch.setattr(PoolWorker, "generate_group", lambda self, ticket, _: worker_with_wide_fields.generate_group(ticket))
         worker_with_wide_fields = RolloutWorker("0", SimpleNamespace(topk=0, has_wide_fields=True))  # type: ignore[arg-type]
         worker_with_wide_fields._sampler, worker_with_wide_fields._endpoint = WideSampler(), worker._endpoint  # type: ignore[assignment]
         feeding = await pool.begin()
