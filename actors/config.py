@@ -149,7 +149,7 @@ class DeadlinesConfig(DerivedSettings):
 
     @property
     def disk_s(self) -> float:
-        """Until the run folder's disk has taken what waits for it; a checkpoint that is being written has as long."""
+        """Until the run folder's disk has taken what waits for it; a checkpoint that is being written, or read, has as long."""
         return 3 * self.checkpoint_s
 
 
