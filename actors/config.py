@@ -117,7 +117,7 @@ class DeadlinesConfig(DerivedSettings):
     no_workers_s: PositiveFloat | None = None
     """The run ends when no rollout worker could work for so long, seconds; empty: it waits for one, and says for what."""
     start_s: PositiveFloat = 600.0
-    """Longest start of engines and learner ranks, seconds; past a deadline the run ends with an error that names what it waited for."""
+    """Longest start of an engine or of the learner's ranks, seconds. The first worker's start is tried three times."""
     part_heartbeat_s: PositiveFloat = 120.0
     """Trajectory queue, correction service and learner ranks are taken for dead when their processes give no sign for so long, seconds."""
     batch_s: PositiveFloat = 600.0
@@ -149,7 +149,7 @@ class DeadlinesConfig(DerivedSettings):
 
     @property
     def disk_s(self) -> float:
-        """Until the run folder's disk has taken what waits for it; a checkpoint that is being written has as long."""
+        """Until the run folder's disk has taken what waits for it; a checkpoint that is being written, or read, has as long."""
         return 3 * self.checkpoint_s
 
 

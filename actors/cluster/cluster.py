@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -49,6 +50,8 @@ _TURN_S = 120.0
 """A run waits at most so long while others of this machine start their Ray."""
 _ENDED_S = 5.0
 """Processes that Ray leaves behind are killed after so long."""
+_SHUTDOWN_S = 20.0
+"""Ray's own end takes a few seconds. It waits without an end for a raylet that is stopped, and no longer than for one that is gone."""
 
 
 class NoClusterError(ConfigError, EngineError):
@@ -175,9 +178,13 @@ class Cluster:
         pids = [info.process.pid for infos in node.all_processes.values() for info in infos] if node is not None else []
         daemons = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
         ours = [*daemons, *(child for daemon in daemons for child in descendants(daemon))]
+        late = threading.Timer(_SHUTDOWN_S, end, (ours,))
+        late.daemon = True
+        late.start()
         try:
             ray.shutdown()
         finally:
+            late.cancel()
             end(ours, grace_s=_ENDED_S)  # Ray's agents outlive a daemon that had to be killed
 
 

@@ -31,6 +31,7 @@ from actors.processes.supervision import HALF_OVER
 from actors.processes.wait_notice import WaitNotice
 from actors.record.checkpoint_reader import ResumePoint, take_back
 from actors.record.observer import Observer
+from actors.record.patience import is_disk_late
 from actors.record.run_event import EventKind
 from actors.record.run_folder import RunFolder
 from actors.record.stack_collector import StackCollector
@@ -49,6 +50,7 @@ _LEFT_S = 600.0
 """For the report and the end of the process, if something that the run has left hangs or uploads slowly. A package's own end waits."""
 _LEFT_INTERRUPTED_S = 60.0
 """After a signal."""
+_LISTED_S = 2.0
 
 
 def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None, *, discard_queue: bool = False) -> RunSummary:
@@ -159,7 +161,7 @@ def _run_in(
     """Args: notes: what to report first, as (level, sentence)."""
     view = TerminalView(config.steps, f"{config.name}: {config.model} -> {folder.path}")
     observer = Observer(config, folder, view, point.state.totals if point else None)
-    is_interrupted, code = False, 0
+    is_interrupted, has_report, code = False, True, 0
     try:
         observer.event("info", config.batch_arithmetic())
         for level, note in notes:
@@ -189,9 +191,11 @@ def _run_in(
         if isinstance(error, DeadlineExceeded) and error.what:
             observer.keep_event("warning", WaitNotice(error.what, round(error.seconds)))
         observer.keep_event("error", *_said(error))  # the terminal has it from whoever catches it
-        saved = folder.checkpoints()
-        if saved and saved[-1].step < config.steps:
-            error.add_note(f"to go on: evenkeel train --resume {folder.path}")
+        with contextlib.suppress(TimeoutError):  # a disk that hangs must not keep the error from being said
+            saved = DaemonThreads().submit(folder.checkpoints).result(_LISTED_S)
+            if saved and saved[-1].step < config.steps:
+                error.add_note(f"to go on: evenkeel train --resume {folder.path}")
+        has_report = not is_disk_late(error)
         view.close()
         raise
     finally:
@@ -199,7 +203,7 @@ def _run_in(
         observer.close(within_s=2.0 if is_interrupted else 30.0)
         if observer.hangs():
             interrupts.end_within(_LEFT_INTERRUPTED_S if is_interrupted else _LEFT_S, code, observer.hangs)
-        report = None if is_interrupted else _report(folder)
+        report = _report(folder) if has_report and not is_interrupted else None
     view.close(_summary_text(summary, folder, report, how=config.evaluation.description, steps=config.steps))
     return summary
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -22,7 +21,10 @@ from actors.pool.pool import RolloutPool
 from actors.processes.supervision import kill, persistently
 from actors.queue.outstanding import Outstanding
 from actors.record.observer import Observer
+from actors.record.patience import ByDisk
+from actors.record.run_folder import RunFolder
 from actors.settings.deadlines import batch_call_s
+from actors.state.ledger import Ledger
 from actors.state.resume import open_ledger
 from correction.config import CorrectionConfig
 from correction.errors import ActorLost, EvenkeelError
@@ -38,16 +40,23 @@ _LOOK_S = 0.1
 class BatchSource:
     """Queue and service of a run from one starting point on. The queue exists from the beginning, the service after `start`."""
 
-    def __init__(self, config: RunConfig, point: StartingPoint, ledger: Path, observer: Observer) -> None:
-        """Args: ledger: its file."""
-        self._config, self._observer = config, observer
-        self.ledger = open_ledger(ledger, point.state, observer.event, observer.disk.do)
+    def __init__(self, config: RunConfig, point: StartingPoint, ledger: Ledger, observer: Observer) -> None:
+        self._config, self._observer, self.ledger = config, observer, ledger
         self.outstanding = Outstanding(point.state.queue if point.state else None, dynamic_sampling=config.dynamic_sampling)
         self.monitor: Mapping[str, Any] | None = point.state.monitor if point.state else None
         """State of the early warning after the last batch that was diagnosed."""
         self._unfinished = self.outstanding.in_flight
         self.queue = make_queue(config)
         self.service: Any = None
+
+    @classmethod
+    async def opened(cls, config: RunConfig, point: StartingPoint, folder: RunFolder, observer: Observer, by_disk: ByDisk) -> BatchSource:
+        """With the ledger of the folder, whose file is read, and cut, after all that was to be written to it before.
+
+        Raises: LedgerError; DeadlineExceeded if the disk hangs.
+        """
+        opening = partial(open_ledger, folder.path / "ledger.jsonl", point.state, observer.event, observer.disk.do)
+        return cls(config, point, await by_disk(observer.disk.result(opening), "the ledger's checksum"), observer)
 
     @property
     def parts(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import itertools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from actors.driver.alarms import AlarmResponse
 from actors.driver.batch_source import REPLACEABLE, BatchSource
 from actors.driver.evaluation import Evaluations
 from actors.driver.fruitless import FruitlessSteps
-from actors.driver.going_back import Returns, end_parts, lost_among, raise_when_lost, what_goes_on, what_is_done_again
+from actors.driver.going_back import Returns, end_parts, lost_among, raise_when_lost, what_goes_on, what_is_done_again, what_is_lost
 from actors.driver.parts import StartingPoint, make_sync, start_learner
 from actors.driver.run_summary import RunSummary
 from actors.driver.step_under_way import StepUnderWay
@@ -38,6 +38,7 @@ from actors.ranks.forwards import next_batch
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.checkpoint_writer import CheckpointWriter
 from actors.record.observer import Observer
+from actors.record.patience import ByDisk, by_disk
 from actors.record.run_event import EventKind
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.record.step_reporter import StepReporter
@@ -86,6 +87,7 @@ class Controller:
         self._is_trained = False         # all steps that there will be are done and saved
         self._steps = StepReporter(observer, on_observed=self._observed)
         self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines)
+        self._by_disk: ByDisk = partial(by_disk, deadlines=config.deadlines, notice=observer.waiting)
 
     async def run(self) -> RunSummary:
         """Train to the configured number of steps, until Ctrl-C, or until an alarm that is to end the run; needs a running Ray.
@@ -113,7 +115,7 @@ class Controller:
                 elif is_replaceable:
                     beginning = self._replace(lost, failure)
                 else:
-                    await self._withdraw(lost)  # until then the pool's failure is the one that takes the run back
+                    await self._withdraw(lost, failure)  # until then the pool's failure is the one that takes the run back
                     beginning = self._go_back(lost, failure)
                 await unless_failed(beginning, self._pool.raise_on_failure())
                 loss = raise_when_lost(self._parts, self._config.deadlines.part_heartbeat_s, self._observer.event)
@@ -132,7 +134,8 @@ class Controller:
                 self._warn(f"not saved: {failure}; a resume goes on from step {self._checkpoints.saved_step}")
                 raise asyncio.CancelledError
             try:
-                self._returns.allow(lost, failure, step=self._step, is_replaced=is_replaceable)
+                saved = await self._returns.saved_step(self._by_disk) if lost else 0
+                self._returns.allow(lost, failure, saved=saved, step=self._step, is_replaced=is_replaceable)
             except (EvenkeelError, ray.exceptions.RayError) as error:
                 if not self._is_trained:
                     raise
@@ -173,12 +176,13 @@ class Controller:
     async def _train_and_save(self) -> None:
         await self._train()
         await self._checkpoints.insist(self._step, self._save)
-        await self._by_disk(asyncio.to_thread(self._source.ledger.flush), "the ledger's lines")
+        await self._by_disk(self._observer.disk.result(self._source.ledger.flush), "the ledger's lines")
 
     async def _go_back(self, lost: list[str], failure: BaseException) -> None:
         """To the last checkpoint, when all is withdrawn. Args: lost: names of parts."""
         reached = {"step": self._step, "version": self._version, "generation": self._generation + 1}
-        self._point, said = await self._returns.found(self._config.model, self._observer.disk, self._observer.event)
+        await self._by_disk(self._checkpoints.off_disk(), "what it still does for an abandoned checkpoint")
+        self._point, said = await self._returns.found(self._config.model, self._observer.disk, self._observer.event, self._by_disk)
         self._generation += 1
         self._warn(what_is_done_again(lost, failure, self._point, **reached))
         for level, sentence in said:
@@ -187,7 +191,7 @@ class Controller:
         self._observer.go_back(self._point.totals)
         self._alarms = AlarmResponse(self._config, self._point.replacement)
         self._checkpoints = CheckpointWriter(self._folder, self._observer, self._config.checkpoint, self._config.deadlines)
-        self._make_queue()
+        await self._make_queue()
         self._pool.serve(self._source.queue, self._generation, self._source.outstanding)
         await self._start_parts()
 
@@ -207,8 +211,9 @@ class Controller:
         self._observer.replaced_queue()
         self._warn(what_goes_on(lost, failure, step=self._step))
 
-    async def _withdraw(self, lost: list[str]) -> None:
+    async def _withdraw(self, lost: list[str], failure: BaseException) -> None:
         """End what holds the run's state, and what is under way with it. All steps that are finished are written."""
+        self._warn(what_is_lost(lost, failure))
         self._observer.doing(f"{' and '.join(lost)} gone: going back to the last checkpoint")
         self._are_up = False
         if self._step_under_way is not None:
@@ -268,11 +273,6 @@ class Controller:
             with self._watch.phase("publish"):
                 await self._sync.publish()
 
-    async def _by_disk(self, awaitable: Awaitable[Any], what: str) -> Any:
-        """What the run folder's disk is waited for. Raises: DeadlineExceeded if it hangs."""
-        named = f"{what} -> the run folder's disk"
-        return await wait_for(awaitable, named, deadline_s=self._config.deadlines.disk_s, notice=self._observer.waiting)
-
     async def _next_batch(self) -> PreparedBatch:
         await self._by_disk(self._observer.disk.room(), f"room for the lines of step {self._step + 1}")
         self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
@@ -319,7 +319,7 @@ class Controller:
     async def _training_state(self) -> TrainingState:
         queue = await whole_snapshot(self._source.queue, deadline_s=self._config.deadlines.checkpoint_s)
         monitor = await self._source.ask(self._source.service.monitor_state)
-        mark = await self._by_disk(asyncio.to_thread(self._source.ledger.flush, queue), "the ledger's lines")
+        mark = await self._by_disk(self._observer.disk.result(partial(self._source.ledger.flush, queue)), "the ledger's lines")
         of_run = self._alarms.replacement, mark, self._task.fingerprint, self._config.model_dump(mode="json")
         return TrainingState(self._step, self._version, time.monotonic() - self._began, queue, self._observer.totals(), monitor, *of_run)
 
@@ -329,14 +329,14 @@ class Controller:
         self._folder.keep_model_files(outline_folder(self._point.weights)[0])
         workers, ranks = config.rollout.first_workers, config.learner.world_size
         observer.phase(f"starting {counted(workers, 'rollout worker')} and {counted(ranks, 'learner rank')}")
-        self._make_queue()
+        await self._make_queue()
         self._places = await reserve(config)  # before engines take the GPUs
         self._start_pool()
 
-    def _make_queue(self) -> None:
+    async def _make_queue(self) -> None:
         self._fruitless = FruitlessSteps(self._config.max_staleness, self._observer.event)
         self._checkpoints.saved_step = self._step
-        self._source = BatchSource(self._config, self._point, self._folder.path / "ledger.jsonl", self._observer)
+        self._source = await BatchSource.opened(self._config, self._point, self._folder, self._observer, self._by_disk)
         self._parts |= self._source.parts
 
     async def _start_parts(self) -> None:

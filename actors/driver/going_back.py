@@ -39,7 +39,7 @@ from actors.processes.supervision import first_error, kill, persistently, unless
 from actors.queue.payloads import no_room
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.checkpoint_reader import ResumePoint, newest_readable, take_back
-from actors.record.patience import PatientWriter
+from actors.record.patience import ByDisk, PatientWriter
 from actors.record.run_folder import RunFolder
 from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded
 from rollout.tasks import Task
@@ -182,12 +182,18 @@ class Returns:
         self._replaced: list[float] = []
         """Times of the latest replacements of queue and service."""
 
-    def allow(self, lost: list[str], error: BaseException, *, step: int, is_replaced: bool = False) -> None:
+    async def saved_step(self, by_disk: ByDisk) -> int:
+        """Step of the newest complete checkpoint; 0: there is none. Raises: DeadlineExceeded if the disk hangs."""
+        saved = await by_disk(asyncio.to_thread(self._folder.checkpoints), "the list of checkpoints")
+        return saved[-1].step if saved else 0
+
+    def allow(self, lost: list[str], error: BaseException, *, saved: int, step: int, is_replaced: bool = False) -> None:
         """Count one more return. Deaths that are hours apart, each at another step, are taken for chance.
 
         Args:
             lost: names of parts.
             error: by which they were found lost.
+            saved: step of the newest checkpoint.
             step: the last one that the run has finished.
             is_replaced: queue and service are replaced at that step, so that only deaths at the same step count. However many come at
                 others, the run makes progress; `pause` sees to it that most of the time is not for replacements.
@@ -195,18 +201,16 @@ class Returns:
         """
         if not lost:
             raise error
-        saved = self._folder.checkpoints()
-        goal = saved[-1].step if saved else 0
         now = time.monotonic()
         self._replaced = [at for at in self._replaced if now - at < RETURNS_S] + [now] * is_replaced
-        before = self._before if goal == self._goal else []
-        self._goal, self._before = goal, [*before, (now, step, is_replaced)]
+        before = self._before if saved == self._goal else []
+        self._goal, self._before = saved, [*before, (now, step, is_replaced)]
         times = sum(
             reached == step or (now - at < RETURNS_S and not is_replaced and not was_replaced) for at, reached, was_replaced in self._before
         )
         if times > MOST_RETURNS:
             raise ActorLost(
-                f"{', '.join(lost)}: the {times}th death after step {goal}, before there was another checkpoint: "
+                f"{', '.join(lost)}: the {times}th death after step {saved}, before there was another checkpoint: "
                 f"{lost_answer(error) or error}"
             ) from error
 
@@ -219,18 +223,21 @@ class Returns:
         notify("warning", f"queue or service were lost {number} times in {RETURNS_S / 60:.0f} minutes: new ones in {pause_s:.0f} s")
         await asyncio.sleep(pause_s)
 
-    async def found(self, model: Path, disk: PatientWriter, notify: Notify) -> Found:
+    async def found(self, model: Path, disk: PatientWriter, notify: Notify, by_disk: ByDisk) -> Found:
         """Find the newest readable checkpoint, and cut the run folder back to it, after all lines that wait for the disk.
 
         While the disk refuses, this is tried again every _DISK_AGAIN_S, _DISK_ATTEMPTS times in all.
         Args: notify: takes level and sentence.
-        Raises: DataError after the last attempt.
+        Raises: DataError after the last attempt; DeadlineExceeded if the disk hangs.
         """
         for attempt in itertools.count(1):
             try:
-                # Hashes of a large checkpoint take minutes, in which the disk's thread writes on what happens.
-                whole = await asyncio.to_thread(self._newest)
-                return await disk.taken_back(partial(self._take_back, model, whole), lambda found: found[0].step)
+                whole = await self._newest(by_disk)
+                back = disk.taken_back(partial(self._take_back, model, whole), lambda found: found[0].step)
+                found: Found = await by_disk(back, "rewind of the run's lines")
+                return found
+            except DeadlineExceeded:  # an OSError, too, but a disk that hangs is not asked again
+                raise
             except OSError as error:
                 if attempt == _DISK_ATTEMPTS:
                     raise DataError(f"{self._folder.path}: the run can't go back to its last checkpoint: {error}") from error
@@ -238,9 +245,18 @@ class Returns:
                 await asyncio.sleep(_DISK_AGAIN_S)
         raise AssertionError
 
-    def _newest(self) -> ResumePoint | None:
-        """Reads all of a checkpoint; blocks meanwhile. Returns: None if there is none."""
-        return newest_readable(self._folder) if self._folder.checkpoints() else None
+    async def _newest(self, by_disk: ByDisk) -> ResumePoint | None:
+        """Reads all of a checkpoint, while the thread of the disk writes on what happens. Each checkpoint has the deadline of one that is
+        written. Returns: None if there is none."""
+        clock = asyncio.get_running_loop().time
+        began = [clock()]
+
+        def newest() -> ResumePoint | None:
+            return newest_readable(self._folder, begins=lambda: began.append(clock())) if self._folder.checkpoints() else None
+
+        reading = asyncio.to_thread(newest)
+        whole: ResumePoint | None = await by_disk(reading, "files of the newest checkpoint", counts_from=lambda: began[-1])
+        return whole
 
     def _take_back(self, model: Path, whole: ResumePoint | None) -> Found:
         """Remove all of later steps from the run folder. Blocks while the disk works.
@@ -255,6 +271,11 @@ class Returns:
             return StartingPoint(model), []
         point, said = take_back(self._folder, whole, self._task)
         return StartingPoint(model, point.checkpoint, point.state), said
+
+
+def what_is_lost(lost: list[str], error: BaseException) -> str:
+    """One sentence for the run's events, before anything is waited for."""
+    return f"{' and '.join(lost)} gone ({lost_answer(error) or error}): the run goes back to its last checkpoint"
 
 
 def what_is_done_again(lost: list[str], error: BaseException, point: StartingPoint, *, step: int, version: int, generation: int) -> str:

@@ -5,6 +5,7 @@ A resume goes on from it, and a run that has lost its learner or its queue. Noth
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,10 +30,15 @@ class ResumePoint:
     """Events of the start: level and sentence."""
 
 
-def newest_readable(folder: RunFolder) -> ResumePoint:
-    """The newest checkpoint whose files are whole. Raises: OtherVersionError if another version wrote it; DataError if there is none."""
+def newest_readable(folder: RunFolder, begins: Callable[[], object] = lambda: None) -> ResumePoint:
+    """The newest checkpoint whose files are whole.
+
+    Args: begins: called before each checkpoint that is read.
+    Raises: OtherVersionError if another version wrote it; DataError if there is none.
+    """
     damaged: list[tuple[Checkpoint, str]] = []
     for checkpoint in reversed(folder.checkpoints()):
+        begins()
         try:
             state, foreign = _read(checkpoint)
             note = f"{checkpoint.path} holds files that it was not written with and that are not read: {', '.join(foreign)}"

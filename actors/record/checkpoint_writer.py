@@ -15,6 +15,7 @@ from actors.config import CheckpointConfig, DeadlinesConfig
 from actors.processes.supervision import abandon, wait_for
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.observer import Observer
+from actors.record.patience import ON_DISK
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.state.resume import TrainingState
 from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, EvenkeelError, LedgerError
@@ -43,6 +44,8 @@ class CheckpointWriter:
         """The last work that was handed to the disk. A thread can't be stopped, so the next one waits for it."""
         self._is_given_up = threading.Event()
         """The disk was late for the checkpoint under way: what comes back after that must not complete it."""
+        self._is_abandoned = threading.Event()
+        """Likewise, for good."""
         self._pause_s = pause_s
         self._writing: asyncio.Task[int] | None = None
         self._begun = 0
@@ -73,10 +76,10 @@ class CheckpointWriter:
         began, is_copying = time.monotonic(), False
         self._begun = step
         try:
-            self._is_given_up = threading.Event()
+            given_up = self._is_given_up = threading.Event()
             await self._check_space(learner)
             async with contextlib.AsyncExitStack() as stack:
-                folder = self._folder.checkpoint(step, is_given_up=self._is_given_up.is_set)
+                folder = self._folder.checkpoint(step, is_given_up=lambda: given_up.is_set() or self._is_abandoned.is_set())
                 checkpoint = await stack.enter_async_context(self._in_threads(folder))
                 # Absolute: on a cluster an actor's working directory is its node's own. The folder has to be where both see it.
                 folders = (checkpoint.state / "learner").resolve(), checkpoint.hf.resolve()
@@ -93,12 +96,12 @@ class CheckpointWriter:
             self._note_failure(error)
 
     async def finished(self, *, at_once: bool = False) -> None:
-        """Wait until the checkpoint under way is on disk, if there is one.
+        """Wait until the checkpoint under way is on disk, if there is one that isn't abandoned.
 
         Args: at_once: don't wait; only see how it has ended, if it has.
         Raises: as `begin`. A rank that can't be reached just now is one more failure: no other rank waits for it.
         """
-        if self._writing is None or (at_once and not self._writing.done()):
+        if self._writing is None or self._is_abandoned.is_set() or (at_once and not self._writing.done()):
             return
         try:
             self._bytes = await asyncio.shield(self._writing)  # an error elsewhere doesn't take it along
@@ -122,9 +125,16 @@ class CheckpointWriter:
                 await asyncio.sleep(self._pause_s)
 
     def abandon(self) -> None:
-        """Leave what is under way; nobody asks how it ended any more."""
+        """Leave what is under way; nobody asks how it ended any more. It becomes no checkpoint, unless its thread is at the very end of it:
+        wait for `off_disk` to know."""
+        self._is_abandoned.set()
         if self._writing is not None:
             abandon(self._writing)
+
+    async def off_disk(self) -> None:
+        """Wait, after `abandon`, until no thread is at a checkpoint any more, its removal included. As long as the disk takes."""
+        while under_way := {task for task in (self._writing, self._on_disk) if task is not None and not task.done()}:
+            await asyncio.wait(under_way)
 
     def _handed_to_disk(self, function: Callable[..., T], *arguments: Any) -> asyncio.Task[T]:
         """Work of a thread on the run folder's disk, after the work before it. Neither can be stopped."""
@@ -141,7 +151,7 @@ class CheckpointWriter:
 
     async def _by_disk(self, part: str, function: Callable[..., T], *arguments: Any) -> T:
         """The result of such work. Raises: as the work; DeadlineExceeded, and the checkpoint is given up."""
-        work, named = self._handed_to_disk(function, *arguments), f"checkpoint of step {self._begun} ({part}) -> the run folder's disk"
+        work, named = self._handed_to_disk(function, *arguments), f"checkpoint of step {self._begun} ({part}) -> {ON_DISK}"
         try:
             return await wait_for(asyncio.shield(work), named, deadline_s=self._disk_s, notice=self._observer.waiting)
         except DeadlineExceeded:

@@ -10,24 +10,60 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from actors.config import DeadlinesConfig
+from actors.processes.supervision import wait_for
+from actors.processes.wait_notice import WaitNotice
 from actors.record.file_thread import FileThread
+from correction.errors import DeadlineExceeded
 
 T = TypeVar("T")
+ByDisk = Callable[..., Awaitable[Any]]
+"""`by_disk` of a run: takes the work and its name, and `counts_from`."""
 _MOST = 100_000
 """Lines kept in memory for one kind of file whose writes fail; the oldest are dropped beyond that."""
 _MOST_BEFORE_A_FILE, _MOST_BEFORE_A_STEP = 100, 1000
 """Jobs that may wait before a file is left out, and before a step is delayed: what tens, and hundreds, of steps write."""
 _LOOK_S = 0.1
+ON_DISK = "the run folder's disk"
+"""Ends the name of each wait for it."""
+_HANGS = "When that disk answers again, a resume goes on from the last checkpoint. The deadline follows from deadlines.checkpoint_s"
 
 
 class _Line(NamedTuple):
     step: int
     append: Callable[[], object]
+
+
+async def by_disk(
+    work: Awaitable[T],
+    what: str,
+    *,
+    deadlines: DeadlinesConfig,
+    notice: Callable[[WaitNotice], None],
+    counts_from: Callable[[], float] | None = None,
+) -> T:
+    """Wait for work on the run folder's disk, with a name and an end. A thread that has begun it can't be stopped.
+
+    Args:
+        notice, counts_from: as wait_for.
+    Raises: as the work; DeadlineExceeded after `disk_s`, with what to do.
+    """
+    try:
+        named = f"{what} -> {ON_DISK}"
+        return await wait_for(work, named, deadline_s=deadlines.disk_s, notice=notice, counts_from=counts_from)
+    except DeadlineExceeded as error:
+        error.remedy = _HANGS
+        raise
+
+
+def is_disk_late(error: BaseException) -> bool:
+    """Whether the disk has not done in time what it was waited for, by this error or by the one that it comes from."""
+    return any(isinstance(one, DeadlineExceeded) and one.what.endswith(ON_DISK) for one in (error, error.__cause__))
 
 
 class PatientWriter:
@@ -64,6 +100,10 @@ class PatientWriter:
         """Run a job in the thread, after all jobs before; it has to handle errors of the disk itself."""
         self._thread.do(job)
 
+    async def result(self, job: Callable[[], T]) -> T:
+        """Run a job in the thread, after all jobs before. Returns: what it returns. Raises: what it raises."""
+        return await self._thread.result(job)
+
     async def taken_back(self, take_back: Callable[[], T], step_of: Callable[[T], int]) -> T:
         """Run `take_back` in the thread, after all jobs before, and drop waiting lines of steps after the one that it goes back to.
 
@@ -78,7 +118,7 @@ class PatientWriter:
                 self._waiting[kind] = deque(line for line in waiting if line.step <= step)
             return found
 
-        return await self._thread.result(job)
+        return await self.result(job)
 
     async def done(self) -> None:
         """Wait until every job has been tried, and lines that the disk has refused once more.

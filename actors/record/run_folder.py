@@ -59,6 +59,8 @@ KEPT_SAMPLES = 1000  # steps whose samples are all kept as text
 CHECKPOINT_FORMAT = 5
 """Stands in a checkpoint's manifest; another one is refused."""
 _CHECKPOINT = re.compile(r"step_(\d{6,})$")
+_REPLACED = ".replaced.partial"
+"""Suffix of a whole checkpoint in whose place the same step's next one is about to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +134,7 @@ class RunFolder:
         folder._lock = own(folder.path)
         for lines in folder._lines_by_step:
             lines.repair()
-        for leftover in (folder.path / "checkpoints").glob("*.partial"):
-            shutil.rmtree(leftover)
+        folder.clear_partial_checkpoints()
         return folder
 
     @classmethod
@@ -301,8 +302,7 @@ class RunFolder:
         """
         final = self.path / "checkpoints" / f"step_{step:06d}"
         partial = final.with_name(f"{final.name}.{os.urandom(4).hex()}.partial")  # another one's, should an old rank still write to that
-        for leftover in final.parent.glob("*.partial"):  # of saves that failed while a rank was still writing
-            shutil.rmtree(leftover, ignore_errors=True)
+        self.clear_partial_checkpoints(ignore_errors=True)  # of saves that failed while a rank was still writing
         try:
             for part in ("hf", "state"):
                 (partial / part).mkdir(parents=True)
@@ -315,12 +315,21 @@ class RunFolder:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        replaced = final.with_name(final.name + ".replaced.partial")
+        replaced = final.with_name(final.name + _REPLACED)
         if final.exists():    # a resumed run reaches the step of an earlier checkpoint again
             final.rename(replaced)
         partial.rename(final)
         flush_to_disk(final.parent)
         shutil.rmtree(replaced, ignore_errors=True)
+
+    def clear_partial_checkpoints(self, *, ignore_errors: bool = False) -> None:
+        """Remove what is left of checkpoints that were not completed. One that was to be replaced just then is put back."""
+        for leftover in (self.path / "checkpoints").glob("*.partial"):
+            final = leftover.with_name(leftover.name.removesuffix(_REPLACED))
+            if final != leftover and not final.exists():
+                leftover.rename(final)
+            else:
+                shutil.rmtree(leftover, ignore_errors=ignore_errors)
 
     def checkpoints(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first."""

@@ -38,7 +38,7 @@ class Disk:
 
     def takes_s(self) -> float:
         """For the next piece of work."""
-        return self.delay("the disk", 0.1, 12.0) if self.is_slow else _USUAL_S
+        return self.delay("the disk", 0.1, 60.0) if self.is_slow else _USUAL_S
 
     def in_thread_s(self, function: Callable[..., Any]) -> float:
         """What a thread of the driver waits for it."""

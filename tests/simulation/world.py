@@ -238,8 +238,7 @@ class World:
     def _resume_point(self) -> Any:
         """As `evenkeel train --resume` finds it."""
         folder = parts.SimulatedFolder(self._folder, self.tells)
-        for leftover in (self._folder / "checkpoints").glob("*.partial"):
-            shutil.rmtree(leftover)
+        folder.clear_partial_checkpoints()
         if not folder.checkpoints():
             folder.rewind(-1)
             return None

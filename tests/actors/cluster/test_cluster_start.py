@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -167,3 +168,19 @@ def test_what_daemons_report_is_not_printed(monkeypatch: pytest.MonkeyPatch, cap
     with Cluster(config()):
         worker.print_to_stdstream({**message, "lines": ["Another worker died or was killed"]}, ignore_prefix=False)
     assert capsys.readouterr().out == ""
+
+
+def test_a_raylet_that_is_stopped_does_not_keep_the_run_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's shutdown waits for its answer without a limit, and gives up when it is gone."""
+    raylet = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    raylet.send_signal(signal.SIGSTOP)
+    starts(monkeypatch, succeeds)
+    monkeypatch.setattr(cluster, "_SHUTDOWN_S", 0.2)
+    monkeypatch.setattr(ray, "shutdown", lambda: raylet.wait(20.0))
+    try:
+        with Cluster(config()):
+            processes = {"raylet": [SimpleNamespace(process=raylet)]}
+            monkeypatch.setattr(ray._private.worker, "_global_node", SimpleNamespace(all_processes=processes))
+        assert not psutil.pid_exists(raylet.pid)
+    finally:
+        raylet.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from actors.commands import train
 from actors.processes import interrupts
-from correction.errors import DataError
+from correction.errors import DataError, DeadlineExceeded
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -48,3 +49,30 @@ def test_a_run_that_a_signal_ended_at_once_waits_two_seconds_for_its_disk(
     with pytest.raises(type(error)):
         train._run_in(folder, config, None, [], None)  # type: ignore[arg-type]
     assert closed == [within_s] and len(reported) == reports and left == [ends_in] * hangs
+
+
+@pytest.mark.parametrize("comes_from", ["itself", "three checkpoints"])
+def test_an_error_of_a_disk_that_hangs_is_raised_without_it(monkeypatch: pytest.MonkeyPatch, comes_from: str) -> None:
+    """Neither the list of checkpoints nor a report keeps it from being said."""
+    is_back, reported = threading.Event(), list[object]()
+    what = "files of the newest checkpoint -> the run folder's disk"
+    late = DeadlineExceeded(f"{what}: not done in 1800 s", what=what)
+
+    def ends(text: str) -> None:
+        if comes_from == "itself":
+            raise late
+        raise DataError("3 checkpoints in a row failed") from late
+
+    config = SimpleNamespace(steps=3, name="x", model="m", batch_arithmetic=lambda: "4 groups")
+    nothing: Any = lambda *_, **__: None  # noqa: E731
+    observer = SimpleNamespace(event=nothing, keep_event=nothing, phase=ends, close=nothing, hangs=lambda: False)
+    folder: Any = SimpleNamespace(path="run", checkpoints=lambda: is_back.wait(60.0))
+    monkeypatch.setattr(train, "TerminalView", lambda *_: SimpleNamespace(close=nothing))
+    monkeypatch.setattr(train, "Observer", lambda *_: observer)
+    monkeypatch.setattr(train, "Controller", nothing)
+    monkeypatch.setattr(train, "_report", reported.append)
+    monkeypatch.setattr(train, "_LISTED_S", 0.1)
+    with pytest.raises(DeadlineExceeded if comes_from == "itself" else DataError):
+        train._run_in(folder, config, None, [], None)  # type: ignore[arg-type]
+    assert not is_back.is_set() and not reported
+    is_back.set()

@@ -126,6 +126,8 @@ class ToldObserver:
 
     def stop_waiting(self) -> None: ...
 
+    def waiting(self, notice: Any) -> None: ...
+
 
 def controller(*overrides: str, step: int = 41) -> tuple[Any, Service, ToldObserver]:
     """One that stands between two steps, without its actors."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ class RecordingObserver:
         self.events: list[str] = []
         self.flush_fails = flush_fails
         self.phases: list[str] = []
-        self.disk = SimpleNamespace(room=nothing, do=lambda job: job())
+        self.disk = SimpleNamespace(room=nothing, do=lambda job: job(), result=done_at_once)
 
     def event(self, level: str, text: str, kind: str = "") -> None:
         self.events.append(f"[{kind}] {text}" if kind else text)
@@ -71,8 +72,8 @@ class UnaskedQueue:
 
 def source(run: Controller, service: Any) -> BatchSource:
     """With a queue and a ledger that nobody asks."""
-    with mock.patch("actors.driver.batch_source.make_queue"), mock.patch("actors.driver.batch_source.open_ledger"):
-        made = BatchSource(run._config, run._point, Path("ledger.jsonl"), mock.Mock(event=run._observer.event))
+    with mock.patch("actors.driver.batch_source.make_queue"):
+        made = BatchSource(run._config, run._point, mock.Mock(), mock.Mock(event=run._observer.event))
     made.service = service
     return made
 
@@ -257,6 +258,10 @@ class Service:
 async def nothing(*_: Any, **__: Any) -> None: ...
 
 
+async def done_at_once(job: Callable[[], Any]) -> Any:
+    return job()
+
+
 def test_a_disk_that_hangs_ends_the_run_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step waits for room for its lines as long as a flush does: told meanwhile, and not for ever."""
     observer = RecordingObserver()
@@ -295,7 +300,7 @@ def test_the_ranks_have_their_places_before_a_worker_asks_for_one(monkeypatch: p
         run._task, run._folder = SimpleNamespace(held_out_prompts=lambda: prompts(0, 4)), mock.Mock()  # type: ignore[assignment]
         monkeypatch.setattr("actors.driver.controller.reserve", reserve)
         monkeypatch.setattr("actors.driver.controller.outline_folder", lambda _: [None])
-        monkeypatch.setattr(run, "_make_queue", lambda: None)
+        monkeypatch.setattr(run, "_make_queue", nothing)
         monkeypatch.setattr(run, "_start_pool", lambda: done.append("workers ask"))
         await run._start()
         assert done == ["ranks ask", "ranks have", "workers ask"]

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
 
 from actors.carriers import QueueSnapshot
+from actors.config import DeadlinesConfig
+from actors.driver.batch_source import BatchSource
 from actors.driver.controller import Controller
+from actors.driver.going_back import Returns
 from actors.driver.parts import StartingPoint
-from actors.driver.step_under_way import StepUnderWay
 from actors.pool.pool import RolloutPool
 from actors.pool.rollout_worker import WorkerSettings
+from actors.record.patience import PatientWriter
+from actors.state.ledger import Ledger
 from correction.errors import ActorLost, DataError, DeadlineExceeded
-from tests.actors.cases import FakeActor
 from tests.actors.driver.test_controller import RecordingObserver, controller, nothing, source
 
 STEPS = 10
@@ -45,7 +48,7 @@ def going_back_to(step: int, monkeypatch: pytest.MonkeyPatch) -> Controller:
         return point, []
 
     run._folder = SimpleNamespace(path=Path("run"))  # type: ignore[assignment]
-    run._returns = SimpleNamespace(found=finds, allow=lambda *_, **__: None)  # type: ignore[assignment]
+    run._returns = SimpleNamespace(found=finds, allow=lambda *_, **__: None, saved_step=nothing)  # type: ignore[assignment]
     run._pool = SimpleNamespace(serve=nothing_now, raise_on_failure=lambda: asyncio.sleep(60.0))  # type: ignore[assignment]
     run._steps = SimpleNamespace(flush=nothing)  # type: ignore[assignment]
     monkeypatch.setattr(run, "_withdraw", nothing)
@@ -75,7 +78,7 @@ def test_fruitless_steps_are_counted_anew(monkeypatch: pytest.MonkeyPatch) -> No
 
     async def scenario() -> None:
         run = going_back_to(2, monkeypatch)
-        run._make_queue()
+        await run._make_queue()
         for step in (3, 4, 5):
             empty_step(run, step)
         await run._go_back(["trajectory queue"], ActorLost("gone"))
@@ -265,64 +268,99 @@ def test_a_signal_ends_a_run_that_has_lost_a_part_without_starting_it_again(monk
     assert told[-1] == f"{last}; a resume goes on from step 2"
 
 
-class ComparingService:
-    """Of a run with true on-policy; raises what it is given, as does a question whether it is there if its process has died."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self._error, self.asked = error, 0
-
-    async def __ray_ready__(self) -> None:
-        if isinstance(self._error, ActorDiedError):
-            raise self._error
-
-    async def compared(self, *_: Any) -> None:
-        self.asked += 1
-        if self._error is not None:
-            raise self._error
-
-
-def comparing_run(service: ComparingService) -> Controller:
-    run = controller(GoneBack())
-    run._config = run._config.model_copy(update={"true_on_policy": True, "true_on_policy_on_difference": "correct"})
-    run._source = source(run, FakeActor(service))
-    run._source.queue = FakeActor(object())
-    return run
-
-
-def test_a_service_that_dies_as_it_compares_a_batch_is_replaced_and_the_step_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The learner has made it already. The new service is asked, which hasn't got the batch: that is said, and the weights go out."""
-    killed, published = list[Any](), list[int]()
-    monkeypatch.setattr("ray.kill", killed.append)
+def test_a_loss_is_told_before_the_disk_is_waited_for_and_a_disk_that_hangs_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the sentence of that wait, also where a checkpoint was under way, which is left."""
+    told, is_back = list[str](), threading.Event()
 
     async def scenario() -> None:
-        old, new, result = ComparingService(ActorDiedError()), ComparingService(), SimpleNamespace(values="values")
-        run = comparing_run(old)
-        monkeypatch.setattr(run, "_learn", lambda _: asyncio.sleep(0, result))
-        monkeypatch.setattr(run, "_publish", lambda: asyncio.sleep(0, published.append(1)))
-        monkeypatch.setattr("actors.driver.batch_source.make_queue", lambda *_: FakeActor(object()))
-        monkeypatch.setattr("actors.driver.batch_source.start_service", lambda *_: FakeActor(new))
-        step = StepUnderWay(SimpleNamespace(version=2), run._learn_and_publish)  # type: ignore[arg-type]
-        await asyncio.sleep(0.3)
-        assert (old.asked, step.is_trained, published) == (1, False, []), "it waits for the new service"
-        assert [actor.instance for actor in killed] == [old], "the queue is there"
-        run._source.replace(run._config.correction)
-        assert await step.result() is result
-        assert (old.asked, new.asked, published) == (1, 1, [1])
-        assert run._observer.events == [  # type: ignore[attr-defined]
-            "step 3: its batch is gone with the correction service, and can't be compared bit by bit"
-        ]
+        run = going_back_to(2, monkeypatch)
+        monkeypatch.delattr(run, "_withdraw")
+        monkeypatch.setattr(DeadlinesConfig, "disk_s", 0.1)
+        run._observer.events = told  # type: ignore[attr-defined]
+        run._folder.checkpoints = lambda: [SimpleNamespace(step=2)]  # type: ignore[method-assign, list-item, return-value]
+        run._returns = Returns(run._folder, None)  # type: ignore[arg-type]
+        for end in ("withdraw", "stop"):
+            setattr(run._pool, end, nothing)
+        run._sync, writing = SimpleNamespace(close=nothing), asyncio.create_task(asyncio.sleep(60.0))  # type: ignore[assignment]
+        monkeypatch.setattr(run._checkpoints, "_writing", writing)
+        monkeypatch.setattr("actors.driver.controller._END_S", 0.1)
+        monkeypatch.setattr("actors.driver.going_back.newest_readable", lambda *_, **__: is_back.wait(20.0))
+
+        async def dies() -> None:
+            raise ActorLost("its process is gone")
+
+        lost = iter([["learner rank 0"]])
+
+        async def who(*_: Any) -> list[str]:
+            return next(lost, [])
+
+        monkeypatch.setattr(run, "_start", nothing)
+        monkeypatch.setattr(run, "_start_parts", dies)
+        monkeypatch.setattr("actors.driver.controller.lost_among", who)
+        try:
+            await run.run()
+        finally:
+            is_back.set()
+
+    with pytest.raises(DeadlineExceeded, match=r"^files of the newest checkpoint -> the run folder's disk: not done in .* a resume goes"):
+        playing(scenario)
+    assert told[0] == "learner rank 0 gone (its process is gone): the run goes back to its last checkpoint"
+
+
+def test_nothing_is_read_before_the_disk_is_through_with_what_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that it completes after that would be newer than the one that the run goes on from."""
+
+    async def scenario() -> None:
+        run, order = going_back_to(2, monkeypatch), list[str]()
+        found = run._returns.found
+
+        async def off_disk() -> None:
+            await asyncio.sleep(0.01)
+            order.append("the disk is through")
+
+        async def finds(*given: Any) -> Any:
+            order.append("found")
+            return await found(*given)
+
+        monkeypatch.setattr(run._checkpoints, "off_disk", off_disk)
+        run._returns.found = finds  # type: ignore[method-assign, assignment]
+        await run._go_back(["trajectory queue"], ActorLost("gone"))
+        assert order == ["the disk is through", "found"]
 
     playing(scenario)
 
 
-def test_a_comparison_whose_answer_is_lost_though_all_parts_are_there_takes_the_run_back() -> None:
-    """Nobody would replace the service: a wait for that would have no end."""
+def test_a_flush_that_nobody_waits_for_any_more_is_over_before_the_ledger_is_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its thread can't be stopped. What it wrote after the cut would stand in the ledger twice."""
+    is_writing, is_back = threading.Event(), threading.Event()
 
     async def scenario() -> None:
-        lost = ActorLost("what the learner computed of a batch <- rank 0: its answer was lost")
-        service = ComparingService(RayTaskError("compared", "a long traceback", lost))
-        with pytest.raises(ActorLost, match="its answer was lost"):
-            await comparing_run(service)._source.compared(2, "values")
-        assert service.asked == 1
+        run = controller(GoneBack())
+        run._observer.disk = PatientWriter(lambda _: None)
+        monkeypatch.setattr("actors.driver.batch_source.make_queue", lambda *_: object())
+        run._source, folder = source(run, None), SimpleNamespace(path=tmp_path)
+        run._source.ledger = ledger = Ledger(tmp_path / "ledger.jsonl", hand_over=lambda write: None)
+        append = ledger._append
+
+        def slow(lines: bytes) -> None:
+            is_writing.set()
+            is_back.wait(20.0)
+            append(lines)
+
+        monkeypatch.setattr(ledger, "_append", slow)
+        monkeypatch.setattr(run, "_train", nothing)
+        monkeypatch.setattr(run._checkpoints, "insist", nothing)
+        ledger.settle(1, trained=["train/0/0"])
+        saving = asyncio.create_task(run._train_and_save())
+        await asyncio.to_thread(is_writing.wait, 20.0)
+        saving.cancel()
+        opening = asyncio.create_task(BatchSource.opened(run._config, run._point, folder, run._observer, run._by_disk))  # type: ignore[arg-type]
+        await asyncio.wait({opening}, timeout=0.1)
+        is_back.set()
+        assert (await opening).ledger.flush().bytes == 0
+        await asyncio.wait({saving})
+        await asyncio.get_running_loop().shutdown_default_executor()
+        assert (tmp_path / "ledger.jsonl").read_bytes() == b""
+        run._observer.disk.close(within_s=60.0)
 
     playing(scenario)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +14,6 @@ from ray.exceptions import (
     RayActorError,
 )
 
-from actors.driver import going_back
 from actors.driver.batch_source import REPLACEABLE
 from actors.driver.going_back import (
     MOST_RETURNS,
@@ -31,7 +28,6 @@ from actors.queue.payloads import LATE
 from actors.queue.queue_actor import TrajectoryQueueActor
 from actors.ranks.learner_group import LearnerGroup
 from actors.ranks.learner_rank_actor import LearnerRankActor
-from actors.record.patience import PatientWriter
 from actors.service.drawing import Drawing
 from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, EngineError, LateError
 from learner.config import LearnerConfig
@@ -196,8 +192,7 @@ def test_the_watch_names_who_dies_and_outlives_a_bad_network() -> None:
 
 def test_a_group_that_can_never_be_read_takes_the_run_back_and_ends_it_the_fourth_time() -> None:
     """All parts live, so that another service may be able to read it; at the fourth return the run ends with the drawing's own remedy."""
-    folder: Any = SimpleNamespace(checkpoints=lambda: [SimpleNamespace(step=3)])
-    returns, parts = Returns(folder, None), {"trajectory queue": Part(ALIVE), "correction service": Part(ALIVE)}  # type: ignore[arg-type]
+    returns, parts = Returns(None, None), {"trajectory queue": Part(ALIVE), "correction service": Part(ALIVE)}  # type: ignore[arg-type]
 
     async def lost_three_times() -> ActorLost:
         async def ask(*_: Any, **__: Any) -> None: ...
@@ -212,24 +207,21 @@ def test_a_group_that_can_never_be_read_takes_the_run_back_and_ends_it_the_fourt
         error = asyncio.run(lost_three_times())
         lost = asyncio.run(lost_among(parts, error))
         assert lost == ["an answer"] and not REPLACEABLE.issuperset(lost), "the run goes back; queue and service alone don't do"
-        returns.allow(lost, error, step=5)
+        returns.allow(lost, error, saved=3, step=5)
     with pytest.raises(ActorLost, match=r"the 4th death after step 3, .*: group 4 was sampled 3 times.*lower deadlines.bytes_per_s$"):
-        returns.allow(lost, error, step=5)
+        returns.allow(lost, error, saved=3, step=5)
 
 
 def test_a_run_goes_back_to_one_checkpoint_so_many_times_only() -> None:
-    saved = [3]
-    folder: Any = SimpleNamespace(checkpoints=lambda: [SimpleNamespace(step=step) for step in saved])
-    returns = Returns(folder, None)  # type: ignore[arg-type]
+    returns = Returns(None, None)  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="a bit differs"):
-        returns.allow([], EngineError("a bit differs"), step=5)
+        returns.allow([], EngineError("a bit differs"), saved=3, step=5)
     for _ in range(MOST_RETURNS):
-        returns.allow(["rank"], EngineError("step 5"), step=4)
-    saved.append(6)
+        returns.allow(["rank"], EngineError("step 5"), saved=3, step=4)
     for _ in range(MOST_RETURNS):  # a new checkpoint is progress
-        returns.allow(["rank"], EngineError("step 8"), step=7)
+        returns.allow(["rank"], EngineError("step 8"), saved=6, step=7)
     with pytest.raises(ActorLost, match=r"^rank: the 4th death after step 6, before there was another checkpoint: step 9$"):
-        returns.allow(["rank"], EngineError("step 9"), step=8)
+        returns.allow(["rank"], EngineError("step 9"), saved=6, step=8)
 
 
 @pytest.mark.parametrize(("steps", "ends"), [([5, 6, 7, 8, 9, 10], False), ([5, 5, 5, 5], True)], ids=["chance", "the same step"])
@@ -238,17 +230,16 @@ def test_deaths_that_are_hours_apart_end_no_run_unless_they_come_at_the_same_ste
 ) -> None:
     now = [0.0]
     monkeypatch.setattr("actors.driver.going_back.time", SimpleNamespace(monotonic=lambda: now[0]))
-    folder: Any = SimpleNamespace(checkpoints=lambda: [SimpleNamespace(step=3)])
-    returns = Returns(folder, None)  # type: ignore[arg-type]
+    returns = Returns(None, None)  # type: ignore[arg-type]
     for step in steps[:3]:
-        returns.allow(["rank"], EngineError("killed"), step=step)
+        returns.allow(["rank"], EngineError("killed"), saved=3, step=step)
         now[0] += 4000.0
     if ends:
         with pytest.raises(ActorLost, match="the 4th death after step 3"):
-            returns.allow(["rank"], EngineError("killed"), step=steps[3])
+            returns.allow(["rank"], EngineError("killed"), saved=3, step=steps[3])
     else:
         for step in steps[3:]:
-            returns.allow(["rank"], EngineError("killed"), step=step)
+            returns.allow(["rank"], EngineError("killed"), saved=3, step=step)
             now[0] += 4000.0
 
 
@@ -257,12 +248,10 @@ def test_queue_and_service_that_die_every_few_steps_are_replaced_after_pauses(mo
     first of them no longer count."""
     now, told = [0.0], list[str]()
     monkeypatch.setattr("actors.driver.going_back.time", SimpleNamespace(monotonic=lambda: now[0]))
-    saved: Any = SimpleNamespace(step=0)
-    returns = Returns(SimpleNamespace(checkpoints=lambda: [saved]), None)  # type: ignore[arg-type]
+    returns = Returns(None, None)  # type: ignore[arg-type]
 
     async def dies(step: int) -> float:
-        saved.step = step - step % 3
-        returns.allow(["trajectory queue"], EngineError("killed"), step=step, is_replaced=True)
+        returns.allow(["trajectory queue"], EngineError("killed"), saved=step - step % 3, step=step, is_replaced=True)
         before = asyncio.get_running_loop().time()
         await returns.pause(lambda level, text: told.append(f"{level}: {text}"))
         now[0] += 20.0
@@ -279,56 +268,13 @@ def test_queue_and_service_that_die_every_few_steps_are_replaced_after_pauses(mo
 
 def test_replaced_queues_are_no_returns_of_a_learner_that_dies_later() -> None:
     """Three queues died at other steps. Before, the first death of a rank after that counted as the fourth return, and ended the run."""
-    returns = Returns(SimpleNamespace(checkpoints=lambda: [SimpleNamespace(step=3)]), None)  # type: ignore[arg-type]
+    returns = Returns(None, None)  # type: ignore[arg-type]
     for step in (4, 5, 6):
-        returns.allow(["trajectory queue"], EngineError("killed"), step=step, is_replaced=True)
+        returns.allow(["trajectory queue"], EngineError("killed"), saved=3, step=step, is_replaced=True)
     for step in (7, 8, 9):
-        returns.allow(["learner rank 0"], EngineError("killed"), step=step)
+        returns.allow(["learner rank 0"], EngineError("killed"), saved=3, step=step)
     with pytest.raises(ActorLost, match="the 4th death after step 3"):
-        returns.allow(["learner rank 0"], EngineError("killed"), step=10)
-
-
-def test_a_full_disk_is_waited_for_before_the_run_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is taken back goes to another file of that disk. It is told each time; when it never takes it, the run ends with a sentence."""
-    monkeypatch.setattr(going_back, "_DISK_AGAIN_S", 0.0)
-    refusals, told = [2], list[str]()
-
-    class Disk:
-        async def taken_back(self, take_back: Any, step_of: Any) -> Any:
-            if refusals[0]:
-                refusals[0] -= 1
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return "the point"
-
-    folder: Any = SimpleNamespace(path=Path("run"), checkpoints=list)
-    returns, notify = Returns(folder, None), lambda level, text: told.append(text)  # type: ignore[arg-type]
-    assert asyncio.run(returns.found(Path("model"), Disk(), notify)) == "the point"  # type: ignore[arg-type, comparison-overlap]
-    assert len(told) == 2 and "the run can't go back to its last checkpoint, and tries again in 0 s: [Errno 28]" in told[0]
-    refusals[0] = 10**6
-    with pytest.raises(DataError, match=r"run: the run can't go back to its last checkpoint: .*No space left"):
-        asyncio.run(returns.found(Path("model"), Disk(), notify))  # type: ignore[arg-type]
-
-
-def test_events_are_written_while_a_checkpoint_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its hashes take minutes. The folder is taken back after what came before that, by the thread that writes."""
-    is_written, order = threading.Event(), list[str]()
-    disk = PatientWriter(lambda _: None)
-
-    def read(_: Any) -> Any:
-        disk.do(lambda: (order.append("event"), is_written.set()))
-        assert is_written.wait(20.0), "the disk's thread waits for the hashes"
-        return SimpleNamespace()
-
-    def take_back(folder: Any, point: Any, task: Any) -> Any:
-        order.append(threading.current_thread().name)
-        return SimpleNamespace(checkpoint=SimpleNamespace(hf=Path("hf")), state=SimpleNamespace(step=4)), []
-
-    monkeypatch.setattr(going_back, "newest_readable", read)
-    monkeypatch.setattr(going_back, "take_back", take_back)
-    folder: Any = SimpleNamespace(path=Path("run"), checkpoints=lambda: ["a checkpoint"])
-    point, said = asyncio.run(Returns(folder, None).found(Path("model"), disk, lambda *_: None))  # type: ignore[arg-type]
-    assert (point.step, said, order) == (4, [], ["event", "run folder"])
-    disk.close(within_s=60.0)
+        returns.allow(["learner rank 0"], EngineError("killed"), saved=3, step=10)
 
 
 class StubbornSampler:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -76,3 +77,15 @@ async def write(observer: Observer, *steps: tuple[int, Observation | None]) -> N
         await asyncio.sleep(0.01)
         wait.set_result(observation)
     await observer.flush()
+
+
+class StandInReference:
+    """To an object that never comes, or whose reading fails as nobody expects."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if self._error is not None:
+            raise self._error
+        return asyncio.Event().wait().__await__()

@@ -141,6 +141,37 @@ def test_after_a_disk_that_hung_the_next_checkpoint_is_whole(folder: RunFolder, 
     assert verify(checkpoint.path, read_manifest_of_files(checkpoint.path)) == []
 
 
+@pytest.mark.parametrize("phase", ["seal", "flush_to_disk"])
+def test_a_checkpoint_that_is_abandoned_while_its_thread_completes_it_is_none(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    """The sums and syncs of a large one take minutes. Whoever goes back waits until the thread is through, and finds nothing new."""
+    is_there, is_back, plain = threading.Event(), threading.Event(), getattr(run_folder, phase)
+
+    def hangs(*arguments: Any) -> Any:
+        is_there.set()
+        is_back.wait(20.0)
+        return plain(*arguments)
+
+    async def scenario() -> None:
+        saved: list[str] = []
+        one, learner = writer(folder, saved), Learner()
+        learner.may_write.set()
+        monkeypatch.setattr(run_folder, phase, hangs)
+        await one.begin(100, learner, state)  # type: ignore[arg-type]
+        assert await asyncio.to_thread(is_there.wait, 20.0)
+        one.abandon()
+        waiting = asyncio.create_task(one.off_disk())
+        await asyncio.wait({waiting}, timeout=0.1)
+        assert not waiting.done(), "its thread is still at it"
+        is_back.set()
+        await waiting
+        assert saved == [] and list((folder.path / "checkpoints").iterdir()) == []
+        await one.finished()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
 def test_without_room_nothing_is_begun(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """First by the learner's word, then by the size of the last checkpoint."""
     free = [1049]

@@ -6,25 +6,18 @@ import asyncio
 import json
 import math
 import urllib.request
-from collections.abc import Generator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
 from actors.carriers import UNIFORM, ActorInfo, Example
 from actors.driver.evaluation import evaluate
 from actors.metrics.step_metrics import StepMetrics, by_worker
 from actors.pool.scaling import Cause, ScalingDecision
-from actors.record import skipped_batches
 from actors.record.run_folder import RunFolder
-from actors.record.skipped_batches import KEPT, SkippedBatch
 from actors.record.step_report import trajectories_text
-from correction.batch import CorrectedBatch, PackedBatch
-from correction.config import CorrectionConfig
 from correction.monitor import Event, State
 from learner.results import SkipReason
 from rollout.config import AnswerSampling
@@ -32,7 +25,7 @@ from rollout.trajectory import FailureKind, SyncReceipt, Trajectory
 from tests.actors.cases import facts, prompts, trajectory
 from tests.actors.driver.test_evaluation import Answers
 from tests.actors.metrics.test_metrics import scalars
-from tests.actors.record.observer_cases import ALARM, BROKEN, OVER, WATCH, Seen, diagnosed, observe, write
+from tests.actors.record.observer_cases import ALARM, BROKEN, OVER, WATCH, Seen, StandInReference, diagnosed, observe, write
 from tests.actors.record.observer_cases import seen as seen
 
 
@@ -338,82 +331,3 @@ def test_a_torn_line_is_overlooked(seen: Seen) -> None:
     with RunFolder.open(seen.folder.path) as again:
         again.append_monitor_event(ALARM)
         assert again.read_monitor_events() == [WATCH, ALARM]
-
-
-def test_a_skipped_batch_is_kept_for_study_and_named_in_the_log(seen: Seen) -> None:
-    """What comes back trains as it did; of many in a run the first ones are kept."""
-    n = 6
-    batch = PackedBatch(
-        token_ids=torch.arange(n), offsets=torch.tensor([0, 4, n]), loss_mask=torch.tensor([False, True] * 3),
-        behavior_logprobs=torch.full((n,), -math.inf), advantages=torch.ones(n), weight_versions=torch.zeros(n, dtype=torch.int32),
-        group_ids=torch.tensor([0, 1]), advantages_by="own", temperature=0.7,
-    )  # fmt: skip
-    corrected = CorrectedBatch(batch, importance_weights=torch.full((n,), math.nan), keep_mask=batch.loss_mask, token_scale=torch.ones(n))
-    prepared = SimpleNamespace(version=6, corrected=corrected, correction=CorrectionConfig(preset="tis-token"))
-    norms = {"attention": math.nan, "mlp": 0.25}
-    skipped = (SkipReason.NOT_FINITE, SkipReason.NO_GRADIENT)
-    result = SimpleNamespace(skipped=skipped, optimizer_steps=1, loss=math.nan, grad_norms=(math.nan, 0.0, 0.5), group_norms=norms)
-
-    async def scenario() -> None:
-        for step in range(7, 7 + KEPT + 1):
-            await seen.observer._keep_skipped(step, prepared, result)  # type: ignore[arg-type]
-
-    asyncio.run(scenario())
-    seen.settle()
-    kept = sorted((seen.folder.path / "skipped_batches").glob("*.safetensors"))
-    assert [path.name for path in kept] == [f"step_{step:06d}.safetensors" for step in range(7, 7 + KEPT)]
-    told = [event.text for event in seen.folder.read_events()]
-    assert told[0] == (
-        "step 7: 1 of 3 updates left out; loss or gradient was not finite (loss nan; gradient norms: attention nan, mlp 0.25); "
-        f"the batch is kept in {kept[0]}"
-    )
-    assert told[-1].endswith("the batch is not kept: skipped_batches holds 8 already")
-    back = SkippedBatch.load(kept[0])
-    assert (back.step, back.weight_version, back.correction) == (7, 6, prepared.correction)
-    assert back.group_norms["mlp"] == 0.25 and math.isnan(back.grad_norms[0]), "JSON keeps what is not finite"
-    assert back.corrected.importance_weights.isnan().all() and back.corrected.batch.advantages_by == "own"
-    found = {field.name: getattr(back.corrected.batch.validate(), field.name) for field in fields(batch)}
-    for name, value in found.items():
-        given = getattr(batch, name)
-        assert torch.equal(value, given) if isinstance(given, torch.Tensor) else value == given, name
-    assert {path.suffix for path in (seen.folder.path / "skipped_batches").iterdir()} == {".safetensors", ".json"}, "no pickle"
-
-    with pytest.raises(OSError, match=r"x\.safetensors: Error while serializing"):  # safetensors' own is none
-        back.save_tensors(seen.folder.path / "no folder" / "x.safetensors")
-
-
-class StandInReference:
-    """To an object that never comes, or whose reading fails as nobody expects."""
-
-    def __init__(self, error: Exception | None) -> None:
-        self._error = error
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        if self._error is not None:
-            raise self._error
-        return asyncio.Event().wait().__await__()
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (None, "(DeadlineExceeded: batch of step 7 -> skipped_batches: not done in 0 s"),
-        (MemoryError("no room for it"), "(MemoryError: no room for it)"),
-    ],
-)
-def test_a_skipped_batch_that_can_not_be_read_holds_up_no_later_line(
-    error: Exception | None, reason: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(skipped_batches, "KEEP_S", 0.01)
-    prepared: Any = SimpleNamespace(version=6, corrected=StandInReference(error), correction=CorrectionConfig(preset="tis-token"))
-    skipped = (SkipReason.NOT_FINITE,)
-    result = SimpleNamespace(skipped=skipped, optimizer_steps=1, loss=math.nan, grad_norms=(math.nan,), group_norms={})
-
-    async def scenario() -> None:
-        seen.observer._writing = asyncio.create_task(seen.observer._keep_skipped(7, prepared, result))
-        await write(seen.observer, (8, diagnosed(state=State.OK)))
-
-    asyncio.run(scenario())
-    seen.settle()
-    (told,) = (event.text for event in seen.folder.read_events())
-    assert f"the batch is not kept {reason}" in told and [line.step for line in seen.folder.read_metrics()] == [8]

@@ -15,6 +15,7 @@ import pytest
 from actors.metrics.step_metrics import StepMetrics
 from actors.record.run_folder import RunFolder
 from correction.errors import ConfigError, DataError
+from learner.file_sums import read_manifest_of_files, verify
 
 ROOT = Path(__file__).parents[3]
 HOLD = """
@@ -309,6 +310,34 @@ def test_a_resumed_run_may_write_a_step_again(folder: RunFolder) -> None:
         (checkpoint.hf / "model.safetensors").write_text("again")
     assert (folder.latest_checkpoint().hf / "model.safetensors").read_text() == "again"
     assert len(list((folder.path / "checkpoints").iterdir())) == 1
+
+
+@pytest.mark.parametrize("next_one", ["a resume", "the same process"])
+def test_a_checkpoint_that_was_to_be_replaced_outlives_what_comes_between(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, next_one: str
+) -> None:
+    """A kill, or a disk's error, when the old one has its place no longer, and the new one has it not yet."""
+    write_checkpoint(folder, 50)
+    rename = Path.rename
+
+    def broken_off(path: Path, target: Path) -> Path:
+        if target.name == "step_000050":
+            raise OSError(errno.EIO, "I/O error")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="I/O error"):
+        patch.setattr(Path, "rename", broken_off)
+        write_checkpoint(folder, 50)
+    assert folder.checkpoints() == []
+    if next_one == "a resume":
+        folder.close()
+        folder = RunFolder.open(folder.path)
+    else:
+        write_checkpoint(folder, 60)
+    first = folder.checkpoints()[0]
+    assert (first.step, (first.hf / "model.safetensors").read_text()) == (50, "50")
+    assert verify(first.path, read_manifest_of_files(first.path)) == []
+    assert [path.name for path in (folder.path / "checkpoints").glob("*.partial")] == []
 
 
 def test_samples_as_text_do_not_pile_up(tmp_path: Path) -> None:
