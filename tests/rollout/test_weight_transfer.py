@@ -300,7 +300,10 @@ def test_an_engine_gives_memory_back_after_its_pause_and_goes_on_meanwhile(monke
         begun.set()
         assert may_end.wait(30.0)
 
-    note = lambda target, hook, kind: registered.setdefault(target.rpartition(".")[2], []).append(hook)  # noqa: E731
+    def note(target: str, hook: Any, kind: Any) -> None:
+        if kind is hook_registry.HookType.AFTER:
+            registered.setdefault(target.rpartition(".")[2], []).append(hook)
+
     monkeypatch.setattr(hook_registry.HookRegistry, "register", note)
     monkeypatch.setattr(host_memory, "_next_s", 0.0)
     monkeypatch.setattr(host_memory, "_trim", lambda: slow)
