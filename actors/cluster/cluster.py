@@ -180,7 +180,8 @@ class Cluster:
         ours = [*daemons, *(child for daemon in daemons for child in descendants(daemon))]
         late = threading.Timer(_SHUTDOWN_S, end, (ours,))
         late.daemon = True
-        late.start()
+        with contextlib.suppress(RuntimeError):  # no thread can start: what follows is all the more to be done
+            late.start()
         try:
             ray.shutdown()
         finally:

@@ -116,7 +116,7 @@ class Controller:
                     beginning = self._replace(lost, failure)
                 else:
                     await self._withdraw(lost, failure)  # until then the pool's failure is the one that takes the run back
-                    beginning = self._go_back(lost, failure)
+                    beginning = self._go_back()
                 await unless_failed(beginning, self._pool.raise_on_failure())
                 loss = raise_when_lost(self._parts, self._config.deadlines.part_heartbeat_s, self._observer.event)
                 training = unless_failed(self._until_trained(goes_on=is_replaceable), loss)
@@ -134,7 +134,7 @@ class Controller:
                 self._warn(f"not saved: {failure}; a resume goes on from step {self._checkpoints.saved_step}")
                 raise asyncio.CancelledError
             try:
-                saved = await self._returns.saved_step(self._by_disk) if lost else 0
+                saved = self._checkpoints.saved_step or self._point.step
                 self._returns.allow(lost, failure, saved=saved, step=self._step, is_replaced=is_replaceable)
             except (EvenkeelError, ray.exceptions.RayError) as error:
                 if not self._is_trained:
@@ -178,13 +178,13 @@ class Controller:
         await self._checkpoints.insist(self._step, self._save)
         await self._by_disk(self._observer.disk.result(self._source.ledger.flush), "the ledger's lines")
 
-    async def _go_back(self, lost: list[str], failure: BaseException) -> None:
-        """To the last checkpoint, when all is withdrawn. Args: lost: names of parts."""
+    async def _go_back(self) -> None:
+        """To the last checkpoint, when all is withdrawn."""
         reached = {"step": self._step, "version": self._version, "generation": self._generation + 1}
         await self._by_disk(self._checkpoints.off_disk(), "what it still does for an abandoned checkpoint")
         self._point, said = await self._returns.found(self._config.model, self._observer.disk, self._observer.event, self._by_disk)
         self._generation += 1
-        self._warn(what_is_done_again(lost, failure, self._point, **reached))
+        self._warn(what_is_done_again(self._point, **reached))
         for level, sentence in said:
             self._observer.event(level, sentence)
         self._step, self._version, self._is_trained = self._point.step, self._point.version, self._point.step >= self._config.steps

@@ -182,18 +182,13 @@ class Returns:
         self._replaced: list[float] = []
         """Times of the latest replacements of queue and service."""
 
-    async def saved_step(self, by_disk: ByDisk) -> int:
-        """Step of the newest complete checkpoint; 0: there is none. Raises: DeadlineExceeded if the disk hangs."""
-        saved = await by_disk(asyncio.to_thread(self._folder.checkpoints), "the list of checkpoints")
-        return saved[-1].step if saved else 0
-
     def allow(self, lost: list[str], error: BaseException, *, saved: int, step: int, is_replaced: bool = False) -> None:
         """Count one more return. Deaths that are hours apart, each at another step, are taken for chance.
 
         Args:
             lost: names of parts.
             error: by which they were found lost.
-            saved: step of the newest checkpoint.
+            saved: step of the newest checkpoint; 0: there is none.
             step: the last one that the run has finished.
             is_replaced: queue and service are replaced at that step, so that only deaths at the same step count. However many come at
                 others, the run makes progress; `pause` sees to it that most of the time is not for replacements.
@@ -232,6 +227,8 @@ class Returns:
         """
         for attempt in itertools.count(1):
             try:
+                # A rewind that nobody waits for any more, as the pool failed meanwhile, goes on in its thread: it ends first.
+                await by_disk(disk.result(lambda: None), "rewind of the run's lines")
                 whole = await self._newest(by_disk)
                 back = disk.taken_back(partial(self._take_back, model, whole), lambda found: found[0].step)
                 found: Found = await by_disk(back, "rewind of the run's lines")
@@ -252,6 +249,7 @@ class Returns:
         began = [clock()]
 
         def newest() -> ResumePoint | None:
+            self._folder.clear_partial_checkpoints(ignore_errors=True)  # one that was to be replaced as its save was given up is put back
             return newest_readable(self._folder, begins=lambda: began.append(clock())) if self._folder.checkpoints() else None
 
         reading = asyncio.to_thread(newest)
@@ -275,11 +273,11 @@ class Returns:
 
 def what_is_lost(lost: list[str], error: BaseException) -> str:
     """One sentence for the run's events, before anything is waited for."""
-    return f"{' and '.join(lost)} gone ({lost_answer(error) or error}): the run goes back to its last checkpoint"
+    return f"lost: {', '.join(lost)} ({lost_answer(error) or error}); going back to the last checkpoint"
 
 
-def what_is_done_again(lost: list[str], error: BaseException, point: StartingPoint, *, step: int, version: int, generation: int) -> str:
-    """One sentence for the run's events.
+def what_is_done_again(point: StartingPoint, *, step: int, version: int, generation: int) -> str:
+    """One sentence for the run's events, when the run stands there.
 
     Args:
         step, version: as far as the run had come.
@@ -288,7 +286,7 @@ def what_is_done_again(lost: list[str], error: BaseException, point: StartingPoi
     steps = f"steps {point.step + 1} to {step} are done again" if step > point.step else "no finished step is lost"
     withdrawn = f", weights v{point.version + 1} to v{version} are withdrawn" if version > point.version else ""
     return (
-        f"lost: {', '.join(lost)} ({lost_answer(error) or error}). The run goes back to {point}; {steps} with their diagnostics, "
+        f"The run goes back to {point}; {steps} with their diagnostics, "
         f"what was under way is sampled again{withdrawn}; the engines stay up (generation {generation})"
     )
 

@@ -25,6 +25,7 @@ readers overlook and the next owner repairs.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -327,7 +328,8 @@ class RunFolder:
         for leftover in (self.path / "checkpoints").glob("*.partial"):
             final = leftover.with_name(leftover.name.removesuffix(_REPLACED))
             if final != leftover and not final.exists():
-                leftover.rename(final)
+                with contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
+                    leftover.rename(final)
             else:
                 shutil.rmtree(leftover, ignore_errors=ignore_errors)
 

@@ -11,7 +11,6 @@ import pytest
 
 from actors.driver.going_back import what_is_done_again
 from actors.driver.parts import StartingPoint
-from correction.errors import ActorLost
 from tests.failures.measured import FILE, PLAYED, REAL, Measured, done_again
 from tests.failures.table import TESTS, read, table
 
@@ -20,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 def went_back(*, step: int, saved: int) -> str:
     point = StartingPoint(Path("model"), SimpleNamespace(), SimpleNamespace(step=saved, weight_version=saved))  # type: ignore[arg-type]
-    return what_is_done_again(["trajectory queue"], ActorLost("gone"), point, step=step, version=step, generation=1)
+    return what_is_done_again(point, step=step, version=step, generation=1)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 from ray.exceptions import (
@@ -16,10 +15,9 @@ from ray.exceptions import (
 from actors.driver.going_back import (
     lost_among,
     lost_answer,
-    what_is_done_again,
+    what_is_lost,
     while_they_answer,
 )
-from actors.driver.parts import StartingPoint
 from correction.errors import ActorLost, DeadlineExceeded
 from tests.actors.driver.test_going_back import ALIVE, GONE, Part
 
@@ -74,5 +72,5 @@ def test_a_call_whose_argument_or_answer_is_gone_takes_the_run_back_and_a_bug_en
     assert lost_answer(error).startswith(expected) and bool(lost_answer(error)) == bool(expected)
     assert asyncio.run(lost_among({"queue": Part(ALIVE)}, error)) == (["an answer"] if expected else [])
     if expected:
-        said = what_is_done_again(["an answer"], error, StartingPoint(Path("m")), step=0, version=0, generation=1)
+        said = what_is_lost(["an answer"], error)
         assert said.startswith(f"lost: an answer ({expected}") and "traceback" not in said

@@ -48,7 +48,7 @@ def going_back_to(step: int, monkeypatch: pytest.MonkeyPatch) -> Controller:
         return point, []
 
     run._folder = SimpleNamespace(path=Path("run"))  # type: ignore[assignment]
-    run._returns = SimpleNamespace(found=finds, allow=lambda *_, **__: None, saved_step=nothing)  # type: ignore[assignment]
+    run._returns = SimpleNamespace(found=finds, allow=lambda *_, **__: None)  # type: ignore[assignment]
     run._pool = SimpleNamespace(serve=nothing_now, raise_on_failure=lambda: asyncio.sleep(60.0))  # type: ignore[assignment]
     run._steps = SimpleNamespace(flush=nothing)  # type: ignore[assignment]
     monkeypatch.setattr(run, "_withdraw", nothing)
@@ -81,7 +81,7 @@ def test_fruitless_steps_are_counted_anew(monkeypatch: pytest.MonkeyPatch) -> No
         await run._make_queue()
         for step in (3, 4, 5):
             empty_step(run, step)
-        await run._go_back(["trajectory queue"], ActorLost("gone"))
+        await run._go_back()
         for step in (3, 4, 5):
             empty_step(run, step)
         with pytest.raises(DataError, match="nothing was learned in 4 steps in a row, up to step 6"):
@@ -268,16 +268,26 @@ def test_a_signal_ends_a_run_that_has_lost_a_part_without_starting_it_again(monk
     assert told[-1] == f"{last}; a resume goes on from step 2"
 
 
-def test_a_loss_is_told_before_the_disk_is_waited_for_and_a_disk_that_hangs_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hangs", ["its list of checkpoints", "their files"])
+def test_a_loss_is_told_before_the_disk_is_waited_for_and_a_disk_that_hangs_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, hangs: str
+) -> None:
     """By the sentence of that wait, also where a checkpoint was under way, which is left."""
-    told, is_back = list[str](), threading.Event()
+    told, is_back, disk = list[str](), threading.Event(), PatientWriter(lambda _: None)
+
+    def listed() -> list[Any]:
+        if hangs == "its list of checkpoints":
+            is_back.wait(20.0)
+        return [SimpleNamespace(step=2)]
 
     async def scenario() -> None:
         run = going_back_to(2, monkeypatch)
         monkeypatch.delattr(run, "_withdraw")
         monkeypatch.setattr(DeadlinesConfig, "disk_s", 0.1)
         run._observer.events = told  # type: ignore[attr-defined]
-        run._folder.checkpoints = lambda: [SimpleNamespace(step=2)]  # type: ignore[method-assign, list-item, return-value]
+        run._folder.checkpoints = listed  # type: ignore[method-assign]
+        run._folder.clear_partial_checkpoints = lambda **_: None  # type: ignore[method-assign]
+        run._observer.disk = disk
         run._returns = Returns(run._folder, None)  # type: ignore[arg-type]
         for end in ("withdraw", "stop"):
             setattr(run._pool, end, nothing)
@@ -304,7 +314,8 @@ def test_a_loss_is_told_before_the_disk_is_waited_for_and_a_disk_that_hangs_ends
 
     with pytest.raises(DeadlineExceeded, match=r"^files of the newest checkpoint -> the run folder's disk: not done in .* a resume goes"):
         playing(scenario)
-    assert told[0] == "learner rank 0 gone (its process is gone): the run goes back to its last checkpoint"
+    assert told[0] == "lost: learner rank 0 (its process is gone); going back to the last checkpoint"
+    disk.close(within_s=60.0)
 
 
 def test_nothing_is_read_before_the_disk_is_through_with_what_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +335,7 @@ def test_nothing_is_read_before_the_disk_is_through_with_what_was_left(monkeypat
 
         monkeypatch.setattr(run._checkpoints, "off_disk", off_disk)
         run._returns.found = finds  # type: ignore[method-assign, assignment]
-        await run._go_back(["trajectory queue"], ActorLost("gone"))
+        await run._go_back()
         assert order == ["the disk is through", "found"]
 
     playing(scenario)
