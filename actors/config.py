@@ -117,7 +117,7 @@ class DeadlinesConfig(DerivedSettings):
     no_workers_s: PositiveFloat | None = None
     """The run ends when no rollout worker could work for so long, seconds; empty: it waits for one, and says for what."""
     start_s: PositiveFloat = 600.0
-    """Longest start of an engine or of the learner's ranks, seconds. The first worker's start is tried three times."""
+    """Longest start of an engine or of the learner's ranks, seconds. Until a first engine is up, each start is tried three times."""
     part_heartbeat_s: PositiveFloat = 120.0
     """Trajectory queue, correction service and learner ranks are taken for dead when their processes give no sign for so long, seconds."""
     batch_s: PositiveFloat = 600.0

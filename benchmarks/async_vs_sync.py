@@ -48,7 +48,8 @@ def run(run_dir: Path, steps: int, *overrides: str) -> Phases:
     lines = steps_of(run_dir)[WARM_UP_STEPS:]
 
     def mean(key: str) -> float:
-        return statistics.fmean(line.get(key, 0.0) for line in lines)
+        found = [line[key] for line in lines if key in line]  # a step whose answers were all cut trained nothing
+        return statistics.fmean(found) if found else 0.0
 
     step_s = mean("time/step_s")
     return Phases(
@@ -57,7 +58,7 @@ def run(run_dir: Path, steps: int, *overrides: str) -> Phases:
         train_s=mean("time/train_s"),
         rollout_wait_share=mean("wait/rollout_s") / step_s,
         mixed_share=mean("staleness/mixed_version_share"),
-        largest_staleness=max(line["staleness/max"] for line in lines),
+        largest_staleness=max((line["staleness/max"] for line in lines if "staleness/max" in line), default=0.0),
     )
 
 

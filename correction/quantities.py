@@ -307,7 +307,8 @@ DIAGNOSTICS = {
     "reference_kl": _Q(
         _U.NATS,
         "KL to reference",
-        "KL a token from the target policy to the frozen reference policy, the model that the run began with, estimator k3.",
+        "KL a token from the target policy to the frozen reference policy, the model that the run began with; estimator k3, unless a KL "
+        "penalty on it has its own.",
     ),
 }
 """The numbers of `diagnose`, which also gives the families in DIAGNOSTIC_FAMILIES; SPLIT; and that of diagnostics.reference_kl."""

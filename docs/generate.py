@@ -36,9 +36,9 @@ def presets() -> str:
 
 
 def diagnostics() -> str:
-    copies = {prefix + name for name in GAP for prefix in ("mismatch_", "stale_")}
+    left_out = {prefix + name for name in GAP for prefix in ("mismatch_", "stale_")} | {"reference_kl"}  # which `diagnose` doesn't give
     lines = [_row("name", "unit", "meaning"), _row("---", "---", "---")]
-    lines += [_row(f"`{name}`", one.shown_unit, one.help) for name, one in DIAGNOSTICS.items() if name not in copies]
+    lines += [_row(f"`{name}`", one.shown_unit, one.help) for name, one in DIAGNOSTICS.items() if name not in left_out]
     lines += [_row(f"`{name}<...>`", one.shown_unit, one.help) for name, one in DIAGNOSTIC_FAMILIES.items()]
     first, *_, last = GAP
     lines += ["", f"`{first}` to `{last}` also come as `mismatch_...` (tokens of staleness 0 alone) and `stale_...` (all older ones)."]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from docs.generate import PARTS, ROOT, with_part
+from docs.generate import PARTS, ROOT, diagnostics, with_part
 
 
 @pytest.mark.parametrize(("name", "make"), PARTS)
 def test_a_part_is_what_its_generator_makes(name: str, make) -> None:
     page = (ROOT / name).read_text()
     assert with_part(page, make) == page, "run: make docs"
+
+
+def test_the_table_of_diagnostics_has_none_that_diagnose_does_not_give() -> None:
+    assert "| `k3_kl` |" in diagnostics() and "reference_kl" not in diagnostics()
 
 
 def test_a_part_without_its_comments_is_an_error() -> None:

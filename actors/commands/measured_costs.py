@@ -9,13 +9,15 @@ from pathlib import Path
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.metrics.step_metrics import StepMetrics
+from actors.metrics.step_metrics import StepMetrics, members
 from actors.queue.delays import ADMISSION, CALL, HANDOVER
 from actors.record.run_folder import RunFolder
 from actors.simulation.costs import AnswerLengths, DecodeSpeed, RunCosts, RunShape
 from actors.simulation.run import simulate
 from correction.errors import ConfigError
 
+_NEEDED = {"time/train_s", "wait/rollout_share", "throughput/rollout_tokens_per_s", "length/trained_tokens"}
+"""Of a step to measure from; one whose answers were all cut and left out trained nothing."""
 _FEWEST_STEPS = 5
 _FEWEST_LENGTHS = 40
 _TRAINING_PASSES = 3
@@ -51,7 +53,7 @@ class MeasuredRun:
         config = load_config(RunConfig, folder.path / "config.yaml")
         shape = shape_of(config)
         steps = folder.read_metrics()[2 * (shape.max_staleness + 1) + 1 :]
-        steps = [step for step in steps if {"time/train_s", "wait/rollout_share", "throughput/rollout_tokens_per_s"} <= step.keys()]
+        steps = [step for step in steps if step.keys() >= _NEEDED]
         if len(steps) < _FEWEST_STEPS:
             raise ConfigError(
                 f"{run_dir}: {len(steps)} steps to measure from, without those in which the run gets going; it takes {_FEWEST_STEPS}"
@@ -59,12 +61,10 @@ class MeasuredRun:
         if config.rollout.is_elastic:
             shape = replace(shape, workers=_constant_workers(run_dir, steps, shape.workers))
         lengths = _lengths(folder, steps, config.rollout.sampling.max_tokens)
-        sequences = shape.groups_per_step * shape.samples_per_group
-        trained_tokens = _mean(steps, "length/trained_tokens") * sequences
         learner_tokens = statistics.fmean(step["throughput/learner_tokens_per_s"] * step["time/train_s"] for step in steps)
         learner_token_s = _mean(steps, "time/train_s") / learner_tokens
         factors = [1 / (step["throughput/learner_tokens_per_s"] * learner_token_s) for step in steps]
-        prompt_tokens = max(0, round((learner_tokens - trained_tokens) / sequences))
+        prompt_tokens = _prompt_tokens(steps, shape, learner_tokens * len(steps))
         costs = RunCosts(
             decode=_first_guess(folder, steps, shape),
             learner_token_s=learner_token_s / statistics.fmean(factors),
@@ -110,7 +110,20 @@ def _constant_workers(run_dir: Path, steps: Sequence[StepMetrics], first: int) -
 
 
 def _mean(steps: Sequence[StepMetrics], name: str) -> float:
-    return statistics.fmean(step.get(name, 0.0) for step in steps)
+    """Of the steps that have it; 0: none has."""
+    found = [step[name] for step in steps if name in step]
+    return statistics.fmean(found) if found else 0.0
+
+
+def _prompt_tokens(steps: Sequence[StepMetrics], shape: RunShape, learner_tokens: float) -> int:
+    """Mean prompt of a trained answer. Args: learner_tokens: of all steps, prompts included."""
+    all_answers = shape.groups_per_step * shape.samples_per_group
+    tokens = answers = 0.0
+    for step in steps:
+        length = step["length/trained_tokens"]
+        trained = sum(members(step, "staleness/tokens/").values()) or all_answers * length
+        tokens, answers = tokens + trained, answers + trained / length
+    return max(0, round((learner_tokens - tokens) / answers))
 
 
 def _lengths(folder: RunFolder, steps: Sequence[StepMetrics], max_tokens: int) -> AnswerLengths:
@@ -118,7 +131,7 @@ def _lengths(folder: RunFolder, steps: Sequence[StepMetrics], max_tokens: int) -
     found = [length for length in folder.read_answer_lengths(first_step=steps[0].step) if length > 0]
     if len(found) >= _FEWEST_LENGTHS:
         return AnswerLengths.like(found, f"{len(found)} answers of {folder.path}", max_tokens=max_tokens)
-    means = [max(1, round(step["length/trained_tokens"])) for step in steps if "length/trained_tokens" in step]
+    means = [max(1, round(step.get("length/sampled_tokens", step["length/trained_tokens"]))) for step in steps]
     return AnswerLengths.like(means, f"{folder.path}, each as long as its step's mean", max_tokens=max_tokens)
 
 

@@ -50,6 +50,8 @@ _LEFT_S = 600.0
 """For the report and the end of the process, if something that the run has left hangs or uploads slowly. A package's own end waits."""
 _LEFT_INTERRUPTED_S = 60.0
 """After a signal."""
+_NODES_S = 60.0
+"""For the facts of all nodes of a cluster: their first processes may read packages from a cold disk."""
 _LISTED_S = 2.0
 
 
@@ -216,7 +218,7 @@ def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer, vie
     Raises: ConfigError for what can't work.
     """
     config = config.model_copy(update={"model": model})  # a name of the hub is one here, too: each node looks in its own cache
-    nodes = own_machine(config) if config.ray.address is None else nodes_of_cluster(config, folder.path)
+    nodes = own_machine(config) if config.ray.address is None else nodes_of_cluster(config, folder.path, within_s=_NODES_S)
     rows = requests(nodes, config)
     view.show(table_of(rows))
     observer.keep_event("info", "; ".join(str(row) for row in rows))

@@ -130,7 +130,9 @@ class NodeFacts:
     has_rdma: bool = False
     """A card for InfiniBand or RoCE is there."""
     no_way: str = ""
-    """Why a free port of another node, where the learner's rank 0 may be, could not be reached; empty: it could, or nobody tried."""
+    """Why a free port of another node, where the learner's rank 0 may be, could not be reached; empty: it could, or way_not_known."""
+    way_not_known: str = ""
+    """Why it isn't known whether it could; empty: it is, or there is no other node."""
     memory: int = 1 << 50
     """Bytes of the host's memory."""
     object_store: int = 1 << 40

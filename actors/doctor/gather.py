@@ -33,7 +33,8 @@ _PACKAGES = (
 _OWN = ("actors", "correction", "learner", "rollout")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ANSWER_S = 15.0
-"""For all nodes together, from the first question on."""
+"""For all nodes together, from the first question on, while somebody waits at a terminal."""
+_NO_LISTENER = "no listener could be started there in time"
 _SIGN = ".seen_by_all_nodes"
 
 
@@ -162,15 +163,17 @@ def own_machine(config: RunConfig) -> list[NodeFacts]:
     ]
 
 
-def nodes_of_cluster(config: RunConfig, folder: Path | None) -> list[NodeFacts]:
-    """All nodes of the cluster that this process is connected to, each by a task on it, within _ANSWER_S: of one that doesn't answer what
-    Ray knows, and why there is no more.
+def nodes_of_cluster(config: RunConfig, folder: Path | None, *, within_s: float = _ANSWER_S) -> list[NodeFacts]:
+    """All nodes of the cluster that this process is connected to, each by a task on it: of one that doesn't answer what Ray knows, and why
+    there is no more.
 
-    Args: folder: of the run, or where it will be made (home_of_run), in which a file is left for a moment; None: none is looked for.
+    Args:
+        folder: of the run, or where it will be made (home_of_run), in which a file is left for a moment; None: none is looked for.
+        within_s: seconds for all nodes together.
     """
     import ray
 
-    until = time.monotonic() + _ANSWER_S
+    until = time.monotonic() + within_s
     door: Door | None = None
     token = uuid.uuid4().hex if folder else ""
     sign = folder / f"{_SIGN}.{token}" if folder else None  # others may look into the same folder now
@@ -186,14 +189,15 @@ def nodes_of_cluster(config: RunConfig, folder: Path | None) -> list[NodeFacts]:
         }
         free = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
         behind, door = _door_of(alive, config, until) if len(alive) > 1 else ("", None)  # while they answer: it may take all the time
-        ways = {}
-        if door is not None:
-            ways = {node["NodeID"]: _task(no_way, node).remote(door.address) for node in alive if node["NodeID"] != behind}
+        others = [node for node in alive if node["NodeID"] != behind] if len(alive) > 1 else []
+        ways = {node["NodeID"]: _task(no_way, node).remote(door.address) if door is not None else None for node in others}
         found = []
         for node in alive:
-            facts, way = _answer(asked[node["NodeID"]], until), _way(ways.get(node["NodeID"]), until)
+            facts = _answer(asked[node["NodeID"]], until, within_s)
+            if node["NodeID"] in ways:
+                facts = _with_way(facts, ways[node["NodeID"]], until, within_s)
             if not facts.silence:
-                facts = replace(facts, no_way=way, reads_run_folder=_sees_both_ways(facts, _answer_file(sign, node), token))
+                facts = replace(facts, reads_run_folder=_sees_both_ways(facts, _answer_file(sign, node), token))
             found.append(_with_resources(facts, node, free.get(node["NodeID"], {}), config.ray.rollout_resource))
         return found
     finally:
@@ -232,29 +236,41 @@ def _left_s(until: float) -> float:
     return max(0.0, until - time.monotonic())
 
 
-def _answer(call: Any, until: float) -> NodeFacts:
+def _answer(call: Any, until: float, within_s: float) -> NodeFacts:
     """What a node tells; of one that doesn't, why."""
     import ray
 
     try:
         found: NodeFacts = ray.get(call, timeout=_left_s(until))
     except ray.exceptions.GetTimeoutError:
-        return NodeFacts(name="", silence=f"no answer in {_ANSWER_S:g} s")
+        return NodeFacts(name="", silence=_late(within_s))
     except ray.exceptions.RayError as error:
-        return NodeFacts(name="", silence=f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}", has_failed=True)
+        return NodeFacts(name="", silence=_last_line(error), has_failed=True)
     return found
 
 
-def _way(call: Any, until: float) -> str:
-    """Why a node can't reach the door; empty also if it doesn't say, or wasn't asked."""
+def _with_way(facts: NodeFacts, call: Any, until: float, within_s: float) -> NodeFacts:
+    """And whether the node reaches the door, or why that isn't known. Args: call: None: there is no door."""
     import ray
 
+    if facts.silence:
+        return facts
     if call is None:
-        return ""
+        return replace(facts, way_not_known=_NO_LISTENER)
     try:
-        return str(ray.get(call, timeout=_left_s(until)))
-    except ray.exceptions.RayError:
-        return ""
+        return replace(facts, no_way=str(ray.get(call, timeout=_left_s(until))))
+    except ray.exceptions.GetTimeoutError:
+        return replace(facts, way_not_known=_late(within_s))
+    except ray.exceptions.RayError as error:
+        return replace(facts, way_not_known=_last_line(error))
+
+
+def _late(within_s: float) -> str:
+    return f"no answer in {within_s:g} s"
+
+
+def _last_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
 
 
 def _with_resources(facts: NodeFacts, node: Mapping[str, Any], free: Mapping[str, float], unit: str) -> NodeFacts:

@@ -92,6 +92,12 @@ def ports_are_open(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
                 + ("Ranks and weight groups meet at such ports" if needed else f"{unless} would need it"),
                 "Open all TCP ports between the nodes (security group, firewall)",
             )
+        elif node.way_not_known:
+            yield Complaint(
+                "warn",
+                f"it isn't known whether {node.name} can reach a free port of a node where learner rank 0 may be: {node.way_not_known}",
+                "Ask again; or see that all TCP ports between the nodes are open (security group, firewall)",
+            )
 
 
 def _may_hold_a_rank_or_an_engine(node: NodeFacts, config: RunConfig) -> bool:

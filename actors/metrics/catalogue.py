@@ -265,7 +265,7 @@ _LEARNER = [
     ),
     _of(
         DIAGNOSTICS["reference_kl"], "learner/reference_kl", _R.MEAN,
-        "With a KL penalty on it the penalty's own estimate at every step, else every learner.report_kl_every steps.",
+        "With such a penalty at every step, else every learner.report_kl_every steps.",
     ),
     _gauge("learner/optimizer_steps", _U.ONE, _R.LAST, "optimizer steps", "Optimizer steps of the batch."),
     _gauge(

@@ -31,7 +31,7 @@ from rollout.trajectory import WorkerLoad
 
 log = logging.getLogger("evenkeel.pool")
 _STARTS = 3
-"""Attempts at the first worker: its process may be killed during its start, or the start be late."""
+"""Attempts at each worker until a first one is up: its process may be killed during its start, or the start be late."""
 
 
 class Membership(ABC):
@@ -50,6 +50,8 @@ class Membership(ABC):
         self._losses = LossBook()
         self._has_begun = False
         """A worker has joined."""
+        self._replacing = 0
+        """Replacements that are due, and have not been asked for yet."""
         self._progressed = self._attended = asyncio.get_running_loop().time()
         self._departures = Departures(self, observer, deadlines.drain_s)
         self._draining: dict[str, float | None] = {}
@@ -180,20 +182,22 @@ class Membership(ABC):
         for _ in range(self.target - len(self._staying())):
             self._start_worker()
 
-    def _start_worker(self) -> None:
+    def _start_worker(self, attempt: int = 1) -> None:
         name = str(self._born)
         self._born += 1
         worker = workers.create(name, self._settings, self._losses.avoided(self._now()))
+        worker.attempt = attempt
         worker.follow(self._generation)
         self._workers[name] = worker
         self.spawn(self._bring_up(worker))
 
-    async def _replace(self, pause_s: float) -> None:
+    async def _replace(self, pause_s: float, attempt: int) -> None:
         if pause_s:
             self._observer.event("warning", f"workers are lost one after the other: the next replacement starts in {pause_s:.0f} s")
             await asyncio.sleep(pause_s)
+        self._replacing -= 1
         if len(self._staying()) < self.target:
-            self._start_worker()
+            self._start_worker(attempt)
 
     async def _bring_up(self, worker: WorkerHandle) -> None:
         try:
@@ -208,7 +212,10 @@ class Membership(ABC):
             self._replenish()
             return
         worker.state = WorkerState.JOINED
-        self._has_begun, self._progressed = True, self._now()
+        if not self._has_begun:
+            self._has_begun = True
+            self._replenish()  # those that were given up before; a replacement that is due then finds its place taken
+        self._progressed = self._now()
         self._observer.joined(info)
         self.spawn(self._follow_heartbeat(worker))
         self.spawn(self._departures.wait_for_end_notice(worker, self._got_sigterm))
@@ -217,7 +224,8 @@ class Membership(ABC):
         self.wake()
 
     def _lost(self, worker: WorkerHandle, reason: str, error: BaseException | None = None) -> None:
-        """Give a worker up; start another in its place, unless that has been in vain for too long."""
+        """Give a worker up; start another in its place, unless that has been in vain for too long. Before a first one is up, a worker whose
+        start has failed for good gets none; the run ends when that holds for all."""
         if worker.state in (WorkerState.GONE, WorkerState.LEAVING) or self._is_stopping:
             return
         never_worked = worker.state is WorkerState.STARTING
@@ -228,20 +236,23 @@ class Membership(ABC):
         self._observer.event("warning", f"rollout worker {worker.name} is gone: {reason}; others take its {groups}")
         self._progressed = self._now()
         self._losses.lost(self._now(), worker.info.node if worker.info else "")
-        if never_worked and not self._has_begun and not self._workers and not self._may_start_again(error):
-            is_known = isinstance(error, EvenkeelError) and not isinstance(error, ActorLost)
-            self.fail(error if error and is_known else EngineError(f"rollout worker {worker.name} {reason}"))
+        if never_worked and not self._has_begun and not self._may_start_again(worker, error):
+            if not self._workers and not self._replacing:
+                is_known = isinstance(error, EvenkeelError) and not isinstance(error, ActorLost)
+                self.fail(error if error and is_known else EngineError(f"rollout worker {worker.name} {reason}"))
         else:
             try:
                 self._losses.check(self.target, f"rollout worker {worker.name}: {reason}")
-                self.spawn(self._replace(self._losses.pause_s(self.target)))
+                self._replacing += 1
+                attempt = worker.attempt + 1 if never_worked else 1
+                self.spawn(self._replace(self._losses.pause_s(self.target), attempt))
             except EngineError as hopeless:
                 self.fail(hopeless)
         self.wake()
 
-    def _may_start_again(self, error: BaseException | None) -> bool:
+    def _may_start_again(self, worker: WorkerHandle, error: BaseException | None) -> bool:
         """A process that was killed, or a start that was late, may be chance; what is wrong with the settings would raise."""
-        return isinstance(error, ActorLost | DeadlineExceeded) and self._losses.in_vain < _STARTS
+        return isinstance(error, ActorLost | DeadlineExceeded) and worker.attempt < _STARTS
 
     def forget(self, worker: WorkerHandle) -> bool:
         """Remove a worker that is gone. Returns: False if it had been removed already."""

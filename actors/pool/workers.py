@@ -72,6 +72,8 @@ class WorkerHandle:
     resyncs: int = 0
     """Full syncs asked for since its last finished group."""
     info: ActorInfo | None = None
+    attempt: int = 1
+    """Of how many starts in its place this is the last: those before it failed."""
     asked_at: float = field(default_factory=lambda: time.monotonic())
     """time.monotonic() when Ray was asked for it."""
     placed_at: float | None = None

@@ -40,6 +40,7 @@ from actors.record.step_report import (
     rollout_metrics,
     sync_metrics,
     trajectories_text,
+    undiagnosed,
     worker_metrics,
 )
 from actors.record.terminal import TerminalView
@@ -279,16 +280,15 @@ class Observer:
             self.event("info", shown({"learner/loss_scale": result.loss_scale}, "learner/loss_scale", what + "; the loss scale is {} now"))
         metrics = StepMetrics(step.number, {"weight_version": step.version, "time/elapsed_s": step.elapsed_s, "time/step_s": step.seconds})
         metrics.update(batch_metrics(batch, correct_at=self._config.evaluation.correct_at, overlong=self._config.rollout.overlong))
-        metrics.update(learner_metrics(result))
-        metrics.update(sync_metrics(step.receipts, step.differences))
-        metrics.update(worker_metrics(step.groups, step.versions))
-        metrics.update(learner_share(step.phases, batch.tokens, step.seconds))
+        metrics.update(sync_metrics(step.receipts, step.differences) | worker_metrics(step.groups, step.versions))
+        metrics.update(learner_metrics(result) | learner_share(step.phases, batch.tokens, step.seconds))
         metrics.update(step.noted)
         self.disk.line(step.number, self._folder.append_answer_lengths, step.number, first_lengths(batch.groups))
         if self._config.metrics.trajectories_per_step:
             text = trajectories_text(batch.groups, batch.examples, step=step.number)
             self.disk.file(self._folder.write_trajectories, step.number, text)
-        self._writing = asyncio.create_task(self._write_when_known(metrics, step.groups, step.loads, observed, self._writing))
+        own = undiagnosed(result, self._config.learner.epochs_per_batch)
+        self._writing = asyncio.create_task(self._write_when_known(metrics, own, step.groups, step.loads, observed, self._writing))
 
     async def _keep_skipped(self, step: int, batch: PreparedBatch, result: Any, previous: asyncio.Task[None] | None = None) -> None:
         """Say what the guard did, and keep the batch for study."""
@@ -300,12 +300,13 @@ class Observer:
     async def _write_when_known(
         self,
         metrics: StepMetrics,
+        own: Mapping[str, float],
         finished: Mapping[str, Sequence[GroupFacts]],
         loads: Awaitable[dict[str, WorkerLoad]],
         observed: Awaitable[Observation | None],
         previous: asyncio.Task[None] | None,
     ) -> None:
-        """Write a step's line once the workers' loads and the correction's diagnostics are there, after the line of the step before."""
+        """Write a step's line once the workers' loads and the diagnostics, else its `own`, are there, after the line of the step before."""
         if previous is not None:
             await previous
         now = await unless_set(self._no_waiting, loads) or {}
@@ -320,9 +321,8 @@ class Observer:
                 self._take_observation(metrics, found)
         except (EvenkeelError, RayError) as error:  # the step's other numbers must not be lost with them
             self.event("warning", f"no diagnostics of step {metrics.step}: {error}")
-        metrics.update(self._raised)
-        if self.disk.failures:
-            metrics.update({"files/failures_total": self.disk.failures})
+        metrics.update({name: value for name, value in own.items() if name not in metrics})
+        metrics.update(self._raised | ({"files/failures_total": failures} if (failures := self.disk.failures) else {}))
         self.disk.line(metrics.step, self._folder.append_metrics, metrics)
         if (slowest := self._slowest.changed()) is not None:
             self.disk.file(self._folder.write_text, FILE, slowest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -106,6 +107,17 @@ def learner_metrics(result: StepResult) -> dict[str, float | None]:
         "learner/microbatches": result.microbatches,
         **_placed("loss/", result.metrics, LOSS_PLACES),
     }
+
+
+def undiagnosed(result: StepResult, epochs: int) -> dict[str, float]:
+    """What the learner itself knows of a step's tokens, for one that the correction service doesn't diagnose. Without tokens: nothing.
+
+    Args: epochs: times that the batch was gone through, in each of which a broken token was counted.
+    """
+    if not result.trained_tokens:
+        return {}
+    broken = math.ceil(result.metrics.get("broken_tokens", 0.0) / epochs)
+    return diagnostic_metrics({"kept_share": result.kept_tokens / result.trained_tokens, "broken_tokens": broken})
 
 
 def learner_share(phases: Mapping[str, float], tokens: int, seconds: float) -> dict[str, float | None]:

@@ -118,6 +118,5 @@ def test_a_weight_that_is_no_number_costs_the_groups_that_it_spoilt(small_model:
     assert len(re.findall(r"group \d+ is sampled again: [^\n]*not finite", run.events())) >= 4
     check_end(run, groups_per_step=GROUPS, within_s=60.0)
     lines = run.metrics()
-    broken = [line["correction/broken_tokens"] for line in lines if "correction/broken_tokens" in line]  # of steps that were diagnosed
-    assert broken and not any(broken) and not any(line["steps/skipped_total"] for line in lines), "no NaN has come to the learner"
+    assert not any(line["correction/broken_tokens"] or line["steps/skipped_total"] for line in lines), "no NaN has come to the learner"
     assert all(math.isfinite(line[name]) for line in lines for name in ("learner/loss", "learner/grad_norm"))

@@ -28,7 +28,7 @@ from learner.inputs import RowLayout
 from tests.learner.learner_cases import gradients, largest_difference, learner_on, random_batch, save_model
 
 LENGTHS = (1, 7, 7, 33, 1, 130, 12)
-"""Of one token, of equal lengths beside each other, and longer than float32 is widened for on a CPU."""
+"""Of one token, of equal lengths next to each other, and longer than float32 is widened for on a CPU."""
 LARGEST_HEAD = 256
 TORCHS_OWN = inspect.signature(varlen.varlen_attn)
 

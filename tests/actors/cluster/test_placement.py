@@ -17,7 +17,6 @@ from ray.cluster_utils import Cluster
 from actors.cluster.placement import RankPlaces, reserve
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.doctor import gather
 from actors.doctor.gather import nodes_of_cluster
 from actors.settings.devices import check_received
 from correction.errors import DeadlineExceeded
@@ -96,12 +95,11 @@ def test_who_comes_later_leaves_the_ranks_gpus_alone_and_an_actor_sees_what_it_g
     release(places, rank, *others)
 
 
-def test_every_node_tells_what_it_has(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "_ANSWER_S", 240.0)  # all three nodes are on this machine
-    found = nodes_of_cluster(config("ray.address=auto"), tmp_path)
+def test_every_node_tells_what_it_has(cluster: Cluster, tmp_path: Path) -> None:
+    found = nodes_of_cluster(config("ray.address=auto"), tmp_path, within_s=240.0)  # all three nodes are on this machine
     assert sorted((node.offered_gpus, node.free_gpus, node.cpus) for node in found) == [(0, 0, 1), (4, 4, 5), (4, 4, 5)]
     assert all(node.reads_run_folder and node.model_obstacle and abs(node.clock_ahead_s) < 60 for node in found)
-    assert [node.no_way for node in found] == [""] * 3, "the listener is on one with GPUs, and the other two reach it"
+    assert [node.no_way + node.way_not_known for node in found] == [""] * 3, "the listener is on one with GPUs, the other two reach it"
     assert 0 in [node.offered_gpus for node in found] and all(node.object_store > 0 for node in found) and list(tmp_path.iterdir()) == []
 
 

@@ -94,6 +94,8 @@ class QuietRay:
 
     silent: dict[str, Exception | None]
     """Nodes that don't answer; None: never, else so."""
+    dropped: set[str] = field(default_factory=set)
+    """Nodes whose attempt to reach the listener takes the whole wait."""
     now: float = 1000.0
     closed: list[str] = field(default_factory=list)
 
@@ -113,7 +115,13 @@ class QuietRay:
             return lambda: SimpleNamespace(node=node, open=SimpleNamespace(remote=lambda: opened))
         if kind is this_node:
             return lambda *args, **facts: (node, lambda: this_node(*args, **facts))
-        return lambda address: (node, lambda: f"{node} came to {address[0]}")
+        return lambda address: (node, lambda: self._reached(node, address))
+
+    def _reached(self, node: str, address: tuple[str, int]) -> str:
+        if node in self.dropped:
+            self.now += 60.0
+            raise ray.exceptions.GetTimeoutError
+        return f"{node} came to {address[0]}"
 
     def get(self, call: tuple[str, Callable[[], Any]], timeout: float) -> Any:
         node, value = call
@@ -152,10 +160,25 @@ def test_nodes_that_never_answer_are_named_after_15_s_in_all(quiet: QuietRay, tm
     assert all(node.reads_run_folder and node.offered_gpus == 4.0 for node in found)
     told = ["", "2 came to 10.0.0.1", "3 came to 10.0.0.1"]
     assert [node.no_way for node in found if not node.silence] == [told[int(n) - 1] * ("1" not in silent) for n in "123" if n not in silent]
+    unmade = ["" if n == "1" or "1" not in silent else "no listener could be started there in time" for n in "123" if n not in silent]
+    assert [node.way_not_known for node in found if not node.silence] == unmade
     of_silent = [one for one in on_nodes(found, config, DENSE) for n in silent if f"10.0.0.{n}" in one.sentence]
     assert [one.severity for one in of_silent] == ["warn"] * len(silent)
     said = [one.sentence for one in of_silent]
     assert all(f"10.0.0.{n} doesn't answer a small task (no answer in 15 s)" in one for n, one in zip(silent, said, strict=True))
+
+
+@pytest.mark.parametrize("within_s", [15.0, 60.0])
+def test_a_way_that_was_not_tried_to_its_end_is_not_known(quiet: QuietRay, tmp_path: Path, within_s: float) -> None:
+    """A firewall that drops packets lets an attempt end after the limit: that is no open port."""
+    quiet.dropped = {"2"}
+    config = eight("ray.address=auto", f"model={save_config(tmp_path / 'm', QWEN3_8B)}")
+    found = nodes_of_cluster(config, tmp_path, within_s=within_s)
+    assert [(node.no_way, node.way_not_known) for node in found] == [
+        ("", ""), ("", f"no answer in {within_s:g} s"), ("3 came to 10.0.0.1", "")
+    ]
+    (told,) = [one for one in on_nodes(found, config, DENSE) if "isn't known whether" in one.sentence]
+    assert told.severity == "warn" and "10.0.0.2 can reach a free port" in told.sentence and f"in {within_s:g} s" in told.sentence
 
 
 def test_a_node_whose_task_fails_is_a_finding_too(quiet: QuietRay, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def all_in_the_loss(correction: CorrectionConfig, passes: int = 1) -> CorrectedB
 
 
 def most_in_the_passes(learner: LearnerRank, correction: CorrectionConfig, passes: int = 1) -> int:
-    """The most bytes alive before the update of a step, beside the weights and their gradients.
+    """The most bytes alive before the update of a step, without the weights and their gradients.
 
     Args: passes: micro-batches of the step, over all data-parallel ranks.
     """

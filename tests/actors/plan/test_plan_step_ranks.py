@@ -1,4 +1,4 @@
-"""Memory of a whole training step on each of two ranks, beside what a plan says of their stage."""
+"""Memory of a whole training step on each of two ranks, and what a plan says of their stage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OF_EXPERTS: dict[str, Any] = LARGE_LAYERS | {"num_hidden_layers": 2, "moe_interm
 
 
 def bytes_of_a_step(rank: int, ranks: int, port: int, folder: Path, settings: dict[str, Any], passes: int) -> tuple[int, int, int]:
-    """(pipeline stage, bytes that the rank holds, most bytes of its passes beside them)."""
+    """(pipeline stage, bytes that the rank holds, most bytes of its passes on top of them)."""
     learner = LearnerRank(LearnerConfig(**settings), rank, ranks, "127.0.0.1", port)
     learner.load(folder)
     of_passes = most_in_the_passes(learner, TIS, passes)

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 import ray.exceptions
 
+from actors.pool.faults import LossBook
 from actors.queue.outstanding import Outstanding
 from correction.errors import ActorLost, ConfigError, DeadlineExceeded, EngineError, EvenkeelError
 from tests.actors.cases import FakeActor
@@ -105,5 +106,44 @@ def test_a_first_worker_that_is_killed_or_late_while_it_starts_is_replaced_twice
         with pytest.raises(kind, match=said) as end:
             await scene.begin()
         assert not isinstance(end.value, ActorLost) and list(scene.workers) == ["0", "1", "2"]
+
+    play(scenario)
+
+
+def quick_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = LossBook.pause_s
+    monkeypatch.setattr(LossBook, "pause_s", lambda book, size: real(book, size) / 100.0)
+
+
+@pytest.mark.parametrize("last_s", [0.0, 0.2], ids=["together", "one after the others"])
+def test_each_of_four_workers_has_three_attempts_at_its_start(monkeypatch: pytest.MonkeyPatch, last_s: float) -> None:
+    """Whether all are late at one moment or one is later still: twelve starts, and then the end of the run in the words of the last."""
+    quick_pauses(monkeypatch)
+
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, workers=4)
+
+        async def late(worker: Worker, *_: object) -> None:
+            await asyncio.sleep(last_s if worker.name == "3" else 0.0)
+            raise raised(DeadlineExceeded(f"start of rollout worker {worker.name}: not done in 150 s"))
+
+        monkeypatch.setattr(Worker, "start", late)
+        with pytest.raises(DeadlineExceeded, match=r"^start of rollout worker \d+: not done in 150 s"):
+            await scene.begin()
+        assert sorted(map(int, scene.workers)) == list(range(12)) and not scene.joined
+
+    play(scenario)
+
+
+def test_workers_given_up_before_a_first_one_is_up_are_asked_for_again_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two the first start raises, which is no chance, while the other is on its way; and one on its third attempt brings the run up."""
+    quick_pauses(monkeypatch)
+
+    async def scenario() -> None:
+        late = raised(DeadlineExceeded("the engine's start: not done in 150 s"))
+        scene = Scene(monkeypatch, workers=2, start_faults={"0": raised(ConfigError("no such model")), "1": late, "2": late})
+        (await scene.begin()).cancel()
+        await asyncio.sleep(0.1)
+        assert scene.joined == ["3", "4"] and not scene.pool.has_failed
 
     play(scenario)

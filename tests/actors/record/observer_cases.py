@@ -72,7 +72,8 @@ async def write(observer: Observer, *steps: tuple[int, Observation | None]) -> N
     waits = [asyncio.get_running_loop().create_future() for _ in steps]
     for (step, _), wait in zip(steps, waits, strict=True):
         metrics, loads = StepMetrics(step, {"time/step_s": 1.0}), asyncio.sleep(0, {})
-        observer._writing = asyncio.create_task(observer._write_when_known(metrics, {}, loads, wait, observer._writing))
+        own = {"correction/kept_share": 0.75, "correction/broken_tokens": 2.0}
+        observer._writing = asyncio.create_task(observer._write_when_known(metrics, own, {}, loads, wait, observer._writing))
     for (_, observation), wait in reversed(list(zip(steps, waits, strict=True))):
         await asyncio.sleep(0.01)
         wait.set_result(observation)

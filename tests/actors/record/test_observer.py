@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.carriers import UNIFORM, ActorInfo, Example
+from actors.carriers import UNIFORM, ActorInfo, Example, Observation
 from actors.driver.evaluation import evaluate
 from actors.metrics.step_metrics import StepMetrics, by_worker
 from actors.pool.scaling import Cause, ScalingDecision
@@ -54,9 +54,17 @@ def test_a_warning_reaches_every_view(seen: Seen) -> None:
     assert scalars(seen.folder.tensorboard_path, "monitor/level") == [(1, 0), (2, 1), (3, 2), (4, 0)]
 
 
+def test_a_step_without_diagnostics_has_what_the_learner_itself_knows_of_its_tokens(seen: Seen) -> None:
+    """The write's own numbers are 0.75 and 2; where the correction service has told one of them, that is written."""
+    told = Observation({"kept_share": 0.5, "broken_tokens": 0.0}, (), State.OK, 0.01)
+    asyncio.run(write(seen.observer, (1, None), (2, told), (3, diagnosed(state=State.OK))))
+    names = ("correction/kept_share", "correction/broken_tokens")
+    assert [[seen.line(step)[name] for name in names] for step in (1, 2, 3)] == [[0.75, 2.0], [0.5, 0.0], [0.75, 2.0]]
+
+
 def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 1 is told when step 2 has been noted, received and counted already."""
-    for part in ("batch_metrics", "learner_metrics"):
+    for part in ("batch_metrics", "learner_metrics", "undiagnosed"):
         monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
     batch = SimpleNamespace(groups=[facts(1, 5), facts(2, 9)], tokens=10, examples=())
     result = SimpleNamespace(skipped=(), skipped_steps=0, overflowed_steps=0, loss_scale=None)
@@ -129,7 +137,7 @@ def test_a_reward_that_fails_by_the_hundred_is_one_line_a_step(seen: Seen, monke
 
 def test_an_overflow_in_float16_is_said_and_counted_apart(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is part of finding the loss scale: no batch is kept for study, and no alert rests on its counter."""
-    for part in ("batch_metrics", "learner_metrics"):
+    for part in ("batch_metrics", "learner_metrics", "undiagnosed"):
         monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
     seen.observer.follow(SimpleNamespace(loads=lambda _: asyncio.sleep(0, {}), counts=lambda: (1, 1), versions=dict), None)  # type: ignore[arg-type]
     batch = SimpleNamespace(groups=[], tokens=10, examples=())
@@ -152,7 +160,7 @@ def test_an_overflow_in_float16_is_said_and_counted_apart(seen: Seen, monkeypatc
 
 def test_what_the_learner_gives_as_the_reason_is_what_is_told(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read off the loss and the norms again."""
-    for part in ("batch_metrics", "learner_metrics"):
+    for part in ("batch_metrics", "learner_metrics", "undiagnosed"):
         monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
     seen.observer.follow(SimpleNamespace(loads=lambda _: asyncio.sleep(0, {})), None)  # type: ignore[arg-type]
     batch = SimpleNamespace(groups=[], tokens=10, examples=(), version=0, corrected=StandInReference(MemoryError("no room for it")))
@@ -192,7 +200,7 @@ def test_changes_of_the_pools_size_are_told_and_counted_by_cause(seen: Seen) -> 
 
 def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of three held the newest by then; right after it none does. Prometheus forgets who left, now and when the step is told."""
-    for part in ("batch_metrics", "learner_metrics"):
+    for part in ("batch_metrics", "learner_metrics", "undiagnosed"):
         monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
     batch = SimpleNamespace(groups=[], tokens=10, examples=())
     result = SimpleNamespace(skipped=(), skipped_steps=0, overflowed_steps=0, loss_scale=None)
@@ -268,7 +276,7 @@ def test_a_run_that_may_have_seconds_left_waits_for_no_diagnostics(seen: Seen) -
 
     async def scenario() -> None:
         never, metrics = asyncio.get_running_loop().create_future, StepMetrics(1, {"time/step_s": 1.0, "reward/mean": 0.5})
-        seen.observer._writing = asyncio.create_task(seen.observer._write_when_known(metrics, {}, never(), never(), None))
+        seen.observer._writing = asyncio.create_task(seen.observer._write_when_known(metrics, {}, {}, never(), never(), None))
         flushing = asyncio.create_task(seen.observer.flush())
         await asyncio.sleep(0.05)
         assert not flushing.done()

@@ -213,7 +213,8 @@ def test_a_flush_has_an_end_that_counts_from_the_last_line(seen: Seen, monkeypat
     async def scenario() -> None:
         for step in (1, 2, 3):
             metrics, slow = StepMetrics(step, {"time/step_s": 1.0}), asyncio.sleep(90.0, diagnosed(state=State.OK))
-            observer._writing = asyncio.create_task(observer._write_when_known(metrics, {}, asyncio.sleep(0, {}), slow, observer._writing))
+            now = observer._write_when_known(metrics, {}, {}, asyncio.sleep(0, {}), slow, observer._writing)
+            observer._writing = asyncio.create_task(now)
         await observer.flush()
         assert observer._written_at == asyncio.get_running_loop().time() == 270.0
         observer._writing = asyncio.create_task(asyncio.sleep(1e4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,11 +14,13 @@ from actors.record.step_report import (
     rollout_metrics,
     sync_metrics,
     trajectories_text,
+    undiagnosed,
     worker_metrics,
 )
 from correction.config import CorrectionConfig
 from correction.correct import correct
 from correction.diagnostics import diagnose
+from learner.results import StepResult
 from rollout.config import MaskOverlong, OverlongConfig, TrainOverlong
 from rollout.packing import pack_groups
 from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan, WorkerLoad, ids_of, logprobs_of
@@ -159,3 +162,13 @@ def test_the_oldest_tokens_are_counted_together() -> None:
     batch = PreparedBatch(10, CorrectionConfig(preset="bypass"), None, 0, (group.facts,), 0.0, 0.0)
     numbers = batch_metrics(batch, correct_at=1.0, overlong=TrainOverlong())
     assert (numbers["staleness/tokens/8+"], numbers["staleness/tokens/7"], numbers["staleness/max"]) == (3 + 5 + 2, 7, 10)
+
+
+def test_what_the_learner_knows_of_the_tokens_of_a_step() -> None:
+    """A token is broken once, however often the batch is gone through; one that breaks in the second of three epochs is there, too."""
+    trained = SimpleNamespace(trained_tokens=8, kept_tokens=6, metrics={"broken_tokens": 6.0})
+    assert undiagnosed(trained, 3) == {"correction/kept_share": 0.75, "correction/broken_tokens": 2}  # type: ignore[arg-type]
+    trained.metrics = {"broken_tokens": 1.0}
+    assert undiagnosed(trained, 3)["correction/broken_tokens"] == 1  # type: ignore[arg-type]
+    nothing = StepResult.of_nothing(1, CorrectionConfig(preset="bypass"), updates=1, learning_rate=0.1, loss_scale=None)
+    assert undiagnosed(nothing, 1) == {}

@@ -184,6 +184,26 @@ def test_without_recorded_lengths_the_steps_means_are_taken(tmp_path: Path) -> N
     assert set(MeasuredRun.of(tmp_path / "run", cores=2.0).lengths.recorded) == {round(sum(LENGTHS) / len(LENGTHS))}
 
 
+def test_answers_that_were_cut_and_left_out_are_no_part_of_the_prompts(tmp_path: Path) -> None:
+    """Of the 512 answers of a step 128 were cut at 16 tokens and not trained; at steps 8 and 16 all were, and the learner had nothing."""
+    record(tmp_path / "run", 1)
+    (tmp_path / "run" / "answer_lengths.jsonl").unlink()
+    metrics, lines = tmp_path / "run" / "metrics.jsonl", []
+    for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()):
+        seconds, wait_s = 384 * (6 + PROMPT) / 4000, line["wait/learner_s"] + line["time/train_s"] - 384 * (6 + PROMPT) / 4000
+        line |= {"time/train_s": seconds, "wait/learner_s": wait_s, "length/trained_tokens": 6.0, "length/sampled_tokens": 8.5}
+        line |= {"staleness/tokens/0": 300.0, "staleness/tokens/8+": 384 * 6.0 - 300.0}
+        if line["step"] in (8, 16):
+            line |= {"throughput/learner_tokens_per_s": 0.0}
+            line = {name: value for name, value in line.items() if not name.startswith(("staleness/", "length/trained"))}
+        lines.append(json.dumps(line) + "\n")
+    metrics.write_text("".join(lines))
+    measured = MeasuredRun.of(tmp_path / "run", cores=float("inf"))
+    assert (measured.prompt_tokens, measured.steps) == (PROMPT, 13)
+    assert measured.costs.learner_token_s == pytest.approx(1 / 4000)
+    assert set(measured.lengths.recorded) == {8}, "engines sample the long ones, too"
+
+
 def test_a_run_s_lengths_can_be_replaced(tmp_path: Path) -> None:
     record(tmp_path / "run", 1)
     words = ["simulate", str(RECIPE), "--run", str(tmp_path / "run"), "--steps", "5", "--picture", str(tmp_path / "p.png")]
