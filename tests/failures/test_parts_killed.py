@@ -63,17 +63,19 @@ def test_every_part_is_lost_once(number: signal.Signals, processes: Sequence[str
             lose(run, process, number, after=max(1, i * (EVERY + 1)))
         assert run.wait() == 0, run.output()[-4000:]
         check_end(run, groups_per_step=GROUPS, steps=STEPS, goes_back=goes_back)
-        losses = [event.text for event in RunFolder.view(run_dir).read_events() if event.text.startswith("lost: ")]
+        told = [event.text for event in RunFolder.view(run_dir).read_events()]
+        losses = [text for text in told if text.startswith("lost: ")]
         assert [text.split(" (")[0] for text in losses] == [f"lost: {PARTS[process]}" for process in processes]
-        assert not goes_back or "its beginning (it has no checkpoint)" in losses.pop(0)
+        if goes_back:
+            assert losses.pop(0).endswith("; going back to the last checkpoint")
+            assert len([text for text in told if text.startswith("The run goes back to its beginning (it has no checkpoint); ")]) == 1
         assert all("New ones go on after step" in text for text in losses)
         silent = f"it gave no sign for {HEARTBEAT_S} s (deadlines.part_heartbeat_s), and its process was ended"
         assert all((silent in text) == (number == signal.SIGSTOP) for text in losses)
         assert run.metrics()[-1].get("steps/returns_total", 0) == goes_back and run.metrics()[-1]["queue/replaced_total"] == 2
         assert "rollout worker 0 is gone" not in run.events() and "rollout 1 is up" not in run.events(), "its engine stays"
-        told = "for the first time, and for a lost one; others' loss is no matter"
         for rank in range(1 + goes_back):
-            assert run.events().count(f"learner {rank} is up") == 1 + goes_back, told
+            assert run.events().count(f"learner {rank} is up") == 1 + goes_back, "at first, and for a lost one; others' loss is no matter"
         assert all(line["staleness/max"] <= 1 for line in run.metrics())
     finally:
         run.close()
