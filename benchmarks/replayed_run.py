@@ -24,8 +24,10 @@ from rich.console import Console
 
 from actors.carriers import PreparedBatch, Ticket
 from actors.config import CheckpointConfig, EarlyWarningConfig, RunConfig
+from actors.driver.batch_source import BatchSource
 from actors.driver.controller import Controller
 from actors.driver.evaluation import Evaluations
+from actors.driver.fruitless import FruitlessSteps
 from actors.driver.parts import make_sync
 from actors.pool.rollout_worker import WorkerSettings
 from actors.processes.loop_clock import LoopClock
@@ -37,6 +39,7 @@ from actors.record.run_event import EventKind
 from actors.record.run_folder import RunFolder
 from actors.record.terminal import TerminalView
 from actors.settings.environment import OF_BATCHES
+from actors.state.resume import open_ledger
 from actors.weights.weight_sync import SyncTarget
 from benchmarks.late_loop import LateLoop
 from benchmarks.process_use import Uses
@@ -173,7 +176,10 @@ class ReplayedRun(Controller):
         super().__init__(config, folder, task, self.observer)
         self._is_begun = True  # without an evaluation
         self.observer.serve()
-        self._make_queue()
+        self._fruitless = FruitlessSteps(config.max_staleness, self.observer.event)
+        ledger = open_ledger(folder.path / "ledger.jsonl", None, self.observer.event, self.observer.disk.do)
+        self._source = BatchSource(config, self._point, ledger, self.observer)
+        self._parts |= self._source.parts
         self._source.start(CORRECTION)
         self.rank = ray.remote(ReplayedRank).options(num_cpus=0, runtime_env={"env_vars": OF_BATCHES}).remote(shape.step_s)
         self._learner = LearnerGroup([self.rank], version=0, step_s=600.0)
