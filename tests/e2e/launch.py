@@ -180,7 +180,8 @@ class Run:
                 else:
                     others.add(process)
             for pid, process in list(self._seen.items()):
-                if (command := command_of(process)) != _GONE:
+                # One that is ending has no command line for a moment, and is no zombie yet.
+                if (command := command_of(process)) not in ("", _GONE):
                     self._commands[pid] = command
 
     def _is_ours(self, process: psutil.Process) -> bool | None:

@@ -33,8 +33,9 @@ SCORER = """
         subprocess.Popen(["sleep", completion], start_new_session=True)
         if not os.fork():
             os.setsid()
-            with open(metadata["path"] + ".part", "w") as file: file.write(str(os.getpid()))
-            os.rename(metadata["path"] + ".part", metadata["path"] + completion)
+            path = metadata["path"] + completion
+            with open(path + ".part", "w") as file: file.write(str(os.getpid()))
+            os.rename(path + ".part", path)
         time.sleep(60)
 """
 
