@@ -55,8 +55,8 @@ class Recovery:
         self._step, self._said = max(run.steps(), default=0), len(run.events())
         self._began = time.monotonic()
 
-    def has_ended(self) -> None:
-        """The run has, by the fault, but had gone on for a while: what it has reached by now counts."""
+    def begins_here(self) -> None:
+        """For a fault that the run has told, and goes back or ends for: what it has reached by now is no recovery. The time counts on."""
         self._step = max(self._run.steps(), default=0)
 
     def wait(self, *, steps: int = 1, by: Watched | None = None) -> None:

@@ -114,6 +114,7 @@ def test_a_run_goes_on_when_there_is_room_again(small_model: Path, tmp_path: Pat
             with filled(cluster):
                 recovery = Recovery(run, "object store full, and the disk under it", follows)
                 run.wait_until(lambda: "no room in Ray's object store (" in run.events(), "the full store to be said")
+                recovery.begins_here()
             recovery.wait()
             run.process.send_signal(signal.SIGTERM)  # it is to last until the store is full, however long that takes
             assert run.wait() == 128 + signal.SIGTERM, run.output()[-4000:]

@@ -39,7 +39,7 @@ def until_its_head_dies(run: Run, cluster: RunningCluster, *, after: int, with_i
     recovery = Recovery(run, "head of a joined cluster killed", follows)
     kill_head(cluster, with_its_node=with_its_node)
     assert run.wait(150.0) == 1, run.output()[-4000:]
-    recovery.has_ended()
+    recovery.begins_here()
     (said,) = re.findall(r"^evenkeel: .*", run.output(), re.MULTILINE)
     assert said.startswith(f"evenkeel: the head of the Ray cluster at {cluster.address} is gone"), run.output()[-4000:]
     assert f"evenkeel train --resume {run.run_dir}" in said and said.removeprefix("evenkeel: ") in run.events()

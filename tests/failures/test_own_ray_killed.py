@@ -34,7 +34,7 @@ def kill_of_ray(run: Run, name: str) -> Recovery:
     said = f"this run's own Ray is gone: its {name} (process {pid}) was killed by SIGKILL, "
     run.wait_until(lambda: said in run.events(), f"a sentence about the {name}", timeout_s=ENDS_S)
     run.wait_until(lambda: AGAIN in run.events().rpartition(said)[2], "the next attempt", timeout_s=ENDS_S)
-    recovery.has_ended()
+    recovery.begins_here()
     return recovery
 
 
@@ -77,7 +77,7 @@ def test_a_raylet_that_hangs_is_told_and_the_run_goes_on_without_it(small_model:
         assert max(run.steps()) <= before + 2, "but for what is under way the run stands still: the object store is in that process"
         run.wait_until(lambda: AGAIN in run.events(), "the next attempt", timeout_s=2 * GIVEN_UP_S)
         ended_s = time.monotonic() - began
-        recovery.has_ended()
+        recovery.begins_here()
         recovery.wait()
         assert GIVEN_UP_S - 5.0 <= ended_s <= GIVEN_UP_S + 30.0, "not before Ray gives it up, when it could still have been woken"
         assert re.search(rf"^evenkeel: {re.escape(named)}.* hangs: it has answered nothing for ", run.output(), re.MULTILINE)

@@ -46,6 +46,8 @@ def lose(run: Run, process: str, number: signal.Signals, *, after: int) -> None:
         recovery = Recovery(run, f"{name} stopped for good (part_heartbeat_s {HEARTBEAT_S})", f"it is ended; {follows}")
     os.kill(pid, number)
     run.wait_until(lambda: f"lost: {PARTS[process]} " in run.events(), f"the end of {process} to be noticed")
+    if process == RANK:
+        recovery.begins_here()
     recovery.wait()
 
 

@@ -31,6 +31,7 @@ def test_a_rank_that_stops_is_ended_and_the_run_goes_back(small_model: Path, tmp
         recovery = Recovery(run, f"learner rank stopped for good (part_heartbeat_s {HEARTBEAT_S})", follows)
         os.kill(rank, signal.SIGSTOP)
         run.wait_until(lambda: "learner rank 0: it gave no sign for 12 s" in run.events(), "its heartbeat to be missed")
+        recovery.begins_here()
         recovery.wait()
         assert run.wait() == 0, run.output()[-4000:]
         check_end(run, groups_per_step=GROUPS, steps=STEPS, goes_back=True)
