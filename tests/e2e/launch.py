@@ -154,8 +154,12 @@ class Run:
         return [process.pid for process in self.processes() if command in command_of(process)]
 
     def listening(self) -> set[tuple[str, str]]:
-        """As `listening`, of the run's processes."""
-        return listening(self.processes())
+        """As `listening`, of the run's processes, in a few looks: one may meet a process as it changes its name."""
+        found = set()
+        for _ in range(3):
+            found |= listening(self.processes())
+            time.sleep(0.3)
+        return found
 
     def close(self) -> None:
         """End what is left, by process id."""
@@ -171,7 +175,7 @@ class Run:
         others: set[psutil.Process] = set()  # looked at once: nobody else's process becomes ours
         while not self._is_over.wait(0.5):
             for process in psutil.process_iter():
-                if process.pid in self._seen or process in others:
+                if self._seen.get(process.pid) == process or process in others:  # numbers of processes come again
                     continue
                 if (is_ours := self._is_ours(process)) is None:
                     continue
@@ -188,7 +192,7 @@ class Run:
         """None: not to be told now, as it is ending or another user's."""
         try:
             parent = process.ppid()
-            if parent in self._seen and self._seen[parent].create_time() <= process.create_time():
+            if parent in self._seen and self._seen[parent].is_running():
                 return True
             return os.getsid(process.pid) == self.process.pid or process.environ().get(_MARK) == self._mark
         except (psutil.Error, OSError):
@@ -244,7 +248,7 @@ def check_private(listeners: set[tuple[str, str]]) -> None:
     page = reach_of_the_page(PRIVATE)
     found = reach_by_name(listeners, page)
     assert set(page.values()) == {THIS_MACHINE} == set(found.values()), f"docs/security.md says otherwise: {listeners}"
-    assert {"gcs_server", "raylet", "LearnerRank", "sglang::scheduler"} <= found.keys(), "the look must have seen what it is for"
+    assert {"gcs_server", "raylet", "LearnerRank", "sglang::scheduler"} <= found.keys(), f"the look must have seen what it is for: {found}"
     assert not found.keys() - page.keys(), "docs/security.md doesn't name them"
 
 

@@ -106,7 +106,7 @@ def test_a_private_run_listens_on_loopback_alone_and_as_the_page_says(story: Sto
 
 def test_no_process_outlives_the_driver(story: Story) -> None:
     for name in ("raylet", "gcs_server", "RolloutWorker", "LearnerRankActor", "sglang", "reward_process"):
-        assert name in story.first.seen_commands, "the count must have seen what it counts"
+        assert name in story.first.seen_commands, f"the count must have seen what it counts: {story.first.seen_commands}"
     assert story.left_soon == []
     assert story.first.orphans(60.0) == [], "Ray's agents have had their minute by now"
     assert story.resumed.orphans() == []

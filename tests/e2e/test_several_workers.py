@@ -177,7 +177,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_a_report(story: Story) -> None:
 
 def test_no_process_is_left_after_ctrl_c(story: Story) -> None:
     for name in ("raylet", "gcs_server", "LearnerRankActor", "sglang", "reward_process"):
-        assert name in story.run.seen_commands, "the count must have seen what it counts"
+        assert name in story.run.seen_commands, f"the count must have seen what it counts: {story.run.seen_commands}"
     assert story.run.orphans() == []
 
 
