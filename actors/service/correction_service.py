@@ -199,7 +199,7 @@ class CorrectionService(HeartbeatActor):
         target_logprobs, decided = values.target_logprobs, values.decided
         proximal, known = proximal_of(batch, target_logprobs, decided.before_update)
         mask = batch.loss_mask if known is None else batch.loss_mask & known
-        self._scatter.add(version, batch.behavior_logprobs, proximal, version - batch.weight_versions, mask)
+        self._scatter.add(step, batch.behavior_logprobs, proximal, version - batch.weight_versions, mask)
         detailed = self._config.monitor.detailed
         numbers = diagnose(batch, corrected, target_logprobs, decided=decided, entropy=values.entropies, detailed=detailed)
         numbers |= trained.split

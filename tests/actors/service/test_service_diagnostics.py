@@ -73,9 +73,11 @@ def test_diagnostics_are_of_the_batch_that_was_trained_last() -> None:
         values = StepValues(torch.zeros(1), nothing, torch.zeros(1))
         assert await scene.service.observe(8, 7, (values,)) is None, "version 7 is none that was trained"
         prepared = await scene.batch(1)
-        numbers = (await scene.observe(prepared, gap=0.1)).diagnostics
+        numbers = (await scene.observe(prepared, gap=0.1, step=5)).diagnostics
         assert numbers["mismatch_k1_kl"] == pytest.approx(-0.1, rel=1e-5)
         assert numbers["mismatch_k3_kl"] == pytest.approx(0.005170918, rel=1e-4)
+        scatter = await scene.service.scatter()
+        assert scatter is not None and set(scatter.step.tolist()) == {5}, "the step of the batch, not its version, which is 1"
         await scene.service.stop()
 
     play(scenario)
