@@ -112,7 +112,7 @@ class KeptEngines:
 
     @classmethod
     def start(cls, config: RunConfig) -> KeptEngines:
-        """Start the engine and the reward processes (17 to 90 s); the learner of a run starts with the run."""
+        """Start the engine and the reward processes (seconds to a minute on a CPU); the learner of a run starts with the run."""
         loop = BackgroundLoop()
         return cls(config, loop, loop.run(Sampler.start(config.model, config.rollout, name="kept engine")))
 

@@ -52,7 +52,7 @@ class RolloutEngine(UpdatableEngine):
     async def start(
         cls, model_folder: str | Path, config: EngineConfig, *, version: int = 0, name: str = "engine", has_weights: bool = True
     ) -> RolloutEngine:
-        """Start SGLang on a Hugging Face folder; the event loop stays free meanwhile (17 to 90 s on a CPU).
+        """Start SGLang on a Hugging Face folder; the event loop stays free meanwhile (seconds to a minute on a CPU).
 
         Args:
             version: weight version of the folder.

@@ -50,7 +50,7 @@ class Sampler:
         topk: int = 0,
         has_weights: bool = True,
     ) -> Sampler:
-        """Start the reward processes and the engine (17 to 90 s on a CPU).
+        """Start the reward processes and the engine (seconds to a minute on a CPU).
 
         Args:
             sample: the reward function is tried on it first, so that its mistakes show now.

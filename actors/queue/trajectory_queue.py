@@ -7,7 +7,9 @@ States of a group, and who moves it:
     ADMITTED   admit()   by the rollout pool, when a place is free; a worker is sampling it, or will
     FINISHED   put()     by the rollout pool, when a worker has sampled it
     DRAWN      draw()    by the correction service, for the batch of one learner version
-    (gone)     settle()  by the controller after the step (trained), or discard() (failed, uniform, too old)
+    (gone)     settle()  by the controller after the step: trained
+               discard() by the correction service: invalid, or uniform where it samples dynamically
+               give_up() by the rollout pool: failed, or lost with several engines
 
 A place is free while  admitted - trained - discarded < (max_staleness + 1) * groups_per_step.  The counts, not the
 contents, are the bound, and they are saved with the checkpoint. Example: groups_per_step 2, max_staleness 1. At version 0
