@@ -129,9 +129,7 @@ def _collect(
         is_whole = before_update is None and broken == 0
         sums += gap_sums(batch, proximal, spans if is_whole else token_spans(batch, equal), shift)
     if target is not None:
-        sums += _target_sums(batch, target, mask)
-        if before_update is not None:
-            sums.added["several_steps"] = 1.0
+        sums += _target_sums(batch, target, mask, has_moved=before_update is not None)
     if detailed and proximal is not None:
         sums += _detailed_sums(batch, proximal, equal)
     return sums, None if proximal is None else (proximal, equal)
@@ -295,7 +293,8 @@ def _factor_sums(view: BatchView, decided: FinalDecision, anchor: Tensor | None)
     }
 
 
-def _target_sums(batch: PackedBatch, target: Tensor, mask: Tensor) -> DiagnosticSums:
+def _target_sums(batch: PackedBatch, target: Tensor, mask: Tensor, *, has_moved: bool) -> DiagnosticSums:
+    """Args: has_moved: the target stands for log pi_prox too, and some of its tokens came after the batch's first update."""
     counts = Levels(batch).sequences.sum(mask)
     behavior, chosen = masked(batch.behavior_logprobs, mask), masked(target, mask)
     x = (chosen.double() - behavior).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)  # 0 outside the mask, and so are k1 and k3
@@ -303,6 +302,8 @@ def _target_sums(batch: PackedBatch, target: Tensor, mask: Tensor) -> Diagnostic
     is_bad = (batch.advantages < 0) & (behavior.exp() - chosen.exp() >= BAD_UPDATE)
     sums = {"tokens": counts.sum(), "sequences": counts.count_nonzero(), "x": x.sum(), "xx": x.dot(x), "k3": (e - x).sum()}
     sums |= {"distance": 0.5 * e.abs().sum(), "bad": is_bad.sum()}
+    if has_moved:
+        sums["drift_from_behavior_k3"] = sums["k3"]
     if batch.proximal_logprobs is not None:
         drift = (chosen.double() - masked(batch.proximal_logprobs, mask)).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         sums["drift_k3"] = (torch.expm1(drift) - drift).sum()
@@ -335,8 +336,8 @@ def _target_numbers(sums: DiagnosticSums) -> dict[str, float]:
     }
     if "target/drift_k3" in added:
         numbers["drift_k3_kl"] = added["target/drift_k3"] / tokens
-    if "several_steps" in added:
-        numbers["drift_from_behavior_k3_kl"] = numbers["target_k3_kl"]
+    if "target/drift_from_behavior_k3" in added:
+        numbers["drift_from_behavior_k3_kl"] = added["target/drift_from_behavior_k3"] / tokens
     return numbers
 
 
