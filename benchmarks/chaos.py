@@ -47,7 +47,7 @@ _REWARD = ("rollout.reward.kind=function", "rollout.reward.path=benchmarks.word_
 
 
 @dataclass
-class PlayedRun:
+class ChaosRun:
     """Of one run."""
 
     name: str
@@ -78,7 +78,7 @@ class PlayedRun:
         except EvenkeelError as error:
             self.wrong.append(str(error))
 
-    def compare(self, calm: PlayedRun) -> None:
+    def compare(self, calm: ChaosRun) -> None:
         """Adds what differs from an undisturbed run."""
         if self.books is not None and calm.books is not None:
             self.wrong += self.books.differs_from(calm.books)
@@ -90,7 +90,7 @@ class PlayedRun:
             self.wrong.append(f"its accuracy is off by [{low:+.3f}, {high:+.3f}], an interval that leaves out 0")
 
 
-def play(run_dir: Path, words: list[str], faults: Strikes | None, *, groups: int, limit_s: float) -> PlayedRun:
+def play(run_dir: Path, words: list[str], faults: Strikes | None, *, groups: int, limit_s: float) -> ChaosRun:
     """Train to the end of the run, or of the time. Args: groups: of a step."""
     with adopted_orphans():
         run = WatchedRun(run_dir, [*words, f"groups_per_step={groups}"])
@@ -114,7 +114,7 @@ def play(run_dir: Path, words: list[str], faults: Strikes | None, *, groups: int
         if code is None:
             end_new()
         took_s, told = last_s - (first_s or 0.0), faults.told if faults else []
-        played = PlayedRun(run_dir.name, run_dir, groups, code, took_s, run.close(), told)
+        played = ChaosRun(run_dir.name, run_dir, groups, code, took_s, run.close(), told)
     played.read()
     played.wrong += faults.wrong() if faults is not None else []
     return played
@@ -144,7 +144,7 @@ def main() -> None:
     sys.exit(1 if any(run.wrong for run in [*([calm] if calm else []), *disturbed]) else 0)
 
 
-def played_runs(folder: Path, arguments: argparse.Namespace) -> tuple[PlayedRun | None, list[PlayedRun]]:
+def played_runs(folder: Path, arguments: argparse.Namespace) -> tuple[ChaosRun | None, list[ChaosRun]]:
     """The undisturbed run, if it is asked for, and one for each seed."""
     model = f"model={folder / 'model'}"
     evenkeel("init-model", NANO_RECIPE, model, "--if-missing")
@@ -163,7 +163,7 @@ def played_runs(folder: Path, arguments: argparse.Namespace) -> tuple[PlayedRun 
     return calm, disturbed
 
 
-def summary(calm: PlayedRun | None, disturbed: Sequence[PlayedRun]) -> str:
+def summary(calm: ChaosRun | None, disturbed: Sequence[ChaosRun]) -> str:
     """Two tables in Markdown, and what a fault costs at a mean."""
     head = ["run", "faults", "s of training", "useful share", "faults a step"]
     head += ["steps done again", "held-out accuracy", "all as it should be"]

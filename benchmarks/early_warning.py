@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.sides import Peer, options
 from correction.monitor import Monitor, MonitorConfig, State
 from correction.symptoms import Symptom
-from lab.recorded_runs import SERIES, Run, load_runs
+from lab.recorded_runs import SERIES, RecordedRun, load_runs
 
 RLWATCH = Peer("rlwatch", "rlwatch_worker.py", (("rlwatch==0.5.1",),))
 
@@ -52,7 +52,7 @@ class Warned:
 
 
 @dataclass(slots=True)
-class Score:
+class WarningScore:
     """How a system did on a set of runs."""
 
     runs: int = 0
@@ -91,14 +91,14 @@ class Score:
         return self.detection - self.disturbed / self.runs, self.lead[1]
 
 
-def score(runs: Sequence[Run], warnings: Sequence[Sequence[Warned]], *, only_severe: bool = False) -> Score:
+def score(runs: Sequence[RecordedRun], warnings: Sequence[Sequence[Warned]], *, only_severe: bool = False) -> WarningScore:
     """Compare what a system said of each run with what became of it.
 
     Args:
         warnings: for each run.
         only_severe: alarms alone.
     """
-    result = Score(runs=len(runs))
+    result = WarningScore(runs=len(runs))
     for run, said in zip(runs, warnings, strict=True):
         steps = [warned.step for warned in said if warned.is_severe or not only_severe]
         healthy = run.steps if run.collapse is None or run.onset is None else min(run.onset, run.collapse)
@@ -153,7 +153,7 @@ def monitor_config(setting: Setting) -> MonitorConfig:
     )
 
 
-def monitor_warnings(run: Run, config: MonitorConfig | None = None) -> list[Warned]:
+def monitor_warnings(run: RecordedRun, config: MonitorConfig | None = None) -> list[Warned]:
     """Every event of our monitor that is a change for the worse."""
     monitor, said = Monitor(config), []
     before: dict[str, State] = {}
@@ -189,7 +189,7 @@ def rlwatch_changes(setting: Setting) -> dict[str, dict[str, float]]:
     }
 
 
-def rlwatch_warnings(ask: Callable[[Any], Any], runs: Sequence[Run], kl: str, setting: Setting) -> list[list[Warned]]:
+def rlwatch_warnings(ask: Callable[[Any], Any], runs: Sequence[RecordedRun], kl: str, setting: Setting) -> list[list[Warned]]:
     """What rlwatch's worker says of each run; `kl` is the series that it reads as KL."""
     reads = {name: name for name in RLWATCH_READS} | {"kl_divergence": kl}
     numbers = [[run.numbers(step) for step in range(run.steps)] for run in runs]
@@ -205,7 +205,7 @@ FRESH = 10
 """First seed of the runs that were recorded after the monitor was finished."""
 
 
-def shares(runs: Sequence[Run]) -> tuple[list[int], list[int], list[int]]:
+def shares(runs: Sequence[RecordedRun]) -> tuple[list[int], list[int], list[int]]:
     """Indices of the runs that thresholds are chosen on (even seeds), of those that are scored, and of fresh ones."""
     old = [k for k, run in enumerate(runs) if run.seed < FRESH]
     fresh = [k for k, run in enumerate(runs) if run.seed >= FRESH]
@@ -216,7 +216,7 @@ def of(values: Sequence[Any], indices: Sequence[int]) -> list[Any]:
     return [values[k] for k in indices]
 
 
-def choose(runs: Sequence[Run], system: System, indices: Sequence[int], *, only_severe: bool) -> Setting:
+def choose(runs: Sequence[RecordedRun], system: System, indices: Sequence[int], *, only_severe: bool) -> Setting:
     """The candidate of the greatest merit on some of the runs; among equals the one next to the shipped thresholds."""
 
     def rank(setting: Setting) -> tuple[float, ...]:
@@ -226,7 +226,7 @@ def choose(runs: Sequence[Run], system: System, indices: Sequence[int], *, only_
     return max(CANDIDATES, key=rank)
 
 
-def row(name: str, runs: Sequence[Run], warnings: Sequence[Sequence[Warned]], indices: Sequence[int], *, only_severe: bool) -> str:
+def row(name: str, runs: Sequence[RecordedRun], warnings: Sequence[Sequence[Warned]], indices: Sequence[int], *, only_severe: bool) -> str:
     result = score(of(runs, indices), of(warnings, indices), only_severe=only_severe)
     low, middle, high = result.lead
     return (
@@ -248,7 +248,7 @@ HEAD = """| system | collapses announced | lead in steps, median (quartiles) | f
 | --- | --- | --- | --- | --- |"""
 
 
-def compare(runs: Sequence[Run], systems: Mapping[str, System], fitted: Sequence[int], scored: Sequence[int]) -> str:
+def compare(runs: Sequence[RecordedRun], systems: Mapping[str, System], fitted: Sequence[int], scored: Sequence[int]) -> str:
     """The table: each system as shipped and with thresholds chosen on the fitted runs, at both of its levels, on the scored runs."""
     lines = [HEAD]
     for (name, system), only_severe in itertools.product(systems.items(), (False, True)):
@@ -260,7 +260,7 @@ def compare(runs: Sequence[Run], systems: Mapping[str, System], fitted: Sequence
     return "\n".join(lines)
 
 
-def census(runs: Sequence[Run]) -> str:
+def census(runs: Sequence[RecordedRun]) -> str:
     """How many runs of each condition collapsed, and when."""
     lines = ["| condition | runs | collapsed | steps from onset to collapse |", "| --- | --- | --- | --- |"]
     for condition in dict.fromkeys(run.condition for run in runs):
@@ -270,7 +270,7 @@ def census(runs: Sequence[Run]) -> str:
     return "\n".join(lines)
 
 
-def first_words(runs: Sequence[Run], warnings: Sequence[Sequence[Warned]]) -> str:
+def first_words(runs: Sequence[RecordedRun], warnings: Sequence[Sequence[Warned]]) -> str:
     """What each system said first of a collapse, by condition: how often."""
     counts: dict[str, dict[str, int]] = {}
     for run, said in zip(runs, warnings, strict=True):
@@ -303,7 +303,7 @@ LOST = 0.8
 """Of the best mean reward of 5 steps so far, under which the reward has visibly fallen."""
 
 
-def states(run: Run, signal: str, config: MonitorConfig | None = None) -> list[State]:
+def states(run: RecordedRun, signal: str, config: MonitorConfig | None = None) -> list[State]:
     """Of a signal alone, at every step."""
     read, offset = SIGNALS[signal]
     monitor, found = Monitor(config, symptoms=(Symptom(signal, "", "", offset=offset),)), []
@@ -315,13 +315,13 @@ def states(run: Run, signal: str, config: MonitorConfig | None = None) -> list[S
     return found
 
 
-def first_watch(run: Run, signal: str) -> int | None:
+def first_watch(run: RecordedRun, signal: str) -> int | None:
     """First step, since its onset if it has one, in which a signal alone is watched; None: never, or its level stays without a start."""
     onset = run.onset or 0
     return next((step for step, state in enumerate(states(run, signal)) if step >= onset and state is not State.OK), None)
 
 
-def alone(runs: Sequence[Run], signal: str, setting: Setting) -> list[list[Warned]]:
+def alone(runs: Sequence[RecordedRun], signal: str, setting: Setting) -> list[list[Warned]]:
     """A signal as a system of its own: it speaks when its state gets worse."""
     config, said = monitor_config(setting), []
     for run in runs:
@@ -330,7 +330,7 @@ def alone(runs: Sequence[Run], signal: str, setting: Setting) -> list[list[Warne
     return said
 
 
-def signals_scored(runs: Sequence[Run], fitted: Sequence[int], scored: Sequence[int]) -> str:
+def signals_scored(runs: Sequence[RecordedRun], fitted: Sequence[int], scored: Sequence[int]) -> str:
     """Each signal alone, with the thresholds that suit it best on the fitted runs, on the scored ones."""
     lines = [HEAD.replace("system", "signal")]
     for signal in SIGNALS:
@@ -340,14 +340,14 @@ def signals_scored(runs: Sequence[Run], fitted: Sequence[int], scored: Sequence[
     return "\n".join(lines)
 
 
-def reward_falls(run: Run) -> int | None:
+def reward_falls(run: RecordedRun) -> int | None:
     """First step since its onset, if it has one, at which the mean reward of the last 5 steps is under LOST of the best such mean."""
     means = [statistics.fmean(run.outcome[max(0, step - 4) : step + 1]) for step in range(run.steps)]
     best = list(itertools.accumulate(means, max))
     return next((step for step in range(max(run.onset or 0, 5), run.steps) if means[step] < LOST * best[step]), None)
 
 
-def by_signal(runs: Sequence[Run]) -> str:
+def by_signal(runs: Sequence[RecordedRun]) -> str:
     """Median steps from the onset to the first watch, over the collapsed runs of a condition that have one before the collapse."""
     names = [*SIGNALS, f"reward -{1 - LOST:.0%}"]
     lines = ["| condition | " + " | ".join(names) + " | collapse |", "| " + " | ".join(["---"] * (len(names) + 2)) + " |"]

@@ -84,7 +84,7 @@ SHAPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class PeerRun:
     """One run. Seconds are medians over its steps, the first ones left out; only those until the level are a sum of all."""
 
     step_s: float
@@ -99,7 +99,7 @@ class Measured:
     rewards: tuple[float, ...]
 
     @classmethod
-    def of(cls, steps: list[dict[str, float]], rewards: list[float], level: float, cpu_s: float) -> Measured:
+    def of(cls, steps: list[dict[str, float]], rewards: list[float], level: float, cpu_s: float) -> PeerRun:
         """From the step_s, generate_s and train_s of each step."""
         reached = next((k for k in range(5, len(rewards) + 1) if statistics.fmean(rewards[k - 5 : k]) >= level), None)
         seconds = None if reached is None else sum(step["step_s"] for step in steps[:reached])
@@ -150,7 +150,7 @@ def prepare(shape: Shape, folder: Path) -> Path:
     return path
 
 
-def run_evenkeel(recipe: Path, shape: Shape, steps: int, run_dir: Path, seed: int) -> Measured:
+def run_evenkeel(recipe: Path, shape: Shape, steps: int, run_dir: Path, seed: int) -> PeerRun:
     log = run_dir.with_suffix(".log")
     with log.open("w") as file:
         command = [*EVENKEEL, "train", str(recipe), f"steps={steps}", f"run_dir={run_dir}", f"seed={seed}"]
@@ -159,7 +159,7 @@ def run_evenkeel(recipe: Path, shape: Shape, steps: int, run_dir: Path, seed: in
     if process.returncode != 0:
         sys.exit(f"evenkeel train failed:\n{log.read_text()[-3000:]}")
     lines = steps_of(run_dir)
-    return Measured.of(
+    return PeerRun.of(
         [{"step_s": line["time/step_s"], "generate_s": line["wait/learner_s"], "train_s": line["time/train_s"]} for line in lines],
         [line["reward/mean"] for line in lines],
         shape.level,
@@ -190,7 +190,7 @@ def _cpu_seconds_at_steps(process: subprocess.Popen[bytes], metrics: Path) -> It
             yield lines, sum(seen.values())
 
 
-def run_trl(environment: Path, recipe: Path, shape: Shape, steps: int, microbatch: int, output: Path, seed: int) -> Measured:
+def run_trl(environment: Path, recipe: Path, shape: Shape, steps: int, microbatch: int, output: Path, seed: int) -> PeerRun:
     """Everything that both sides share comes from the recipe; the trained model is in `output`."""
     settings = yaml.safe_load(recipe.read_text())
     rollout, learner = settings["rollout"], settings["learner"]
@@ -199,7 +199,7 @@ def run_trl(environment: Path, recipe: Path, shape: Shape, steps: int, microbatc
     with TRL.start(environment) as train:
         own = {"output": str(output), "steps": steps, "microbatch": microbatch, "threads": 2, "seed": seed}
         lines = train(shared | rate | own)
-    return Measured.of(
+    return PeerRun.of(
         [line | {"train_s": line["step_s"] - line["generate_s"]} for line in lines],
         [line["reward"] for line in lines],
         shape.level,
@@ -223,7 +223,7 @@ def best_microbatch(environment: Path, recipe: Path, shape: Shape, folder: Path)
     return min(seconds, key=seconds.__getitem__)
 
 
-def print_run(name: str, run: Measured, level: float, accuracy: str) -> None:
+def print_run(name: str, run: PeerRun, level: float, accuracy: str) -> None:
     until = "not reached" if run.seconds_to_level is None else f"reached after {run.seconds_to_level:.0f} s of training"
     waits = "generates" if name == "TRL" else "waits for a batch"
     tens = " ".join(f"{statistics.fmean(run.rewards[k : k + 10]):.2f}" for k in range(0, len(run.rewards), 10))

@@ -36,7 +36,7 @@ from torch import Tensor
 from benchmarks.sides import options
 from correction import CorrectionConfig, PackedBatch, correct, policy_loss
 from correction.choices import DenominatorKind
-from lab.recorded_runs import SERIES, RecordedBatch, Run, load_runs
+from lab.recorded_runs import SERIES, RecordedBatch, RecordedRun, load_runs
 
 CONTEXTS, WORDS, PARAMETERS = 256, 64, 4
 KLS = (1e-4, 1e-3, 1e-2, 1e-1)
@@ -325,7 +325,7 @@ def table(found: Sequence[RemedyOutcome]) -> str:
     return "\n".join(lines)
 
 
-def recorded_table(runs: Iterable[Run], presets: Sequence[str]) -> str:
+def recorded_table(runs: Iterable[RecordedRun], presets: Sequence[str]) -> str:
     """Markdown: tokens kept of recorded batches, per cent, by engine and step; empty if no run has any."""
     lines = [
         "| run | step | k3 | " + " | ".join(f"`{name}`" for name in presets) + " |",

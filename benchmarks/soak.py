@@ -138,7 +138,7 @@ def windows(looks: Sequence[Look]) -> list[list[Look]]:
     return [list(of_one) for number, of_one in groupby(looks, key=window) if number < whole]
 
 
-class Watch:
+class ProcessWatch:
     """Looks at the processes of a run."""
 
     def __init__(self) -> None:
@@ -248,9 +248,9 @@ def main() -> None:
     sys.exit(1 if wrong else 0)
 
 
-def watched(run_dir: Path, words: list[str], length_s: float, every_s: float) -> tuple[Watch, float, int, list[str]]:
+def watched(run_dir: Path, words: list[str], length_s: float, every_s: float) -> tuple[ProcessWatch, float, int, list[str]]:
     """Train for so long. Returns: what was seen, by seconds of training; these; steps; what was wrong."""
-    watch, wrong = Watch(), []
+    watch, wrong = ProcessWatch(), []
     with adopted_orphans():
         run = WatchedRun(run_dir, words)
         asked = time.monotonic()

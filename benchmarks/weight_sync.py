@@ -69,7 +69,7 @@ def corrected() -> CorrectedBatch:
     return defer(random_batch(lengths_of_groups(4, 4, (8, 16), (4, 16)), 4, VOCABULARY), CORRECTION)
 
 
-class Engine(RolloutWorker):
+class BareWorker(RolloutWorker):
     """A rollout worker's way of weights, without tasks and rewards."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ async def ways(model: Path, engines: Sequence[int], replaying: int, turns: int, 
     started: list[Any] = []
     for count in engines:
         for _ in range(count - len(started)):  # one after the other: a start takes all cores
-            started.append(ray.remote(Engine).options(num_cpus=0, max_concurrency=64).remote())
+            started.append(ray.remote(BareWorker).options(num_cpus=0, max_concurrency=64).remote())
             await started[-1].start_engine.remote(model)
         await measure(f"{counted(count, 'engine')}", started[:count])
     await all_of([engine.stop_engine.remote() for engine in started])

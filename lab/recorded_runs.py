@@ -27,7 +27,7 @@ RecordedBatch = dict[str, list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RecordedRun:
     """A recorded run."""
 
     condition: str
@@ -57,14 +57,14 @@ class Run:
         return {name: value for name, values in self.series.items() if (value := values[step]) is not None}
 
 
-def load_runs(folder: Path = SERIES) -> list[Run]:
+def load_runs(folder: Path = SERIES) -> list[RecordedRun]:
     """All recorded runs, by condition and seed."""
     runs = []
     for path in sorted(folder.glob("*.json.gz")):
         record = json.loads(gzip.decompress(path.read_bytes()))
         series = {current_name(name): values for name, values in record["series"].items()}
         batches = {int(step): batch for step, batch in record.get("batches", {}).items()}
-        runs.append(Run(record["condition"], record["seed"], series, record["settings"]["onset"], batches))
+        runs.append(RecordedRun(record["condition"], record["seed"], series, record["settings"]["onset"], batches))
     return runs
 
 

@@ -194,7 +194,7 @@ def classes(path: Path) -> list[str]:
 
 
 def test_no_class_name_twice() -> None:
-    """A reader who knows a class by its name in one package must not meet another one under it elsewhere, in benchmarks neither. What
+    """A reader who knows a class of a package, of lab or of the benchmarks by its name must not meet another one under it elsewhere. What
     stands in for it in a test has a name of its own, too; two tests may use the same."""
     homes: dict[str, list[str]] = defaultdict(list)
     for package in (*PACKAGES, "lab", "benchmarks"):
@@ -202,7 +202,7 @@ def test_no_class_name_twice() -> None:
             for name in classes(path):
                 homes[name].append(str(path.relative_to(ROOT)))
     twice = {name: places for name, places in homes.items() if len(places) > 1}
-    ours = {name for package in PACKAGES for path in source_files(package) for name in classes(path)}
+    ours = set(homes)
     for path in source_files("tests"):
         for name in ours.intersection(classes(path)):
             twice[name] = [*twice.get(name, homes[name]), str(path.relative_to(ROOT))]

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from benchmarks import chaos_books, soak
-from benchmarks.chaos import PlayedRun, summary
+from benchmarks.chaos import ChaosRun, summary
 from benchmarks.chaos_books import HeldOut, RunBooks
 from benchmarks.chaos_strikes import KILLED, LATE, Blow, Strike, Strikes, table
 from benchmarks.late_calls import LateCalls
 from benchmarks.sides import put_between
-from benchmarks.soak import Grown, Look, Slope, Watch, conclusions, memory_of
+from benchmarks.soak import Grown, Look, ProcessWatch, Slope, conclusions, memory_of
 
 _TWO_THREADS = """
 import ctypes, sys, threading, time
@@ -118,8 +118,8 @@ def test_a_fault_is_over_when_the_run_is_further_and_alone_if_nothing_else_came(
 
 
 def test_the_useful_share_is_told_with_the_faults_a_step(tmp_path: Path) -> None:
-    def played(name: str, training_s: float, faults: list[Strike]) -> PlayedRun:
-        return PlayedRun(name, tmp_path, 128, 0, training_s, [], faults, RunBooks(40, 40, (128,) * 40, 0, 0, 5120, ()))
+    def played(name: str, training_s: float, faults: list[Strike]) -> ChaosRun:
+        return ChaosRun(name, tmp_path, 128, 0, training_s, [], faults, RunBooks(40, 40, (128,) * 40, 0, 0, 5120, ()))
 
     faults = [Strike(float(at), "queue", "queue killed", "queue killed", 5) for at in (10, 20, 30, 40)]
     lines = summary(played("undisturbed", 90.0, []), [played("seed-1", 100.0, faults)]).splitlines()
@@ -207,7 +207,7 @@ def test_a_table_without_a_part_of_the_run_shows_nothing() -> None:
 
 
 def test_shared_memory_is_that_of_all_processes_together() -> None:
-    watch = Watch()
+    watch = ProcessWatch()
     first, second = (object(), object())
     watch.looks = {p: [Look(float(i), 1.0, share + i, 1, 1) for i in range(4)] for p, share in ((first, 10.0), (second, 20.0))}  # type: ignore[assignment,misc]
     assert watch.shared(2.0) == ([2.0, 3.0], [34.0, 36.0])
@@ -230,7 +230,7 @@ def test_a_process_is_judged_by_the_looks_that_there_were(monkeypatch: pytest.Mo
     monkeypatch.setattr(soak, "descendants", lambda: present)
     monkeypatch.setattr(soak, "command_of", lambda process: f"python -m process{process.pid}")
     monkeypatch.setattr(soak, "memory_of", lambda pid: (1 << 20, 0))
-    watch = Watch()
+    watch = ProcessWatch()
     for i in range(200):
         present[1:] = [seldom] if i % 2 else []
         watch.look(2.9 * i)

@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks.early_warning import (
     CANDIDATES,
-    Score,
     Setting,
     Warned,
+    WarningScore,
     alone,
     choose,
     first_watch,
@@ -20,7 +20,7 @@ from benchmarks.early_warning import (
     shares,
 )
 from correction.monitor import MonitorConfig
-from lab.recorded_runs import SERIES, Run, collapse_step, load_runs, write_run
+from lab.recorded_runs import SERIES, RecordedRun, collapse_step, load_runs, write_run
 
 GOOD, BAD = 0.6, 0.0
 
@@ -31,7 +31,7 @@ def outcome(*stretches):
 
 
 def run(rewards, *, onset=None, seed=1, **series):
-    return Run("made up", seed, {"sampled_reward": rewards, **series}, onset)
+    return RecordedRun("made up", seed, {"sampled_reward": rewards, **series}, onset)
 
 
 def test_a_collapse_is_the_step_from_which_the_reward_stays_lost():
@@ -84,7 +84,7 @@ def test_a_collapse_before_its_onset_is_not_announced():
 
 
 def test_nothing_to_score():
-    assert math.isnan(Score().detection) and math.isnan(Score().false_alarm_rate)
+    assert math.isnan(WarningScore().detection) and math.isnan(WarningScore().false_alarm_rate)
 
 
 def test_thresholds_are_chosen_on_one_half_alone():
@@ -167,7 +167,7 @@ def recorded():
 def test_what_is_written_is_what_is_read(tmp_path):
     series = {"k3_kl": [0.5, None, math.inf], "sampled_reward": [1.0, 0.0, 0.5]}
     write_run(tmp_path / "noise-03.json.gz", "noise", 3, {"onset": 41, "ramp_steps": 20}, series)
-    assert load_runs(tmp_path) == [Run("noise", 3, series, onset=41)]
+    assert load_runs(tmp_path) == [RecordedRun("noise", 3, series, onset=41)]
     batch = {"lengths": [2], "behavior": [-0.5, -1.0], "proximal": [-0.5, -1.1], "advantages": [1.0, 1.0]}
     write_run(tmp_path / "noise-03.json.gz", "noise", 3, {"onset": 41, "ramp_steps": 20}, series, {29: batch})
     assert load_runs(tmp_path)[0].batches == {29: batch}

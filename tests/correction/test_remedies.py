@@ -13,7 +13,7 @@ from correction import PRESETS, CorrectionConfig, correct
 from correction.errors import ConfigError
 from correction.monitor import SYMPTOMS
 from correction.replacement import breaks_at_an_alarm
-from lab.recorded_runs import Run
+from lab.recorded_runs import RecordedRun
 
 LENGTHS = (8, 128, 2048)
 NAMED = sorted({name for symptom in SYMPTOMS for name in symptom.presets})
@@ -98,10 +98,10 @@ def test_a_recorded_batch_is_counted_where_there_is_something_to_learn() -> None
     """Ratios 1, 3 and 1 of tokens with an advantage: mis-token (0.5 to 2) keeps two of three; the answer without one doesn't count."""
     proximal = [-2.0, -2.0 + math.log(3), -2.0, -9.0]
     record = {"lengths": [2, 1, 1], "behavior": [-2.0] * 4, "proximal": proximal, "advantages": [1.0, 1.0, -1.0, 0.0]}
-    run = Run("bfloat16-healthy", 0, {"sampled_reward": [1.0]}, batches={29: record})
+    run = RecordedRun("bfloat16-healthy", 0, {"sampled_reward": [1.0]}, batches={29: record})
     (row,) = recorded_table([run], ("ppo", "mis-token", "mis-geometric")).splitlines()[2:]
     assert row.split("|")[1:3] == [" bfloat16-healthy ", " 29 "] and row.split("|")[4:7] == [" 100 ", " 67 ", " 33 "]
-    assert recorded_table([Run("healthy", 0, {"sampled_reward": [1.0]})], ("ppo",)) == ""
+    assert recorded_table([RecordedRun("healthy", 0, {"sampled_reward": [1.0]})], ("ppo",)) == ""
 
 
 BAND = {"statistic": "ratio", "level": "geometric", "lower": 0.999, "upper": 1.001}

@@ -16,7 +16,7 @@ from actors.cluster.placement import RankPlaces
 from actors.config import WeightSyncConfig
 from actors.ranks.learner_group import LearnerGroup
 from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
-from benchmarks.weight_sync import Engine
+from benchmarks.weight_sync import BareWorker
 from correction.correct import defer
 from learner.config import LearnerConfig
 from rollout.engine_config import EngineConfig
@@ -38,7 +38,7 @@ def test_an_engine_that_takes_version_after_version_by_deltas_holds_the_learners
         config = LearnerConfig(device="cpu", dtype="bfloat16", learning_rate=1e-5, warmup_steps=0)
         learner, _ = await LearnerGroup.start(RankPlaces(config, {}), tiny_model, version=0, bind="127.0.0.1", start_s=300.0, step_s=120.0)
         place = NodeAffinitySchedulingStrategy(far, soft=False)
-        engine = ray.remote(Engine).options(num_cpus=0, max_concurrency=64, scheduling_strategy=place).remote()
+        engine = ray.remote(BareWorker).options(num_cpus=0, max_concurrency=64, scheduling_strategy=place).remote()
         await engine.start_engine.remote(tiny_model, "bfloat16")
         sync = WeightSync(
             WeightSyncConfig(deltas=True, bucket_bytes=64 << 10),
