@@ -16,7 +16,7 @@ _NOT_EASED_BY_BOUNDS = {symptom.name for symptom in SYMPTOMS if not symptom.is_e
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
+class AlarmAction:
     """What to do now."""
 
     text: str
@@ -66,19 +66,19 @@ class AlarmResponse:
         """Alarms have come that nothing is decided about."""
         return bool(self._pending)
 
-    def decide(self) -> Action | None:
+    def decide(self) -> AlarmAction | None:
         """What to do about the alarms since the last call; None: nothing."""
         alarms, self._pending = self._pending, []
         if not alarms:
             return None
         because = f"alarm of {alarms[0].name} at step {alarms[0].step}"
         if self._config.monitor.on_alarm == "stop":
-            return Action(f"{because}: {self._plan()}, as monitor.on_alarm = stop asks for")
+            return AlarmAction(f"{because}: {self._plan()}, as monitor.on_alarm = stop asks for")
         correction = self._config.correction_after_alarm()
         if correction is None or self.replacement is not None:
             return None
         self.replacement = Replacement(self._config.correction, correction)
-        return Action(f"{because}: {self._plan()}, from the next batch that is begun", self.replacement)
+        return AlarmAction(f"{because}: {self._plan()}, from the next batch that is begun", self.replacement)
 
     def _plan(self) -> str:
         monitor = self._config.monitor

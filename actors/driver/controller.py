@@ -24,7 +24,7 @@ from actors.driver.alarms import AlarmResponse
 from actors.driver.batch_source import REPLACEABLE, BatchSource
 from actors.driver.evaluation import Evaluations
 from actors.driver.fruitless import FruitlessSteps
-from actors.driver.going_back import Returns, end_parts, lost_among, raise_when_lost, what_goes_on, what_is_done_again, what_is_lost
+from actors.driver.going_back import Rollbacks, end_parts, lost_among, raise_when_lost, what_goes_on, what_is_done_again, what_is_lost
 from actors.driver.parts import StartingPoint, make_sync, start_learner
 from actors.driver.run_summary import RunSummary
 from actors.driver.step_under_way import StepUnderWay
@@ -67,7 +67,7 @@ class Controller:
         self._config, self._folder, self._task, self._observer = config, folder, task, observer
         self._point = StartingPoint(config.model, *(resume_from or ()))
         self._step, self._version = self._point.step, self._point.version
-        self._generation, self._returns = 0, Returns(folder, task)
+        self._generation, self._rollbacks = 0, Rollbacks(folder, task)
         self._parts: dict[str, Any] = {}
         """Actors without which the run can't go on, by name."""
         self._kept: LearnerGroup | None = None
@@ -135,7 +135,7 @@ class Controller:
                 raise asyncio.CancelledError
             try:
                 saved = self._checkpoints.saved_step or self._point.step
-                self._returns.allow(lost, failure, saved=saved, step=self._step, is_replaced=is_replaceable)
+                self._rollbacks.allow(lost, failure, saved=saved, step=self._step, is_replaced=is_replaceable)
             except (EvenkeelError, ray.exceptions.RayError) as error:
                 if not self._is_trained:
                     raise
@@ -182,7 +182,7 @@ class Controller:
         """To the last checkpoint, when all is withdrawn."""
         reached = {"step": self._step, "version": self._version, "generation": self._generation + 1}
         await self._by_disk(self._checkpoints.off_disk(), "what it still does for an abandoned checkpoint")
-        self._point, said = await self._returns.found(self._config.model, self._observer.disk, self._observer.event, self._by_disk)
+        self._point, said = await self._rollbacks.found(self._config.model, self._observer.disk, self._observer.event, self._by_disk)
         self._generation += 1
         self._warn(what_is_done_again(self._point, **reached))
         for level, sentence in said:
@@ -198,7 +198,7 @@ class Controller:
     async def _replace(self, lost: list[str], failure: BaseException) -> None:
         """Queue and service by new ones. Learner, engines and what they have under way go on. Raises: what an update has failed with."""
         self._observer.doing(f"{' and '.join(lost)} gone: new ones start, rollouts go on")
-        await unless_set(self._ending.is_asked, self._returns.pause(self._observer.event))
+        await unless_set(self._ending.is_asked, self._rollbacks.pause(self._observer.event))
         self._source.replace(self._alarms.correction)
         self._parts |= self._source.parts
         under_way = self._step_under_way

@@ -7,7 +7,7 @@ it, and the data go on at its position. The same happens if a part dies while th
 steps since the checkpoint are done again. A learner whose ranks are all alive loads the checkpoint without a restart.
 
 Weights published after the checkpoint are withdrawn: their version numbers will come again, with other weights. The generation, a number
-that grows by one at each return, distinguishes them: the weight sync accepts receipts of its own generation only, a worker drops all
+that grows by one at each rollback, distinguishes them: the weight sync accepts receipts of its own generation only, a worker drops all
 requests under way before it gets the next generation, and the pool waits for no answer of an earlier one.
 """
 
@@ -46,11 +46,11 @@ from rollout.tasks import Task
 
 T = TypeVar("T")
 Found = tuple[StartingPoint, list[tuple[EventLevel, str]]]
-MOST_RETURNS = 3
-"""To one checkpoint, within RETURNS_S or from the same step. The fourth such death ends the run: the next attempt would die as well."""
-RETURNS_S = 3600.0
+MOST_ROLLBACKS = 3
+"""To one checkpoint, within ROLLBACKS_S or from the same step. The fourth such death ends the run: the next attempt would die as well."""
+ROLLBACKS_S = 3600.0
 _FREE_REPLACEMENTS = 10
-"""Replacements of queue and service within RETURNS_S without a pause. After each further one the next starts later: 2, 4, 8 ... up to
+"""Replacements of queue and service within ROLLBACKS_S without a pause. After each further one the next starts later: 2, 4, 8 ... up to
 _LONGEST_PAUSE_S seconds."""
 _LONGEST_PAUSE_S = 60.0
 _LOOK_S = 1.0
@@ -171,19 +171,19 @@ async def end_parts(
     return None, {}
 
 
-class Returns:
-    """Counts the returns of a run to a checkpoint, and finds the checkpoint."""
+class Rollbacks:
+    """Counts how often a run goes back to a checkpoint, and finds the checkpoint."""
 
     def __init__(self, folder: RunFolder, task: Task) -> None:
         self._folder, self._task = folder, task
         self._goal = -1
         self._before: list[tuple[float, int, bool]] = []
-        """Returns to the present goal: (time in seconds, step, whether only queue and service were replaced, at that step)."""
+        """Rollbacks to the present checkpoint: (time in seconds, step, whether only queue and service were replaced, at that step)."""
         self._replaced: list[float] = []
         """Times of the latest replacements of queue and service."""
 
     def allow(self, lost: list[str], error: BaseException, *, saved: int, step: int, is_replaced: bool = False) -> None:
-        """Count one more return. Deaths that are hours apart, each at another step, are taken for chance.
+        """Count one more rollback. Deaths that are hours apart, each at another step, are taken for chance.
 
         Args:
             lost: names of parts.
@@ -192,18 +192,18 @@ class Returns:
             step: the last one that the run has finished.
             is_replaced: queue and service are replaced at that step, so that only deaths at the same step count. However many come at
                 others, the run makes progress; `pause` sees to it that most of the time is not for replacements.
-        Raises: the error itself, if nothing is lost; ActorLost after more than MOST_RETURNS to one checkpoint.
+        Raises: the error itself, if nothing is lost; ActorLost after more than MOST_ROLLBACKS to one checkpoint.
         """
         if not lost:
             raise error
         now = time.monotonic()
-        self._replaced = [at for at in self._replaced if now - at < RETURNS_S] + [now] * is_replaced
+        self._replaced = [at for at in self._replaced if now - at < ROLLBACKS_S] + [now] * is_replaced
         before = self._before if saved == self._goal else []
         self._goal, self._before = saved, [*before, (now, step, is_replaced)]
         times = sum(
-            reached == step or (now - at < RETURNS_S and not is_replaced and not was_replaced) for at, reached, was_replaced in self._before
+            reached == step or (now - at < ROLLBACKS_S and not (is_replaced or was_replaced)) for at, reached, was_replaced in self._before
         )
-        if times > MOST_RETURNS:
+        if times > MOST_ROLLBACKS:
             raise ActorLost(
                 f"{', '.join(lost)}: the {times}th death after step {saved}, before there was another checkpoint: "
                 f"{lost_answer(error) or error}"
@@ -215,7 +215,7 @@ class Returns:
         if number <= _FREE_REPLACEMENTS:
             return
         pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (number - _FREE_REPLACEMENTS))
-        notify("warning", f"queue or service were lost {number} times in {RETURNS_S / 60:.0f} minutes: new ones in {pause_s:.0f} s")
+        notify("warning", f"queue or service were lost {number} times in {ROLLBACKS_S / 60:.0f} minutes: new ones in {pause_s:.0f} s")
         await asyncio.sleep(pause_s)
 
     async def found(self, model: Path, disk: PatientWriter, notify: Notify, by_disk: ByDisk) -> Found:

@@ -21,7 +21,7 @@ from rollout.trajectory import Group
 _POLL_S = 30.0
 _MOST_LOSSES = 3
 """Times that one group may be lost before the run goes back to its last checkpoint, with a new queue and service; two may be lost nodes.
-Tokens that are always late would be sampled again for ever: at the fourth return (going_back.py) the run ends, with the remedy. They are
+Tokens that are always late would be sampled again for ever: at the fourth rollback (going_back.py) the run ends, with the remedy. They are
 not discarded, since late are those of the longest answers, without which a run would learn something else."""
 
 

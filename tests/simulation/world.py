@@ -21,7 +21,7 @@ import ray.exceptions
 import torch
 
 from actors.driver.controller import Controller
-from actors.driver.going_back import MOST_RETURNS
+from actors.driver.going_back import MOST_ROLLBACKS
 from actors.record import checkpoint_reader
 from actors.record.checkpoint_writer import ATTEMPTS
 from actors.state.resume import TrainingState
@@ -226,7 +226,7 @@ class World:
                 return
             played = {fault.kind for fault in self.faults.played[before:]}
             taken_back = sum(fault.kind in TAKES_BACK for fault in self.faults.played[before:])
-            is_limit = taken_back > MOST_RETURNS and f"the {MOST_RETURNS + 1}th death after step" in ended
+            is_limit = taken_back > MOST_ROLLBACKS and f"the {MOST_ROLLBACKS + 1}th death after step" in ended
             if ended not in ("crash", "stopped") and not played & ENDS_A_RUN and not is_limit:
                 if began < self.faults.last_end or resumes_left == 0 or not self.faults.played:
                     self.books.refuse(f"the run ended, though nothing befell it that may end it: {ended}")

@@ -16,7 +16,7 @@ from actors.carriers import QueueSnapshot
 from actors.config import DeadlinesConfig
 from actors.driver.batch_source import BatchSource
 from actors.driver.controller import Controller
-from actors.driver.going_back import Returns
+from actors.driver.going_back import Rollbacks
 from actors.driver.parts import StartingPoint
 from actors.pool.pool import RolloutPool
 from actors.pool.rollout_worker import WorkerSettings
@@ -48,7 +48,7 @@ def going_back_to(step: int, monkeypatch: pytest.MonkeyPatch) -> Controller:
         return point, []
 
     run._folder = SimpleNamespace(path=Path("run"))  # type: ignore[assignment]
-    run._returns = SimpleNamespace(found=finds, allow=lambda *_, **__: None)  # type: ignore[assignment]
+    run._rollbacks = SimpleNamespace(found=finds, allow=lambda *_, **__: None)  # type: ignore[assignment]
     run._pool = SimpleNamespace(serve=nothing_now, raise_on_failure=lambda: asyncio.sleep(60.0))  # type: ignore[assignment]
     run._steps = SimpleNamespace(flush=nothing)  # type: ignore[assignment]
     monkeypatch.setattr(run, "_withdraw", nothing)
@@ -156,7 +156,7 @@ def test_a_run_that_goes_back_knows_whether_all_is_trained(monkeypatch: pytest.M
         monkeypatch.setattr(run, "_until_trained", trained)
         monkeypatch.setattr(run, "_evaluate_last", dies)
         monkeypatch.setattr("actors.driver.controller.lost_among", who)
-        run._returns.allow = allow  # type: ignore[method-assign]
+        run._rollbacks.allow = allow  # type: ignore[method-assign]
         if is_over:
             summary = await run._whatever_dies()
             assert summary.steps == STEPS and summary.after is None
@@ -186,7 +186,7 @@ def test_a_disk_that_hangs_after_the_last_evaluation_is_not_told_as_one_left_out
         def allow(lost: list[str], error: BaseException, **_: Any) -> None:
             raise error
 
-        run._steps, run._returns.allow = SimpleNamespace(flush=hangs), allow  # type: ignore[assignment, method-assign]
+        run._steps, run._rollbacks.allow = SimpleNamespace(flush=hangs), allow  # type: ignore[assignment, method-assign]
         monkeypatch.setattr(run, "_until_trained", trained)
         monkeypatch.setattr(run, "_evaluate_last", nothing)
         monkeypatch.setattr("actors.driver.controller.lost_among", who)
@@ -288,7 +288,7 @@ def test_a_loss_is_told_before_the_disk_is_waited_for_and_a_disk_that_hangs_ends
         run._folder.checkpoints = listed  # type: ignore[method-assign]
         run._folder.clear_partial_checkpoints = lambda **_: None  # type: ignore[method-assign]
         run._observer.disk = disk
-        run._returns = Returns(run._folder, None)  # type: ignore[arg-type]
+        run._rollbacks = Rollbacks(run._folder, None)  # type: ignore[arg-type]
         for end in ("withdraw", "stop"):
             setattr(run._pool, end, nothing)
         run._sync, writing = SimpleNamespace(close=nothing), asyncio.create_task(asyncio.sleep(60.0))  # type: ignore[assignment]
@@ -323,7 +323,7 @@ def test_nothing_is_read_before_the_disk_is_through_with_what_was_left(monkeypat
 
     async def scenario() -> None:
         run, order = going_back_to(2, monkeypatch), list[str]()
-        found = run._returns.found
+        found = run._rollbacks.found
 
         async def off_disk() -> None:
             await asyncio.sleep(0.01)
@@ -334,7 +334,7 @@ def test_nothing_is_read_before_the_disk_is_through_with_what_was_left(monkeypat
             return await found(*given)
 
         monkeypatch.setattr(run._checkpoints, "off_disk", off_disk)
-        run._returns.found = finds  # type: ignore[method-assign, assignment]
+        run._rollbacks.found = finds  # type: ignore[method-assign, assignment]
         await run._go_back()
         assert order == ["the disk is through", "found"]
 

@@ -16,8 +16,8 @@ from ray.exceptions import (
 
 from actors.driver.batch_source import REPLACEABLE
 from actors.driver.going_back import (
-    MOST_RETURNS,
-    Returns,
+    MOST_ROLLBACKS,
+    Rollbacks,
     end_parts,
     lost_among,
     raise_when_lost,
@@ -192,7 +192,7 @@ def test_the_watch_names_who_dies_and_outlives_a_bad_network() -> None:
 
 def test_a_group_that_can_never_be_read_takes_the_run_back_and_ends_it_the_fourth_time() -> None:
     """All parts live, so that another service may be able to read it; at the fourth return the run ends with the drawing's own remedy."""
-    returns, parts = Returns(None, None), {"trajectory queue": Part(ALIVE), "correction service": Part(ALIVE)}  # type: ignore[arg-type]
+    rollbacks, parts = Rollbacks(None, None), {"trajectory queue": Part(ALIVE), "correction service": Part(ALIVE)}  # type: ignore[arg-type]
 
     async def lost_three_times() -> ActorLost:
         async def ask(*_: Any, **__: Any) -> None: ...
@@ -203,25 +203,25 @@ def test_a_group_that_can_never_be_read_takes_the_run_back_and_ends_it_the_fourt
                 await drawing.lose({4: LATE})
         return found.value
 
-    for _ in range(MOST_RETURNS):
+    for _ in range(MOST_ROLLBACKS):
         error = asyncio.run(lost_three_times())
         lost = asyncio.run(lost_among(parts, error))
         assert lost == ["an answer"] and not REPLACEABLE.issuperset(lost), "the run goes back; queue and service alone don't do"
-        returns.allow(lost, error, saved=3, step=5)
+        rollbacks.allow(lost, error, saved=3, step=5)
     with pytest.raises(ActorLost, match=r"the 4th death after step 3, .*: group 4 was sampled 3 times.*lower deadlines.bytes_per_s$"):
-        returns.allow(lost, error, saved=3, step=5)
+        rollbacks.allow(lost, error, saved=3, step=5)
 
 
 def test_a_run_goes_back_to_one_checkpoint_so_many_times_only() -> None:
-    returns = Returns(None, None)  # type: ignore[arg-type]
+    rollbacks = Rollbacks(None, None)  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="a bit differs"):
-        returns.allow([], EngineError("a bit differs"), saved=3, step=5)
-    for _ in range(MOST_RETURNS):
-        returns.allow(["rank"], EngineError("step 5"), saved=3, step=4)
-    for _ in range(MOST_RETURNS):  # a new checkpoint is progress
-        returns.allow(["rank"], EngineError("step 8"), saved=6, step=7)
+        rollbacks.allow([], EngineError("a bit differs"), saved=3, step=5)
+    for _ in range(MOST_ROLLBACKS):
+        rollbacks.allow(["rank"], EngineError("step 5"), saved=3, step=4)
+    for _ in range(MOST_ROLLBACKS):  # a new checkpoint is progress
+        rollbacks.allow(["rank"], EngineError("step 8"), saved=6, step=7)
     with pytest.raises(ActorLost, match=r"^rank: the 4th death after step 6, before there was another checkpoint: step 9$"):
-        returns.allow(["rank"], EngineError("step 9"), saved=6, step=8)
+        rollbacks.allow(["rank"], EngineError("step 9"), saved=6, step=8)
 
 
 @pytest.mark.parametrize(("steps", "ends"), [([5, 6, 7, 8, 9, 10], False), ([5, 5, 5, 5], True)], ids=["chance", "the same step"])
@@ -230,16 +230,16 @@ def test_deaths_that_are_hours_apart_end_no_run_unless_they_come_at_the_same_ste
 ) -> None:
     now = [0.0]
     monkeypatch.setattr("actors.driver.going_back.time", SimpleNamespace(monotonic=lambda: now[0]))
-    returns = Returns(None, None)  # type: ignore[arg-type]
+    rollbacks = Rollbacks(None, None)  # type: ignore[arg-type]
     for step in steps[:3]:
-        returns.allow(["rank"], EngineError("killed"), saved=3, step=step)
+        rollbacks.allow(["rank"], EngineError("killed"), saved=3, step=step)
         now[0] += 4000.0
     if ends:
         with pytest.raises(ActorLost, match="the 4th death after step 3"):
-            returns.allow(["rank"], EngineError("killed"), saved=3, step=steps[3])
+            rollbacks.allow(["rank"], EngineError("killed"), saved=3, step=steps[3])
     else:
         for step in steps[3:]:
-            returns.allow(["rank"], EngineError("killed"), saved=3, step=step)
+            rollbacks.allow(["rank"], EngineError("killed"), saved=3, step=step)
             now[0] += 4000.0
 
 
@@ -248,12 +248,12 @@ def test_queue_and_service_that_die_every_few_steps_are_replaced_after_pauses(mo
     first of them no longer count."""
     now, told = [0.0], list[str]()
     monkeypatch.setattr("actors.driver.going_back.time", SimpleNamespace(monotonic=lambda: now[0]))
-    returns = Returns(None, None)  # type: ignore[arg-type]
+    rollbacks = Rollbacks(None, None)  # type: ignore[arg-type]
 
     async def dies(step: int) -> float:
-        returns.allow(["trajectory queue"], EngineError("killed"), saved=step - step % 3, step=step, is_replaced=True)
+        rollbacks.allow(["trajectory queue"], EngineError("killed"), saved=step - step % 3, step=step, is_replaced=True)
         before = asyncio.get_running_loop().time()
-        await returns.pause(lambda level, text: told.append(f"{level}: {text}"))
+        await rollbacks.pause(lambda level, text: told.append(f"{level}: {text}"))
         now[0] += 20.0
         return asyncio.get_running_loop().time() - before
 
@@ -268,13 +268,13 @@ def test_queue_and_service_that_die_every_few_steps_are_replaced_after_pauses(mo
 
 def test_replaced_queues_are_no_returns_of_a_learner_that_dies_later() -> None:
     """Three queues died at other steps. Before, the first death of a rank after that counted as the fourth return, and ended the run."""
-    returns = Returns(None, None)  # type: ignore[arg-type]
+    rollbacks = Rollbacks(None, None)  # type: ignore[arg-type]
     for step in (4, 5, 6):
-        returns.allow(["trajectory queue"], EngineError("killed"), saved=3, step=step, is_replaced=True)
+        rollbacks.allow(["trajectory queue"], EngineError("killed"), saved=3, step=step, is_replaced=True)
     for step in (7, 8, 9):
-        returns.allow(["learner rank 0"], EngineError("killed"), saved=3, step=step)
+        rollbacks.allow(["learner rank 0"], EngineError("killed"), saved=3, step=step)
     with pytest.raises(ActorLost, match="the 4th death after step 3"):
-        returns.allow(["learner rank 0"], EngineError("killed"), saved=3, step=10)
+        rollbacks.allow(["learner rank 0"], EngineError("killed"), saved=3, step=10)
 
 
 class StubbornSampler:

@@ -14,7 +14,7 @@ import pytest
 
 from actors.config import DeadlinesConfig
 from actors.driver import going_back
-from actors.driver.going_back import Returns
+from actors.driver.going_back import Rollbacks
 from actors.record.checkpoint_reader import newest_readable
 from actors.record.patience import PatientWriter, by_disk
 from actors.record.run_folder import RunFolder
@@ -42,12 +42,12 @@ def test_a_full_disk_is_waited_for_before_the_run_goes_back(monkeypatch: pytest.
             return "the point"
 
     folder: Any = SimpleNamespace(path=Path("run"), checkpoints=list, clear_partial_checkpoints=lambda **_: None)
-    returns, notify = Returns(folder, None), lambda level, text: told.append(text)  # type: ignore[arg-type]
-    assert asyncio.run(returns.found(Path("model"), Disk(), notify, waited_for)) == "the point"  # type: ignore[arg-type, comparison-overlap]
+    rollbacks, notify = Rollbacks(folder, None), lambda level, text: told.append(text)  # type: ignore[arg-type]
+    assert asyncio.run(rollbacks.found(Path("model"), Disk(), notify, waited_for)) == "the point"  # type: ignore[arg-type, comparison-overlap]
     assert len(told) == 2 and "the run can't go back to its last checkpoint, and tries again in 0 s: [Errno 28]" in told[0]
     refusals[0] = 10**6
     with pytest.raises(DataError, match=r"run: the run can't go back to its last checkpoint: .*No space left"):
-        asyncio.run(returns.found(Path("model"), Disk(), notify, waited_for))  # type: ignore[arg-type]
+        asyncio.run(rollbacks.found(Path("model"), Disk(), notify, waited_for))  # type: ignore[arg-type]
 
 
 def test_events_are_written_while_a_checkpoint_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_events_are_written_while_a_checkpoint_is_read(monkeypatch: pytest.Monke
     monkeypatch.setattr(going_back, "newest_readable", read)
     monkeypatch.setattr(going_back, "take_back", take_back)
     folder: Any = SimpleNamespace(path=Path("run"), checkpoints=lambda: ["a checkpoint"], clear_partial_checkpoints=lambda **_: None)
-    point, said = asyncio.run(Returns(folder, None).found(Path("model"), disk, lambda *_: None, waited_for))  # type: ignore[arg-type]
+    point, said = asyncio.run(Rollbacks(folder, None).found(Path("model"), disk, lambda *_: None, waited_for))  # type: ignore[arg-type]
     assert (point.step, said, order) == (4, [], ["event", "run folder"])
     disk.close(within_s=60.0)
 
@@ -90,11 +90,11 @@ def test_a_disk_that_hangs_on_the_way_back_ends_the_run_in_a_sentence(monkeypatc
     monkeypatch.setattr(going_back, "newest_readable", answers("files of the newest checkpoint", point))
     monkeypatch.setattr(going_back, "take_back", answers("rewind of the run's lines", (point, [])))
     folder: Any = SimpleNamespace(path=Path("run"), checkpoints=lambda: [point], clear_partial_checkpoints=lambda **_: None)
-    returns = Returns(folder, None)  # type: ignore[arg-type]
+    rollbacks = Rollbacks(folder, None)  # type: ignore[arg-type]
 
     async def scenario() -> None:
         try:
-            await returns.found(Path("model"), disk, lambda *_: None, waits)
+            await rollbacks.found(Path("model"), disk, lambda *_: None, waits)
         finally:
             is_back.set()
 
@@ -120,9 +120,9 @@ def test_each_checkpoint_that_is_read_has_a_whole_deadline(tmp_path: Path) -> No
                 counted.append(counts_from())
 
         disk = PatientWriter(lambda _: None)
-        returns = Returns(folder, None)  # type: ignore[arg-type]
+        rollbacks = Rollbacks(folder, None)  # type: ignore[arg-type]
         with pytest.raises(DataError, match="none of its checkpoints can be read"):
-            asyncio.run(returns.found(Path("model"), disk, lambda *_: None, noted))
+            asyncio.run(rollbacks.found(Path("model"), disk, lambda *_: None, noted))
         disk.close(within_s=60.0)
         assert counted[:2] == [0.0, 0.0] and counted[3] > counted[2] > 0.0
         begun: list[int] = []
