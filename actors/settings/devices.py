@@ -99,23 +99,17 @@ def _check_nccl_options(config: RunConfig) -> None:
 
 
 def check_types(config: RunConfig) -> None:
-    """Refuse engines that hold weights in another type than the learner sends, and types that a device can't compute in.
+    """Refuse engines that hold weights in another type than the learner sends.
 
+    Args: config: with devices and types (derived.py), which refuses types that a device can't compute in.
     Raises: ConfigError.
     """
-    engine, learner = config.rollout.engine, config.learner
-    held = learner.resolved_dtype if engine.dtype == "auto" else engine.dtype
-    if held != learner.resolved_dtype:
-        shown = f"auto ({learner.resolved_dtype})" if learner.dtype == "auto" else learner.dtype
+    held, sent = config.rollout.engine.dtype, config.learner.dtype
+    if held != sent:
         raise ConfigError(
-            f"rollout.engine.dtype = {held} with learner.dtype = {shown}: an engine takes new weights in the type that it holds them in, "
+            f"rollout.engine.dtype = {held} with learner.dtype = {sent}: an engine takes new weights in the type that it holds them in, "
             "and the learner sends its own",
             remedy=f"Set learner.dtype: {held}, or leave rollout.engine.dtype out",
-        )
-    if held == "float32" and engine.resolved_device == "cuda":
-        raise ConfigError(
-            "rollout.engine.dtype = float32 on a GPU: SGLang's attention kernels compute in half precision alone there",
-            remedy="Set learner.dtype: bfloat16, or device: cpu",
         )
 
 
