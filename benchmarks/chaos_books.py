@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.metrics.held_out import wilson_interval
-from actors.record.run_folder import RunFolder
+from actors.record.run_folder import Checkpoint, RunFolder
 from actors.state.resume import TrainingState
+from correction.errors import DataError
 
 _CONFIDENCE = 0.99
 
@@ -34,7 +35,7 @@ class RunBooks:
     def of(cls, run_dir: Path, *, groups_per_step: int) -> RunBooks:
         """Raises: EvenkeelError if it has no checkpoint that can be read."""
         folder = RunFolder.view(run_dir)
-        state = TrainingState.load(folder.latest_checkpoint().state)
+        state = TrainingState.load(_newest(folder).state)
         entries = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
         settled = [entry["prompt_id"] for entry in entries]
         under_way = [t.prompt.prompt_id for t in state.queue.in_flight] + [g.prompt.prompt_id for g in state.queue.finished]
@@ -90,9 +91,10 @@ class HeldOut:
 
     @classmethod
     def of(cls, run_dir: Path) -> HeldOut | None:
-        """None: it has none after its last step."""
+        """None: it has none after its last step. Raises: EvenkeelError if it has no checkpoint."""
         folder = RunFolder.view(run_dir)
-        found = [one for one in folder.read_evaluations() if one.step == folder.latest_checkpoint().step]
+        step = _newest(folder).step
+        found = [one for one in folder.read_evaluations() if one.step == step]
         return cls(float(found[-1]["held_out/accuracy"]), float(found[-1]["held_out/problems"])) if found else None
 
     @property
@@ -109,6 +111,13 @@ class HeldOut:
         down = math.hypot(self.accuracy - low, calm_high - calm.accuracy)
         up = math.hypot(high - self.accuracy, calm.accuracy - calm_low)
         return difference - down, difference + up
+
+
+def _newest(folder: RunFolder) -> Checkpoint:
+    """Raises: DataError if no checkpoint is complete."""
+    if not (checkpoints := folder.checkpoints()):
+        raise DataError(f"{folder.path}: no complete checkpoint in checkpoints/")
+    return checkpoints[-1]
 
 
 def _position(prompt_id: str) -> int:

@@ -338,13 +338,6 @@ class RunFolder:
         found = [(_CHECKPOINT.match(path.name), path) for path in (self.path / "checkpoints").glob("step_*")]
         return sorted((Checkpoint(int(match[1]), path) for match, path in found if match), key=lambda checkpoint: checkpoint.step)
 
-    def latest_checkpoint(self) -> Checkpoint:
-        """The newest complete checkpoint. Raises: DataError if there is none."""
-        checkpoints = self.checkpoints()
-        if not checkpoints:
-            raise DataError(f"{self.path}: no complete checkpoint in checkpoints/, so there is nothing to resume from. Start a new run.")
-        return checkpoints[-1]
-
     def best_checkpoint(self) -> Checkpoint | None:
         """The one with the best evaluation, the latest of equals; None if no checkpoint's step was evaluated.
 

@@ -90,7 +90,7 @@ def test_a_job_of_two_nodes_trains_and_leaves_nothing(small_model: Path, folder:
             job.terminate()
             job.wait(120.0)
     steps = [line["step"] for line in json_lines(run_dir / "metrics.jsonl")]
-    saved = TrainingState.load(RunFolder.view(run_dir).latest_checkpoint().state)
+    saved = TrainingState.load(RunFolder.view(run_dir).checkpoints()[-1].state)
     assert steps == list(range(1, saved.step + 1)), "every step that was made is in the checkpoint"
     assert list(home.glob(".evenkeel-token-*")) == []
     ends = time.monotonic() + 60.0  # a fork server ends when it notices that nobody holds its pipe any more

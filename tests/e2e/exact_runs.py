@@ -47,7 +47,7 @@ def assert_all_equal(run: Run, steps: int) -> None:
 def what_happened(run: Run) -> dict[str, Any]:
     """All of a run that the clock has no part in: weights, questions, answers, rewards, updates."""
     folder = RunFolder.view(run.run_dir)
-    weights = load_file(folder.latest_checkpoint().hf / "model.safetensors")
+    weights = load_file(folder.checkpoints()[-1].hf / "model.safetensors")
     numbers = ("learner/loss", "learner/grad_norm", "reward/mean", "staleness/tokens/0", "groups/discarded_total")
     return {
         "weights": {name: tensor_checksum(tensor) for name, tensor in weights.items()},

@@ -71,7 +71,7 @@ def story(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         listening = first.listening()
         first.kill()
         left_soon = first.orphans(30.0, but=RAY_AGENTS)
-        checkpoint = RunFolder.view(run_dir).latest_checkpoint().step
+        checkpoint = RunFolder.view(run_dir).checkpoints()[-1].step
         shutil.rmtree(model)
         shutil.copytree(run_dir, moved)
         resumed = Run(moved, "--resume", str(moved), f"checkpoint.keep={KEEP}")
@@ -129,7 +129,7 @@ def test_an_engine_ends_with_its_worker(story: Story) -> None:
 
 def test_the_last_checkpoint_is_a_model_that_transformers_loads(story: Story) -> None:
     """With its tokenizer: config and tokenizer outlive every folder that they were copied from."""
-    folder = RunFolder.view(story.resumed.run_dir).latest_checkpoint().hf
+    folder = RunFolder.view(story.resumed.run_dir).checkpoints()[-1].hf
     logprobs = response_logprobs(hf_model(folder), (1, 20, 30), tuple(range(40, 60)))
     assert all(-100.0 < value < 0.0 for value in logprobs)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -139,7 +139,7 @@ def test_the_last_checkpoint_is_a_model_that_transformers_loads(story: Story) ->
 def test_resume_ends_with_every_step_once(story: Story) -> None:
     assert story.resumed.steps() == list(range(1, story.last_step + 1))
     folder = RunFolder.view(story.resumed.run_dir)
-    assert folder.latest_checkpoint().step == story.last_step
+    assert folder.checkpoints()[-1].step == story.last_step
     assert (folder.path / "report.html").exists()
     assert f"going on from step {story.checkpoint_at_kill}" in story.resumed.events()
     assert f"checkpoint.keep 100 -> {KEEP}" in story.resumed.events(), "what was set anew is told"
@@ -150,7 +150,7 @@ def test_every_prompt_is_accounted_for_once(story: Story) -> None:
     entries = story.resumed.ledger()
     settled = [entry["prompt_id"] for entry in entries]
     assert len(set(settled)) == len(settled)
-    state = TrainingState.load(RunFolder.view(story.resumed.run_dir).latest_checkpoint().state)
+    state = TrainingState.load(RunFolder.view(story.resumed.run_dir).checkpoints()[-1].state)
     outstanding = [t.prompt.prompt_id for t in state.queue.in_flight] + [g.prompt.prompt_id for g in state.queue.finished]
     positions = sorted(int(prompt_id.rpartition("/")[2]) for prompt_id in settled + outstanding)
     assert positions == list(range(state.queue.admitted))
@@ -183,7 +183,7 @@ def test_a_healthy_run_has_no_warning(story: Story) -> None:
     assert all(line["monitor/level"] == 0 for line in story.resumed.metrics())
     folder = RunFolder.view(story.resumed.run_dir)
     assert folder.read_monitor_events() == []
-    monitor = TrainingState.load(folder.latest_checkpoint().state).monitor
+    monitor = TrainingState.load(folder.checkpoints()[-1].state).monitor
     assert monitor["series"]["k3_kl"]["seen"] == story.last_step
 
 
@@ -228,7 +228,7 @@ def test_a_run_that_was_interrupted_is_resumed_and_ends_by_its_steps(story: Stor
     try:
         assert again.wait() == 0, again.output()[-4000:]
         assert again.steps() == list(range(1, story.last_step + 2))
-        assert RunFolder.view(folder).latest_checkpoint().step == story.last_step + 1
+        assert RunFolder.view(folder).checkpoints()[-1].step == story.last_step + 1
         assert "damaged" not in again.events() and "Traceback" not in again.output() and again.orphans() == []
     finally:
         again.close()

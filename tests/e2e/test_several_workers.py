@@ -155,7 +155,7 @@ def test_every_prompt_is_accounted_for_once(story: Story) -> None:
     """Several workers put into one queue: settled in the ledger, or outstanding in the last checkpoint."""
     settled = [entry["prompt_id"] for entry in story.run.ledger()]
     assert len(set(settled)) == len(settled)
-    state = TrainingState.load(RunFolder.view(story.run.run_dir).latest_checkpoint().state)
+    state = TrainingState.load(RunFolder.view(story.run.run_dir).checkpoints()[-1].state)
     outstanding = [t.prompt.prompt_id for t in state.queue.in_flight] + [g.prompt.prompt_id for g in state.queue.finished]
     outstanding += [prompt_id for prompt_id, _ in state.queue.unreported]  # discarded since the last step: the next one's to settle
     positions = sorted(int(prompt_id.rpartition("/")[2]) for prompt_id in settled + outstanding)
@@ -167,7 +167,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_a_report(story: Story) -> None:
     assert run.process.returncode == 0, run.output()[-4000:]
     assert "Traceback" not in run.output()
     folder = RunFolder.view(run.run_dir)
-    checkpoint = folder.latest_checkpoint()
+    checkpoint = folder.checkpoints()[-1]
     assert [checkpoint.step] == [c.step for c in folder.checkpoints()] and checkpoint.step == run.steps()[-1]
     state = TrainingState.load(checkpoint.state)
     assert state.weight_version == checkpoint.step

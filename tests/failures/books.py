@@ -46,7 +46,7 @@ def check_books(run: Written, *, groups_per_step: int, steps: int | None = None)
     Args:
         steps: how many it has; None: as many as it had time for.
     """
-    state = TrainingState.load(RunFolder.view(run.run_dir).latest_checkpoint().state)
+    state = TrainingState.load(RunFolder.view(run.run_dir).checkpoints()[-1].state)
     assert run.steps() == list(range(1, state.step + 1)), "one line a step, in order"
     assert steps in (None, state.step)
     entries = run.ledger()

@@ -180,14 +180,14 @@ def test_a_checkpoint_of_an_earlier_version_is_not_damaged(folder: RunFolder) ->
 
 @pytest.mark.parametrize(("found", "which"), [(4, "an earlier"), (6, "a later"), (None, "an earlier")])
 def test_the_manifest_says_of_what_format_a_checkpoint_is(folder: RunFolder, found: int | None, which: str) -> None:
-    newest = folder.latest_checkpoint()
+    newest = folder.checkpoints()[-1]
     seal(newest.path, {"format": found, "step": 2})
     with pytest.raises(OtherVersionError, match=rf"written by {which} version of evenkeel .its format is {found}, this version's 5"):
         find_resume_point(folder, ())
 
 
 def test_a_foreign_file_is_told_and_not_read(folder: RunFolder) -> None:
-    (folder.latest_checkpoint().hf / "notes.txt").write_text("good one")
+    (folder.checkpoints()[-1].hf / "notes.txt").write_text("good one")
     _, point, said = resume(folder)
     assert point.checkpoint.step == 2
     ((level, text),) = said
@@ -282,12 +282,12 @@ def test_groups_sampled_at_another_temperature_are_sampled_again(folder: RunFold
 def test_a_resume_that_died_before_its_first_checkpoint_spoils_nothing(folder: RunFolder) -> None:
     """It has written its settings into the folder; the next one has the same words, or none, and the groups are the old ones."""
     before = run_config(folder, ())
-    (state_file,) = folder.latest_checkpoint().state.glob("controller.json")
+    (state_file,) = folder.checkpoints()[-1].state.glob("controller.json")
     plain = json.loads(state_file.read_text()) | {"settings": before.model_dump(mode="json")}
     state_file.write_text(json.dumps(plain))
-    manifest = folder.latest_checkpoint().path / "manifest.json"
+    manifest = folder.checkpoints()[-1].path / "manifest.json"
     manifest.unlink()
-    seal(folder.latest_checkpoint().path, {"format": CHECKPOINT_FORMAT, "step": 2})
+    seal(folder.checkpoints()[-1].path, {"format": CHECKPOINT_FORMAT, "step": 2})
     folder.write_config(run_config(folder, ["rollout.sampling.temperature=0.7"]))
     with pytest.raises(ConfigError, match=r"rollout.sampling.temperature \(1.0 -> 0.7\): 1 finished group of"):
         find_resume_point(folder, ())

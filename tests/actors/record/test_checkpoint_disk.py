@@ -136,7 +136,7 @@ def test_after_a_disk_that_hung_the_next_checkpoint_is_whole(folder: RunFolder, 
         assert saved == ["step_000006"] and one.saved_step == 6 and len(told) == 1
 
     asyncio.run(scenario())
-    checkpoint = folder.latest_checkpoint()
+    checkpoint = folder.checkpoints()[-1]
     assert [path.name for path in (folder.path / "checkpoints").iterdir()] == ["step_000006"]
     assert verify(checkpoint.path, read_manifest_of_files(checkpoint.path)) == []
 
@@ -187,7 +187,7 @@ def test_without_room_nothing_is_begun(folder: RunFolder, monkeypatch: pytest.Mo
         free[0] = 1050
         await one.begin(2, learner, state)  # type: ignore[arg-type]
         await one.finished()
-        size = sum(path.stat().st_size for path in folder.latest_checkpoint().path.rglob("*") if path.is_file())
+        size = sum(path.stat().st_size for path in folder.checkpoints()[-1].path.rglob("*") if path.is_file())
         assert size < 1000
         free[0] = int(size * 1.05)
         await one.begin(3, learner, state)  # type: ignore[arg-type]
@@ -223,7 +223,7 @@ def test_a_real_full_disk(tmp_path: Path) -> None:
             assert saved == ["step_000007"] and ["No space left on device" in text for text in told] == [True, True]
 
         asyncio.run(scenario())
-        checkpoint = folder.latest_checkpoint()
+        checkpoint = folder.checkpoints()[-1]
         assert verify(checkpoint.path, read_manifest_of_files(checkpoint.path)) == []
         folder.close()
         follows = "training goes on; a checkpoint is tried again after each step, and the third in a row that fails ends the run"

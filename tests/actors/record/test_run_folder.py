@@ -14,7 +14,7 @@ import pytest
 
 from actors.metrics.step_metrics import StepMetrics
 from actors.record.run_folder import RunFolder
-from correction.errors import ConfigError, DataError
+from correction.errors import ConfigError
 from learner.file_sums import read_manifest_of_files, verify
 
 ROOT = Path(__file__).parents[3]
@@ -252,14 +252,13 @@ def write_checkpoint(folder: RunFolder, step: int) -> None:
 
 
 def test_the_latest_complete_checkpoint_counts(folder: RunFolder) -> None:
-    with pytest.raises(DataError, match="nothing to resume from"):
-        folder.latest_checkpoint()
+    assert folder.checkpoints() == []
     for step in (50, 100, 150):
         write_checkpoint(folder, step)
     with pytest.raises(OSError, match="no space"), folder.checkpoint(200) as checkpoint:
         (checkpoint.hf / "model.safetensors").write_text("half")
         raise OSError("no space")
-    latest = folder.latest_checkpoint()
+    latest = folder.checkpoints()[-1]
     assert (latest.step, latest.path.name, (latest.hf / "model.safetensors").read_text()) == (150, "step_000150", "150")
     assert [c.step for c in folder.prune_checkpoints(2)] == [50] and [c.step for c in folder.checkpoints()] == [100, 150]
     assert folder.prune_checkpoints(0) and [c.step for c in folder.checkpoints()] == [150]    # the last one is never removed
@@ -287,7 +286,7 @@ def test_a_checkpoint_that_a_crash_left_half_written_is_cleared(folder: RunFolde
     (folder.path / "checkpoints" / "step_000100.partial" / "hf").mkdir(parents=True)
     folder.close()
     with RunFolder.open(folder.path) as again:
-        assert again.latest_checkpoint().step == 50
+        assert again.checkpoints()[-1].step == 50
         assert [path.name for path in (again.path / "checkpoints").iterdir()] == ["step_000050"]
 
 
@@ -299,7 +298,7 @@ def test_who_writes_late_to_a_checkpoint_that_was_given_up_does_no_harm(folder: 
         given_up.hf.mkdir(parents=True)
         for place, text in ((checkpoint, "new"), (given_up, "old")):
             (place.hf / "model.safetensors").write_text(text)
-    assert (folder.latest_checkpoint().hf / "model.safetensors").read_text() == "new"
+    assert (folder.checkpoints()[-1].hf / "model.safetensors").read_text() == "new"
     write_checkpoint(folder, 60)
     assert [path.name for path in sorted((folder.path / "checkpoints").iterdir())] == ["step_000050", "step_000060"]
 
@@ -308,7 +307,7 @@ def test_a_resumed_run_may_write_a_step_again(folder: RunFolder) -> None:
     write_checkpoint(folder, 50)
     with folder.checkpoint(50) as checkpoint:
         (checkpoint.hf / "model.safetensors").write_text("again")
-    assert (folder.latest_checkpoint().hf / "model.safetensors").read_text() == "again"
+    assert (folder.checkpoints()[-1].hf / "model.safetensors").read_text() == "again"
     assert len(list((folder.path / "checkpoints").iterdir())) == 1
 
 
