@@ -42,8 +42,9 @@ import torch
 
 from correction import CorrectionConfig
 from correction.advantages import group_advantages
+from correction.engines.float8 import is_projection
 from correction.engines.weight_bucket import WeightBucket
-from lab.float8 import in_float8, is_projection
+from lab.float8 import rounded_weight
 from lab.kept_engines import KeptEngines, RunSettings, _Run, recipe
 from lab.recorded_runs import SERIES, RecordedBatch, write_run
 from learner.learner_rank import LearnerRank
@@ -182,7 +183,9 @@ class Recorder(KeptEngines):
 
 def rounded_bucket(bucket: WeightBucket, dtype: torch.dtype, block: int | None) -> WeightBucket:
     """The bucket in the engine's dtype; its projections in float8 before that, unless block is None."""
-    tensors = {name: in_float8(one, block) if block is not None and is_projection(name) else one for name, one in bucket.tensors().items()}
+    tensors = bucket.tensors()
+    if block is not None:
+        tensors = {name: rounded_weight(one, block) if is_projection(name) else one for name, one in tensors.items()}
     return WeightBucket.of({name: one.to(dtype) for name, one in tensors.items()})
 
 

@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from correction.engines import float8 as engines
-from correction.engines.float8 import dequantised, quantised
-from lab.float8 import PROJECTIONS, in_float8, is_projection, write_float8_folder
+from correction.engines.float8 import PROJECTIONS, dequantised, is_projection, quantised
+from lab.float8 import rounded_weight, write_float8_folder
+from learner.families import FAMILIES
+from learner.model_family import TensorLayout
 from tests.tiny_models import save_tiny_model
 
 NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
@@ -38,7 +40,7 @@ def test_values_are_the_nearest_numbers_of_the_format(rows: int, columns: int, b
             scale = weight[part].abs().max() / 448
             assert torch.equal(scales[top // (block or rows), left // (block or columns)], scale)
             assert torch.equal(values[part].double(), nearest(weight[part] / scale))
-            torch.testing.assert_close(in_float8(weight, block)[part], values[part].float() * scale, rtol=0, atol=0)
+            torch.testing.assert_close(rounded_weight(weight, block)[part], values[part].float() * scale, rtol=0, atol=0)
 
 
 def test_a_folder_s_values_and_scales_are_transformers_own() -> None:
@@ -91,11 +93,11 @@ def test_blocks_keep_an_outlier_to_themselves() -> None:
     """
     weight = torch.randn(80, 48, generator=torch.Generator().manual_seed(0))
     for block in (0, 32):
-        assert float(((in_float8(weight, block) - weight).abs() / weight.abs().clamp(min=0.05)).max()) <= 1 / 16 + 1e-6
+        assert float(((rounded_weight(weight, block) - weight).abs() / weight.abs().clamp(min=0.05)).max()) <= 1 / 16 + 1e-6
     exact = torch.tensor([[448.0, 1.0, -1.125], [0.0, 2**-6, 26.0]])
-    assert torch.equal(in_float8(exact, 0), exact)
+    assert torch.equal(rounded_weight(exact, 0), exact)
     weight[0, 0] = 1e5
-    lost = [float((in_float8(weight, block) == 0).float().mean()) for block in (0, 32)]
+    lost = [float((rounded_weight(weight, block) == 0).float().mean()) for block in (0, 32)]
     assert 0.15 < lost[0] < 0.2 and lost[1] < 0.4 * lost[0]
 
 
@@ -103,18 +105,20 @@ def test_float32_masters_are_other_numbers_than_the_bfloat16_weights() -> None:
     """Bfloat16 rounds by up to 2^-8 of a number's power of two, by 2^-9 on average, and a step of e4m3 is 2^-3 of it: one in 64 values
     falls into another step. Two sides that quantise the one and the other differ there by a whole step."""
     master = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
-    of_weights, of_masters = in_float8(master.bfloat16().float(), 32), in_float8(master, 32)
+    of_weights, of_masters = rounded_weight(master.bfloat16().float(), 32), rounded_weight(master, 32)
     steps = ((of_weights - of_masters).abs() / of_masters.abs()) > 0.03
     assert 0.7 / 64 < float(steps.float().mean()) < 1.5 / 64
 
 
 def test_what_is_rounded_in_a_folder(tmp_path: Path) -> None:
-    assert PROJECTIONS == engines.PROJECTIONS, "of all families that can be trained"
+    matrices = (TensorLayout.QKV, TensorLayout.ROW, TensorLayout.GATE_UP)
+    rules = [rule for family in FAMILIES.values() for rule in family.rules if rule.layout in matrices]
+    assert {name.split(".")[-2] for rule in rules for name in rule.hf} == PROJECTIONS, "of all families that can be trained"
     folder = save_tiny_model(tmp_path / "m", "qwen3_moe", tie=False)
     write_float8_folder(folder, tmp_path / "rounded", 32, rounded_first=torch.bfloat16)
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "rounded"))
     assert before.keys() == after.keys() and (tmp_path / "rounded" / "config.json").is_file()
     for name, weight in before.items():
         source = weight.bfloat16().float()
-        assert torch.equal(after[name], in_float8(source, 32) if is_projection(name) else source)
+        assert torch.equal(after[name], rounded_weight(source, 32) if is_projection(name) else source)
         assert is_projection(name) == (weight.ndim == 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight", "gate.weight")))
