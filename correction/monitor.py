@@ -238,8 +238,8 @@ class Monitor:
         return State.WATCH if shift >= 2 * error and self._rises(series) else State.OK
 
     def _is_over_reference(self, symptom: Symptom, value: float) -> bool:
-        """Mismatch is above what is published for the setting, and the run has no better start to be compared with."""
-        if self._config.setting is None or symptom.name != "mismatch_k3_kl" or value < LEVELS[self._config.setting].alarm:
+        """It is above what is published for the setting, and the run has no better start to be compared with."""
+        if self._config.setting is None or not symptom.has_reference_level or value < LEVELS[self._config.setting].alarm:
             return False
         series = self._series[symptom.name]
         return not series.is_ready(self._config) or statistics.median(series.first) >= math.log(LEVELS[self._config.setting].alarm)

@@ -33,6 +33,8 @@ class Symptom:
     """Its usual level is that of the correction's bounds: under others it begins anew."""
     is_eased_by_bounds: bool = True
     """Narrower bounds of the correction are an answer to it; False: they would add to it, or don't help."""
+    has_reference_level: bool = False
+    """reference_levels.py says how high it is in setups that were published: above that it is an alarm without a baseline, too."""
     presets: tuple[str, ...] = ()
     """Corrections that the remedy names, the first one first. Sources differ about most: docs/correction.md."""
 
@@ -51,6 +53,7 @@ SYMPTOMS = (
         "compare dtypes and weight checksums of both, raise the engine's precision or replay its routing (learner.routing_replay); until "
         "then set correction.preset: dppo-binary-tv or tis-token, on which sources differ (docs/correction.md, What was found)",
         offset=1e-9,
+        has_reference_level=True,
         presets=("dppo-binary-tv", "tis-token"),
     ),
     Symptom(

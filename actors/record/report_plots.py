@@ -78,6 +78,8 @@ class _Curves:
     """Empty: the unit of the metrics."""
     caption: str
     is_logarithmic: bool = False
+    is_before_tokens: bool = False
+    """The plots of single tokens come after this one: the scatter, and staleness."""
 
     @property
     def unit(self) -> Unit:
@@ -124,6 +126,7 @@ _CURVES = (
         "",
         "Standard deviation of log pi_prox - log mu, and its largest absolute value. Single tokens do harm long before the mean shows it.",
         is_logarithmic=True,
+        is_before_tokens=True,
     ),
     _Curves(
         "Entropy",
@@ -193,7 +196,7 @@ def draw_plots(
     plots = [draw_accuracy(evaluations)]
     for curves in _CURVES:
         plots.append(draw_curves(curves, steps, warnings))
-        if curves.title == "Spread of the log-ratio":
+        if curves.is_before_tokens:
             plots += [draw_scatter(scatter), draw_staleness(steps)]
     return [plot for plot in plots if plot is not None]
 
