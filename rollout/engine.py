@@ -277,14 +277,11 @@ def _require_divisible(folder: Path, config: Any, engine: EngineConfig) -> None:
     """Args: config: of transformers, of the text model. Raises: ConfigError unless the ranks can share the model."""
     widths = {width for name in ("intermediate_size", "moe_intermediate_size") if (width := getattr(config, name, None)) is not None}
     for obstacle, remedy in obstacles(
-        engine.tensor_parallel,
-        engine.expert_parallel,
+        engine,
         model_type=config.model_type,
         heads=config.num_attention_heads,
         key_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         widths=sorted(widths),
         experts=getattr(config, "num_experts", None) or 0,
-        on_cpu=engine.resolved_device == "cpu",
-        attention_groups=engine.attention_data_parallel,
     ):
         raise ConfigError(f"{folder}: {obstacle}. {remedy}")

@@ -11,7 +11,6 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rollout.engine_ranks import REFUSED_ARGUMENTS
 from rollout.sglang_arguments import ATTENTION_BACKENDS, HANDED_ON
 
 _REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
@@ -78,12 +77,46 @@ _REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
 )
 """Beginnings of names, why not, what to set instead."""
+_WHOLE = "weights are sent to, and compared with, ranks that each have a part of every tensor"
+_EXPERTS = "rollout.engine.expert_parallel"
+_ONE_NODE = "a rollout worker is one actor on one node, and asks Ray for a GPU for each of rollout.engine.tensor_parallel ranks"
+REFUSED_OF_RANKS: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(("pp_size", "pp_max_micro_batch_size", "pp_async_batch_depth"), (_WHOLE, "rollout.engine.tensor_parallel")),
+    "load_balance_method": ("a prompt and all of its answers go to one group of ranks", "rollout.engine.attention_data_parallel"),
+    **dict.fromkeys(
+        ("enable_dp_lm_head", "enable_dp_attention_local_control_broadcast"),
+        ("what an engine computes so has not been compared with the learner", "rollout.engine.attention_data_parallel"),
+    ),
+    **dict.fromkeys(
+        ("moe_dp_size", "moe_dense_tp_size", "dwdp_size", "shared_experts_tp_size", "enable_shared_experts_attn_tp"),
+        (_WHOLE, _EXPERTS),
+    ),
+    **dict.fromkeys(
+        (
+            *("enable_eplb", "ep_num_redundant_experts", "init_expert_location", "elastic_ep_backend"),
+            *("ep_join_mode", "ep_join_rank_offset", "elastic_ep_initial_size", "max_ep_size", "enable_elastic_expert_backup"),
+        ),
+        ("an expert's weights, and its number in what is replayed, are known by the rank it was given at the start", _EXPERTS),
+    ),
+    "moe_a2a_backend": ("ranks add what their experts make by an all-reduce; other ways were not compared with the learner", _EXPERTS),
+    **dict.fromkeys(
+        ("dcp_size", "attn_cp_size", "enable_prefill_cp", "cp_strategy", "enable_cp_decode_attn_tp"),
+        ("parts of a sequence on several ranks have not been compared with the learner", "rollout.engine.tensor_parallel"),
+    ),
+    **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr", "use_ray"), (_ONE_NODE, "rollout.workers for more nodes")),
+    **dict.fromkeys(("base_gpu_id", "gpu_id_step", "numa_node"), ("Ray says which GPUs a worker has", "rollout.gpus_per_worker")),
+    **dict.fromkeys(
+        ("disaggregation_mode", "enable_pdmux", "decoupled_spec_role", "encoder_only", "language_only"),
+        ("an engine here reads its prompts and samples by itself", "rollout.workers"),
+    ),
+}
+"""Arguments about the ranks of an engine, each -> (why not, what to set instead). What concerns only how ranks talk is handed on."""
 
 
 def refusal(name: str) -> tuple[str, str] | None:
     """Why this argument of SGLang is not handed on, and what to set instead; None if it is."""
-    if name in REFUSED_ARGUMENTS:
-        return REFUSED_ARGUMENTS[name]
+    if name in REFUSED_OF_RANKS:
+        return REFUSED_OF_RANKS[name]
     return next(((reason, remedy) for beginnings, reason, remedy in _REFUSED if name.startswith(beginnings)), None)
 
 

@@ -1,5 +1,5 @@
-"""An engine on several GPUs: what divides a model over its ranks, which of SGLang's other ways of doing so are refused, and the ranks'
-environment.
+"""An engine on several GPUs: what divides a model over its ranks, and the ranks' ports and environment. SGLang's other ways of doing
+so are refused in engine_arguments.py.
 """
 
 from __future__ import annotations
@@ -7,9 +7,10 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from correction.errors import EngineError
+from rollout.engine_config import EngineConfig
 
 CPU_WIDTH = 32
 """On a CPU SGLang fills up the feed-forward part of each rank to a multiple of this; the weights would have other shapes than the files."""
@@ -25,64 +26,21 @@ UNREPORTED_ROUTES = ("mixtral", "olmoe")
 _PORTS = (13, *range(233, 240))
 """Ports that an engine with such groups takes, counted from SGLang's `port` (its server_args.py); others talk by sockets in files."""
 _ONE, _DIVISOR = "Set it to 1", "Set it to a common divisor, or to 1"
-_WHOLE = "weights are sent to, and compared with, ranks that each have a part of every tensor"
-_EXPERTS = "rollout.engine.expert_parallel"
-_ONE_NODE = "a rollout worker is one actor on one node, and asks Ray for a GPU for each of rollout.engine.tensor_parallel ranks"
-REFUSED_ARGUMENTS: Mapping[str, tuple[str, str]] = {
-    **dict.fromkeys(("pp_size", "pp_max_micro_batch_size", "pp_async_batch_depth"), (_WHOLE, "rollout.engine.tensor_parallel")),
-    "load_balance_method": ("a prompt and all of its answers go to one group of ranks", "rollout.engine.attention_data_parallel"),
-    **dict.fromkeys(
-        ("enable_dp_lm_head", "enable_dp_attention_local_control_broadcast"),
-        ("what an engine computes so has not been compared with the learner", "rollout.engine.attention_data_parallel"),
-    ),
-    **dict.fromkeys(
-        ("moe_dp_size", "moe_dense_tp_size", "dwdp_size", "shared_experts_tp_size", "enable_shared_experts_attn_tp"),
-        (_WHOLE, _EXPERTS),
-    ),
-    **dict.fromkeys(
-        (
-            *("enable_eplb", "ep_num_redundant_experts", "init_expert_location", "elastic_ep_backend"),
-            *("ep_join_mode", "ep_join_rank_offset", "elastic_ep_initial_size", "max_ep_size", "enable_elastic_expert_backup"),
-        ),
-        ("an expert's weights, and its number in what is replayed, are known by the rank it was given at the start", _EXPERTS),
-    ),
-    "moe_a2a_backend": ("ranks add what their experts make by an all-reduce; other ways were not compared with the learner", _EXPERTS),
-    **dict.fromkeys(
-        ("dcp_size", "attn_cp_size", "enable_prefill_cp", "cp_strategy", "enable_cp_decode_attn_tp"),
-        ("parts of a sequence on several ranks have not been compared with the learner", "rollout.engine.tensor_parallel"),
-    ),
-    **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr", "use_ray"), (_ONE_NODE, "rollout.workers for more nodes")),
-    **dict.fromkeys(("base_gpu_id", "gpu_id_step", "numa_node"), ("Ray says which GPUs a worker has", "rollout.gpus_per_worker")),
-    **dict.fromkeys(
-        ("disaggregation_mode", "enable_pdmux", "decoupled_spec_role", "encoder_only", "language_only"),
-        ("an engine here reads its prompts and samples by itself", "rollout.workers"),
-    ),
-}
-"""Refused arguments of SGLang -> (why not, what to set instead). What concerns only how ranks talk to each other is handed on."""
 
 
 def obstacles(
-    ranks: int,
-    expert_groups: int,
-    *,
-    model_type: str,
-    heads: int,
-    key_heads: int,
-    widths: Sequence[int],
-    experts: int,
-    on_cpu: bool,
-    attention_groups: int = 1,
+    engine: EngineConfig, *, model_type: str, heads: int, key_heads: int, widths: Sequence[int], experts: int
 ) -> Iterator[tuple[str, str]]:
-    """Why a model can't be divided over so many ranks, and what to do.
+    """Why a model can't be divided over an engine's ranks, and what to do.
 
     Args:
-        ranks, expert_groups: rollout.engine.tensor_parallel and expert_parallel.
         model_type: of its config.json.
         heads, key_heads: of the attention.
         widths: of feed-forward parts, or of experts.
         experts: 0 of a dense model.
-        attention_groups: rollout.engine.attention_data_parallel.
     """
+    ranks, expert_groups, attention_groups = engine.tensor_parallel, engine.expert_parallel, engine.attention_data_parallel
+    on_cpu = engine.resolved_device == "cpu"
     setting = f"rollout.engine.tensor_parallel = {ranks}"
     if ranks == 1:
         return

@@ -108,18 +108,14 @@ def float8_can_be_had(facts: PaperFacts, config: RunConfig) -> Iterator[Complain
 
 
 def engine_ranks_divide_the_model(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    engine, shape = config.rollout.engine, facts.shape
-    on_cpu = engine.resolved_device == "cpu"
+    shape = facts.shape
     for obstacle, remedy in engine_ranks.obstacles(
-        engine.tensor_parallel,
-        engine.expert_parallel,
+        config.rollout.engine,
         model_type=shape.model_type,
         heads=shape.heads,
         key_heads=shape.key_heads,
         widths=[shape.feed_forward],
         experts=shape.experts,
-        on_cpu=on_cpu,
-        attention_groups=engine.attention_data_parallel,
     ):
         yield Complaint("fail", obstacle, remedy)
 

@@ -19,7 +19,8 @@ OVER_ALL_HEADS = {kind for kind, family in FAMILIES.items() if family.qk_norm ==
 
 def refused(ranks: int, key_heads: int) -> dict[str, tuple[str, str]]:
     model: dict[str, Any] = {"heads": 8, "key_heads": key_heads, "widths": [512], "experts": 8}
-    found = {kind: list(obstacles(ranks, 1, model_type=kind, on_cpu=False, **model)) for kind in FAMILIES}
+    engine = EngineConfig(device="cuda", tensor_parallel=ranks)
+    found = {kind: list(obstacles(engine, model_type=kind, **model)) for kind in FAMILIES}
     return {kind: why[0] for kind, why in found.items() if why}
 
 

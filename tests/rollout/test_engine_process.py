@@ -13,8 +13,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from learner.families import FAMILIES
 from rollout.engine import RolloutEngine
+from rollout.engine_arguments import REFUSED_OF_RANKS
 from rollout.engine_config import RESERVED_ARGUMENTS
-from rollout.engine_ranks import REFUSED_ARGUMENTS
 
 pytestmark = pytest.mark.engine
 
@@ -70,4 +70,4 @@ def test_what_is_refused_are_arguments_of_sglang(engine: RolloutEngine) -> None:
     """A name that SGLang doesn't know would refuse nothing."""
     from sglang.srt.server_args import ServerArgs
 
-    assert set(REFUSED_ARGUMENTS) | set(RESERVED_ARGUMENTS) <= set(ServerArgs.__struct_fields__)
+    assert set(REFUSED_OF_RANKS) | set(RESERVED_ARGUMENTS) <= set(ServerArgs.__struct_fields__)

@@ -23,8 +23,9 @@ from correction.engines.weight_spec import WeightSpec
 from correction.errors import EngineError, SyncError
 from rollout import weight_parts, weight_transfer
 from rollout.engine import RolloutEngine
+from rollout.engine_arguments import REFUSED_OF_RANKS
 from rollout.engine_config import EngineConfig
-from rollout.engine_ranks import REFUSED_ARGUMENTS, environment_of_ranks, free_ports, obstacles
+from rollout.engine_ranks import environment_of_ranks, free_ports, obstacles
 from rollout.weight_parts import RankParts, WeightPart, text_of
 from rollout.weight_update import UpdatableEngine, UpdateCheck
 
@@ -76,7 +77,8 @@ def test_experts_are_divided_among_ranks_there_are() -> None:
     ],
 )
 def test_what_divides_experts(groups: int, experts: int, width: int, on_cpu: bool, said: list[str]) -> None:
-    found = obstacles(4, groups, model_type="qwen3_moe", heads=8, key_heads=4, widths=[width], experts=experts, on_cpu=on_cpu)
+    engine = EngineConfig(device="cpu" if on_cpu else "cuda", tensor_parallel=4, expert_parallel=groups)
+    found = obstacles(engine, model_type="qwen3_moe", heads=8, key_heads=4, widths=[width], experts=experts)
     texts = [text for text, _ in found]
     assert len(texts) == len(said) and all(part in text for part, text in zip(said, texts, strict=True)), texts
 
@@ -116,16 +118,19 @@ def test_groups_that_were_not_tried_are_refused(settings: dict[str, Any], said: 
 )
 def test_heads_are_divided_among_a_group_s_ranks(kind: str, groups: int, on_cpu: bool, said: list[str]) -> None:
     shape: dict[str, Any] = {"model_type": kind, "heads": 8, "key_heads": 4, "widths": [768], "experts": 0}
-    found = [text for text, _ in obstacles(8, 1, **shape, on_cpu=on_cpu, attention_groups=groups)]
+    engine = EngineConfig(device="cpu" if on_cpu else "cuda", tensor_parallel=8, attention_data_parallel=groups)
+    found = [text for text, _ in obstacles(engine, **shape)]
     assert len(found) == len(said) and all(part in text for part, text in zip(said, found, strict=True)), found
-    odd = [text for text, _ in obstacles(12, 1, **(shape | {"heads": 6, "key_heads": 6}), on_cpu=False, attention_groups=2)]
+    of_twelve = EngineConfig(device="cuda", tensor_parallel=12, attention_data_parallel=2)
+    odd = [text for text, _ in obstacles(of_twelve, **(shape | {"heads": 6, "key_heads": 6}))]
     assert [text for text in odd if "heads" in text] == [], "six of a group's six ranks each"
 
 
 @pytest.mark.parametrize(("on_cpu", "groups", "experts"), [(True, 2, 2), (False, 2, 2), (True, 2, 1), (True, 1, 2)])
 def test_on_a_cpu_groups_don_t_go_with_divided_experts(on_cpu: bool, groups: int, experts: int) -> None:
     shape: dict[str, Any] = {"model_type": "qwen3_moe", "heads": 8, "key_heads": 4, "widths": [768], "experts": 8}
-    found = [text for text, _ in obstacles(4, experts, **shape, on_cpu=on_cpu, attention_groups=groups)]
+    engine = EngineConfig(device="cpu" if on_cpu else "cuda", tensor_parallel=4, expert_parallel=experts, attention_data_parallel=groups)
+    found = [text for text, _ in obstacles(engine, **shape)]
     refused = ["attention_data_parallel = 2 and expert_parallel = 2: SGLang hands"] if on_cpu and groups == experts == 2 else []
     assert len(found) == len(refused) and all(part in text for part, text in zip(refused, found, strict=True)), found
 
@@ -158,7 +163,7 @@ def test_all_ports_that_sglang_is_given_or_counts_from_there_are_free(groups: in
 
 def test_how_ranks_talk_is_handed_on() -> None:
     options = {"disable_custom_all_reduce": True, "enable_nccl_nvls": True, "dist_timeout": 600, "enable_flashinfer_allreduce_fusion": True}
-    assert options.keys().isdisjoint(REFUSED_ARGUMENTS)
+    assert options.keys().isdisjoint(REFUSED_OF_RANKS)
     given = EngineConfig(device="cpu", tensor_parallel=2, engine_args=options).sglang_arguments("folder", 64, 0)
     assert {name: given[name] for name in options} == options
 
@@ -179,11 +184,12 @@ def test_batch_invariant_ranks_are_refused() -> None:
         (4, True, ["rollout.engine.tensor_parallel = 4 doesn't divide the feed-forward width of 192 in multiples of 32"]),
         (16, False, ["= 16 doesn't divide the model's 8 heads"]),
         (6, False, ["= 6 doesn't divide the model's 8 heads", "= 6 and the model's 4 key-value heads: neither divides the other"]),
-        (128, False, ["8 heads", "width of 192"]),
+        (36, False, ["8 heads", "width of 192", "width of 768"]),
     ],
 )
 def test_what_divides_a_model(ranks: int, on_cpu: bool, said: list[str]) -> None:
-    found = [text for text, _ in obstacles(ranks, 1, model_type="qwen3", heads=8, key_heads=4, widths=[192, 768], experts=0, on_cpu=on_cpu)]
+    engine = EngineConfig(device="cpu" if on_cpu else "cuda", tensor_parallel=ranks)
+    found = [text for text, _ in obstacles(engine, model_type="qwen3", heads=8, key_heads=4, widths=[192, 768], experts=0)]
     assert len(found) == len(said) and all(part in text for part, text in zip(said, found, strict=True)), found
 
 
