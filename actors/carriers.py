@@ -160,12 +160,12 @@ class GroupFailure:
 class ForwardRequest:
     """What a batch in preparation needs from the learner, at the weights from which its update will start."""
 
-    number: int
-    """Number of this request of the service; the answer names it."""
     version: int
     """Version of the weights from which the update will start."""
-    batch: Any
+    batch: Any = None
     """Reference to a PackedBatch; None if nothing is scored."""
+    number: int = 0
+    """Number of this request of the service, given by ForwardRequests.ask; the answer names it."""
     wants_proximal: bool = False
     wants_reference: bool = False
     scored_since: int | None = None

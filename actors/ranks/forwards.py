@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # torch and Megatron: not in the driver
 
     from actors.ranks.learner_group import LearnerGroup
     from correction.batch import PackedBatch
-    from correction.config import CorrectionConfig
     from learner.results import Proximal
     from rollout.trajectory import Group
 
@@ -137,36 +136,22 @@ class ForwardRequests:
         self._answers: dict[int, asyncio.Future[tuple[dict[str, Any], float]]] = {}
         self._changed = asyncio.Event()
 
-    async def ask(
-        self,
-        batch: PackedBatch | None,
-        *,
-        version: int,
-        deadline_s: float,
-        wants_proximal: bool = False,
-        wants_reference: bool = False,
-        scored_since: int | None = None,
-        kept_since: int | None = None,
-        stored: Any = None,
-        fetch_s: float = 0.0,
-        trained_by: CorrectionConfig | None = None,
-    ) -> tuple[dict[str, Any], float]:
-        """Wait for what the learner says of a batch's tokens at `version`, and its seconds for that; flags as in ForwardRequest.
+    async def ask(self, wanted: ForwardRequest, batch: PackedBatch | None = None, *, deadline_s: float) -> tuple[dict[str, Any], float]:
+        """Wait for what the learner says of a batch's tokens, and its seconds for that.
 
-        Args: stored: reference to a batch that is in the object store already.
+        Args: batch: goes into the object store, and into the request; None: the request names one, or nothing is scored.
         Returns: by the field of PackedBatch; with scored_since AT_SAMPLING and NOW, [N] float32.
         Raises: DeadlineExceeded if the learner doesn't come to that version; GroupsLost.
         """
         self._number += 1
-        number = self._number
-        reference = stored if batch is None else await asyncio.to_thread(ray.put, batch)
-        wants = wants_proximal, wants_reference, scored_since, kept_since
-        request = ForwardRequest(number, version, reference, *wants, fetch_s, trained_by)
+        request = replace(wanted, number=self._number)
+        if batch is not None:
+            request = replace(request, batch=await asyncio.to_thread(ray.put, batch))
         answer = self._answers[request.number] = asyncio.get_running_loop().create_future()
         self._waiting.append(request)
         self._changed.set()
         try:
-            return await wait_for(answer, f"forward at version {version} <- learner", deadline_s=deadline_s)
+            return await wait_for(answer, f"forward at version {request.version} <- learner", deadline_s=deadline_s)
         finally:
             del self._answers[request.number]
 

@@ -288,8 +288,8 @@ class CorrectionService(HeartbeatActor):
         correct_s = time.monotonic() - began
         stored = await asyncio.to_thread(ray.put, corrected)
         if fetch_s := self._fetch_s(batch):
-            limit_s = self._config.deadlines.forward_s
-            await self._forwards.ask(None, stored=stored, version=version, trained_by=self._correction, fetch_s=fetch_s, deadline_s=limit_s)
+            wanted = ForwardRequest(version, stored, trained_by=self._correction, fetch_s=fetch_s)
+            await self._forwards.ask(wanted, deadline_s=self._config.deadlines.forward_s)
             corrected = replace(corrected, batch=replace(corrected.batch, wide=None))  # diagnostics need no tensor that it names
         self._undiagnosed[version] = _Undiagnosed(corrected, split, self._correction)
         return PreparedBatch(
@@ -352,11 +352,10 @@ class CorrectionService(HeartbeatActor):
             return {}, 0.0
         if not (self._needs_forward and self._replays_engine):
             packed = replace(packed, wide=None)
-        return await self._forwards.ask(
-            packed,
-            version=version,
+        wanted = ForwardRequest(
+            version,
             wants_proximal=self._needs_forward,
             wants_reference=self._wants_reference(version),
             fetch_s=self._fetch_s(packed),
-            deadline_s=self._config.deadlines.forward_s,
         )
+        return await self._forwards.ask(wanted, packed, deadline_s=self._config.deadlines.forward_s)

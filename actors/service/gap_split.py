@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from actors.carriers import ForwardRequest
 from actors.ranks.forwards import AT_SAMPLING, NOW, ForwardRequests
 from correction.batch import PackedBatch
 from correction.variance_split import split_numbers
@@ -55,8 +56,8 @@ class GapSplit:
 
     async def keep(self, version: int) -> float:
         """Copy the learner's weights, which are of `version`. Returns: seconds."""
-        oldest = version - self._max_staleness
-        _, seconds = await self._forwards.ask(None, version=version, kept_since=oldest, deadline_s=self._deadline_s)
+        wanted = ForwardRequest(version, kept_since=version - self._max_staleness)
+        _, seconds = await self._forwards.ask(wanted, deadline_s=self._deadline_s)
         return seconds
 
     async def split(self, batch: PackedBatch, version: int) -> tuple[dict[str, float], float]:
@@ -64,10 +65,8 @@ class GapSplit:
         if (sample := await asyncio.to_thread(self._sample, batch, version)) is None:
             return {}, 0.0
         oldest = version + self._every - self._max_staleness
-        asked = self._forwards.ask(
-            sample, version=version, scored_since=oldest, fetch_s=self._fetch_s(sample), deadline_s=self._deadline_s
-        )
-        found, seconds = await asked
+        wanted = ForwardRequest(version, scored_since=oldest, fetch_s=self._fetch_s(sample))
+        found, seconds = await self._forwards.ask(wanted, sample, deadline_s=self._deadline_s)
         return await asyncio.to_thread(_numbers, sample, found[AT_SAMPLING], found[NOW], version), seconds
 
     def _sample(self, batch: PackedBatch, version: int) -> PackedBatch | None:

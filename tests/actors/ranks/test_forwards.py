@@ -23,7 +23,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ask(requests: ForwardRequests, batch: Any, deadline_s: float = 5.0) -> asyncio.Task[Any]:
-    return asyncio.create_task(requests.ask(batch, version=3, wants_proximal=True, wants_reference=False, deadline_s=deadline_s))
+    return asyncio.create_task(requests.ask(ForwardRequest(3, wants_proximal=True), batch, deadline_s=deadline_s))
 
 
 def test_a_request_that_was_given_up_is_not_handed_out() -> None:
@@ -57,7 +57,7 @@ def test_the_controller_brings_what_is_needed_and_asks_again(fails: bool) -> Non
     """At the version of the request, in its order, nothing twice; an error of the learner ends the wait for the batch."""
     told: list[Any] = []
     batch = PreparedBatch(3, None, None, 0, (), 0.0, 0.0)  # type: ignore[arg-type]
-    answers = [ForwardRequest(1, 3, "a", True, True), ForwardRequest(2, 3, "b", False, True), batch]
+    answers = [ForwardRequest(3, "a", 1, True, True), ForwardRequest(3, "b", 2, False, True), batch]
 
     class Service:
         async def next_batch(self) -> Any:
