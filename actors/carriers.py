@@ -7,6 +7,7 @@ Frozen: nothing is changed after it was handed over, and tensors are read-only b
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,12 +20,17 @@ if TYPE_CHECKING:  # torch: seconds that not every process needs
     from correction.monitor import Event, State
     from rollout.trajectory import Group, GroupFacts, Prompt, UnfinishedGroup
 
-INVALID = "fewer than two valid trajectories"
-UNIFORM = "rewards all alike"
-"""Reasons for which the service discards a group."""
-FAILED = "no usable answer"
-LOST = "lost with several engines"
-"""Reasons for which the pool does."""
+
+class DiscardReason(StrEnum):
+    """Why a group was not trained on, as events and the ledger say it."""
+
+    INVALID = "fewer than two valid trajectories"
+    """Found by the correction service, like the next one."""
+    UNIFORM = "rewards all alike"
+    """With dynamic sampling."""
+    FAILED = "no usable answer"
+    """Found by the rollout pool, like the next one."""
+    LOST = "lost with several engines"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +86,8 @@ class QueueSnapshot:
     """Admitted and not finished: sampled again after a restart."""
     finished: tuple[Group, ...]
     """Finished and not trained, drawn ones included."""
-    discarded_by_reason: dict[str, int] = field(default_factory=dict)
-    unreported: tuple[tuple[str, str], ...] = ()
+    discarded_by_reason: dict[DiscardReason, int] = field(default_factory=dict)
+    unreported: tuple[tuple[str, DiscardReason], ...] = ()
     """Discarded, as (prompt id, reason), and not yet in the ledger."""
 
 
@@ -103,8 +109,8 @@ class QueueContents:
     """Ids of the groups that are in the batch that the learner has or had."""
     advance: tuple[int, int] | None = None
     """The version of the learner that this batch has made, and the published one; None: it is still at work."""
-    discarded_by_reason: dict[str, int] = field(default_factory=dict)
-    unreported: tuple[tuple[str, str], ...] = ()
+    discarded_by_reason: dict[DiscardReason, int] = field(default_factory=dict)
+    unreported: tuple[tuple[str, DiscardReason], ...] = ()
     """Discarded, as (prompt id, reason), and not yet in the ledger."""
 
 

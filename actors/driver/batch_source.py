@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.carriers import ForwardRequest, PreparedBatch, Ticket
+from actors.carriers import DiscardReason, ForwardRequest, PreparedBatch, Ticket
 from actors.config import RunConfig
 from actors.driver.going_back import lost_among, while_they_answer
 from actors.driver.parts import StartingPoint, make_queue, start_service
@@ -149,7 +149,7 @@ class BatchSource:
 
     async def settle(
         self, step: int, batch: PreparedBatch, *, version: int, published: int
-    ) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    ) -> tuple[dict[str, int], list[tuple[str, DiscardReason]]]:
         """Record a finished step in the queue and in the ledger.
 
         Args:

@@ -11,17 +11,17 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from actors.carriers import FAILED, INVALID, LOST, UNIFORM
+from actors.carriers import DiscardReason
 from actors.metrics.catalogue import CATALOGUE
 from actors.metrics.kinds import Kind, Metric
 from correction.errors import EvenkeelError
 from correction.quantities import current_name
 
 DISCARD_COUNTERS = {
-    INVALID: "groups/invalid_total",
-    UNIFORM: "groups/refilled_total",
-    FAILED: "groups/failed_total",
-    LOST: "groups/failed_total",
+    DiscardReason.INVALID: "groups/invalid_total",
+    DiscardReason.UNIFORM: "groups/refilled_total",
+    DiscardReason.FAILED: "groups/failed_total",
+    DiscardReason.LOST: "groups/failed_total",
 }
 """By the reason for which a group was discarded."""
 _JOINED_FAMILIES = [metric for metric in CATALOGUE.values() if metric.name.endswith("_")]

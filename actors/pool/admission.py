@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from actors.carriers import StoredGroup, Ticket
+from actors.carriers import DiscardReason, StoredGroup, Ticket
 from actors.processes.supervision import patiently
 from actors.queue.trajectory_queue import ANSWER_S
 from correction.errors import ActorLost
@@ -36,7 +36,7 @@ class PatientQueue:
         """Finished ones. Raises: ActorLost."""
         await self.ask("put", groups)
 
-    async def give_up(self, group_id: int, reason: str) -> None:
+    async def give_up(self, group_id: int, reason: DiscardReason) -> None:
         """Discard a group that nobody could sample."""
         with suppress(ActorLost):  # `admit` says that the queue is gone, and the run what is done about it
             await self.ask("give_up", group_id, reason)

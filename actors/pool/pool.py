@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from actors.carriers import FAILED, LOST, GroupFailure, StoredGroup, Ticket
+from actors.carriers import DiscardReason, GroupFailure, StoredGroup, Ticket
 from actors.config import DeadlinesConfig
 from actors.pool import workers
 from actors.pool.admission import PatientQueue
@@ -207,7 +207,7 @@ class RolloutPool(Membership):
             self._engine_failed(worker, error)
             is_loss = lived and not worker.leaves and not isinstance(error, EngineDirty)
             if is_loss and self._groups.lost([group_id], worker.name):
-                self._discard(ticket, LOST, f"a third engine was lost while it was sampled: {error}")
+                self._discard(ticket, DiscardReason.LOST, f"a third engine was lost while it was sampled: {error}")
             else:
                 if self._groups.is_suspect(group_id):
                     self._work.suspect(group_id)
@@ -252,7 +252,7 @@ class RolloutPool(Membership):
             self._work.add_failed(ticket, worker)
             self.after(self._deadlines.sync_s, partial(self._work.prefer_ready, ticket.group_id))
         else:
-            self._discard(ticket, FAILED, why)
+            self._discard(ticket, DiscardReason.FAILED, why)
         if self._groups.is_sick(worker.name):
             self._engine_failed(worker, EngineDirty("its last requests have all failed, of different groups: it gets all weights anew"))
 
@@ -274,7 +274,7 @@ class RolloutPool(Membership):
         with super().learner_waits(version), self._delivery.urgent():
             yield
 
-    def _discard(self, ticket: Ticket, reason: str, why: str) -> None:
+    def _discard(self, ticket: Ticket, reason: DiscardReason, why: str) -> None:
         self._observer.event("warning", f"group {ticket.group_id} ({ticket.prompt.prompt_id}) is discarded, {reason}: {why}")
         self._work.forget(ticket.group_id)
         self._outstanding.give_up(ticket, reason)

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from actors.carriers import INVALID, UNIFORM, QueueContents, QueueSnapshot, StoredGroup, Ticket
+from actors.carriers import DiscardReason, QueueContents, QueueSnapshot, StoredGroup, Ticket
 from actors.queue.delays import GroupDelays
 from actors.state.ledger import listed
 from correction.errors import LedgerError
 from rollout.trajectory import GroupFacts
 
 
-def worthless(group: GroupFacts, *, dynamic_sampling: bool) -> str:
-    """Why a group is not worth training; empty: it is."""
+def worthless(group: GroupFacts, *, dynamic_sampling: bool) -> DiscardReason | None:
+    """Why a group is not worth training; None: it is."""
     if not group.is_trainable:
-        return INVALID
-    return UNIFORM if dynamic_sampling and group.is_uniform else ""
+        return DiscardReason.INVALID
+    return DiscardReason.UNIFORM if dynamic_sampling and group.is_uniform else None
 
 
 class Outstanding:
@@ -37,11 +37,11 @@ class Outstanding:
         """Tickets of all groups under way, in the order of admission; keys are prompt ids here and in the next three."""
         self._finished: dict[str, StoredGroup] = {}
         """Sampled groups that are worth training."""
-        self._worthless: dict[str, str] = {}
+        self._worthless: dict[str, DiscardReason] = {}
         """Sampled groups that are not, with the reason; their tokens are not needed."""
-        self._unreported: dict[str, str] = dict(snapshot.unreported) if snapshot else {}
+        self._unreported: dict[str, DiscardReason] = dict(snapshot.unreported) if snapshot else {}
         """Discarded groups that no finished step has recorded yet, with the reason."""
-        self._reported: Counter[str] = Counter(snapshot.discarded_by_reason if snapshot else {})
+        self._reported: Counter[DiscardReason] = Counter(snapshot.discarded_by_reason if snapshot else {})
         """Number of the other discarded groups, by reason."""
         self._reported.subtract(self._unreported.values())
         self.admitted = snapshot.admitted if snapshot else 0
@@ -82,13 +82,13 @@ class Outstanding:
             self._finished.pop(ticket.prompt.prompt_id, None)
             self.delays.forget(ticket.group_id)
 
-    def give_up(self, ticket: Ticket, reason: str) -> None:
+    def give_up(self, ticket: Ticket, reason: DiscardReason) -> None:
         """No worker could sample this group."""
         prompt_id = ticket.prompt.prompt_id
         if prompt_id in self._tickets and prompt_id not in self._finished and prompt_id not in self._worthless:
             self._unreported.setdefault(prompt_id, reason)
 
-    def settle(self, version: int, published: int, *, trained: Sequence[str], discarded: Iterable[tuple[str, str]]) -> None:
+    def settle(self, version: int, published: int, *, trained: Sequence[str], discarded: Iterable[tuple[str, DiscardReason]]) -> None:
         """A step is finished: these prompts are no longer under way.
 
         Args:
@@ -123,7 +123,7 @@ class Outstanding:
         return list(self._finished.values())
 
     @property
-    def given_up(self) -> list[tuple[int, str]]:
+    def given_up(self) -> list[tuple[int, DiscardReason]]:
         """(group id, reason) of groups that won't be trained, and that no finished step has recorded as discarded yet."""
         reasons = self._unreported | self._worthless
         return [(self._tickets[prompt_id].group_id, reason) for prompt_id, reason in reasons.items() if prompt_id in self._tickets]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from actors.carriers import QueueContents, QueueSnapshot, StoredGroup, Ticket
+from actors.carriers import DiscardReason, QueueContents, QueueSnapshot, StoredGroup, Ticket
 from actors.processes.numbered import NumberedCalls
 from actors.processes.part_heartbeat import HeartbeatActor
 from actors.queue.trajectory_queue import TrajectoryQueue
@@ -93,14 +93,14 @@ class TrajectoryQueueActor(HeartbeatActor):
         lost: list[Ticket] = await self._losses.once(number, take)
         return lost
 
-    async def discard(self, group_ids: list[int], reason: str, number: int = 0) -> None:
+    async def discard(self, group_ids: list[int], reason: DiscardReason, number: int = 0) -> None:
         async def discard() -> None:
             self._queue.discard(group_ids, reason)
             self._notify()
 
         await self._of_service.once(number, discard)
 
-    async def give_up(self, group_id: int, reason: str) -> bool:
+    async def give_up(self, group_id: int, reason: DiscardReason) -> bool:
         is_new = self._queue.give_up(group_id, reason)
         self._notify()
         return is_new
@@ -126,7 +126,7 @@ class TrajectoryQueueActor(HeartbeatActor):
 
     async def advance(
         self, version: int, trained: list[int], published: int | None = None
-    ) -> tuple[list[tuple[str, str]], dict[str, int], list[str]]:
+    ) -> tuple[list[tuple[str, DiscardReason]], dict[str, int], list[str]]:
         """Note that the learner has new weights, trained on these groups, which leave the queue.
 
         Args: published: version that the engines get; None: this one.
@@ -138,7 +138,7 @@ class TrajectoryQueueActor(HeartbeatActor):
             self._queue.settle(trained)
             self._advance = version, (self._queue.take_discarded(), self._queue.counts(), self._queue.outstanding())
             self._notify()
-        answer: tuple[list[tuple[str, str]], dict[str, int], list[str]] = self._advance[1]
+        answer: tuple[list[tuple[str, DiscardReason]], dict[str, int], list[str]] = self._advance[1]
         return answer
 
     async def waiting_for(self, version: int) -> str:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from actors.carriers import Finished, QueueContents, QueueSnapshot, Ticket
+from actors.carriers import DiscardReason, Finished, QueueContents, QueueSnapshot, Ticket
 from correction.errors import DataError, LedgerError
 from rollout.trajectory import Prompt
 
@@ -57,8 +57,8 @@ class TrajectoryQueue:
         """Versions of the learner's weights, and of those that engines have or get: not every one goes out (weight_sync.every_steps)."""
         self.admitted = self.trained = self.discarded = 0
         """Groups since the run began; `admitted` is the id of the next one."""
-        self.discarded_by_reason: Counter[str] = Counter()
-        self._unreported: list[tuple[str, str]] = []
+        self.discarded_by_reason: Counter[DiscardReason] = Counter()
+        self._unreported: list[tuple[str, DiscardReason]] = []
         self._entries: dict[int, _Entry] = {}
         # What follows is known from the entries, and kept in addition to them: a run holds thousands, and looks at every finished one.
         self._by_state: Counter[GroupState] = Counter()
@@ -105,7 +105,7 @@ class TrajectoryQueue:
         heapq.heappush(self._finished, group.group_id)
         return True
 
-    def discard(self, group_ids: Sequence[int], reason: str) -> None:
+    def discard(self, group_ids: Sequence[int], reason: DiscardReason) -> None:
         """Give up groups in any state; their places become free and the count by reason grows."""
         for group_id in group_ids:
             entry = self._entries.get(group_id)
@@ -132,7 +132,7 @@ class TrajectoryQueue:
         lost, self.lost = self.lost, []
         return [self._entries[group_id].ticket for group_id in lost if self.expects(group_id)]
 
-    def give_up(self, group_id: int, reason: str) -> bool:
+    def give_up(self, group_id: int, reason: DiscardReason) -> bool:
         """Discard a group that nobody could sample. False, and nothing changes, if it has been finished or given up meanwhile."""
         entry = self._entries.get(group_id)
         if entry is None or entry.state is not GroupState.ADMITTED:
@@ -140,7 +140,7 @@ class TrajectoryQueue:
         self.discard([group_id], reason)
         return True
 
-    def take_discarded(self) -> list[tuple[str, str]]:
+    def take_discarded(self) -> list[tuple[str, DiscardReason]]:
         """What was discarded since the last call, as (prompt id, reason), for the ledger."""
         discarded, self._unreported = self._unreported, []
         return discarded

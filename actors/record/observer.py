@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError
 
-from actors.carriers import ActorInfo, Observation, PreparedBatch, ScatterSample, Ticket
+from actors.carriers import ActorInfo, DiscardReason, Observation, PreparedBatch, ScatterSample, Ticket
 from actors.config import RunConfig
 from actors.metrics.exporter import DiscoveryServer, MetricsEndpoint, listen_address
 from actors.metrics.held_out import Evaluation
@@ -243,7 +243,7 @@ class Observer:
         result: StepResult,
         phases: dict[str, float],
         counts: dict[str, int],
-        discarded: Sequence[tuple[str, str]],
+        discarded: Sequence[tuple[str, DiscardReason]],
     ) -> FinishedStep:
         """Take stock of a step that ends now; what is noted from here on belongs to the next one.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from actors.carriers import StoredGroup
+from actors.carriers import DiscardReason, StoredGroup
 from actors.processes.numbered import NumberedCaller
 from actors.queue import payloads
 from actors.queue.outstanding import worthless
@@ -46,7 +46,7 @@ class Drawing:
             drawn = await self._books.ask("draw", version, places, _POLL_S, what=what, deadline_s=limit_s, notice_s=ANSWER_S)
             if not drawn:
                 continue
-            kept, given_up = list[StoredGroup](), dict[str, list[int]]()
+            kept, given_up = list[StoredGroup](), dict[DiscardReason, list[int]]()
             for group in drawn:
                 if reason := worthless(group.facts, dynamic_sampling=self._dynamic_sampling):
                     given_up.setdefault(reason, []).append(group.group_id)

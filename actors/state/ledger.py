@@ -212,8 +212,9 @@ def imbalance_of(queue: QueueSnapshot, mark: LedgerMark | None) -> str | None:
             f"{queue.admitted} groups admitted, but {queue.trained} trained, {queue.discarded} discarded and {len(held)} under way "
             f"({listed(held)})"
         )
-    if sum(queue.discarded_by_reason.values()) != queue.discarded:
-        return f"{queue.discarded} groups discarded, but by reason {queue.discarded_by_reason}"
+    by_reason = {str(reason): groups for reason, groups in queue.discarded_by_reason.items()}
+    if sum(by_reason.values()) != queue.discarded:
+        return f"{queue.discarded} groups discarded, but by reason {by_reason}"
     if mark is not None and mark.lines + mark.aside != (settled := queue.trained + queue.discarded - len(unreported)):
         return (
             f"the ledger has {mark.lines + mark.aside} lines, but {settled} prompts were trained or discarded, not counting those "

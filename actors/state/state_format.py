@@ -88,7 +88,7 @@ def of_plain(kind: Any, plain: Any, columns: Mapping[str, np.ndarray], names: Ma
         kinds = [inner[0]] * len(plain) if inner[1:] == (Ellipsis,) else inner
         return tuple(of_plain(k, item, columns, names) for k, item in zip(kinds, plain, strict=True))
     if origin is dict:
-        return {key: of_plain(inner[1], item, columns, names) for key, item in plain.items()}
+        return {of_plain(inner[0], key, columns, names): of_plain(inner[1], item, columns, names) for key, item in plain.items()}
     if origin is _Array:
         code = {int: "i", float: "f"}[inner[0]]
         if not isinstance(plain, dict):  # earlier versions had tuples here, and an empty one as such

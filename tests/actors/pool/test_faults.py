@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from actors.carriers import FAILED, LOST, GroupFailure, Ticket
+from actors.carriers import DiscardReason, GroupFailure, Ticket
 from actors.config import DeadlinesConfig
 from actors.pool.dispatch import WaitingWork
 from actors.pool.faults import GroupBook
@@ -113,9 +113,9 @@ def test_a_prompt_that_no_engine_can_sample_is_discarded_with_the_reason(monkeyp
         await world.begin()
         await world.all_done(8)
         assert sorted(tried) == ["0", "1"] and world.lost == []
-        assert dict(world.queue._queue.discarded_by_reason) == {FAILED: 1}
+        assert dict(world.queue._queue.discarded_by_reason) == {DiscardReason.FAILED: 1}
         assert [event for event in world.events if "is discarded" in event] == [
-            f"group 3 (train/0/3) is discarded, {FAILED}: one logprob is not finite"
+            f"group 3 (train/0/3) is discarded, {DiscardReason.FAILED}: one logprob is not finite"
         ]
         follows = "it is discarded with the reason, after two workers have tried; no worker is lost by it"
         Measured("a prompt of which no engine gives a usable answer", follows, None, "that group, once", PLAYED).write()
@@ -134,7 +134,7 @@ def test_a_prompt_that_nobody_could_ever_sample_is_discarded_at_once(monkeypatch
         await world.begin()
         await world.all_done(8)
         assert not any("is sampled again" in event for event in world.events)
-        assert dict(world.queue._queue.discarded_by_reason) == {FAILED: 1} and world.lost == []
+        assert dict(world.queue._queue.discarded_by_reason) == {DiscardReason.FAILED: 1} and world.lost == []
 
     play(scenario)
 
@@ -155,7 +155,7 @@ def test_a_prompt_that_kills_engines_is_found(monkeypatch: pytest.MonkeyPatch, w
         world.sample = deadly  # type: ignore[assignment]
         await world.begin()
         await world.all_done(17)  # the place of the one that is discarded is taken
-        assert dict(world.queue._queue.discarded_by_reason) == {LOST: 1}
+        assert dict(world.queue._queue.discarded_by_reason) == {DiscardReason.LOST: 1}
         assert {*range(16)} - {*world.finished} == {5} and len(world.lost) == 3
         follows = "it is discarded with the reason, after the third; before, it never comes with another suspect"
         Measured(f"a prompt that ends each engine, with {counted(workers, 'worker')}", follows, None, world.sampled_again, PLAYED).write()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from actors.carriers import FAILED, LOST, Ticket
+from actors.carriers import DiscardReason, Ticket
 from actors.pool.dispatch import WaitingWork
 from actors.settings.deadlines import group_s
 from correction.errors import EngineError
@@ -93,7 +93,7 @@ def test_a_worker_that_dies_after_a_hiccup_is_lost_with_its_group(monkeypatch: p
         world.sample = deadly  # type: ignore[assignment]
         await world.begin()
         await world.all_done(5)
-        assert dict(world.queue._queue.discarded_by_reason) == {LOST: 1} and len(world.lost) == 3
+        assert dict(world.queue._queue.discarded_by_reason) == {DiscardReason.LOST: 1} and len(world.lost) == 3
 
     play(scenario)
 
@@ -135,7 +135,7 @@ def test_a_group_that_never_reaches_a_worker_is_not_tried_for_ever(monkeypatch: 
         world.sample = swallowed  # type: ignore[assignment]
         await world.begin()
         await world.all_done(5)
-        assert dict(world.queue._queue.discarded_by_reason) == {FAILED: 1} and world.lost == []
+        assert dict(world.queue._queue.discarded_by_reason) == {DiscardReason.FAILED: 1} and world.lost == []
         assert len(calls) == 5 * 6 and set(calls) == {"0", "1"}
 
     play(scenario)
@@ -186,7 +186,7 @@ def test_a_call_that_hangs_in_a_worker_that_lives_keeps_its_slot_until_it_is_abo
         assert sorted(hung) == ["0", "1"] == sorted(name for name, _ in aborted) and world.lost == []
         assert [at - began for _, at in aborted] == pytest.approx([limit_s, 2 * limit_s + 7.0], abs=30.0)
         assert slots == [True, True, True], "taken while it is aborted; then others have the group; and again"
-        assert dict(world.queue._queue.discarded_by_reason) == {FAILED: 1}
+        assert dict(world.queue._queue.discarded_by_reason) == {DiscardReason.FAILED: 1}
 
     play(scenario)
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.carriers import UNIFORM, ActorInfo, Example, Observation
+from actors.carriers import ActorInfo, DiscardReason, Example, Observation
 from actors.driver.evaluation import evaluate
 from actors.metrics.step_metrics import StepMetrics, by_worker
 from actors.pool.scaling import Cause, ScalingDecision
@@ -78,7 +78,7 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
             observer.receipt(SyncReceipt(step, "retract", 1, 1, bytes=100 * step, pause_s=0.0, worker="0", seconds=0.1 * step))
             observer.group_finished(facts(step, 7 * step), "0")
             counts = {"admitted": 10 * step, "trained": step, "discarded": step, "finished": 0, "in_flight": 0, "drawn": 0}
-            ended.append(observer.end_step(step, step, batch, result, {"train": 1.0}, counts, [("train/0/1", UNIFORM)]))  # type: ignore[arg-type]
+            ended.append(observer.end_step(step, step, batch, result, {"train": 1.0}, counts, [("train/0/1", DiscardReason.UNIFORM)]))  # type: ignore[arg-type]
         for step in ended:
             observer.report(step, asyncio.sleep(0, None))  # type: ignore[arg-type]
         await observer.flush()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from actors.carriers import DiscardReason
 from actors.queue.trajectory_queue import TrajectoryQueue
 from actors.state.ledger import LedgerMark
 from actors.state.resume import COLUMNS, Replacement, TrainingState
@@ -37,7 +38,7 @@ def state() -> TrainingState:
     later = queue.admit(prompts(4, 6))
     queue.put(group(later[0]))
     queue.draw(1, 1)
-    queue.discard([3], "rewards all alike")
+    queue.discard([3], DiscardReason.UNIFORM)
     monitor = Monitor()
     monitor.update(1, {"k3_kl": 1e-3})
     replacement = Replacement(CorrectionConfig(), CorrectionConfig.model_validate({"preset": "icepop"}))
@@ -51,7 +52,9 @@ def test_round_trip(state: TrainingState, tmp_path: Path) -> None:
     queue = loaded.queue
     assert (queue.admitted, queue.trained, queue.discarded) == (6, 2, 1)
     assert [t.group_id for t in queue.in_flight] == [5] and [g.group_id for g in queue.finished] == [2, 4]
-    assert queue.unreported == (("train/0/3", "rewards all alike"),)
+    assert queue.unreported == (("train/0/3", DiscardReason.UNIFORM),) and queue.discarded_by_reason == {DiscardReason.UNIFORM: 1}
+    assert {type(reason) for reason in (*queue.discarded_by_reason, queue.unreported[0][1])} == {DiscardReason}
+    assert '["train/0/3", "rewards all alike"]' in (tmp_path / "controller.json").read_text(), "as checkpoints always had it"
 
 
 def test_all_that_a_trajectory_may_have_comes_back(state: TrainingState, tmp_path: Path) -> None:
