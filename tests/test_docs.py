@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -118,3 +119,12 @@ def test_every_page_is_reached_from_readme() -> None:
         seen.add(page)
         waiting += [(page.parent / link.partition("#")[0]).resolve() for link in links(page.read_text()) if not link.startswith("#")]
     assert set(PAGES) <= seen
+
+
+def test_a_page_says_of_each_file_that_a_run_leaves_what_it_is() -> None:
+    """Their list is the head of run_folder.py."""
+    module = ast.parse((ROOT / "actors" / "record" / "run_folder.py").read_text())
+    names = re.findall(r"(?:^ {4}| {2,})(\w+(?:\.\w+|/))", ast.get_docstring(module, clean=False) or "", re.MULTILINE)
+    assert {"metrics.jsonl", "evaluations.jsonl", "stacks/", "report.html"} <= set(names), "the list was not read"
+    table = (ROOT / "docs" / "how_it_works.md").read_text().split("## What a run leaves")[1].split("\n## ")[0]
+    assert [name for name in names if f"`{name}" not in table] == []
