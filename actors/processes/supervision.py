@@ -46,6 +46,7 @@ async def wait_for(
     usual_s: float = 0.0,
     detail: Callable[[], Awaitable[str]] | None = None,
     counts_from: Callable[[], float] | None = None,
+    raises: type[DeadlineExceeded] = DeadlineExceeded,
 ) -> T:
     """Await something that another process does.
 
@@ -59,8 +60,8 @@ async def wait_for(
         detail: asked for one clause on what exactly is missing, before each notice.
         counts_from: time of the event loop, seconds, from which the deadline counts if it is later than the call: that of the last
             progress. Notices count from the call.
-    Raises: DeadlineExceeded; EvenkeelError kinds of the other process, as themselves; ActorLost if its process
-        has died or its answer was lost.
+        raises: kind of error at the deadline.
+    Raises: DeadlineExceeded; errors of the other process, as themselves; ActorLost if it has died or its answer was lost.
     """
     clock = asyncio.get_running_loop().time
     began, half_over = clock(), HALF_OVER.get() if _LONG_S <= deadline_s < math.inf else None
@@ -80,7 +81,7 @@ async def wait_for(
             missing = await _ask(detail) if detail else ""
             if clock() - max(began, counts_from() if counts_from else began) >= deadline_s:
                 clause = f" ({missing})" if missing else ""
-                raise DeadlineExceeded(f"{what}: not done in {deadline_s:.0f} s{clause}", what=what, seconds=waited, setting="deadlines")
+                raise raises(f"{what}: not done in {deadline_s:.0f} s{clause}", what=what, seconds=waited, setting="deadlines")
             say = notice or (log.warning if waited >= usual_s else log.info)
             say(WaitNotice(what, round(waited), missing))
     except ray.exceptions.RayTaskError as error:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from actors.config import CheckpointConfig, DeadlinesConfig
-from actors.processes.supervision import abandon, wait_for
+from actors.processes.supervision import abandon
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.observer import Observer
-from actors.record.patience import ON_DISK
+from actors.record.patience import DiskLate, wait_for_disk
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.state.resume import TrainingState
 from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, EvenkeelError, LedgerError
@@ -150,11 +150,11 @@ class CheckpointWriter:
         return work
 
     async def _by_disk(self, part: str, function: Callable[..., T], *arguments: Any) -> T:
-        """The result of such work. Raises: as the work; DeadlineExceeded, and the checkpoint is given up."""
-        work, named = self._handed_to_disk(function, *arguments), f"checkpoint of step {self._begun} ({part}) -> {ON_DISK}"
+        """The result of such work. Raises: as the work; DiskLate, and the checkpoint is given up."""
+        work, what = asyncio.shield(self._handed_to_disk(function, *arguments)), f"checkpoint of step {self._begun} ({part})"
         try:
-            return await wait_for(asyncio.shield(work), named, deadline_s=self._disk_s, notice=self._observer.waiting)
-        except DeadlineExceeded:
+            return await wait_for_disk(work, what, deadline_s=self._disk_s, notice=self._observer.waiting)
+        except DiskLate:
             self._is_given_up.set()
             raise
 

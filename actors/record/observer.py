@@ -24,7 +24,7 @@ from actors.processes.supervision import abandon, unless_set, wait_for
 from actors.processes.wait_notice import WaitNotice
 from actors.record.finished_step import FinishedStep
 from actors.record.metric_views import open_views, views_from_an_earlier_step
-from actors.record.patience import ON_DISK, PatientWriter
+from actors.record.patience import PatientWriter, wait_for_disk
 from actors.record.probe_watch import ProbeWatch
 from actors.record.run_event import LEVEL_OF_STATE, EventKind, RunEvent
 from actors.record.run_folder import RunFolder
@@ -344,8 +344,8 @@ class Observer:
         if self._writing is not None:
             wait, limit_s = asyncio.shield(self._writing), 2 * self._config.deadlines.step_s + KEEP_S
             await wait_for(wait, "numbers of the last steps", deadline_s=limit_s, counts_from=lambda: self._written_at)
-        what, limit_s = f"lines of the last steps -> {ON_DISK}", self._config.deadlines.disk_s
-        await wait_for(self.disk.done(), what, deadline_s=limit_s, notice=self.waiting)
+        limit_s = self._config.deadlines.disk_s
+        await wait_for_disk(self.disk.done(), "lines of the last steps", deadline_s=limit_s, notice=self.waiting)
 
     def stop_waiting(self) -> None:
         """Lines of steps wait for nobody any more, and lack what is not known yet: there may be seconds left."""

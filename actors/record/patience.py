@@ -29,14 +29,29 @@ _MOST = 100_000
 _MOST_BEFORE_A_FILE, _MOST_BEFORE_A_STEP = 100, 1000
 """Jobs that may wait before a file is left out, and before a step is delayed: what tens, and hundreds, of steps write."""
 _LOOK_S = 0.1
-ON_DISK = "the run folder's disk"
-"""Ends the name of each wait for it."""
 _HANGS = "When that disk answers again, a resume goes on from the last checkpoint. The deadline follows from deadlines.checkpoint_s"
 
 
 class _Line(NamedTuple):
     step: int
     append: Callable[[], object]
+
+
+class DiskLate(DeadlineExceeded):
+    """The run folder's disk has not done in time what it was waited for."""
+
+
+async def wait_for_disk(
+    work: Awaitable[T],
+    what: str,
+    *,
+    deadline_s: float,
+    notice: Callable[[WaitNotice], None],
+    counts_from: Callable[[], float] | None = None,
+) -> T:
+    """As wait_for, of work on the run folder's disk. Raises: as the work; DiskLate."""
+    named = f"{what} -> the run folder's disk"
+    return await wait_for(work, named, deadline_s=deadline_s, notice=notice, counts_from=counts_from, raises=DiskLate)
 
 
 async def by_disk(
@@ -51,19 +66,18 @@ async def by_disk(
 
     Args:
         notice, counts_from: as wait_for.
-    Raises: as the work; DeadlineExceeded after `disk_s`, with what to do.
+    Raises: as the work; DiskLate after `disk_s`, with what to do.
     """
     try:
-        named = f"{what} -> {ON_DISK}"
-        return await wait_for(work, named, deadline_s=deadlines.disk_s, notice=notice, counts_from=counts_from)
-    except DeadlineExceeded as error:
+        return await wait_for_disk(work, what, deadline_s=deadlines.disk_s, notice=notice, counts_from=counts_from)
+    except DiskLate as error:
         error.remedy = _HANGS
         raise
 
 
 def is_disk_late(error: BaseException) -> bool:
-    """Whether the disk has not done in time what it was waited for, by this error or by the one that it comes from."""
-    return any(isinstance(one, DeadlineExceeded) and one.what.endswith(ON_DISK) for one in (error, error.__cause__))
+    """Whether the disk was late, by this error or by the one that it comes from."""
+    return any(isinstance(one, DiskLate) for one in (error, error.__cause__))
 
 
 class PatientWriter:

@@ -11,7 +11,8 @@ import pytest
 
 from actors.commands import train
 from actors.processes import interrupts
-from correction.errors import DataError, DeadlineExceeded
+from actors.record.patience import DiskLate
+from correction.errors import DataError
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -56,7 +57,7 @@ def test_an_error_of_a_disk_that_hangs_is_raised_without_it(monkeypatch: pytest.
     """Neither the list of checkpoints nor a report keeps it from being said."""
     is_back, reported = threading.Event(), list[object]()
     what = "files of the newest checkpoint -> the run folder's disk"
-    late = DeadlineExceeded(f"{what}: not done in 1800 s", what=what)
+    late = DiskLate(f"{what}: not done in 1800 s", what=what)
 
     def ends(text: str) -> None:
         if comes_from == "itself":
@@ -72,7 +73,7 @@ def test_an_error_of_a_disk_that_hangs_is_raised_without_it(monkeypatch: pytest.
     monkeypatch.setattr(train, "Controller", nothing)
     monkeypatch.setattr(train, "_report", reported.append)
     monkeypatch.setattr(train, "_LISTED_S", 0.1)
-    with pytest.raises(DeadlineExceeded if comes_from == "itself" else DataError):
+    with pytest.raises(DiskLate if comes_from == "itself" else DataError):
         train._run_in(folder, config, None, [], None)  # type: ignore[arg-type]
     assert not is_back.is_set() and not reported
     is_back.set()
