@@ -16,7 +16,7 @@ import ray
 from actors.carriers import DiscardReason, ForwardRequest, PreparedBatch, Ticket
 from actors.config import RunConfig
 from actors.driver.going_back import lost_among, while_they_answer
-from actors.driver.parts import StartingPoint, make_queue, start_service
+from actors.driver.parts import QUEUE, SERVICE, StartingPoint, make_queue, start_service
 from actors.pool.pool import RolloutPool
 from actors.processes.supervision import kill, persistently
 from actors.queue.outstanding import Outstanding
@@ -32,8 +32,6 @@ from correction.errors import ActorLost, EvenkeelError
 if TYPE_CHECKING:
     from correction.engines.agreement import Agreement
 
-QUEUE, SERVICE = "trajectory queue", "correction service"
-REPLACEABLE = frozenset({QUEUE, SERVICE})
 _LOOK_S = 0.1
 
 

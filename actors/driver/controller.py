@@ -21,11 +21,11 @@ from actors.cluster.hub import outline_folder
 from actors.cluster.placement import reserve
 from actors.config import RunConfig
 from actors.driver.alarms import AlarmResponse
-from actors.driver.batch_source import REPLACEABLE, BatchSource
+from actors.driver.batch_source import BatchSource
 from actors.driver.evaluation import Evaluations
 from actors.driver.fruitless import FruitlessSteps
 from actors.driver.going_back import Rollbacks, end_parts, lost_among, raise_when_lost, what_goes_on, what_is_done_again, what_is_lost
-from actors.driver.parts import StartingPoint, make_sync, start_learner
+from actors.driver.parts import REPLACEABLE, StartingPoint, make_sync, start_learner
 from actors.driver.run_summary import RunSummary
 from actors.driver.step_under_way import StepUnderWay
 from actors.metrics.held_out import Evaluation

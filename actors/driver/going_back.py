@@ -32,7 +32,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from actors.driver.parts import StartingPoint
+from actors.driver.parts import REPLACEABLE, StartingPoint
 from actors.processes.event_level import EventLevel, Notify
 from actors.processes.part_heartbeat import raise_when_silent
 from actors.processes.supervision import first_error, kill, persistently, unless_failed
@@ -100,7 +100,7 @@ async def lost_among(parts: Mapping[str, Any], error: BaseException) -> list[str
     gone = [name for name, task in asked.items() if task.done() and task.result()]
     is_late = isinstance(error, DeadlineExceeded | ActorUnavailable)
     silent = [name for name, task in asked.items() if not task.done()] if is_late else []
-    silent = [name for name in silent if "learner" not in name] or silent  # a busy rank answers only after its step
+    silent = [name for name in silent if name in REPLACEABLE] or silent  # a busy rank answers only after its step
     for task in asked.values():
         task.cancel()
     return gone or silent or ([_ANSWER] if lost_answer(error) else [])

@@ -28,6 +28,10 @@ from actors.weights.weight_sync import SyncCallbacks, WeightSync
 from correction.config import CorrectionConfig
 from rollout.trajectory import SyncReceipt
 
+QUEUE, SERVICE = "trajectory queue", "correction service"
+REPLACEABLE = frozenset({QUEUE, SERVICE})
+"""Parts of which the driver knows all that they hold. The others are the learner's ranks."""
+
 
 @dataclass(frozen=True, slots=True)
 class StartingPoint:

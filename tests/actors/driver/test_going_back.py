@@ -14,7 +14,6 @@ from ray.exceptions import (
     RayActorError,
 )
 
-from actors.driver.batch_source import REPLACEABLE
 from actors.driver.going_back import (
     MOST_ROLLBACKS,
     Rollbacks,
@@ -22,7 +21,7 @@ from actors.driver.going_back import (
     lost_among,
     raise_when_lost,
 )
-from actors.driver.parts import StartingPoint, start_learner
+from actors.driver.parts import REPLACEABLE, StartingPoint, start_learner
 from actors.pool.rollout_worker import RolloutWorker
 from actors.queue.payloads import LATE
 from actors.queue.queue_actor import TrajectoryQueueActor
@@ -81,8 +80,9 @@ def without_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"queue": Part(ALIVE), "rank": Part(OutOfMemoryError("killed"))}, ActorLost("step"), ["rank"]),
         ({"queue": Part(ALIVE), "rank": Part(ALIVE)}, ActorUnavailable("step"), ["an answer"]),
         ({"queue": Part(ALIVE), "rank": Part("silent")}, EngineError("of another kind, while a step is under way"), []),
+        ({"trajectory queue": Part("silent"), "learner rank 0": Part("silent")}, DeadlineExceeded("draw"), ["trajectory queue"]),
     ],
-    ids=["dead", "none", "unreachable, then dead", "unreachable for a moment", "hangs", "killed for memory", "answer lost", "busy"],
+    ids=["dead", "none", "unreachable, then dead", "unreachable a moment", "hangs", "out of memory", "answer lost", "busy", "rank is busy"],
 )
 def test_a_part_is_lost_if_it_is_dead_or_hangs(parts: dict[str, Any], error: Exception, expected: list[str]) -> None:
     assert asyncio.run(lost_among(parts, error)) == expected
