@@ -6,6 +6,7 @@ colours are of middle lightness for the same reason.
 
 from __future__ import annotations
 
+import enum
 import io
 import itertools
 import re
@@ -68,6 +69,13 @@ class Plot:
     is_wide: bool = False
 
 
+class _Scale(enum.Enum):
+    LINEAR = enum.auto()
+    LOG = enum.auto()
+    SHARE = enum.auto()
+    """0 to 100 %."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Curves:
     """A plot of metrics over steps."""
@@ -86,9 +94,8 @@ class _Curves:
         return CATALOGUE[self.names[0]].unit
 
     @property
-    def scale(self) -> str:
-        """log, share (0 to 100 %) or linear."""
-        return "log" if self.is_logarithmic else "share" if self.unit is Unit.SHARE else "linear"
+    def scale(self) -> _Scale:
+        return _Scale.LOG if self.is_logarithmic else _Scale.SHARE if self.unit is Unit.SHARE else _Scale.LINEAR
 
 
 _LABELS = {
@@ -233,7 +240,7 @@ def draw_accuracy(evaluations: Sequence[StepMetrics]) -> Plot | None:
 def draw_curves(curves: _Curves, steps: Sequence[StepMetrics], warnings: Sequence[Event] = ()) -> Plot | None:
     """Metrics over steps, with a line at each watch and alarm; None if the run has none of them."""
     series = [entry for name in curves.names for entry in _series(name, steps)]
-    if curves.scale == "log":
+    if curves.is_logarithmic:
         series = [(label, x[y > 0], y[y > 0]) for label, x, y in series]
     series = [entry for entry in series if len(entry[1])]
     if not series:
@@ -241,8 +248,8 @@ def draw_curves(curves: _Curves, steps: Sequence[StepMetrics], warnings: Sequenc
 
     def draw(axes: Axes) -> None:
         for (label, x, y), colour in zip(series, itertools.cycle(_COLOURS), strict=False):
-            smooth = running_mean(np.log(y) if curves.scale == "log" else y, max(1, len(y) // 25))
-            smooth = np.exp(smooth) if curves.scale == "log" else smooth
+            smooth = running_mean(np.log(y) if curves.is_logarithmic else y, max(1, len(y) // 25))
+            smooth = np.exp(smooth) if curves.is_logarithmic else smooth
             if len(y) > 25:  # a running mean over the faint single steps
                 axes.plot(x, y, color=colour, alpha=0.3, linewidth=0.9)
                 axes.plot(x, smooth, color=colour, label=label)
@@ -279,7 +286,7 @@ def draw_staleness(steps: Sequence[StepMetrics]) -> Plot | None:
             floor = top
         axes.legend(ncols=4, columnspacing=1.2, **_ABOVE)
         axes.set_ylabel("share of trained tokens")
-        _value_axis(axes, "share", [np.array([1.0])])
+        _value_axis(axes, _Scale.SHARE, [np.array([1.0])])
         _step_axis(axes, x)
 
     caption = (
@@ -309,7 +316,7 @@ def draw_scatter(sample: ScatterSample | None) -> Plot | None:
                 right.scatter(mu[chosen], distance[chosen], s=6, color=colour, alpha=0.5, linewidths=0, rasterized=True)
         left.set(xlabel="log mu (nats): the engine that sampled", ylabel="log pi_prox (nats): the learner")
         left.legend(ncols=2, markerscale=2.5, **_ABOVE)
-        _value_axis(right, "log", [distance[finite]])
+        _value_axis(right, _Scale.LOG, [distance[finite]])
         right.set(xlabel="log mu (nats)", ylabel="|log pi_prox - log mu| (nats)")
 
     caption = (
@@ -348,16 +355,16 @@ def _step_axis(axes: Axes, steps: Sequence[int]) -> None:
     axes.set_xlabel("step")
 
 
-def _value_axis(axes: Axes, scale: str, values: Sequence[np.ndarray]) -> None:
+def _value_axis(axes: Axes, scale: _Scale, values: Sequence[np.ndarray]) -> None:
     low, high = min(float(y.min()) for y in values), max(float(y.max()) for y in values)
-    if scale == "log":
+    if scale is _Scale.LOG:
         axes.set_yscale("log")
         if high < 20 * low:    # at least one decade, or the axis has no labelled tick
             axes.set_ylim(low / 4, high * 4)
         axes.yaxis.set_major_locator(LogLocator(numticks=6))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    elif scale == "share":
+    elif scale is _Scale.SHARE:
         axes.set_ylim(0, min(1.02, max(0.05, high * 1.1)))
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0 if high > 0.05 else 1))
     elif low >= 0:
