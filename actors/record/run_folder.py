@@ -37,7 +37,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import filelock
 import yaml
@@ -56,6 +56,8 @@ from correction.quantities import current_name
 from correction.settings import dump_with_derived
 from learner.file_sums import flush_to_disk, seal
 
+SampleKind = Literal["step", "held_out"]
+"""What samples are of, a training batch or an evaluation: their files' names begin so."""
 KEPT_SAMPLES = 1000  # steps whose samples are all kept as text
 CHECKPOINT_FORMAT = 5
 """Stands in a checkpoint's manifest; another one is refused."""
@@ -256,8 +258,8 @@ class RunFolder:
         lines = self.events_path.read_text(errors="replace").splitlines()
         return [event for line in lines if (event := RunEvent.parse(line)) is not None]
 
-    def write_trajectories(self, step: int, text: str, kind: str = "step") -> Path:
-        """Keep samples as text, of older steps each hundredth's. kind: "step": of a training batch; "held_out": of an evaluation."""
+    def write_trajectories(self, step: int, text: str, kind: SampleKind = "step") -> Path:
+        """Keep samples as text, of older steps each hundredth's."""
         if (gone := step - KEPT_SAMPLES) % 100:
             (self.path / f"trajectories/{kind}_{gone:06d}.txt").unlink(missing_ok=True)
         return self.write_text(f"trajectories/{kind}_{step:06d}.txt", text)
@@ -271,7 +273,7 @@ class RunFolder:
         self.write_file(f"{name}.json", batch.save_rest)
         return path
 
-    def trajectory_files(self, kind: str = "step") -> list[Path]:
+    def trajectory_files(self, kind: SampleKind = "step") -> list[Path]:
         """Samples of one kind, oldest first."""
         return sorted((self.path / "trajectories").glob(f"{kind}_*.txt"))
 

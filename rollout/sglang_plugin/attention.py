@@ -7,7 +7,7 @@ the paged cache. It computes in float64, as the learner does where the rounding 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -22,8 +22,8 @@ STOCK_NAME = "torch_native"
 """Our backend takes SGLang's name: SGLang decides by it, in several places, not to use Triton kernels."""
 
 
-def register(kind: str) -> None:
-    """kind: "batched" serves torch_native by BatchedAttentionBackend, "stock" by SGLang's own."""
+def register(kind: Literal["batched", "stock"]) -> None:
+    """Args: kind: "batched" serves torch_native by BatchedAttentionBackend, "stock" by SGLang's own."""
     backend = BatchedAttentionBackend if kind == "batched" else PlainAttentionBackend
     register_attention_backend(STOCK_NAME)(lambda runner: backend(runner))
 
