@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -300,7 +300,7 @@ class _ScoringProcess:
         self._child = self._socket = self._streams = None
         self._is_ready = False
 
-    async def _reply(self, wanted: str, deadline_s: float, what: str, setting: str) -> dict[str, Any]:
+    async def _reply(self, wanted: Literal["ready", "components"], deadline_s: float, what: str, setting: str) -> dict[str, Any]:
         assert self._streams is not None
         reader = self._streams[0]
         try:
@@ -369,7 +369,7 @@ def _see_to_its_end(guardian: subprocess.Popen[bytes]) -> None:
         end_orphans(guardian.pid)
 
 
-def _as_reply(payload: bytes, wanted: str) -> dict[str, Any]:
+def _as_reply(payload: bytes, wanted: Literal["ready", "components"]) -> dict[str, Any]:
     """The answer of a scoring process. Half a surrogate pair in an error, which can't be written as UTF-8, stands there as its escape.
 
     Args: wanted: "ready" or "components"; an error comes in the place of either.

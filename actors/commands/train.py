@@ -38,7 +38,7 @@ from actors.record.stack_collector import StackCollector
 from actors.record.terminal import TerminalView
 from actors.settings.deadlines import inversions
 from actors.settings.derived import derived
-from actors.settings.devices import check_devices, check_types
+from actors.settings.devices import check_devices
 from correction.engines.quick_imports import uncollected
 from correction.errors import DeadlineExceeded, EvenkeelError, counted
 from rollout.chat import ChatEncoder, load_tokenizer
@@ -104,7 +104,6 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     config = checked(config, model, has_weights=has_weights)
     check_task_names(config.rollout.task)
     facts = paper_facts(config, model, is_resumed=resumed_from is not None)
-    check_types(config)
     of_paper = on_paper(facts, config)
     stop_at_failures(of_paper)
     tokenizer = load_tokenizer(model)
