@@ -13,7 +13,7 @@ from pydantic import BaseModel, model_validator
 from .choices import Population, Ratio, WeightMode
 from .errors import ConfigError
 from .methods import preset_settings
-from .parts import CorrectionSettings
+from .parts import CorrectionSettings, gate_of
 from .schedule import effective_ratio, fold_obstacle
 
 REPORT_ONLY = 1e-6
@@ -90,7 +90,7 @@ def _refuse_counting_twice(config: CorrectionConfig) -> None:
 
 
 def _refuse_rho_in_objective(config: CorrectionConfig) -> None:
-    gate = config.objective.gate if config.objective.kind == "score" else None
+    gate = gate_of(config.objective)
     if config.objective.ratio is Ratio.RHO or (gate is not None and gate.ratio is Ratio.RHO):
         raise ConfigError("objective.ratio = rho: it has no gradient, since rho does not contain the target policy. Take r or q.")
 

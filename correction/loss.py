@@ -36,7 +36,7 @@ from .objectives import (
 from .parts import ClipGate, DivergenceGate, KlConfig, RelaxConfig, ScoreObjective
 from .ratios import Logprobs, aggregate_log_ratio, bounded_exp, interpolated_logprobs
 from .rejection import has_sign
-from .schedule import Schedule, Stage, effective_ratio
+from .schedule import Schedule, Stage, effective_ratio, needs_reference_logprobs
 from .segments import Segments
 from .staleness import token_staleness
 
@@ -141,7 +141,7 @@ def policy_loss(
         "kl_loss": kl.detach().sum(),
         "entropy_loss": -bonus.detach().sum(),
         "kl": kl_tokens.detach().sum(dtype=torch.float64),
-        **_token_sums(view, keep, tokens, weights, entropy, Ratio.R if config.proximal is ProximalSource.RECOMPUTE else Ratio.Q),
+        **_token_sums(view, keep, tokens, weights, entropy, _moved(config)),
         **_global_sums(view, late, keep, config, schedule),
     }
     partials = torch.stack([torch.as_tensor(sums.get(name, 0.0), dtype=torch.float64, device=policy.device) for name in PARTIALS])
@@ -181,13 +181,12 @@ def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]
         metrics["clip_share"] = value["clipped_tokens"] / trained
     if value["tokens"] > 0:
         metrics["ratio_mean"] = value["ratio"] / value["tokens"]
-        drift = "drift" if config.proximal is ProximalSource.RECOMPUTE else "drift_from_behavior"
+        drift = "drift" if _moved(config) is Ratio.R else "drift_from_behavior"
         metrics |= {f"{drift}_{name}_kl": value[f"drift_{name}"] / value["tokens"] for name in ("k1", "k3")}
         if value["entropy"] != 0:
             metrics["entropy"] = value["entropy"] / value["tokens"]
         if config.kl.coefficient > 0:
-            is_of_start = config.kl.anchor == "reference"
-            metrics["penalty_kl" if is_of_start else "anchor_kl"] = value["kl"] / value["tokens"]
+            metrics["penalty_kl" if needs_reference_logprobs(config) else "anchor_kl"] = value["kl"] / value["tokens"]
     if value["kept_tokens"] > 0:
         if config.objective.kind == "score" and (config.objective.lower is not None or config.objective.upper is not None):
             metrics["bounded_share"] = value["bounded_tokens"] / value["kept_tokens"]
@@ -327,10 +326,15 @@ def _entropy_bonus(view: BatchView, entropy: Tensor | None, scale: Tensor, confi
     return config.entropy_coefficient * torch.where(view.mask, entropy, 0) * scale
 
 
+def _moved(config: CorrectionConfig) -> Ratio:
+    """The ratio of the target to the policy that is taken for the one from which the update began."""
+    return Ratio.R if config.proximal is ProximalSource.RECOMPUTE else Ratio.Q
+
+
 def _token_sums(
     view: BatchView, keep: Tensor, tokens: TokenLoss, weights: Tensor, entropy: Tensor | None, moved: Ratio
 ) -> dict[str, Tensor]:
-    """Args: moved: the ratio of the target to the policy from which the update began."""
+    """Args: moved: whose log is the drift."""
     drift = view.log_ratio(moved)
     kept_weights = torch.where(keep, weights, 0).double()
     sums = {

@@ -283,6 +283,11 @@ Objective = Annotated[
 ]
 
 
+def gate_of(objective: Objective) -> ClipGate | DivergenceGate | None:
+    """What takes the gradient of tokens away, where the objective has it apart from its ratio."""
+    return objective.gate if objective.kind == "score" else None
+
+
 class DenominatorConfig(Settings):
     """What the sum of token losses is divided by."""
 

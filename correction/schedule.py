@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .choices import TOPK_STATISTICS, Count, DenominatorKind, Population, ProximalSource, Ratio, Statistic, WeightMode
 from .errors import ConfigError
-from .parts import CorrectionSettings
+from .parts import CorrectionSettings, gate_of
 
 
 class Stage(enum.Enum):
@@ -126,8 +126,8 @@ def uses_proximal(config: CorrectionSettings) -> bool:
         ratios.append(config.importance.ratio)
     if objective.ratio is not None:
         ratios.append(objective.ratio)
-    if objective.kind == "score" and objective.gate is not None:
-        ratios.append(objective.gate.ratio)
+    if (gate := gate_of(objective)) is not None:
+        ratios.append(gate.ratio)
     if config.kl.coefficient > 0 and config.kl.estimator == "unbiased_k3":
         ratios.append(config.kl.ratio)
     veto = config.veto is not None and (config.veto.quantity == "probability" or config.veto.ratio is not Ratio.Q)
@@ -143,8 +143,8 @@ def needs_reference_logprobs(config: CorrectionSettings) -> bool:
 def needs_topk(config: CorrectionSettings) -> int:
     """How many tokens' logprobs the engine must report at each position, and the learner look up; 0 where no part needs them."""
     statistics = [criterion.statistic for criterion in config.rejection]
-    if config.objective.kind == "score" and config.objective.gate is not None and config.objective.gate.kind == "divergence":
-        statistics.append(config.objective.gate.divergence)
+    if (gate := gate_of(config.objective)) is not None and gate.kind == "divergence":
+        statistics.append(gate.divergence)
     return config.topk if any(statistic in TOPK_STATISTICS for statistic in statistics) else 0
 
 
