@@ -10,9 +10,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rollout.trajectory import Prompt
+from tests.simulation.engine import SimulatedSampler
 from tests.simulation.planted import BUGS, Bug, title
 from tests.simulation.report import failures, first_shown
 from tests.simulation.schedule import Fault, FaultSchedule, schedule_of
@@ -283,6 +286,25 @@ def test_what_a_leaving_worker_has_begun_goes_on_elsewhere(kind: str) -> None:
         assert "The run goes back to" not in told and "is discarded" not in told
         went_on += " go on elsewhere from " in told or " goes on elsewhere from " in told
     assert went_on > 1
+
+
+def test_a_prompt_whose_tokens_no_tokenizer_decodes_is_discarded_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After two attempts, and the run goes on; a resume would come to the same prompt."""
+    group, asked = SimulatedSampler.group, list[str]()
+
+    async def decoded(sampler: SimulatedSampler, prompt: Prompt, **named: Any) -> Any:
+        found = await group(sampler, prompt, **named)
+        asked.append(prompt.prompt_id)
+        if prompt.prompt_id == "train/0/5":
+            raise KeyError(151_936)
+        return found
+
+    monkeypatch.setattr(SimulatedSampler, "group", decoded)
+    outcome = play(run_of_one_worker(steps=4, groups_per_step=2, faults=()))
+    assert (outcome.violation, outcome.drivers, outcome.steps) == ("", 1, 4)
+    (discarded,) = [line for line in outcome.trace if "is discarded" in line]
+    assert discarded.endswith("(train/0/5) is discarded, no usable answer: KeyError: 151936") and asked.count("train/0/5") == 2
+    assert not any("is gone: " in line for line in outcome.trace)
 
 
 def test_a_crash_goes_on_at_the_checkpoint_and_a_damaged_one_is_passed_over() -> None:
