@@ -57,6 +57,15 @@ class ActorUnavailable(ActorLost):
     """It cannot be reached just now; it may be again in a moment, and what may run twice may be asked again."""
 
 
+class RankFailed(ActorLost):
+    """A learner rank's process is there, but its device or a collective has failed in the middle of a call: it has to be ended."""
+
+    def __init__(self, *said: object, remedy: str = "", rank: str = "") -> None:
+        """Args: rank: its name in messages."""
+        super().__init__(*said, remedy=remedy)
+        self.rank = rank
+
+
 class RequestError(EvenkeelError, RuntimeError):
     """One request got no answer that can be used. The engine goes on: others have had theirs."""
 

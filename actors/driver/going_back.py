@@ -3,8 +3,9 @@
 The parts are the learner's ranks, the trajectory queue and the correction service. If only queue or service die, the driver replaces both
 at the present step (batch_source.py), because it knows what they held. The weights and the optimizer's state of a rank that dies are
 nowhere else. Then queue, service and learner start again from the last complete checkpoint, as after a resume: the ledger is cut back to
-it, and the data go on at its position. The same happens if a part dies while the run starts, or if an answer of the learner is lost. All
-steps since the checkpoint are done again. A learner whose ranks are all alive loads the checkpoint without a restart.
+it, and the data go on at its position. The same happens if the device of a rank or a collective fails, which ends the rank, if a part dies
+while the run starts, or if an answer of the learner is lost. All steps since the checkpoint are done again. A learner whose ranks are all
+alive loads the checkpoint without a restart.
 
 Weights published after the checkpoint are withdrawn: their version numbers will come again, with other weights. The generation, a number
 that grows by one at each rollback, distinguishes them: the weight sync accepts receipts of its own generation only, a worker drops all
@@ -41,7 +42,7 @@ from actors.ranks.learner_group import LearnerGroup
 from actors.record.checkpoint_reader import ResumePoint, newest_readable, take_back
 from actors.record.patience import ByDisk, PatientWriter
 from actors.record.run_folder import RunFolder
-from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded
+from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, RankFailed
 from rollout.tasks import Task
 
 T = TypeVar("T")
@@ -92,7 +93,8 @@ async def _raise_when_gone(parts: Mapping[str, Any]) -> None:
 async def lost_among(parts: Mapping[str, Any], error: BaseException) -> list[str]:
     """Names of the actors whose process is gone. If there are none and a deadline has passed: of those that don't answer within _ANSWER_S.
 
-    If all actors are there, and the error says that an answer is lost for good: [_ANSWER], as nobody knows whether that call has run.
+    If all actors are there: the learner's rank that has failed, by this error; [_ANSWER] if the error says that an answer is lost for
+    good, as nobody knows whether that call has run.
     """
     asked = {name: asyncio.ensure_future(_is_gone_for_good(actor)) for name, actor in parts.items()}
     with contextlib.suppress(TimeoutError):
@@ -103,14 +105,15 @@ async def lost_among(parts: Mapping[str, Any], error: BaseException) -> list[str
     silent = [name for name in silent if name in REPLACEABLE] or silent  # a busy rank answers only after its step
     for task in asked.values():
         task.cancel()
-    return gone or silent or ([_ANSWER] if lost_answer(error) else [])
+    failed = [error.rank] if isinstance(error, RankFailed) and error.rank in parts else []  # by the end of another rank, if one is gone
+    return gone or silent or failed or ([_ANSWER] if lost_answer(error) else [])
 
 
 def lost_answer(error: BaseException) -> str:
     """What this error says is lost though all actors may be alive, in a sentence; empty: nothing.
 
     Two such errors look as if the called code had raised them: the argument of a call was lost with its owner, so that the call never ran;
-    or there was no room for its result in the object store.
+    or there was no room for its result in the object store. What called code raises itself is none, unless it is an ActorLost (RankFailed).
     """
     cause = getattr(error, "cause", None)
     if isinstance(error, ActorLost) or not isinstance(cause, RayError) or isinstance(cause, RayTaskError):

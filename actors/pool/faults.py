@@ -2,7 +2,8 @@
 
 * Engine lost (its process ended, or it missed its heartbeat): other workers sample its groups. A replacement starts, after a pause that
   doubles with each loss while no group is finished in between. Nodes that lost two engines are avoided.
-* Request failed (refused, malformed or late answer): another worker samples the group; after two failures it is discarded with the reason.
+* Request failed (refused, malformed or late answer; an error that nobody has foreseen): another worker samples the group; after two
+  failures it is discarded with the reason.
 * Data failed (no worker could sample the prompt): the group is discarded with the reason.
 * Reward failed: the trajectory is invalid; a group with fewer than two valid ones is discarded (correction service). When most groups
   come so, work is handed out one group at a time, after pauses that double; after half an hour of pauses the run ends (scoring.py).

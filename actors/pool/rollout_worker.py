@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from actors.settings.environment import worker_environment
 from correction.engines.rendezvous import keep_nccl_on
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
-from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, LateError, RequestError, SyncError
+from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError, RequestError, SyncError
 from correction.schedule import needs_topk
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.sampler import Sampler
@@ -45,6 +46,7 @@ from rollout.trajectory import (
 )
 from rollout.weight_update import require_checksums
 
+log = logging.getLogger("evenkeel.pool")
 T = TypeVar("T")
 GroupOutcome = GroupFacts | GroupFailure | UnfinishedGroup
 Answer = tuple[Any, ...]
@@ -190,23 +192,37 @@ class RolloutWorker:
             raise EngineError(f"rollout worker {self._name}: group {group_id} was given up, and doesn't end in {_ABORT_S:g} s")
 
     async def _generate_group(self, ticket: Ticket) -> Answer:
-        generation, nothing = self._generation, (None, None) if self._settings.has_wide_fields else (None,)
-        spoilt = self._spoilt
+        """An error that nobody has foreseen (a tokenizer that can't decode a token, say) is a failure of this group alone."""
         try:
-            group = await self._sampler.group(
-                ticket.prompt,
-                group_id=ticket.group_id,
-                admitted_version=ticket.admitted_version,
-                topk=self._settings.topk,
-                begun=ticket.begun if isinstance(ticket, BegunTicket) else None,
-            )
+            return await self._sampled_group(ticket)
         except UNANSWERED as error:
-            return GroupFailure(ticket.group_id, str(error), is_final=isinstance(error, DataError)), *nothing
+            failure = GroupFailure(ticket.group_id, str(error), is_final=isinstance(error, DataError))
+        except (EvenkeelError, ray.exceptions.RayError):
+            raise
+        except Exception as error:
+            log.exception("rollout worker %s: group %d (%s)", self._name, ticket.group_id, ticket.prompt.prompt_id)
+            failure = GroupFailure(ticket.group_id, f"{type(error).__name__}: {error}", is_final=False)
+        return failure, *self._nothing
+
+    @property
+    def _nothing(self) -> tuple[None, ...]:
+        """In place of a group's tokens, and of its wide fields."""
+        return (None, None) if self._settings.has_wide_fields else (None,)
+
+    async def _sampled_group(self, ticket: Ticket) -> Answer:
+        generation, spoilt = self._generation, self._spoilt
+        group = await self._sampler.group(
+            ticket.prompt,
+            group_id=ticket.group_id,
+            admitted_version=ticket.admitted_version,
+            topk=self._settings.topk,
+            begun=ticket.begun if isinstance(ticket, BegunTicket) else None,
+        )
         await self._of_known_weights(spoilt)
         if generation != self._generation:
             raise LateError(f"rollout worker {self._name}: group {ticket.group_id} was withdrawn while it was sampled")
         if isinstance(group, UnfinishedGroup):
-            return group, *nothing
+            return group, *self._nothing
         self._count(group.trajectories)
         self._endpoint.add("rollout/finished_groups_total", 1)
         return payloads.split_answer(group) if self._settings.has_wide_fields else (group.facts, group)

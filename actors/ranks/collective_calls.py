@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import ray
 
 from actors.processes.supervision import persistently
+from actors.ranks.rank_faults import as_rank_failure
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, StepAborted
 
 M = TypeVar("M", bound=Callable[..., Any])
@@ -62,7 +63,8 @@ class NumberedRank:
 def collective(method: M) -> M:
     """Decorates a method of a NumberedRank whose first argument is the call's number, and which begins with `_in_order` or `_go_on_from`.
 
-    Called again under the last number it doesn't run, and returns or raises what it did before.
+    Called again under the last number it doesn't run, and returns or raises what it did before. Raises: RankFailed if the rank's device or
+    a collective has failed.
     """
 
     @wraps(method)
@@ -73,7 +75,7 @@ def collective(method: M) -> M:
         try:
             end.set_result(method(rank, number, *arguments))
         except BaseException as error:
-            end.set_exception(error)
+            end.set_exception(as_rank_failure(error, rank._name, method.__name__))
         if number == rank._calls:  # it was counted; a call that was refused is not kept
             rank._last = method.__name__, end
         return end.result()

@@ -20,6 +20,7 @@ from actors.metrics.exporter import MetricsEndpoint, listen_address, node_addres
 from actors.processes.part_heartbeat import OUT_OF_TURN, SequentialHeartbeatActor
 from actors.queue.payloads import read_now
 from actors.ranks.collective_calls import NumberedRank, collective
+from actors.ranks.rank_faults import names_failures
 from actors.settings.devices import check_received
 from correction.engines.quick_imports import uncollected
 from correction.engines.rendezvous import keep_nccl_on
@@ -73,6 +74,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         self._reserved.bind((host, 0))
         return host, self._reserved.getsockname()[1]
 
+    @names_failures
     def start(self, world_size: int, master: tuple[str, int], model: Path, version: int) -> ActorInfo:
         """Join the group and load the weights."""
         with uncollected():
@@ -275,6 +277,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         self._in_order(number, "copy for a checkpoint")
         self._learner.begin_save(folder, hf_folder)
 
+    @names_failures
     def is_saved(self) -> bool:
         """No collective call: each rank answers for itself, also asked again."""
         return self._learner.is_saved()

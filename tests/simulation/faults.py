@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.simulation.disk import Disk
 from tests.simulation.engine import Health
 from tests.simulation.node import Node
@@ -23,6 +25,13 @@ _KINDS = {"worker": WORKER, "queue": QUEUE, "service": SERVICE, "learner": RANK,
 
 _OF_CALLS = ("late_call", "late_reply", "lost_reply", "repeated_call", "lost_call", "stuck_call")
 """In the order of the fields of Fate."""
+_FAILURES: tuple[tuple[type[Exception], str], ...] = (
+    (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"),
+    (torch.AcceleratorError, "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported later"),
+    (torch.distributed.DistBackendError, "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error"),
+    (RuntimeError, "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:43117"),
+)
+"""What torch raises in a rank whose device or collective has failed, by a fault's target."""
 LEAVING = {"drain_node", "end_worker", "resize_pool"}
 """Workers leave in order, soon after one of them was given a group."""
 
@@ -59,6 +68,8 @@ class Faults:
         """So late is the next answer with each group that was lost with a node."""
         self._late_groups: set[int] = set()
         self._held_up_until = self._judge_back_at = 0.0
+        self._failing: list[Fault] = []
+        """Wait for the learner's rank to come to their method."""
         self.learner_slowness = 1.0
         self.rejected = 0
         """So many of the learner's next batches are rejected to the last token."""
@@ -226,6 +237,18 @@ class Faults:
     def _slow_learner(self, fault: Fault) -> None:
         self.learner_slowness = 5.0
         self._later(fault.lasts, lambda: setattr(self, "learner_slowness", 1.0))
+
+    def _fail_rank(self, fault: Fault) -> None:
+        self._failing.append(fault)
+
+    def raise_if_failing(self, method: str) -> None:
+        """Raises: what torch says, if the rank's device or a collective is to fail in this method."""
+        for fault in self._failing:
+            if fault.what == method:
+                self._failing.remove(fault)
+                kind, text = _FAILURES[fault.target % len(_FAILURES)]
+                self._tell(f"the rank raises {kind.__name__} in {method}")
+                raise kind(text)
 
     def _reject_batches(self, fault: Fault) -> None:
         self.rejected += int(fault.lasts)

@@ -22,6 +22,7 @@ import torch
 from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
 from actors.ranks.collective_calls import collective
 from actors.ranks.learner_rank_actor import LearnerRankActor
+from actors.ranks.rank_faults import as_rank_failure
 from correction.errors import DataError
 from learner.abort import Abort
 from learner.config import LearnerConfig
@@ -82,10 +83,12 @@ class SimulatedLearner:
 
     def go_on_from(self, weights: Weights) -> None:
         """From here it makes other weights of the same groups than before: they are sampled anew."""
+        self._world.faults.raise_if_failing("restore")
         self._world.books.restored(weights)
         self.weights, self._number = weights, self._world.books.new_learner(weights)
 
     def step(self, corrected: Any, correction: Any, *, step: int) -> StepResult:
+        self._world.faults.raise_if_failing("step")
         self.abort.before_microbatch()
         self.abort.too_late()
         batch = corrected.batch
@@ -115,16 +118,19 @@ class SimulatedLearner:
         )
 
     def proximal(self, batch: Any) -> Proximal:
+        self._world.faults.raise_if_failing("proximal")
         self.abort.before_microbatch()
         return Proximal(torch.full_like(batch.behavior_logprobs, -1.0), None, None)
 
     def begin_save(self, folder: Path, hf_folder: Path) -> None:
+        self._world.faults.raise_if_failing("begin_save")
         process = HERE.get()
         assert process is not None
         ready = asyncio.get_running_loop().time() + process.cluster.delay("checkpoint", 0.2, 15.0)
         self._saving, self._failure = (ready, folder, hf_folder, self.weights), ""
 
     def is_saved(self) -> bool:
+        self._world.faults.raise_if_failing("is_saved")
         if self._saving is not None:
             ready, folder, hf_folder, weights = self._saving
             if asyncio.get_running_loop().time() < ready:
@@ -176,11 +182,15 @@ class SimulatedRank(LearnerRankActor):
         if (number, "export") != (self._calls, self._last[0]):  # as `collective`, for a coroutine
             self._last = "export", Future()
             self._begin(number, "export of the weights", version)
-            self._last[1].set_result(await self._exported(plan))
+            try:
+                self._last[1].set_result(await self._exported(plan))
+            except Exception as error:
+                self._last[1].set_exception(as_rank_failure(error, self._name, "export"))
         snapshot: WeightSnapshot = self._last[1].result()
         return snapshot
 
     async def _exported(self, plan: ExportPlan) -> WeightSnapshot:
+        self.world.faults.raise_if_failing("export")
         self.world.books.is_exported(self._version, may_be_copied=self.world.schedule.broadcasts)
         weights, error = self._learner.weights.name, ""
         if plan.broadcasts:

@@ -19,6 +19,7 @@ from actors.pool.rollout_worker import RolloutWorker
 from actors.queue import payloads
 from actors.queue.outstanding import Outstanding
 from actors.queue.trajectory_queue import GroupState, TrajectoryQueue
+from actors.ranks import collective_calls
 from actors.ranks.collective_calls import CollectiveCaller
 from actors.record import checkpoint_reader, checkpoint_writer
 from actors.record.patience import PatientWriter
@@ -319,6 +320,13 @@ def a_return_may_go_unheard() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def a_rank_that_raises_is_not_lost() -> Iterator[None]:
+    """Whatever torch says of its device ends the run, as a bug does."""
+    with mock.patch.object(collective_calls, "as_rank_failure", lambda error, *_: error):
+        yield
+
+
 BUGS: tuple[Bug, ...] = (
     a_group_is_handed_out_twice,
     a_discarded_prompt_is_not_counted,
@@ -345,6 +353,7 @@ BUGS: tuple[Bug, ...] = (
     lost_groups_are_still_as_good_as_finished,
     lost_groups_have_no_place_reserved,
     a_return_may_go_unheard,
+    a_rank_that_raises_is_not_lost,
 )
 
 

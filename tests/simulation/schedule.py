@@ -19,7 +19,7 @@ ENDS_A_RUN = {"crash_driver", "stop_driver", "full_disk"}
 
 TAKES_BACK = {
     *("lose_node", "late_call", "late_reply", "lost_reply", "lost_call", "stuck_call", "slow_learner"),
-    *("freeze_service", "freeze_queue", "freeze_learner", "kill_learner", "kill_queue", "kill_service"),
+    *("freeze_service", "freeze_queue", "freeze_learner", "kill_learner", "kill_queue", "kill_service", "fail_rank"),
 }
 """After one of these a run may go back to its last checkpoint, or replace queue and service: so often before another one, and it ends."""
 
@@ -34,8 +34,8 @@ class Fault:
     lasts: float = 0.0
     """Seconds; or how many times, for what happens to the next so many answers, updates, replies."""
     what: str = ""
-    """Method of a call; for a crash: what it does to the newest checkpoint; for an update: whose; for a node: what goes with it, later, or
-    that what was lost with it comes late."""
+    """Method of a call, or in which a rank fails; for a crash: what it does to the newest checkpoint; for an update: whose; for a
+    node: what goes with it, later, or that what was lost with it comes late."""
 
     def __str__(self) -> str:
         rest = [self.what, f"for {self.lasts:g}" if self.lasts else "", f"of #{self.target}" if self.target else ""]
@@ -161,6 +161,10 @@ _DEAD_JUDGES = 16
 _RETURNS_UNHEARD = 16
 """In one run of so many, from seed _FIRST_UNHEARD on, no worker hears that the run goes back, and nothing else befalls it."""
 _FIRST_UNHEARD = 10
+_FAILED_RANKS = 16
+"""In one run of so many, from seed _FIRST_FAILED on, the learner's rank raises what torch says of a failed device or collective, too, if
+there are other faults."""
+_FIRST_FAILED = 14
 _LATE = (
     "admit",
     "generate_group",
@@ -183,6 +187,7 @@ _LOST = (
 )
 _REPEATED = ("generate_group", "put", "admit", "draw", "advance", "next_batch", "forwarded")
 _STUCK = ("step", "step", "proximal", "begin_save", "export")
+_FAILED = ("step", "step", "proximal", "begin_save", "is_saved", "export", "restore")
 _BROKEN = ("", "", "everybody")
 _WITH_A_NODE = ("", "", "queue", "service", "hangs", "late", "late")
 _AFTER_A_CRASH = ("", "truncated", "missing file", "no manifest", "flipped bit", "flipped bit")
@@ -209,6 +214,8 @@ def schedule_of(seed: int) -> FaultSchedule:
     )
     if seed % _DEAD_JUDGES == _DEAD_JUDGES // 2:
         schedule = schedule.with_faults(sorted([*faults, _dead_judge(seed, until_s)], key=lambda fault: fault.at))
+    if seed % _FAILED_RANKS == _FIRST_FAILED and faults:
+        schedule = schedule.with_faults(sorted([*faults, _failed_rank(seed, until_s)], key=lambda fault: fault.at))
     schedule = replace(schedule, publish_every=chance.choice((1, 1, schedule.max_staleness + 1)), references=chance.random() < 0.7)
     return _of_an_unheard_return(schedule) if seed % _RETURNS_UNHEARD == _FIRST_UNHEARD else schedule
 
@@ -217,6 +224,12 @@ def _dead_judge(seed: int, until_s: float) -> Fault:
     """Drawn apart: the other faults of this seed, and all other seeds, stay what they are."""
     chance = random.Random(f"judge of {seed}")
     return Fault(round(chance.uniform(0.0, until_s), 1), "dead_judge", lasts=round(10.0 * 90.0 ** chance.random(), 1))
+
+
+def _failed_rank(seed: int, until_s: float) -> Fault:
+    """Drawn apart, too."""
+    chance = random.Random(f"failed rank of {seed}")
+    return Fault(round(chance.uniform(0.0, until_s), 1), "fail_rank", chance.randrange(4), what=chance.choice(_FAILED))
 
 
 def _of_an_unheard_return(schedule: FaultSchedule) -> FaultSchedule:

@@ -10,9 +10,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rollout.trajectory import Prompt
+from tests.simulation.engine import SimulatedSampler
 from tests.simulation.planted import BUGS, Bug, title
 from tests.simulation.report import failures, first_shown
 from tests.simulation.schedule import Fault, FaultSchedule, schedule_of
@@ -22,6 +25,8 @@ from tests.simulation.world import play
 ROOT = Path(__file__).parents[2]
 SEEDS = 100
 """Of the fast suite."""
+FAILURES = ("OutOfMemoryError", "AcceleratorError", "DistBackendError", "RuntimeError")
+SAID = ("out of memory", "its device or a collective has failed")
 
 
 def test_runs_keep_their_books_whatever_befalls_them() -> None:
@@ -39,7 +44,7 @@ def test_seeds_differ_in_what_befalls_a_run() -> None:
     """Every kind of fault comes in two hundred; in the fast suite runs are resumed, and go through without a fault."""
     schedules = [schedule_of(seed) for seed in range(SEEDS)]
     kinds = {fault.kind for seed in range(2 * SEEDS) for fault in schedule_of(seed).faults}
-    assert len(kinds) == 33, kinds
+    assert len(kinds) == 34, kinds
     assert sum(not schedule.faults for schedule in schedules) > 10
     assert sum(any(fault.kind == "crash_driver" for fault in schedule.faults) for schedule in schedules) > 10
 
@@ -128,6 +133,35 @@ def test_the_run_goes_back_for_a_call_that_never_begins(method: str, at: float) 
     told = "\n".join(outcome.trace)
     assert (outcome.violation, outcome.drivers, outcome.steps) == ("", 1, 3)
     assert told.count("not begun by rank 0") == told.count("The run goes back to") == 1
+
+
+@pytest.mark.parametrize("method", ["step", "proximal", "begin_save", "is_saved", "export"])
+def test_a_rank_that_raises_is_ended_and_the_run_goes_back(method: str) -> None:
+    """Its process lives, and its device or a collective has failed: out of memory, a CUDA error, a connection that broke."""
+    for kind, at in itertools.product(range(4), (5.0, 14.0)):
+        schedule = run_of_one_worker(steps=3, groups_per_step=2, faults=(Fault(at, "fail_rank", kind, what=method),))
+        outcome = play(replace(schedule, forwards=method == "proximal"))
+        told = "\n".join(outcome.trace)
+        assert (outcome.violation, outcome.drivers, outcome.steps) == ("", 1, 3)
+        assert told.count(f"lost: learner rank 0 (learner rank 0: {SAID[kind > 0]} in {method} ({FAILURES[kind]}: ") == 1
+        assert told.count("The run goes back to") == 1 and "LearnerRankActor 0 is dead" in told and "LearnerRankActor 1 is up" in told
+
+
+def test_a_rank_that_raises_while_it_goes_back_is_ended_as_well() -> None:
+    faults = Fault(40.0, "kill_learner"), Fault(40.1, "fail_rank", what="restore")
+    outcome = play(run_of_one_worker(steps=20, groups_per_step=2, faults=faults))
+    assert (outcome.violation, outcome.drivers, outcome.steps) == ("", 1, 20)
+    told = "\n".join(outcome.trace)
+    assert "lost: learner rank 0 (learner rank 0: out of memory in restore " in told and "LearnerRankActor 2 is up" in told
+
+
+def test_a_rank_that_raises_again_and_again_ends_the_run_in_a_sentence() -> None:
+    """The fourth time before another checkpoint; a resume goes on from the last one. The first may come while one is being written."""
+    faults = tuple(Fault(14.0 + i / 10, "fail_rank", what="step") for i in range(5))
+    outcome = play(run_of_one_worker(steps=3, groups_per_step=2, faults=faults))
+    assert (outcome.violation, outcome.drivers, outcome.steps) == ("", 2, 3)
+    (ended,) = [line for line in outcome.trace if "driver 0 has ended: " in line]
+    assert "ActorLost: learner rank 0: the 4th death after step " in ended and "; lower learner.tokens_per_microbatch, " in ended
 
 
 def test_a_slow_disk_holds_no_run_up_and_loses_no_line() -> None:
@@ -252,6 +286,25 @@ def test_what_a_leaving_worker_has_begun_goes_on_elsewhere(kind: str) -> None:
         assert "The run goes back to" not in told and "is discarded" not in told
         went_on += " go on elsewhere from " in told or " goes on elsewhere from " in told
     assert went_on > 1
+
+
+def test_a_prompt_whose_tokens_no_tokenizer_decodes_is_discarded_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After two attempts, and the run goes on; a resume would come to the same prompt."""
+    group, asked = SimulatedSampler.group, list[str]()
+
+    async def decoded(sampler: SimulatedSampler, prompt: Prompt, **named: Any) -> Any:
+        found = await group(sampler, prompt, **named)
+        asked.append(prompt.prompt_id)
+        if prompt.prompt_id == "train/0/5":
+            raise KeyError(151_936)
+        return found
+
+    monkeypatch.setattr(SimulatedSampler, "group", decoded)
+    outcome = play(run_of_one_worker(steps=4, groups_per_step=2, faults=()))
+    assert (outcome.violation, outcome.drivers, outcome.steps) == ("", 1, 4)
+    (discarded,) = [line for line in outcome.trace if "is discarded" in line]
+    assert discarded.endswith("(train/0/5) is discarded, no usable answer: KeyError: 151936") and asked.count("train/0/5") == 2
+    assert not any("is gone: " in line for line in outcome.trace)
 
 
 def test_a_crash_goes_on_at_the_checkpoint_and_a_damaged_one_is_passed_over() -> None:

@@ -18,7 +18,7 @@ from actors.driver.going_back import (
     what_is_lost,
     while_they_answer,
 )
-from correction.errors import ActorLost, DeadlineExceeded
+from correction.errors import ActorLost, DeadlineExceeded, RankFailed
 from tests.actors.driver.test_going_back import ALIVE, GONE, Part
 
 
@@ -74,3 +74,15 @@ def test_a_call_whose_argument_or_answer_is_gone_takes_the_run_back_and_a_bug_en
     if expected:
         said = what_is_lost(["an answer"], error)
         assert said.startswith(f"lost: an answer ({expected}") and "traceback" not in said
+
+
+def test_a_rank_that_has_failed_is_lost_unless_another_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that lives may say only that its connection to a dead one was closed."""
+    monkeypatch.setattr("actors.driver.going_back._ANSWER_S", 0.2)
+    error = RankFailed("learner rank 0: its device or a collective has failed in step", rank="learner rank 0")
+    for other, expected in ((ALIVE, "learner rank 0"), ("silent", "learner rank 0"), (GONE, "learner rank 1")):  # it may wait in that call
+        parts = {"trajectory queue": Part(ALIVE), "learner rank 0": Part(ALIVE), "learner rank 1": Part(other)}
+        assert asyncio.run(lost_among(parts, error)) == [expected]
+    assert asyncio.run(lost_among({"trajectory queue": Part(ALIVE)}, error)) == ["an answer"], "it isn't a part any more"
+    said = what_is_lost(["learner rank 0"], error)
+    assert said == f"lost: learner rank 0 ({error}); going back to the last checkpoint"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,11 +78,42 @@ def test_one_request_that_fails_is_told_and_costs_nothing_else(error: EvenkeelEr
     asyncio.run(scenario())
 
 
-def test_a_lost_engine_is_no_failed_request() -> None:
+@pytest.mark.parametrize("has_wide_fields", [False, True])
+def test_an_error_that_nobody_has_foreseen_costs_its_group_and_its_traceback_is_kept(
+    caplog: pytest.LogCaptureFixture, has_wide_fields: bool
+) -> None:
+    """A tokenizer that can't decode a token would else end the run, and each resume of it."""
+
+    async def scenario() -> None:
+        worker = RolloutWorker("0", replace(SETTINGS, topk=2 * has_wide_fields))
+        worker._sampler = Failing(KeyError(151_936))  # type: ignore[assignment]
+        found = await worker.generate_group(Ticket(7, prompt(0), 0))
+        assert found == (GroupFailure(7, "KeyError: 151936", is_final=False), *[None] * (1 + has_wide_fields))
+        assert worker._groups == {}
+
+    with caplog.at_level(logging.ERROR, "evenkeel.pool"):
+        asyncio.run(scenario())
+    assert "rollout worker 0: group 7 (" in caplog.text and "raise self._error\nKeyError: 151936" in caplog.text
+
+
+def test_what_is_wrong_with_a_finished_group_costs_that_one_as_well() -> None:
+    async def scenario() -> None:
+        worker, sampler = slow_worker()
+        worker._endpoint = SimpleNamespace(set=lambda *_: None)  # type: ignore[assignment]
+        sampler.finish.set()
+        failure, nothing = await worker.generate_group(Ticket(7, prompt(0), 3))
+        assert failure == GroupFailure(7, "AttributeError: 'types.SimpleNamespace' object has no attribute 'add'", is_final=False)
+        assert nothing is None
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [EngineError("the scheduler is gone"), ray.exceptions.ObjectStoreFullError("no room")], ids=repr)
+def test_a_lost_engine_or_object_store_is_no_failed_request(error: Exception) -> None:
     async def scenario() -> None:
         worker = idle_worker()
-        worker._sampler = Failing(EngineError("the scheduler is gone"))  # type: ignore[assignment]
-        with pytest.raises(EngineError, match="the scheduler is gone"):
+        worker._sampler = Failing(error)  # type: ignore[assignment]
+        with pytest.raises(type(error), match=str(error)):
             await worker.generate_group(Ticket(7, prompt(0), 0))
 
     asyncio.run(scenario())
