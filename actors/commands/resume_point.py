@@ -52,9 +52,9 @@ def find_resume_point(
     changed = changed_settings(before, config)
     _refuse_lost_settings(before, config, changed, folder)
     _check_reference(config, point.checkpoint)
-    if point.checkpoint.step >= config.steps:
+    if point.checkpoint.step > config.steps:  # at the last step the evaluation may be left, see actors/record/completeness.py
         raise ConfigError(
-            f"{folder.path} has done {point.checkpoint.step} of {config.steps} steps: nothing is left. "
+            f"steps = {config.steps}, but {folder.path} has done {point.checkpoint.step}: nothing is left. "
             f"Add steps={point.checkpoint.step + 100} to train on"
         )
     for name in ("groups_per_step", "max_staleness"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,9 +28,11 @@ from actors.plan.shape import ModelShape
 from actors.processes import interrupts
 from actors.processes.daemon_threads import DaemonThreads
 from actors.processes.event_level import EventLevel
+from actors.processes.output import put
 from actors.processes.supervision import HALF_OVER
 from actors.processes.wait_notice import WaitNotice
 from actors.record.checkpoint_reader import ResumePoint, take_back
+from actors.record.completeness import EVALUATION, left_after_training
 from actors.record.observer import Observer
 from actors.record.patience import is_disk_late
 from actors.record.run_event import EventKind
@@ -53,6 +56,7 @@ _LEFT_INTERRUPTED_S = 60.0
 _NODES_S = 60.0
 """For the facts of all nodes of a cluster: their first processes may read packages from a cold disk."""
 _LISTED_S = 2.0
+_AFTER_ALL = "after all was saved"
 
 
 def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None, *, discard_queue: bool = False) -> RunSummary:
@@ -77,6 +81,8 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
         if resume is not None:
             config, point = find_resume_point(folder, overrides, discard_queue=discard_queue)
             check_ray(config.ray)
+            if point and point.checkpoint.step == config.steps and EVALUATION not in left_after_training(folder, config.steps):
+                return _complete(folder, config, point)
             config, task, notes = prepare(config, resumed_from=point.checkpoint.hf if point else None)
             if point is None:
                 notes.append(_from_the_start(folder))
@@ -157,6 +163,19 @@ def _from_the_start(folder: RunFolder) -> str:
     return f"{folder.path} has no checkpoint: starting from step 0 with its config.yaml{lines}"
 
 
+def _complete(folder: RunFolder, config: RunConfig, point: ResumePoint) -> RunSummary:
+    """Say of a run that it has done all; a report that is missing is written. Nothing is started."""
+    steps = point.checkpoint.step
+    report = _report(folder) if left_after_training(folder, steps) else folder.report_path
+    interrupts.all_is_done(0)
+    said = f"{folder.path} is complete: all of its {counted(steps, 'step')} are made, saved and evaluated"
+    folder.event("info", said)
+    summary = RunSummary(steps, None, None, point.state.elapsed_s, stopped_early=False)
+    text = _summary_text(summary, folder, report, how=config.evaluation.description, steps=steps)
+    put(f"{said}. Add steps={steps + 100} to train on\n{text}\n", sys.stdout)
+    return summary
+
+
 def _run_in(
     folder: RunFolder, config: RunConfig, task: Task, notes: Sequence[tuple[EventLevel, str]], point: ResumePoint | None
 ) -> RunSummary:
@@ -164,6 +183,8 @@ def _run_in(
     view = TerminalView(config.steps, f"{config.name}: {config.model} -> {folder.path}")
     observer = Observer(config, folder, view, point.state.totals if point else None)
     is_interrupted, has_report, code = False, True, 0
+    controller: Controller | None = None
+    summary: RunSummary | None = None
     try:
         observer.event("info", config.batch_arithmetic())
         for level, note in notes:
@@ -189,25 +210,44 @@ def _run_in(
                 code = summary.exit_code
     except BaseException as error:
         is_interrupted = isinstance(error, interrupts.Interrupted)
-        code = interrupts.exit_code(error.number) if isinstance(error, interrupts.Interrupted) else 1
-        if isinstance(error, DeadlineExceeded) and error.what:
-            observer.keep_event("warning", WaitNotice(error.what, round(error.seconds)))
-        observer.keep_event("error", *_said(error))  # the terminal has it from whoever catches it
-        with contextlib.suppress(TimeoutError):  # a disk that hangs must not keep the error from being said
-            saved = DaemonThreads().submit(folder.checkpoints).result(_LISTED_S)
-            if saved and saved[-1].step < config.steps:
-                error.add_note(f"to go on: evenkeel train --resume {folder.path}")
-        has_report = not is_disk_late(error)
-        view.close()
-        raise
+        summary = controller.summary if is_interrupted and controller is not None else None
+        if summary is None:
+            code = interrupts.exit_code(error.number) if isinstance(error, interrupts.Interrupted) else 1
+            _keep_failure(error, observer, folder, config.steps)
+            has_report = not is_disk_late(error)
+            view.close()
+            raise
+        code = summary.exit_code
+        observer.keep_event("info", f"ended by {error} {_AFTER_ALL}")
     finally:
         is_interrupted = is_interrupted or interrupts.is_ending()  # which knows nothing of a signal that the run's event loop has taken
-        observer.close(within_s=2.0 if is_interrupted else 30.0)
-        if observer.hangs():
-            interrupts.end_within(_LEFT_INTERRUPTED_S if is_interrupted else _LEFT_S, code, observer.hangs)
-        report = _report(folder) if has_report and not is_interrupted else None
+        try:
+            observer.close(within_s=2.0 if is_interrupted else 30.0)
+            if observer.hangs():
+                interrupts.end_within(_LEFT_INTERRUPTED_S if is_interrupted else _LEFT_S, code, observer.hangs)
+            report = _report(folder) if has_report and not is_interrupted else None
+        except interrupts.Interrupted as error:
+            if summary is None:
+                raise
+            report = None
+            folder.event("info", f"ended by {error} {_AFTER_ALL}")
     view.close(_summary_text(summary, folder, report, how=config.evaluation.description, steps=config.steps))
     return summary
+
+
+def _keep_failure(error: BaseException, observer: Observer, folder: RunFolder, steps: int) -> None:
+    """Why a run has not come to its end, as its last event; and with the error how it can go on."""
+    if isinstance(error, DeadlineExceeded) and error.what:
+        observer.keep_event("warning", WaitNotice(error.what, round(error.seconds)))
+    observer.keep_event("error", *_said(error))  # the terminal has it from whoever catches it
+    with contextlib.suppress(OSError):  # a disk that refuses, or hangs (TimeoutError), must not keep the error from being said
+        if DaemonThreads().submit(_can_go_on, folder, steps).result(_LISTED_S):
+            error.add_note(f"to go on: evenkeel train --resume {folder.path}")
+
+
+def _can_go_on(folder: RunFolder, steps: int) -> bool:
+    saved = folder.checkpoints()
+    return bool(saved) and (saved[-1].step < steps or bool(left_after_training(folder, steps)))
 
 
 def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer, view: TerminalView, model: Path) -> None:

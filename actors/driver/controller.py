@@ -85,6 +85,7 @@ class Controller:
         self._first_evaluation: Evaluation | None = None
         self._is_begun = self._step > 0  # the evaluation before training is over, or left out
         self._is_trained = False         # all steps that there will be are done and saved
+        self.summary: RunSummary | None = None  # of a run that has done and saved all that it had to
         self._steps = StepReporter(observer, on_observed=self._observed)
         self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines)
         self._by_disk: ByDisk = partial(by_disk, deadlines=config.deadlines, notice=observer.waiting)
@@ -158,11 +159,13 @@ class Controller:
         self._ending.is_training, self._is_trained = False, True
 
     async def _finish(self, after: Evaluation | None) -> RunSummary:
-        self._ending.is_done = True
+        is_early = self._step < self._config.steps
+        how = time.monotonic() - self._began, is_early, self._alarm, self.ended_by if is_early else None
+        self.summary = RunSummary(self._step, self._first_evaluation, after, *how)
+        self._ending.done(self.summary.exit_code)
         await self._steps.flush()
         await self._source.keep_scatter()
-        seconds, is_early = time.monotonic() - self._began, self._step < self._config.steps
-        return RunSummary(self._step, self._first_evaluation, after, seconds, is_early, self._alarm, self.ended_by if is_early else None)
+        return self.summary
 
     @property
     def ended_by(self) -> int | None:

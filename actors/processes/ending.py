@@ -37,6 +37,11 @@ class Ending:
         self.is_done = False
         """All that the run had to do is done and saved; its parts are being stopped."""
 
+    def done(self, code: int) -> None:
+        """From now on a signal ends nothing but the end itself. Args: code: the run's exit code, which no signal changes any more."""
+        self.is_done = True
+        interrupts.all_is_done(code)
+
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
         """Handle signals in this context. One that ends the run at once cancels the task that has entered it."""
@@ -59,6 +64,7 @@ class Ending:
         self.by = number
         self.is_asked.set()
         on_disk = f"a resume goes on from step {self._saved_step()}" if self._saved_step() else "there is no checkpoint yet"
+        on_disk = "all is done and saved" if self.is_done else on_disk
         if self.is_training and is_first:
             which = "after the step under way, if there is one"
             if number == signal.SIGTERM:
