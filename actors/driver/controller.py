@@ -33,7 +33,6 @@ from actors.pool.pool import RolloutPool
 from actors.pool.rollout_worker import WorkerSettings
 from actors.processes.ending import Ending
 from actors.processes.supervision import Stopwatch, done_or_reported, kill, together, unless_failed, unless_set, wait_for
-from actors.queue.payloads import whole_snapshot
 from actors.ranks.forwards import next_batch
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.checkpoint_writer import CheckpointWriter
@@ -164,7 +163,7 @@ class Controller:
         self.summary = RunSummary(self._step, self._first_evaluation, after, *how)
         self._ending.done(self.summary.exit_code)
         await self._steps.flush()
-        await self._source.keep_scatter()
+        await unless_set(self._ending.is_hurried, self._source.keep_scatter())
         return self.summary
 
     @property
@@ -302,7 +301,7 @@ class Controller:
         action = self._alarms.decide()
         if action is not None and action.replacement is not None:
             self._warn(action.text)
-            await self._source.switch(action.replacement.correction)
+            await unless_set(self._ending.is_hurried, self._source.switch(action.replacement.correction))
         elif action is not None and self._step < self._config.steps:
             self._announce_end(action.text)
             self._alarm = action.text
@@ -320,8 +319,7 @@ class Controller:
         await self._checkpoints.begin(self._step, self._learner, self._training_state)
 
     async def _training_state(self) -> TrainingState:
-        queue = await whole_snapshot(self._source.queue, deadline_s=self._config.deadlines.checkpoint_s)
-        monitor = await self._source.ask(self._source.service.monitor_state)
+        queue, monitor = await self._source.saved(self._ending.is_hurried)
         mark = await self._by_disk(self._observer.disk.result(partial(self._source.ledger.flush, queue)), "the ledger's lines")
         of_run = self._alarms.replacement, mark, self._task.fingerprint, self._config.model_dump(mode="json")
         return TrainingState(self._step, self._version, time.monotonic() - self._began, queue, self._observer.totals(), monitor, *of_run)

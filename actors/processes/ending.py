@@ -30,6 +30,8 @@ class Ending:
         self.by: int | None = None
         """The signal that has asked for the end."""
         self.is_asked = asyncio.Event()
+        self.is_hurried = asyncio.Event()
+        """By SIGTERM during training."""
         self.is_at_once = False
         self.is_training = False
         """All parts are up, so that a checkpoint can be saved."""
@@ -68,6 +70,7 @@ class Ending:
         if self.is_training and is_first:
             which = "after the step under way, if there is one"
             if number == signal.SIGTERM:
+                self.is_hurried.set()
                 self._on_sigterm()
                 which = "of the last finished step, or of the one under way if it can't be aborted"
             self._notify(f"interrupted ({name}): ending with a checkpoint {which} (once more: at once); until that is on disk, {on_disk}")
