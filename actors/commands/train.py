@@ -34,7 +34,7 @@ from actors.processes.wait_notice import WaitNotice
 from actors.record.checkpoint_reader import ResumePoint, take_back
 from actors.record.completeness import EVALUATION, left_after_training
 from actors.record.observer import Observer
-from actors.record.patience import is_disk_late
+from actors.record.patience import by_disk_at_start, is_disk_late
 from actors.record.run_event import EventKind
 from actors.record.run_folder import RunFolder
 from actors.record.stack_collector import StackCollector
@@ -66,14 +66,15 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
     Raises: EvenkeelError kinds for whatever is wrong with the input; the folder keeps what there is by then.
     """
     if resume is not None:
-        folder = RunFolder.open(resume)
+        folder = by_disk_at_start(partial(RunFolder.open, resume), f"{resume}, to be opened")
     else:
         config = with_absolute_paths(load_config(RunConfig, recipe, overrides))
         check_ray(config.ray)
         config, of_hub = pinned(config)
         config, task, notes = prepare(config)  # before a folder is made: most mistakes show here
         notes = [*of_hub, *notes]
-        folder = RunFolder.create(config.run_dir, config.name)
+        make, limit_s = partial(RunFolder.create, config.run_dir, config.name), config.deadlines.disk_s
+        folder = by_disk_at_start(make, "a new run's folder", limit_s=lambda: limit_s)
         if folder.is_reused:
             notes.append(f"{folder.path} held what a start that failed had left, without a step or a checkpoint: it is used anew")
     point: ResumePoint | None = None
@@ -81,18 +82,17 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
         if resume is not None:
             config, point = find_resume_point(folder, overrides, discard_queue=discard_queue)
             check_ray(config.ray)
-            if point and point.checkpoint.step == config.steps and EVALUATION not in left_after_training(folder, config.steps):
-                return _complete(folder, config, point)
+            if point and point.checkpoint.step == config.steps:
+                left = by_disk_at_start(partial(left_after_training, folder, config.steps), "the run's evaluations")
+                if EVALUATION not in left:
+                    return _complete(folder, config, point, has_report=not left)
             config, task, notes = prepare(config, resumed_from=point.checkpoint.hf if point else None)
-            if point is None:
-                notes.append(_from_the_start(folder))
-        said: list[tuple[EventLevel, str]] = []
-        if point:
-            point, said = take_back(folder, point, task)
-        folder.write_config(config)
+        ready = partial(_made_ready, folder, config, point, task, is_resumed=resume is not None)
+        point, said = by_disk_at_start(ready, "the run's settings, and the lines of its steps", limit_s=lambda: config.deadlines.disk_s)
         return _run_in(folder, config, task, [*(("info", note) for note in notes), *said], point)
     finally:
-        folder.close()
+        with contextlib.suppress(TimeoutError):  # where the disk hangs, the end of the process gives the folder back
+            DaemonThreads().submit(folder.close).result(_LISTED_S)
 
 
 @uncollected()  # it imports transformers and the task's library
@@ -156,6 +156,22 @@ def warmup_demonstrations(model: Path) -> tuple[Demonstration, ...]:
     return build_task(record.task).demonstrations(record.init.warmup.steps * record.init.warmup.sequences_per_step)
 
 
+def _made_ready(
+    folder: RunFolder, config: RunConfig, point: ResumePoint | None, task: Task, *, is_resumed: bool
+) -> tuple[ResumePoint | None, list[tuple[EventLevel, str]]]:
+    """Take back what the folder has of steps after the point's, and write the settings that it goes on with.
+
+    Returns, Raises: as take_back.
+    """
+    said: list[tuple[EventLevel, str]] = []
+    if point is not None:
+        point, said = take_back(folder, point, task)
+    elif is_resumed:
+        said.append(("info", _from_the_start(folder)))
+    folder.write_config(config)
+    return point, said
+
+
 def _from_the_start(folder: RunFolder) -> str:
     """Take back what a run without a checkpoint has written. Returns: what to say about it."""
     taken = folder.rewind(-1)
@@ -163,10 +179,10 @@ def _from_the_start(folder: RunFolder) -> str:
     return f"{folder.path} has no checkpoint: starting from step 0 with its config.yaml{lines}"
 
 
-def _complete(folder: RunFolder, config: RunConfig, point: ResumePoint) -> RunSummary:
+def _complete(folder: RunFolder, config: RunConfig, point: ResumePoint, *, has_report: bool) -> RunSummary:
     """Say of a run that it has done all; a report that is missing is written. Nothing is started."""
     steps = point.checkpoint.step
-    report = _report(folder) if left_after_training(folder, steps) else folder.report_path
+    report = folder.report_path if has_report else _report(folder)
     interrupts.all_is_done(0)
     said = f"{folder.path} is complete: all of its {counted(steps, 'step')} are made, saved and evaluated"
     folder.event("info", said)

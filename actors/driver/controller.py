@@ -79,8 +79,7 @@ class Controller:
         self._announce_end = partial(self._warn, kind=EventKind.ENDING)
         self._ending = Ending(self._announce_end, self._on_sigterm, lambda: self._checkpoints.saved_step or self._point.step)
         self._alarms = AlarmResponse(config, self._point.replacement)
-        self._alarm = ""
-        """Why an alarm ends the run; empty: none does."""
+        self._alarm = ""  # why an alarm ends the run; empty: none does
         self._first_evaluation: Evaluation | None = None
         self._is_begun = self._step > 0  # the evaluation before training is over, or left out
         self._is_trained = False         # all steps that there will be are done and saved
@@ -327,7 +326,8 @@ class Controller:
     async def _start(self) -> None:
         config, observer = self._config, self._observer
         self._held_out = self._task.held_out_prompts()[: config.evaluation.problems]
-        self._folder.keep_model_files(outline_folder(self._point.weights)[0])
+        keep = partial(self._folder.keep_model_files, outline_folder(self._point.weights)[0])
+        await self._by_disk(observer.disk.result(keep), "config and tokenizer of the model")
         workers, ranks = config.rollout.first_workers, config.learner.world_size
         observer.phase(f"starting {counted(workers, 'rollout worker')} and {counted(ranks, 'learner rank')}")
         await self._make_queue()
