@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
 from correction.errors import DataError
 
+T = TypeVar("T")
 MANIFEST = "manifest.json"
 _LEFT = ".xxh3"
 """Suffix of a sum that was left for the manifest."""
@@ -25,13 +28,14 @@ _THREADS = 8
 """Files read at a time: a network file system gives one reader a part of what it has."""
 
 
-def sum_of(path: Path) -> dict[str, Any]:
-    """{"bytes": size, "xxh3": 16 hexadecimal digits} of a file. Raises: OSError."""
+def sum_of(path: Path, note: Callable[[int], object] = lambda _: None) -> dict[str, Any]:
+    """{"bytes": size, "xxh3": 16 hexadecimal digits} of a file. Args: note: takes the bytes of each piece that is read. Raises: OSError."""
     digest, size = xxhash.xxh3_64(), 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
             size += len(chunk)
+            note(len(chunk))
     return {"bytes": size, "xxh3": digest.hexdigest()}
 
 
@@ -47,9 +51,8 @@ def seal(folder: Path, about: dict[str, Any]) -> None:
         about: what else it says.
     Raises: DataError if a file has another size than who wrote it saw; OSError.
     """
-    with ThreadPoolExecutor(_THREADS) as pool:
-        paths = list(_files(folder))
-        sums = dict(zip((path.relative_to(folder).as_posix() for path in paths), pool.map(_left_or_found, paths), strict=True))
+    paths = list(_files(folder))
+    sums = dict(zip((path.relative_to(folder).as_posix() for path in paths), _side_by_side(_left_or_found, paths), strict=True))
     for left in [*folder.rglob(f"*{_LEFT}")]:
         left.unlink()
     content = {**about, "files": sums}
@@ -82,9 +85,10 @@ def read_manifest_of_files(folder: Path) -> dict[str, Any]:
     return content
 
 
-def verify(folder: Path, manifest: dict[str, Any]) -> list[str]:
+def verify(folder: Path, manifest: dict[str, Any], note: Callable[[int], object] = lambda _: None) -> list[str]:
     """Compare every file with the manifest. Returns: files that the manifest doesn't name, and that nothing reads.
 
+    Args: note: takes the bytes of each piece that is read, in whatever thread reads it.
     Raises: DataError naming the first file that is missing, of another size or content, or that could be read in place of a saved one.
     """
     files: dict[str, dict[str, Any]] = manifest["files"]
@@ -97,11 +101,38 @@ def verify(folder: Path, manifest: dict[str, Any]) -> list[str]:
             raise DataError(f"{path}: is not there, but the manifest has it with {expected['bytes']} bytes")
         if path.stat().st_size != expected["bytes"]:
             raise DataError(f"{path}: damaged, {path.stat().st_size} bytes long instead of {expected['bytes']}")
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for name, found in zip(files, pool.map(_sum_or_damage, (folder / name for name in files)), strict=True):
-            if found != files[name]:
-                raise DataError(f"{folder / name}: damaged, its checksum is {found['xxh3']} instead of {files[name]['xxh3']}")
+    for name, found in zip(files, _side_by_side(lambda path: _sum_or_damage(path, note), [folder / name for name in files]), strict=True):
+        if found != files[name]:
+            raise DataError(f"{folder / name}: damaged, its checksum is {found['xxh3']} instead of {files[name]['xxh3']}")
     return extra
+
+
+def _side_by_side(work: Callable[[Path], T], paths: list[Path]) -> Iterator[T]:
+    """Results of the work on each path, in order, _THREADS at a time. Raises: the first error in that order; no other file is begun then.
+
+    Daemon threads: those of an executor are waited for when the process ends, and a disk that hangs would keep it for good.
+    """
+    todo = deque((path, Future[T]()) for path in paths)
+    results = [future for _, future in todo]
+
+    def take() -> None:
+        while todo:
+            try:
+                path, future = todo.popleft()
+            except IndexError:  # another thread was first
+                return
+            try:
+                future.set_result(work(path))
+            except BaseException as error:
+                future.set_exception(error)
+
+    for _ in range(min(_THREADS, len(paths))):
+        threading.Thread(target=take, name="files of a checkpoint", daemon=True).start()
+    try:
+        for future in results:
+            yield future.result()
+    finally:
+        todo.clear()
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -121,9 +152,9 @@ def _left_or_found(path: Path) -> dict[str, Any]:
     return found
 
 
-def _sum_or_damage(path: Path) -> dict[str, Any]:
+def _sum_or_damage(path: Path, note: Callable[[int], object]) -> dict[str, Any]:
     try:
-        return sum_of(path)
+        return sum_of(path, note)
     except OSError as error:
         raise DataError(f"{path}: damaged, it can't be read ({error})") from error
 

@@ -72,7 +72,7 @@ def main() -> None:
             number = error.number if isinstance(error, interrupts.Interrupted) else int(signal.SIGINT)
             ended = "interrupted" if number == signal.SIGINT else f"ended by {interrupts.NAMES[number]}"
             put(f"{_sentence(ended, error)}\n", sys.stderr)
-            sys.exit(interrupts.exit_code(number))
+            sys.exit(interrupts.code_after(number))
 
 
 def _sentence(text: str, error: BaseException) -> str:

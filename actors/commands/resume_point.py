@@ -13,8 +13,9 @@ from typing import Any
 from actors.carriers import Ticket
 from actors.cluster.hub import outline_folder
 from actors.commands.recipe import load_config
-from actors.config import RunConfig
-from actors.record.checkpoint_reader import ResumePoint, newest_readable
+from actors.config import DeadlinesConfig, RunConfig
+from actors.record.checkpoint_reader import Reading, ResumePoint, newest_readable
+from actors.record.patience import by_disk_at_start
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.settings.hub_name import HubName, absolute
 from correction.errors import ConfigError, DataError, counted
@@ -43,18 +44,17 @@ def find_resume_point(
 
     Args: discard_queue: throw away finished groups that were sampled or scored with other settings; their prompts are sampled again.
     Raises: ConfigError for settings that the run can't go on with; OtherVersionError if the newest whole checkpoint is of another version
-    of evenkeel; DataError if no checkpoint can be read.
+    of evenkeel; DataError if no checkpoint can be read; DeadlineExceeded if the folder's disk hangs.
     """
-    before, config = run_config(folder, ()), run_config(folder, overrides)
-    if not folder.checkpoints():
+    before, config = by_disk_at_start(lambda: (run_config(folder, ()), run_config(folder, overrides)), "the run's config.yaml")
+    if (point := _newest(folder, config.deadlines)) is None:
         return config, None
-    point = newest_readable(folder)
     changed = changed_settings(before, config)
     _refuse_lost_settings(before, config, changed, folder)
     _check_reference(config, point.checkpoint)
-    if point.checkpoint.step >= config.steps:
+    if point.checkpoint.step > config.steps:  # at the last step the evaluation may be left, see actors/record/completeness.py
         raise ConfigError(
-            f"{folder.path} has done {point.checkpoint.step} of {config.steps} steps: nothing is left. "
+            f"steps = {config.steps}, but {folder.path} has done {point.checkpoint.step}: nothing is left. "
             f"Add steps={point.checkpoint.step + 100} to train on"
         )
     for name in ("groups_per_step", "max_staleness"):
@@ -69,6 +69,18 @@ def find_resume_point(
         point = replace(point, notes=(*point.notes, ("info", f"settings other than the run's own so far: {diff}")))
     then = _settings_then(point, before)
     return config, _with_groups_of_these_settings(point, then, config, changed_settings(then, config), discard_queue=discard_queue)
+
+
+def _newest(folder: RunFolder, deadlines: DeadlinesConfig) -> ResumePoint | None:
+    """None: there is none. All of it is read, for hours from a slow disk; every half minute it is told how far that is."""
+    reading = Reading()
+    return by_disk_at_start(
+        lambda: newest_readable(folder, reading=reading) if folder.checkpoints() else None,
+        "files of the newest checkpoint",
+        limit_s=lambda: reading.limit_s(deadlines),
+        counts_from=lambda: reading.began,
+        detail=lambda: str(reading),
+    )
 
 
 def _settings_then(point: ResumePoint, before: RunConfig) -> RunConfig:

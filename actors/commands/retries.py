@@ -1,31 +1,39 @@
 """`evenkeel train --retries N`: a small parent that starts the run as a child, and again from its newest checkpoint when the process dies.
 
-It does nothing else: no torch, no Ray, no thread, so that there is little in it that could die. A signal that it gets goes on to the child,
+It does nothing else: no torch, no Ray, and a thread only to look into the run folder, whose disk may hang or refuse: so there is little in
+it that could die. A signal that it gets goes on to the child,
 which is in a session of its own and gets each once. What a dead child has left (Ray's daemons, engines, reward processes) becomes a child
 of this process, as of a small init, and is ended before the next attempt.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from actors.processes import interrupts
+from actors.processes.daemon_threads import DaemonThreads
 from actors.processes.descendants import adopted_orphans, end_new
 from actors.processes.event_level import EventLevel
 from actors.processes.output import put
 from actors.record.run_folder import RunFolder
 from actors.state.json_lines import last_step
 
+T = TypeVar("T")
 NOT_AGAIN = 78
 """Exit code of an attempt with wrong settings, which would be as wrong the next time; EX_CONFIG of sysexits.h."""
 _COMMAND = (sys.executable, "-m", "actors.commands.attempt", "train")
+_LOOK_S = 10.0
+"""For each look into the run folder."""
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 """Before the first retry, twice as long before each next one, and at most."""
 _FINAL = (0, 3, NOT_AGAIN, *(code for number in interrupts.SIGNALS for code in (-number, interrupts.exit_code(number))))
@@ -40,14 +48,32 @@ class Reached:
     """Step of the newest one."""
     step: int = 0
     """The last one that was finished."""
+    unknown: str = ""
+    """Why neither is known; empty: they are."""
 
     @classmethod
     def of(cls, run_dir: Path) -> Reached:
-        checkpoints = RunFolder(run_dir).checkpoints()
-        return cls(checkpoints[-1].step if checkpoints else 0, last_step(run_dir / "ledger.jsonl"))
+        def look() -> Reached:
+            checkpoints = RunFolder(run_dir).checkpoints()
+            return cls(checkpoints[-1].step if checkpoints else 0, last_step(run_dir / "ledger.jsonl"))
+
+        try:
+            return _by_disk(look)
+        except OSError as error:
+            return cls(unknown=str(error) or "no answer")
 
     def is_beyond(self, before: Reached) -> bool:
-        return self.checkpoint > before.checkpoint or self.step > before.step
+        """Or may be."""
+        return bool(self.unknown) or self.checkpoint > before.checkpoint or self.step > before.step
+
+    def where(self) -> str:
+        """What the next attempt goes on from."""
+        if self.unknown:
+            return "its newest checkpoint"
+        return f"the checkpoint of step {self.checkpoint}" if self.checkpoint else "its beginning (it has no checkpoint)"
+
+    def __str__(self) -> str:
+        return f"a step that its disk doesn't tell ({self.unknown})" if self.unknown else f"step {self.step}"
 
     def and_before(self, before: Reached) -> Reached:
         """The furthest of both."""
@@ -68,15 +94,15 @@ def run_with_retries(recipe: Path | None, words: Sequence[str], run_dir: Path, *
     if recipe is None:
         reached = Reached.of(run_dir)
     for retry in range(retries + 1):
-        is_resumed = recipe is None or (retry > 0 and (run_dir / "config.yaml").is_file())
+        is_resumed = recipe is None or (retry > 0 and _has_begun(run_dir))
         arguments = ["--resume", str(run_dir), *flags, *words] if is_resumed else [str(recipe), *words, f"run_dir={run_dir}"]
         with adopted_orphans():
             code, is_asked = _attempt(arguments)
             _end_leftovers()
-        if is_asked or code in _FINAL or (code in (1, interrupts.NO_CLUSTER) and not (run_dir / "config.yaml").is_file()):
+        if is_asked or code in _FINAL or (code in (1, interrupts.NO_CLUSTER) and not _has_begun(run_dir)):
             break  # the last: what was wrong has been said, before there was anything to go on with
         now = Reached.of(run_dir)
-        reason = f"the run's process {_end_of(code)} after step {now.step}"
+        reason = f"the run's process {_end_of(code)} after {now}"
         # A kill from outside says nothing about the run, nor does a lost cluster, whose head may be started again. What ends by itself
         # twice at one place will do so again.
         if retry > 0 and code not in (-signal.SIGKILL, interrupts.NO_CLUSTER) and not now.is_beyond(reached):
@@ -87,8 +113,7 @@ def run_with_retries(recipe: Path | None, words: Sequence[str], run_dir: Path, *
             break
         reached = now.and_before(reached)
         pause_s = min(_LONGEST_PAUSE_S, _PAUSE_S * 2**retry)
-        where = f"the checkpoint of step {now.checkpoint}" if now.checkpoint else "its beginning (it has no checkpoint)"
-        _say(run_dir, "warning", f"{reason}; it goes on from {where} in {pause_s:g} s (retry {retry + 1} of {retries})")
+        _say(run_dir, "warning", f"{reason}; it goes on from {now.where()} in {pause_s:g} s (retry {retry + 1} of {retries})")
         time.sleep(pause_s)
     if code in (NOT_AGAIN, interrupts.NO_CLUSTER):
         return 1
@@ -137,5 +162,19 @@ def _end_of(code: int) -> str:
 def _say(run_dir: Path, level: EventLevel, text: str) -> None:
     """A line, and an event of the run if it has a folder."""
     put(f"evenkeel: {text}\n", sys.stderr)
-    if (run_dir / "config.yaml").is_file():
-        RunFolder(run_dir).event(level, text)
+    if _has_begun(run_dir):
+        with contextlib.suppress(OSError):
+            _by_disk(partial(RunFolder(run_dir).event, level, text))
+
+
+def _has_begun(run_dir: Path) -> bool:
+    """The run has come as far as its folder. One whose disk refuses or hangs counts as there: a resume says what is wrong with it."""
+    try:
+        return _by_disk((run_dir / "config.yaml").is_file)
+    except OSError:
+        return True
+
+
+def _by_disk(look: Callable[[], T]) -> T:
+    """Raises: as `look`; TimeoutError, which is an OSError, after _LOOK_S."""
+    return DaemonThreads().submit(look).result(_LOOK_S)

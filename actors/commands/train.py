@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,11 +28,13 @@ from actors.plan.shape import ModelShape
 from actors.processes import interrupts
 from actors.processes.daemon_threads import DaemonThreads
 from actors.processes.event_level import EventLevel
+from actors.processes.output import put
 from actors.processes.supervision import HALF_OVER
 from actors.processes.wait_notice import WaitNotice
 from actors.record.checkpoint_reader import ResumePoint, take_back
+from actors.record.completeness import EVALUATION, left_after_training
 from actors.record.observer import Observer
-from actors.record.patience import is_disk_late
+from actors.record.patience import by_disk_at_start, is_disk_late
 from actors.record.run_event import EventKind
 from actors.record.run_folder import RunFolder
 from actors.record.stack_collector import StackCollector
@@ -53,6 +56,7 @@ _LEFT_INTERRUPTED_S = 60.0
 _NODES_S = 60.0
 """For the facts of all nodes of a cluster: their first processes may read packages from a cold disk."""
 _LISTED_S = 2.0
+_AFTER_ALL = "after all was saved"
 
 
 def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None, *, discard_queue: bool = False) -> RunSummary:
@@ -62,14 +66,15 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
     Raises: EvenkeelError kinds for whatever is wrong with the input; the folder keeps what there is by then.
     """
     if resume is not None:
-        folder = RunFolder.open(resume)
+        folder = by_disk_at_start(partial(RunFolder.open, resume), f"{resume}, to be opened")
     else:
         config = with_absolute_paths(load_config(RunConfig, recipe, overrides))
         check_ray(config.ray)
         config, of_hub = pinned(config)
         config, task, notes = prepare(config)  # before a folder is made: most mistakes show here
         notes = [*of_hub, *notes]
-        folder = RunFolder.create(config.run_dir, config.name)
+        make, limit_s = partial(RunFolder.create, config.run_dir, config.name), config.deadlines.disk_s
+        folder = by_disk_at_start(make, "a new run's folder", limit_s=lambda: limit_s)
         if folder.is_reused:
             notes.append(f"{folder.path} held what a start that failed had left, without a step or a checkpoint: it is used anew")
     point: ResumePoint | None = None
@@ -77,16 +82,17 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
         if resume is not None:
             config, point = find_resume_point(folder, overrides, discard_queue=discard_queue)
             check_ray(config.ray)
+            if point and point.checkpoint.step == config.steps:
+                left = by_disk_at_start(partial(left_after_training, folder, config.steps), "the run's evaluations")
+                if EVALUATION not in left:
+                    return _complete(folder, config, point, has_report=not left)
             config, task, notes = prepare(config, resumed_from=point.checkpoint.hf if point else None)
-            if point is None:
-                notes.append(_from_the_start(folder))
-        said: list[tuple[EventLevel, str]] = []
-        if point:
-            point, said = take_back(folder, point, task)
-        folder.write_config(config)
+        ready = partial(_made_ready, folder, config, point, task, is_resumed=resume is not None)
+        point, said = by_disk_at_start(ready, "the run's settings, and the lines of its steps", limit_s=lambda: config.deadlines.disk_s)
         return _run_in(folder, config, task, [*(("info", note) for note in notes), *said], point)
     finally:
-        folder.close()
+        with contextlib.suppress(TimeoutError):  # where the disk hangs, the end of the process gives the folder back
+            DaemonThreads().submit(folder.close).result(_LISTED_S)
 
 
 @uncollected()  # it imports transformers and the task's library
@@ -149,11 +155,40 @@ def warmup_demonstrations(model: Path) -> tuple[Demonstration, ...]:
     return build_task(record.task).demonstrations(record.init.warmup.steps * record.init.warmup.sequences_per_step)
 
 
+def _made_ready(
+    folder: RunFolder, config: RunConfig, point: ResumePoint | None, task: Task, *, is_resumed: bool
+) -> tuple[ResumePoint | None, list[tuple[EventLevel, str]]]:
+    """Take back what the folder has of steps after the point's, and write the settings that it goes on with.
+
+    Returns, Raises: as take_back.
+    """
+    said: list[tuple[EventLevel, str]] = []
+    if point is not None:
+        point, said = take_back(folder, point, task)
+    elif is_resumed:
+        said.append(("info", _from_the_start(folder)))
+    folder.write_config(config)
+    return point, said
+
+
 def _from_the_start(folder: RunFolder) -> str:
     """Take back what a run without a checkpoint has written. Returns: what to say about it."""
     taken = folder.rewind(-1)
     lines = f"; {counted(taken, 'line')} of the steps before went to rewound.jsonl" if taken else ""
     return f"{folder.path} has no checkpoint: starting from step 0 with its config.yaml{lines}"
+
+
+def _complete(folder: RunFolder, config: RunConfig, point: ResumePoint, *, has_report: bool) -> RunSummary:
+    """Say of a run that it has done all; a report that is missing is written. Nothing is started."""
+    steps = point.checkpoint.step
+    report = folder.report_path if has_report else _report(folder)
+    interrupts.all_is_done(0)
+    said = f"{folder.path} is complete: all of its {counted(steps, 'step')} are made, saved and evaluated"
+    folder.event("info", said)
+    summary = RunSummary(steps, None, None, point.state.elapsed_s, stopped_early=False)
+    text = _summary_text(summary, folder, report, how=config.evaluation.description, steps=steps)
+    put(f"{said}. Add steps={steps + 100} to train on\n{text}\n", sys.stdout)
+    return summary
 
 
 def _run_in(
@@ -163,6 +198,8 @@ def _run_in(
     view = TerminalView(config.steps, f"{config.name}: {config.model} -> {folder.path}")
     observer = Observer(config, folder, view, point.state.totals if point else None)
     is_interrupted, has_report, code = False, True, 0
+    controller: Controller | None = None
+    summary: RunSummary | None = None
     try:
         observer.event("info", config.batch_arithmetic())
         for level, note in notes:
@@ -188,25 +225,44 @@ def _run_in(
                 code = summary.exit_code
     except BaseException as error:
         is_interrupted = isinstance(error, interrupts.Interrupted)
-        code = interrupts.exit_code(error.number) if isinstance(error, interrupts.Interrupted) else 1
-        if isinstance(error, DeadlineExceeded) and error.what:
-            observer.keep_event("warning", WaitNotice(error.what, round(error.seconds)))
-        observer.keep_event("error", *_said(error))  # the terminal has it from whoever catches it
-        with contextlib.suppress(TimeoutError):  # a disk that hangs must not keep the error from being said
-            saved = DaemonThreads().submit(folder.checkpoints).result(_LISTED_S)
-            if saved and saved[-1].step < config.steps:
-                error.add_note(f"to go on: evenkeel train --resume {folder.path}")
-        has_report = not is_disk_late(error)
-        view.close()
-        raise
+        summary = controller.summary if is_interrupted and controller is not None else None
+        if summary is None:
+            code = interrupts.exit_code(error.number) if isinstance(error, interrupts.Interrupted) else 1
+            _keep_failure(error, observer, folder, config.steps)
+            has_report = not is_disk_late(error)
+            view.close()
+            raise
+        code = summary.exit_code
+        observer.keep_event("info", f"ended by {error} {_AFTER_ALL}")
     finally:
         is_interrupted = is_interrupted or interrupts.is_ending()  # which knows nothing of a signal that the run's event loop has taken
-        observer.close(within_s=2.0 if is_interrupted else 30.0)
-        if observer.hangs():
-            interrupts.end_within(_LEFT_INTERRUPTED_S if is_interrupted else _LEFT_S, code, observer.hangs)
-        report = _report(folder) if has_report and not is_interrupted else None
+        try:
+            observer.close(within_s=2.0 if is_interrupted else 30.0)
+            if observer.hangs():
+                interrupts.end_within(_LEFT_INTERRUPTED_S if is_interrupted else _LEFT_S, code, observer.hangs)
+            report = _report(folder) if has_report and not is_interrupted else None
+        except interrupts.Interrupted as error:
+            if summary is None:
+                raise
+            report = None
+            folder.event("info", f"ended by {error} {_AFTER_ALL}")
     view.close(_summary_text(summary, folder, report, how=config.evaluation.description, steps=config.steps))
     return summary
+
+
+def _keep_failure(error: BaseException, observer: Observer, folder: RunFolder, steps: int) -> None:
+    """Why a run has not come to its end, as its last event; and with the error how it can go on."""
+    if isinstance(error, DeadlineExceeded) and error.what:
+        observer.keep_event("warning", WaitNotice(error.what, round(error.seconds)))
+    observer.keep_event("error", *_said(error))  # the terminal has it from whoever catches it
+    with contextlib.suppress(OSError):  # a disk that refuses, or hangs (TimeoutError), must not keep the error from being said
+        if DaemonThreads().submit(_can_go_on, folder, steps).result(_LISTED_S):
+            error.add_note(f"to go on: evenkeel train --resume {folder.path}")
+
+
+def _can_go_on(folder: RunFolder, steps: int) -> bool:
+    saved = folder.checkpoints()
+    return bool(saved) and (saved[-1].step < steps or bool(left_after_training(folder, steps)))
 
 
 def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer, view: TerminalView, model: Path) -> None:

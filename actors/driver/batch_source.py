@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.carriers import DiscardReason, ForwardRequest, PreparedBatch, Ticket
+from actors.carriers import DiscardReason, ForwardRequest, PreparedBatch, QueueSnapshot, Ticket
 from actors.config import RunConfig
 from actors.driver.going_back import lost_among, while_they_answer
 from actors.driver.parts import QUEUE, SERVICE, StartingPoint, make_queue, start_service
 from actors.pool.pool import RolloutPool
-from actors.processes.supervision import kill, persistently
+from actors.processes.supervision import kill, persistently, unless_set
 from actors.queue.outstanding import Outstanding
+from actors.queue.payloads import whole_snapshot
 from actors.record.observer import Observer
 from actors.record.patience import ByDisk
 from actors.record.run_folder import RunFolder
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from correction.engines.agreement import Agreement
 
 _LOOK_S = 0.1
+_LAST_TOKENS_S = 5.0
+"""For the tokens of finished groups after SIGTERM. A preemption leaves half a minute, in which the learner's copy and the disk have to
+come, too. Its nodes go together: tokens on one that is gone would be waited for until the kill. From one that lives they come at once."""
 
 
 class BatchSource:
@@ -103,6 +107,19 @@ class BatchSource:
         """Have the service, if there is one, prepare no further batch."""
         if self.service is not None:
             await self.service.stop.remote()
+
+    async def saved(self, is_hurried: asyncio.Event) -> tuple[QueueSnapshot, Mapping[str, Any] | None]:
+        """What a checkpoint has of both: the queue's state, and the early warning's, which is None if it is to begin anew.
+
+        Args: is_hurried: set, now or meanwhile, when the process may be killed in seconds. Then finished groups whose tokens are not here
+            in _LAST_TOKENS_S are among those in flight, and the early warning knows what it did after the last diagnosis that came here.
+        Raises: as whole_snapshot and `ask`.
+        """
+        limit_s, tell = self._config.deadlines.checkpoint_s, partial(self._observer.event, "info")
+        take = partial(whole_snapshot, self.queue, deadline_s=limit_s, tell=tell)
+        queue = await unless_set(is_hurried, take()) or await take(tokens_s=_LAST_TOKENS_S)
+        monitor = await unless_set(is_hurried, self.ask(self.service.monitor_state))
+        return queue, self.monitor if monitor is None else monitor
 
     async def ask(self, method: Any, *arguments: Any) -> Any:
         """Make a short call that may be repeated. Args: method: of the queue's or the service's actor."""

@@ -33,7 +33,6 @@ from actors.pool.pool import RolloutPool
 from actors.pool.rollout_worker import WorkerSettings
 from actors.processes.ending import Ending
 from actors.processes.supervision import Stopwatch, done_or_reported, kill, together, unless_failed, unless_set, wait_for
-from actors.queue.payloads import whole_snapshot
 from actors.ranks.forwards import next_batch
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.checkpoint_writer import CheckpointWriter
@@ -80,11 +79,11 @@ class Controller:
         self._announce_end = partial(self._warn, kind=EventKind.ENDING)
         self._ending = Ending(self._announce_end, self._on_sigterm, lambda: self._checkpoints.saved_step or self._point.step)
         self._alarms = AlarmResponse(config, self._point.replacement)
-        self._alarm = ""
-        """Why an alarm ends the run; empty: none does."""
+        self._alarm = ""  # why an alarm ends the run; empty: none does
         self._first_evaluation: Evaluation | None = None
         self._is_begun = self._step > 0  # the evaluation before training is over, or left out
         self._is_trained = False         # all steps that there will be are done and saved
+        self.summary: RunSummary | None = None  # of a run that has done and saved all that it had to
         self._steps = StepReporter(observer, on_observed=self._observed)
         self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines)
         self._by_disk: ByDisk = partial(by_disk, deadlines=config.deadlines, notice=observer.waiting)
@@ -158,11 +157,13 @@ class Controller:
         self._ending.is_training, self._is_trained = False, True
 
     async def _finish(self, after: Evaluation | None) -> RunSummary:
-        self._ending.is_done = True
+        is_early = self._step < self._config.steps
+        how = time.monotonic() - self._began, is_early, self._alarm, self.ended_by if is_early else None
+        self.summary = RunSummary(self._step, self._first_evaluation, after, *how)
+        self._ending.done(self.summary.exit_code)
         await self._steps.flush()
-        await self._source.keep_scatter()
-        seconds, is_early = time.monotonic() - self._began, self._step < self._config.steps
-        return RunSummary(self._step, self._first_evaluation, after, seconds, is_early, self._alarm, self.ended_by if is_early else None)
+        await unless_set(self._ending.is_hurried, self._source.keep_scatter())
+        return self.summary
 
     @property
     def ended_by(self) -> int | None:
@@ -299,7 +300,7 @@ class Controller:
         action = self._alarms.decide()
         if action is not None and action.replacement is not None:
             self._warn(action.text)
-            await self._source.switch(action.replacement.correction)
+            await unless_set(self._ending.is_hurried, self._source.switch(action.replacement.correction))
         elif action is not None and self._step < self._config.steps:
             self._announce_end(action.text)
             self._alarm = action.text
@@ -317,8 +318,7 @@ class Controller:
         await self._checkpoints.begin(self._step, self._learner, self._training_state)
 
     async def _training_state(self) -> TrainingState:
-        queue = await whole_snapshot(self._source.queue, deadline_s=self._config.deadlines.checkpoint_s)
-        monitor = await self._source.ask(self._source.service.monitor_state)
+        queue, monitor = await self._source.saved(self._ending.is_hurried)
         mark = await self._by_disk(self._observer.disk.result(partial(self._source.ledger.flush, queue)), "the ledger's lines")
         of_run = self._alarms.replacement, mark, self._task.fingerprint, self._config.model_dump(mode="json")
         return TrainingState(self._step, self._version, time.monotonic() - self._began, queue, self._observer.totals(), monitor, *of_run)
@@ -326,7 +326,8 @@ class Controller:
     async def _start(self) -> None:
         config, observer = self._config, self._observer
         self._held_out = self._task.held_out_prompts()[: config.evaluation.problems]
-        self._folder.keep_model_files(outline_folder(self._point.weights)[0])
+        keep = partial(self._folder.keep_model_files, outline_folder(self._point.weights)[0])
+        await self._by_disk(observer.disk.result(keep), "config and tokenizer of the model")
         workers, ranks = config.rollout.first_workers, config.learner.world_size
         observer.phase(f"starting {counted(workers, 'rollout worker')} and {counted(ranks, 'learner rank')}")
         await self._make_queue()

@@ -30,12 +30,19 @@ class Ending:
         self.by: int | None = None
         """The signal that has asked for the end."""
         self.is_asked = asyncio.Event()
+        self.is_hurried = asyncio.Event()
+        """By SIGTERM during training."""
         self.is_at_once = False
         self.is_training = False
         """All parts are up, so that a checkpoint can be saved."""
         self.last_evaluation: asyncio.Task[Any] | None = None
         self.is_done = False
         """All that the run had to do is done and saved; its parts are being stopped."""
+
+    def done(self, code: int) -> None:
+        """From now on a signal ends nothing but the end itself. Args: code: the run's exit code, which no signal changes any more."""
+        self.is_done = True
+        interrupts.all_is_done(code)
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
@@ -59,9 +66,11 @@ class Ending:
         self.by = number
         self.is_asked.set()
         on_disk = f"a resume goes on from step {self._saved_step()}" if self._saved_step() else "there is no checkpoint yet"
+        on_disk = "all is done and saved" if self.is_done else on_disk
         if self.is_training and is_first:
             which = "after the step under way, if there is one"
             if number == signal.SIGTERM:
+                self.is_hurried.set()
                 self._on_sigterm()
                 which = "of the last finished step, or of the one under way if it can't be aborted"
             self._notify(f"interrupted ({name}): ending with a checkpoint {which} (once more: at once); until that is on disk, {on_disk}")

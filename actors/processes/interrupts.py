@@ -67,6 +67,8 @@ class _Guard:
         self._grace_s = grace_s
         self.raised: int | None = None
         """The signal whose handler has raised."""
+        self.done_code: int | None = None
+        """Exit code of what this process was to do, once all of it is done."""
         self._before: dict[int, Any] = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGALRM)}
         self._hook_before = sys.unraisablehook
         sys.unraisablehook = self._swallowed
@@ -124,7 +126,7 @@ class _Guard:
         again = self._next_signal(self._grace_s)
         if not self._is_over.is_set():
             why = "again" if again is not None else f"still busy after {self._grace_s:g} s"
-            end_all(f"ended by {NAMES[number]} ({why})", exit_code(number))
+            end_all(f"ended by {NAMES[number]} ({why})", code_after(number))
 
     def _next_signal(self, timeout_s: float | None) -> int | None:
         """Waits for it; None when the guard is closed, or time is up."""
@@ -231,6 +233,18 @@ def check() -> None:
 def is_ending() -> bool:
     """A signal has come, and the process has `GRACE_S` to end."""
     return _guard is not None and _guard.raised is not None
+
+
+def all_is_done(code: int) -> None:
+    """Nothing is left of what this process was to do: from now on it ends with this exit code, by a signal, too."""
+    if _guard is not None:
+        _guard.done_code = code
+
+
+def code_after(number: int) -> int:
+    """Exit code of this process when a signal has ended it."""
+    done = _guard.done_code if _guard is not None else None
+    return exit_code(number) if done is None else done
 
 
 def end_all(why: str, code: int, *, last: Callable[[], object] | None = None) -> NoReturn:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ import ray
 from actors.carriers import QueueSnapshot, StoredGroup
 from actors.processes.supervision import persistently, wait_for
 from actors.queue.trajectory_queue import ANSWER_S
-from correction.errors import ActorLost, EvenkeelError
+from correction.errors import ActorLost, EvenkeelError, counted
 from rollout.trajectory import Group, GroupFacts
 
 if TYPE_CHECKING:  # torch
@@ -188,17 +188,25 @@ async def whole(groups: Sequence[StoredGroup], *, deadline_s: float) -> tuple[li
     return joined, sorted([*lost, *lost_too])
 
 
-async def whole_snapshot(queue: Any, *, deadline_s: float) -> QueueSnapshot:
+async def whole_snapshot(
+    queue: Any, *, deadline_s: float, tokens_s: float | None = None, tell: Callable[[str], object] = lambda _: None
+) -> QueueSnapshot:
     """The queue's state for a checkpoint: finished groups with their tokens. Groups whose tokens are lost go back to those in flight.
 
+    Args:
+        deadline_s: for the queue's answer.
+        tokens_s: for the tokens; those that are later are lost. None: as long as for the queue's answer.
+        tell: takes a sentence, if there are such groups.
     Raises: DeadlineExceeded.
     """
     snapshot: QueueSnapshot
     what = "snapshot <- trajectory queue"
     snapshot, held, tickets = await persistently(lambda: queue.snapshot.remote(), what, deadline_s=deadline_s)
-    groups, lost = await whole(held, deadline_s=deadline_s)
+    groups, lost = await whole(held, deadline_s=deadline_s if tokens_s is None else tokens_s)
     gone = frozenset(lost)
     again = [ticket for ticket in tickets if ticket.group_id in gone]
+    if again:
+        tell(f"the tokens of {counted(len(again), 'finished group')} can't be read: the checkpoint has their prompts, to be sampled again")
     in_flight = sorted([*snapshot.in_flight, *again], key=lambda ticket: ticket.group_id)
     return replace(snapshot, finished=tuple(groups), in_flight=tuple(in_flight))
 

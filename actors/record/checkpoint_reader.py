@@ -5,10 +5,13 @@ A resume goes on from it, and a run that has lost its learner or its queue. Noth
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from actors.config import DeadlinesConfig
 from actors.processes.event_level import EventLevel
 from actors.record.run_folder import CHECKPOINT_FORMAT, Checkpoint, RunFolder
 from actors.state.resume import OLD_STATE, OtherVersionError, TrainingState, other_version
@@ -16,6 +19,36 @@ from correction.errors import DataError
 from learner.file_sums import MANIFEST, read_manifest_of_files, verify
 from rollout.chat import load_tokenizer
 from rollout.tasks import Task
+
+
+class Reading:
+    """How far a checkpoint is read: threads that read tell it, and whoever waits for them looks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._name, self._bytes, self._read = "", 0, 0
+        self.began = time.monotonic()
+
+    def begins(self, checkpoint: Checkpoint) -> None:
+        with self._lock:
+            self._name, self._bytes, self._read, self.began = checkpoint.path.name, 0, 0, time.monotonic()
+
+    def is_large(self, size: int) -> None:
+        """Args: size: bytes of all files that the manifest names."""
+        self._bytes = size
+
+    def add(self, size: int) -> None:
+        with self._lock:
+            self._read += size
+
+    def limit_s(self, deadlines: DeadlinesConfig) -> float:
+        """Longest time from `began` on: that of a checkpoint that is written, by the bytes of this one (disk_s)."""
+        return max(deadlines.disk_s, 3 * self._bytes / deadlines.bytes_per_s)
+
+    def __str__(self) -> str:
+        if not self._bytes:
+            return self._name
+        return f"{self._name}: {self._read / 1e9:.3g} of {self._bytes / 1e9:.3g} GB are read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +63,21 @@ class ResumePoint:
     """Events of the start: level and sentence."""
 
 
-def newest_readable(folder: RunFolder, begins: Callable[[], object] = lambda: None) -> ResumePoint:
+def newest_readable(folder: RunFolder, begins: Callable[[], object] = lambda: None, reading: Reading | None = None) -> ResumePoint:
     """The newest checkpoint whose files are whole.
 
-    Args: begins: called before each checkpoint that is read.
+    Args:
+        begins: called before each checkpoint that is read.
+        reading: is told how far that is.
     Raises: OtherVersionError if another version wrote it; DataError if there is none.
     """
     damaged: list[tuple[Checkpoint, str]] = []
+    reading = reading or Reading()
     for checkpoint in reversed(folder.checkpoints()):
         begins()
+        reading.begins(checkpoint)
         try:
-            state, foreign = _read(checkpoint)
+            state, foreign = _read(checkpoint, reading)
             note = f"{checkpoint.path} holds files that it was not written with and that are not read: {', '.join(foreign)}"
             return ResumePoint(checkpoint, state, tuple(damaged), (("warning", note),) if foreign else ())
         except OtherVersionError:
@@ -53,7 +90,7 @@ def newest_readable(folder: RunFolder, begins: Callable[[], object] = lambda: No
     )
 
 
-def _read(checkpoint: Checkpoint) -> tuple[TrainingState, list[str]]:
+def _read(checkpoint: Checkpoint, reading: Reading) -> tuple[TrainingState, list[str]]:
     """Returns: the state, and names of files that the checkpoint was not written with.
 
     Raises: OtherVersionError; DataError naming the file that is missing or damaged.
@@ -61,7 +98,7 @@ def _read(checkpoint: Checkpoint) -> tuple[TrainingState, list[str]]:
     from learner.checkpoint_files import check_readable  # torch: seconds that a refusal of the settings doesn't need
     from learner.model_check import check_trainable
 
-    foreign = _verify(checkpoint)
+    foreign = _verify(checkpoint, reading)
     state = TrainingState.load(checkpoint.state)
     hf_config = check_trainable(checkpoint.hf)
     load_tokenizer(checkpoint.hf)
@@ -71,7 +108,7 @@ def _read(checkpoint: Checkpoint) -> tuple[TrainingState, list[str]]:
     return state, foreign
 
 
-def _verify(checkpoint: Checkpoint) -> list[str]:
+def _verify(checkpoint: Checkpoint, reading: Reading) -> list[str]:
     """Compare all files with the manifest. Returns: names of files that it doesn't have. Raises: as `_read`."""
     if not (checkpoint.path / MANIFEST).exists() and (checkpoint.state / OLD_STATE).exists():
         raise other_version(checkpoint.path, "an earlier version", "its state is a pickle, which this version doesn't read")
@@ -79,7 +116,8 @@ def _verify(checkpoint: Checkpoint) -> list[str]:
     if (found := manifest.get("format")) != CHECKPOINT_FORMAT:
         which = "a later version" if isinstance(found, int) and found > CHECKPOINT_FORMAT else "an earlier version"
         raise other_version(checkpoint.path, which, f"its format is {found}, this version's {CHECKPOINT_FORMAT}")
-    return verify(checkpoint.path, manifest)
+    reading.is_large(sum(file["bytes"] for file in manifest["files"].values()))
+    return verify(checkpoint.path, manifest, reading.add)
 
 
 def _set_aside(checkpoint: Checkpoint) -> Path:

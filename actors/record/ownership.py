@@ -61,7 +61,7 @@ def own(path: Path) -> filelock.BaseFileLock:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"run_dir = {path}: can't be made: {error.strerror}. Choose another run_dir.") from error
-    lock = filelock.FileLock(path / ".owner.lock")
+    lock = filelock.FileLock(path / ".owner.lock", thread_local=False)  # a thread takes it, another may give it back
     owner = path / ".owner.json"
     try:
         lock.acquire(timeout=0)

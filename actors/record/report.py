@@ -78,7 +78,7 @@ def write_report(folder: RunFolder) -> Path:
         events_left_out=max(0, len(events) - _MOST_EVENTS),
         samples=_samples(folder),
     )
-    return folder.write_text("report.html", page)
+    return folder.write_text(folder.report_path.name, page)
 
 
 def summary_rows(steps: Sequence[StepMetrics], evaluations: Sequence[StepMetrics], config: dict[str, Any]) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from actors.metrics.step_metrics import StepMetrics, shown
 from actors.processes.event_level import EventLevel
+from actors.record.completeness import left_after_training
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
 from actors.record.stack_gist import newest_gist
@@ -80,6 +81,8 @@ class RunDiagnosis:
     steps: int
     saved_step: int | None
     """Of the newest checkpoint that is whole."""
+    left: tuple[str, ...] | None
+    """What is still to be done, all steps being made and saved (completeness.py); None: they aren't."""
     damaged: tuple[str, ...]
     """A sentence for each newer one that isn't."""
     pace: dict[str, float]
@@ -99,7 +102,9 @@ class RunDiagnosis:
         match self.state:
             case RunState.RUNNING:
                 found.append("It is still running; this page is of this moment.")
-            case RunState.COMPLETE:
+            case _ if self.left:
+                found.append(f"{resume} makes what is left: {' and '.join(self.left)}.")
+            case state if state is RunState.COMPLETE or self.left is not None:
                 found.append("Nothing. To train on, resume it with more steps: " + resume + " steps=N")
             case _ if self.saved_step is None:
                 found.append("Start it again: there is no checkpoint to go on from.")
@@ -129,7 +134,9 @@ def diagnose(folder: RunFolder) -> RunDiagnosis:
     steps = int(config.get("steps", 0))
     step = metrics[-1].step if metrics else 0
     saved_step, damaged = _newest_whole(folder)
-    state, reason = _end(events, step >= steps > 0, is_owned(folder.path))
+    is_complete = step >= steps > 0 and all(checkpoint.step >= steps for checkpoint in folder.checkpoints()[-1:])
+    left = left_after_training(folder, steps) if is_complete and saved_step == steps else None
+    state, reason = _end(events, is_complete, is_owned(folder.path), is_nothing_left=left == ())
     return RunDiagnosis(
         path=folder.path,
         state=state,
@@ -137,6 +144,7 @@ def diagnose(folder: RunFolder) -> RunDiagnosis:
         step=step,
         steps=steps,
         saved_step=saved_step,
+        left=left,
         damaged=damaged,
         pace=_pace(metrics),
         waits=_waits(events),
@@ -188,13 +196,15 @@ def _trouble_line(trouble: Trouble) -> str:
     return f"{trouble.level:<8} {times}{trouble.last.time}: {trouble.last.text}"
 
 
-def _end(events: Sequence[RunEvent], is_complete: bool, is_running: bool) -> tuple[RunState, str]:
+def _end(events: Sequence[RunEvent], is_complete: bool, is_running: bool, *, is_nothing_left: bool) -> tuple[RunState, str]:
     """State, and the event that says why."""
     if is_running:
         return RunState.RUNNING, ""
     last = events[-1] if events else None
+    if last is not None and last.level == "error" and last.kind is EventKind.STOPPED:
+        return (RunState.COMPLETE if is_nothing_left else RunState.STOPPED), last.text
     if last is not None and last.level == "error":
-        return (RunState.STOPPED if last.kind is EventKind.STOPPED else RunState.FAILED), last.text
+        return RunState.FAILED, last.text
     if is_complete:
         return RunState.COMPLETE, ""
     resumed_at = max((i for i, event in enumerate(events) if event.kind is EventKind.RESUMED), default=0)

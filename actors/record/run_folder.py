@@ -93,7 +93,7 @@ class RunFolder:
         self.events_path, self.monitor_path, self._clipped_path = path / "events.log", path / "monitor.jsonl", path / "clipped_tokens.jsonl"
         self._lengths_path = path / "answer_lengths.jsonl"
         self.tensorboard_path, self.model_path = path / "tensorboard", path / "model"
-        self.scatter_path = path / "scatter.npz"
+        self.scatter_path, self.report_path = path / "scatter.npz", path / "report.html"
         self._lock = lock
         self.is_reused = False
         """The folder held what a failed start had left."""

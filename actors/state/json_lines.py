@@ -88,14 +88,14 @@ class JsonLines:
 
 
 def last_step(path: Path) -> int:
-    """Step of the last whole line, without reading the others; 0 if there is none."""
+    """Step of the last whole line, without reading the others; 0 if there is none. Raises: OSError if the disk doesn't give the file."""
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - _TAIL_BYTES))
             lines = file.read().split(b"\n")[:-1]
         return int(json.loads(lines[-1])["step"]) if lines else 0
-    except (OSError, *_NOT_OURS):
+    except (FileNotFoundError, *_NOT_OURS):
         return 0
 
 

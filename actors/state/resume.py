@@ -11,7 +11,7 @@ JSON and arrays: reading them runs nothing. A prompt is kept without its metadat
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,9 @@ class TrainingState:
     queue: QueueSnapshot
     totals: dict[str, float]
     """Running totals of counters, by metric name."""
-    monitor: dict[str, Any]
-    """What the early warning knows (Monitor.state_dict), after the diagnostics of this step."""
+    monitor: Mapping[str, Any] | None
+    """What the early warning knows (Monitor.state_dict), after the diagnostics of this step, or of one before if the run was ended in a
+    hurry; None: nothing."""
     replacement: Replacement | None = None
     """The correction that an alarm has put in the place of the configured one; None: none has."""
     ledger: LedgerMark | None = None

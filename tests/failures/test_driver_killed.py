@@ -1,4 +1,5 @@
-"""`evenkeel train --retries` goes on by itself after kill -9 of the run's process, before its first step and in the middle of training."""
+"""`evenkeel train --retries` goes on by itself after kill -9 of the run's process, before its first step, in the middle of training and in
+the last evaluation."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from actors.record.completeness import left_after_training
 from actors.record.run_folder import RunFolder
 from tests.e2e.launch import RECIPE, Run
 from tests.failures.books import check_books
@@ -51,3 +53,27 @@ def test_two_crashes_in_one_run(small_model: Path, tmp_path: Path) -> None:
         assert run.orphans(30.0) == [], "what a killed child leaves is ended before the next one starts, Ray's agents too"
     finally:
         run.close()
+
+
+def test_a_crash_in_the_last_evaluation(small_model: Path, tmp_path: Path) -> None:
+    """All steps are made and saved: the next process makes the evaluation and the report. A resume after that has nothing to do."""
+    run_dir = tmp_path / "run"
+    words = [f"model={small_model}", "steps=2", f"groups_per_step={GROUPS}", "evaluation.problems=64", f"run_dir={run_dir}"]
+    run = Run(run_dir, str(RECIPE), *words, "--retries", "1")
+    try:
+        run.wait_until(lambda: "evaluating after training" in run.events(), "the last evaluation")
+        os.kill(child_of(run), signal.SIGKILL)
+        assert run.wait() == 0, run.output()[-4000:]
+        folder = RunFolder.view(run_dir)
+        assert left_after_training(folder, 2) == ()
+        check_books(run, groups_per_step=GROUPS, steps=2)
+        texts = [event.text for event in folder.read_events()]
+        assert "step 2; it goes on from the checkpoint of step 2 in 1 s (retry 1 of 1)" in "\n".join(texts)
+        assert sum("evaluating after training" in text for text in texts) == 2
+    finally:
+        run.close()
+    again = Run(run_dir, "--resume", str(run_dir), "--retries", "1")
+    try:
+        assert again.wait() == 0 and "is complete: all of its 2 steps are made, saved and evaluated" in again.output()
+    finally:
+        again.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,3 +106,34 @@ def test_no_manifest_is_one_sentence(folder: Path, content: bytes) -> None:
     (folder / "manifest.json").unlink()
     with pytest.raises(DataError, match=r"not complete, it has no manifest.json, which is written last"):
         read_manifest_of_files(folder)
+
+
+def test_whoever_waits_is_told_what_is_read_and_is_not_kept_by_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every file, as it comes; by threads for which no process waits when it ends: a disk may hang for good."""
+    read, by = list[int](), set[threading.Thread]()
+
+    def note(size: int) -> None:
+        read.append(size)
+        by.add(threading.current_thread())
+
+    assert verify(folder, read_manifest_of_files(folder), note) == []
+    assert sum(read) == 256 * 40_000 + 2 and max(read) == 4 << 20
+    assert threading.current_thread() not in by and all(thread.daemon for thread in by)
+
+
+def test_after_a_damage_no_further_file_is_begun(tmp_path: Path) -> None:
+    for number in range(100):
+        (tmp_path / f"{number:03}.json").write_text("{}")
+    seal(tmp_path, {})
+    (tmp_path / "000.json").write_text("[]")
+    is_named, read = threading.Event(), list[int]()
+
+    def note(size: int) -> None:
+        read.append(size)
+        if len(read) > 20:
+            is_named.wait(60.0)
+
+    with pytest.raises(DataError, match=r"000\.json: damaged, its checksum is"):
+        verify(tmp_path, read_manifest_of_files(tmp_path), note)
+    is_named.set()
+    assert len(read) < 40

@@ -44,7 +44,7 @@ def doubles(schedule: FaultSchedule, disk: Disk, faults: Faults) -> Iterator[Non
             (interrupts, "handled_in", partial(_handled_in, faults)),
             (patience, "FileThread", partial(SimulatedFileThread, disk)),
             (actors.processes.loop_clock.LoopClock, "start", nothing),  # nothing is late here, and ticks would be half of all events
-            (learner.file_sums, "ThreadPoolExecutor", parts.NoThreads),
+            (learner.file_sums, "_side_by_side", map),
             (learner.checkpoint_files, "check_readable", nothing),
             (learner.model_check, "check_trainable", nothing),
             (checkpoint_reader, "load_tokenizer", nothing),

@@ -114,19 +114,6 @@ class Notes:
     def serve(self) -> None: ...
 
 
-class NoThreads:
-    """In place of an executor: its work is done at once."""
-
-    def __init__(self, threads: int) -> None: ...
-
-    def __enter__(self) -> NoThreads:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    map = staticmethod(map)
-
-
 def corrected(batch: Any, correction: Any) -> Any:
     """In place of the correction's mathematics."""
     return SimpleNamespace(batch=batch)

@@ -260,6 +260,21 @@ def test_a_queue_that_dies_again_and_again_is_replaced_after_pauses() -> None:
     assert [text.rpartition(": ")[2] for text in told] == ["new ones in 2 s", "new ones in 4 s"]
 
 
+def test_a_preemption_of_everything_waits_for_no_node_that_is_gone() -> None:
+    """The store of a node of workers answers no more, and SIGTERM comes some time later: its groups are saved as prompts."""
+    said, took_s = 0, list[float]()
+    for at in range(12, 30):
+        faults = (Fault(at - 1.0, "lose_node", 0, 1.0, "hangs"), Fault(float(at), "stop_driver"))
+        schedule = run_of_one_worker(steps=6, groups_per_step=2, faults=faults)
+        outcome = play(replace(schedule, workers=2, max_staleness=2, checkpoint_every=0))
+        assert (outcome.violation, outcome.steps) == ("", 6), f"stopped after {at} s"
+        asked = [float(line.split()[0]) for line in outcome.trace if "interrupted (SIGTERM): ending with a checkpoint" in line]
+        saved = [float(line.split()[0]) for line in outcome.trace if "is told to be complete" in line]
+        took_s += [next(one for one in saved if one >= asked[0]) - asked[0]] * len(asked[:1])
+        said += any("can't be read: the checkpoint has their prompts" in line for line in outcome.trace)
+    assert said > 2 and len(took_s) > 5 and max(took_s) < 20.0
+
+
 @pytest.mark.parametrize("what", ["", "queue", "service", "hangs"])
 def test_groups_that_were_lost_with_their_node_are_sampled_again(what: str) -> None:
     """Whoever reads them first: no prompt is discarded for it, and the run doesn't go back, also if queue or service die meanwhile."""

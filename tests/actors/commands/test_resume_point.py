@@ -13,62 +13,22 @@ from typing import Any
 
 import pytest
 
+from actors.commands import train
 from actors.commands.recipe import load_config
 from actors.commands.resume_point import find_resume_point, run_config, with_absolute_paths
+from actors.commands.train import train_run
 from actors.config import RunConfig
 from actors.metrics.step_metrics import StepMetrics
-from actors.queue.trajectory_queue import TrajectoryQueue
 from actors.record.checkpoint_reader import ResumePoint, take_back
+from actors.record.completeness import EVALUATION, REPORT, left_after_training
 from actors.record.run_folder import CHECKPOINT_FORMAT, RunFolder
-from actors.state.ledger import Ledger, outstanding_ids
-from actors.state.resume import OtherVersionError, TrainingState, open_ledger
+from actors.state.resume import OtherVersionError, open_ledger
 from correction.errors import ConfigError, DataError
 from learner.file_sums import seal
-from tests.actors.cases import group, prompt, prompts
+from tests.actors.cases import prompt
+from tests.actors.commands.finished_run import state
 from tests.e2e.launch import RECIPE
 from tests.failures.measured import Measured
-from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
-
-
-def state(step: int) -> TrainingState:
-    """One group trained in each step; two more under way, of which the older is finished."""
-    queue = TrajectoryQueue(groups_per_step=1, max_staleness=1)
-    for version in range(step):
-        for ticket in queue.admit(prompts(version, version + 1)):
-            queue.put(group(ticket))
-        queue.settle([g.group_id for g in queue.draw(version, 1)])
-        queue.publish(version + 1)
-    older, _ = queue.admit(prompts(step, step + 2))
-    queue.put(group(older))
-    return TrainingState(step, step, 1.0, queue.snapshot(), {}, {})
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of two steps, each with a checkpoint, made by what makes a run's."""
-    from tests.learner.learner_cases import learner_on
-
-    base = tmp_path_factory.mktemp("resume")
-    (base / "model").mkdir()
-    model = save_tiny_model(save_tiny_tokenizer(base / "model"))
-    with RunFolder.create(base / "run", "x") as folder, learner_on(model) as learner:
-        folder.write_config(with_absolute_paths(load_config(RunConfig, RECIPE, [f"model={model}", "steps=9", "groups_per_step=1"])))
-        ledger = Ledger(folder.path / "ledger.jsonl")
-        for step in (1, 2):
-            folder.append_metrics(StepMetrics(step))
-            queue = state(step).queue
-            ledger.settle(step, trained=[prompt(step - 1).prompt_id], outstanding=outstanding_ids(queue))
-            with folder.checkpoint(step) as checkpoint:
-                learner.save(checkpoint.state / "learner")
-                learner.save_hf(checkpoint.hf)
-                replace(state(step), ledger=ledger.flush(queue), data="0f").save(checkpoint.state)
-    return base / "run"
-
-
-@pytest.fixture
-def folder(finished: Path, tmp_path: Path) -> RunFolder:
-    """A copy, and so a run folder in another place than where it was made."""
-    return RunFolder.open(Path(shutil.copytree(finished, tmp_path / "run")))
 
 
 def asks(texts: Callable[[int], str] = lambda position: prompt(position).text) -> Any:
@@ -229,7 +189,7 @@ def test_settings_that_differ_are_told_in_one_line(folder: RunFolder) -> None:
         ("run_dir=/elsewhere", "goes on in its own folder"),
         ("rollout.task.seed=5", "the run's own questions"),
         ("rollout.task.dataset=chain_sum", "the run's own questions"),
-        ("steps=2", "has done 2 of 2 steps: nothing is left. Add steps=102"),
+        ("steps=1", "has done 2: nothing is left. Add steps=102"),
         ("max_staleness=0", "ran with 1"),
     ],
 )
@@ -238,6 +198,40 @@ def test_settings_that_would_be_silently_wrong_are_refused(folder: RunFolder, ov
         find_resume_point(folder, [override])
     assert override.partition("=")[0] in str(caught.value) or "steps" in words
     assert len(folder.read_metrics()) == 2
+
+
+class BegunError(Exception):
+    """A run is prepared, to be started."""
+
+
+@pytest.mark.parametrize("lacks", ["nothing", REPORT, EVALUATION])
+def test_at_the_last_step_a_resume_does_what_is_left(
+    folder: RunFolder, lacks: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process that was killed in the last evaluation, or in the report: whoever tries it again gets both. Of a run that has them nothing
+    is started, and its exit code is that of a run that is done."""
+
+    def prepare(config: RunConfig, **_: Any) -> Any:
+        raise BegunError
+
+    monkeypatch.setattr(train, "prepare", prepare)
+    folder.write_config(run_config(folder, ["steps=2"]))
+    if lacks != EVALUATION:
+        folder.append_evaluation(StepMetrics(2))
+    if lacks == "nothing":
+        folder.write_text("report.html", "as it was")
+    assert left_after_training(folder, 2) == {"nothing": (), REPORT: (REPORT,), EVALUATION: (EVALUATION, REPORT)}[lacks]
+    folder.close()
+    if lacks == EVALUATION:
+        with pytest.raises(BegunError):
+            train_run(None, [], folder.path)
+        return
+    summary = train_run(None, [], folder.path)
+    assert (summary.exit_code, summary.steps, summary.stopped_early) == (0, 2, False)
+    said = f"{folder.path} is complete: all of its 2 steps are made, saved and evaluated"
+    assert f"{said}. Add steps=102 to train on" in capsys.readouterr().out and folder.read_events()[-1].text == said
+    assert left_after_training(folder, 2) == () and (folder.report_path.read_text() == "as it was") == (lacks == "nothing")
+    RunFolder.open(folder.path).close()  # it was given back
 
 
 def test_the_same_model_by_another_way_is_no_other_model(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from actors.commands import retries
 from actors.processes.interrupts import NO_CLUSTER
+from actors.record.run_folder import RunFolder
 from tests.actors.processes.test_output import Disk, stream_on
 from tests.e2e.launch import ROOT, environment
 
@@ -105,6 +109,42 @@ def test_each_retry_is_a_line_and_an_event(monkeypatch: pytest.MonkeyPatch, run_
     events = (run_dir / "events.log").read_text().splitlines()
     told = [line.removeprefix("evenkeel: ") for line in said]
     assert [event.split(None, 2)[2] for event in events] == told[1:], "without a folder: no event"
+
+
+@pytest.mark.parametrize("how", ["refuses", "hangs"])
+def test_a_disk_that_tells_the_parent_nothing_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, run_dir: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    """How far the run has come is not known: what may be progress is tried again, as often as --retries says."""
+    is_back = threading.Event()
+
+    def checkpoints(_: RunFolder) -> Any:
+        if how == "hangs":
+            is_back.wait(60.0)
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(RunFolder, "checkpoints", checkpoints)
+    monkeypatch.setattr(retries, "_LOOK_S", 0.1 if how == "hangs" else 60.0)
+    assert tried(monkeypatch, run_dir, [(1, 3), (1, None), (1, None), (1, None)]) == (1, 4)
+    is_back.set()
+    why = "no answer" if how == "hangs" else "[Errno 116] Stale file handle"
+    said = f"ended with exit code 1 after a step that its disk doesn't tell ({why})"
+    told = capsys.readouterr().err
+    assert told.count(f"{said}; it goes on from its newest checkpoint in ") == 3 and f"{said}, and --retries 3 have been used up" in told
+
+
+def test_a_folder_whose_disk_refuses_counts_as_there(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> None:
+    """Not as a run that has never begun, after whose error nothing is tried again."""
+
+    def is_file(_: Path) -> bool:
+        raise OSError(errno.EIO, "Input/output error")
+
+    attempts = Attempts(run_dir, [(1, 3), (0, 9)])
+    monkeypatch.setattr(retries, "_attempt", attempts)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_file", is_file)
+        assert retries.run_with_retries(Path("recipe.yaml"), [], run_dir, retries=1) == 0
+    assert attempts.arguments[1][:2] == ["--resume", str(run_dir)]
 
 
 def test_a_parent_that_can_not_print_goes_on(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from actors.commands import train
+from actors.driver.run_summary import RunSummary
 from actors.processes import interrupts
 from actors.record.patience import DiskLate
 from correction.errors import DataError
@@ -77,3 +80,50 @@ def test_an_error_of_a_disk_that_hangs_is_raised_without_it(monkeypatch: pytest.
         train._run_in(folder, config, None, [], None)  # type: ignore[arg-type]
     assert not is_back.is_set() and not reported
     is_back.set()
+
+
+@pytest.mark.parametrize("where", ["the event loop's end", "Ray's shutdown", "the last lines", "the report"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_after_all_is_saved_keeps_the_exit_code(monkeypatch: pytest.MonkeyPatch, number: int, where: str) -> None:
+    """It ends what is still to end, without the report, and is told; nothing says that a resume has anything to do."""
+    told, shown = list[tuple[str, str, str]](), list[str]()
+    controller = SimpleNamespace(summary=None)
+    nothing: Any = lambda *_, **__: None  # noqa: E731
+
+    def at(place: str) -> None:
+        if place == where:
+            raise interrupts.Interrupted(number)
+
+    def run(_: Any) -> RunSummary:
+        controller.summary = RunSummary(9, None, None, 60.0, stopped_early=False)
+        at("the event loop's end")
+        return controller.summary
+
+    @contextlib.contextmanager
+    def cluster(_: Any) -> Iterator[Any]:
+        yield SimpleNamespace(own_daemons={}, log_folder="logs")
+        at("Ray's shutdown")
+
+    def event(level: str, text: Any, kind: str = "") -> None:
+        told.append((level, str(text), kind))
+
+    description = SimpleNamespace(description="each question once")
+    config = SimpleNamespace(steps=9, name="x", model="m", ray=None, evaluation=description, batch_arithmetic=lambda: "4 groups")
+    close: Any = lambda *, within_s: at("the last lines")  # noqa: E731
+    observer = SimpleNamespace(event=event, keep_event=event, phase=nothing, close=close, hangs=lambda: False)
+    folder: Any = SimpleNamespace(path="run", checkpoints=list, event=event)
+    monkeypatch.setattr(train, "TerminalView", lambda *_: SimpleNamespace(close=lambda text="": shown.append(text)))
+    monkeypatch.setattr(train, "Observer", lambda *_: observer)
+    monkeypatch.setattr(train, "Controller", lambda *_, **__: controller)
+    monkeypatch.setattr(train, "Cluster", cluster)
+    monkeypatch.setattr(train, "_run_controller", run)
+    monkeypatch.setattr(train, "_report", lambda _: at("the report"))
+    for name in ("_look_at_nodes", "register_stack_dump", "StackCollector"):
+        monkeypatch.setattr(train, name, lambda *_: SimpleNamespace(half_over=None))
+    for name in ("ends_with_own_ray", "ends_with_the_head"):
+        monkeypatch.setattr(train, name, lambda *_: contextlib.nullcontext())
+    summary = train._run_in(folder, config, None, [], None)  # type: ignore[arg-type]
+    assert summary.exit_code == 0
+    assert told[-1] == ("info", f"ended by {interrupts.NAMES[number]} after all was saved", "")
+    (text,) = shown
+    assert text.startswith("done: 9 steps in 60 s") and "--resume" not in text

@@ -58,14 +58,17 @@ def test_a_complete_run_stays_complete(monkeypatch: pytest.MonkeyPatch, name: st
     ]
 
 
-def test_a_second_signal_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["keep_scatter", "stop"])
+def test_a_second_signal_ends_it_at_once_and_it_is_complete_all_the_same(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """In the last lines, or in the end of its parts: how the run ended is known by then."""
     ending = DoneRun(monkeypatch)
-    ending.run._source.keep_scatter = signalling(signal.SIGTERM, times=2)  # type: ignore[method-assign]
+    setattr(ending.run._source, where, signalling(signal.SIGTERM, times=2))
     monkeypatch.setattr("actors.processes.interrupts.SAME_S", 0.0)
     with pytest.raises(asyncio.CancelledError):
         ending.summary()
     assert ending.run.ended_by == signal.SIGTERM
-    assert ending.observer.events[-1] == "[ending] interrupted (SIGTERM): ending at once; a resume goes on from step 10"
+    assert ending.observer.events[-1] == "[ending] interrupted (SIGTERM): ending at once; all is done and saved"
+    assert ending.run.summary is not None and (ending.run.summary.exit_code, ending.run.summary.steps) == (0, 10)
 
 
 def test_a_run_that_an_alarm_has_ended_says_so_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

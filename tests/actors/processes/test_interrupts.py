@@ -90,6 +90,10 @@ TAKEN_OVER = """
     interrupts.rearm()                                           # ... hands them back
 """ + IN_C
 
+DONE = """
+    interrupts.all_is_done(3)
+""" + IN_C
+
 
 def ended(
     program: str, *numbers: int, begin: str = BEGIN, hangup: signal.Handlers = signal.SIG_DFL
@@ -160,6 +164,15 @@ def test_a_main_thread_that_does_not_end_is_ended_with_its_children(program: str
     process, child = ended(program, signal.SIGTERM)
     assert process.returncode == 128 + signal.SIGTERM
     assert process.stderr.endswith("evenkeel: ended by SIGTERM (still busy after 0.5 s)\n")
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["it hangs", "a second signal"])
+def test_what_is_done_stays_done_whatever_ends_the_process(again: bool) -> None:
+    """All was saved, and Ray's end hangs, or whoever has sent the signal sends it again: the exit code is that of what was done."""
+    process, child = ended(DONE, *[signal.SIGTERM] * (1 + again))
+    assert process.returncode == 3
+    assert "evenkeel: ended by SIGTERM (" in process.stderr
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 

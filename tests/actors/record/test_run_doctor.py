@@ -77,6 +77,31 @@ def test_running_complete_failed_and_stopped(tmp_path: Path) -> None:
     assert after(at_once).state is RunState.STOPPED
 
 
+@pytest.mark.parametrize(
+    ("saved", "evaluated", "by", "state", "advice"),
+    [
+        (2, True, EventKind.STOPPED, RunState.COMPLETE, "Nothing. To train on, resume it with more steps: RESUME steps=N"),
+        (2, False, EventKind.STOPPED, RunState.STOPPED, "RESUME makes what is left: the evaluation after training and its report."),
+        (2, False, None, RunState.COMPLETE, "RESUME makes what is left: the evaluation after training and its report."),
+        (2, True, EventKind.NONE, RunState.FAILED, "Nothing. To train on, resume it with more steps: RESUME steps=N"),
+        (1, False, EventKind.STOPPED, RunState.STOPPED, "RESUME goes on from step 1 and does 1 of its steps again."),
+        (1, False, None, RunState.VANISHED, "RESUME goes on from step 1 and does 1 of its steps again."),
+    ],
+)
+def test_what_is_left_of_a_run_at_its_last_step(
+    tmp_path: Path, saved: int, evaluated: bool, by: EventKind | None, state: RunState, advice: str
+) -> None:
+    """A signal that came after all was done changes nothing; one in the last evaluation leaves that for a resume."""
+    folder = run_folder(tmp_path / "run", steps=2, saved=saved)
+    if evaluated:
+        folder.append_evaluation(StepMetrics(2))
+        folder.write_text("report.html", "a page")
+    if by is not None:
+        folder.write_event(RunEvent.now("error", "no more of it", by))
+    found = after(folder)
+    assert (found.state, found.advice[0]) == (state, advice.replace("RESUME", f"evenkeel train --resume {folder.path}"))
+
+
 def test_what_ended_a_run_before_it_was_resumed_is_over(tmp_path: Path) -> None:
     """Stopped by a signal, resumed, and killed: it was not stopped."""
     folder = run_folder(tmp_path / "a")

@@ -1,0 +1,51 @@
+"""A run of two steps that has ended before its last, as a resume finds it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from actors.commands.recipe import load_config
+from actors.commands.resume_point import with_absolute_paths
+from actors.config import RunConfig
+from actors.metrics.step_metrics import StepMetrics
+from actors.queue.trajectory_queue import TrajectoryQueue
+from actors.record.run_folder import RunFolder
+from actors.state.ledger import Ledger, outstanding_ids
+from actors.state.resume import TrainingState
+from tests.actors.cases import group, prompt, prompts
+from tests.e2e.launch import RECIPE
+from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
+
+
+def state(step: int) -> TrainingState:
+    """One group trained in each step; two more under way, of which the older is finished."""
+    queue = TrajectoryQueue(groups_per_step=1, max_staleness=1)
+    for version in range(step):
+        for ticket in queue.admit(prompts(version, version + 1)):
+            queue.put(group(ticket))
+        queue.settle([g.group_id for g in queue.draw(version, 1)])
+        queue.publish(version + 1)
+    older, _ = queue.admit(prompts(step, step + 2))
+    queue.put(group(older))
+    return TrainingState(step, step, 1.0, queue.snapshot(), {}, {})
+
+
+def make_finished_run(base: Path) -> Path:
+    """Its folder, of two steps, each with a checkpoint, made by what makes a run's."""
+    from tests.learner.learner_cases import learner_on
+
+    (base / "model").mkdir()
+    model = save_tiny_model(save_tiny_tokenizer(base / "model"))
+    with RunFolder.create(base / "run", "x") as folder, learner_on(model) as learner:
+        folder.write_config(with_absolute_paths(load_config(RunConfig, RECIPE, [f"model={model}", "steps=9", "groups_per_step=1"])))
+        ledger = Ledger(folder.path / "ledger.jsonl")
+        for step in (1, 2):
+            folder.append_metrics(StepMetrics(step))
+            queue = state(step).queue
+            ledger.settle(step, trained=[prompt(step - 1).prompt_id], outstanding=outstanding_ids(queue))
+            with folder.checkpoint(step) as checkpoint:
+                learner.save(checkpoint.state / "learner")
+                learner.save_hf(checkpoint.hf)
+                replace(state(step), ledger=ledger.flush(queue), data="0f").save(checkpoint.state)
+    return base / "run"

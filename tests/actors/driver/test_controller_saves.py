@@ -1,0 +1,114 @@
+"""The emergency save: after SIGTERM a checkpoint waits neither for tokens on nodes that are gone nor for a diagnosis under way."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Generator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.carriers import StoredGroup
+from actors.driver.batch_source import _LAST_TOKENS_S
+from actors.driver.controller import Controller
+from actors.queue.queue_actor import TrajectoryQueueActor
+from actors.state.ledger import imbalance_of
+from tests.actors.cases import FakeActor, group, prompts, stored
+from tests.actors.driver.test_controller import RecordingObserver, controller, nothing, source
+from tests.actors.simulated_time import simulate
+
+KNOWN = {"series": {}, "stands": {}}
+"""What the driver has of the early warning, from the last diagnosis that it has heard of."""
+
+
+class OnADeadNode:
+    """A reference to a group; whoever reads it waits for ever."""
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.get_running_loop().create_future().__await__()
+
+
+class Service:
+    """Diagnoses for 100 s, and would answer after that."""
+
+    async def monitor_state(self) -> Any:
+        await asyncio.sleep(100.0)
+        return {"series": {"later": {}}, "stands": {}}
+
+    async def switch(self, correction: Any) -> Any:
+        await asyncio.sleep(100.0)
+
+
+async def run_with_groups(observer: RecordingObserver) -> Controller:
+    """At a step's end: three groups are finished, of which one lies on a node that doesn't answer; a fourth is being sampled."""
+    run = controller(observer)
+    queue = TrajectoryQueueActor(groups_per_step=4, max_staleness=0)
+    finished = [group(ticket) for ticket in await queue.admit(prompts(0, 4))][:3]
+    await queue.put(stored(*finished[:2]))
+    await queue.put([StoredGroup(finished[2].facts, OnADeadNode())])
+    run._source, run._task = source(run, FakeActor(Service())), SimpleNamespace(fingerprint="0f")  # type: ignore[assignment]
+    run._source.queue, run._source.monitor = FakeActor(queue), KNOWN
+    run._learner = SimpleNamespace(abort=nothing)  # type: ignore[assignment]
+    observer.totals = dict  # type: ignore[attr-defined]
+    return run
+
+
+@pytest.mark.parametrize("comes_at", [0.0, 100.0], ids=["before", "while a checkpoint waits for them already"])
+def test_sigterm_leaves_tokens_seconds_and_asks_no_service(comes_at: float) -> None:
+    async def scenario() -> None:
+        observer = RecordingObserver()
+        run = await run_with_groups(observer)
+        loop = asyncio.get_running_loop()
+        run._ending.is_training = True
+        main = asyncio.current_task()
+        assert main is not None
+        if comes_at:
+            loop.call_later(comes_at, run._ending._take, signal.SIGTERM, main)
+        else:
+            run._ending._take(signal.SIGTERM, main)
+        state = await run._training_state()
+        assert comes_at + _LAST_TOKENS_S <= loop.time() <= comes_at + _LAST_TOKENS_S + 1.0
+        assert [one.group_id for one in state.queue.finished] == [0, 1]
+        assert [ticket.group_id for ticket in state.queue.in_flight] == [2, 3], "a resume samples it again"
+        assert imbalance_of(state.queue, None) is None
+        assert state.monitor == KNOWN
+        said = "the tokens of 1 finished group can't be read: the checkpoint has their prompts, to be sampled again"
+        assert observer.events.count(said) == 1
+
+    simulate(scenario)
+
+
+def test_ctrl_c_has_time() -> None:
+    """Nobody kills seconds after it: what the service is at is waited for, as in any checkpoint."""
+
+    async def scenario() -> None:
+        run = await run_with_groups(RecordingObserver())
+        main = asyncio.current_task()
+        assert main is not None
+        run._ending.is_training = True
+        run._ending._take(signal.SIGINT, main)
+        state = await run._training_state()
+        assert state.monitor is not None and "later" in state.monitor["series"]
+        assert asyncio.get_running_loop().time() > run._config.deadlines.checkpoint_s
+
+    simulate(scenario)
+
+
+def test_an_alarm_s_answer_does_not_hold_the_save_up() -> None:
+    """The correction is the new one, in the checkpoint too, and the early warning begins anew with it."""
+
+    async def scenario() -> None:
+        run = await run_with_groups(RecordingObserver())
+        replacement = SimpleNamespace(correction=None)
+        action = SimpleNamespace(text="", replacement=replacement)
+        run._alarms = SimpleNamespace(has_some=True, decide=lambda: action, replacement=replacement)  # type: ignore[assignment]
+        run._steps = SimpleNamespace(flush=nothing)  # type: ignore[assignment]
+        run._ending.is_hurried.set()
+        await run._answer_alarms()
+        state = await run._training_state()
+        assert asyncio.get_running_loop().time() <= _LAST_TOKENS_S + 1.0
+        assert state.replacement is replacement and state.monitor is None  # type: ignore[comparison-overlap]
+
+    simulate(scenario)
