@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -100,7 +101,7 @@ class Cluster:
             "include_dashboard": settings.include_dashboard,
             "_temp_dir": str(settings.temp_dir.resolve()) if settings.temp_dir else None,
         }
-        with _own_turn(), loopback_only():
+        with _own_turn(), loopback_only(), _daemons_apart():
             self._try(lambda: ray.init(**arguments, **common), "starting a private Ray", start_s)
         protect_token()
         return self
@@ -283,6 +284,35 @@ def _signals_stay_ours() -> Iterator[None]:
     finally:
         ray._private.utils.set_sigterm_handler = replace
         interrupts.rearm()
+
+
+@contextlib.contextmanager
+def _daemons_apart() -> Iterator[None]:
+    """Within it, ray.init starts its daemons in sessions of their own, with SIGHUP ignored. What they start inherits both.
+
+    A signal to this process's whole group (of `timeout`, of `kill -- -PGID`, of a terminal that is lost) is then for this process alone:
+    the checkpoint that it saves needs Ray. By itself Ray keeps no signal but Ctrl-C from its daemons. The kernel still ends them with this
+    process; where it can't (on a Mac) Ray does so by their group, and they stay in it.
+    """
+    of_ray: Any = ray._private
+    plain = of_ray.services.ConsolePopen
+    if not of_ray.utils.detect_fate_sharing_support():
+        yield
+        return
+
+    def start(command: list[str], *, preexec_fn: Callable[[], object], **options: Any) -> subprocess.Popen[bytes]:
+        def prepare() -> None:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            preexec_fn()
+
+        started: subprocess.Popen[bytes] = plain(command, preexec_fn=prepare, start_new_session=True, **options)
+        return started
+
+    of_ray.services.ConsolePopen = start
+    try:
+        yield
+    finally:
+        of_ray.services.ConsolePopen = plain
 
 
 @contextlib.contextmanager

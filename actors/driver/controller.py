@@ -189,7 +189,7 @@ class Controller:
         for level, sentence in said:
             self._observer.event(level, sentence)
         self._step, self._version, self._is_trained = self._point.step, self._point.version, self._point.step >= self._config.steps
-        self._observer.go_back(self._point.totals)
+        self._observer.go_back(self._point.totals, self._step)
         self._alarms = AlarmResponse(self._config, self._point.replacement)
         self._checkpoints = CheckpointWriter(self._folder, self._observer, self._config.checkpoint, self._config.deadlines)
         await self._make_queue()

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 GRACE_S = 10.0
 """How long the main thread may take to unwind."""
 SAME_S = 2.0
-"""SIGTERMs that come so close together are one: who ends a whole tree of processes tells a parent, which passes it on, and its child."""
+"""SIGTERMs that come so close together are one: who ends a whole tree of processes tells a parent, which passes it on, and its child.
+So are SIGHUPs: when a terminal is lost its shell tells its jobs, and the kernel does once more as the shell ends."""
 # Whoever has started this process so that it outlives its terminal (nohup) has had SIGHUP ignored, and so it stays.
 _HANGUP = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else ()
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *_HANGUP)
@@ -168,15 +169,13 @@ def rearm() -> None:
 
 @contextlib.contextmanager
 def handled_in(loop: AbstractEventLoop, handle: Callable[[int], None]) -> Iterator[None]:
-    """An event loop gets the signals, by `handle`, for a while; of SIGTERMs within `SAME_S` the first."""
-    last = -math.inf
+    """An event loop gets the signals, by `handle`, for a while; of SIGTERMs, or SIGHUPs, within `SAME_S` the first."""
+    last: dict[int, float] = {signal.SIGTERM: -math.inf, signal.SIGHUP: -math.inf}
 
     def handled(number: int) -> None:
-        nonlocal last
-        before = last
-        if number == signal.SIGTERM:
-            last = time.monotonic()
-            if last - before < SAME_S:
+        if number in last:
+            before, last[number] = last[number], time.monotonic()
+            if last[number] - before < SAME_S:
                 return
         leave_terminal(number)
         handle(number)

@@ -82,7 +82,8 @@ class CheckpointWriter:
                 folder = self._folder.checkpoint(step, is_given_up=lambda: given_up.is_set() or self._is_abandoned.is_set())
                 checkpoint = await stack.enter_async_context(self._in_threads(folder))
                 # Absolute: on a cluster an actor's working directory is its node's own. The folder has to be where both see it.
-                folders = (checkpoint.state / "learner").resolve(), checkpoint.hf.resolve()
+                seen = Checkpoint(step, await self._by_disk("its path", checkpoint.path.resolve))
+                folders = seen.state / "learner", seen.hf
                 is_copying = True
                 await learner.begin_save(*folders, deadline_s=self._deadline_s)
                 is_copying = False
@@ -184,7 +185,7 @@ class CheckpointWriter:
         """Returns: bytes of the checkpoint."""
         async with folder:
             await self._until_written(checkpoint, learner)
-            if not (checkpoint.hf / "config.json").is_file():
+            if not await self._by_disk("its files", (checkpoint.hf / "config.json").is_file):
                 raise DataError(
                     f"{checkpoint.path}: the learner's node wrote elsewhere; run_dir has to be on a file system that all nodes share"
                 )

@@ -153,18 +153,16 @@ def open_views(folder: RunFolder, config: MetricsConfig, notify: Callable[[str],
     Args: notify: called, in whatever thread, when one of them is dropped.
     Raises: ConfigError if Weights & Biases is asked for and not installed.
     """
-    views: list[View] = [_tensorboard(folder)]
+    earlier = folder.read_metrics()  # of a resumed run, and already rewound to the checkpoint that it goes on from
+    views: list[View] = [TensorBoardView(folder.tensorboard_path, resumed_from=earlier[-1].step if earlier else None)]
     if config.wandb_project:
         of_run = folder.read_config()
         views.append(WandbView(project=config.wandb_project, name=folder.path.name, folder=folder.path, config=of_run, notify=notify))
     return views
 
 
-def views_from_an_earlier_step(views: Sequence[View], folder: RunFolder) -> list[View]:
-    """They go on after a return to a checkpoint. TensorBoard hides what came later by a file of its own; W&B draws the steps once more."""
-    return [_tensorboard(folder) if isinstance(view, TensorBoardView) else view for view in views]
-
-
-def _tensorboard(folder: RunFolder) -> TensorBoardView:
-    earlier = folder.read_metrics()  # already rewound to the checkpoint that the run goes on from
-    return TensorBoardView(folder.tensorboard_path, resumed_from=earlier[-1].step if earlier else None)
+def views_from_an_earlier_step(views: Sequence[View], folder: RunFolder, step: int) -> list[View]:
+    """They go on after a return to the checkpoint of this step. TensorBoard hides what came later by a file of its own; W&B draws the steps
+    once more. Nothing is read: an event loop waits for it."""
+    later = partial(TensorBoardView, folder.tensorboard_path, resumed_from=step)
+    return [later() if isinstance(view, TensorBoardView) else view for view in views]

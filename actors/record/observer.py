@@ -92,13 +92,13 @@ class Observer:
         # Apart from the others: they grow when a step is diagnosed, which may be after the next one has begun to count.
         self._raised = {kind + one: self._totals.pop(kind + one) for kind in _EVENT_COUNTERS.values() for one in members(totals, kind)}
 
-    def go_back(self, totals: Mapping[str, float]) -> None:
+    def go_back(self, totals: Mapping[str, float], step: int) -> None:
         """The run goes on from an earlier step, whose totals these are; the folder is taken back."""
         returns = self._totals.get(_RETURNS, 0.0) + 1
         self._take_totals({**totals, _RETURNS: returns})
         self._finished, self._receipts, self._extra = {}, [], {}
         self._probes.forget()
-        self._views = views_from_an_earlier_step(self._views, self._folder)
+        self._views = views_from_an_earlier_step(self._views, self._folder, step)
 
     def replaced_queue(self) -> None:
         self._count("queue/replaced_total", 1)

@@ -34,8 +34,8 @@ _MOST = 100_000
 _MOST_BEFORE_A_FILE, _MOST_BEFORE_A_STEP = 100, 1000
 """Jobs that may wait before a file is left out, and before a step is delayed: what tens, and hundreds, of steps write."""
 _LOOK_S = 0.1
+_ON_DISK = "the run folder's disk"
 _HANGS = "When that disk answers again, a resume goes on from the last checkpoint. The deadline follows from deadlines.checkpoint_s"
-
 _HANGS_AT_START = "When that disk answers again, do the same once more. The deadline follows from deadlines.checkpoint_s and bytes_per_s"
 _NOTICE_S = 30.0
 
@@ -58,7 +58,7 @@ async def wait_for_disk(
     counts_from: Callable[[], float] | None = None,
 ) -> T:
     """As wait_for, of work on the run folder's disk. Raises: as the work; DiskLate."""
-    named = f"{what} -> the run folder's disk"
+    named = f"{what} -> {_ON_DISK}"
     return await wait_for(work, named, deadline_s=deadline_s, notice=notice, counts_from=counts_from, raises=DiskLate)
 
 
@@ -99,9 +99,9 @@ def by_disk_at_start(
         counts_from: returns the time (time.monotonic) from which it counts, if that is later than the call.
         detail: returns a clause on how far the work has come, for each notice and for the error.
         say: takes a notice every half minute.
-    Raises: as the work; DeadlineExceeded, with what to do. The thread is left to its disk then.
+    Raises: as the work; DiskLate, with what to do. The thread is left to its disk then.
     """
-    named, began = f"{what} -> {ON_DISK}", time.monotonic()
+    named, began = f"{what} -> {_ON_DISK}", time.monotonic()
     doing = DaemonThreads().submit(work)
     while True:
         left_s = max(began, counts_from()) + limit_s() - time.monotonic()
@@ -110,7 +110,7 @@ def by_disk_at_start(
         waited_s, clause = time.monotonic() - began, detail()
         if time.monotonic() >= max(began, counts_from()) + limit_s():
             so_far = f" ({clause})" if clause else ""
-            error = DeadlineExceeded(f"{named}: not done in {waited_s:.0f} s{so_far}", what=named, seconds=waited_s)
+            error = DiskLate(f"{named}: not done in {waited_s:.0f} s{so_far}", what=named, seconds=waited_s)
             error.remedy = _HANGS_AT_START
             raise error
         say(WaitNotice(named, round(waited_s), clause))

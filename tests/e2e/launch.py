@@ -118,8 +118,21 @@ class Run:
             raise AssertionError(f"still running after {timeout_s} s\n{self.output()[-4000:]}\n{self.events()[-2000:]}") from None
 
     def interrupt(self) -> None:
-        """What a terminal does at Ctrl-C: SIGINT to every process of the foreground group."""
-        os.killpg(self.process.pid, signal.SIGINT)
+        """As a terminal does at Ctrl-C."""
+        self.signal_group(signal.SIGINT)
+
+    def signal_group(self, number: int) -> None:
+        """To every process of the driver's group: by a terminal SIGINT at Ctrl-C and SIGHUP when it is lost, SIGTERM by `timeout`."""
+        os.killpg(self.process.pid, number)
+
+    def beside_the_driver(self) -> list[str]:
+        """Command lines of other live processes in the driver's group."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(OSError):
+                if process.pid != self.process.pid and os.getpgid(process.pid) == self.process.pid:
+                    found.append(command_of(process))
+        return found
 
     def kill(self) -> None:
         """kill -9 of the driver alone."""
@@ -171,7 +184,7 @@ class Run:
         shutil.rmtree(self._temp, ignore_errors=True)
 
     def _watch(self) -> None:
-        """Collect descendants: by parentage, by session, and by the mark in their environment (some processes overwrite theirs)."""
+        """Collect descendants: by parentage, by their sessions, and by the mark in their environment (some processes overwrite theirs)."""
         others: set[psutil.Process] = set()  # looked at once: nobody else's process becomes ours
         while not self._is_over.wait(0.5):
             for process in psutil.process_iter():
@@ -194,7 +207,10 @@ class Run:
             parent = process.ppid()
             if parent in self._seen and self._seen[parent].is_running():
                 return True
-            return os.getsid(process.pid) == self.process.pid or process.environ().get(_MARK) == self._mark
+            leader = self._seen.get(session := os.getsid(process.pid))
+            if leader is not None and (leader.is_running() or not psutil.pid_exists(session)):  # else that number has come again
+                return True
+            return process.environ().get(_MARK) == self._mark
         except (psutil.Error, OSError):
             return None
 

@@ -51,6 +51,8 @@ class Story:
     """Of those in which all workers were there from the beginning."""
     scraped: dict[str, set[str]]
     """Prometheus: workers by name of the metric, while the run went on."""
+    beside_the_driver: list[str]
+    """Commands of the processes in its group, likewise."""
 
     @property
     def names(self) -> list[str]:
@@ -83,11 +85,11 @@ def story(request: pytest.FixtureRequest, small_model: Path, tmp_path_factory: p
     run = Run(run_dir, str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", *overrides, *several)
     try:
         run.wait_until(lambda: len(_together(run.metrics(), workers)) >= STEPS, f"{STEPS} steps with {workers} workers")
-        scraped = scrape(run, workers)
+        scraped, beside = scrape(run, workers), run.beside_the_driver()
         run.interrupt()
         run.wait(120.0)
         lines = run.metrics()
-        yield Story(run, workers, max_staleness, lines, _together(lines, workers), scraped)
+        yield Story(run, workers, max_staleness, lines, _together(lines, workers), scraped, beside)
     finally:
         run.close()
 
@@ -179,6 +181,11 @@ def test_no_process_is_left_after_ctrl_c(story: Story) -> None:
     for name in ("raylet", "gcs_server", "LearnerRankActor", "sglang", "reward_process"):
         assert name in story.run.seen_commands, f"the count must have seen what it counts: {story.run.seen_commands}"
     assert story.run.orphans() == []
+
+
+def test_signals_to_the_drivers_group_are_for_the_driver(story: Story) -> None:
+    """Ray's daemons, ranks, engines and scorers are in others, and live as long as the run needs them to end in order."""
+    assert story.beside_the_driver == []
 
 
 def test_engines_agree_on_every_batch(story: Story) -> None:

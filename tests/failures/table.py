@@ -1,6 +1,7 @@
 """python -m tests.failures.table: run the tests that measure what a fault costs, and make a table of it.
 
-    python -m tests.failures.table --write docs/reliability.md      runs them first, some 35 minutes on two cores
+    python -m tests.failures.table --write docs/reliability.md      runs them first, some 35 minutes on two cores; a test that is skipped
+                                                                    measures nothing, and the page stays as it is
     python -m tests.failures.table --measured FILE                  from what a run of tests with EVENKEEL_FAILURES=FILE has left
 """
 
@@ -14,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from xml.etree import ElementTree
 
 from benchmarks.sides import put_between
 from tests.failures.measured import FILE, Measured
@@ -70,22 +72,36 @@ def read(path: Path) -> list[Measured]:
     return [Measured(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
+def skipped(report: Path) -> list[str]:
+    """Tests that a run has skipped, and why. Args: report: the XML file that pytest has written (--junitxml)."""
+    found = []
+    for case in ElementTree.parse(report).iter("testcase"):
+        for skip in case.iter("skipped"):
+            found.append(f"{case.get('classname')}::{case.get('name')}: {skip.get('message')}")
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.failures.table", description="The table of faults and what they cost.")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="what tests have measured already; without it they are run")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table into this page, between its marks")
     options = parser.parse_args()
-    code = 0
+    code, left_out = 0, list[str]()
     with tempfile.TemporaryDirectory() as made:
-        path = options.measured or Path(made) / "measured.jsonl"
+        path, report = options.measured or Path(made) / "measured.jsonl", Path(made) / "tests.xml"
         if options.measured is None:
-            command = [sys.executable, "-m", "pytest", "-n0", "-q", "-m", "", *TESTS]
+            command = [sys.executable, "-m", "pytest", "-n0", "-q", "-m", "", f"--junitxml={report}", *TESTS]
             code = subprocess.run(command, env={**os.environ, FILE: str(path)}, check=False).returncode
+            left_out = skipped(report) if code == 0 else []
         found = table(read(path))
     print(found)
-    if options.write is not None and code == 0:
-        put_between(options.write, "failures", found)
-    return code
+    if options.write is None or code:
+        return code
+    if left_out:
+        print(f"{options.write} stays as it is, or rows would vanish: these tests were skipped:", *left_out, sep="\n", file=sys.stderr)
+        return 1
+    put_between(options.write, "failures", found)
+    return 0
 
 
 if __name__ == "__main__":

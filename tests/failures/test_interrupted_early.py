@@ -1,8 +1,8 @@
-"""SIGTERM and Ctrl-C before there is an engine: while libraries are imported, and at two points of the real Ray's start."""
+"""SIGTERM and Ctrl-C, each to the whole process group, before there is an engine: while libraries are imported, and at two points of the
+real Ray's start."""
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def test_a_signal_ends_a_start_and_leaves_nothing(model: Path, tmp_path: Path, n
             except (psutil.Error, OSError):  # a child, or a thread, that has just ended
                 pass
             time.sleep(0.02)  # without a pause the test would take the core that the start needs
-        os.kill(run.process.pid, number)
+        run.signal_group(number)
         assert run.wait(60.0) == 128 + number, run.output()[-4000:]
         said = run.output()
         ended = "evenkeel: " + ("interrupted" if number == signal.SIGINT else "ended by SIGTERM")

@@ -1,4 +1,6 @@
-"""SIGTERM in the middle of a long step: the last finished one is saved at once, and a resume trains on the groups of the other."""
+"""SIGTERM in the middle of a long step: the last finished one is saved at once, and a resume trains on the groups of the other. It
+goes to the run's whole process group, as `timeout` and `kill -- -PGID` send it, and so does the SIGHUP of a lost terminal, which ends the
+resume."""
 
 from __future__ import annotations
 
@@ -47,6 +49,16 @@ def slowed(pids: list[int]) -> Iterator[None]:
             thread.join()
 
 
+@contextmanager
+def hanging_up() -> Iterator[None]:
+    """What is started meanwhile ends by SIGHUP, also where these tests are started with nohup: a handler becomes the default."""
+    before = signal.signal(signal.SIGHUP, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_the_last_finished_step_is_saved_without_the_one_under_way(small_model: Path, tmp_path: Path) -> None:
     """Of two ranks that have to agree on where to end. They are so slow that a batch is always there: the line of a step is written when
     the next one has begun."""
@@ -62,12 +74,13 @@ def test_the_last_finished_step_is_saved_without_the_one_under_way(small_model: 
             takes_s = run.metrics()[-1]["time/train_s"]
             time.sleep(takes_s / 4)
             began = time.monotonic()
-            run.process.send_signal(signal.SIGTERM)
+            run.signal_group(signal.SIGTERM)
             assert run.wait() == 128 + signal.SIGTERM, run.output()[-4000:]
             seconds = time.monotonic() - began
         assert run.orphans(30.0) == []
     finally:
         run.close()
+    assert "interrupted (SIGTERM): ending with a checkpoint of the last finished step" in run.events()
     (aborted,) = map(int, re.findall(r"step (\d+) was aborted; a resume trains on its groups", run.events()))
     assert max(run.steps()) == aborted - 1 == folder.checkpoints()[-1].step, "whose only checkpoint this is"
     check_books(run, groups_per_step=GROUPS)
@@ -76,11 +89,17 @@ def test_the_last_finished_step_is_saved_without_the_one_under_way(small_model: 
     follows = f"the last finished step is saved; the one under way, of {takes_s:.0f} s, is aborted, and a resume trains on its groups"
     Measured("SIGTERM in a step of two ranks", follows, seconds, "the begun micro-batches", REAL).write()
 
-    resumed = Run(folder.path, "--resume", str(folder.path), f"steps={aborted + MORE}")
+    with hanging_up():
+        resumed = Run(folder.path, "--resume", str(folder.path), "steps=1000")
     try:
-        assert resumed.wait() == 0, resumed.output()[-4000:]
+        resumed.wait_until(lambda: max(resumed.steps(), default=0) >= aborted + MORE, "two steps more")
+        resumed.signal_group(signal.SIGHUP)
+        assert resumed.wait() == 128 + signal.SIGHUP, resumed.output()[-4000:]
+        assert resumed.orphans(30.0) == []
     finally:
         resumed.close()
-    check_books(resumed, groups_per_step=GROUPS, steps=aborted + MORE)
+    assert "interrupted (SIGHUP): ending with a checkpoint after the step under way" in resumed.events()
+    assert max(resumed.steps()) == folder.latest_checkpoint().step
+    check_books(resumed, groups_per_step=GROUPS)
     trained = {entry["prompt_id"] for entry in resumed.ledger() if entry["outcome"] == "trained" and entry["step"] == aborted}
     assert trained <= held

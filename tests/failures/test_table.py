@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 from actors.driver.going_back import what_is_done_again
 from actors.driver.parts import StartingPoint
 from tests.failures.measured import FILE, PLAYED, REAL, Measured, done_again
-from tests.failures.table import TESTS, read, table
+from tests.failures.table import TESTS, main, read, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,6 +58,29 @@ def test_of_a_fault_that_came_more_than_once_the_slowest_is_told(tmp_path: Path,
         "| driver killed | resumed | 41.3 | 3 steps | real processes |",
         "| nodes gone | waits | - | 8 groups | played, virtual time |",
     ]
+
+
+def test_no_row_vanishes_because_its_test_was_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For want of a mount, of ptrace, of Redis; pytest's exit code is 0 then."""
+    page, tests, measured = tmp_path / "page.md", tmp_path / "test_two.py", tmp_path / "measured.jsonl"
+    page.write_text(before := "<!-- failures -->\nthe rows\n<!-- /failures -->\n")
+    measured.write_text(row := json.dumps(asdict(Measured("a fault", "resumed", 1.0, "-", REAL))) + "\n")
+    tests.write_text(
+        "import os, pathlib, pytest\n"
+        f"def test_one(): pathlib.Path(os.environ[{FILE!r}]).write_text({row!r})\n"
+        "@pytest.mark.skipif(True, reason='no Redis')\ndef test_other(): ...\n"
+    )
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # those that aren't needed take longer than the rest
+    monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
+    monkeypatch.setattr("tests.failures.table.TESTS", (str(tests),))
+    monkeypatch.setattr("sys.argv", ["table", "--write", str(page)])
+    assert main() == 1 and page.read_text() == before
+    said = capsys.readouterr()
+    assert "| a fault |" in said.out and said.err.splitlines()[1:] == ["test_two::test_other: no Redis"]
+    monkeypatch.setattr("sys.argv", ["table", "--write", str(page), "--measured", str(measured)])
+    assert main() == 0 and "| a fault | resumed | 1.0 | - |" in page.read_text()
 
 
 def test_steps_that_a_resume_by_hand_takes_back_are_counted() -> None:

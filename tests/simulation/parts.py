@@ -68,7 +68,7 @@ class Notes:
         if difference > 0:
             self._world.books.refuse(f"{target.name} holds other weights than the learner's of version {version}, by its probe")
 
-    def go_back(self, totals: Any) -> None:
+    def go_back(self, totals: Any, step: int) -> None:
         self._world.went_back()
 
     def saved(self, path: Path, seconds: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -154,6 +155,33 @@ def test_a_signal_during_the_start_leaves_nothing(monkeypatch: pytest.MonkeyPatc
         pass
     assert caught.value.code == 143 and len(calls) == 1
     assert not psutil.pid_exists(remains[0].pid)
+
+
+def test_signals_to_our_group_are_not_for_the_daemons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for what they start: the checkpoint that a run saves when it is asked to end needs Ray. Ctrl-C they have blocked, as ever."""
+    started: list[subprocess.Popen[bytes]] = []
+    services: Any = ray._private.services
+
+    def starts_a_daemon() -> None:
+        forks = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '60'])"]
+        started.append(services.start_ray_process(forks, "raylet", fate_share=True).process)
+
+    starts(monkeypatch, starts_a_daemon)
+    plain = services.ConsolePopen
+    try:
+        with Cluster(config()):
+            daemon = psutil.Process(started[0].pid)
+            while not daemon.children():
+                assert daemon.is_running()
+            for process in (daemon, *daemon.children()):
+                assert os.getsid(process.pid) == os.getpgid(process.pid) == daemon.pid
+                masks = dict(re.findall(r"^Sig(Ign|Blk):\t(\w+)$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE))
+                assert int(masks["Ign"], 16) >> (signal.SIGHUP - 1) & 1 and int(masks["Blk"], 16) >> (signal.SIGINT - 1) & 1
+        assert services.ConsolePopen is plain
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
 
 
 def test_what_daemons_report_is_not_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from actors.config import MetricsConfig
 from actors.metrics.catalogue import CATALOGUE, DIAGNOSTIC_PLACES, LOSS_PLACES
 from actors.metrics.kinds import Kind
 from actors.metrics.step_metrics import MetricError, StepMetrics, is_listed, lookup, markdown, member, members, shown
-from actors.record.metric_views import TensorBoardView, open_views
+from actors.record.metric_views import TensorBoardView, open_views, views_from_an_earlier_step
 from actors.record.report import summary_rows
 from actors.record.run_folder import RunFolder, _parse_event
 from actors.record.step_report import _placed, diagnostic_metrics
@@ -202,6 +202,15 @@ def test_tensorboard_gets_scalars_by_step_and_forgets_what_a_resume_took_back(tm
     resumed.write(StepMetrics(2, {"reward/mean": 0.9}))
     resumed.close()
     assert scalars(tmp_path, "reward/mean") == [(1, 0.1), (2, 0.9)]
+
+
+def test_steps_that_are_done_again_from_the_beginning_are_drawn_once(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", "x") as folder:
+        views = open_views(folder, MetricsConfig(), print)
+        views[0].write(StepMetrics(1, {"reward/mean": 0.1}))
+        (view,) = views_from_an_earlier_step(views, folder, 0)
+        view.write(StepMetrics(1, {"reward/mean": 0.2}))
+        assert scalars(folder.tensorboard_path, "reward/mean") == [(1, 0.2)]
 
 
 def test_the_views_of_a_run_take_up_where_the_folder_stands(tmp_path: Path) -> None:

@@ -217,11 +217,16 @@ def test_handlers_are_given_back() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_the_same_sigterm_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ray job stop` tells every process of a job: one whose parent passes the signal on gets it twice, and must not end at once."""
-    assert signals_seen([signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT]) == [signal.SIGTERM, signal.SIGINT, signal.SIGINT]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_same_signal_twice_is_one(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    """`ray job stop` tells every process of a job: one whose parent passes the signal on gets it twice, and must not end at once. A lost
+    terminal tells a job of bash's twice."""
+    monkeypatch.setattr(interrupts, "SIGNALS", (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))  # also where these tests run with nohup
+    monkeypatch.setattr(interrupts, "leave_terminal", lambda _: None)
+    assert signals_seen([number, number, signal.SIGINT, signal.SIGINT]) == [number, signal.SIGINT, signal.SIGINT]
+    assert signals_seen([signal.SIGTERM, signal.SIGHUP]) == [signal.SIGTERM, signal.SIGHUP], "each by itself"
     monkeypatch.setattr(interrupts, "SAME_S", 0.0)
-    assert signals_seen([signal.SIGTERM, signal.SIGTERM]) == [signal.SIGTERM, signal.SIGTERM], "later ones count"
+    assert signals_seen([number, number]) == [number, number], "later ones count"
 
 
 def signals_seen(sent: list[int]) -> list[int]:
@@ -234,7 +239,11 @@ def signals_seen(sent: list[int]) -> list[int]:
                 signal.raise_signal(number)
                 await asyncio.sleep(0.05)
 
-    asyncio.run(send())
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        asyncio.run(send())
+    finally:
+        signal.signal(signal.SIGHUP, before)
     return seen
 
 

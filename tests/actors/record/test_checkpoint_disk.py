@@ -37,7 +37,8 @@ def test_nothing_that_waits_for_the_disk_is_done_on_the_event_loop(folder: RunFo
         monkeypatch.setattr(module, name, called)
 
     of_a_folder = ((run_folder, "flush_to_disk"), (run_folder, "seal"), (RunFolder, "prune_checkpoints"))
-    for module, name in (*of_a_folder, (shutil, "rmtree"), (Path, "mkdir"), (WrittenState, "save")):
+    of_paths = ((Path, "mkdir"), (Path, "stat"), (Path, "is_file"), (Path, "resolve"))
+    for module, name in (*of_a_folder, *of_paths, (shutil, "rmtree"), (shutil, "disk_usage"), (WrittenState, "save")):
         noted(module, name)
 
     async def scenario() -> None:
@@ -46,10 +47,12 @@ def test_nothing_that_waits_for_the_disk_is_done_on_the_event_loop(folder: RunFo
         for step in (3, 4):
             await one.begin(step, learner, state)  # type: ignore[arg-type]
             await one.finished()
-        assert [checkpoint.step for checkpoint in folder.checkpoints()] == [4]
 
     asyncio.run(scenario())
-    assert set(threads) == {"flush_to_disk", "rmtree", "mkdir", "save", "seal", "prune_checkpoints"}
+    monkeypatch.undo()
+    assert [checkpoint.step for checkpoint in folder.checkpoints()] == [4]
+    of_the_disk = {"flush_to_disk", "rmtree", "mkdir", "stat", "is_file", "resolve", "disk_usage"}
+    assert set(threads) == {*of_the_disk, "save", "seal", "prune_checkpoints"}
     assert [name for name, where in threads.items() if threading.get_ident() in where] == []
 
 
@@ -78,6 +81,8 @@ def test_a_slow_disk_is_waited_for_during_training(folder: RunFolder) -> None:
 ON_DISK = {
     "free space": (shutil, "disk_usage"),
     "its folder": (Path, "mkdir"),
+    "its path": (Path, "resolve"),
+    "its files": (Path, "is_file"),
     "its state": (WrittenState, "save"),
     "its manifest": (run_folder, "seal"),
 }

@@ -52,7 +52,7 @@ def test_a_full_disk_ends_nothing_and_costs_no_line(seen: Seen) -> None:
     assert ["does not take" in text for text in told] == [True, False] and "No space left on device" in told[0]
 
 
-def test_tensorboard_on_a_full_disk_ends_nothing_and_lacks_no_step(seen: Seen) -> None:
+def test_tensorboard_on_a_full_disk_ends_nothing_and_lacks_no_step(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes step 1, refuses 2 to 4, in which the run goes back and ends as well, and has all of them when there is room."""
     observer, events = seen.observer, seen.folder.tensorboard_path
 
@@ -67,7 +67,9 @@ def test_tensorboard_on_a_full_disk_ends_nothing_and_lacks_no_step(seen: Seen) -
         (seen.folder.path / "aside").rename(file)
         await write(observer, (5, diagnosed(state=State.OK)))
         seen.folder.rewind(4)
-        observer.go_back({})
+        with monkeypatch.context() as patch:
+            patch.setattr(type(seen.folder), "read_metrics", lambda _: pytest.fail("on the event loop, for as long as the disk takes"))
+            observer.go_back({}, 4)
         await write(observer, (5, diagnosed(WATCH, state=State.WATCH)))
 
     asyncio.run(scenario())
@@ -249,7 +251,7 @@ def test_a_view_is_closed_when_all_steps_are_in_it_and_one_that_can_not_be_ends_
 
     observer = seen.observer
     observer._views.append(Broken())  # type: ignore[arg-type]
-    observer.go_back({})
+    observer.go_back({}, 0)
     observer.disk.do(lambda: gate.wait(60.0))
     observer._show(StepMetrics(1, {"time/step_s": 1.0}))
     threading.Timer(0.3, gate.set).start()
