@@ -73,29 +73,35 @@ def tensor_parallel_groups_inside_nodes(nodes: Nodes, config: RunConfig) -> Iter
     if learner.resolved_device != "cuda" or learner.tensor_parallel == 1:
         return
     wanted = learner.world_size // learner.tensor_parallel
-    what = f"the learner has {wanted} tensor-parallel groups of {learner.tensor_parallel} ranks"
+    what = f"the learner has {wanted} tensor-parallel groups of {learner.tensor_parallel} ranks, each on one node"
     room = sum(int(node.offered_gpus) // learner.tensor_parallel for node in nodes)
     yield from _inside_nodes(nodes, config, wanted, room, what, "Lower learner.tensor_parallel, or add nodes")
 
 
 def engines_inside_nodes(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    """What the learner leaves. Of too few GPUs in all another rule speaks."""
+    """What the learner leaves. Of too few GPUs in all another rule speaks; so does one of units, which engines of one GPU take alike."""
     ranks, wanted = config.rollout.engine.tensor_parallel, config.rollout.first_workers
     is_short = gpus_asked(config) > sum(node.offered_gpus for node in nodes)
-    if config.rollout.engine.resolved_device != "cuda" or ranks == 1 or is_short:
+    if config.rollout.engine.resolved_device != "cuda" or is_short:
         return
-    room = room_for_engines([(int(node.offered_gpus), node.rollout_units) for node in nodes], config)
-    what = f"{counted(wanted, 'engine')} of {ranks} GPUs each (rollout.engine.tensor_parallel)"
-    what += " in addition to the learner"
-    yield from _inside_nodes(nodes, config, wanted, room, what, "Lower rollout.engine.tensor_parallel or rollout.workers, or add nodes")
+    room = room_for_engines([(int(node.offered_gpus), int(node.rollout_units)) for node in nodes], config)
+    if ranks == 1:
+        wanted = workers_with_a_unit([node.rollout_units for node in nodes], wanted)
+        what = f"{counted(wanted, 'engine')} in addition to the learner, each on a node with a unit of {config.ray.rollout_resource!r}"
+        remedy = "Lower rollout.workers, or add nodes, or let nodes with more GPUs offer it"
+    else:
+        what = f"{counted(wanted, 'engine')} of {ranks} GPUs each (rollout.engine.tensor_parallel) in addition to the learner"
+        what += ", each on one node"
+        remedy = "Lower rollout.engine.tensor_parallel or rollout.workers, or add nodes"
+    yield from _inside_nodes(nodes, config, wanted, room, what, remedy)
 
 
 def _inside_nodes(nodes: Nodes, config: RunConfig, wanted: int, room: int, what: str, remedy: str) -> Iterator[Complaint]:
-    """Args: wanted: number of groups, each on one node. room: for so many."""
+    """Args: wanted: number of groups or engines, each on one node. room: for so many."""
     if room < wanted:
         yield Complaint(
             "warn" if config.ray.address is not None else "fail",
-            f"{what}, each on one node, and there is room for {room}: GPUs by node are {[int(node.offered_gpus) for node in nodes]}",
+            f"{what}, and there is room for {room}: GPUs by node are {[int(node.offered_gpus) for node in nodes]}",
             remedy,
         )
 

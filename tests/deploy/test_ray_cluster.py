@@ -189,6 +189,8 @@ def test_the_autoscaled_type_grows() -> None:
         (CLOUD, ("RAY_AUTH_MODE=token", ""), "fail", "lets everybody in"),
         (LOCAL, ('{"rollout": 8}', '{"rollout": 5}'), "warn", "offer 10 at most"),
         (LOCAL, ('{"rollout": 8}', '{"rollout": 5.5}'), "warn", "offer 10 at most"),
+        (LOCAL, ('{"rollout": 8}', '{"rollout": 6}'), "warn", "12 workers have an engine, each on one node; in addition to the learner {path} has "
+         "room for 10 of them"),
         (LOCAL, ('{"rollout": 8}', '{"rollout": 0.5}'), "fail", "no node of {path} offers a whole one"),
         (IMAGE, ('"GPU": 8, "rollout": 8', '"GPU": 8'), "fail", "no node of"),
         (IMAGE, ('"GPU": 8, "rollout": 8', '"GPU": 6, "rollout": 6'), "warn", "16 ranks and 16 workers ask for 32 GPUs, and"),

@@ -202,6 +202,12 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
             "2 engines of 4 GPUs each (rollout.engine.tensor_parallel) in addition to the learner, each on one node, and there is room "
             "for 1: GPUs",
         ),
+        (
+            [node(rollout_units=0.0), node(name="b", offered_gpus=4.0)],
+            "ray.address=auto rollout.workers=8",
+            "warn",
+            "8 engines in addition to the learner, each on a node with a unit of 'rollout', and there is room for 4: GPUs by node are [8, 4]",
+        ),
         ([node()], "rollout.engine.tensor_parallel=2", "fail", "the run asks for 12 GPUs, and Ray has 8: 4 ranks x 1, 4 workers x 2"),
         (
             [node(rollout_units=1.5), node(name="b", rollout_units=0.5), node(name="c", rollout_units=2.0)],
@@ -262,6 +268,14 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
 def test_a_rule_about_nodes(nodes: list[NodeFacts], overrides: str, severity: str, said: str) -> None:
     complaints = on_nodes(nodes, eight(*overrides.split()), DENSE)
     assert any(c.severity == severity and said in c.sentence for c in complaints), complaints
+
+
+def test_a_learner_leaves_nodes_with_rollout_units_to_the_engines() -> None:
+    """Sixteen of each on four nodes, of which two take engines: whichever Ray names first."""
+    nodes = [node(name="a"), node(name="b", rollout_units=0.0), node(name="c"), node(name="d", rollout_units=0.0)]
+    assert on_nodes(nodes, eight("ray.address=auto", "learner.data_parallel=8", "rollout.workers=16"), DENSE) == []
+    one_gpu = node(offered_gpus=1.0, free_gpus=1.0, gpus=node().gpus[:1], driver_gpus=1, rollout_units=1.0)
+    assert on_nodes([one_gpu], recipe("qwen3_0.6b_1gpu"), ModelShape.of(QWEN3_06B)) == []
 
 
 def test_a_node_s_own_names_and_what_ray_env_says_may_differ() -> None:
