@@ -159,7 +159,7 @@ def own_machine(config: RunConfig) -> list[NodeFacts]:
     cpus = config.logical_cpus
     units = float(config.rollout.most_workers)
     return [
-        replace(here, offered_gpus=seen, free_gpus=seen, cpus=float(cpus), free_cpus=float(cpus), rollout_units=units)
+        replace(here, is_drivers=True, offered_gpus=seen, free_gpus=seen, cpus=float(cpus), free_cpus=float(cpus), rollout_units=units)
     ]
 
 
@@ -188,6 +188,7 @@ def nodes_of_cluster(config: RunConfig, folder: Path | None, *, within_s: float 
             for node in alive
         }
         free = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
+        drivers = ray.get_runtime_context().get_node_id()
         behind, door = _door_of(alive, config, until) if len(alive) > 1 else ("", None)  # while they answer: it may take all the time
         others = [node for node in alive if node["NodeID"] != behind] if len(alive) > 1 else []
         ways = {node["NodeID"]: _task(no_way, node).remote(door.address) if door is not None else None for node in others}
@@ -198,7 +199,7 @@ def nodes_of_cluster(config: RunConfig, folder: Path | None, *, within_s: float 
                 facts = _with_way(facts, ways[node["NodeID"]], until, within_s)
             if not facts.silence:
                 facts = replace(facts, reads_run_folder=_sees_both_ways(facts, _answer_file(sign, node), token))
-            found.append(_with_resources(facts, node, free.get(node["NodeID"], {}), config.ray.rollout_resource))
+            found.append(_with_resources(facts, node, free.get(node["NodeID"], {}), config.ray.rollout_resource, drivers))
         return found
     finally:
         if door is not None:
@@ -273,11 +274,13 @@ def _last_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
 
 
-def _with_resources(facts: NodeFacts, node: Mapping[str, Any], free: Mapping[str, float], unit: str) -> NodeFacts:
+def _with_resources(facts: NodeFacts, node: Mapping[str, Any], free: Mapping[str, float], unit: str, drivers: str) -> NodeFacts:
+    """And what Ray knows of it. Args: drivers: the id of the node where this process is."""
     offered = node["Resources"]
     return replace(
         facts,
         name=node["NodeManagerAddress"],
+        is_drivers=node["NodeID"] == drivers,
         offered_gpus=offered.get("GPU", 0.0),
         free_gpus=free.get("GPU", 0.0),
         cpus=offered.get("CPU", 0.0),

@@ -19,7 +19,18 @@ from actors.doctor.room_rules import (
     tensor_parallel_groups_inside_nodes,
     units_for_all_workers,
 )
-from actors.plan.host_memory import FETCHED, TRANSFERS, WIDE, HostMemory, of_engines, of_learner
+from actors.plan.host_memory import (
+    ANSWERS,
+    BATCHES,
+    FETCHED,
+    FOR_CHECKPOINTS,
+    TRANSFERS,
+    WIDE,
+    HostMemory,
+    of_driver,
+    of_engines,
+    of_learner,
+)
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import traffic, versions_text
 from actors.settings.devices import gpus_asked, held_by, workers_with_a_unit
@@ -260,20 +271,22 @@ def gpus_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) ->
 
 def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
     """A node where rank 0 may be holds versions of the weights and two batches; a node with engines one version, which they fetch before
-    they pause, and with deltas the older one, too. Wide fields are on the nodes of the engines that sampled them and of ranks."""
-    if config.weight_sync.transport != "object_store":
-        return
-    moved = traffic(shape, config)
+    they pause, and with deltas the older one, too. Wide fields are on the nodes of the engines that sampled them and of ranks. The driver's
+    holds two batches, and for a checkpoint it fetches all answers that wait, with their wide fields: of the longest, as everywhere."""
+    is_stored = config.weight_sync.transport == "object_store"
+    moved, driver = traffic(shape, config), of_driver(shape, config)
     held = moved.version * (1 + config.weight_sync.deltas)
     for node in nodes:
-        may_hold_a_rank = node.offered_gpus > 0 or config.learner.resolved_device == "cpu"
-        engines = workers_with_a_unit([node.rollout_units], config.rollout.first_workers)
+        may_hold_a_rank = is_stored and (node.offered_gpus > 0 or config.learner.resolved_device == "cpu")
+        engines = workers_with_a_unit([node.rollout_units], config.rollout.first_workers) if is_stored else 0
         wide = of_learner(shape, config, 1)[FETCHED] if may_hold_a_rank else of_engines(shape, config, engines)[WIDE]
-        needed = wide + (moved.store if may_hold_a_rank else held if engines else 0)
+        needed = moved.store if may_hold_a_rank else held * (engines > 0) + driver[BATCHES] * node.is_drivers
+        needed += driver[FOR_CHECKPOINTS] if node.is_drivers else wide
         if needed > node.object_store:
             on_the_way = "two versions of the weights" if held > moved.version else "a version of the weights"
-            what = f"{versions_text(config)} of the weights and two batches" if may_hold_a_rank else on_the_way
-            what += ", and wide fields," * (wide > 0)
+            parts = [f"{versions_text(config)} of the weights"] * may_hold_a_rank or [on_the_way] * (engines > 0)
+            what = " and ".join(parts + ["two batches"] * (may_hold_a_rank or node.is_drivers))
+            what += ", and all answers for a checkpoint," if node.is_drivers else ", and wide fields," * (wide > 0)
             yield Complaint(
                 "warn",
                 f"{node.name}: {what} take {gib(needed)}, and Ray's object store there has {gib(node.object_store)}: it writes to disk",
@@ -282,15 +295,28 @@ def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) 
 
 
 def hosts_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
-    """For a node full of ranks, and for one full of engines; a mixture takes less than the sum of both."""
-    if {config.learner.resolved_device, config.rollout.engine.resolved_device} != {"cuda"}:
-        return
+    """For a node full of ranks, and for one full of engines; a mixture takes less than the sum of both. On one the driver's own is added.
+
+    Of sides that compute on CPUs nothing is said: how many of them Ray puts on a node isn't known.
+    """
+    on_gpus = {config.learner.resolved_device, config.rollout.engine.resolved_device} == {"cuda"}
     for node in nodes:
-        ranks = min(config.learner.world_size, int(node.offered_gpus / config.learner.gpus_per_rank))
-        engines = _engines(node, config)
+        ranks = min(config.learner.world_size, int(node.offered_gpus / config.learner.gpus_per_rank)) if on_gpus else 0
+        engines = _engines(node, config) if on_gpus else 0
         roles = [HostMemory(counted(ranks, "rank"), of_learner(shape, config, ranks))] if ranks else []
         roles += [HostMemory(counted(engines, "engine"), of_engines(shape, config, engines))] if engines else []
         fullest = max(roles, key=lambda role: role.total, default=None)
+        if node.is_drivers:
+            fullest = _with_driver(fullest, of_driver(shape, config))
         if fullest is not None and fullest.total > node.memory:
             text = f"{node.name}: {fullest.node} would take up to {gib(fullest.total)} of its {gib(node.memory)} of memory: {fullest}"
             yield Complaint("warn", text, LESS)
+
+
+def _with_driver(role: HostMemory | None, driver: dict[str, int]) -> HostMemory:
+    """The driver fetches all answers, also those that are there for the role."""
+    own = "driver, queue and correction service"
+    if role is None:
+        return HostMemory(own, driver)
+    others = {what: size for what, size in role.parts.items() if what not in (WIDE, FETCHED, ANSWERS)}
+    return HostMemory(f"{role.node}, {own}", driver | others)

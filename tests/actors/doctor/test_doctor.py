@@ -28,7 +28,7 @@ from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 DENSE, EXPERTS = ModelShape.of(QWEN3_8B), ModelShape.of(QWEN3_30B_A3B)
-H100 = Gpus.parse("H100x8")
+H100, H200 = Gpus.parse("H100x8"), Gpus.parse("H200x8x4")
 RANKS = "rollout.engine.tensor_parallel"
 IN_FLOAT32 = "learner.device=cpu rollout.engine.device=cpu learner.dtype=float32 rollout.engine.dtype=float32"
 FAR_DELTAS = "weight_sync.deltas=true ray.address=auto"
@@ -269,6 +269,46 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
 def test_a_rule_about_nodes(nodes: list[NodeFacts], overrides: str, severity: str, said: str) -> None:
     complaints = on_nodes(nodes, eight(*overrides.split()), DENSE)
     assert any(c.severity == severity and said in c.sentence for c in complaints), complaints
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        ({}, []),
+        ({"memory": 64 << 30, "object_store": 22 << 30}, []),
+        ({"memory": 64 << 30, "object_store": 19 << 30}, ["head: two batches, and all answers for a checkpoint, take 21.9 GiB, and Ray's"]),
+        ({"memory": 32 << 30}, ["head: driver, queue and correction service would take up to 47.7 GiB of its 32 GiB of memory: answers"]),
+        (
+            {"rollout_units": 8.0, "object_store": 64 << 30},
+            ["head: a version of the weights and two batches, and all answers for a checkpoint, take 78.8 GiB"],
+        ),
+    ],
+)
+def test_the_driver_s_node_is_judged_by_what_it_holds(head: dict[str, Any], said: list[str]) -> None:
+    """18.9 million tokens in a batch, three of them on their way, each with 8 bytes and 384 of routes: 20.7 GiB of answers, fetched to the
+    object store and put together in memory. The service has 4 GiB."""
+    config = recipe("qwen3_30b_a3b_4nodes", "ray.address=auto")
+    nodes = [replace(HEAD, is_drivers=True, **head), *(node(name=name, gpu_bytes=(H200.memory,) * 8) for name in "abcd")]
+    assert [c.sentence[: len(text)] for c, text in zip(on_nodes(nodes, config, EXPERTS), said, strict=True)] == said
+    elsewhere = on_nodes([replace(one, is_drivers=False) for one in nodes], config, EXPERTS)
+    assert [c for c in elsewhere if "answers" in c.sentence] == []
+
+
+def test_a_driver_beside_ranks_takes_memory_of_its_own() -> None:
+    """Of the node that holds ranks or engines as well; their own answers are among those that it fetches."""
+    config = recipe("qwen3_30b_a3b_4nodes", "ray.address=auto")
+    others = [node(name=name, gpu_bytes=(H200.memory,) * 8) for name in "abcd"]
+
+    def said(memory: int, **facts: Any) -> list[str]:
+        nodes = [replace(others[0], memory=memory << 30, **facts), *others[1:]]
+        return [c.sentence for c in on_nodes(nodes, config, EXPERTS)]
+
+    (alone,) = said(100)
+    (both,) = said(100, is_drivers=True)
+    assert alone.startswith("a: 8 ranks would take up to") and both.startswith("a: 8 ranks, driver, queue and correction service would take")
+    sizes = [float(text.partition(" up to ")[2].split()[0]) for text in (alone, both)]
+    fetched_by_ranks = 6.75  # their wide fields are among the answers
+    assert sizes[1] - sizes[0] == pytest.approx(47.7 - fetched_by_ranks, abs=1.5)
 
 
 def test_a_learner_leaves_nodes_with_rollout_units_to_the_engines() -> None:

@@ -90,7 +90,7 @@ def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @dataclass
 class QuietRay:
-    """Ray as far as the doctor asks it, of three nodes. Tasks run here. An answer takes half a second, silence the whole wait."""
+    """Ray as far as the doctor asks it, of three nodes; the driver is on the second. Tasks run here. An answer takes half a second, silence the whole wait."""
 
     silent: dict[str, Exception | None]
     """Nodes that don't answer; None: never, else so."""
@@ -102,6 +102,9 @@ class QuietRay:
     def nodes(self) -> list[dict[str, Any]]:
         has = {"GPU": 4.0, "CPU": 8.0, "rollout": 4.0, "object_store_memory": float(1 << 40)}
         return [{"NodeID": one * 56, "Alive": True, "NodeManagerAddress": f"10.0.0.{one}", "Resources": has} for one in "123"]
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: "2" * 56)
 
     def remote(self, kind: Callable[..., Any]) -> Any:
         def on(scheduling_strategy: Any, **_: Any) -> Any:
@@ -140,7 +143,7 @@ class QuietRay:
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> QuietRay:
     own = QuietRay({})
-    for name in ("nodes", "remote", "get", "kill"):
+    for name in ("nodes", "remote", "get", "kill", "get_runtime_context"):
         monkeypatch.setattr(ray, name, getattr(own, name))
     monkeypatch.setattr(ray._private.state, "available_resources_per_node", dict)
     monkeypatch.setattr(gather, "time", SimpleNamespace(monotonic=lambda: own.now, time=time.time))
@@ -158,6 +161,7 @@ def test_nodes_that_never_answer_are_named_after_15_s_in_all(quiet: QuietRay, tm
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
     assert [(node.name, node.silence) for node in found] == [(f"10.0.0.{n}", "no answer in 15 s" if n in silent else "") for n in "123"]
     assert all(node.reads_run_folder and node.offered_gpus == 4.0 for node in found)
+    assert [node.is_drivers for node in found] == [False, True, False], "told by Ray, also where nobody answers"
     told = ["", "2 came to 10.0.0.1", "3 came to 10.0.0.1"]
     assert [node.no_way for node in found if not node.silence] == [told[int(n) - 1] * ("1" not in silent) for n in "123" if n not in silent]
     unmade = ["" if n == "1" or "1" not in silent else "no listener could be started there in time" for n in "123" if n not in silent]
