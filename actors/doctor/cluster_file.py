@@ -17,7 +17,7 @@ import yaml
 
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint
-from actors.doctor.kernel_rules import weights_stay_as_sent
+from actors.doctor.kernel_rules import half_precision_has_kernels, weights_stay_as_sent
 from actors.doctor.memory_rules import on_gpus
 from actors.doctor.paper_rules import worst_first
 from actors.plan.gpus import ARCHITECTURES, MEMORY_MIB, gpu_of_instance
@@ -252,5 +252,8 @@ def agreement(cluster: ClusterFile, config: RunConfig, shape: ModelShape | None 
         wanted = config.rollout.engine.tensor_parallel
         engines = [size for size, kind in known if kind.units >= 1 and (kind.gpus is None or kind.gpus >= wanted)]
         found += on_gpus(shape, config, of_ranks=ranks, of_engines=engines)
-        found += weights_stay_as_sent(shape, config, {ARCHITECTURES[kind.gpu] for kind in cluster.kinds if kind.gpu and kind.units >= 1})
+        kinds = {kind: ARCHITECTURES[kind.gpu] for kind in cluster.kinds if kind.gpu}
+        of_engines = {architecture for kind, architecture in kinds.items() if kind.units >= 1}
+        found += half_precision_has_kernels(config, of_ranks=set(kinds.values()), of_engines=of_engines)
+        found += weights_stay_as_sent(shape, config, of_engines)
     return worst_first(found)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint, NodeFacts
-from actors.doctor.kernel_rules import weights_stay_as_sent
+from actors.doctor.kernel_rules import half_precision_has_kernels, weights_stay_as_sent
 from actors.doctor.link_rules import gpus_of_a_group_are_linked, nodes_answer, ports_are_open, rdma_may_lock_memory
 from actors.doctor.memory_rules import could_be_given, gib, on_gpus
 from actors.doctor.paper_rules import LESS, worst_first
@@ -212,9 +212,9 @@ NODE_RULES: tuple[NodeRule, ...] = (
 
 
 def _architectures(node: NodeFacts) -> set[str]:
-    """CUDA architectures of the GPUs that an engine may get on the node."""
+    """CUDA architectures of the GPUs that Ray may give to a rank or an engine there."""
     seen = {gpu.architecture for gpu in node.gpus} or set(node.driver_architectures)
-    return seen if node.offered_gpus and node.rollout_units else set()
+    return seen if node.offered_gpus else set()
 
 
 def _engines(node: NodeFacts, config: RunConfig) -> int:
@@ -252,7 +252,9 @@ def _names(nodes: Nodes, package: str, version: str) -> str:
 def on_nodes(nodes: Nodes, config: RunConfig, shape: ModelShape) -> list[Complaint]:
     """All complaints of the second layer, the worst first."""
     found = [complaint for rule in NODE_RULES for complaint in rule(nodes, config)]
-    found += weights_stay_as_sent(shape, config, {kind for node in nodes for kind in _architectures(node)})
+    of_engines = {kind for node in nodes if node.rollout_units for kind in _architectures(node)}
+    found += half_precision_has_kernels(config, of_ranks={kind for node in nodes for kind in _architectures(node)}, of_engines=of_engines)
+    found += weights_stay_as_sent(shape, config, of_engines)
     if config.ray.address is not None:  # for this machine the first layer has these rules
         found += gpus_hold_their_roles(nodes, config, shape)
         found += stores_hold_the_weights(nodes, config, shape)
