@@ -14,6 +14,7 @@ from actors.doctor.link_rules import gpus_of_a_group_are_linked, nodes_answer, p
 from actors.doctor.memory_rules import could_be_given, gib, on_gpus
 from actors.doctor.paper_rules import LESS, worst_first
 from actors.doctor.room_rules import (
+    cpus_for_everybody,
     engines_inside_nodes,
     gpus_for_everybody,
     tensor_parallel_groups_inside_nodes,
@@ -191,6 +192,7 @@ def compilers_for_kernels(nodes: Nodes, config: RunConfig) -> Iterator[Complaint
 
 NODE_RULES: tuple[NodeRule, ...] = (
     gpus_for_everybody,
+    cpus_for_everybody,
     tensor_parallel_groups_inside_nodes,
     engines_inside_nodes,
     units_for_all_workers,

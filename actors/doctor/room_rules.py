@@ -33,21 +33,34 @@ class Request:
 
 
 def gpus_for_everybody(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    """More may come on a cluster that grows by itself, so that only what no GPU of this machine can hold fails."""
-    if not gpus_asked(config):
-        return
-    row = requests(nodes, config)[0]
+    if gpus_asked(config):
+        yield from _for_everybody("GPU", nodes, config, f"{FEWER}; or add nodes")
+
+
+def cpus_for_everybody(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    """As Ray counts them: a rank asks for one, a worker for one for each rank of its engine, whatever they compute with. Without
+    ray.num_cpus a private Ray has as many as the run asks for."""
+    remedy = "Lower rollout.workers, add nodes, or start them with more (ray start --num-cpus)"
+    if config.ray.address is None:
+        remedy = "Leave ray.num_cpus out, or raise it"
+    yield from _for_everybody("CPU", nodes, config, remedy)
+
+
+def _for_everybody(kind: str, nodes: Nodes, config: RunConfig, remedy: str) -> Iterator[Complaint]:
+    """More may come on a cluster that grows by itself, so that only what this machine can't hold fails."""
+    (row,) = [one for one in requests(nodes, config) if one.kind == kind]
+    may_grow = config.ray.address is not None
     if row.asked > row.there:
         wait = f"; ranks wait for nodes up to deadlines.start_s = {config.deadlines.start_s:g} s, workers as long as the run lasts"
         yield Complaint(
-            "warn" if config.ray.address is not None else "fail",
-            f"the run asks for {row.asked:g} GPUs, and Ray has {row.there:g}: {row.parts}{wait if config.ray.address is not None else ''}",
-            f"{FEWER}; or add nodes",
+            "warn" if may_grow else "fail",
+            f"the run asks for {row.asked:g} {kind}s, and Ray has {row.there:g}: {row.parts}{wait if may_grow else ''}",
+            remedy,
         )
     elif row.asked > row.free:
         yield Complaint(
             "warn",
-            f"the run asks for {row.asked:g} GPUs, of {row.there:g} only {row.free:g} are free: another run has the others",
+            f"the run asks for {row.asked:g} {kind}s, of {row.there:g} only {row.free:g} are free: another run has the others",
             "Wait for it, or ask for fewer",
         )
 

@@ -15,7 +15,7 @@ from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.doctor import gather
 from actors.doctor.facts import Complaint, GpuFact, NodeFacts, PaperFacts
-from actors.doctor.gather import this_node
+from actors.doctor.gather import own_machine, this_node
 from actors.doctor.node_rules import on_nodes
 from actors.doctor.paper_rules import enough, on_paper, stop_at_failures
 from actors.doctor.room_rules import requests
@@ -190,6 +190,9 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
         ([node(offered_gpus=4.0, free_gpus=4.0)], "", "fail", "the run asks for 8 GPUs, and Ray has 4: 4 ranks x 1, 4 workers x 1"),
         ([node(offered_gpus=4.0)], "ray.address=auto", "warn", "4 workers x 1; ranks wait for nodes up to deadlines.start_s = 600 s"),
         ([node(free_gpus=5.0)], "", "warn", "of 8 only 5 are free"),
+        ([node(cpus=7.0)], "", "fail", "the run asks for 8 CPUs, and Ray has 7: 4 ranks, 4 workers"),
+        ([node(cpus=4.0), node(name="b", cpus=3.0)], "ray.address=auto", "warn", "for 8 CPUs, and Ray has 7: 4 ranks, 4 workers; ranks"),
+        ([node(free_cpus=7.0)], "", "warn", "the run asks for 8 CPUs, of 64 only 7 are free"),
         (
             [node(offered_gpus=3.0), node(name="b", offered_gpus=3.0), node(name="c", offered_gpus=2.0)],
             "learner.tensor_parallel=4 learner.data_parallel=1",
@@ -207,7 +210,7 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
             [node(rollout_units=0.0), node(name="b", offered_gpus=4.0)],
             "ray.address=auto rollout.workers=8",
             "warn",
-            "8 engines in addition to the learner, each on a node with a unit of 'rollout', and there is room for 4: GPUs by node are [8, 4]",
+            "8 engines in addition to the learner, each on a node with a unit of 'rollout', and there is room for 4: GPUs by node",
         ),
         ([node()], "rollout.engine.tensor_parallel=2", "fail", "the run asks for 12 GPUs, and Ray has 8: 4 ranks x 1, 4 workers x 2"),
         (
@@ -305,7 +308,8 @@ def test_a_driver_beside_ranks_takes_memory_of_its_own() -> None:
 
     (alone,) = said(100)
     (both,) = said(100, is_drivers=True)
-    assert alone.startswith("a: 8 ranks would take up to") and both.startswith("a: 8 ranks, driver, queue and correction service would take")
+    assert alone.startswith("a: 8 ranks would take up to")
+    assert both.startswith("a: 8 ranks, driver, queue and correction service would take up to")
     sizes = [float(text.partition(" up to ")[2].split()[0]) for text in (alone, both)]
     fetched_by_ranks = 6.75  # their wide fields are among the answers
     assert sizes[1] - sizes[0] == pytest.approx(47.7 - fetched_by_ranks, abs=1.5)
@@ -359,6 +363,13 @@ def test_a_node_s_gpus_of_several_sizes_are_judged_one_by_one(monkeypatch: pytes
     model = f"model={save_config(tmp_path, QWEN3_8B)}"
     assert gather.paper_facts(eight(model)).gpus == (H100.memory,)
     assert this_node(str(tmp_path)).gpu_bytes == (display.bytes, H100.memory), "one doesn't tell its size"
+
+
+def test_a_private_ray_with_too_few_cpus_is_told() -> None:
+    """A rank and a worker, of which one would wait for ever. As many as are needed is what a run takes by itself."""
+    cpus = [recipe("nano_spell_backward", *words, has_gpu=False) for words in (["ray.num_cpus=1"], ["ray.num_cpus=2"], [])]
+    found = [[c for c in on_nodes(own_machine(config), config, DENSE) if "CPUs" in c.sentence] for config in cpus]
+    assert [[(c.severity, c.setting) for c in of_one] for of_one in found] == [[("fail", "Leave ray.num_cpus out, or raise it")], [], []]
 
 
 def test_gpus_that_are_hidden_from_torch_are_told_where_nobody_asked_for_them() -> None:
