@@ -144,6 +144,8 @@ class NodeFacts:
     reads_run_folder: bool = True
     """A file that the driver wrote into the run folder can be read on the node, and one written there by the driver."""
     clock_ahead_s: float = 0.0
-    """Seconds by which the node's clock is ahead of the driver's, up to the time that the answer took."""
+    """Seconds by which the node's clock is ahead of the driver's, at least: what lies between question and answer counts as none."""
+    clock: tuple[float, float] = (0.0, 0.0)
+    """The node's clock when the small task began and when it was done, seconds since 1970."""
     compilers: tuple[str, ...] = ("gcc", "nvcc", "ninja")
     """Those of the three that are on the node's PATH."""
