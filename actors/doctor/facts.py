@@ -107,7 +107,7 @@ class NodeFacts:
     gpu_bytes: tuple[int, ...] = ()
     """Memory of each of the driver's GPUs, or of those that CUDA_VISIBLE_DEVICES names; those of unknown memory are left out."""
     driver_architectures: tuple[str, ...] = ()
-    """Of the same GPUs, such as sm_90: Ray hides a node's GPUs from the torch of a task that asks for none."""
+    """Of the same GPUs, such as sm_90, also of those that are hidden from the torch of the small task."""
     links: tuple[Link, ...] = ()
     """Between the driver's GPUs; empty: not known."""
     visible_devices: str | None = None
@@ -117,6 +117,8 @@ class NodeFacts:
     has_cuda: bool = True
     """Torch is a build with CUDA."""
     rollout_units: float = 0.0
+    held_units: float = 0.0
+    """Those of them that actors hold."""
     cpus: float = 0.0
     free_cpus: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -294,6 +294,7 @@ def _with_resources(facts: NodeFacts, node: Mapping[str, Any], free: Mapping[str
         is_drivers=node["NodeID"] == drivers,
         offered_gpus=offered.get("GPU", 0.0),
         free_gpus=free.get("GPU", 0.0),
+        held_units=offered.get(unit, 0.0) - free.get(unit, 0.0),
         cpus=offered.get("CPU", 0.0),
         free_cpus=free.get("CPU", 0.0),
         rollout_units=offered.get(unit, 0.0),

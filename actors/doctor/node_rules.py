@@ -72,7 +72,7 @@ def _unseen(node: NodeFacts, config: RunConfig) -> Iterator[Complaint]:
     """A build of torch with CUDA sees none of the GPUs that the driver knows."""
     there = f"{node.name} has {counted(node.driver_gpus, 'GPU')}"
     if node.visible_devices is not None and node.visible_devices.strip() in ("", "-1"):
-        if not node.offered_gpus:  # else Ray hides them from tasks that ask for none
+        if not node.offered_gpus:  # else a Ray with RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=1 may hide them from tasks that ask for none
             text = f"{there}, but CUDA_VISIBLE_DEVICES = {node.visible_devices!r} hides them: the run is on the CPU"
             yield Complaint("fail" if _uses_gpus(config) else "note", text, "Unset it to use them")
         return
@@ -176,7 +176,8 @@ def room_for_files_and_buckets(nodes: Nodes, config: RunConfig) -> Iterator[Comp
 def clocks_agree(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     for node in nodes:
         if abs(node.clock_ahead_s) > MOST_SKEW_S:
-            yield Complaint("warn", f"{node.name}: its clock is {node.clock_ahead_s:+.0f} s from this one's: times in logs don't agree")
+            text = f"{node.name}: its clock is {node.clock_ahead_s:+.0f} s from this one's: times in logs don't agree"
+            yield Complaint("warn", text, "Have both set by NTP")
 
 
 def compilers_for_kernels(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:

@@ -116,6 +116,13 @@ def units_for_all_workers(nodes: Nodes, config: RunConfig) -> Iterator[Complaint
             f"and {there} by now: the {'others' if placed else 'workers'} wait for nodes that do",
             f"Start nodes with --resources='{{\"{config.ray.rollout_resource}\": N}}'",
         )
+    elif (free := workers_with_a_unit([node.rollout_units - node.held_units for node in nodes], wanted)) < wanted:
+        yield Complaint(
+            "warn",
+            f"{counted(wanted, 'rollout worker')}, each of which asks for one unit of the Ray resource {config.ray.rollout_resource!r}, "
+            f"and {free} are free: another run has the others",
+            "Wait for it, or ask for fewer",
+        )
 
 
 def requests(nodes: Nodes, config: RunConfig) -> list[Request]:
@@ -132,5 +139,5 @@ def requests(nodes: Nodes, config: RunConfig) -> list[Request]:
         rows.insert(0, Request("GPU", gpus_asked(config), gpus, free, ", ".join(of_ranks + of_workers) or "nobody"))
     if config.ray.address is not None:
         units = sum(node.rollout_units for node in nodes)
-        rows.append(Request(config.ray.rollout_resource, rollout.first_workers, units, units, workers))
+        rows.append(Request(config.ray.rollout_resource, rollout.first_workers, units, units - sum(n.held_units for n in nodes), workers))
     return rows

@@ -36,7 +36,7 @@ def failures(found: list[Complaint]) -> list[str]:
     [("", [REMEDY]), (f"{RUNNER}=auto", [REMEDY]), (f"{RUNNER}=triton", []), (f"{RUNNER}=cutlass", ["Set it to triton"])],
 )
 def test_experts_on_blackwell_want_another_runner(runner: str, setting: list[str]) -> None:
-    """Whoever asks: for GPUs of a plan, for those of nodes, for those that Ray hides from torch there, for those of a cluster file."""
+    """Whoever asks: for GPUs of a plan, for those of nodes, for those that torch doesn't see there, for those of a cluster file."""
     words, kind = runner.split(), Gpus.parse("B200x8x4")
     config = recipe("qwen3_30b_a3b_4nodes", *words)
     facts = PaperFacts(EXPERTS, (kind.memory,), (kind.architecture,))
