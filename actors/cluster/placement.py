@@ -1,24 +1,29 @@
 """Where the learner's ranks are put: together, before anything else may take their GPUs, and in the order of nodes and GPUs.
 
 Ray places each actor by itself unless a placement group holds its resources. A bundle of the group lies on one node; the ranks of a
-tensor-parallel group, which talk in every layer, share one.
+tensor-parallel group, which talk in every layer, share one. Ray packs bundles into the emptiest nodes, whatever else these offer, and a
+rollout worker can't go anywhere but to a node with a unit of the rollout resource: bundles are kept away from those nodes where others have
+room for them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.placement_group import NODE_ID_LABEL_KEY, PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.cluster.hub import model_folder
 from actors.config import DeadlinesConfig, RunConfig
 from actors.processes.supervision import USUAL_START, wait_for
+from actors.settings.devices import held_by
 from actors.settings.environment import learner_environment
 from actors.settings.hub_name import HubName
 from learner.config import LearnerConfig
@@ -26,6 +31,9 @@ from learner.config import LearnerConfig
 T = TypeVar("T")
 _POLL_S = 1.0
 _LOOK_S = 60.0
+_SETTLE_S = 10.0
+"""What a run that has just ended had is reported as free a little later: so long its GPUs are waited for. So long, too, until a group that
+is kept away from nodes, and has room on paper, counts as one that has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,8 @@ class RankPlaces:
     """None: each rank wherever there is room."""
     order: Sequence[int] = ()
     """Bundles by node and GPU: the ranks of the first tensor-parallel group are in the first of these."""
+    is_kept_away: bool = False
+    """The group's bundles are kept away from nodes."""
 
     def options(self, rank: int) -> dict[str, Any]:
         """Ray options of the rank's actor."""
@@ -59,14 +69,27 @@ async def reserve(run: RunConfig) -> RankPlaces:
     Raises: DeadlineExceeded that says what was asked for and what was there.
     """
     config, deadlines, bundle = run.learner, run.deadlines, _bundle(run.learner)
-    group = placement_group([bundle] * (config.world_size // config.tensor_parallel), strategy="PACK")
-    what = f"room for {config.world_size} learner ranks: {group.bundle_count} x {bundle}; the cluster {_offer()}"
+    bundles = [bundle] * (config.world_size // config.tensor_parallel)
+    what = f"room for {config.world_size} learner ranks: {len(bundles)} x {bundle}; the cluster {_offer()}"
     usual_s = USUAL_START * deadlines.start_s
-    await wait_for(_until_ready(group), what, deadline_s=deadlines.start_s, notice_s=deadlines.notice_s, usual_s=usual_s)
+    making = _made(bundles, run)
+    group, is_kept_away = await wait_for(making, what, deadline_s=deadlines.start_s, notice_s=deadlines.notice_s, usual_s=usual_s)
     nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}  # type: ignore[no-untyped-call]
     first_gpus = await _first_gpus(config, group) if bundle.get("GPU") and group.bundle_count > 1 else {}
-    return RankPlaces(config, learner_environment(run), group, in_order(nodes, addresses, first_gpus))
+    return RankPlaces(config, learner_environment(run), group, in_order(nodes, addresses, first_gpus), is_kept_away)
+
+
+async def still_there(places: RankPlaces, run: RunConfig) -> RankPlaces:
+    """The same places, or new ones if a node of theirs is gone whose bundles Ray may not put where there is room now.
+
+    Raises: as `reserve`.
+    """
+    group = places.group
+    if group is None or not places.is_kept_away or await asyncio.to_thread(group.wait, _POLL_S):
+        return places
+    remove_placement_group(group)
+    return await reserve(run)
 
 
 async def on_their_nodes(
@@ -135,9 +158,72 @@ def _offer() -> str:
     return "has " + ", and ".join(resources)
 
 
-async def _until_ready(group: PlacementGroup) -> None:
-    while not await asyncio.to_thread(group.wait, _POLL_S):
+async def _made(bundles: list[dict[str, float]], run: RunConfig) -> tuple[PlacementGroup, bool]:
+    """The group, when all of its bundles have their places, and whether they are kept away from nodes. It isn't where they have no room
+    but on nodes that are to come, nor where it waits all the same: somebody else was quicker, or a node is leaving."""
+    until = time.monotonic() + _SETTLE_S
+    away = _kept_away(run, len(bundles), "free")
+    while away is None and time.monotonic() < until and _kept_away(run, len(bundles), "there") is not None:
+        await asyncio.sleep(_POLL_S)
+        away = _kept_away(run, len(bundles), "free")
+    if away is not None and any(away):
+        group = placement_group(bundles, strategy="PACK", bundle_label_selector=[_not_on(nodes) for nodes in away])
+        if await _is_ready(group, within_s=_SETTLE_S):
+            return group, True
+        remove_placement_group(group)
+    group = placement_group(bundles, strategy="PACK")
+    await _is_ready(group)
+    return group, False
+
+
+async def _is_ready(group: PlacementGroup, *, within_s: float = math.inf) -> bool:
+    until = time.monotonic() + within_s
+    while not (ready := await asyncio.to_thread(group.wait, _POLL_S)) and time.monotonic() < until:
         pass
+    return bool(ready)
+
+
+def _kept_away(run: RunConfig, bundles: int, of: Literal["free", "there"]) -> list[tuple[str, ...]] | None:
+    """As `kept_away`, of what is free on the nodes now, or of all that is there."""
+    found: dict[str, tuple[int, int]] = {}
+    free: Mapping[str, Mapping[str, float]] = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
+    for node in ray.nodes():  # type: ignore[no-untyped-call]
+        if node["Alive"]:
+            offered = node["Resources"]
+            room = _room(run.learner, free.get(node["NodeID"], {}) if of == "free" else offered)
+            found[node["NodeID"]] = room, int(offered.get(run.ray.rollout_resource, 0.0))
+    return kept_away(found, bundles)
+
+
+def kept_away(nodes: Mapping[str, tuple[int, int]], bundles: int) -> list[tuple[str, ...]] | None:
+    """For each bundle the nodes where it should not be, so that all of them are on nodes with the fewest rollout workers.
+
+    A node that comes later is open to all of them: also when one of these is lost.
+    Args: nodes: by id, how many of the bundles it has room for, and how many rollout workers it takes.
+    Returns: None: the nodes have no room for all.
+    """
+    for most in sorted({takes for _, takes in nodes.values()}):
+        before = sum(room for room, takes in nodes.values() if takes < most)
+        here = sum(room for room, takes in nodes.values() if takes == most)
+        if before + here >= bundles:
+            # Two sets of nodes that don't overlap: Ray fills one node after the other, and would give room of the first to any bundle.
+            first = tuple(sorted(node for node, (_, takes) in nodes.items() if takes >= most))
+            others = tuple(sorted(node for node, (_, takes) in nodes.items() if takes != most))
+            return [first] * before + [others] * (bundles - before)
+    return None
+
+
+def _room(config: LearnerConfig, resources: Mapping[str, float]) -> int:
+    """Bundles that a node with these resources has room for."""
+    ranks = int(resources.get("CPU", 0.0))
+    if _gpus(config):
+        ranks = min(ranks, held_by(resources.get("GPU", 0.0), _gpus(config)))
+    return ranks // config.tensor_parallel
+
+
+def _not_on(nodes: Sequence[str]) -> dict[str, str]:
+    """Ray's label selector."""
+    return {NODE_ID_LABEL_KEY: f"!in({','.join(nodes)})"} if nodes else {}
 
 
 async def _first_gpus(config: LearnerConfig, group: PlacementGroup) -> dict[int, int]:

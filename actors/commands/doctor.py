@@ -13,8 +13,9 @@ import typer
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint, NodeFacts, PaperFacts
 from actors.doctor.gather import home_of_run, nodes_of_cluster, own_machine
-from actors.doctor.node_rules import Request, on_nodes, requests
+from actors.doctor.node_rules import on_nodes
 from actors.doctor.paper_rules import enough, on_paper, worst_first
+from actors.doctor.room_rules import Request, requests
 from actors.doctor.start_checks import judged
 from actors.plan.shape import check_is_model
 from correction.errors import ConfigError, DataError, EvenkeelError

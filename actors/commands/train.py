@@ -18,8 +18,9 @@ from actors.commands.recipe import load_config
 from actors.commands.resume_point import find_resume_point, with_absolute_paths
 from actors.config import RunConfig
 from actors.doctor.gather import nodes_of_cluster, own_machine, paper_facts
-from actors.doctor.node_rules import on_nodes, requests
+from actors.doctor.node_rules import on_nodes
 from actors.doctor.paper_rules import on_paper, stop_at_failures
+from actors.doctor.room_rules import requests
 from actors.doctor.start_checks import checked
 from actors.doctor.views import table_of
 from actors.driver.controller import Controller

@@ -17,7 +17,7 @@ import yaml
 
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint
-from actors.doctor.kernel_rules import weights_stay_as_sent
+from actors.doctor.kernel_rules import half_precision_has_kernels, weights_stay_as_sent
 from actors.doctor.memory_rules import on_gpus
 from actors.doctor.paper_rules import worst_first
 from actors.plan.gpus import ARCHITECTURES, MEMORY_MIB, gpu_of_instance
@@ -163,7 +163,7 @@ def engines_inside_nodes(cluster: ClusterFile, config: RunConfig) -> Iterator[Co
 
 
 def gpus_for_everybody(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:
-    """Ranks get theirs first: a rank takes any GPU, a worker one of a node that offers it a unit as well."""
+    """Ranks get theirs first, on nodes with few units; a worker's GPUs are on a node that offers it a unit as well."""
     learner, rollout = config.learner, config.rollout
     if any(kind.gpus is None for kind in cluster.kinds):
         return
@@ -185,14 +185,18 @@ def gpus_for_everybody(cluster: ClusterFile, config: RunConfig) -> Iterator[Comp
             f"{there} at most: workers wait",
             "Add nodes",
         )
-    elif workers and rollout.engine.tensor_parallel > 1:
+    elif workers:
         nodes = [(int(kind.gpus or 0), int(kind.units)) for kind in cluster.kinds for _ in range(kind.most)]
-        if (room := room_for_engines(nodes, config)) < rollout.most_workers:
+        ranks_each, asked = rollout.engine.tensor_parallel, rollout.most_workers
+        several = f" of {ranks_each} GPUs" if ranks_each > 1 else ""
+        if not several:  # of too few units another rule speaks
+            asked = workers_with_a_unit([units for _, units in nodes], asked)
+        if (room := room_for_engines(nodes, config)) < asked:
             yield Complaint(
                 "warn",
-                f"{rollout.most_workers} workers have an engine of {rollout.engine.tensor_parallel} GPUs, each on one node; in addition "
+                f"{asked} workers have an engine{several}, each on one node; in addition "
                 f"to the learner {cluster.path} has room for {room} of them: workers wait",
-                "Add nodes, or lower rollout.engine.tensor_parallel",
+                "Add nodes, or lower rollout.engine.tensor_parallel" if several else "Add nodes",
             )
 
 
@@ -248,5 +252,8 @@ def agreement(cluster: ClusterFile, config: RunConfig, shape: ModelShape | None 
         wanted = config.rollout.engine.tensor_parallel
         engines = [size for size, kind in known if kind.units >= 1 and (kind.gpus is None or kind.gpus >= wanted)]
         found += on_gpus(shape, config, of_ranks=ranks, of_engines=engines)
-        found += weights_stay_as_sent(shape, config, {ARCHITECTURES[kind.gpu] for kind in cluster.kinds if kind.gpu and kind.units >= 1})
+        kinds = {kind: ARCHITECTURES[kind.gpu] for kind in cluster.kinds if kind.gpu}
+        of_engines = {architecture for kind, architecture in kinds.items() if kind.units >= 1}
+        found += half_precision_has_kernels(config, of_ranks=set(kinds.values()), of_engines=of_engines)
+        found += weights_stay_as_sent(shape, config, of_engines)
     return worst_first(found)

@@ -94,6 +94,8 @@ class NodeFacts:
     """Why nothing is known of it but what Ray knows: resources and object store; empty: it has answered."""
     has_failed: bool = False
     """Of a silent one: the small task there has ended with an error; otherwise it was late."""
+    is_drivers: bool = False
+    """The process that asks is there; a run's driver, queue and correction service would be, too."""
     offered_gpus: float = 0.0
     """GPUs that Ray offers there."""
     free_gpus: float = 0.0
@@ -105,7 +107,7 @@ class NodeFacts:
     gpu_bytes: tuple[int, ...] = ()
     """Memory of each of the driver's GPUs, or of those that CUDA_VISIBLE_DEVICES names; those of unknown memory are left out."""
     driver_architectures: tuple[str, ...] = ()
-    """Of the same GPUs, such as sm_90: Ray hides a node's GPUs from the torch of a task that asks for none."""
+    """Of the same GPUs, such as sm_90, also of those that are hidden from the torch of the small task."""
     links: tuple[Link, ...] = ()
     """Between the driver's GPUs; empty: not known."""
     visible_devices: str | None = None
@@ -115,6 +117,8 @@ class NodeFacts:
     has_cuda: bool = True
     """Torch is a build with CUDA."""
     rollout_units: float = 0.0
+    held_units: float = 0.0
+    """Those of them that actors hold."""
     cpus: float = 0.0
     free_cpus: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -142,6 +146,8 @@ class NodeFacts:
     reads_run_folder: bool = True
     """A file that the driver wrote into the run folder can be read on the node, and one written there by the driver."""
     clock_ahead_s: float = 0.0
-    """Seconds by which the node's clock is ahead of the driver's, up to the time that the answer took."""
+    """Seconds by which the node's clock is ahead of the driver's, at least: what lies between question and answer counts as none."""
+    clock: tuple[float, float] = (0.0, 0.0)
+    """The node's clock when the small task began and when it was done, seconds since 1970."""
     compilers: tuple[str, ...] = ("gcc", "nvcc", "ninja")
     """Those of the three that are on the node's PATH."""

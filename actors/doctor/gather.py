@@ -78,16 +78,15 @@ def _sizes(gpus: Sequence[GpuFact]) -> tuple[int, ...]:
     return tuple(gpu.bytes for gpu in gpus if gpu.bytes)
 
 
-def this_node(model: str, *, sign: str = "", token: str = "", answer: str = "", asked_at: float = 0.0) -> NodeFacts:
+def this_node(model: str, *, sign: str = "", token: str = "", answer: str = "") -> NodeFacts:
     """Facts of the machine that calls this, without those that Ray knows.
 
     Args:
         model: folder that learner ranks read, or a name of the hub.
         sign, token: a file, and what the driver has written into it; empty: nothing is looked for.
         answer: file to which the token is copied, for the driver to find.
-        asked_at: the driver's clock when it asked; 0: it asks itself.
     """
-    ahead_s = time.time() - asked_at if asked_at else 0.0  # before anything that takes its time
+    began = time.time()  # before anything that takes its time
     import torch
 
     driver = gpus_of_driver()
@@ -112,8 +111,8 @@ def this_node(model: str, *, sign: str = "", token: str = "", answer: str = "", 
         has_rdma=any(Path("/sys/class/infiniband").glob("*")),
         model_obstacle=obstacle_here(Path(model)),
         reads_run_folder=not sign or (_reads(Path(sign), token) and _writes(Path(answer), token)),
-        clock_ahead_s=ahead_s,
         compilers=tuple(name for name in ("gcc", "nvcc", "ninja") if shutil.which(name)),
+        clock=(began, time.time()),
     )
 
 
@@ -159,7 +158,7 @@ def own_machine(config: RunConfig) -> list[NodeFacts]:
     cpus = config.logical_cpus
     units = float(config.rollout.most_workers)
     return [
-        replace(here, offered_gpus=seen, free_gpus=seen, cpus=float(cpus), free_cpus=float(cpus), rollout_units=units)
+        replace(here, is_drivers=True, offered_gpus=seen, free_gpus=seen, cpus=float(cpus), free_cpus=float(cpus), rollout_units=units)
     ]
 
 
@@ -181,24 +180,26 @@ def nodes_of_cluster(config: RunConfig, folder: Path | None, *, within_s: float 
         sign.write_text(token)
     try:
         alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        began = time.time()
         asked = {
             node["NodeID"]: _task(this_node, node).remote(
-                str(config.model), sign=str(sign or ""), token=token, answer=_answer_file(sign, node), asked_at=time.time()
+                str(config.model), sign=str(sign or ""), token=token, answer=_answer_file(sign, node)
             )
             for node in alive
         }
         free = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
+        drivers = ray.get_runtime_context().get_node_id()
         behind, door = _door_of(alive, config, until) if len(alive) > 1 else ("", None)  # while they answer: it may take all the time
         others = [node for node in alive if node["NodeID"] != behind] if len(alive) > 1 else []
         ways = {node["NodeID"]: _task(no_way, node).remote(door.address) if door is not None else None for node in others}
         found = []
         for node in alive:
-            facts = _answer(asked[node["NodeID"]], until, within_s)
+            facts = _with_skew(_answer(asked[node["NodeID"]], until, within_s), began)
             if node["NodeID"] in ways:
                 facts = _with_way(facts, ways[node["NodeID"]], until, within_s)
             if not facts.silence:
                 facts = replace(facts, reads_run_folder=_sees_both_ways(facts, _answer_file(sign, node), token))
-            found.append(_with_resources(facts, node, free.get(node["NodeID"], {}), config.ray.rollout_resource))
+            found.append(_with_resources(facts, node, free.get(node["NodeID"], {}), config.ray.rollout_resource, drivers))
         return found
     finally:
         if door is not None:
@@ -249,6 +250,17 @@ def _answer(call: Any, until: float, within_s: float) -> NodeFacts:
     return found
 
 
+def _with_skew(facts: NodeFacts, began: float) -> NodeFacts:
+    """By how much the node's clock was before the question, or after the answer: what a first process there takes to start is neither.
+
+    Args: began: this one's clock at the question.
+    """
+    if facts.silence:
+        return facts
+    first, last = facts.clock
+    return replace(facts, clock_ahead_s=max(0.0, last - time.time()) or min(0.0, first - began))
+
+
 def _with_way(facts: NodeFacts, call: Any, until: float, within_s: float) -> NodeFacts:
     """And whether the node reaches the door, or why that isn't known. Args: call: None: there is no door."""
     import ray
@@ -273,13 +285,16 @@ def _last_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
 
 
-def _with_resources(facts: NodeFacts, node: Mapping[str, Any], free: Mapping[str, float], unit: str) -> NodeFacts:
+def _with_resources(facts: NodeFacts, node: Mapping[str, Any], free: Mapping[str, float], unit: str, drivers: str) -> NodeFacts:
+    """And what Ray knows of it. Args: drivers: the id of the node where this process is."""
     offered = node["Resources"]
     return replace(
         facts,
         name=node["NodeManagerAddress"],
+        is_drivers=node["NodeID"] == drivers,
         offered_gpus=offered.get("GPU", 0.0),
         free_gpus=free.get("GPU", 0.0),
+        held_units=offered.get(unit, 0.0) - free.get(unit, 0.0),
         cpus=offered.get("CPU", 0.0),
         free_cpus=free.get("CPU", 0.0),
         rollout_units=offered.get(unit, 0.0),

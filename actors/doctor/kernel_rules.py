@@ -1,4 +1,5 @@
-"""Rules about what SGLang's kernels make of the weights that an engine was sent, by the kind of GPU.
+"""Rules about kernels, by the kind of GPU: whether it has those that ranks and engines compute with, and what SGLang's make of the weights
+that an engine was sent.
 
 Some kernels want weights in another order, or in another type. SGLang 0.5.21 brings them into it once, after loading; a weight update
 writes what files have, so that the engine would compute with something else.
@@ -20,8 +21,8 @@ _ROUNDED_ANEW_BY = ("auto", "deep_gemm")
 """Products of float8 whose scales are powers of two on Blackwell (fp8_utils.py, requant_block_scale_ue8m0_for_deepgemm); ours is triton."""
 _BLACKWELL = 10
 """Major number of its architectures for data centres: sm_100, sm_103 (arg_groups/model_overrides/qwen3_moe.py)."""
-_BFLOAT16, _FLOAT8 = 80, 89
-"""Lowest architectures with such products."""
+_HALF, _FLOAT8 = 80, 89
+"""Lowest architectures that either side's kernels in half precision are made for (Ampere), and with products of float8."""
 
 
 def experts_stay_as_sent(shape: ModelShape, config: RunConfig) -> Iterator[Complaint]:
@@ -36,9 +37,29 @@ def experts_stay_as_sent(shape: ModelShape, config: RunConfig) -> Iterator[Compl
         )
 
 
+def half_precision_has_kernels(config: RunConfig, *, of_ranks: Collection[str], of_engines: Collection[str]) -> Iterator[Complaint]:
+    """In bfloat16 and in float16: torch's variable-length attention, which ranks take for both (learner/attention.py), is FlashAttention,
+    and SGLang's own kernels (sglang-kernel) have no code for older GPUs. A failure if all GPUs of a side are so.
+
+    Args: architectures of the GPUs that a rank, and that an engine may get, such as sm_90; those that aren't known are left out.
+    """
+    learner, engine = config.learner, config.rollout.engine
+    on_half = learner.resolved_device == "cuda" and learner.resolved_dtype != "float32"
+    ranks = _numbers(of_ranks) if on_half else []
+    engines = _numbers(of_engines) if engine.resolved_device == "cuda" else []
+    sides = {"the learner's attention in half precision (FlashAttention)": ranks, "SGLang's kernels": engines}
+    old = {what: numbers for what, numbers in sides.items() if numbers and numbers[0] < _HALF}
+    if old:
+        yield Complaint(
+            "fail" if any(numbers[-1] < _HALF for numbers in old.values()) else "warn",
+            f"GPUs of sm_{min(numbers[0] for numbers in old.values())} are too old for {' and '.join(old)}",
+            f"Take GPUs of sm_{_HALF} (Ampere) and later, or compute on the CPU (device: cpu)",
+        )
+
+
 def weights_stay_as_sent(shape: ModelShape, config: RunConfig, architectures: Collection[str]) -> Iterator[Complaint]:
     """Args: architectures: of the GPUs that an engine may get, such as sm_90; those that aren't known are left out."""
-    numbers = sorted({number for one in architectures if (number := _number(one))})
+    numbers = _numbers(architectures)
     if config.rollout.engine.resolved_device != "cuda" or not numbers:
         return
     if shape.experts and _runner(config) == "auto" and any(number // 10 == _BLACKWELL for number in numbers):
@@ -61,16 +82,10 @@ def weights_stay_as_sent(shape: ModelShape, config: RunConfig, architectures: Co
 def _types_stay(config: RunConfig, numbers: list[int]) -> Iterator[Complaint]:
     """Failures if all GPUs are so; where there are others, an engine may be on one of those.
 
-    SGLang's model_executor/model_runner_components/load_model_utils.py and layers/quantization/fp8_utils.py.
+    SGLang's layers/quantization/fp8_utils.py.
     """
     engine = config.rollout.engine
-    if engine.resolved_dtype == "bfloat16" and numbers[0] < _BFLOAT16:
-        yield Complaint(
-            "fail" if numbers[-1] < _BFLOAT16 else "warn",
-            f"rollout.engine.dtype = bfloat16 on sm_{numbers[0]}: SGLang computes in float16 there, and the learner sends bfloat16",
-            f"Set learner.dtype: float16, or take GPUs of sm_{_BFLOAT16} and later",
-        )
-    packed = [number for number in numbers if _BFLOAT16 <= number < _FLOAT8]
+    packed = [number for number in numbers if _HALF <= number < _FLOAT8]
     if engine.has_float8 and packed:
         yield Complaint(
             "fail" if numbers[-1] < _FLOAT8 else "warn",
@@ -82,6 +97,11 @@ def _types_stay(config: RunConfig, numbers: list[int]) -> Iterator[Complaint]:
 
 def _runner(config: RunConfig) -> str:
     return str(config.rollout.engine.engine_args.get(RUNNER, "auto"))
+
+
+def _numbers(architectures: Collection[str]) -> list[int]:
+    """Of those that are known, the lowest first."""
+    return sorted({number for one in architectures if (number := _number(one))})
 
 
 def _number(architecture: str) -> int:

@@ -6,18 +6,35 @@ Each rule is a function of (nodes, config) that yields complaints.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint, NodeFacts
-from actors.doctor.kernel_rules import weights_stay_as_sent
+from actors.doctor.kernel_rules import half_precision_has_kernels, weights_stay_as_sent
 from actors.doctor.link_rules import gpus_of_a_group_are_linked, nodes_answer, ports_are_open, rdma_may_lock_memory
 from actors.doctor.memory_rules import could_be_given, gib, on_gpus
-from actors.doctor.paper_rules import FEWER, LESS, worst_first
-from actors.plan.host_memory import FETCHED, TRANSFERS, WIDE, HostMemory, of_engines, of_learner
+from actors.doctor.paper_rules import LESS, worst_first
+from actors.doctor.room_rules import (
+    cpus_for_everybody,
+    engines_inside_nodes,
+    gpus_for_everybody,
+    tensor_parallel_groups_inside_nodes,
+    units_for_all_workers,
+)
+from actors.plan.host_memory import (
+    ANSWERS,
+    BATCHES,
+    FETCHED,
+    FOR_CHECKPOINTS,
+    TRANSFERS,
+    WIDE,
+    HostMemory,
+    of_driver,
+    of_engines,
+    of_learner,
+)
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import traffic, versions_text
-from actors.settings.devices import gpus_asked, held_by, room_for_engines, workers_with_a_unit
+from actors.settings.devices import gpus_asked, held_by, workers_with_a_unit
 from actors.settings.hub_name import HubName
 from correction.errors import counted
 
@@ -31,88 +48,6 @@ _OF_A_NODE = ("_IFNAME", "_HCA", "_FILE")
 """Endings of NCCL's variables that name a node's own network devices or files."""
 FREE_SHARE = 0.9
 """Share of a GPU's memory that should be free."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One kind of resource: how much the run asks for, how much there is, how much of it is free."""
-
-    kind: str
-    asked: float
-    there: float
-    free: float
-    parts: str
-    """Which parts of the run ask for it."""
-
-    def __str__(self) -> str:
-        return f"{self.kind}s: {self.asked:g} asked ({self.parts}), {self.there:g} there, {self.free:g} free"
-
-
-def gpus_for_everybody(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    """More may come on a cluster that grows by itself, so that only what no GPU of this machine can hold fails."""
-    if not _uses_gpus(config):
-        return
-    row = requests(nodes, config)[0]
-    if row.asked > row.there:
-        wait = f"; ranks wait for nodes up to deadlines.start_s = {config.deadlines.start_s:g} s, workers as long as the run lasts"
-        yield Complaint(
-            "warn" if config.ray.address is not None else "fail",
-            f"the run asks for {row.asked:g} GPUs, and Ray has {row.there:g}: {row.parts}{wait if config.ray.address is not None else ''}",
-            f"{FEWER}; or add nodes",
-        )
-    elif row.asked > row.free:
-        yield Complaint(
-            "warn",
-            f"the run asks for {row.asked:g} GPUs, of {row.there:g} only {row.free:g} are free: another run has the others",
-            "Wait for it, or ask for fewer",
-        )
-
-
-def tensor_parallel_groups_inside_nodes(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    learner = config.learner
-    if learner.resolved_device != "cuda" or learner.tensor_parallel == 1:
-        return
-    wanted = learner.world_size // learner.tensor_parallel
-    what = f"the learner has {wanted} tensor-parallel groups of {learner.tensor_parallel} ranks"
-    room = sum(int(node.offered_gpus) // learner.tensor_parallel for node in nodes)
-    yield from _inside_nodes(nodes, config, wanted, room, what, "Lower learner.tensor_parallel, or add nodes")
-
-
-def engines_inside_nodes(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    """What the learner leaves. Of too few GPUs in all another rule speaks."""
-    ranks, wanted = config.rollout.engine.tensor_parallel, config.rollout.first_workers
-    is_short = gpus_asked(config) > sum(node.offered_gpus for node in nodes)
-    if config.rollout.engine.resolved_device != "cuda" or ranks == 1 or is_short:
-        return
-    room = room_for_engines([(int(node.offered_gpus), node.rollout_units) for node in nodes], config)
-    what = f"{counted(wanted, 'engine')} of {ranks} GPUs each (rollout.engine.tensor_parallel)"
-    what += " in addition to the learner"
-    yield from _inside_nodes(nodes, config, wanted, room, what, "Lower rollout.engine.tensor_parallel or rollout.workers, or add nodes")
-
-
-def _inside_nodes(nodes: Nodes, config: RunConfig, wanted: int, room: int, what: str, remedy: str) -> Iterator[Complaint]:
-    """Args: wanted: number of groups, each on one node. room: for so many."""
-    if room < wanted:
-        yield Complaint(
-            "warn" if config.ray.address is not None else "fail",
-            f"{what}, each on one node, and there is room for {room}: GPUs by node are {[int(node.offered_gpus) for node in nodes]}",
-            remedy,
-        )
-
-
-def units_for_all_workers(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    if config.ray.address is None:
-        return
-    wanted = config.rollout.first_workers
-    placed = workers_with_a_unit([node.rollout_units for node in nodes], wanted)
-    if placed < wanted:
-        there = f"the nodes offer {counted(placed, 'whole unit')}" if placed else "no node offers a whole unit"
-        yield Complaint(
-            "warn",
-            f"{counted(wanted, 'rollout worker')}, each of which asks for one unit of the Ray resource {config.ray.rollout_resource!r}, "
-            f"and {there} by now: the {'others' if placed else 'workers'} wait for nodes that do",
-            f"Start nodes with --resources='{{\"{config.ray.rollout_resource}\": N}}'",
-        )
 
 
 def torch_sees_the_gpus(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
@@ -137,7 +72,7 @@ def _unseen(node: NodeFacts, config: RunConfig) -> Iterator[Complaint]:
     """A build of torch with CUDA sees none of the GPUs that the driver knows."""
     there = f"{node.name} has {counted(node.driver_gpus, 'GPU')}"
     if node.visible_devices is not None and node.visible_devices.strip() in ("", "-1"):
-        if not node.offered_gpus:  # else Ray hides them from tasks that ask for none
+        if not node.offered_gpus:  # else a Ray with RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=1 may hide them from tasks that ask for none
             text = f"{there}, but CUDA_VISIBLE_DEVICES = {node.visible_devices!r} hides them: the run is on the CPU"
             yield Complaint("fail" if _uses_gpus(config) else "note", text, "Unset it to use them")
         return
@@ -241,7 +176,8 @@ def room_for_files_and_buckets(nodes: Nodes, config: RunConfig) -> Iterator[Comp
 def clocks_agree(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     for node in nodes:
         if abs(node.clock_ahead_s) > MOST_SKEW_S:
-            yield Complaint("warn", f"{node.name}: its clock is {node.clock_ahead_s:+.0f} s from this one's: times in logs don't agree")
+            text = f"{node.name}: its clock is {node.clock_ahead_s:+.0f} s from this one's: times in logs don't agree"
+            yield Complaint("warn", text, "Have both set by NTP")
 
 
 def compilers_for_kernels(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
@@ -257,6 +193,7 @@ def compilers_for_kernels(nodes: Nodes, config: RunConfig) -> Iterator[Complaint
 
 NODE_RULES: tuple[NodeRule, ...] = (
     gpus_for_everybody,
+    cpus_for_everybody,
     tensor_parallel_groups_inside_nodes,
     engines_inside_nodes,
     units_for_all_workers,
@@ -277,28 +214,10 @@ NODE_RULES: tuple[NodeRule, ...] = (
 )
 
 
-def requests(nodes: Nodes, config: RunConfig) -> list[Request]:
-    """What the run asks of Ray, what the nodes have, what of it nobody holds."""
-    rollout, learner = config.rollout, config.learner
-    ranks, workers = counted(learner.world_size, "rank"), counted(rollout.first_workers, "worker")
-    of_ranks = [f"{ranks} x {learner.gpus_per_rank:g}"] if learner.resolved_device == "cuda" else []
-    of_workers = [f"{workers} x {rollout.gpus_of_a_worker:g}"] if rollout.engine.resolved_device == "cuda" else []
-    cpus, free = sum(node.cpus for node in nodes), sum(node.free_cpus for node in nodes)
-    processes = learner.world_size + rollout.first_workers * rollout.engine.tensor_parallel
-    rows = [Request("CPU", processes, cpus, free, f"{ranks}, {workers}")]
-    gpus, free = sum(node.offered_gpus for node in nodes), sum(node.free_gpus for node in nodes)
-    if of_ranks or of_workers or gpus:
-        rows.insert(0, Request("GPU", gpus_asked(config), gpus, free, ", ".join(of_ranks + of_workers) or "nobody"))
-    if config.ray.address is not None:
-        units = sum(node.rollout_units for node in nodes)
-        rows.append(Request(config.ray.rollout_resource, rollout.first_workers, units, units, workers))
-    return rows
-
-
 def _architectures(node: NodeFacts) -> set[str]:
-    """CUDA architectures of the GPUs that an engine may get on the node."""
+    """CUDA architectures of the GPUs that Ray may give to a rank or an engine there."""
     seen = {gpu.architecture for gpu in node.gpus} or set(node.driver_architectures)
-    return seen if node.offered_gpus and node.rollout_units else set()
+    return seen if node.offered_gpus else set()
 
 
 def _engines(node: NodeFacts, config: RunConfig) -> int:
@@ -336,7 +255,9 @@ def _names(nodes: Nodes, package: str, version: str) -> str:
 def on_nodes(nodes: Nodes, config: RunConfig, shape: ModelShape) -> list[Complaint]:
     """All complaints of the second layer, the worst first."""
     found = [complaint for rule in NODE_RULES for complaint in rule(nodes, config)]
-    found += weights_stay_as_sent(shape, config, {kind for node in nodes for kind in _architectures(node)})
+    of_engines = {kind for node in nodes if node.rollout_units for kind in _architectures(node)}
+    found += half_precision_has_kernels(config, of_ranks={kind for node in nodes for kind in _architectures(node)}, of_engines=of_engines)
+    found += weights_stay_as_sent(shape, config, of_engines)
     if config.ray.address is not None:  # for this machine the first layer has these rules
         found += gpus_hold_their_roles(nodes, config, shape)
         found += stores_hold_the_weights(nodes, config, shape)
@@ -355,20 +276,22 @@ def gpus_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) ->
 
 def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
     """A node where rank 0 may be holds versions of the weights and two batches; a node with engines one version, which they fetch before
-    they pause, and with deltas the older one, too. Wide fields are on the nodes of the engines that sampled them and of ranks."""
-    if config.weight_sync.transport != "object_store":
-        return
-    moved = traffic(shape, config)
+    they pause, and with deltas the older one, too. Wide fields are on the nodes of the engines that sampled them and of ranks. The driver's
+    holds two batches, and for a checkpoint it fetches all answers that wait, with their wide fields: of the longest, as everywhere."""
+    is_stored = config.weight_sync.transport == "object_store"
+    moved, driver = traffic(shape, config), of_driver(shape, config)
     held = moved.version * (1 + config.weight_sync.deltas)
     for node in nodes:
-        may_hold_a_rank = node.offered_gpus > 0 or config.learner.resolved_device == "cpu"
-        engines = workers_with_a_unit([node.rollout_units], config.rollout.first_workers)
+        may_hold_a_rank = is_stored and (node.offered_gpus > 0 or config.learner.resolved_device == "cpu")
+        engines = workers_with_a_unit([node.rollout_units], config.rollout.first_workers) if is_stored else 0
         wide = of_learner(shape, config, 1)[FETCHED] if may_hold_a_rank else of_engines(shape, config, engines)[WIDE]
-        needed = wide + (moved.store if may_hold_a_rank else held if engines else 0)
+        needed = moved.store if may_hold_a_rank else held * (engines > 0) + driver[BATCHES] * node.is_drivers
+        needed += driver[FOR_CHECKPOINTS] if node.is_drivers else wide
         if needed > node.object_store:
             on_the_way = "two versions of the weights" if held > moved.version else "a version of the weights"
-            what = f"{versions_text(config)} of the weights and two batches" if may_hold_a_rank else on_the_way
-            what += ", and wide fields," * (wide > 0)
+            parts = [f"{versions_text(config)} of the weights"] * may_hold_a_rank or [on_the_way] * (engines > 0)
+            what = " and ".join(parts + ["two batches"] * (may_hold_a_rank or node.is_drivers))
+            what += ", and all answers for a checkpoint," if node.is_drivers else ", and wide fields," * (wide > 0)
             yield Complaint(
                 "warn",
                 f"{node.name}: {what} take {gib(needed)}, and Ray's object store there has {gib(node.object_store)}: it writes to disk",
@@ -377,15 +300,28 @@ def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) 
 
 
 def hosts_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
-    """For a node full of ranks, and for one full of engines; a mixture takes less than the sum of both."""
-    if {config.learner.resolved_device, config.rollout.engine.resolved_device} != {"cuda"}:
-        return
+    """For a node full of ranks, and for one full of engines; a mixture takes less than the sum of both. On one the driver's own is added.
+
+    Of sides that compute on CPUs nothing is said: how many of them Ray puts on a node isn't known.
+    """
+    on_gpus = {config.learner.resolved_device, config.rollout.engine.resolved_device} == {"cuda"}
     for node in nodes:
-        ranks = min(config.learner.world_size, int(node.offered_gpus / config.learner.gpus_per_rank))
-        engines = _engines(node, config)
+        ranks = min(config.learner.world_size, int(node.offered_gpus / config.learner.gpus_per_rank)) if on_gpus else 0
+        engines = _engines(node, config) if on_gpus else 0
         roles = [HostMemory(counted(ranks, "rank"), of_learner(shape, config, ranks))] if ranks else []
         roles += [HostMemory(counted(engines, "engine"), of_engines(shape, config, engines))] if engines else []
         fullest = max(roles, key=lambda role: role.total, default=None)
+        if node.is_drivers:
+            fullest = _with_driver(fullest, of_driver(shape, config))
         if fullest is not None and fullest.total > node.memory:
             text = f"{node.name}: {fullest.node} would take up to {gib(fullest.total)} of its {gib(node.memory)} of memory: {fullest}"
             yield Complaint("warn", text, LESS)
+
+
+def _with_driver(role: HostMemory | None, driver: dict[str, int]) -> HostMemory:
+    """The driver fetches all answers, also those that are there for the role."""
+    own = "driver, queue and correction service"
+    if role is None:
+        return HostMemory(own, driver)
+    others = {what: size for what, size in role.parts.items() if what not in (WIDE, FETCHED, ANSWERS)}
+    return HostMemory(f"{role.node}, {own}", driver | others)

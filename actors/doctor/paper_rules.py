@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint, PaperFacts
-from actors.doctor.kernel_rules import experts_stay_as_sent, weights_stay_as_sent
+from actors.doctor.kernel_rules import experts_stay_as_sent, half_precision_has_kernels, weights_stay_as_sent
 from actors.doctor.memory_rules import gib, on_gpus
 from actors.plan.gpus import Gpus
 from actors.plan.host_memory import OF_ENGINES, OF_LEARNER, WIDE, hosts, of_engines
@@ -80,6 +80,10 @@ def sglang_knows_its_arguments(facts: PaperFacts, config: RunConfig) -> Iterator
 
 def experts_keep_their_layout(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     yield from experts_stay_as_sent(facts.shape, config)
+
+
+def gpus_have_kernels(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    yield from half_precision_has_kernels(config, of_ranks=facts.architectures, of_engines=facts.architectures)
 
 
 def weights_keep_layout_and_type(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -221,6 +225,7 @@ PAPER_RULES: tuple[PaperRule, ...] = (
     experts_are_there_for_their_settings,
     sglang_knows_its_arguments,
     experts_keep_their_layout,
+    gpus_have_kernels,
     weights_keep_layout_and_type,
     float8_can_be_had,
     engine_ranks_divide_the_model,

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from actors.doctor.facts import Complaint
-from actors.doctor.node_rules import Request
+from actors.doctor.room_rules import Request
 from correction.errors import counted
 
 _COLOURS = {"fail": "bold red", "warn": "yellow", "note": "dim"}

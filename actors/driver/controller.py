@@ -18,7 +18,7 @@ import ray
 
 from actors.carriers import Observation, PreparedBatch
 from actors.cluster.hub import outline_folder
-from actors.cluster.placement import reserve
+from actors.cluster.placement import reserve, still_there
 from actors.config import RunConfig
 from actors.driver.alarms import AlarmResponse
 from actors.driver.batch_source import BatchSource
@@ -345,6 +345,7 @@ class Controller:
         config, observer = self._config, self._observer
         self._source.start(self._alarms.correction)
         self._parts |= self._source.parts
+        self._places = self._places if self._kept else await still_there(self._places, config)
         starting = start_learner(config, self._point, self._places, self._parts, self._kept)
         _, (self._learner, infos) = await together(self._source.fill(), starting)
         for info in infos:

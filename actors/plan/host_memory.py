@@ -23,7 +23,8 @@ MODULES = 400 << 20
 CUDA = 2 << 30
 """What CUDA, its libraries and NCCL take of the host's memory in a process with a GPU: an estimate."""
 WIDE, FETCHED = "wide fields in the object store", "wide fields, fetched to the object store"
-FOR_CHECKPOINTS = "answers, fetched to the object store for a checkpoint"
+BATCHES, FOR_CHECKPOINTS = "batches in the object store", "answers, fetched to the object store for a checkpoint"
+ANSWERS = "answers in the object store"
 OF_LEARNER, OF_ENGINES = "weights, gradients and optimizer", "engines' weights"
 """Of sides that compute on the CPU, where they are all the time."""
 TRANSFERS = 2
@@ -58,17 +59,17 @@ def hosts(shape: ModelShape, config: RunConfig, *, gpus_per_node: int, nodes: in
     ranks = min(config.learner.world_size, held_by(gpus_per_node, config.learner.gpus_per_rank))
     engines = min(config.rollout.most_workers, held_by(gpus_per_node, config.rollout.gpus_of_a_worker))
     if nodes == 1:
-        whole = _of_driver(shape, config) | of_learner(shape, config, config.learner.world_size)
+        whole = of_driver(shape, config) | of_learner(shape, config, config.learner.world_size)
         del whole[FETCHED], whole[FOR_CHECKPOINTS]  # they are there
         return [HostMemory("the node", whole | of_engines(shape, config, config.rollout.most_workers, has_the_store=True))]
     return [
-        HostMemory("the driver's node", _of_driver(shape, config)),
+        HostMemory("the driver's node", of_driver(shape, config)),
         HostMemory(f"a node with {counted(ranks, 'rank')}", of_learner(shape, config, ranks)),
         HostMemory(f"a node with {counted(engines, 'engine')}", of_engines(shape, config, engines)),
     ]
 
 
-def _of_driver(shape: ModelShape, config: RunConfig) -> dict[str, int]:
+def of_driver(shape: ModelShape, config: RunConfig) -> dict[str, int]:
     """Driver, queue and correction service. Driver and queue hold references and facts alone, 2 to 4 MiB in that measurement; but for a
     checkpoint the driver fetches all answers that are finished and not trained, and puts them together with their wide fields.
 
@@ -80,7 +81,7 @@ def _of_driver(shape: ModelShape, config: RunConfig) -> dict[str, int]:
     waiting = (config.max_staleness + 1) * tokens * (ANSWER + wide_bytes(shape, config))
     return {
         "correction service": tokens * (2 * ANSWER + 3 * CORRECTED + DIAGNOSTICS) + 5 * keys,
-        "batches in the object store": 2 * (tokens * CORRECTED + keys),
+        BATCHES: 2 * (tokens * CORRECTED + keys),
         FOR_CHECKPOINTS: waiting,
         "answers put together for a checkpoint": waiting,
         "driver, queue and service themselves": 3 * MODULES,
@@ -129,7 +130,7 @@ def of_engines(shape: ModelShape, config: RunConfig, engines: int, *, has_the_st
         "engines' KV caches": cache if on_cpu else 0,
         "versions fetched to the object store": stored,
         "buckets in shared memory": engines * TRANSFERS * min(config.weight_sync.bucket_bytes, moved.version),
-        "answers in the object store": outstanding * ANSWER,
+        ANSWERS: outstanding * ANSWER,
         WIDE: outstanding * wide_bytes(shape, config),
         "workers and engines themselves": engines * (2 * MODULES + engine.tensor_parallel * _process(engine.resolved_device)),
     }

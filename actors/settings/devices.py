@@ -223,18 +223,21 @@ def whole_gpus(shares: Sequence[float]) -> int:
 
 
 def room_for_engines(nodes: Sequence[tuple[int, float]], config: RunConfig) -> int:
-    """Engines of several whole GPUs, each on one node, that there is room for once the learner has its GPUs; Ray packs its groups.
+    """Engines, each on one node, that there is room for once the learner has its GPUs.
 
-    Args: nodes: of each its GPUs, and how many workers it takes; math.inf: any number. The learner fills those that take few first.
+    Args: nodes: of each its GPUs, and how many workers it takes; math.inf: any number. The learner fills those that take few first
+        (cluster/placement.py).
     """
-    learner, ranks = config.learner, config.rollout.engine.tensor_parallel
+    learner, share = config.learner, config.rollout.gpus_of_a_worker
     nodes = sorted(nodes, key=lambda node: node[1])
-    left = [gpus for gpus, _ in nodes]
+    left, beside = [gpus for gpus, _ in nodes], [0] * len(nodes)
+    beside_a_rank = int((1 - learner.gpus_per_rank) / share + 1e-9) if max(share, learner.gpus_per_rank) < 1 else 0
     for _ in range(gpus_asked(config, workers=0) // learner.tensor_parallel):
         place = next((i for i, room in enumerate(left) if room >= learner.tensor_parallel), None)
         if place is not None:                       # a learner without room is reported by a rule of its own
             left[place] -= learner.tensor_parallel
-    return int(sum(min(room // ranks, takes) for room, (_, takes) in zip(left, nodes, strict=True)))
+            beside[place] += beside_a_rank
+    return int(sum(min(held_by(room, share) + more, takes) for room, more, (_, takes) in zip(left, beside, nodes, strict=True)))
 
 
 def held_by(gpus: float, share: float) -> int:

@@ -7,7 +7,7 @@ from correction.engines.device_choice import KEPT_KERNELS
 from correction.schedule import needs_topk
 
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-"""For what computes on the CPU of a machine with GPUs: Ray hides none from an actor that asks for none."""
+"""For what computes on the CPU of a machine with GPUs: Ray 2.60 hides none from an actor that asks for none."""
 
 OF_BATCHES = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
 """For processes that hand packed batches on: their tensors cross the object store as they lie in memory, and are read where they lie there.

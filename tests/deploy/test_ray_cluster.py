@@ -18,7 +18,7 @@ from actors.config import RayConfig, RunConfig
 from actors.doctor.cluster_file import ClusterFile, NodeKind, _gpu_name, agreement
 from actors.doctor.facts import Complaint
 from actors.plan.gpus import MEMORY_MIB
-from actors.plan.host_memory import hosts
+from actors.plan.host_memory import BATCHES, FOR_CHECKPOINTS, hosts
 from actors.plan.shape import ModelShape
 from actors.settings.derived import derived
 from correction.errors import ConfigError
@@ -160,7 +160,8 @@ def test_what_the_recipe_keeps_is_on_the_file_system_of_all_nodes() -> None:
 
 
 def test_its_shared_memory_holds_what_a_node_keeps_there() -> None:
-    """The object store's versions and batches, and the engines' buckets, as `plan` counts them: Docker gives 64 MB by itself."""
+    """The object store's versions, batches and answers, and the engines' buckets, as `plan` counts them: Docker gives 64 MB by itself, of
+    which Ray's object store takes 95 %."""
     cluster, config = content(IMAGE), derived(load_config(RunConfig, LARGE), has_gpu=True)
     driver, learner, engines = hosts(ModelShape.of(QWEN3_30B_A3B), config, gpus_per_node=8, nodes=4)
     of_head, of_worker = (
@@ -168,8 +169,8 @@ def test_its_shared_memory_holds_what_a_node_keeps_there() -> None:
         for role in ("head", "worker")
     )
     shared = {name: size for one in (driver, learner, engines) for name, size in one.parts.items() if "store" in name or "shared" in name}
-    assert of_head > driver.parts["batches in the object store"]
-    assert of_worker > sum(shared.values()) - driver.parts["batches in the object store"] - learner.parts["versions in the object store"]
+    assert 0.95 * of_head > driver.parts[BATCHES] + driver.parts[FOR_CHECKPOINTS]
+    assert of_worker > sum(shared.values()) - driver.parts[BATCHES] - learner.parts["versions in the object store"]
 
 
 def test_the_autoscaled_type_grows() -> None:
@@ -189,6 +190,7 @@ def test_the_autoscaled_type_grows() -> None:
         (CLOUD, ("RAY_AUTH_MODE=token", ""), "fail", "lets everybody in"),
         (LOCAL, ('{"rollout": 8}', '{"rollout": 5}'), "warn", "offer 10 at most"),
         (LOCAL, ('{"rollout": 8}', '{"rollout": 5.5}'), "warn", "offer 10 at most"),
+        (LOCAL, ('{"rollout": 8}', '{"rollout": 6}'), "warn", "in addition to the learner {path} has room for 10 of them: workers wait"),
         (LOCAL, ('{"rollout": 8}', '{"rollout": 0.5}'), "fail", "no node of {path} offers a whole one"),
         (IMAGE, ('"GPU": 8, "rollout": 8', '"GPU": 8'), "fail", "no node of"),
         (IMAGE, ('"GPU": 8, "rollout": 8', '"GPU": 6, "rollout": 6'), "warn", "16 ranks and 16 workers ask for 32 GPUs, and"),

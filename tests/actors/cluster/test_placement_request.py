@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from actors.cluster import placement
-from actors.cluster.placement import RankPlaces, reserve
+from actors.cluster.placement import RankPlaces, kept_away, reserve, still_there
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 
@@ -23,11 +24,11 @@ GPUS_OF_BUNDLE = {0: ["GPU-c", "GPU-d"], 1: ["GPU-a", "GPU-b"], 2: ["GPU-b", "GP
 class RecordedGroup:
     """A placement group that is there at once."""
 
-    def __init__(self, bundles: list[dict[str, float]], how: dict[str, Any]) -> None:
-        self.bundles, self.how, self.bundle_count = bundles, how, len(bundles)
+    def __init__(self, bundles: list[dict[str, float]], how: dict[str, Any], is_ready: bool) -> None:
+        self.bundles, self.how, self.bundle_count, self.is_ready = bundles, how, len(bundles), is_ready
 
     def wait(self, seconds: float) -> bool:
-        return True
+        return self.is_ready
 
 
 class RecordedLook:
@@ -49,17 +50,39 @@ class TwoNodes:
 
     def __init__(self) -> None:
         self.groups: list[RecordedGroup] = []
+        self.removed: list[RecordedGroup] = []
         self.looks: list[dict[str, Any]] = []
+        self.units = dict.fromkeys(ADDRESSES, 0.0)
+        self.free_gpus = dict.fromkeys(ADDRESSES, 4.0)
+        self.keeps_away = True
+        """A group that is kept away from a node gets its places."""
+        self.slept = 0
+        self._private = SimpleNamespace(state=SimpleNamespace(available_resources_per_node=self.free))
+
+    def free(self) -> dict[str, dict[str, float]]:
+        return {node: {"GPU": gpus, "CPU": 5.0} for node, gpus in self.free_gpus.items()}
+
+    async def sleep(self, seconds: float) -> None:
+        """What a run that has ended had is free after a moment."""
+        self.slept += 1
+        self.free_gpus = dict.fromkeys(ADDRESSES, 4.0)
 
     def placement_group(self, bundles: list[dict[str, float]], **how: Any) -> RecordedGroup:
-        self.groups.append(RecordedGroup(bundles, how))
+        self.groups.append(RecordedGroup(bundles, how, self.keeps_away or "bundle_label_selector" not in how))
         return self.groups[-1]
+
+    def remove_placement_group(self, group: RecordedGroup) -> None:
+        self.removed.append(group)
 
     def placement_group_table(self, group: RecordedGroup) -> dict[str, Any]:
         return {"bundles_to_node_id": {bundle: NODE_OF_BUNDLE[bundle] for bundle in range(group.bundle_count)}}
 
-    def nodes(self) -> list[dict[str, str]]:
-        return [{"NodeID": node, "NodeManagerAddress": address} for node, address in ADDRESSES.items()]
+    def nodes(self) -> list[dict[str, Any]]:
+        return [
+            {"NodeID": node, "NodeManagerAddress": address, "Alive": True,
+             "Resources": {"GPU": 4.0, "CPU": 5.0, "rollout": self.units[node]}}
+            for node, address in ADDRESSES.items()
+        ]  # fmt: skip
 
     def cluster_resources(self) -> dict[str, float]:
         return {"GPU": 8.0, "CPU": 10.0}
@@ -75,7 +98,10 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> TwoNodes:
     found = TwoNodes()
     monkeypatch.setattr(placement, "ray", found)
     monkeypatch.setattr(placement, "placement_group", found.placement_group)
+    monkeypatch.setattr(placement, "remove_placement_group", found.remove_placement_group)
     monkeypatch.setattr(placement, "placement_group_table", found.placement_group_table)
+    monkeypatch.setattr(placement, "_SETTLE_S", 0.2)
+    monkeypatch.setattr(placement, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": found.sleep}))
     return found
 
 
@@ -117,3 +143,54 @@ def test_a_share_of_a_gpu_and_a_rank_on_a_cpu(cluster: TwoNodes) -> None:
     reserved("learner.device=cpu", "learner.data_parallel=2")
     assert [group.bundles for group in cluster.groups] == [[{"CPU": 1.0, "GPU": 0.7}], [{"CPU": 1.0}] * 2]
     assert cluster.looks == []
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bundles", "away"),
+    [
+        ({"a": (8, 0), "b": (8, 8)}, 8, [("b",)] * 8),
+        ({"a": (8, 8), "b": (8, 8)}, 8, [()] * 8),
+        ({"head": (0, 0), "a": (4, 0), "b": (4, 0), "c": (8, 8)}, 8, [("c",)] * 8),
+        ({"a": (4, 0), "b": (8, 8), "c": (8, 8)}, 6, [("b", "c")] * 4 + [("a",)] * 2),
+        ({"a": (2, 0), "b": (2, 2), "c": (8, 8)}, 3, [("b", "c")] * 2 + [("a", "c")]),
+        ({"a": (4, 0), "b": (4, 8)}, 9, None),
+        ({}, 1, None),
+    ],
+)
+def test_bundles_are_kept_away_from_nodes_with_more_rollout_workers(
+    nodes: dict[str, tuple[int, int]], bundles: int, away: list[tuple[str, ...]] | None
+) -> None:
+    """Those for which nodes with fewer have room; the rest goes to the next nodes and leaves that room alone."""
+    assert kept_away(nodes, bundles) == away
+
+
+def test_ray_is_told_where_bundles_should_not_be(cluster: TwoNodes) -> None:
+    cluster.units["node b"] = 4.0
+    run = load_config(RunConfig, RECIPE, ["learner.device=cuda", "learner.data_parallel=4"])
+    places = asyncio.run(reserve(run))
+    (group,) = cluster.groups
+    assert group.how == {"strategy": "PACK", "bundle_label_selector": [{"ray.io/node-id": "!in(node b)"}] * 4}
+    assert asyncio.run(still_there(places, run)) is places
+    group.is_ready = False
+    again = asyncio.run(still_there(places, run))
+    assert cluster.removed == [group] and again.group is cluster.groups[1] is not group
+
+
+def test_what_waits_there_all_the_same_is_left_to_ray(cluster: TwoNodes) -> None:
+    """Another run was quicker, or the node leaves: a place next to rollout workers is better than none."""
+    cluster.units["node b"], cluster.keeps_away = 4.0, False
+    places = reserved("learner.data_parallel=4")
+    first, second = cluster.groups
+    assert cluster.removed == [first] and second.how == {"strategy": "PACK"} and places.group is second
+    run = load_config(RunConfig, RECIPE, ["learner.device=cuda"])
+    second.is_ready = False
+    assert asyncio.run(still_there(places, run)) is places, "Ray looks for another place by itself"
+
+
+def test_what_is_free_in_a_moment_is_waited_for(cluster: TwoNodes) -> None:
+    cluster.units["node b"], cluster.free_gpus = 4.0, {"node a": 0.0, "node b": 1.0}
+    reserved("learner.data_parallel=4")
+    assert cluster.slept == 1 and "bundle_label_selector" in cluster.groups[0].how
+    cluster.slept = 0
+    reserved("learner.tensor_parallel=5")
+    assert cluster.slept == 0 and cluster.groups[1].how == {"strategy": "PACK"}, "nodes that are to come may have room"

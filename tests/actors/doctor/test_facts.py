@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import ray
 from actors.doctor import gather
 from actors.doctor.door import Listener
 from actors.doctor.driver_gpus import gpus_of_driver
-from actors.doctor.facts import GpuFact
+from actors.doctor.facts import GpuFact, NodeFacts
 from actors.doctor.gather import nodes_of_cluster, this_node
 from actors.doctor.node_rules import on_nodes
 from tests.actors.doctor.test_doctor import DENSE, H100, NO_FOLDER, eight
@@ -90,18 +89,28 @@ def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @dataclass
 class QuietRay:
-    """Ray as far as the doctor asks it, of three nodes. Tasks run here. An answer takes half a second, silence the whole wait."""
+    """Ray as far as the doctor asks it, of three nodes; the driver is on the second. Tasks run here. An answer takes half a second, silence
+    the whole wait."""
 
     silent: dict[str, Exception | None]
     """Nodes that don't answer; None: never, else so."""
     dropped: set[str] = field(default_factory=set)
     """Nodes whose attempt to reach the listener takes the whole wait."""
     now: float = 1000.0
+    ahead_s: dict[str, float] = field(default_factory=dict)
+    """Of nodes whose clock isn't the driver's."""
+    cold_s: float = 0.0
+    """What a node's first process takes to start, before the task looks at a clock."""
+    reads_clock: str = ""
+    """The node whose task runs; empty: the driver."""
     closed: list[str] = field(default_factory=list)
 
     def nodes(self) -> list[dict[str, Any]]:
         has = {"GPU": 4.0, "CPU": 8.0, "rollout": 4.0, "object_store_memory": float(1 << 40)}
         return [{"NodeID": one * 56, "Alive": True, "NodeManagerAddress": f"10.0.0.{one}", "Resources": has} for one in "123"]
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: "2" * 56)
 
     def remote(self, kind: Callable[..., Any]) -> Any:
         def on(scheduling_strategy: Any, **_: Any) -> Any:
@@ -114,8 +123,18 @@ class QuietRay:
             opened = (node, lambda: (f"10.0.0.{node}", 40_123))
             return lambda: SimpleNamespace(node=node, open=SimpleNamespace(remote=lambda: opened))
         if kind is this_node:
-            return lambda *args, **facts: (node, lambda: this_node(*args, **facts))
+            return lambda *args, **facts: (node, lambda: self._looked(node, lambda: this_node(*args, **facts)))
         return lambda address: (node, lambda: self._reached(node, address))
+
+    def _looked(self, node: str, look: Callable[[], NodeFacts]) -> NodeFacts:
+        self.now += self.cold_s
+        self.reads_clock = node
+        facts = look()
+        self.reads_clock = ""
+        return facts
+
+    def clock(self) -> float:
+        return self.now + 1.7e9 + self.ahead_s.get(self.reads_clock, 0.0)
 
     def _reached(self, node: str, address: tuple[str, int]) -> str:
         if node in self.dropped:
@@ -140,10 +159,10 @@ class QuietRay:
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> QuietRay:
     own = QuietRay({})
-    for name in ("nodes", "remote", "get", "kill"):
+    for name in ("nodes", "remote", "get", "kill", "get_runtime_context"):
         monkeypatch.setattr(ray, name, getattr(own, name))
     monkeypatch.setattr(ray._private.state, "available_resources_per_node", dict)
-    monkeypatch.setattr(gather, "time", SimpleNamespace(monotonic=lambda: own.now, time=time.time))
+    monkeypatch.setattr(gather, "time", SimpleNamespace(monotonic=lambda: own.now, time=own.clock))
     return own
 
 
@@ -158,6 +177,7 @@ def test_nodes_that_never_answer_are_named_after_15_s_in_all(quiet: QuietRay, tm
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
     assert [(node.name, node.silence) for node in found] == [(f"10.0.0.{n}", "no answer in 15 s" if n in silent else "") for n in "123"]
     assert all(node.reads_run_folder and node.offered_gpus == 4.0 for node in found)
+    assert [node.is_drivers for node in found] == [False, True, False], "told by Ray, also where nobody answers"
     told = ["", "2 came to 10.0.0.1", "3 came to 10.0.0.1"]
     assert [node.no_way for node in found if not node.silence] == [told[int(n) - 1] * ("1" not in silent) for n in "123" if n not in silent]
     unmade = ["" if n == "1" or "1" not in silent else "no listener could be started there in time" for n in "123" if n not in silent]
@@ -166,6 +186,19 @@ def test_nodes_that_never_answer_are_named_after_15_s_in_all(quiet: QuietRay, tm
     assert [one.severity for one in of_silent] == ["warn"] * len(silent)
     said = [one.sentence for one in of_silent]
     assert all(f"10.0.0.{n} doesn't answer a small task (no answer in 15 s)" in one for n, one in zip(silent, said, strict=True))
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 30.0, -30.0])
+def test_a_cold_node_s_start_is_no_skew_of_its_clock(quiet: QuietRay, tmp_path: Path, ahead_s: float) -> None:
+    """Six seconds until its first process looks at the clock. One that is off by more than all of that is told, and in which direction."""
+    quiet.cold_s, quiet.ahead_s = 6.0, {"2": ahead_s}
+    config = eight("ray.address=auto", f"model={save_config(tmp_path / 'm', QWEN3_8B)}")
+    found = nodes_of_cluster(config, tmp_path, within_s=60.0)
+    skew = found[1].clock_ahead_s
+    assert [node.clock_ahead_s for node in found if node.name != "10.0.0.2"] == [0.0, 0.0]
+    assert skew == 0.0 if not ahead_s else skew * ahead_s > 0.0 and abs(ahead_s) - 20.0 <= abs(skew) <= abs(ahead_s)
+    told = [one.sentence.partition(" s from")[0] for one in on_nodes(found, config, DENSE) if "its clock is" in one.sentence]
+    assert told == [f"10.0.0.2: its clock is {skew:+.0f}"] * bool(ahead_s)
 
 
 @pytest.mark.parametrize("within_s", [15.0, 60.0])

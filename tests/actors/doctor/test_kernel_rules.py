@@ -1,4 +1,5 @@
-"""What SGLang's kernels make of the weights that an engine was sent, by the kind of GPU, and which models they take in float8."""
+"""What kernels there are, by the kind of GPU; what SGLang's make of the weights that an engine was sent, and which models they take in
+float8."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 from actors.commands.cli import app
 from actors.doctor.cluster_file import ClusterFile, NodeKind, agreement
 from actors.doctor.facts import Complaint, GpuFact, PaperFacts
-from actors.doctor.kernel_rules import weights_stay_as_sent
+from actors.doctor.kernel_rules import half_precision_has_kernels, weights_stay_as_sent
 from actors.doctor.node_rules import on_nodes
 from actors.doctor.paper_rules import float8_can_be_had, on_paper
 from actors.plan.gpus import ARCHITECTURES, MEMORY_MIB, Gpus
@@ -23,6 +24,7 @@ REMEDY = f"Set {RUNNER}: triton"
 B200 = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
 BLACKWELL = [node(gpus=(B200,) * 8, architectures=("sm_100",))]
 HALF = "learner.dtype=float16"
+SIDES = ["the learner's attention", "SGLang's kernels"]
 
 
 def failures(found: list[Complaint]) -> list[str]:
@@ -34,7 +36,7 @@ def failures(found: list[Complaint]) -> list[str]:
     [("", [REMEDY]), (f"{RUNNER}=auto", [REMEDY]), (f"{RUNNER}=triton", []), (f"{RUNNER}=cutlass", ["Set it to triton"])],
 )
 def test_experts_on_blackwell_want_another_runner(runner: str, setting: list[str]) -> None:
-    """Whoever asks: for GPUs of a plan, for those of nodes, for those that Ray hides from torch there, for those of a cluster file."""
+    """Whoever asks: for GPUs of a plan, for those of nodes, for those that torch doesn't see there, for those of a cluster file."""
     words, kind = runner.split(), Gpus.parse("B200x8x4")
     config = recipe("qwen3_30b_a3b_4nodes", *words)
     facts = PaperFacts(EXPERTS, (kind.memory,), (kind.architecture,))
@@ -75,9 +77,6 @@ def test_scales_that_would_be_rounded_anew_are_refused(products: str, architectu
         (["sm_86", "sm_90"], FLOAT8, "warn", "float8_block on sm_86"),
         (["sm_89"], FLOAT8, "", ""),
         (["sm_80"], "", "", ""),
-        (["sm_75"], "", "fail", "bfloat16 on sm_75: SGLang computes in float16 there"),
-        (["sm_75", "sm_80"], "", "warn", "bfloat16 on sm_75"),
-        (["sm_75"], HALF, "", ""),
         ([""], FLOAT8, "", ""),
     ],
 )
@@ -88,6 +87,45 @@ def test_types_that_a_gpu_has_no_products_of(architectures: list[str], overrides
     there = [node(gpus=tuple(GpuFact("", 80 << 30, 80 << 30, one) for one in architectures) * (8 // len(architectures)), architectures=())]
     if severity:
         assert found == [one for one in on_nodes(there, config, DENSE) if one.severity == severity]
+
+
+@pytest.mark.parametrize("half", ["learner.dtype=bfloat16", HALF], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("of_ranks", "of_engines", "overrides", "severity", "sides"),
+    [
+        (["sm_75"], ["sm_75"], "", "fail", ["the learner's attention", "SGLang's kernels"]),
+        (["sm_70", "sm_75"], ["sm_80"], "", "fail", ["the learner's attention"]),
+        (["sm_90"], ["sm_75"], "", "fail", ["SGLang's kernels"]),
+        (["sm_75", "sm_90"], ["sm_90"], "", "warn", ["the learner's attention"]),
+        (["sm_75", "sm_90"], ["sm_75"], "", "fail", ["the learner's attention", "SGLang's kernels"]),
+        (["sm_75"], ["sm_75"], "learner.device=cpu", "fail", ["SGLang's kernels"]),
+        (["sm_75"], ["sm_75"], "rollout.engine.device=cpu", "fail", ["the learner's attention"]),
+        (["sm_80"], ["sm_86"], "", "", []),
+        ([""], [], "", "", []),
+    ],
+)
+def test_neither_side_has_kernels_for_gpus_before_ampere(
+    half: str, of_ranks: list[str], of_engines: list[str], overrides: str, severity: str, sides: list[str]
+) -> None:
+    """In float16 no more than in bfloat16: torch's variable-length attention is FlashAttention in both. One sentence for both sides."""
+    found = list(half_precision_has_kernels(eight(*overrides.split(), *half.split()), of_ranks=of_ranks, of_engines=of_engines))
+    assert [one.severity for one in found] == [severity] * bool(severity)
+    assert all("sm_80 (Ampere) and later" in one.setting and [side for side in SIDES if side in one.sentence] == sides for one in found)
+
+
+def test_a_learner_in_float32_needs_no_flash_attention() -> None:
+    on_cpu = ["rollout.engine.device=cpu", "learner.dtype=float32", "rollout.engine.dtype=float32"]
+    assert list(half_precision_has_kernels(eight(*on_cpu), of_ranks=["sm_75"], of_engines=["sm_75"])) == []
+
+
+@pytest.mark.parametrize("half", ["learner.dtype=bfloat16", HALF], ids=["bfloat16", "float16"])
+def test_whoever_asks_old_gpus_are_refused(half: str) -> None:
+    """For GPUs of a plan, and for those of nodes, of which some may be a rank's and no engine's."""
+    config, old = eight("ray.address=auto", *half.split()), "GPUs of sm_75 are too old for the learner's attention in half precision"
+    turing = node(gpus=(GpuFact("T4", 80 << 30, 80 << 30, "sm_75"),) * 8, architectures=())
+    assert [one.severity for one in on_paper(paper(architectures=("sm_75",)), config) if one.sentence.startswith(old)] == ["fail"]
+    for nodes, said in (([turing], ["fail"]), ([replace(turing, rollout_units=0.0), node(name="b")], ["warn"])):
+        assert [one.severity for one in on_nodes(nodes, config, DENSE) if one.sentence.startswith(old)] == said
 
 
 def test_experts_that_ranks_hold_whole_can_be_in_float8() -> None:

@@ -356,6 +356,21 @@ def test_the_engines_of_an_elastic_pool_are_those_it_begins_with(tmp_path: Path)
     assert "engines: 2 (up to 4)" in done.stdout, done.output
 
 
+def test_the_command_says_what_an_update_has_engines_read_again(tmp_path: Path) -> None:
+    """Tokens of a full cache, but no more than 256 requests half way through their context; none where keys and values are kept."""
+    from typer.testing import CliRunner
+
+    from actors.commands.cli import app
+
+    words = ["plan", str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={save_config(tmp_path, QWEN3_8B)}"]
+    moved = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["traffic"]
+    tokens, seconds = moved["recomputed_tokens"], moved["recompute_s"]
+    assert tokens > 100_000 and seconds > 1.0
+    in_place = "rollout.engine.weight_update_mode=in_place"
+    shown, kept = (" ".join(CliRunner().invoke(app, [*words, *more]).stdout.split()) for more in ([], [in_place]))
+    assert f"read again up to {tokens:,} tokens an engine, about {seconds:.0f} s (retract)" in shown and "read again" not in kept
+
+
 def test_the_command_prints_the_numbers(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 

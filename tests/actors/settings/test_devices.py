@@ -27,6 +27,7 @@ from actors.settings.devices import (
     check_types,
     gpus_asked,
     held_by,
+    room_for_engines,
     whole_gpus,
     workers_with_a_unit,
 )
@@ -320,6 +321,12 @@ def test_gpus_are_asked_for_so_many_workers() -> None:
     one = config("learner.device=cuda", "learner.gpus_per_rank=0.6", "rollout.engine.device=cuda", "rollout.gpus_per_worker=0.4", *JOINED)
     assert [gpus_asked(one, workers=number) for number in (0, 1, 2, 3, 4)] == [1, 1, 2, 2, 3]
     assert gpus_asked(one) == gpus_asked(one, workers=1), "an elastic pool on a cluster begins with its smallest"
+
+
+def test_engines_with_a_share_have_room_beside_a_rank_too() -> None:
+    """A rank leaves 0.4 of its GPU, two engines' share. It is on the node that takes fewer workers, one of its two GPUs."""
+    one = config("learner.device=cuda", "learner.gpus_per_rank=0.6", "rollout.engine.device=cuda", "rollout.gpus_per_worker=0.2", *JOINED)
+    assert [room_for_engines(nodes, one) for nodes in ([(1, 8)], [(2, 8)], [(2, 9), (2, 1)], [(0, 8)])] == [2, 7, 10, 0]
 
 
 def test_a_share_lies_on_one_gpu() -> None:

@@ -1,0 +1,143 @@
+"""Rules of the second layer about what the run asks Ray for: whether the nodes have it, and where.
+
+Each rule is a function of (nodes, config) that yields complaints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from actors.config import RunConfig
+from actors.doctor.facts import Complaint, NodeFacts
+from actors.doctor.paper_rules import FEWER
+from actors.settings.devices import gpus_asked, room_for_engines, workers_with_a_unit
+from correction.errors import counted
+
+Nodes = Sequence[NodeFacts]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One kind of resource: how much the run asks for, how much there is, how much of it is free."""
+
+    kind: str
+    asked: float
+    there: float
+    free: float
+    parts: str
+    """Which parts of the run ask for it."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}s: {self.asked:g} asked ({self.parts}), {self.there:g} there, {self.free:g} free"
+
+
+def gpus_for_everybody(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    if gpus_asked(config):
+        yield from _for_everybody("GPU", nodes, config, f"{FEWER}; or add nodes")
+
+
+def cpus_for_everybody(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    """As Ray counts them: a rank asks for one, a worker for one for each rank of its engine, whatever they compute with. Without
+    ray.num_cpus a private Ray has as many as the run asks for."""
+    remedy = "Lower rollout.workers, add nodes, or start them with more (ray start --num-cpus)"
+    if config.ray.address is None:
+        remedy = "Leave ray.num_cpus out, or raise it"
+    yield from _for_everybody("CPU", nodes, config, remedy)
+
+
+def _for_everybody(kind: str, nodes: Nodes, config: RunConfig, remedy: str) -> Iterator[Complaint]:
+    """More may come on a cluster that grows by itself, so that only what this machine can't hold fails."""
+    (row,) = [one for one in requests(nodes, config) if one.kind == kind]
+    may_grow = config.ray.address is not None
+    if row.asked > row.there:
+        wait = f"; ranks wait for nodes up to deadlines.start_s = {config.deadlines.start_s:g} s, workers as long as the run lasts"
+        yield Complaint(
+            "warn" if may_grow else "fail",
+            f"the run asks for {row.asked:g} {kind}s, and Ray has {row.there:g}: {row.parts}{wait if may_grow else ''}",
+            remedy,
+        )
+    elif row.asked > row.free:
+        yield Complaint(
+            "warn",
+            f"the run asks for {row.asked:g} {kind}s, of {row.there:g} only {row.free:g} are free: another run has the others",
+            "Wait for it, or ask for fewer",
+        )
+
+
+def tensor_parallel_groups_inside_nodes(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    learner = config.learner
+    if learner.resolved_device != "cuda" or learner.tensor_parallel == 1:
+        return
+    wanted = learner.world_size // learner.tensor_parallel
+    what = f"the learner has {wanted} tensor-parallel groups of {learner.tensor_parallel} ranks, each on one node"
+    room = sum(int(node.offered_gpus) // learner.tensor_parallel for node in nodes)
+    yield from _inside_nodes(nodes, config, wanted, room, what, "Lower learner.tensor_parallel, or add nodes")
+
+
+def engines_inside_nodes(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    """What the learner leaves. Of too few GPUs in all another rule speaks; so does one of units, which engines of one GPU take alike."""
+    ranks, wanted = config.rollout.engine.tensor_parallel, config.rollout.first_workers
+    is_short = gpus_asked(config) > sum(node.offered_gpus for node in nodes)
+    if config.rollout.engine.resolved_device != "cuda" or is_short:
+        return
+    room = room_for_engines([(int(node.offered_gpus), int(node.rollout_units)) for node in nodes], config)
+    if ranks == 1:
+        wanted = workers_with_a_unit([node.rollout_units for node in nodes], wanted)
+        what = f"{counted(wanted, 'engine')} in addition to the learner, each on a node with a unit of {config.ray.rollout_resource!r}"
+        remedy = "Lower rollout.workers, or add nodes, or let nodes with more GPUs offer it"
+    else:
+        what = f"{counted(wanted, 'engine')} of {ranks} GPUs each (rollout.engine.tensor_parallel) in addition to the learner"
+        what += ", each on one node"
+        remedy = "Lower rollout.engine.tensor_parallel or rollout.workers, or add nodes"
+    yield from _inside_nodes(nodes, config, wanted, room, what, remedy)
+
+
+def _inside_nodes(nodes: Nodes, config: RunConfig, wanted: int, room: int, what: str, remedy: str) -> Iterator[Complaint]:
+    """Args: wanted: number of groups or engines, each on one node. room: for so many."""
+    if room < wanted:
+        yield Complaint(
+            "warn" if config.ray.address is not None else "fail",
+            f"{what}, and there is room for {room}: GPUs by node are {[int(node.offered_gpus) for node in nodes]}",
+            remedy,
+        )
+
+
+def units_for_all_workers(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    if config.ray.address is None:
+        return
+    wanted = config.rollout.first_workers
+    placed = workers_with_a_unit([node.rollout_units for node in nodes], wanted)
+    if placed < wanted:
+        there = f"the nodes offer {counted(placed, 'whole unit')}" if placed else "no node offers a whole unit"
+        yield Complaint(
+            "warn",
+            f"{counted(wanted, 'rollout worker')}, each of which asks for one unit of the Ray resource {config.ray.rollout_resource!r}, "
+            f"and {there} by now: the {'others' if placed else 'workers'} wait for nodes that do",
+            f"Start nodes with --resources='{{\"{config.ray.rollout_resource}\": N}}'",
+        )
+    elif (free := workers_with_a_unit([node.rollout_units - node.held_units for node in nodes], wanted)) < wanted:
+        yield Complaint(
+            "warn",
+            f"{counted(wanted, 'rollout worker')}, each of which asks for one unit of the Ray resource {config.ray.rollout_resource!r}, "
+            f"and {free} are free: another run has the others",
+            "Wait for it, or ask for fewer",
+        )
+
+
+def requests(nodes: Nodes, config: RunConfig) -> list[Request]:
+    """What the run asks of Ray, what the nodes have, what of it nobody holds."""
+    rollout, learner = config.rollout, config.learner
+    ranks, workers = counted(learner.world_size, "rank"), counted(rollout.first_workers, "worker")
+    of_ranks = [f"{ranks} x {learner.gpus_per_rank:g}"] if learner.resolved_device == "cuda" else []
+    of_workers = [f"{workers} x {rollout.gpus_of_a_worker:g}"] if rollout.engine.resolved_device == "cuda" else []
+    cpus, free = sum(node.cpus for node in nodes), sum(node.free_cpus for node in nodes)
+    processes = learner.world_size + rollout.first_workers * rollout.engine.tensor_parallel
+    rows = [Request("CPU", processes, cpus, free, f"{ranks}, {workers}")]
+    gpus, free = sum(node.offered_gpus for node in nodes), sum(node.free_gpus for node in nodes)
+    if of_ranks or of_workers or gpus:
+        rows.insert(0, Request("GPU", gpus_asked(config), gpus, free, ", ".join(of_ranks + of_workers) or "nobody"))
+    if config.ray.address is not None:
+        units = sum(node.rollout_units for node in nodes)
+        rows.append(Request(config.ray.rollout_resource, rollout.first_workers, units, units - sum(n.held_units for n in nodes), workers))
+    return rows
