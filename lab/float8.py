@@ -24,13 +24,13 @@ PROJECTIONS = frozenset(name.split(".")[-2] for rule in _RULES for name in rule.
 
 
 def is_projection(name: str) -> bool:
-    """What float8 engines keep in float8; embeddings, head, norms, biases and routers stay as they are."""
+    """Whether float8 engines hold this weight in float8; embeddings, head, norms, biases and routers stay as they are."""
     *_, module, leaf = name.split(".")
     return leaf == "weight" and module in PROJECTIONS
 
 
 def in_float8(weight: Tensor, block: int) -> Tensor:
-    """A weight [rows, columns] rounded to what float8 with a scale for each block holds, in its own dtype."""
+    """A weight [rows, columns] rounded to float8 with a scale for each block, and converted back to its own dtype."""
     return dequantised(*quantised(weight, block), block, weight.dtype)
 
 
