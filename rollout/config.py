@@ -304,8 +304,7 @@ class MaskOverlong(Settings):
 
 
 class PenaliseOverlong(Settings):
-    """Answers cut at max_tokens are trained with a lower reward; with ramp_tokens, so are answers almost as long (DAPO's soft overlong
-    punishment)."""
+    """Answers cut at max_tokens get a lower reward; with ramp_tokens, so do answers almost as long (DAPO's soft overlong punishment)."""
 
     kind: Literal["penalise"] = "penalise"
     """What becomes of an answer cut at max_tokens."""
