@@ -25,10 +25,10 @@ Nodes = Sequence[NodeFacts]
 NodeRule = Callable[[Nodes, RunConfig], Iterator[Complaint]]
 
 FEWEST_OPEN_FILES = 4096
-"""Ray's processes and sockets need more than the usual limit of 1,024."""
+"""Fewest files that a process should be allowed to open: Ray's processes and sockets need more than the usual 1,024."""
 MOST_SKEW_S = 5.0
 _OF_A_NODE = ("_IFNAME", "_HCA", "_FILE")
-"""Endings of NCCL's variables that name a node's own network devices or files."""
+"""Suffixes of NCCL's variables that name a node's own network devices or files."""
 FREE_SHARE = 0.9
 """Share of a GPU's memory that should be free."""
 
@@ -49,7 +49,7 @@ class Request:
 
 
 def gpus_for_everybody(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    """More may come on a cluster that grows by itself, so that only what no GPU of this machine can hold fails."""
+    """There should be GPUs for all parts. Too few are a failure on this machine, and a warning on a cluster, where more nodes may come."""
     if not _uses_gpus(config):
         return
     row = requests(nodes, config)[0]
@@ -79,7 +79,7 @@ def tensor_parallel_groups_inside_nodes(nodes: Nodes, config: RunConfig) -> Iter
 
 
 def engines_inside_nodes(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    """What the learner leaves. Of too few GPUs in all another rule speaks."""
+    """There should be room for engines of several GPUs on what the learner leaves. Too few GPUs in all are another rule's business."""
     ranks, wanted = config.rollout.engine.tensor_parallel, config.rollout.first_workers
     is_short = gpus_asked(config) > sum(node.offered_gpus for node in nodes)
     if config.rollout.engine.resolved_device != "cuda" or ranks == 1 or is_short:
@@ -278,7 +278,7 @@ NODE_RULES: tuple[NodeRule, ...] = (
 
 
 def requests(nodes: Nodes, config: RunConfig) -> list[Request]:
-    """What the run asks of Ray, what the nodes have, what of it nobody holds."""
+    """For each kind of resource: what the run asks of Ray, what the nodes have, and what of that is free."""
     rollout, learner = config.rollout, config.learner
     ranks, workers = counted(learner.world_size, "rank"), counted(rollout.first_workers, "worker")
     of_ranks = [f"{ranks} x {learner.gpus_per_rank:g}"] if learner.resolved_device == "cuda" else []
@@ -310,7 +310,7 @@ def _engines(node: NodeFacts, config: RunConfig) -> int:
 
 
 def _known(nodes: Nodes) -> Nodes:
-    """Those that have told what is there."""
+    """The nodes that have answered."""
     return [node for node in nodes if not node.silence]
 
 
@@ -319,7 +319,8 @@ def _uses_gpus(config: RunConfig) -> bool:
 
 
 def _runs(kind: str, built: Sequence[str]) -> bool:
-    """Kernels of a minor architecture run on later ones of the same major one."""
+    """Whether kernels built for these architectures run on a GPU of this one: those of a minor version run on later ones of the same
+    major."""
 
     def numbers(name: str) -> tuple[int, int]:
         digits = "".join(character for character in name if character.isdigit())
@@ -345,7 +346,8 @@ def on_nodes(nodes: Nodes, config: RunConfig, shape: ModelShape) -> list[Complai
 
 
 def gpus_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
-    """Nodes with fewer GPUs than a tensor-parallel group, or an engine, has ranks are left out: no such group is placed there."""
+    """GPUs should have enough memory for ranks and engines. Nodes with fewer GPUs than a tensor-parallel group or an engine needs are left
+    out: no such group is placed there."""
     known = [(size, node) for node in nodes if node.offered_gpus for size in could_be_given(node.gpu_bytes, node.offered_gpus)]
     ranks = [size for size, node in known if node.offered_gpus >= config.learner.tensor_parallel]
     wanted = config.rollout.engine.tensor_parallel
@@ -354,8 +356,9 @@ def gpus_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) ->
 
 
 def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
-    """A node where rank 0 may be holds versions of the weights and two batches; a node with engines one version, which they fetch before
-    they pause, and with deltas the older one, too. Wide fields are on the nodes of the engines that sampled them and of ranks."""
+    """Object stores should have room for what they hold. A node where rank 0 may be holds versions of the weights and two batches; a node
+    with engines holds one version, which they fetch before they pause, and with deltas also the older one. Wide fields are on the nodes of
+    the engines that sampled them and of the ranks."""
     if config.weight_sync.transport != "object_store":
         return
     moved = traffic(shape, config)
@@ -377,7 +380,7 @@ def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) 
 
 
 def hosts_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
-    """For a node full of ranks, and for one full of engines; a mixture takes less than the sum of both."""
+    """Nodes should have enough main memory when they are full of ranks, or full of engines; a mixture takes less than both together."""
     if {config.learner.resolved_device, config.rollout.engine.resolved_device} != {"cuda"}:
         return
     for node in nodes:
