@@ -40,13 +40,13 @@ class ActorInfo:
     role: str
     """"rollout", "learner", ..."""
     name: str
-    """Which one of its role."""
+    """Its name among the actors of that role."""
     pid: int
     """Process id of the actor."""
     target: str
     """host:port of its Prometheus endpoint."""
     detail: str = ""
-    """What else a person should know of it."""
+    """Further facts for people."""
     node: str = ""
     """Id of its node; empty: not known."""
 
@@ -62,24 +62,25 @@ class Ticket:
     group_id: int
     prompt: Prompt
     admitted_version: int
-    """Published when it was admitted."""
+    """Version of the published weights when it was admitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class BegunTicket(Ticket):
-    """Of a group that another worker has handed back: its sampling goes on from there. In the pool only; the queue knows the Ticket."""
+    """Ticket of a group that a worker has handed back unfinished: another one goes on from there. Used in the pool only; the queue has the
+    Ticket."""
 
     begun: UnfinishedGroup
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSnapshot:
-    """All that a restart needs to go on with the same bound and without losing or repeating a prompt."""
+    """The queue's state in a checkpoint: a restart from it keeps the staleness bound, and neither loses nor repeats a prompt."""
 
     version: int
     """Version of the published weights."""
     admitted: int
-    """Groups since the run began, like the next two; the id of the next one."""
+    """Number of groups since the run began, as in the next two fields; also the id of the next group."""
     trained: int
     discarded: int
     in_flight: tuple[Ticket, ...]
@@ -98,7 +99,7 @@ class QueueContents:
     version: int = 0
     """Version of the learner's weights when the last step was settled."""
     published: int = 0
-    """Version of the weights that the engines had or got then."""
+    """Version of the weights published by then."""
     trained: int = 0
     """Groups since the run began."""
     tickets: tuple[Ticket, ...] = ()
@@ -106,16 +107,16 @@ class QueueContents:
     finished: tuple[StoredGroup, ...] = ()
     """The sampled groups among these."""
     drawn: tuple[int, ...] = ()
-    """Ids of the groups that are in the batch that the learner has or had."""
+    """Ids of the groups in the batch that the learner trains or has just trained."""
     advance: tuple[int, int] | None = None
-    """The version of the learner that this batch has made, and the published one; None: it is still at work."""
+    """Version of the learner after that batch, and the published one; None: the batch is still being trained."""
     discarded_by_reason: dict[DiscardReason, int] = field(default_factory=dict)
     unreported: tuple[tuple[str, DiscardReason], ...] = ()
     """Discarded, as (prompt id, reason), and not yet in the ledger."""
 
 
 class Finished(Protocol):
-    """What the queue looks at in a finished group."""
+    """The properties of a finished group that the queue uses."""
 
     @property
     def group_id(self) -> int: ...
@@ -126,13 +127,13 @@ class Finished(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """A finished group on its way: what the queue's rules look at, and where its tokens are."""
+    """A finished group as actors send it: its facts by value, its tokens by reference."""
 
     facts: GroupFacts
     payload: Any
     """Reference to the Group in the object store of the node that sampled it; the Group itself if it comes from a checkpoint."""
     wide: Any = None
-    """Reference to the WideFields of its trajectories; None: the Group has them, if there are any."""
+    """Reference to the WideFields of its trajectories; None: they are in the Group, if there are any."""
 
     @property
     def group_id(self) -> int:
@@ -159,7 +160,7 @@ class GroupFailure:
     group_id: int
     reason: str
     is_final: bool
-    """No other worker could, either: it is the prompt."""
+    """No other worker could sample it either, because of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,17 +172,18 @@ class ForwardRequest:
     batch: Any = None
     """Reference to a PackedBatch; None if nothing is scored."""
     number: int = 0
-    """Number of this request of the service, given by ForwardRequests.ask; the answer names it."""
+    """Number of this request, given by ForwardRequests.ask; the answer repeats it."""
     wants_proximal: bool = False
     wants_reference: bool = False
     scored_since: int | None = None
-    """Wants each token scored at the weights that sampled it, too; kept copies of older versions can go then."""
+    """Oldest version of the batch's tokens, if each is to be scored at the weights that sampled it; the ranks then free copies of older
+    versions. None: not wanted."""
     kept_since: int | None = None
-    """Wants the ranks to keep a copy of their weights; those of older versions can go."""
+    """If set, the ranks keep a copy of their present weights, and free copies of versions older than this."""
     fetch_s: float = 0.0
-    """Wants the ranks to read the batch's wide fields first, within this time; 0: it has none elsewhere."""
+    """Seconds in which the ranks read the batch's wide fields first; 0: there are none to read."""
     trained_by: CorrectionConfig | None = None
-    """The batch is the CorrectedBatch of the next step, by this correction, and nothing is scored."""
+    """If set, the batch is the CorrectedBatch of the next step, made by this correction, and nothing is scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,21 +193,21 @@ class PreparedBatch:
     version: int
     """The learner's version from which the update starts."""
     correction: CorrectionConfig
-    """What it is corrected by, and has to be trained with."""
+    """The correction that was applied to it, with which it must be trained."""
     corrected: Any
     """Reference to a CorrectedBatch: [N] tokens of S sequences, packed."""
     tokens: int
     """N."""
     groups: tuple[GroupFacts, ...]
-    """The groups that these tokens are of, in their order."""
+    """The groups of these tokens, in the order of the batch."""
     proximal_s: float
-    """Seconds of the learner for proximal (and reference) logprobs."""
+    """Seconds that the learner took for proximal (and reference) logprobs."""
     correct_s: float
     """Seconds of the correction itself."""
     split: dict[str, float] = field(default_factory=dict)
     """Exact parts of the gap of stale tokens (correction.quantities.SPLIT); empty for a batch that isn't split."""
     split_s: float = 0.0
-    """Seconds of the learner for them."""
+    """Seconds that the learner took for them."""
     examples: tuple[Example, ...] = ()
     """An answer of each of the first groups."""
 
@@ -220,12 +222,12 @@ class PreparedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What a trained batch says about the run."""
+    """Diagnostics of a trained batch, and what the monitor makes of them."""
 
     diagnostics: dict[str, float]
     """By their names in correction.quantities."""
     events: tuple[Event, ...]
-    """What the monitor makes of them, worst first."""
+    """Changes of a symptom's state, worst first."""
     state: State
     """The monitor's state after this batch."""
     seconds: float
@@ -233,7 +235,7 @@ class Observation:
     clipped: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     """By "positive" and "negative" advantage: (token id, how often) of the tokens that the objective clipped most often in this batch."""
     late_s: float = 0.0
-    """By how much the service's event loop was late with 99 % of what was due since the last observation, at most."""
+    """Seconds by which the service's event loop was late, 99th percentile since the last observation."""
     monitor: dict[str, Any] = field(default_factory=dict)
     """What the monitor knows after this batch (Monitor.state_dict)."""
 
@@ -265,7 +267,7 @@ class ScatterSample:
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """Where one pass over the learner's weights takes them."""
+    """What one pass over the learner's weights does with them."""
 
     bucket_bytes: int
     stores: bool = True
@@ -277,7 +279,7 @@ class ExportPlan:
     probe_ids: tuple[int, ...] = ()
     """Token ids whose logprobs at these weights are wanted; empty: none."""
     float8: bool = False
-    """Projections leave in float8, with their scales; the learner's own stay as they are."""
+    """Send projections in float8, with their scales; the learner's own weights stay as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +298,6 @@ class WeightSnapshot:
     seconds: float
     """Time of the export."""
     processor: Processor | None = None
-    """What the learner computes with; for true on-policy only."""
+    """Processor and kernels of the learner; for true on-policy only."""
     broadcast_error: str = ""
     """Why the broadcast did not reach all engines; empty: it did, or there was none."""

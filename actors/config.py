@@ -43,13 +43,13 @@ class RayConfig(Settings):
     temp_dir: Path | None = None
     """Where a private cluster keeps its sessions; empty: Ray's default. Keep it short: sockets live there."""
     rollout_resource: str = "rollout"
-    """Custom resource that a rollout worker asks for; an autoscaled node type offers it."""
+    """Custom Ray resource of which each rollout worker asks for one unit; node types of an autoscaled cluster offer it."""
     include_dashboard: bool = False
     """Start Ray's dashboard with a private cluster."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of ranks, workers and engines, such as NCCL_SOCKET_IFNAME; they win over what evenkeel sets itself."""
     allow_unauthenticated: bool = False
-    """Join a cluster that asks nobody for a token: whoever reaches it can run code as you. For closed networks."""
+    """Join a cluster that asks for no token, although anybody who reaches it can run code as you. For closed networks."""
 
 
 class WeightSyncConfig(Settings):
@@ -59,38 +59,38 @@ class WeightSyncConfig(Settings):
     """object_store: each node reads the learner's copy from Ray's object store. broadcast: torch.distributed, from the learner's rank 0 to
     all engines at once (NCCL on GPUs, gloo on CPUs); when engines come or go, versions take the object store until the group is rebuilt."""
     every_steps: PositiveInt = 1
-    """Steps from one version that the engines get to the next; evaluated ones go out too. Fewer pauses, and tokens that are older by up
-    to every_steps - 1 versions, which max_staleness has to allow."""
+    """Engines get the weights of every so many steps, and of each evaluated step. More than 1 means fewer pauses, and tokens that are older
+    by up to every_steps - 1 versions, which max_staleness has to allow."""
     bucket_bytes: PositiveInt = 256 << 20
     """Weights travel in buckets of about this many bytes."""
     deltas: bool = False
-    """Nodes without the learner fetch what an update has changed, compressed (about 2 % of the bytes in bfloat16 at usual learning rates),
-    and make the new weights of those that they hold: for thin networks. Their object stores hold two versions then, the learner's three.
-    Not for broadcasts."""
+    """For slow networks: nodes other than the learner's fetch only what an update has changed, compressed (about 2 % of the bytes in
+    bfloat16 at usual learning rates), and apply it to the weights that they hold. Their object stores then hold two versions, the learner's
+    three. Not with transport broadcast."""
     max_probe_difference: PositiveFloat | None = None
-    """The run warns if engine and learner differ by more nats than this at a token of a fixed prompt after a sync. Unset: by the type of
-    the weights, 1e-3 in float32 (1e-6 is usual), 0.5 in bfloat16, 0.0625 in float16, and in these two also if half of the tokens differ
-    by a 25th of it."""
+    """The run warns if, after a sync, engine and learner differ by more than this at any token of a fixed prompt, nats. Unset: by the type
+    of the weights, 1e-3 in float32 (1e-6 is usual), 0.5 in bfloat16, 0.0625 in float16; in bfloat16 and float16 also if half of the tokens
+    differ by more than a 25th of that."""
 
     @model_validator(mode="after")
     def _deltas_go_through_the_object_store(self) -> WeightSyncConfig:
         if self.deltas and self.transport == "broadcast":
             raise ConfigError(
-                "weight_sync.deltas = True with weight_sync.transport = broadcast: it goes from device to device, and nodes hold no "
-                "copies to which differences could be added. Set weight_sync.transport: object_store, or weight_sync.deltas: false"
+                "weight_sync.deltas = True with weight_sync.transport = broadcast: a broadcast goes from device to device, and nodes hold "
+                "no copies to which differences could be added. Set weight_sync.transport: object_store, or weight_sync.deltas: false"
             )
         return self
 
 
 class EvaluationConfig(AnswerSampling):
-    """Held-out accuracy, measured during training; answers may be sampled otherwise than in training."""
+    """Held-out accuracy, measured during training; its answers may be sampled differently from training's."""
 
     every_steps: int = Field(default=0, ge=0)
     """Evaluate after every so many steps, without stopping training; 0: before the first and after the last step only."""
     problems: PositiveInt = 512
     """Held-out questions of the first and the last evaluation."""
     problems_between: PositiveInt = 128
-    """Held-out questions of those in between, which share the engines with training."""
+    """Held-out questions of evaluations in between, which share the engines with training."""
     correct_at: float = 1.0
     """A reward of at least this counts as a right answer."""
 
@@ -105,8 +105,8 @@ class CheckpointConfig(Settings):
 
 
 class DeadlinesConfig(DerivedSettings):
-    """No wait without an end; the error names phase, actor and version. Unset ones follow from the two rates, the answers' length and the
-    model's bytes, and are no shorter than what stands here: `evenkeel config RECIPE --explain` prints them."""
+    """Limits of all waits; the error names phase, actor and version. Unset ones are derived from the two rates, the answers' length and the
+    model's bytes, and are at least the defaults here: `evenkeel config RECIPE --explain` prints them."""
 
     DERIVED: ClassVar[frozenset[str]] = frozenset({"start_s", "batch_s", "step_s", "sync_s", "checkpoint_s", "evaluation_s"})
 
@@ -115,20 +115,21 @@ class DeadlinesConfig(DerivedSettings):
     bytes_per_s: PositiveFloat = 1e8
     """Slowest rate at which weights come over network and disks, bytes a second."""
     no_workers_s: PositiveFloat | None = None
-    """The run ends when no rollout worker could work for so long, seconds; empty: it waits for one, and says for what."""
+    """The run ends when no rollout worker could work for this long, seconds; empty: it waits for one, and says what it waits for."""
     start_s: PositiveFloat = 600.0
     """Longest start of an engine or of the learner's ranks, seconds. Until a first engine is up, each start is tried three times."""
     part_heartbeat_s: PositiveFloat = 120.0
-    """Trajectory queue, correction service and learner ranks are taken for dead when their processes give no sign for so long, seconds."""
+    """Trajectory queue, correction service and learner ranks count as dead when their processes give no sign of life for this long,
+    seconds."""
     batch_s: PositiveFloat = 600.0
-    """Longest wait for a training batch in which workers are there and not one group is finished, seconds."""
+    """Longest wait for a training batch while workers are there but not one group is finished, seconds."""
     step_s: PositiveFloat = 1800.0
     """Longest optimizer step, or forward pass of the learner, seconds."""
     sync_s: PositiveFloat = 120.0
     """Longest wait for an engine to confirm new weights, seconds; it has three attempts."""
     drain_s: float = Field(default=20.0, ge=0)
-    """Longest time in which a rollout worker that leaves finishes what it has under way, seconds; then it hands the rest back, with the
-    tokens sampled so far. Keep it 10 s below what a preemption notice leaves (30 s on Kubernetes)."""
+    """Longest time for which a rollout worker that leaves goes on with its groups, seconds; then it hands the rest back, with the tokens
+    sampled so far. Keep it 10 s below what a preemption notice leaves (30 s on Kubernetes)."""
     checkpoint_s: PositiveFloat = 600.0
     """Longest time to write a checkpoint, seconds."""
     evaluation_s: PositiveFloat = 900.0
@@ -138,18 +139,18 @@ class DeadlinesConfig(DerivedSettings):
 
     @property
     def receipts_s(self) -> float:
-        """Until an engine has had its three attempts at new weights, and the pauses between them."""
+        """Longest wait for receipts, seconds: an engine's three attempts at new weights, and the pauses between them."""
         return 3 * self.sync_s + 30.0
 
     @property
     def forward_s(self) -> float:
-        """Until the learner has run the forward passes of the batch ahead: two steps until it is at its version, one of which is under way,
-        and a checkpoint; then proximal and reference policy."""
+        """Longest wait for the forward passes of the batch ahead, seconds: two steps (one under way) and a checkpoint until the learner is
+        at its version; then the forwards of the proximal and the reference policy."""
         return 4 * self.step_s + self.checkpoint_s
 
     @property
     def disk_s(self) -> float:
-        """Until the run folder's disk has taken what waits for it; a checkpoint that is being written, or read, has as long."""
+        """Longest wait until the run folder's disk has written what waits for it, seconds; also for a checkpoint to be written or read."""
         return 3 * self.checkpoint_s
 
 
@@ -163,26 +164,29 @@ class MetricsConfig(Settings):
     wandb_project: str | None = None
     """Weights & Biases project; empty: off. Needs the extra "wandb"."""
     trajectories_per_step: int = Field(default=4, ge=0)
-    """Groups of which one trajectory is kept as text, every step."""
+    """Number of groups in each step of which one trajectory is kept as text."""
 
 
 class EarlyWarningConfig(Settings):
-    """The monitor follows the correction's diagnostics and says when they drift off; by itself it does no more than that."""
+    """The monitor follows the correction's diagnostics and reports when they drift off. Unless on_alarm is set, it changes nothing."""
 
     on_alarm: Literal["none", "switch_preset", "tighten", "stop"] = "none"
-    """What the first alarm sets off: nothing; the correction of `preset`; the run's own with narrower bounds; a checkpoint and the end."""
+    """What the first alarm does besides being reported. none: nothing. switch_preset: go on with the correction of `preset`. tighten:
+    narrow the run's own bounds. stop: save a checkpoint and end."""
     preset: str | None = None
     """For switch_preset: the correction to go on with. The run's advantages, KL and entropy terms stay unless the preset has its own."""
     tighten_factor: float = Field(default=0.5, gt=0, lt=1)
     """For tighten: bounds on ratios are raised to this power (0.5: 2 becomes 1.41), clips and divergences are multiplied by it."""
     detailed: bool = True
-    """Quantiles and numbers by probability too, which show where a symptom sits. They sort the batch's tokens, while training goes on."""
+    """Also compute quantiles and numbers by probability, which show where a symptom sits. This sorts the batch's tokens, in the service,
+    while training goes on."""
     split_every: int = Field(default=0, ge=0)
-    """Batches after which the gap of stale tokens is split exactly into mismatch and staleness, on a sample scored at the weights that
-    sampled it; 0: never. Every rank copies its weights of the max_staleness versions before to host memory, and loads each again on its
-    device in addition to the present ones. Time: a forward pass over 16 trajectories for each version, for which the learner waits."""
+    """Number of batches from one exact split of stale tokens' gap into mismatch and staleness to the next; 0: never. A sample is scored at
+    the weights that sampled it. For that every rank copies its weights of up to max_staleness earlier versions to host memory, and loads
+    each again on its device in addition to the present ones. Each version takes a forward pass over 16 trajectories, for which the learner
+    waits."""
     thresholds: MonitorConfig = Field(default_factory=MonitorConfig)
-    """From when on a change is a watch or an alarm."""
+    """Thresholds at which a change becomes a watch or an alarm."""
 
     @model_validator(mode="after")
     def _preset_goes_with_its_action(self) -> EarlyWarningConfig:
@@ -205,13 +209,13 @@ class RunConfig(Settings):
     """Hugging Face folder of the policy to train: config.json, safetensors, tokenizer; or its name on the hub, hf:ORGANISATION/NAME, with
     @REVISION if need be. A run's config.yaml has the commit that it took."""
     run_dir: Path | None = None
-    """Folder of the run; empty: runs/NAME-DATE-TIME. What a start that failed has left in it is cleared."""
+    """Folder of the run; empty: runs/NAME-DATE-TIME. Files that a failed start has left in it are removed."""
     steps: PositiveInt = Field(le=10**9)
     """Training batches of the whole run; each makes one new version of the weights."""
     groups_per_step: PositiveInt = Field(le=10**6)
     """Prompts (groups) in a training batch."""
     max_staleness: int = Field(default=1, ge=0, le=1000)
-    """Versions by which the oldest token of a batch may trail the learner; 0 is synchronous training."""
+    """Largest number of versions by which a token of a batch may be older than the learner; 0 is synchronous training."""
     dynamic_sampling: bool = False
     """Replace groups whose valid rewards are all alike (they carry no gradient) by new ones before the step."""
     true_on_policy: bool = False
@@ -282,7 +286,7 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _an_alarm_finds_a_valid_correction(self) -> RunConfig:
-        """What an alarm would switch to has to fit this run as if it had been configured from the start."""
+        """Check that the correction that an alarm would put in place fits this run as if it had been configured from the start."""
         place = f"monitor.on_alarm = {self.monitor.on_alarm}" + (f", monitor.preset = {self.monitor.preset}" if self.monitor.preset else "")
         try:
             replacement = self.correction_after_alarm()
@@ -309,7 +313,7 @@ class RunConfig(Settings):
 
     @property
     def loads_other_weights(self) -> bool:
-        """A rank loads other weights in addition to the present ones, one version at a time: the reference's, or earlier ones."""
+        """Whether ranks load other weights in addition to the present ones, one version at a time: the reference's, or earlier ones."""
         return self.needs_reference or self.earlier_weights > 0
 
     @property
@@ -319,11 +323,11 @@ class RunConfig(Settings):
 
     @property
     def needs_reference(self) -> bool:
-        """The learner keeps the weights of the model that the run began with: for a KL penalty on it, or to report the KL."""
+        """Whether the learner keeps the weights of the model that the run began with: for a KL penalty on it, or to report the KL."""
         return needs_reference_logprobs(self.correction) or self.learner.report_kl_every > 0
 
     def correction_after_alarm(self) -> CorrectionConfig | None:
-        """What `monitor.on_alarm` would go on with; None where it changes nothing. Raises: ConfigError if there is no such correction."""
+        """The correction that `monitor.on_alarm` would put in place; None if it changes none. Raises: ConfigError if there is none."""
         monitor = self.monitor
         if monitor.on_alarm == "switch_preset" and monitor.preset is not None:
             return switched(self.correction, monitor.preset)

@@ -12,7 +12,7 @@ import ray
 
 _CALLS = 300
 _PAUSE_S = 0.01
-"""Between two calls; without it they would share what wakes Ray's threads, which those of a run don't."""
+"""Pause between two calls. Without it calls would share the wake-ups of Ray's threads, which calls of a run don't."""
 
 
 class _Idle:
@@ -31,7 +31,7 @@ class CallFloor:
 
     @classmethod
     async def measured(cls) -> CallFloor:
-        """From this process to an actor, one after the other; what both take without calls is taken off."""
+        """Measure calls from this process to an actor, one after the other; the processes' use without calls is subtracted."""
         actor = ray.remote(_Idle).options(num_cpus=0, max_concurrency=64).remote()
         processes = psutil.Process(), psutil.Process(await actor.pid.remote())
         idle, busy = await _used(processes, asyncio.sleep), await _used(processes, lambda _: actor.nothing.remote())

@@ -1,5 +1,5 @@
-"""A run in which something dies, stands still or is called late every few seconds: what that takes, what is done again, whether its books
-balance, and whether it learns the same.
+"""A run in which a process dies, is stopped or gets its calls late every few seconds: what each fault costs, what is done again, whether
+the books balance, and whether the run learns the same.
 
     python benchmarks/chaos.py [--seeds 0] [--steps 150] [--every 20] [--workers 2] [--groups 16] [--save-every 5]
         [--alone] [--keep FOLDER] [--write PAGE]
@@ -10,14 +10,14 @@ SGLang's, a scoring process, the trajectory queue, the correction service, a lea
 for the inside of a weight update, and half of these meet one: an engine is stopped as the learner hands out new weights, so that the update
 is under way when the kill comes. The run knows nothing of this; all is done from outside. It has to end by itself.
 
-Printed are the faults, with the seconds until the run was further than it had been when one came; the share of useful time, which is what
-the same steps take undisturbed by what they took here, with the number of faults a step (published shares are of 0.1; with more --groups a
-step takes longer); the steps done again; whether each prompt was trained or discarded once, none is missing, and the books are those of the
+It prints the faults, each with the seconds until the run was further than before it; the share of useful time, which is the time of the
+same steps undisturbed over their time here, with the number of faults a step (published shares are for 0.1; with more --groups a step takes
+longer); the steps done again; whether each prompt was trained or discarded once, none is missing, and the books are those of the
 undisturbed run; what the run has left behind; and its held-out accuracy.
 
-Exit code 1: books, orphans or the end are not as they should be; nothing befell a run, or a kind of process was to be struck and never was;
-or the 99 % interval of the accuracy's difference from the undisturbed run's (Newcombe's, of two shares that both err) leaves out 0. --alone
-plays no undisturbed run, and compares nothing.
+Exit code 1: books, leftover processes or the end are not as they should be; a run had no fault, or a kind of process should have had one
+and never did; or the 99 % interval of the accuracy's difference from the undisturbed run's (Newcombe's, of two shares that both err) leaves
+out 0. --alone plays no undisturbed run, and compares nothing.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def play(run_dir: Path, words: list[str], faults: Strikes | None, *, groups: int
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--seeds", default="0", help="of what befalls the runs, and when: one run for each, as 1,2,3 (0)")
+    parser.add_argument("--seeds", default="0", help="seeds of the faults and their times, one run each, such as 1,2,3 (0)")
     parser.add_argument("--steps", type=int, default=150, help="of each run (150)")
     parser.add_argument("--every", type=float, default=20.0, help="seconds between two faults, at a mean (20)")
     parser.add_argument("--workers", type=int, default=2)

@@ -1,4 +1,4 @@
-"""The books of a run: each prompt once, whatever befell it; and those of two runs compared."""
+"""Checks that a run has used each prompt once, and compares the books of two runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CONFIDENCE = 0.99
 
 @dataclass(frozen=True)
 class RunBooks:
-    """What a run's folder says of its work."""
+    """Counts of a run's work, from its folder."""
 
     steps: int
     version: int
@@ -56,7 +56,7 @@ class RunBooks:
         return cls(state.step, state.weight_version, by_step, discarded, len(under_way), state.queue.admitted, tuple(wrong))
 
     def differs_from(self, calm: RunBooks) -> list[str]:
-        """What may not differ between a run that faults befell and one that none did. Empty: nothing does."""
+        """What differs between a run with faults and one without, though it must not; empty: nothing."""
         return [
             f"{what}: {ours} instead of the undisturbed run's {theirs}"
             for what, ours, theirs in (

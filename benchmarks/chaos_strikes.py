@@ -1,4 +1,4 @@
-"""What befalls the run of chaos.py: processes are found by what they call themselves, killed, stopped, or called late. What each cost."""
+"""The faults of chaos.py: finds the processes of a run by their names, kills or stops them or delays their calls, and measures the cost."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ _DEEDS = {
     "learner rank": (2, (KILLED, KILLED, KILLED, STOPPED, LATE)),
     "driver": (1, (KILLED, KILLED, KILLED, STOPPED)),
 }
-"""By role: how often it is drawn, and what is drawn then. Called late are actors, by what others ask of them."""
+"""Role -> how often it is drawn, and the faults that may be drawn. Only actors can be called late."""
 _IN_UPDATES = ("rollout worker", "scheduler", "trajectory queue", "learner rank", "driver")
 _UPDATE_SHARE = 0.3
-"""Of the kills of these, inside a weight update."""
+"""Share of kills of these roles that are made inside a weight update."""
 _STOPPED_S, _LATE_S = (1.0, 30.0), (0.3, 8.0)
 _HELD_S = (0.2, 1.5)
 _EXPORT = "ray::LearnerRankActor.export"
 _LOOK_S, _LOOKING_S = 0.003, 0.15
 _PATIENCE_S = 60.0
-"""A blow whose process is just being started, or whose weight update doesn't come, waits so long."""
+"""Longest wait for a fault whose process is just being started, or whose weight update hasn't come yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blow:
-    """What is to be done next."""
+    """The next fault."""
 
     role: str
     deed: str
     which: float
-    """Of those who have the role, in [0, 1)."""
+    """Chooses among the processes of the role; in [0, 1)."""
     lasts_s: float
     held_s: float
-    """The update is held up so long before; 0: whatever is under way."""
+    """Seconds for which the weight update is held up first; 0: the fault doesn't wait for an update."""
 
     @classmethod
     def of(cls, chance: random.Random) -> Blow:
-        """As many draws each time, so that a seed gives the same blows whatever becomes of them."""
+        """Draw a fault. Each takes the same number of random draws, so that a seed gives the same faults however they turn out."""
         names = list(_DEEDS)
         role = chance.choices(names, [often for often, _ in _DEEDS.values()])[0]
         deed = chance.choice(_DEEDS[role][1])
@@ -64,7 +64,7 @@ class Blow:
 
 @dataclass
 class Strike:
-    """Something that was done to the run."""
+    """A fault that was done to the run."""
 
     at_s: float
     role: str
@@ -74,13 +74,13 @@ class Strike:
     step: int
     """The last that was written by then."""
     recovered_s: float | None = None
-    """Until the run was further than it had been; None: it never was."""
+    """Seconds until the run was further than before; None: it never was."""
     is_alone: bool = True
-    """Nothing else befell the run until then."""
+    """Whether there was no other fault until then."""
 
 
 class Strikes:
-    """Draws them by a seed and plays them."""
+    """Draws faults from a seed, and does them."""
 
     def __init__(self, chance: random.Random, *, every_s: float) -> None:
         self._chance, self._every_s = chance, every_s
@@ -95,7 +95,7 @@ class Strikes:
         self._furthest = 0
         self.told: list[Strike] = []
         self.missed: list[tuple[str, str]] = []
-        """Blows that could not be dealt: roles, with the reasons."""
+        """Roles of faults that could not be done, with the reasons."""
 
     def watch(self, now: Callable[[], float], reached: Callable[[], int]) -> None:
         """Called all the time while the run trains.
@@ -122,13 +122,13 @@ class Strikes:
             self._try(now, reached)
 
     def wrong(self) -> list[str]:
-        """What was meant to befall the run, and never did."""
+        """Kinds of faults that should have been done and never were."""
         done = {fault.role for fault in self.told}
         never = sorted({f"{role}: it was to be struck, and never was ({reason})" for role, reason in self.missed if role not in done})
         return never if self.told else [*never, "nothing befell it"]
 
     def end(self) -> None:
-        """Whatever is stopped goes on."""
+        """Let all stopped processes go on."""
         for _, undo in self._undo:
             undo()
         self._undo.clear()
@@ -161,7 +161,7 @@ class Strikes:
     # -- inside a weight update --------------------------------------------------------------------------------------
 
     def _look_for_update(self, blow: Blow, now: Callable[[], float]) -> None:
-        """The learner hands out new weights: an engine is stopped before it has them, so that its update can't end."""
+        """Called when the learner hands out new weights: stop an engine before it has them, so that its update can't end."""
         if not all(process.is_running() for some in self._taking_part for process in some) or not all(self._taking_part):
             self._taking_part = processes_of("learner rank"), processes_of("scheduler")
         ranks, engines = self._taking_part

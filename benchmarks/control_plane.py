@@ -1,4 +1,4 @@
-"""What queue and dispatch are worth on a cluster that isn't there: the real ones, in simulated time (actors/simulation).
+"""Tests queue and dispatch on a large cluster in simulated time (actors/simulation): both are the real ones.
 
     python benchmarks/control_plane.py [--workers 500] [--groups 1024] [--steps 300]
 

@@ -57,7 +57,7 @@ async def run(shape: ReplayedShape, *, profile: str) -> tuple[Figures, dict[str,
 
 
 def _of(values: Sequence[float], share: float) -> float:
-    """The value that so many of them don't exceed, s."""
+    """A quantile of the values, s."""
     return sorted(values)[math.ceil(share * len(values)) - 1] if values else math.nan
 
 

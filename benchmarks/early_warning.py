@@ -42,7 +42,7 @@ RLWATCH = Peer("rlwatch", "rlwatch_worker.py", (("rlwatch==0.5.1",),))
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """A system has spoken."""
+    """A warning of one of the two systems."""
 
     step: int
     what: str
@@ -60,7 +60,7 @@ class WarningScore:
     leads: list[int] = field(default_factory=list)
     """Of each collapse that was announced: steps from the first warning since the onset to it, >= 1."""
     healthy_steps: int = 0
-    """All of a run that didn't collapse, and those before the onset of one that did."""
+    """Healthy steps: all steps of a run that didn't collapse, and the steps before the onset of one that did."""
     false_alarms: int = 0
     """Warnings in healthy steps."""
     disturbed: int = 0
@@ -92,7 +92,7 @@ class WarningScore:
 
 
 def score(runs: Sequence[RecordedRun], warnings: Sequence[Sequence[Warned]], *, only_severe: bool = False) -> WarningScore:
-    """Compare what a system said of each run with what became of it.
+    """Compare a system's warnings in each run with how the run ended.
 
     Args:
         warnings: for each run.
@@ -286,7 +286,7 @@ def first_words(runs: Sequence[RecordedRun], warnings: Sequence[Sequence[Warned]
 
 
 def _falling(name: str) -> Callable[[Mapping[str, float]], float | None]:
-    """What grows when a number falls; at 0 it has grown without bound."""
+    """The inverse of a number, which grows as the number falls; infinite at 0."""
     return lambda numbers: None if name not in numbers else 1 / max(numbers[name], 1e-9)
 
 

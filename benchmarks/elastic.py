@@ -153,7 +153,7 @@ class ElasticRun:
             time.sleep(_POLL_S)
 
     def workers(self) -> int:
-        """That have sampled, and neither left nor been lost."""
+        """Workers that have sampled, and have neither left nor been lost."""
         gone = {moment.subject for kind in ("leaves", "lost") for moment in self.timeline.all_of(kind)}
         return len({moment.subject for moment in self.timeline.all_of("first group")} - gone)
 
@@ -164,7 +164,7 @@ class ElasticRun:
 
     @contextlib.contextmanager
     def slow_learner(self, share: float) -> Iterator[None]:
-        """Its process runs for this share of the time only."""
+        """Within the block the learner's process runs for only this share of the time."""
         learner, is_over = self.learner(), threading.Event()
 
         def hold() -> None:

@@ -1,7 +1,7 @@
-"""Calls to a process that come late: the thread in which gRPC hands it its calls stands still, all others of the process go on.
+"""Delays the calls to a process: stops the thread in which gRPC hands it its calls, while all its other threads go on.
 
-Ray gives that thread a name. It is stopped with ptrace, which the kernel allows an ancestor, and goes on by itself when who stopped it
-ends. Linux only.
+Ray gives that thread a name. It is stopped with ptrace, which the kernel allows an ancestor, and goes on by itself when the process that
+stopped it ends. Linux only.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LateCalls:
                 os.waitpid(thread, os.WNOHANG | _WALL)
 
     def end(self) -> None:
-        """What has come meanwhile is handed on."""
+        """Let the thread go on; it hands on the calls that have come meanwhile."""
         self.look()
         for thread in self._threads:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What an event loop was doing while it was late: stacks of its thread, and the garbage collections that fell into it."""
+"""Records what an event loop was doing while it was late: stacks of its thread, and garbage collections in that time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What processes take: processor time, memory, and, if asked, in which threads and in which functions of their event loop."""
+"""Measures processor time and memory of processes, and, on request, in which threads or event-loop functions the time is spent."""
 
 from __future__ import annotations
 

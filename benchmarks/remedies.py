@@ -44,7 +44,7 @@ LENGTHS = (8, 32, 128, 512, 2048, 8192)
 TOKENS, SEQUENCES = 2**20, 2**14
 """Most of a cell's sample."""
 LEAST = 1e-3
-"""Coefficient of a token under which nothing is left of it."""
+"""A token with a smaller coefficient counts as left out."""
 PRESETS = (
     *("ppo", "tis-token", "mis-token", "mis-full", "icepop", "kpop", "m2po", "decoupled-ppo"),
     *("tis-sequence", "mis-sequence", "mis-sequence-upper", "mis-geometric", "mis-geometric-miles", "seq-mask-tis"),

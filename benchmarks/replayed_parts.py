@@ -1,4 +1,4 @@
-"""What stands where engines, workers' processes and a learner's rank stand when the control plane alone is measured: it replays.
+"""Replacements of engines, workers' processes and a learner's rank, for measuring the control plane alone: they replay made-up data.
 
 Engines sleep and hand over groups of real size, cut from made-up buffers; many workers, real ones but for their engines, share a process.
 """
@@ -71,12 +71,12 @@ def made_up(tokens: int, wide: WideShape) -> tuple[TopLogprobs | None, RoutedExp
 
 
 def probed(token_ids: Sequence[int]) -> list[float]:
-    """What engines and learner say of the probe: a logprob of every token but the first."""
+    """Answer of engines and learner to the probe: a logprob for every token but the first."""
     return [-1.0] * max(0, len(token_ids) - 1)
 
 
 class ReplayedEngine:
-    """Stands where the sampler and its engine stand: answers of lognormal length, at a rate that keeps the run going."""
+    """Takes the place of the sampler and its engine: answers of lognormal length, at a rate that keeps the run going."""
 
     engine: ReplayedEngine
     requests_in_flight = generated_tokens = 0
@@ -136,7 +136,7 @@ class ReplayedEngine:
     busy_s = up_s
 
     def die(self) -> None:
-        """What it has under way fails."""
+        """Fail all requests under way."""
         self._dead.set()
 
     def raise_if_lost(self) -> None:
@@ -178,7 +178,7 @@ class WorkerHost:
 
 
 class HostedWorker:
-    """Stands where a worker's handle stands."""
+    """Takes the place of a worker's handle."""
 
     def __init__(self, host: Any, name: str) -> None:
         self._host, self._name = host, name
@@ -206,7 +206,7 @@ class HostedCall:
 
 
 class ReplayedRank:
-    """A learner's rank that reads its batch, takes its time and says logprobs near the sampled ones."""
+    """A learner's rank that reads its batch, sleeps, and answers with logprobs near the sampled ones."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._version, self._calls = seconds, 0, 0
@@ -273,7 +273,7 @@ class ReplayPool(RolloutPool):
         await self.hosts[int(name) % len(self.hosts)].end_engine.remote(name)
 
     async def stop(self) -> None:
-        """The processes are ended by who has started them."""
+        """Does nothing: whoever started the processes ends them."""
         self._is_stopping = True
         for task in list(self._tasks):
             task.cancel()

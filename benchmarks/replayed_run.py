@@ -51,7 +51,7 @@ from rollout.trajectory import Prompt
 PROMPT_TOKENS = 200
 CORRECTION = CorrectionConfig.model_validate({"preset": "tis-token"})
 WARM_UP = 2
-"""Steps that don't count."""
+"""Number of first steps that are left out."""
 _JOIN_S = 120.0
 _RECEIPT_S = 60.0
 _SETTLE_S = 0.1
@@ -74,7 +74,7 @@ class Figures:
     idle: dict[str, float] = field(default_factory=dict)
     """Of each process, as Uses.idle_share."""
     lost: int = 0
-    """Workers that were ended."""
+    """Number of workers that were killed."""
     counts: dict[str, float] = field(default_factory=dict)
     """Of the run, by name of the catalogue."""
     exports: dict[int, int] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class _Store:
 
 
 class TimedObserver(Observer):
-    """A run's, which notes how long places waited, and prints what a person should know."""
+    """A run's observer that also records how long places waited, and prints warnings."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, figures: Figures, *, steps: int) -> None:
         super().__init__(config, folder, TerminalView(steps, "replayed", console=Console(file=io.StringIO(), width=200)))
@@ -292,7 +292,7 @@ class ReplayedRun(Controller):
         self.figures.receipts_s.append(time.monotonic() - began)
 
     async def _churn(self) -> None:
-        """Engines die, one after the other, at even intervals; who, is drawn."""
+        """Kill randomly chosen engines, one after the other, at even intervals."""
         chance, dead = random.Random(0), set[str]()
         while self.shape.churn:
             await asyncio.sleep(self.shape.step_s / self.shape.churn)

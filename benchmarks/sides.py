@@ -1,4 +1,4 @@
-"""What the benchmarks share: sides that take turns, ratios of what they took, and sides that run in processes of their own.
+"""Code that the benchmarks share: sides that take turns, ratios of their times, and sides that run in processes of their own.
 
 A peer is another project, in a virtual environment of its own; a worker file here is run by that environment's Python:
 

@@ -38,11 +38,12 @@ from benchmarks.watched_run import ROLES, WatchedRun
 
 _MIB = 1 << 20
 _IDLE = "IDLE"
-"""A process of Ray's pool that is nothing yet."""
+"""Name of an idle process of Ray's pool."""
 _LAST = ("rollout worker", "scheduler", "trajectory queue", "correction service", "learner rank", "driver")
 """Roles of processes that have to be there all the time."""
 _WINDOW_S = 180.0
-"""Some six givings-back of a heap: often, not always, one of them is seen before the heap has grown again."""
+"""Seconds of a window. The heap is given back some six times in it; often, not always, a look sees one of them before the heap has grown
+again."""
 _MOST = 0.8
 """Share of the looks at which a process has to be there."""
 _COUNT_BOUND = 6.0
@@ -53,7 +54,7 @@ _START_S, _END_S = 600.0, 120.0
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """At a process, once."""
+    """One look at a process."""
 
     at_s: float
     memory: float
@@ -82,7 +83,7 @@ class Slope:
         return cls(3600 * slope, 3600 * math.sqrt(rest / (n - 2) / spread))
 
     def is_above(self, bound: float) -> bool:
-        """By more than chance."""
+        """Whether it grows by more than chance explains."""
         return self.an_hour - _ERRORS * self.error > bound
 
     def __str__(self) -> str:
@@ -91,7 +92,7 @@ class Slope:
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """What became of a process in the second half."""
+    """Growth of a process in the second half."""
 
     name: str
     first: Look
@@ -209,7 +210,7 @@ def conclusions(grown: Sequence[Grown], shared: Slope | None, bound: float) -> l
 
 
 def name_of(command: str) -> str:
-    """What a process is, shortly: an actor's class, a module, or a program."""
+    """Short name of a process: an actor's class, a module, or a program."""
     for pattern in (r"^ray::(\w+)", r"^(sglang::\w+)", r"/(raylet)\b", r" -m ([\w.]+)", r"/(\w+\.py)\b", r"^\S*?([\w.-]+)(?:\s|$)"):
         if found := re.search(pattern, command):
             return found[1]

@@ -23,9 +23,9 @@ ROLES = {
     "learner rank": "ray::LearnerRankActor",
     "driver": "actors.commands.attempt",
 }
-"""What the command line of a process of this role says."""
+"""Role -> text in the command line of its processes."""
 _LEFT_S = 90.0
-"""Ray's agents take a minute to notice that nobody is there any more."""
+"""Ray's agents take a minute to notice that their daemon is gone."""
 _POLL_S = 0.2
 
 

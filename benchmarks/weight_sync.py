@@ -1,4 +1,4 @@
-"""What new weights cost on their way from the learner to the engines: against a copy of the same bytes, and of a step's time.
+"""Measures the way of new weights from the learner to the engines, against a copy of the same bytes and against a step's time.
 
     python benchmarks/weight_sync.py [--engines 1 2 4] [--replaying 50] [--steps 25] [--bucket-mib 256]
 
@@ -10,9 +10,8 @@ shared memory; there are ten in a process.
 Then a short run of the nano recipe: the engine's pause as a share of the step. And how many bytes of the weights in bfloat16 an update
 leaves as they were: that model on random batches, at the recipe's learning rate and at one that is usual for large models.
 
-At last what weight_sync.deltas makes of that, with the model of 60M: bytes that a node fetches with and without, seconds to find the
-differences and to make weights of them (without, there are none), and below which speed of the network that is quicker. By the functions
-that run on the nodes; what they return isn't put into the object store here.
+Last, weight_sync.deltas with the model of 60M: bytes that a node fetches with and without, seconds to compute the deltas and to apply them,
+and the speed of the network below which deltas are quicker. It calls the functions that run on the nodes, without the object store.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from .wide import WidePlace, check_fields, routed_experts_of, topk_of
 
 _PER_TOKEN_OPTIONAL = ("proximal_logprobs", "reference_logprobs", "turn_ids", "topk_ids", "topk_logprobs", "routed_experts")
 CPU_TOKENS = 2**19
-"""Tokens of a part on a CPU, more or less: smaller parts cost more in calls than they save in cache misses."""
+"""About how many tokens `batch_slices` puts in a part on a CPU: smaller parts cost more in calls than they save in cache misses."""
 _PER_SEQUENCE = ("offsets", "group_ids")
 UNIT_COUNTS = ("units", "truncated", "truncated_positive", "truncated_negative", "masked", "masked_positive", "masked_negative")
 """Units that have an importance weight; those whose weight was cut to a bound, or set to 0; of these, by the sign of the advantage."""
@@ -60,7 +60,7 @@ class PackedBatch:
     topk_logprobs: Tensor | None = None
     """[N, K] float32: their logprobs under the behaviour policy."""
     advantages_by: AdvantageConfig | Literal["own"] | None = None
-    """How the advantages were made: by these settings, or "own": otherwise, and that is meant. None: nobody has said."""
+    """How the advantages were made: these settings, or "own" if they were made otherwise on purpose. None: not stated."""
     routed_experts: Tensor | None = None
     """[N, layers, k] uint8 or int16: experts that a token was sent to when the model read it, to be replayed; no meaning at a sequence's
     last token, which nothing reads."""
@@ -82,23 +82,23 @@ class PackedBatch:
 
     @property
     def has_routes(self) -> bool:
-        """It has routed experts, or says where they are."""
+        """Whether the batch has routed experts, as a tensor or by reference in `wide`."""
         return self.routed_experts is not None or (self.wide is not None and all(one.route_keys is not None for one in self.wide))
 
     def holding(self, read: Mapping[Any, Any]) -> PackedBatch:
-        """With what was read of the wide fields in the place of references; check_wide_fields and with_wide_fields need that."""
+        """A copy whose references in `wide` are replaced by what was read for them, as check_wide_fields and with_wide_fields need it."""
         return self if self.wide is None else replace(self, wide=tuple(place.holding(read) for place in self.wide))
 
     def check_wide_fields(self) -> None:
-        """Raises: DataError if they don't fit the tokens."""
+        """Raises: DataError if the wide fields don't fit the tokens, or were not read."""
         if self.wide is not None:
             check_fields([place.fields() for place in self.wide], self.lengths.tolist(), self.loss_mask)
 
     def with_wide_fields(self, *, routes_only: bool = False) -> PackedBatch:
-        """The batch with what its places hold in it.
+        """The batch with its wide fields as tensors of its own, and `wide` None.
 
-        Args: routes_only: nobody asks for the likeliest tokens.
-        Raises: DataError if that doesn't fit the tokens.
+        Args: routes_only: leave out the likeliest tokens.
+        Raises: DataError if the wide fields don't fit the tokens, or were not read.
         """
         if self.wide is None:
             return self
@@ -165,7 +165,7 @@ class DecisionCounts:
     """How often each criterion and each bound took hold: sums, which add up over the stages and over any split of a batch."""
 
     labels: tuple[str, ...]
-    """Names of the C criteria, in the config's order, each another one; "veto" at the end if there is one."""
+    """Names of the C criteria, in the config's order, all different; "veto" at the end if there is one."""
     values: Tensor
     """[2 C + len(UNIT_COUNTS)] float64: tokens that each criterion looked at, tokens that it drops, and UNIT_COUNTS."""
 
@@ -196,7 +196,7 @@ class FinalDecision:
     coefficients: Tensor | None = None
     """[N] float32: the objective's factor on A grad log pi of a token, without its weight; 0 where A is 0. None: not known."""
     is_clipped: Tensor | None = None
-    """[N] bool: the objective's clip or gate took the token's gradient, whether it is kept or not. None: not known."""
+    """[N] bool: the objective's clip or gate removed the token's gradient, whether or not the token is kept. None: not known."""
     before_update: Tensor | None = None
     """[N] bool: the token's forward pass came before the first of the batch's optimizer steps; None: that of all tokens did."""
 
@@ -223,7 +223,7 @@ class CorrectedBatch:
     is_deferred: bool = False
     """True: the parts on rho run inside the training forward, with proximal = detached current logprobs."""
     counts: DecisionCounts | None = None
-    """Counts of the parts that ran in the service; None for a share of a batch, which isn't counted apart."""
+    """Counts of the parts that ran in the service; None for a share of a batch, which has no counts of its own."""
 
     def select(self, sequences: Sequence[int]) -> CorrectedBatch:
         """The given sequences alone; scales stay those of the global batch."""
@@ -247,7 +247,7 @@ class CorrectedBatch:
         )
 
     def holding(self, read: Mapping[Any, Any]) -> CorrectedBatch:
-        """As the packed batch's."""
+        """As PackedBatch.holding, for the packed batch inside."""
         return replace(self, batch=self.batch.holding(read))
 
     def to_padded(self, attention_mask: Tensor) -> dict[str, Tensor]:
@@ -306,10 +306,10 @@ class BatchSlice:
 
 
 def batch_slices(batch: PackedBatch, *, is_divisible: bool = True) -> Iterator[BatchSlice]:
-    """The parts of a batch, at least one, in order.
+    """The batch cut into consecutive parts of about CPU_TOKENS tokens on a CPU; on other devices one part.
 
     Args:
-        is_divisible: False gives the batch as one part, for what looks at all tokens together.
+        is_divisible: False: one part, for calculations that look at all tokens together.
     """
     inner: list[int] = []
     if is_divisible and batch.offsets.device.type == "cpu" and batch.num_tokens > CPU_TOKENS:

@@ -92,7 +92,7 @@ TOPK_STATISTICS = (Statistic.TOPK_KL, Statistic.TOPK_TV)
 
 
 class RejectionLevel(enum.StrEnum):
-    """What one decision covers, and how the tokens' statistics become one."""
+    """The unit that one decision covers, and how its tokens' statistics are combined."""
 
     TOKEN = "token"
     TURN = "turn"
@@ -111,7 +111,7 @@ class RejectionLevel(enum.StrEnum):
 
 
 class AdvantageSign(enum.StrEnum):
-    """Advantages for which a criterion holds."""
+    """The sign of the advantages to which a part applies."""
 
     ANY = "any"
     NEGATIVE = "negative"
@@ -119,17 +119,17 @@ class AdvantageSign(enum.StrEnum):
 
 
 class Population(enum.StrEnum):
-    """Units over which the mean weight is 1 afterwards."""
+    """The units whose mean weight batch normalisation makes 1."""
 
     OFF = "off"
     ALL = "all"
     """All units of the loss mask, before rejection; weights set to zero count (verl, Miles)."""
     KEPT = "kept"
-    """Units with a token that rejection and veto left and a weight above zero."""
+    """Units with a weight above zero and at least one token that rejection and veto kept."""
 
 
 class DenominatorKind(enum.StrEnum):
-    """The mean that the loss is."""
+    """How the token losses are averaged into the batch's loss."""
 
     TOKEN_MEAN = "token_mean"
     """Sum over tokens / number of tokens (DAPO)."""

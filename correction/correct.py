@@ -28,7 +28,7 @@ from .segments import running_counts
 from .shards import TOTALS, Reduce, check_sharded, moment_limits, prompt_index
 
 _COUNTED = TOTALS.index("counted_tokens")
-"""First entry of shard sums that is of the denominator."""
+"""Index of the denominator's first entry in the shard sums."""
 
 
 def correct(
@@ -155,7 +155,7 @@ def _prepare(
 
 
 def _warn_of_narrow_bounds(batch: PackedBatch, proximal: Tensor | None, counts: DecisionCounts, config: CorrectionConfig) -> None:
-    """Name each criterion that leaves out most of the batch, with what the ratios are like. proximal: [N] nats."""
+    """Warn of each criterion that rejects most of the batch, and of the mean log ratio. Args: proximal: [N] nats."""
     levels = dict(zip(counts.labels, (criterion.level for criterion in config.rejection), strict=False))  # the veto, at the end, has none
     for label, (looked_at, dropped) in counts.by_criterion().items():
         if proximal is not None and dropped > MOST * looked_at:
@@ -223,7 +223,7 @@ def _counted(batch: PackedBatch, keep: Tensor, schedule: Schedule) -> Tensor:
 
 
 def _is_one_number(config: CorrectionConfig, schedule: Schedule) -> bool:
-    """True if all tokens have the same scale; where a sequence has no token, nothing is scaled."""
+    """True if all tokens have the same scale."""
     return config.denominator.kind is DenominatorKind.TOKEN_MEAN and schedule.kept_count is not Stage.EARLY
 
 
@@ -251,9 +251,9 @@ def _batch_scale(
 
 
 def _check_advantages(batch: PackedBatch, config: CorrectionConfig) -> None:
-    """A method includes how advantages are made: a batch must have those of the config, or be marked as having others.
+    """Check that the advantages were made as the config says, or are marked as made otherwise on purpose: they are part of a method.
 
-    Warns if the batch doesn't say how its advantages were made. Raises: ConfigError if it says otherwise than the config.
+    Warns if the batch doesn't say how its advantages were made. Raises: ConfigError if they were made by other settings than the config's.
     """
     part, made_by = config.advantage, batch.advantages_by
     if made_by is None and part != AdvantageConfig():
@@ -271,7 +271,7 @@ def _check_advantages(batch: PackedBatch, config: CorrectionConfig) -> None:
 
 
 def _modulate_early(weights: Tensor, batch: PackedBatch, proximal: Tensor | None, config: CorrectionConfig) -> Tensor:
-    """Put the injected distortions in: experiments only.
+    """Multiply the weights by the distortions of config.modulation, which are for experiments only.
 
     Source: "Probing RLVR training instability through the lens of objective-level hacking".
     """

@@ -42,7 +42,7 @@ Bound = Tensor | float | None
 
 @dataclass(frozen=True)
 class BatchView:
-    """A batch and the policies known at this point; what is made of them is made once, when it is first asked for."""
+    """A batch and the policies known at this point; what is derived from them is computed once, on first use."""
 
     batch: PackedBatch
     logprobs: Logprobs
@@ -51,7 +51,7 @@ class BatchView:
     target_topk_logprobs: Tensor | None = None
     """[N, K] log pi_theta of batch.topk_ids, for top-K divergences."""
     moment_limits: Mapping[float, Tensor] | None = None
-    """Budget of second_moment -> largest |log ratio| that stays, where the batch is a shard of a larger one (shards.py)."""
+    """Budget of second_moment -> largest |log ratio| that is kept, if the batch is a shard of a larger one (shards.py)."""
 
     @classmethod
     def of(
@@ -61,7 +61,7 @@ class BatchView:
         target_topk_logprobs: Tensor | None = None,
         moment_limits: Mapping[float, Tensor] | None = None,
     ) -> BatchView:
-        """With tokens that are not finite taken out of its mask."""
+        """A view of the batch. Its mask leaves out tokens whose advantage or known logprobs are not finite."""
         looked_at = (batch.advantages, logprobs.behavior, logprobs.proximal, logprobs.target)
         mask = where_finite(batch.loss_mask, *(values for values in looked_at if values is not None))
         return cls(batch, logprobs, mask, target_topk_logprobs, moment_limits)
@@ -91,7 +91,7 @@ class CriterionResult:
     """What one criterion or the veto keeps."""
 
     keep: Tensor
-    """[N] bool; what is outside the view's mask means nothing."""
+    """[N] bool; values outside the view's mask have no meaning."""
     units: Segments
     """What one decision covers."""
 
@@ -149,16 +149,16 @@ def decide(view: BatchView, config: CorrectionSettings, schedule: Schedule, stag
 
 
 def no_counts(config: CorrectionSettings, device: torch.device | str = "cpu") -> DecisionCounts:
-    """Nothing counted so far."""
+    """Counts of zero for each criterion of the config, with their labels."""
     names = [criterion.label for criterion in config.rejection]
     earlier = [names[:number].count(name) for number, name in enumerate(names)]
-    labels = tuple(name if n == 0 else f"{name}_{n + 1}" for name, n in zip(names, earlier, strict=True))  # of one kind there may be two
+    labels = tuple(name if n == 0 else f"{name}_{n + 1}" for name, n in zip(names, earlier, strict=True))  # two criteria may have one label
     labels += ("veto",) if config.veto is not None else ()
     return DecisionCounts(labels, torch.zeros(2 * len(labels) + len(UNIT_COUNTS), dtype=torch.float64, device=device))
 
 
 def _count(view: BatchView, results: dict[int, CriterionResult], by_unit: UnitWeights | None, config: CorrectionSettings) -> DecisionCounts:
-    """Tokens that each criterion drops, and units whose weight is not their ratio."""
+    """Count the tokens that each criterion drops, and the units whose weight differs from their ratio."""
     counts = no_counts(config, view.mask.device)
     criteria, looked_at = len(counts.labels), view.mask.count_nonzero()
     for number, result in results.items():

@@ -1,7 +1,7 @@
 """What the sum of token losses is divided by, as one factor for each token.
 
 Factors of the global batch travel with the tokens, so that losses of micro-batches and ranks add up to the batch's loss
-by plain sum. A sequence without any counted token is no sequence here: padding and fully masked answers change nothing.
+by plain sum. A sequence without a counted token is not counted as a sequence: padding and fully masked answers change nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .segments import Segments
 
 
 def batch_counts(tokens: Tensor, prompts: Tensor, num_prompts: int) -> Tensor:
-    """[2 + P] float64: tokens that count, sequences with any, and tokens of each of P prompts. Adds up over shards.
+    """[2 + P] float64: counted tokens, sequences with at least one, and counted tokens of each of P prompts. Adds up over shards.
 
     Args:
         tokens: [S] float64, tokens that count; prompts: [S] int64, 0 to P - 1, not read if P is 0.
@@ -27,7 +27,7 @@ def batch_counts(tokens: Tensor, prompts: Tensor, num_prompts: int) -> Tensor:
 
 
 def sequence_scale(tokens: Tensor, prompts: Tensor, whole: Tensor, *, kind: DenominatorKind, constant: float = 1.0) -> Tensor:
-    """[S] float64: one over the denominator of each sequence's tokens; 0 where the sequence counts nothing.
+    """[S] float64: one over the denominator of each sequence's tokens; 0 for a sequence without a counted token.
 
     Args:
         tokens: [S] float64, tokens that count; prompts: [S] int64, read by prompt_mean only.
@@ -49,7 +49,8 @@ def sequence_scale(tokens: Tensor, prompts: Tensor, whole: Tensor, *, kind: Deno
 
 
 def kept_local_factor(mask: Tensor, keep: Tensor, sequences: Segments, *, kind: DenominatorKind) -> Tensor | float:
-    """[N] factor from original to kept counts, as far as it is local to a sequence: its own mean, in sequence_mean."""
+    """[N] the part of the factor original count / kept count that a sequence knows by itself: that of its own mean under
+    sequence_mean, 1 otherwise."""
     if kind is not DenominatorKind.SEQUENCE_MEAN:
         return 1.0
     kept = sequences.sum(keep)
@@ -57,7 +58,7 @@ def kept_local_factor(mask: Tensor, keep: Tensor, sequences: Segments, *, kind: 
 
 
 def global_counts(mask: Tensor, keep: Tensor, sequences: Segments, *, kind: DenominatorKind) -> Tensor:
-    """[2] float64: original and kept count whose quotient is the rest of that factor, one number for the global batch."""
+    """[2] float64: original and kept count of this share; summed over the global batch, their quotient is the rest of that factor."""
     if kind is DenominatorKind.TOKEN_MEAN:
         return torch.stack([mask.sum(dtype=torch.float64), keep.sum(dtype=torch.float64)])
     return torch.stack([sequences.any(mask).sum(dtype=torch.float64), sequences.any(keep).sum(dtype=torch.float64)])

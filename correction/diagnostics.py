@@ -98,7 +98,7 @@ def _collect(
     detailed: bool,
     shift: float | None,
 ) -> tuple[DiagnosticSums, tuple[Tensor, Tensor] | None]:
-    """The sums, and log pi_prox [N] with the mask of the tokens where it stands for itself, if it is known."""
+    """The sums; and, if log pi_prox is known, its values [N] with the mask [N] of the tokens for which they hold."""
     target = None if target_logprobs is None else target_logprobs.detach().to(batch.behavior_logprobs.dtype)
     proximal, before_update = proximal_of(batch, target, None if decided is None else decided.before_update)
     keep = corrected.keep_mask if decided is None else decided.keep_mask

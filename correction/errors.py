@@ -2,7 +2,7 @@
 
 
 def counted(number: int, what: str) -> str:
-    """"1 rollout worker", "2 rollout workers": for sentences."""
+    """A number and its noun, for messages: "1 rollout worker", "2 rollout workers"."""
     return f"{number} {what}{'s' * (number != 1)}"
 
 
@@ -10,7 +10,7 @@ class EvenkeelError(Exception):
     """Root of all errors that evenkeel raises on purpose. Picklable: it crosses processes."""
 
     remedy: str = ""
-    """What to change, for who shows it apart from what is wrong; empty: the message alone says it, or nobody knows."""
+    """What to change, apart from what is wrong, for callers that show the two separately. Empty: the message says it, or nobody knows."""
 
     def __init__(self, *said: object, remedy: str = "") -> None:
         """
@@ -46,7 +46,7 @@ class EngineError(EvenkeelError, RuntimeError):
 
 
 class EngineDirty(EngineError):
-    """The engine runs, but a weight update failed half-way: its weights are of no one version. A complete update repairs it."""
+    """The engine runs, but a weight update failed half-way: its weights belong to no single version. A complete update repairs it."""
 
 
 class ActorLost(EngineError):
@@ -54,7 +54,7 @@ class ActorLost(EngineError):
 
 
 class ActorUnavailable(ActorLost):
-    """It cannot be reached just now; it may be again in a moment, and what may run twice may be asked again."""
+    """The process can't be reached just now, but may be again in a moment. A call that may run twice can be repeated."""
 
 
 class RankFailed(ActorLost):
@@ -67,15 +67,15 @@ class RankFailed(ActorLost):
 
 
 class RequestError(EvenkeelError, RuntimeError):
-    """One request got no answer that can be used. The engine goes on: others have had theirs."""
+    """One request got no usable answer. The engine goes on: it has answered others."""
 
 
 class LateError(EvenkeelError, TimeoutError):
-    """What was needed of another part is late or lost: whoever waited for it is not to blame."""
+    """Something that another part should have delivered is late or lost. Whoever waited for it is not to blame."""
 
 
 class StepAborted(EvenkeelError, RuntimeError):
-    """A step was ended before its update, as the run has to end at once. The weights are those of the step before."""
+    """A step was ended before its optimizer update, because the run has to end at once. The weights are those of the step before."""
 
 
 class SyncError(EvenkeelError, RuntimeError):
@@ -92,9 +92,9 @@ class DeadlineExceeded(EvenkeelError, TimeoutError):
     def __init__(self, *said: object, what: str = "", seconds: float = 0.0, setting: str = "") -> None:
         """
         Args:
-            what: name of the wait, with both sides, as its notices have it; empty: the message alone says it.
-            seconds: that it has lasted.
-            setting: what says how long it may last, which is the remedy; empty: the message alone names it.
+            what: name of the wait and of both its sides, as in its notices; empty: the message says it.
+            seconds: how long it has waited.
+            setting: the setting that bounds the wait, shown as the remedy; empty: the message names it.
         """
         super().__init__(*said, remedy=f"the deadline is set under {setting}" if setting else "")
         self.what, self.seconds = what, seconds

@@ -78,8 +78,8 @@ class MonitorConfig(Settings):
     patience: int = Field(default=2, ge=1)
     """Steps in a row that a new state must hold before it is an event."""
     setting: str | None = None
-    """What engine and learner are, by a name of correction.reference_levels (dense_bfloat16 ...): mismatch above its alarm level is an
-    alarm while the run has no start of its own to compare with, or one that was above it already. Unset: the run's own start is all."""
+    """Kind of engine and learner, by a name of correction.reference_levels (dense_bfloat16 ...). Mismatch above its alarm level is an alarm
+    as long as the run has no baseline of its own, or if that baseline was above it already. Unset: only the run's own baseline counts."""
 
     @field_validator("setting")
     @classmethod
@@ -100,7 +100,7 @@ class Event:
     value: float
     """The diagnostic's value at this step."""
     growth: float
-    """Level over the level at the run's start; 1: no change. Not a number where a limit was met before there was a start."""
+    """Level divided by the level at the run's start; 1: no change. Not a number if a limit was passed before there was a baseline."""
     message: str
     """One line: what is wrong, since when, where, and what to try."""
 
@@ -127,16 +127,16 @@ class _Series:
             self.last.popleft()
 
     def is_ready(self, config: MonitorConfig) -> bool:
-        """There are values for the baseline, and for a level apart from it."""
+        """Whether there are enough values for the baseline, and for a level that doesn't overlap it."""
         return self.seen >= config.skip_steps + config.baseline_steps + config.level_steps
 
     def scatter(self) -> float:
-        """Robust standard deviation of the start, at least 2%: or any change would stand out in a series that hardly moves."""
+        """Robust standard deviation of the first steps, at least 2%: otherwise any change would stand out in a series that hardly moves."""
         middle = statistics.median(self.first)
         return max(_MAD_TO_STD * statistics.median(abs(y - middle) for y in self.first), 0.02)
 
     def memory(self) -> float:
-        """Factor on standard errors for noise in which a step resembles the one before, from the start's own correlation."""
+        """Factor on standard errors for noise in which a step resembles the one before: from the correlation of neighbours at the start."""
         mean = statistics.fmean(self.first)
         y = [value - mean for value in self.first]
         square = sum(value * value for value in y)
@@ -151,7 +151,7 @@ class _Series:
 
 @dataclass(slots=True)
 class _SymptomState:
-    """The state of a symptom, and the one that the last steps would give it."""
+    """The state of a symptom, and the candidate for its next state, which must hold for some steps."""
 
     state: State = State.OK
     candidate: State = State.OK
@@ -169,7 +169,7 @@ class Monitor:
 
     @property
     def states(self) -> dict[str, State]:
-        """State of every symptom, those that are explained by another included."""
+        """State of every symptom, including those that another one explains."""
         return {name: current.state for name, current in self._symptom_states.items()}
 
     @property
@@ -199,14 +199,14 @@ class Monitor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; symptoms that weren't followed then begin anew."""
+        """Take up what `state_dict` returned; symptoms that weren't followed then start anew."""
         self._series = {name: _Series(**{**series, "last": deque(series["last"])}) for name, series in state["series"].items()}
         stands = state["stands"].items()
         saved = {name: _SymptomState(State(s["state"]), State(s["candidate"]), s["held"]) for name, s in stands}
         self._symptom_states |= {name: current for name, current in saved.items() if name in self._symptom_states}
 
     def forget(self, names: Iterable[str]) -> None:
-        """Begin these series anew, in state ok: from now on their numbers mean something else."""
+        """Start these series anew, in state ok, because their numbers mean something else from now on."""
         for name in names:
             self._series.pop(name, None)
             if name in self._symptom_states:
@@ -238,24 +238,24 @@ class Monitor:
         return State.WATCH if shift >= 2 * error and self._rises(series) else State.OK
 
     def _is_over_reference(self, symptom: Symptom, value: float) -> bool:
-        """It is above what is published for the setting, and the run has no better start to be compared with."""
+        """Whether this symptom is above the alarm level of the setting, and the run has no baseline below it."""
         if self._config.setting is None or not symptom.has_reference_level or value < LEVELS[self._config.setting].alarm:
             return False
         series = self._series[symptom.name]
         return not series.is_ready(self._config) or statistics.median(series.first) >= math.log(LEVELS[self._config.setting].alarm)
 
     def _is_up(self, series: _Series, growth: float, deviations: float) -> bool:
-        """The level of the last steps, many or the few that show a jump, exceeds the start's by the growth and by the deviations."""
+        """Whether the level of the last steps (level_steps, or jump_steps) exceeds the start's by both the growth and the deviations."""
         shifts = (self._shift(series, steps) for steps in (self._config.level_steps, self._config.jump_steps))
         return any(shift >= math.log(growth) and shift >= deviations * error for shift, error in shifts)
 
     def _shift(self, series: _Series, steps: int) -> tuple[float, float]:
-        """Level of the last steps above that of the start, and its standard error."""
+        """Log level of the last steps minus that of the start, and its standard error."""
         error = _MEDIAN_LOSS * series.scatter() * series.memory() * math.sqrt(1 / steps + 1 / self._config.baseline_steps)
         return series.shift(steps), error
 
     def _rises(self, series: _Series) -> bool:
-        """The trend alone is steep and certain enough for a watch."""
+        """Whether the trend alone is steep and certain enough for a watch."""
         count = len(series.last)
         if count < self._config.trend_steps:
             return False
@@ -331,7 +331,7 @@ class Monitor:
 
 
 _CLUES = ("mismatch_k3_kl", "stale_k3_kl", *(f"bucket_rho_std_{k}" for k in range(len(BUCKET_EDGES) + 1)))
-"""Followed to say where a symptom sits, without events of their own."""
+"""Followed only to say where a symptom sits: they give no events of their own."""
 
 
 def _quantity(name: str) -> Quantity:

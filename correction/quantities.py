@@ -328,7 +328,7 @@ DIAGNOSTIC_FAMILIES = {
 
 
 def of_family(family: str, numbers: Mapping[str, float]) -> dict[str, float]:
-    """Those of one of DIAGNOSTIC_FAMILIES, by the last part of their names. Raises: KeyError for a name that is no family."""
+    """The numbers of one of DIAGNOSTIC_FAMILIES, by the last part of their names. Raises: KeyError if there is no such family."""
     if family not in DIAGNOSTIC_FAMILIES:
         raise KeyError(family)
     return {name[len(family) :]: value for name, value in numbers.items() if name.startswith(family)}
@@ -372,8 +372,8 @@ LOSS_METRICS = {
 
 
 def current_name(name: str) -> str:
-    """Of a number in the files of an earlier run: shares were called fractions ("rejected_fraction_positive"), and the loss's mean
-    weight as the diagnostics', which is normalised."""
+    """The present name of a number in the files of an earlier run. Shares were called fractions ("rejected_fraction_positive"), and the
+    loss's mean weight had the name of the diagnostics' mean weight, which is normalised."""
     if name == "loss/importance_weight_mean":
         return "loss/importance_weight_raw_mean"
     return re.sub(r"^((?:correction/|loss/|monitor/\w+/)?\w+?)_fraction(_positive|_negative)?(?=_\d+$|$)", r"\1\2_share", name)

@@ -16,7 +16,7 @@ from .divergence import Estimator, binary_kl, estimate, table_kl, table_tv, topk
 from .segments import Segments, masked
 
 MOST = 0.9
-"""Share of the tokens above which it is warned of that one criterion rejects them."""
+"""A criterion that rejects more than this share of its tokens gets a warning."""
 
 
 def token_statistic(statistic: Statistic, numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:

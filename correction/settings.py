@@ -1,4 +1,4 @@
-"""What all settings have in common: frozen, no unknown keys, no number that makes no sense."""
+"""What all settings have in common: they are frozen, and refuse unknown keys and numbers that make no sense."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 LARGEST_NUMBER = 10**12
-"""A terabyte, or a step a second for 30,000 years: what is larger is a slip, and would fail late, as an overflow."""
+"""A terabyte in bytes, or 30,000 years of one step a second. A larger number is a slip, which would otherwise fail late, as an overflow."""
 
 _WITH_DERIVED: dict[str, Any] = {"with_derived": True}
 """The context of dump_with_derived."""
@@ -28,7 +28,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False)
 
     FORMER_NAMES: ClassVar[dict[str, str]] = {}
-    """Former names of keys, which recipes and files of earlier versions have: by these the present one."""
+    """Former name -> present name of keys, for recipes and files of earlier versions."""
 
     @model_validator(mode="before")
     @classmethod
@@ -50,17 +50,17 @@ class Settings(BaseModel):
 
 
 class DerivedSettings(Settings):
-    """A section of which some values follow from other sections, unless they are set.
+    """A section some of whose values are derived from other sections, unless they are set.
 
-    Those are no settings: a dump leaves them out, and whoever reads it derives them anew. `dump_with_derived` adds them under the key
-    `derived`, to show what ran; it is forgotten when the section is read.
+    A dump leaves derived values out, and whoever reads it derives them anew. `dump_with_derived` adds them under the key `derived`, to show
+    what ran; that key is ignored when the section is read.
     """
 
     DERIVED: ClassVar[frozenset[str]] = frozenset()
-    """Keys whose default is the least that is derived."""
+    """Keys that are derived unless they are set. Their defaults hold where nothing is derived."""
 
     def derived(self, values: Mapping[str, Any]) -> Self:
-        """With these values where nothing is set; what had been derived before is forgotten."""
+        """A copy with these values for the keys of DERIVED that are not set; values derived before are dropped."""
         own = {name: getattr(self, name) for name in type(self).model_fields}
         open_ = self.DERIVED - self.model_fields_set
         new = {name: values.get(name, type(self).model_fields[name].default) for name in open_}
@@ -84,5 +84,5 @@ class DerivedSettings(Settings):
 
 
 def dump_with_derived(config: BaseModel) -> dict[str, Any]:
-    """As JSON has it, with the derived values of every DerivedSettings in it under the key `derived` of their section."""
+    """The configuration as JSON data, with the derived values of every DerivedSettings in it under the key `derived` of their section."""
     return config.model_dump(mode="json", context=_WITH_DERIVED)

@@ -1,8 +1,8 @@
 """A batch in shards, one for each data-parallel rank: what a shard must know of the whole, as sums that the caller adds up.
 
-Nothing here communicates by itself. A `Reduce` is the caller's: it adds a tensor up over all shards, as an all-reduce does. Every shard
-calls it equally often and with equal shapes, whatever its tokens are. Micro-batches of one shard need nothing of this: they are selected
-from what is corrected.
+Nothing here communicates by itself. The caller gives a `Reduce`, which adds a tensor up over all shards, as an all-reduce does. Every shard
+calls it equally often and with equal shapes, whatever its tokens are. Micro-batches of one shard need none of this: they are selected from
+the corrected batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .parts import CorrectionSettings
 from .ratios import Logprobs
 
 Reduce = Callable[[Tensor], Tensor]
-"""Gives the sum of a float64 tensor over all shards; in place or not, what it returns counts."""
+"""Returns the sum of a float64 tensor over all shards. It may work in place; only what it returns is used."""
 
 TOTALS = ("weight", "units", "tokens", "kept_tokens", "counted_tokens", "counted_sequences")
 """What the first entries of `shard_sums` are; under denominator prompt_mean the counted tokens of each prompt follow."""
@@ -85,16 +85,16 @@ def moment_limits(batch: PackedBatch, proximal: Tensor | None, config: Correctio
 def second_moment_limit(sizes: Tensor, *, budget: float, reduce: Reduce) -> Tensor:
     """The largest |log ratio| among those that stay when the largest are dropped until the mean square is under the budget; a scalar.
 
-    Exact: histograms of ever finer bits of the number, each the sum over the shards. Equal sizes stay or go together (in one process,
-    by order), and the smallest always stay.
+    Exact: it takes a histogram of ever finer bits of the numbers, each summed over the shards. Tokens of equal size are kept or dropped
+    together (in one process, by order), and the smallest are always kept.
     Args:
         sizes: [n] |log ratio| >= 0 of this shard's tokens.
         budget: of the mean square, nats^2.
     """
     kind, bits_of_size = (torch.int64, 63) if sizes.dtype == torch.float64 else (torch.int32, 31)
-    bits = sizes.view(kind).long()  # of numbers >= 0: in their order
+    bits = sizes.view(kind).long()  # of numbers >= 0: bits have the order of the numbers
     squares = sizes.double().square()
-    count = square = 0.0  # of all that surely stays
+    count = square = 0.0  # over the tokens that are surely kept
     prefix, left = 0, bits_of_size
     while left > 0:
         digit = min(_DIGIT, left)

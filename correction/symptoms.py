@@ -1,7 +1,7 @@
 """What the early warning follows: for each symptom what is wrong when it grows, and what to try.
 
-No remedy names a correction that would leave out most of a batch where it is given: tests/correction/test_remedies.py checks each by
-benchmarks/remedies.py, up to a KL of 0.1 and for answers of any length.
+No remedy names a correction that would reject most of a batch in the situation that it is given for: tests/correction/test_remedies.py
+checks each by benchmarks/remedies.py, up to a KL of 0.1 and for answers of any length.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ class Symptom:
     offset: float = 1e-12
     """Added before the log: growth is not measured below it."""
     is_share_missing: bool = False
-    """True: 1 - value is followed, for what is 1 when all is well."""
+    """True: 1 - value is followed, because the diagnostic is 1 when all is well."""
     least: float = 0.0
-    """Least value of the quantity that is followed: under it nothing is wrong, however much it has grown."""
+    """Below this value of the followed quantity nothing is wrong, however much it has grown."""
     limit: float | None = None
     """Value that is an alarm at once, regardless of the run's baseline."""
     implied_by: str | None = None
     """Symptom that explains this one: while it is in the same state or a worse one, this one is silent."""
     is_level_of_bounds: bool = False
-    """Its usual level is that of the correction's bounds: under others it begins anew."""
+    """Its usual level depends on the correction's bounds: when these change, it is followed anew."""
     is_eased_by_bounds: bool = True
-    """Narrower bounds of the correction are an answer to it; False: they would add to it, or don't help."""
+    """True: narrower bounds of the correction help against it. False: they would add to it, or don't help."""
     has_reference_level: bool = False
-    """reference_levels.py says how high it is in setups that were published: above that it is an alarm without a baseline, too."""
+    """True: reference_levels.py has its levels in published setups, and above the alarm level it is an alarm without a baseline, too."""
     presets: tuple[str, ...] = ()
     """Corrections that the remedy names, the first one first. Sources differ about most: docs/correction.md."""
 

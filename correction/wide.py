@@ -1,7 +1,7 @@
 """Wide fields: those of a batch with many values a token (routed experts, the sampler's K likeliest tokens).
 
-They are ten times what all others take, and only the forward passes of the learner look at them. So a batch may do without them and say for
-each of its sequences where they are; a learner's rank then fetches those of the sequences that it computes with.
+They take ten times the bytes of all other fields, and only the learner's forward passes read them. So a batch may hold references to them
+instead, for each of its sequences; a rank of the learner then fetches the fields of the sequences that it computes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WideFields:
         return sum(one.nbytes for one in (self.routed_experts, self.topk_ids, self.topk_logprobs) if one is not None)
 
     def __or__(self, other: WideFields) -> WideFields:
-        """Both; the other's where each has a field."""
+        """The fields of both; the other's where both have a field."""
         routes = self.routed_experts if other.routed_experts is None else other.routed_experts
         if other.topk_ids is None:
             return WideFields(routes, self.topk_ids, self.topk_logprobs)
@@ -46,21 +46,21 @@ class WidePlace:
     """Where the wide fields of one sequence are."""
 
     sources: tuple[tuple[Any, int], ...]
-    """The WideFields of several sequences, or a reference to them; and which of them are its own."""
+    """Pairs: the WideFields of several sequences, or a reference to them; and the index of this sequence among them."""
     route_keys: array[int] | None = None
-    """For each token before the first trained one a number that stands for its routed experts: where prompts were routed alike is known
-    without them. None: there are no routed experts."""
+    """For each token before the first trained one, a number that stands for its routed experts: it tells, without reading them, which
+    prompts were routed alike. None: there are no routed experts."""
 
     @property
     def references(self) -> list[Any]:
         return [held for held, _ in self.sources]
 
     def holding(self, read: Mapping[Any, Any]) -> WidePlace:
-        """With what was read in the place of references. Args: read: by reference; those that aren't in it stay."""
+        """A copy whose references are replaced by what was read. Args: read: by reference; references that are not in it stay."""
         return WidePlace(tuple((read.get(held, held), number) for held, number in self.sources), self.route_keys)
 
     def fields(self) -> WideFields:
-        """Raises: DataError for what was not read."""
+        """The fields of the sequence, from all sources. Raises: DataError if a source was not read."""
         found = WideFields()
         for held, number in self.sources:
             if not isinstance(held, Sequence) or isinstance(held, str):
@@ -69,19 +69,19 @@ class WidePlace:
         return found
 
     def __or__(self, other: WidePlace) -> WidePlace:
-        """Both; routed experts are those of one of them."""
+        """The sources of both; the other's routed experts where both have some."""
         return WidePlace(self.sources + other.sources, self.route_keys if other.route_keys is None else other.route_keys)
 
 
 def route_keys(routed_experts: Tensor) -> array[int]:
-    """Keys of tokens, from [n, layers, k]. Equal keys of unequal experts (one in four thousand millions) only make another plan of who
-    reads what: what is read is decided by the experts themselves."""
+    """A key for each token, from [n, layers, k]. Different experts have equal keys in one of four thousand million cases. That only changes
+    the plan of who reads what: what is read is decided by the experts themselves."""
     return array("I", (zlib.crc32(row) for row in routed_experts.contiguous().numpy()))
 
 
 def routed_experts_of(found: Sequence[WideFields], lengths: Sequence[int]) -> Tensor | None:
-    """[N, layers, k] uint8 or int16, of sequences of these lengths; None where there are none. At the last token of a sequence, which has
-    none: 0 to k - 1.
+    """[N, layers, k] uint8 or int16, for sequences of these lengths; None where there are none. The last token of a sequence has no routed
+    experts and gets 0 to k - 1.
 
     Raises: DataError if only some sequences have them, or they don't fit the tokens.
     """
@@ -132,6 +132,6 @@ def _k_of(listed: Sequence[Tensor], found: Sequence[WideFields], tokens: int) ->
 
 
 def check_fields(found: Sequence[WideFields], lengths: Sequence[int], mask: Tensor) -> None:
-    """Raises: DataError as the two above, without their work."""
+    """Check as the two functions above, without building their tensors. Raises: DataError as they do."""
     _shape_of([fields.routed_experts for fields in found if fields.routed_experts is not None], found, lengths)
     _k_of([fields.topk_ids for fields in found if fields.topk_ids is not None], found, int(mask.sum()))

@@ -31,7 +31,7 @@ class AutoscaledCluster:
     """A head, and up to `nodes` nodes that offer one unit of `resource` each; asks for a token."""
 
     def __init__(self, nodes: int, *, resource: str = "rollout", head_cpus: int = 8, idle_s: float = 6.0, first_nodes: int = 1) -> None:
-        """Args: idle_s: time after which a node without work is taken away."""
+        """Args: idle_s: seconds after which a node without work is removed."""
         self._nodes, self._resource, self._head_cpus, self._idle_s, self._first_nodes = nodes, resource, head_cpus, idle_s, first_nodes
         self._temp = Path(tempfile.mkdtemp(prefix="ek-as-", dir="/tmp"))  # Ray's sockets lie below it, and their paths have to stay short
         self._port = _free_port()
@@ -89,7 +89,7 @@ class AutoscaledCluster:
         return self
 
     def kill_node(self, raylet_socket: str) -> None:
-        """As a machine that loses power: the daemon of a node, and all that runs on it, at once.
+        """Kill a node's daemon and all that runs on it at once, as when a machine loses power.
 
         Args:
             raylet_socket: as ray.nodes() has it, "RayletSocketName".
@@ -122,7 +122,7 @@ class AutoscaledCluster:
         shutil.rmtree(self._temp, ignore_errors=True)
 
     def _processes(self) -> list[psutil.Process]:
-        """Of this cluster: all that name its session's folder, and their children."""
+        """Processes of this cluster: all whose command line names its session's folder, and their children."""
         found: dict[int, psutil.Process] = {}
         for process in psutil.process_iter():
             try:

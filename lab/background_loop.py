@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class BackgroundLoop:
-    """Engines live in it; it is called from outside."""
+    """An event loop in a thread, for engines; its methods are called from other threads."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -23,7 +23,7 @@ class BackgroundLoop:
         return self.start(coroutine).result(timeout_s)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin; the result is waited for later."""
+        """Start a coroutine without waiting for its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def stop(self) -> None:

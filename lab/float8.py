@@ -17,7 +17,7 @@ from learner.export import write_hf_folder
 
 
 def rounded_weight(weight: Tensor, block: int) -> Tensor:
-    """A weight [rows, columns] rounded to what float8 with a scale for each block holds, in its own dtype."""
+    """A weight [rows, columns] rounded to float8 with a scale for each block, and converted back to its own dtype."""
     return dequantised(*quantised(weight, block), block, weight.dtype)
 
 

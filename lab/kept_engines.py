@@ -63,12 +63,13 @@ class RunSettings:
     """How a run trains; its correction is another setting."""
 
     seed: int = 0
-    """Of the questions, the split into minibatches and the noise. Samples go by the questions; they repeat as far as the logits do."""
+    """Seed of the questions, the split into minibatches and the noise. Samples follow from the questions, and repeat as far as logits
+    do."""
     learning_rate: float | None = None
     """None: the recipe's."""
     optimizer_steps_per_batch: int = 2
     tokens_per_microbatch: int | None = None
-    """None: the recipe's. Another number changes nothing but the rounding of sums."""
+    """None: the recipe's. Another value changes only the rounding of sums."""
     mu_noise: float = 0.0
     """Standard deviation, nats, of Gaussian noise on the behaviour logprobs of trained tokens; none gets above 0."""
     topk: int = 0
@@ -79,7 +80,7 @@ class RunSettings:
 
 @dataclass
 class RunRecord:
-    """What a run did."""
+    """The record of a run."""
 
     correction: CorrectionConfig
     first_version: int
@@ -91,12 +92,12 @@ class RunRecord:
     batches: list[list[Group]] = field(default_factory=list)
     """The groups of each step, as they were sampled."""
     checksum: str = ""
-    """Of all weights after the last step."""
+    """Checksum of all weights after the last step."""
     weights: Tensor = field(default_factory=lambda: torch.zeros(0), repr=False)
     """[parameters] float32: all weights after the last step, in a row."""
 
     def series(self, name: str) -> list[float]:
-        """One number over the steps; not a number where a step has none."""
+        """The values of one number, step by step; NaN for a step without it."""
         return [step.get(name, float("nan")) for step in self.steps]
 
 

@@ -72,7 +72,7 @@ KEPT = (
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What becomes of a run's settings, in the end."""
+    """How a run's settings are disturbed, once the disturbance has fully grown."""
 
     rate_factor: float = 1.0
     max_staleness: int = 1
@@ -95,7 +95,7 @@ class SamplingEngine:
     overrides: tuple[str, ...] = ()
     """Of the recipe."""
     max_staleness: int = 0
-    """Of an undisturbed run."""
+    """Values of an undisturbed run."""
     float8_block: int | None = None
     """Rows and columns that share a scale when the projections' weights are rounded to float8; 0: the whole tensor; None: not rounded."""
 
@@ -127,7 +127,7 @@ def onset_of(seed: int) -> int:
 
 
 def at_step(disturbance: Disturbance, step: int, onset: int) -> Disturbance:
-    """As far as it has grown from an undisturbed float32 run: linearly over the ramp."""
+    """The disturbance at a step: it grows linearly over the ramp, from an undisturbed float32 run."""
     share = min(max((step - onset + 1) / RAMP_STEPS, 0.0), 1.0)
     return Disturbance(
         rate_factor=1 + share * (disturbance.rate_factor - 1),

@@ -1,4 +1,4 @@
-"""Recorded runs (benchmarks/series): how they are kept, and what became of them."""
+"""Recorded runs (benchmarks/series): how they are stored, and how they ended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SERIES = Path(__file__).resolve().parents[1] / "benchmarks" / "series"
 SMOOTHING = 5
 """Steps of the centred mean of the outcome."""
 COLLAPSED_SHARE = 0.5
-"""Of the best outcome so far, under which a run counts as lost."""
+"""Share of the best outcome so far; a run below it counts as lost."""
 LASTING = 10
 """Steps, up to the end of the record, that a run must have stayed lost."""
 

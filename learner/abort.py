@@ -1,10 +1,10 @@
-"""Ending a pass over a batch before its next micro-batch, on all ranks before the same one.
+"""Aborts a pass over a batch before its next micro-batch, on all ranks before the same one.
 
-SIGTERM may leave a run less time than a step takes. What its gradients would have become is given up then: the weights are those of the
-last finished step until the optimizer changes them. Ranks meet in collectives, so one that stopped where it stands could let others wait
-for ever. Whoever aborts therefore asks every rank where it can stop (`hold`), which then waits there, and gives all of them the largest of
-these places (`release`). Ranks pass through equally many micro-batches, and so agree on what a place means. Pipeline stages don't: one
-waits in the middle of a micro-batch for what another makes of it.
+SIGTERM may leave a run less time than a step takes. The step's gradients are given up then: until the optimizer changes them, the weights
+are those of the last finished step. Ranks meet in collectives, so a rank that stopped just anywhere could let others wait for ever.
+The caller therefore asks every rank where it can stop (`hold`), and the rank waits there; then it gives all ranks the largest of these
+places (`release`). All ranks have equally many micro-batches, so a place means the same on each. That doesn't hold for pipeline stages: a
+stage waits for another one in the middle of a micro-batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from correction.errors import DeadlineExceeded, StepAborted
 
 _RELEASED_S = 180.0
-"""How long a rank waits to be released: whoever can't be reached is asked again for half a minute, twice, each time for 10 s."""
+"""How long a held rank waits to be released. The caller may need that long: it asks ranks that it can't reach again."""
 
 
 class Abort:
@@ -26,11 +26,11 @@ class Abort:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._call = 0
-        """Number of the abortable call under way, or of the last one."""
+        """Number of the abortable call that runs, or of the last one."""
         self._place: int | None = None
-        """Micro-batches that the call has begun; None: it is over, or has begun to change the weights."""
+        """Number of micro-batches that the call has begun; None: the call is over, or has begun to change the weights."""
         self._held, self._released, self._end = 0, 0, 0
-        """Numbers of the calls that were held and released last, and the micro-batch before which that one ends."""
+        """Numbers of the calls that were held last and released last, and the micro-batch before which the released one ends."""
 
     @contextmanager
     def during(self, call: int) -> Iterator[None]:
@@ -49,24 +49,24 @@ class Abort:
 
     @property
     def is_undecided(self) -> bool:
-        """The call under way is held, and not released yet."""
+        """Whether the present call is held and not yet released."""
         return self._held == self._call != self._released
 
     def before_microbatch(self) -> None:
-        """Raises: StepAborted where the call is to end; DeadlineExceeded if it was held, and is not released."""
+        """Wait while the call is held. Raises: StepAborted if the call has to end here; DeadlineExceeded if nobody released it in time."""
         with self._changed:
             if self._place is None:
                 return
             if not self._changed.wait_for(lambda: not self.is_undecided, timeout=_RELEASED_S):
-                raise DeadlineExceeded(f"a step that was to be aborted was held for {_RELEASED_S:g} s, and nobody has released it")
+                raise DeadlineExceeded(f"a step was held for an abort, and nobody released it in {_RELEASED_S:g} s")
             if self._released == self._call and self._place >= self._end:
                 raise StepAborted("the step was aborted before its update")
             self._place += 1
 
     def hold(self, call: int) -> int | None:
-        """Have a call wait before its next micro-batch, also one that has not begun yet.
+        """Have a call wait before its next micro-batch. The call may not have begun yet.
 
-        Returns: number of that micro-batch; None if the call can't be aborted any more.
+        Returns: number of that micro-batch; None if it is too late to abort the call.
         """
         with self._changed:
             if call < self._call or (call == self._call and self._place is None):

@@ -37,7 +37,7 @@ TILE_ROWS = 32
 LONGEST_TILE = 128
 """Rows from which on a continuation is cut: longer tiles compute more scores that are masked, shorter ones copy more keys."""
 MOST_PADDING = 1.25
-"""Scores of a padded call over those that its tiles need."""
+"""Largest ratio of the scores that a padded call computes to the scores that its tiles need."""
 MOST_KEYS_WIDENED = 80
 """Keys up to which a call in float32 on a CPU is computed in float64."""
 MOST_SCORES = 2**16
@@ -116,7 +116,7 @@ def pack(layout: RowLayout, device: torch.device, *, batch_invariant: bool = Fal
     )
 
 
-# Which continuations meet in a tile, and which tiles in a call
+# Which continuations share a tile, and which tiles share a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +198,13 @@ def _rows_of_texts(layout: RowLayout) -> list[range]:
 
 
 def _equal_parts(total: int, most: int) -> list[range]:
-    """As few as have at most `most`, about equal."""
+    """As few parts as possible with at most `most` each, of about equal size."""
     count = math.ceil(total / most)
     return [range(total * i // count, total * (i + 1) // count) for i in range(count)]
 
 
 def _of_similar_size(tiles: Iterator[_Tile], most_scores: float = math.inf) -> Iterator[list[_Tile]]:
-    """Largest first, as many as can be padded to the same size without much waste."""
+    """Yields tiles in groups, largest first: as many as can be padded to one size without much waste."""
     batch: list[_Tile] = []
     needed = keys = queries = 0
     for tile in sorted(tiles, key=lambda tile: (-tile.keys, -len(tile.queries))):

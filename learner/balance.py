@@ -32,7 +32,7 @@ class SharedPrefix:
         return self.shared + sum(self.rows)
 
     def cost(self, hidden_size: int) -> float:
-        """Estimated work: that of the beginning, and what each member adds to it."""
+        """Estimated work for the shared beginning, and for what each member adds to it."""
         beginning = sequence_cost(self.shared, hidden_size)
         return beginning + sum(sequence_cost(self.shared + rows, hidden_size) - beginning for rows in self.rows)
 
@@ -49,7 +49,7 @@ class Plan:
     """For each rank its micro-batches, each a tuple of sequence indices."""
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
-    """[rank][micro-batch]; every rank has the same number, some may be empty. Sequences of one prefix that meet in one are neighbours."""
+    """[rank][micro-batch]. Every rank has equally many; some may be empty. Sequences of one prefix are neighbours in a micro-batch."""
 
 
 def sequence_cost(length: int, hidden_size: int) -> float:
@@ -98,7 +98,7 @@ def minibatches(group_ids: Tensor, count: int, *, seed: int) -> list[list[int]]:
 
 
 def _cut(prefix: SharedPrefix, budget: int) -> list[SharedPrefix]:
-    """Halves of halves, until each fits into the budget or has one member."""
+    """Halve a prefix again and again, until each piece fits into the budget or has one member."""
     if prefix.tokens <= budget or len(prefix.members) == 1:
         return [prefix]
     return [piece for half in prefix.split(len(prefix.members) // 2) for piece in _cut(half, budget)]
@@ -116,7 +116,7 @@ def _spread(prefixes: Sequence[SharedPrefix], ranks: int, hidden_size: int) -> l
 
 
 def _level(shares: list[list[SharedPrefix]], hidden_size: int) -> list[list[SharedPrefix]]:
-    """Move some sequences of a prefix from the busiest rank to the idlest where that lessens the work of the busier of the two."""
+    """Move sequences from the busiest rank to the idlest one as long as that lowers the work of the busier of the two."""
     work = [sum(prefix.cost(hidden_size) for prefix in share) for share in shares]
     for _ in shares:
         busy, idle = work.index(max(work)), work.index(min(work))
@@ -136,7 +136,8 @@ def _level(shares: list[list[SharedPrefix]], hidden_size: int) -> list[list[Shar
 
 
 def _pack(share: Sequence[SharedPrefix], budget: int) -> list[tuple[int, ...]]:
-    """In the order of length (attention takes equal lengths in one call), in about equally full micro-batches within the budget."""
+    """A rank's micro-batches: sequences in order of length (attention takes equal lengths in one call), about equally full, within the
+    budget."""
     total = sum(prefix.tokens for prefix in share)
     equal_part = total / max(1, math.ceil(total / budget))
     parts: list[tuple[int, ...]] = []

@@ -1,4 +1,4 @@
-"""Batch-invariant Megatron layers, for the layer spec: what they say of a token does not depend on what it is packed with.
+"""Batch-invariant Megatron layers, for the layer spec: their result for a token does not depend on what it is packed with.
 
 The gradients are those of the usual layers; only the forward pass has to agree with the engine to the last bit.
 """
@@ -18,7 +18,7 @@ from learner.megatron import ColumnParallelLinear, RowParallelLinear, copy_to_te
 
 
 class BatchInvariantColumnLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron has no types
-    """Megatron's ColumnParallelLinear, batch-invariant. A rank's columns are what they are among all."""
+    """Megatron's ColumnParallelLinear, batch-invariant. A rank's columns have the same bits as in the whole product."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, allreduce_dgrad: bool, **_: Any) -> Tensor:
         if allreduce_dgrad:

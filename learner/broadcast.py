@@ -4,8 +4,8 @@ SGLang joins such a group with a store at tcp://host:port and a group name; the 
 own default group. A bucket is one broadcast, of bytes: of 18,867 tensors of a mixture of experts each would be a call otherwise.
 
 A broadcast runs in a thread with a deadline: a collective that never ends must not take the learner with it. One bucket is on its way while
-the next is gathered. Gloo's call returns when the bucket is sent. NCCL's returns when the GPU has been told to send it, so that what has
-become of it is asked until it is done, and a group in which it is late is aborted: its kernel would keep the GPU busy.
+the next is gathered. Gloo's call returns when the bucket is sent. NCCL's returns when the GPU has been told to send it: the thread then
+polls until it is sent. A group in which a bucket is late is aborted, because its kernel would keep the GPU busy.
 
 A group may be joined and left in another thread than the one that trains. Over gloo the members are connected then; NCCL connects them with
 the first broadcast.
@@ -30,7 +30,7 @@ from correction.engines.weight_spec import WeightSpec, goes_whole, widest_first
 from correction.errors import SyncError
 
 _POLL_S = 0.0005
-"""Seconds between two looks at what the GPU has sent; a bucket takes some ten milliseconds."""
+"""Seconds between two checks whether the GPU has sent a bucket, which takes some ten milliseconds."""
 
 
 class WeightBroadcaster:
@@ -152,7 +152,7 @@ class _InThread:
         self._waits_no_more.wait(max(0.0, self._until - time.monotonic()))
 
     def give_up(self) -> None:
-        """Have nobody wait for it any more, if it has not ended: gloo's call ends at its own deadline, whatever is done to its group."""
+        """Let its waiters go, if it has not ended. A call of gloo's runs on until its own deadline, even if its group is destroyed."""
         self.is_given_up = self.is_running
         self._waits_no_more.set()
 

@@ -54,13 +54,13 @@ WEIGHT = "weight"
 
 
 class _TensorPiece(NamedTuple):
-    """What a tensor of a rank's file is of; its name there is the text."""
+    """Which part of which parameter a tensor in a rank's file holds. As text it is the tensor's name in the file."""
 
     kind: str
     part: int
     """Number of the tensor-parallel part."""
     start: int
-    """First element in that part laid flat."""
+    """Index of its first element in that part laid flat."""
     parameter: str
     """Name of the parameter's first Hugging Face tensor."""
 
@@ -82,17 +82,17 @@ def save(
     *,
     afterwards: Callable[[], None] | None = None,
 ) -> Future[None]:
-    """Begin a checkpoint; all ranks call. What is written is what is there now: training may go on at once.
+    """Begin to write a checkpoint; all ranks call. It writes a copy of the present state, so training may go on at once.
 
     Args:
-        afterwards: what this rank's thread is to write next.
-    Returns: done when this rank's files are on disk, or failed with the reason why they aren't.
+        afterwards: called in this rank's thread when its own files are written.
+    Returns: a future that is done when this rank's files are on disk, or has failed with the reason why they aren't.
     Raises: DataError if the folder is a complete checkpoint.
     """
     target = Path(folder)
     if is_complete(target):
         raise DataError(f"{target}: exists already; a checkpoint is never written over another one")
-    placement.barrier()  # no rank begins before all have looked
+    placement.barrier()  # no rank begins before all have checked
     if placement.rank == 0:
         shutil.rmtree(target, ignore_errors=True)  # of a save that was killed
     placement.barrier()
@@ -165,7 +165,7 @@ def _bound(
 def _held_tensors(
     chunks: Sequence[DistributedDataParallel], optimizer: GuardedOptimizer, hf_config: Any, placement: Placement
 ) -> Iterator[tuple[_TensorPiece, Tensor]]:
-    """What this rank writes: each element is written by one rank."""
+    """The tensors that this rank writes. Each element of the model's state is written by exactly one rank."""
     for rule, parameter in _bound(chunks, hf_config, placement):
         part = placement.tensor_rank if rule.is_split else 0
         if getattr(parameter, "shared", False) or (placement.tensor_rank > 0 and not rule.is_split and not rule.is_expert):
@@ -179,7 +179,7 @@ def _held_tensors(
 
 
 class _Saved:
-    """The parameters of a checkpoint, read from its ranks' files as they are asked for, in this rank's cut."""
+    """The parameters of a checkpoint, read from its ranks' files on request, and cut as this rank needs them."""
 
     def __init__(self, folder: Path, files: int, hf_config: Any, placement: Placement):
         self._placement, self._heads, self._vocab_size = placement, convert.HeadShape.of(hf_config), hf_config.vocab_size
@@ -192,7 +192,7 @@ class _Saved:
                 self._pieces[piece.parameter, piece.kind][piece.part].append((piece.start, number, name))
 
     def read(self, rule: Rule, parameter: Tensor) -> dict[str, Tensor]:
-        """Everything that was saved of a parameter, by kind, in the shape that this rank has of it."""
+        """Everything that was saved of a parameter, by kind, cut to this rank's part of it."""
         kinds = [kind for name, kind in self._pieces if name == rule.hf[0]]
         return {kind: self._in_this_cut(rule, self._pieces[rule.hf[0], kind], parameter) for kind in kinds}
 
@@ -207,7 +207,7 @@ class _Saved:
         return convert.to_megatron(rule, whole, self._heads, parameter.shape[0], self._placement)
 
     def _joined(self, rule: Rule, pieces: list[tuple[int, int, str]], part: int) -> Tensor:
-        """A part laid together, in the shape of its weight; a number as it is."""
+        """A part put together from its pieces, in the shape of its weight; a scalar as it is."""
         tensors: list[Tensor] = [self._files[number].get_tensor(name) for _, number, name in sorted(pieces)]
         if tensors[0].dim() == 0:
             return tensors[0]

@@ -1,4 +1,4 @@
-"""The files of a learner's checkpoint, as far as they can be looked at without Megatron: are they there, whole, and of this model?"""
+"""Checks of a learner's checkpoint that need no Megatron: are its files there, whole, and of this model?"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def file_name(kind: str, rank: int) -> str:
 
 
 def is_complete(folder: str | os.PathLike[str]) -> bool:
-    """Whether everything is there that a checkpoint has."""
+    """Whether the folder has all files of a checkpoint."""
     try:
         ranks = read_json(Path(folder) / MANIFEST).get("ranks", 0)
     except DataError:
@@ -54,7 +54,7 @@ def read_manifest(folder: str | os.PathLike[str], hf_config: Any) -> dict[str, A
 
 
 def check_readable(folder: str | os.PathLike[str], hf_config: Any) -> None:
-    """Look at the manifest, and whether each rank's files are as long as their headers say.
+    """Check the manifest, and whether each rank's files are as long as their headers say.
 
     Raises: DataError as `read_manifest`, or naming the file that is damaged.
     """
@@ -64,7 +64,7 @@ def check_readable(folder: str | os.PathLike[str], hf_config: Any) -> None:
 
 
 def model_shape(hf_config: Any) -> dict[str, Any]:
-    """What decides which parameters there are, and how large."""
+    """The options of config.json that decide which parameters there are, and their shapes."""
     names = ["model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "tie_word_embeddings"]
     names += ["num_experts", "moe_intermediate_size"]
     return {name: getattr(hf_config, name, None) for name in names} | asdict(HeadShape.of(hf_config))

@@ -19,7 +19,7 @@ _NOT_BUILT = {
     "context_parallel": "a sequence's keys are all on one rank: rows of packed sequences and of shared prompts can't be spread over ranks. "
     "Leave it out; for long sequences use tensor_parallel with sequence_parallel: true, and recompute_activations: true",
 }
-"""What Megatron has and the learner does not, with the reason; 1 is allowed."""
+"""Settings of Megatron that the learner doesn't support, with the reason; only 1 is allowed."""
 
 
 class LearnerConfig(DerivedSettings):
@@ -31,16 +31,16 @@ class LearnerConfig(DerivedSettings):
     data_parallel: int = Field(default=1, ge=1, le=10**5)
     """Copies of the model that share a batch; each rank takes whole sequences of about equal cost."""
     distributed_optimizer: bool = False
-    """Data-parallel ranks share Adam's averages and the master weights instead of each keeping all: with R of them 1/R of the memory. A run
-    on GPUs has it wherever data_parallel is above 1, unless this is set."""
+    """Divide Adam's averages and the master weights over the data-parallel ranks, instead of keeping all on each: with R ranks 1/R of the
+    memory. Unset: on for a run on GPUs with data_parallel above 1."""
     tensor_parallel: int = Field(default=1, ge=1, le=10**4)
     """Ranks over which one copy's matrices are split."""
     sequence_parallel: bool = False
-    """Between the matrices, tensor-parallel ranks share the rows of a pass as well; saves the memory of their activations."""
+    """Between the matrices, divide the rows of a pass over the tensor-parallel ranks as well; this saves memory of activations."""
     pipeline_parallel: int = Field(default=1, ge=1, le=10**4)
     """Stages, of equally many layers, that one copy is cut into; micro-batches pass through them (1F1B)."""
     virtual_pipeline: int = Field(default=1, ge=1, le=10**4)
-    """Chunks of layers that each stage holds (interleaved 1F1B): with V of them the stages wait 1/V as long, and send V times as much."""
+    """Chunks of layers in each stage (interleaved 1F1B): with V chunks the stages wait 1/V as long, and send V times as much."""
     expert_parallel: int = Field(default=1, ge=1, le=10**5)
     """Ranks of a stage over which its experts are spread; tokens travel to them. Divides data_parallel * tensor_parallel."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -49,18 +49,19 @@ class LearnerConfig(DerivedSettings):
     """Share of a GPU that a rank asks for, and the share of its memory that it may take. Below 1 an engine fits on the same GPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and activations; auto is bfloat16 on a GPU and float32 on a CPU. In half precision the optimizer keeps float32 master
-    weights. float16 has eight times bfloat16's precision and little range: the loss is multiplied by a scale that adapts, and updates whose
-    gradient overflows are left out."""
+    weights. float16 has eight times bfloat16's precision but a small range: the loss is multiplied by a scale that adapts, and updates
+    whose gradient overflows are skipped."""
     initial_loss_scale: float = Field(default=2.0**16, ge=1.0, le=2.0**32)
     """float16: factor on the loss at the start. Megatron's scaler halves it after overflows and doubles it after 1,000 updates without."""
     layers: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Norms and linear layers: Megatron's own (local), or TransformerEngine's, which auto takes for bfloat16 on a GPU where it can."""
+    """Norms and linear layers: Megatron's own (local), or TransformerEngine's. auto takes TransformerEngine's for bfloat16 on a GPU, if
+    they are installed and can honour the other settings."""
     float32_head: bool = False
     """Multiply with the vocabulary's matrix in float32 though weights are bfloat16; holds a float32 copy of that matrix during a pass."""
     batch_invariant: bool = False
     """Batch-invariant operators, for true on-policy training; set by the run's true_on_policy together with the engines'."""
     threads: int = Field(default=1, ge=1, le=1024)
-    """CPU threads of each rank. One is the safe choice where ranks and engines share cores."""
+    """CPU threads of each rank. 1 is the safe choice if ranks and engines share cores."""
     seed: int = 1234
     """Seed of the ranks' random generators and of the split into minibatches."""
 
@@ -83,12 +84,12 @@ class LearnerConfig(DerivedSettings):
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest norm of the whole gradient; 0 never clips."""
     reset_optimizer_on_switch: bool = False
-    """Begin Adam's averages and the warm-up anew when batches come with another correction, as after an alarm that replaces it."""
+    """Restart Adam's averages and the warm-up when the correction of the batches changes, as after an alarm that replaces it."""
 
     optimizer_steps_per_batch: int = Field(default=1, ge=1, le=10**6)
     """Minibatches, of whole groups, that a batch is split into; each is one optimizer step."""
     epochs_per_batch: int = Field(default=1, ge=1, le=1000)
-    """Times that a batch is gone through; 2 epochs of 4 minibatches are 8 optimizer steps."""
+    """Passes over each batch; 2 epochs of 4 minibatches are 8 optimizer steps."""
     tokens_per_microbatch: int = Field(default=2048, ge=1)
     """Positions computed in one forward and backward pass on a rank; a sequence is never split, so a longer one is a pass of its own. A run
     on GPUs has 8,192 unless this is set."""
@@ -99,16 +100,17 @@ class LearnerConfig(DerivedSettings):
     moe_aux_loss_coefficient: float = Field(default=0.0, ge=0)
     """Weight of Megatron's load-balancing loss, of each micro-batch's routing, in the loss of a mixture of experts; 0: none."""
     routing_replay: Literal["none", "rollout", "recompute"] = "none"
-    """Experts of a mixture of experts that tokens are sent to in proximal forward and training: the learner's own choice each time; the
-    engine's while it sampled (rollout, R3); or in training that of the proximal forward (recompute, R2)."""
+    """How a mixture of experts routes tokens in the proximal forward and in training. none: the learner's own choice each time. rollout
+    (R3): the engine's choice while it sampled. recompute (R2): training repeats the choice of the proximal forward."""
     report_kl_every: int = Field(default=0, ge=0, le=10**9)
-    """Every so many steps, report the KL to the model that the run began with, by a forward of that model over the batch; 0: never. It is
-    no part of the loss. With a KL penalty on that model (correction.kl) the penalty's own KL is reported, at every step."""
+    """Number of steps between two reports of the KL to the model that the run began with; each takes a forward of that model over the
+    batch.
+    0: never. It is no part of the loss. With a KL penalty on that model (correction.kl) the penalty's own KL is reported, at every step."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at the same time; bounds the memory of the vocabulary projection."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds after which a collective among ranks that a rank does not join fails; unset, a minute more than a step or a checkpoint may
-    take, so that no rank fails that waits for a slower one."""
+    """Seconds after which a collective fails that some rank does not join. Unset: a minute more than a step or a checkpoint may take, so
+    that no rank fails while it waits for a slower one."""
 
     @model_validator(mode="before")
     @classmethod
@@ -161,23 +163,23 @@ class LearnerConfig(DerivedSettings):
     @model_validator(mode="after")
     def _check_batch_invariant(self) -> Self:
         if self.batch_invariant and self.sequence_parallel:
-            raise ValueError("batch_invariant = true with sequence_parallel = true isn't built; set sequence_parallel: false")
+            raise ValueError("batch_invariant = true with sequence_parallel = true is not supported; set sequence_parallel: false")
         if self.batch_invariant and self.float32_head:
-            raise ValueError("batch_invariant = true with float32_head = true: the engines don't compute so; set float32_head: false")
+            raise ValueError("batch_invariant = true with float32_head = true: the engines have no float32 head; set float32_head: false")
         if self.batch_invariant and self.dtype == "float16":
-            raise ValueError("batch_invariant = true with dtype = float16: compared were float32 and bfloat16 only; set dtype: bfloat16")
+            raise ValueError("batch_invariant = true with dtype = float16: only float32 and bfloat16 are supported; set dtype: bfloat16")
         return self
 
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
-        is_known = self.dtype != "auto" or self.device != "auto"  # else the run decides, where it starts
+        is_known = self.dtype != "auto" or self.device != "auto"  # otherwise the run decides at its start
         if self.layers == "transformer_engine" and is_known and self.needs_local_layers:
             raise ValueError(f"layers = transformer_engine: {self.needs_local_layers}. Or set layers: auto")
         return self
 
     @property
     def needs_local_layers(self) -> str | None:
-        """Which setting TransformerEngine's layers can't honour, with the reason; None: they can all."""
+        """The setting that TransformerEngine's layers can't honour, with the reason; None if they can honour all."""
         if self.batch_invariant:
             return "batch_invariant = true (true_on_policy): its products and norms are not batch-invariant"
         if self.resolved_dtype == "float32":
@@ -185,7 +187,7 @@ class LearnerConfig(DerivedSettings):
         return None
 
     def check_model(self, hf_config: Any) -> None:
-        """Refuse a model whose matrices or norms tensor_parallel ranks can't share, and experts in float16.
+        """Refuse a model whose matrices or norms can't be divided over tensor_parallel ranks, and experts in float16.
 
         Raises: ConfigError naming the sizes, or the dtype.
         """
@@ -236,11 +238,11 @@ class LearnerConfig(DerivedSettings):
         return self.moe_aux_loss_coefficient > 0
 
     def needs_proximal_forward(self, correction: CorrectionSettings) -> bool:
-        """Whether a batch that is trained by this correction needs proximal logprobs of a forward of their own."""
+        """Whether a batch of this correction needs a forward of its own for the proximal logprobs."""
         return needs_proximal_forward(correction, self.total_optimizer_steps_per_batch, has_auxiliary_loss=self.has_auxiliary_loss)
 
     def defers(self, correction: CorrectionSettings) -> bool:
-        """Whether such a batch is deferred: the training forward gives its proximal logprobs."""
+        """Whether a batch of this correction is deferred: the training forward gives its proximal logprobs."""
         return defers(correction, self.total_optimizer_steps_per_batch, has_auxiliary_loss=self.has_auxiliary_loss)
 
     @property

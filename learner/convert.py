@@ -99,15 +99,15 @@ def to_hf(rule: Rule, parts: Sequence[Tensor], heads: HeadShape, vocab_size: int
 
 
 def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """One part is the whole, and is not copied: the pass over all weights would take three times as long."""
+    """The parts joined. A single part is returned without a copy, which would make the pass over all weights three times as long."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def bind(model: torch.nn.Module, family: ModelFamily, expert_rank: int = 0) -> list[tuple[Rule, torch.nn.Parameter]]:
-    """Each of this rank's parameters with its rule, the layer's and the expert's index filled in.
+    """Each of this rank's parameters with its rule; the layer's and the expert's index are filled in.
 
     Args:
-        expert_rank: whose experts this rank's parameters are taken for: its own, or another's when those are gathered.
+        expert_rank: the rank whose experts the parameters stand for: this one, or another when its experts are gathered.
     Raises: DataError if a parameter has no rule: the table and the model do not describe the same thing.
     """
     rules = {rule.megatron: rule for rule in family.rules}
@@ -156,9 +156,9 @@ Bound = tuple[Rule, torch.nn.Parameter]
 
 @torch.no_grad()
 def export(model: torch.nn.Module, hf_config: Any, placement: Placement) -> Iterator[tuple[str, Tensor]]:
-    """HF names and whole tensors of this rank's stage: first what every rank has, then what is gathered, GATHER_BYTES at a time. Every rank
-    of the stage's copy must go through it; the tensors may share memory with the model's. Those of gathered experts are copies: of the
-    buffer of all that were gathered a single small one, while anybody has it, would keep the whole.
+    """HF names and whole tensors of this rank's stage: first those that every rank has whole, then those that are gathered, GATHER_BYTES at
+    a time. Every rank of the stage's copy must iterate to the end. The tensors may share memory with the model's. Gathered experts are
+    copies, because one small view would keep the whole gathered buffer alive.
     """
     family, heads = family_of(hf_config), HeadShape.of(hf_config)
     of_ranks = [bind(model, family, rank) for rank in range(placement.expert_parallel)]
@@ -181,8 +181,8 @@ def export(model: torch.nn.Module, hf_config: Any, placement: Placement) -> Iter
 def _gathered(
     places: Sequence[tuple[Bound, ...]], ranks: int, group: dist.ProcessGroup
 ) -> Iterator[tuple[tuple[Bound, ...], list[Tensor]]]:
-    """Each place's parameter as every rank of a group has it, all of one shape and type: many by one collective, because a mixture of
-    experts has thousands of small ones."""
+    """Yields each place with its parameter from every rank of a group, all of one shape and type. Many go in one collective, because a
+    mixture of experts has thousands of small ones."""
     for run in _runs(places, GATHER_BYTES):
         parameters = [same[0][1].detach() for same in run]
         flat = torch.cat([parameter.reshape(-1) for parameter in parameters])
@@ -194,7 +194,7 @@ def _gathered(
 
 
 def _runs(places: Sequence[tuple[Bound, ...]], most_bytes: int) -> Iterator[list[tuple[Bound, ...]]]:
-    """Neighbours, together up to most_bytes; a larger one by itself."""
+    """Runs of neighbours of up to most_bytes together; a larger parameter is a run by itself."""
     run: list[tuple[Bound, ...]] = []
     size = 0
     for same in places:

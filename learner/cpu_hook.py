@@ -65,7 +65,7 @@ class _Stream(torch.cpu.Stream):
 
 
 class _TorchCudaOnCpu:
-    """What `torch.cuda` means to megatron-core on a CPU: torch.cpu, and the CPU generator. Other names fall through to torch.cuda."""
+    """Stands in for `torch.cuda` in megatron-core on a CPU: torch.cpu and the CPU generator. Other names are looked up in torch.cuda."""
 
     _stream = _Stream()
     Stream = _Stream
@@ -145,7 +145,7 @@ def _re_targeted(source: str) -> str:
 
 
 def _rules_name() -> str:
-    """What in a cache file's name stands for "-O": the rules, so that code made by others is never read."""
+    """Takes the place of "-O" in a cache file's name: a hash of the rules, so that code made by other rules is never read."""
     rules = "" if torch.cuda.is_available() else repr(_RULES)
     return "evenkeel" + hashlib.blake2b(rules.encode(), digest_size=8).hexdigest()
 
@@ -169,7 +169,7 @@ class _MegatronFinder:
 
 
 def _mend(module: ModuleType) -> None:
-    """What a source rule can't say: changed after the module has been executed."""
+    """Changes that no source rule can make: applied after the module has been executed."""
     name = module.__name__.removeprefix(_PACKAGE + ".")
     if name == "transformer.moe.moe_utils":
         # 0.16: never defined without TransformerEngine, yet read: NameError.

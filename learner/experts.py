@@ -19,8 +19,8 @@ from learner.megatron import SequentialMLP
 def grouped_product(x: Tensor, weights: Sequence[Tensor], rows: Tensor) -> Tensor:
     """[R, out]: each run of rows times the transpose of its own matrix.
 
-    On a GPU in bfloat16 one kernel (torch's grouped_mm), elsewhere a loop. The matrices are stacked for the kernel, in each pass anew: a
-    copy at the speed of the GPU's memory, which is gone when the product is there.
+    On a GPU in bfloat16 one kernel (torch's grouped_mm), elsewhere a loop. In each pass the matrices are stacked for the kernel: a copy at
+    the speed of the GPU's memory, freed after the product.
 
     Args:
         x: [R, in], the runs one below the other.
@@ -37,7 +37,8 @@ def _by_kernel(x: Tensor, weights: Sequence[Tensor], rows: Tensor) -> Tensor:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """The kernel. Left to itself autograd would keep the stack of every layer until its backward pass: all experts a second time."""
+    """The kernel with a gradient of its own. Autograd would keep the stack of every layer until its backward pass: a second copy of all
+    experts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:

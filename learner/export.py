@@ -22,11 +22,11 @@ from learner.parallel import Placement
 SHARD_BYTES = 4 * 2**30
 """Largest file of weights in a saved folder."""
 EXCHANGE_BYTES = 2**28
-"""Bytes of weights that go from one pipeline stage to the others at a time."""
+"""Bytes of weights that one pipeline stage sends to the others at a time."""
 
 
 def of_all_stages(weights: Iterator[tuple[str, Tensor]], placement: Placement) -> Iterator[tuple[str, Tensor]]:
-    """From the weights of each pipeline stage those of the model, on every rank, with EXCHANGE_BYTES on their way at a time."""
+    """The weights of the whole model, on every rank, from the weights of each pipeline stage; EXCHANGE_BYTES are sent at a time."""
     if placement.pipeline_parallel == 1:
         yield from weights
         return
@@ -99,7 +99,7 @@ def weight_checksums(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 def hf_folder_of_copies(
     pieces: Iterator[dict[str, Tensor]], side_files: Mapping[str, bytes], target: str | os.PathLike[str], *, is_writer: bool
 ) -> Callable[[], None] | None:
-    """Go through all weights, which every rank has to; the writer copies them. Returns: what writes the folder, for the writer."""
+    """Iterate over all weights, as every rank must; the writer copies them. Returns: on the writer a function that writes the folder."""
     if not is_writer:
         deque(pieces, maxlen=0)
         return None
@@ -114,13 +114,13 @@ def hf_folder_of_copies(
 
 
 def write_hf_folder(weights: Iterable[tuple[str, Tensor]], side_files: Mapping[str, bytes], target: str | os.PathLike[str]) -> None:
-    """A folder of these weights and what else belongs to a model (hf_folder.side_files).
+    """Write a folder of these weights and the model's other files (hf_folder.side_files).
 
     The files are written next to the target and put in place when all of them are complete.
     """
     target = Path(target)
     partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a save that was killed
     partial.mkdir(parents=True)
     for name, content in side_files.items():
         (partial / name).write_bytes(content)

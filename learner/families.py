@@ -126,7 +126,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "mlp_only_layers": (None,),
     "quantization_config": (None,),  # weights that are scaled integers or float8 numbers
 }
-"""Options of config.json, and the values that can be trained. One that a file doesn't have is as if it had the first."""
+"""Options of config.json, and the values that can be trained. An option that a file lacks counts as the first value."""
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron takes for granted of the rope_type llama3; its factor is free."""
 OBSTACLES: dict[str, str] = {
@@ -164,7 +164,8 @@ def family_of(hf_config: Any) -> ModelFamily:
 
 
 def rope_scaling(hf_config: Any) -> float | None:
-    """By how much the slow rotary angles are slowed down (rope_type llama3), or None. Raises: DataError for what Megatron can't do."""
+    """Factor by which the slow rotary angles are slowed down (rope_type llama3), or None. Raises: DataError for options that Megatron
+    doesn't support."""
     rope: Mapping[str, Any] = getattr(hf_config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") == "default":
         return None
@@ -177,7 +178,7 @@ def rope_scaling(hf_config: Any) -> float | None:
 
 
 def _options(hf_config: Any) -> dict[str, Any]:
-    """What decides whether a model can be trained, with values of one form: absent, empty and off are the same."""
+    """The options that decide whether a model can be trained, normalised: absent, empty and off are the same value."""
     options: dict[str, Any] = {name: getattr(hf_config, name) for name in _NAMES if hasattr(hf_config, name)}
     options |= getattr(hf_config, "rope_parameters", None) or {}
     for name in ("attention_bias", "mlp_bias", "use_sliding_window"):

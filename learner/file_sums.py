@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: size and checksum of every file in it, written when all of them are, and verified before any is read.
+"""The manifest of a checkpoint: size and checksum of every file. It is written after all files, and verified before any is read.
 
-XXH3 (64 bits) finds what disks, networks and interrupted copies do to files, at several GB/s; it is no protection against forgery. Who
-writes a large file leaves its sum in a file next to it (`leave_sum`), so that nobody else has to read it again for the manifest.
+XXH3 (64 bits) finds damage by disks, networks and interrupted copies, at several GB/s; it doesn't protect against forgery. The writer of a
+large file leaves its sum in a file next to it (`leave_sum`), so that nobody else has to read the file again for the manifest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from correction.errors import DataError
 T = TypeVar("T")
 MANIFEST = "manifest.json"
 _LEFT = ".xxh3"
-"""Suffix of a sum that was left for the manifest."""
+"""Suffix of the files that `leave_sum` writes."""
 _CHUNK_BYTES = 4 << 20
 _THREADS = 8
 """Files read at a time: a network file system gives one reader a part of what it has."""
@@ -40,16 +40,16 @@ def sum_of(path: Path, note: Callable[[int], object] = lambda _: None) -> dict[s
 
 
 def leave_sum(path: Path) -> None:
-    """Write a file's sum to a file next to it, for `seal`; whoever has just written the file reads it back from memory."""
+    """Write a file's sum to a file next to it, for `seal`. To be called right after the file was written, while it is in the page cache."""
     path.with_name(path.name + _LEFT).write_text(json.dumps(sum_of(path)))
 
 
 def seal(folder: Path, about: dict[str, Any]) -> None:
-    """Write the manifest of all files under a folder, which are on disk by now: the last file of a checkpoint.
+    """Write the manifest of all files under a folder. They must be on disk: the manifest is the last file of a checkpoint.
 
     Args:
-        about: what else it says.
-    Raises: DataError if a file has another size than who wrote it saw; OSError.
+        about: further entries of the manifest.
+    Raises: DataError if a file has another size than `leave_sum` saw; OSError.
     """
     paths = list(_files(folder))
     sums = dict(zip((path.relative_to(folder).as_posix() for path in paths), _side_by_side(_left_or_found, paths), strict=True))
@@ -86,7 +86,7 @@ def read_manifest_of_files(folder: Path) -> dict[str, Any]:
 
 
 def verify(folder: Path, manifest: dict[str, Any], note: Callable[[int], object] = lambda _: None) -> list[str]:
-    """Compare every file with the manifest. Returns: files that the manifest doesn't name, and that nothing reads.
+    """Compare every file with the manifest. Returns: files that the manifest doesn't name; nothing reads them.
 
     Args: note: takes the bytes of each piece that is read, in whatever thread reads it.
     Raises: DataError naming the first file that is missing, of another size or content, or that could be read in place of a saved one.
@@ -95,7 +95,7 @@ def verify(folder: Path, manifest: dict[str, Any], note: Callable[[int], object]
     extra = sorted({path.relative_to(folder).as_posix() for path in _files(folder)} - set(files))
     if foreign := [name for name in extra if name.endswith((".safetensors", ".safetensors.index.json"))]:
         raise DataError(f"{folder / foreign[0]}: not in the manifest, but its tensors could be read in place of saved ones. Move it away")
-    for name, expected in files.items():  # sizes first: they cost nothing
+    for name, expected in files.items():  # sizes first: checking them takes no time
         path = folder / name
         if not path.is_file():
             raise DataError(f"{path}: is not there, but the manifest has it with {expected['bytes']} bytes")
@@ -136,7 +136,7 @@ def _side_by_side(work: Callable[[Path], T], paths: list[Path]) -> Iterator[T]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """All but the manifest and the sums that were left."""
+    """All files of the folder except the manifest and the files of `leave_sum`."""
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path != folder / MANIFEST and not path.name.endswith(_LEFT):
             yield path

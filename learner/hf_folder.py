@@ -1,4 +1,4 @@
-"""A Hugging Face model folder: its config, its tensors by name, what else is in it, and weights written in its form."""
+"""A Hugging Face model folder: reads its config, tensors and other files, and writes weights in the same form."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def read_config(folder: str | os.PathLike[str]) -> Any:
 
 
 class HFWeights:
-    """The tensors of a folder, read from disk one by one as they are asked for."""
+    """The tensors of a folder, each read from disk when it is asked for."""
 
     def __init__(self, folder: str | os.PathLike[str]):
         """Raises: DataError if the folder has no safetensors, or the file that lists them is damaged."""
@@ -116,7 +116,7 @@ class HFWeights:
 
 
 def side_files(folder: str | os.PathLike[str]) -> dict[str, bytes]:
-    """What is neither weights nor code, by name: config, generation config, tokenizer, chat template."""
+    """Contents of the files that are neither weights nor code, by name: config, generation config, tokenizer, chat template."""
     files = (file for file in sorted(Path(folder).iterdir()) if file.is_file() and not file.name.endswith((*_WEIGHT_SUFFIXES, ".py")))
     return {file.name: file.read_bytes() for file in files}
 

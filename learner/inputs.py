@@ -1,6 +1,6 @@
-"""What the model has to read so that the trained tokens of a batch are predicted: not more, and a group's prompt only once.
+"""The rows that the model must read to predict the trained tokens of a batch: no more, and a group's prompt only once.
 
-A sequence is read up to the token before its last trained one; what comes after predicts nothing that is wanted. Sequences of one group
+A sequence is read up to the token before its last trained one; later tokens predict nothing that is trained. Sequences of one group
 that begin with the same tokens share a prefix: it is read once, and each of them goes on from there.
 """
 
@@ -18,12 +18,13 @@ from correction.errors import DataError
 from learner.balance import SharedPrefix
 
 LEAST_SAVED = 0.1
-"""Share of the rows that a shared prefix must save, or its sequences stay alone: attention to it takes about that much more."""
+"""A prefix is shared only if that saves more than this share of the rows, because attention to a shared prefix takes about that much
+longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """How the R rows that the model reads hang together: T sequences, then C continuations of some of them, all end to end."""
+    """How the R rows that the model reads are connected: T sequences, then C continuations of some of them, all end to end."""
 
     sequences: tuple[int, ...]
     """[T] rows of each, none 0. It starts at position 0 and attends to itself."""
@@ -44,7 +45,8 @@ class ModelInputs:
     predicted: Tensor
     """[M] int64: indices in the batch of the tokens in the loss mask, ascending."""
     predicting_row: Tensor
-    """[M] int64: the row after which each of them comes. The last row of a shared prompt comes before the first token of every answer."""
+    """[M] int64: the row before each of them, which predicts it. The last row of a shared prompt predicts the first token of every
+    answer."""
     row_of_token: Tensor
     """[N] int64: the row in which each token of the batch is read; -1 where none is."""
     routed_experts: Tensor | None = None
@@ -52,10 +54,10 @@ class ModelInputs:
 
     @classmethod
     def of(cls, batch: PackedBatch, *, share_prompts: bool = True, row_multiple: int = 1) -> ModelInputs:
-        """What is read of a batch.
+        """The rows to read for a batch.
 
         Args:
-            row_multiple: R is to be a multiple of it; a sequence that predicts nothing fills it up.
+            row_multiple: R becomes a multiple of it, padded by a sequence that predicts nothing.
         Raises: DataError if the loss mask holds a sequence's first token, which nothing predicts.
         """
         # Longest first, so that beginnings of equal length are neighbours: attention takes them in one call.
@@ -108,9 +110,8 @@ class ModelInputs:
 def find_shared_prefixes(batch: PackedBatch, *, share_prompts: bool) -> list[SharedPrefix]:
     """The prefixes that a batch's sequences share, each sequence in exactly one, with the rows that it takes to read them.
 
-    Only what comes before the first trained token is shared, and only if the tokens are equal, and the experts where they are given (a
-    prompt that was prefilled at two weight versions was routed twice; where they are elsewhere, their keys tell): group ids say where to
-    look.
+    Only tokens before the first trained one are shared, and only among members of one group whose tokens are equal. Routed experts must be
+    equal too, if the batch has them or their keys: a prompt that was prefilled at two weight versions was routed twice.
     Raises: DataError if the loss mask holds a sequence's first token, which nothing predicts.
     """
     lengths, prompts = _extents(batch)
@@ -149,7 +150,7 @@ def _extents(batch: PackedBatch) -> tuple[list[int], list[int]]:
     none = torch.zeros_like(batch.lengths)
     lengths = none.scatter_reduce(0, sequence, place, "amax")
     prompts = none.scatter_reduce(0, sequence, place, "amin", include_self=False)
-    if len(trained) == 0:  # nothing to predict: one token all the same, so that the pass is a pass
+    if len(trained) == 0:  # nothing to predict: read one token all the same, so that there is a pass
         lengths[int(batch.lengths.argmax())] = 1
     return lengths.tolist(), prompts.tolist()
 

@@ -56,7 +56,7 @@ def choose(config: LearnerConfig, device: torch.device) -> Layers:
 
 
 def describe(config: LearnerConfig, device: torch.device) -> str:
-    """Which layers they are, for a person, with the reason where a GPU has to do without TransformerEngine."""
+    """Names the layers for people, with the reason why a rank on a GPU doesn't use TransformerEngine's."""
     chosen = choose(config, device)
     if chosen == "transformer_engine":
         return "layers of TransformerEngine"
@@ -106,7 +106,7 @@ def _obstacle(config: LearnerConfig, device: torch.device) -> str | None:
         return f"its kernels need a GPU, and this rank computes on device {device}"
     if not megatron.HAVE_TE:
         return (
-            "the package transformer-engine isn't here or can't be imported. Install what megatron-core 0.16 takes: "
+            "the package transformer-engine isn't installed or can't be imported. Install what megatron-core 0.16 takes: "
             "pip install --no-build-isolation -c constraints-gpu.txt -e '.[transformer-engine]'"
         )
     return None

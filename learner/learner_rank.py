@@ -42,12 +42,12 @@ from learner.step import ObjectiveFunction, Pass, PhaseTimer, attach_schedule, r
 
 @dataclass(slots=True)
 class _Loaded:
-    """What `load` makes."""
+    """What `load` loads or builds."""
 
     folder: Path
-    """For messages: it need not outlive the load."""
+    """For messages only: the folder may be gone after the load."""
     side_files: dict[str, bytes]
-    """Config, tokenizer and the like, for the folders that rank 0 writes; empty on the others."""
+    """Config, tokenizer and the like, for the model folders that rank 0 writes; empty on other ranks."""
     hf_config: Any
     chunks: list[DistributedDataParallel]
     """This rank's part of the model: one chunk of layers, or virtual_pipeline of them."""
@@ -55,7 +55,7 @@ class _Loaded:
 
 
 class LearnerRank:
-    """A Megatron rank: model, optimizer, and what is done with them.
+    """A Megatron rank: its model and optimizer, and all calls on them.
 
     Life: constructed (joins the process group), `load`ed, then any of the other calls, `close`d. The ranks work together in nearly every
     call: one that is not called lets the others wait until collective_timeout_s.
@@ -279,7 +279,7 @@ class LearnerRank:
             hf_folder: also write a Hugging Face folder, on rank 0, whose memory holds a copy of all weights meanwhile.
         Raises: DataError if the folder is a complete checkpoint already.
         """
-        wait([self._saving] if self._saving else [])  # is_saved tells how it ended; raised here, on one rank, others would wait for it
+        wait([self._saving] if self._saving else [])  # is_saved reports how it ended; raised here, on one rank, the others would wait
         state = self._require()
         write_hf: Callable[[], None] | None = None
         if hf_folder is not None:
@@ -287,7 +287,7 @@ class LearnerRank:
         self._saving = checkpoint.save(folder, state.chunks, state.optimizer, state.hf_config, self.placement, afterwards=write_hf)
 
     def is_saved(self, *, wait: bool = False) -> bool:
-        """Whether this rank has written all that it began to. Raises: DataError if it could not, each time until it begins to again."""
+        """Whether this rank has finished its last save. Raises: DataError if that save failed; again at each call until the next save."""
         if self._saving is None or not (wait or self._saving.done()):
             return self._saving is None
         try:
@@ -377,7 +377,7 @@ class LearnerRank:
 
     @contextmanager
     def _swapped(self, weights: list[Tensor]) -> Iterator[None]:
-        """The model with other weights for a while; its own come back untouched, whatever happens."""
+        """Within the block the model has other weights; its own come back untouched, also after an error."""
         parameters = _parameters(self._policies)
         own = [parameter.data for parameter in parameters]
         try:
@@ -394,6 +394,6 @@ def _parameters(policies: list[model.PolicyModel]) -> list[torch.nn.Parameter]:
 
 
 def _mean(values: list[float | None]) -> float | None:
-    """Mean of the values that are known; None: none is."""
+    """Mean of the values that are not None; None if there are none."""
     found = [value for value in values if value is not None]
     return sum(found) / len(found) if found else None

@@ -22,7 +22,7 @@ from learner.routing import Routes
 
 @dataclass(frozen=True, slots=True)
 class TokenValues:
-    """What the model says of the tokens of a micro-batch; 0 at tokens outside the loss mask."""
+    """Logprobs and entropies of a micro-batch's tokens under the model; 0 at tokens outside the loss mask."""
 
     logprobs: Tensor
     """[N] float32, nats, under the batch's temperature."""
@@ -101,6 +101,6 @@ def supervised_objective(corrected: CorrectedBatch, values: TokenValues) -> Micr
 
 
 def without_loss(corrected: CorrectedBatch) -> CorrectedBatch:
-    """The same tokens with nothing to train."""
+    """A copy whose loss mask is False everywhere, so that nothing is trained."""
     nothing = torch.zeros_like(corrected.keep_mask)
     return replace(corrected, batch=replace(corrected.batch, loss_mask=nothing), keep_mask=nothing)

@@ -39,7 +39,7 @@ with warnings.catch_warnings():
 # where no checkpoint of ours would find it; torch's fused AdamW is one kernel, too.
 _optimizers.USING_PYTORCH_OPTIMIZER = True
 
-# One line a step is the caller's business; these repeat the settings of every buffer and every optimizer.
+# The caller logs one line a step. These loggers would repeat the settings of every buffer and every optimizer.
 for _chatty in ("distributed", "optimizer", "optimizer_param_scheduler", "parallel_state", "num_microbatches_calculator"):
     logging.getLogger(f"megatron.core.{_chatty}").setLevel(logging.WARNING)
 

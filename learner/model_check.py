@@ -13,10 +13,10 @@ from learner.model_family import ModelFamily, Rule, TensorLayout
 
 
 def check_trainable(folder: str | os.PathLike[str], *, has_weights: bool = True) -> Any:
-    """Its transformers config.
+    """Check that the learner can train the model in a folder. Returns: its transformers config.
 
-    Args: has_weights: False: they aren't there yet, and whoever reads them checks them.
-    Raises: DataError naming the file and the option, family or tensor that is in the way.
+    Args: has_weights: False: the weights aren't there yet, and are checked when they are read.
+    Raises: DataError naming the file and the option, family or tensor that can't be trained.
     """
     hf_config = read_config(folder)
     try:

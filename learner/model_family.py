@@ -17,7 +17,7 @@ ATTENTION_NORM_AFTER, FEED_FORWARD_NORM_AFTER = "self_attention.linear_proj.norm
 
 
 class TensorLayout(Enum):
-    """How Megatron holds one or more HF tensors, and how tensor parallelism splits that."""
+    """How Megatron stores one or more HF tensors, and how tensor parallelism splits them."""
 
     REPLICATED = "replicated"
     """One tensor, whole on every rank."""
@@ -49,29 +49,29 @@ class Rule:
 
     @property
     def is_split(self) -> bool:
-        """Whether tensor-parallel ranks have parts of it."""
+        """Whether each tensor-parallel rank has only a part of the parameter."""
         return self.layout is not TensorLayout.REPLICATED and not self.is_expert
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertOptions:
-    """What config.json calls the sizes of a mixture of experts. Their number is num_experts in transformers, whatever the file calls it."""
+    """Names of a mixture of experts' options in config.json. Their number is num_experts in transformers, whatever the file calls it."""
 
     width: str = "moe_intermediate_size"
     """Name of an expert's feed-forward width."""
     normalises: str | None = "norm_topk_prob"
-    """Whether the weights of a token's experts add up to 1; None: they always do."""
+    """Name of the option whether the weights of a token's experts add up to 1; None: they always do."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """A model family: its rules, and what they can't say."""
+    """A model family: its rules, and properties that rules can't express."""
 
     models: str
-    """Models of it, for a reader."""
+    """Names of the family's models, for the docs."""
     rules: tuple[Rule, ...]
     optional_rules: Mapping[str, tuple[Rule, ...]] = field(default_factory=dict)
-    """What an option of config.json adds, unless it is false, by the name of the option."""
+    """Name of an option of config.json -> rules that it adds, unless it is false."""
     supports: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Options of config.json with the values that can be trained, where these are not those of families.SUPPORTED."""
     experts: ExpertOptions | None = None

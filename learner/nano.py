@@ -54,8 +54,8 @@ class NanoModelConfig(Settings):
     max_vocab_size: int = Field(default=512, ge=260, le=10**7)
     """Most tokens of the tokenizer: 256 bytes, 3 special tokens, and the most common words of the given texts."""
     word_share: float = Field(default=0.5, gt=0, le=1)
-    """A word is a token of its own if it stands in at least this share of the texts: what all questions have in common becomes words,
-    what varies stays letters and digits, with which a nano model can compute."""
+    """A word is a token of its own if it occurs in at least this share of the texts. Words that all questions share become tokens; what
+    varies stays letters and digits, which a nano model can compute with."""
     lowercase: bool = False
     """Read capitals as small letters: half the letters to learn, for tasks where case doesn't count. Text no longer round-trips then."""
     tie_word_embeddings: bool = True

@@ -35,18 +35,19 @@ GROUPS = {
     "embedding": "embedding.",
     "lm_head": "output_layer.",
 }
-"""Groups of parameters whose gradient norms are told apart, with what a Megatron name of theirs contains; the first that fits counts.
-Experts belong to mlp, a head that is the embedding to embedding."""
+"""Groups of parameters with gradient norms of their own -> a part of their Megatron names; the first group that fits counts. Experts belong
+to mlp; a head that is tied to the embedding belongs to embedding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What became of one accumulated gradient. Equal on all ranks."""
+    """The result of one accumulated gradient: applied or skipped. Equal on all ranks."""
 
     group_norms: dict[str, float]
-    """L2 norm of the gradient before clipping, by group of parameters (GROUPS); a model that has no router has no entry for it."""
+    """L2 norm of the gradient before clipping, by group of parameters (GROUPS); groups that the model lacks, such as router, are left
+    out."""
     skipped: SkipReason | None
-    """Why it was not applied; None: it was. After an overflow the norms say nothing."""
+    """Why the gradient was not applied; None: it was. After an overflow the norms have no meaning."""
 
     @property
     def norm(self) -> float:
@@ -55,20 +56,20 @@ class Update:
 
 
 def mean_norms(updates: Sequence[Update]) -> dict[str, float]:
-    """By group of parameters, over the updates whose gradient did not overflow; empty if all did."""
+    """Mean norm by group of parameters, over the updates whose gradient did not overflow; empty if all did."""
     measured = [update.group_norms for update in updates if update.skipped is not SkipReason.OVERFLOW]
     return {name: math.fsum(norms[name] for norms in measured) / len(measured) for name in (measured[0] if measured else ())}
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a parameter's state is kept."""
+    """Where this rank keeps the optimizer's state of a parameter."""
 
     adam: torch.optim.Optimizer
     master: Tensor
     """What Adam updates: the parameter, its float32 copy, or a piece of either, laid flat."""
     start: int
-    """First element of the parameter that `master` is for."""
+    """Index, in the flat parameter, of the first element of `master`."""
 
 
 class GuardedOptimizer:
@@ -85,9 +86,9 @@ class GuardedOptimizer:
                     group["fused"] = True  # one pass over the weights instead of about ten
         self._warmup_steps = config.warmup_steps
         self._objective: str | None = None
-        """What the averages belong to; None: not known."""
+        """The objective that Adam's averages were made under; None: not known."""
         self._begun_at = 0
-        """Steps made when the averages were begun."""
+        """Number of updates made before the averages were last restarted."""
 
     @property
     def learning_rate(self) -> float:
@@ -96,21 +97,21 @@ class GuardedOptimizer:
 
     @property
     def steps(self) -> int:
-        """Updates made; a skipped step is none."""
+        """Number of updates made; skipped ones don't count."""
         return int(self._schedule.num_steps)
 
     @property
     def loss_scale(self) -> float | None:
-        """Factor on the next loss, which the gradient is divided by again before it is used; None where nothing is scaled."""
+        """Factor on the next loss; the gradient is divided by it before it is used. None in other types than float16."""
         return None if self._scaler is None else float(self._scaler.scale)
 
     @property
     def _scaler(self) -> Any:
-        """Megatron's, in float16; a model without experts has one optimizer. None in other types."""
+        """Megatron's loss scaler in float16; None in other types. A model without experts, the only kind in float16, has one optimizer."""
         return getattr(self._optimizer.chained_optimizers[0], "grad_scaler", None)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """What Megatron's schedule begins the backward pass with."""
+        """The loss times loss_scale: Megatron's schedule begins the backward pass with it."""
         return loss if self._scaler is None else loss * self._scaler.scale
 
     def zero_grad(self) -> None:
@@ -125,10 +126,10 @@ class GuardedOptimizer:
         self._optimizer.zero_grad()
 
     def follow(self, objective: str) -> None:
-        """Begin Adam's averages anew if the gradients to come are of another objective than those so far.
+        """Restart Adam's averages if the coming gradients are of another objective than those so far.
 
-        After an alarm the averages hold the gradients that led to it, and the first would go on in their direction for 1 / (1 - beta1)
-        steps. A fresh Adam moves every weight by the whole learning rate whatever its gradient, so that the warm-up is gone through again.
+        After an alarm the averages hold the gradients that led to it, and the first average would push on in their direction for 1 / (1 -
+        beta1) steps. A fresh Adam moves every weight by the whole learning rate whatever its gradient, so the warm-up starts again, too.
         Source: Asadi, Fakoor, Sabach (2023), Resetting the Optimizer in Deep RL; the warm-up: Ma and Yarats (2021).
         """
         if self._objective not in (None, objective):
@@ -143,8 +144,8 @@ class GuardedOptimizer:
     def finish(self, *, gradient_scale: float = 1.0, loss_is_finite: bool = True) -> Update:
         """Scale, measure, clip and apply the accumulated gradient, or skip it.
 
-        Skipped is what is not finite, and a gradient that is 0 everywhere, of a batch that was rejected to the last token: there is nothing
-        to learn from it, but Adam's averages would go on in the direction of earlier steps. (A balancing loss still has a gradient then.)
+        Skipped are gradients that are not finite, and a gradient that is 0 everywhere, as of a batch whose tokens were all rejected: Adam's
+        averages would still move the weights in the direction of earlier steps. (With a balancing loss the gradient isn't 0.)
         In float16 the gradient is first divided by the loss scale, and Megatron's scaler adapts that by what it found.
         The decision rests on numbers that are equal on all ranks (the norm is reduced), so all ranks skip together or none does.
         Args:
@@ -171,7 +172,8 @@ class GuardedOptimizer:
         return update
 
     def _group_norms(self) -> dict[str, float]:
-        """L2 norms of the gradients that `prepare_grads` left. What several ranks hold counts once: squares are added over their parts."""
+        """L2 norms of the gradients that `prepare_grads` left. Squares are added over ranks; a parameter that several ranks hold counts
+        once."""
         sums = torch.zeros(2, len(GROUPS), dtype=torch.float64)  # of squares, and of parameters
         index = {name: i for i, name in enumerate(GROUPS)}
         for optimizer in self._optimizer.chained_optimizers:
@@ -196,7 +198,7 @@ class GuardedOptimizer:
 
     @cached_property
     def _groups(self) -> dict[int, str]:
-        """By the id of what Adam updates, the group of its parameter."""
+        """id() of the tensor that Adam updates -> the group of its parameter."""
         names = {parameter: name for chunk in self._chunks for name, parameter in unwrap(chunk).named_parameters()}
         return {id(place.master): _group_of(names[parameter]) for parameter, place in self._places.items()}
 
@@ -208,7 +210,7 @@ class GuardedOptimizer:
         return any(isinstance(one, DistributedOptimizer) for one in self._optimizer.chained_optimizers)
 
     def state_of(self, parameter: torch.nn.Parameter) -> tuple[int, dict[str, Tensor]]:
-        """What this rank keeps for a parameter, by kind, and the first element of it that this is for.
+        """The state that this rank keeps for a parameter, by kind, and the index of the parameter's first element that it is for.
 
         Kinds: Adam's averages and its number of updates (a scalar), and `master` where the weight itself is in half precision.
         """
@@ -222,7 +224,8 @@ class GuardedOptimizer:
 
     @torch.no_grad()
     def set_state(self, parameter: torch.nn.Parameter, states: dict[str, Tensor]) -> None:
-        """The inverse, after the weight itself; the states are for the whole parameter, of which this rank takes what it keeps."""
+        """Set a parameter's state; to be called after its weight is set. The states are for the whole parameter; this rank takes its
+        piece."""
         place = self._places.get(parameter)
         if place is None:
             return
@@ -237,14 +240,14 @@ class GuardedOptimizer:
         }
 
     def schedule_state(self) -> dict[str, Any]:
-        """State of the learning rate, what Adam's averages are of, and the loss scale; plain values."""
+        """State of the learning rate, the objective of Adam's averages, and the loss scale, as plain values."""
         state = {**self._schedule.state_dict(), "objective": self._objective, "begun_at": self._begun_at}
         if self._scaler is not None:
             state["loss_scale"] = self._scaler.state_dict() | {"scale": self.loss_scale}
         return state
 
     def load_schedule_state(self, state: dict[str, Any]) -> None:
-        self._schedule.num_steps = 0  # it adds the saved ones; and what a recipe says now wins over what it said then
+        self._schedule.num_steps = 0  # load_state_dict adds the saved number; the present recipe wins over the saved one
         self._schedule.load_state_dict(state)
         self._objective, self._begun_at = state.get("objective"), state.get("begun_at", 0)
         if self._scaler is not None and "loss_scale" in state:  # of a checkpoint in another type there is none

@@ -1,4 +1,4 @@
-"""A corrected batch as its optimizer steps, and what their passes said of its tokens."""
+"""Splits a corrected batch into its optimizer steps, and collects what their passes computed for its tokens."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def first_values(
 ) -> tuple[Tensor, Tensor, FinalDecision]:
     """Logprobs [N], entropies [N] and what was decided about the trained tokens, each from the first pass that it was in."""
     batch = corrected.batch
-    logprobs, entropies, weights, coefficients = (torch.zeros(batch.num_tokens, dtype=torch.float32) for _ in range(4))  # they travel apart
+    logprobs, entropies, weights, coefficients = (torch.zeros(batch.num_tokens, dtype=torch.float32) for _ in range(4))  # sent separately
     keep, clipped, before_update = (torch.zeros(batch.num_tokens, dtype=torch.bool) for _ in range(3))
     counts = []
     for number, ((sequences, _), done) in enumerate(zip(shares, passes, strict=False)):
@@ -98,7 +98,7 @@ def first_values(
 
 
 def uncorrected(batch: PackedBatch) -> CorrectedBatch:
-    """The batch as it is: every weight 1, every token of the loss mask kept."""
+    """The batch without a correction: every weight 1, every token of the loss mask kept."""
     ones = torch.ones(batch.num_tokens)
     return CorrectedBatch(batch, importance_weights=ones, keep_mask=batch.loss_mask, token_scale=ones)
 

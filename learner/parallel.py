@@ -45,12 +45,12 @@ class Placement:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the model's output comes out here."""
+        """Whether this rank holds the model's last stage, which has its output."""
         return self.pipeline_rank == self.pipeline_parallel - 1
 
     @property
     def layout(self) -> dict[str, int]:
-        """How many ranks share what."""
+        """The sizes of the parallel groups, by name."""
         return {
             "data_parallel": self.data_parallel,
             "tensor_parallel": self.tensor_parallel,
@@ -77,11 +77,12 @@ class Placement:
         return group
 
     def is_first_copy(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether this rank is the first of those that hold the same parameter; an expert is on fewer of them, which Megatron marks."""
+        """Whether this rank is the first of those that hold the same copy of a parameter. Fewer ranks hold an expert; Megatron marks its
+        parameters."""
         return self.data_rank == 0 if getattr(parameter, "allreduce", True) else parallel_state.get_expert_data_parallel_rank() == 0
 
     def from_stage(self, stage: int, value: T) -> T:
-        """What a pipeline stage has as `value`, on all stages."""
+        """The `value` of one pipeline stage, sent to all stages."""
         if self.pipeline_parallel == 1:
             return value
         holder = [value]
@@ -89,7 +90,7 @@ class Placement:
         return holder[0]
 
     def common_to_all(self, names: set[str]) -> set[str]:
-        """Those that are in every rank's set."""
+        """The names that are in every rank's set; all ranks call."""
         if self.world_size == 1:
             return names
         every: list[set[str]] = [set()] * self.world_size
@@ -186,7 +187,7 @@ def join(config: LearnerConfig, rank: int, world_size: int, master_addr: str, ma
 
 
 def leave() -> None:
-    """Give up the groups, so that the process can end or join anew."""
+    """Destroy the groups, so that the process can end or join new ones."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():

@@ -1,6 +1,6 @@
 """Whether a config.json can be trained, for most of those that can, without transformers: importing it, and torch with it, takes seconds.
 
-Whoever gets no yes here asks transformers (learner/model_check.py), which alone says no, and why.
+If the answer here isn't yes, the caller asks transformers (learner/model_check.py), which alone says no, and why.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SIZES_OF = {
     "mixtral": _SIZES | {"num_local_experts", "num_experts_per_tok"},
     "olmoe": _SIZES | {"num_experts", "num_experts_per_tok"},
 }
-"""By model_type: what the file has to say. Of all else transformers' defaults are what the learner supports."""
+"""By model_type: options that the file must have. For all others, transformers' defaults are values that the learner supports."""
 
 
 def _is_size(value: Any) -> bool:

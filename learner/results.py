@@ -1,4 +1,4 @@
-"""What the learner answers. The driver and the correction service read it, which have no use for Megatron: it is not imported here."""
+"""The learner's results. The driver and the correction service read them and don't need Megatron, so it is not imported here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepValues:
-    """What a step says of its batch's N tokens."""
+    """What a step computed for its batch's N tokens."""
 
     target_logprobs: Tensor
     """[N] float32, CPU: log pi_theta of each trained token in the first forward pass that it was in, 0 elsewhere. With one optimizer
@@ -65,11 +65,11 @@ class StepResult:
     trained_tokens: int
     """In the loss mask."""
     kept_tokens: int
-    """Of those, what was left in the loss at their first forward pass; 0: everything was rejected."""
+    """Trained tokens that were left in the loss at their first forward pass; 0: all were rejected."""
     optimizer_steps: int
     """Updates made."""
     skipped: tuple[SkipReason, ...]
-    """Of each update that was not made, why."""
+    """The reason of each update that was not made."""
     loss_scale: float | None
     """Loss scale of the next update; None in other types than float16."""
     microbatches: int
@@ -86,7 +86,7 @@ class StepResult:
         """The result of a batch without tokens (every answer was left out): no update is made.
 
         Args:
-            updates: that a batch has, all of them left out.
+            updates: number of updates that a batch has; all are skipped.
             learning_rate, loss_scale: the optimizer's.
         """
         import torch
@@ -122,7 +122,7 @@ class StepResult:
 
     @property
     def overflowed_steps(self) -> int:
-        """Those of them that the loss scale made overflow."""
+        """Updates not made because the gradient overflowed under the loss scale."""
         return self.skipped.count(SkipReason.OVERFLOW)
 
     @property

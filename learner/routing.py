@@ -81,7 +81,7 @@ class RouterChoice:
     """The experts of the rows that the layer reads; None: nobody asks for them or gives them."""
 
     def attach(self, layer: torch.nn.Module) -> None:
-        """To a transformer layer with a router."""
+        """Attach this to a transformer layer with a router."""
 
         def read_routes(_: Any, inputs: Any, options: dict[str, Any]) -> None:
             self.routes = options["packed_seq_params"].routes
@@ -111,7 +111,8 @@ def gather_taken(
     layers: int,
     placement: Placement,
 ) -> Tensor:
-    """[N, layers, k], CPU: where the tokens of a batch were sent, complete on every rank; experts 0 to k - 1 where none was read.
+    """[N, layers, k], CPU: experts that each token of a batch was routed to, complete on every rank; 0 to k - 1 for a token that wasn't
+    read.
 
     Args:
         routes, row_of_token: of this rank's micro-batches, with the row in which each token of them is read, or -1.
@@ -132,7 +133,7 @@ def gather_taken(
 
 
 def mean_agreement(routes: Sequence[Routes], row_of_token: Sequence[Tensor], parts: Sequence[Sequence[int]], placement: Placement) -> float:
-    """Over all rows of all ranks' micro-batches in which a token is read, and over layers, without rows that only fill up."""
+    """Mean of `agrees` over layers and over the rows of all ranks' micro-batches in which a token is read; padding rows don't count."""
     sums = torch.zeros(2, dtype=torch.float64, device=placement.device)
     for one, rows, part in zip(routes, row_of_token, parts, strict=True):
         if part:

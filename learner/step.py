@@ -47,10 +47,10 @@ class PhaseTimer:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What the micro-batches of one optimizer step, or of one forward, came to."""
+    """The result of the micro-batches of one optimizer step, or of one forward pass."""
 
     sums: Tensor | None
-    """The objective's, over micro-batches and ranks."""
+    """The objective's sums, over micro-batches and ranks; None without an objective."""
     logprobs: Tensor
     """[N] float32, CPU, of the whole batch: complete on every rank."""
     entropies: Tensor
@@ -66,7 +66,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchOutput:
-    """What one micro-batch of this rank came to, detached."""
+    """The result of one micro-batch of this rank, detached."""
 
     logprobs: Tensor
     """[n] float32, of the micro-batch's tokens."""
@@ -146,8 +146,8 @@ def run_microbatches(
 def microbatches_of_this_rank(
     transformer: TransformerConfig, batch: PackedBatch, config: LearnerConfig, placement: Placement
 ) -> tuple[tuple[tuple[int, ...], ...], list[tuple[int, ...]]]:
-    """The sequences of a batch that are this rank's, micro-batch by micro-batch; and those that it reads for each, which are others where
-    a micro-batch has no tokens."""
+    """This rank's sequences of a batch, by micro-batch; and the sequences that it reads for each, which differ if a micro-batch has no
+    tokens."""
     prefixes = find_shared_prefixes(batch, share_prompts=_shares_prompts(config, placement))
     multiple = placement.pipeline_parallel if config.virtual_pipeline > 1 else 1
     plan = balance.plan(prefixes, placement.data_parallel, config.tokens_per_microbatch, transformer.hidden_size, multiple=multiple)
@@ -162,20 +162,20 @@ def _shares_prompts(config: LearnerConfig, placement: Placement) -> bool:
 
 
 def _whole(corrected: CorrectedBatch, *, trains: bool) -> CorrectedBatch:
-    """With the wide fields that its pass looks at."""
+    """The batch with the wide fields that its pass reads."""
     return replace(corrected, batch=corrected.batch.with_wide_fields(routes_only=not trains))
 
 
 def _share_of_this_rank(
     transformer: TransformerConfig, corrected: CorrectedBatch, config: LearnerConfig, placement: Placement, *, trains: bool
 ) -> tuple[tuple[tuple[int, ...], ...], list[Microbatch]]:
-    """Which sequences are this rank's, micro-batch by micro-batch, and those as the model takes them.
+    """This rank's sequences, by micro-batch, and the same as inputs of the model.
 
-    Ranks pass through equally many micro-batches; one that has nothing left computes a sequence without loss. So does every rank where
-    the interleaved schedule wants the number of micro-batches to be a multiple of that of the stages: of a sequence without loss one row is
-    read, and a pass over that costs less than cutting the others smaller.
+    All ranks have equally many micro-batches; a rank that has nothing left computes a sequence without loss. So does every rank if the
+    interleaved schedule wants the number of micro-batches to be a multiple of the number of stages: only one row of such a sequence is
+    read, which costs less than smaller micro-batches.
     Args:
-        trains: rows are filled up so that few shapes come up; where each is met once, that gains nothing.
+        trains: rows are padded so that few shapes occur. A forward alone meets each shape once, and gains nothing by that.
     """
     parts, read = microbatches_of_this_rank(transformer, corrected.batch, config, placement)
     chosen = [
@@ -184,7 +184,7 @@ def _share_of_this_rank(
     ]
     shares = _shares_prompts(config, placement)
     row_parts = placement.tensor_parallel if config.sequence_parallel else 1
-    fills = trains and placement.device.type == "cpu" and transformer.num_moe_experts is None  # experts would be sent what fills up
+    fills = trains and placement.device.type == "cpu" and transformer.num_moe_experts is None  # experts would be sent the padding
     row_multiple = math.lcm(row_parts, matrix_products.TRAINED_ROW_MULTIPLE) if fills else row_parts
     inputs = [ModelInputs.of(one.batch, share_prompts=shares, row_multiple=row_multiple) for one in chosen]
     if config.moe_aux_loss_coefficient:
@@ -218,7 +218,7 @@ def _gather(
         counts = _total([one.counts.values for one in decided], placement)
         labels = decided[0].counts.labels if decided else None
     values, sums, counts, labels = placement.from_stage(placement.pipeline_parallel - 1, (values.cpu(), sums, counts, labels))
-    logprobs, entropies, weights, keep, coefficients, clipped = (row.clone() for row in values)  # a part would travel with the whole
+    logprobs, entropies, weights, keep, coefficients, clipped = (row.clone() for row in values)  # a view would be sent with its storage
     final = None
     if counts is not None and labels is not None:
         final = FinalDecision(keep.bool(), weights, DecisionCounts(labels, counts), coefficients, clipped.bool())
@@ -226,7 +226,7 @@ def _gather(
 
 
 def _total(rows: Sequence[Tensor | None], placement: Placement) -> Tensor | None:
-    """Sum over micro-batches and ranks, on the CPU; None where there is nothing to add up, which is so on all ranks or none."""
+    """Sum over micro-batches and ranks, on the CPU; None if there are no rows, which is so on all ranks or on none."""
     found = [row for row in rows if row is not None]
     return placement.sum_over_data(torch.stack(found).sum(0)).cpu() if found else None
 
@@ -263,7 +263,8 @@ def train_step(
 
 
 def attach_schedule(chunks: Sequence[DistributedDataParallel], optimizer: GuardedOptimizer) -> None:
-    """Give Megatron's schedule how to begin a backward pass (float16's loss scale) and to end it: sum over ranks, divide by nothing."""
+    """Tell Megatron's schedule how to begin a backward pass (float16's loss scale) and how to end it: sum gradients over ranks, without a
+    division."""
 
     def finalize(models: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
         finalize_model_grads(models, None, **options)

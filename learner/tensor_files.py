@@ -1,4 +1,4 @@
-"""What safetensors says of a file that it could not write, as other writers of files say it."""
+"""Turns safetensors' error for a file that could not be written into an OSError, as other writers of files raise it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 
 @contextmanager
 def saving(path: Path) -> Iterator[Path]:
-    """Around a call of safetensors' save_file with this path. Raises: OSError in place of SafetensorError: a full disk, most often."""
+    """To be put around a call of safetensors' save_file with this path. Raises: OSError instead of SafetensorError, as for a full disk."""
     try:
         yield path
     except SafetensorError as error:

@@ -62,7 +62,7 @@ def warm_up(
     config: WarmupConfig,
     on_step: Callable[[int, float], None] | None = None,
 ) -> list[float]:
-    """Train on demonstrations in a random order, gone through as often as it takes. Every rank calls with the same ones.
+    """Train on demonstrations in a random order, repeated as often as the steps need. Every rank calls with the same ones.
 
     Args:
         on_step: called after each step with its number, from 0, and its loss.

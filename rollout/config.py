@@ -154,9 +154,9 @@ class _Reward(Settings):
     start_deadline_s: PositiveFloat = 60.0
     """Longest time for a scoring process to import what it needs."""
     processes: PositiveInt = Field(default=2, le=1024)
-    """Scoring processes of each rollout worker: so many completions are scored at a time."""
+    """Scoring processes of each rollout worker: how many completions it scores at the same time."""
     memory_gib: PositiveFloat | None = 4.0
-    """A scoring process that needs more, with all that it starts, fails the call instead of the machine; empty: no limit."""
+    """Memory of a scoring process and all that it starts, GiB. Beyond it the scoring call fails, and not the machine; empty: no limit."""
 
 
 class ReasoningGymReward(_Reward):
@@ -165,7 +165,7 @@ class ReasoningGymReward(_Reward):
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     """Which scorer."""
     dataset: str | None = None
-    """The data set, where the questions are rows that `evenkeel filter` wrote of it; empty: the task's own."""
+    """The data set that made the questions, if they are rows that `evenkeel filter` wrote; empty: the task's own."""
     options: dict[str, Any] = Field(default_factory=dict)
     """With dataset: its settings, as they were when it made the questions."""
 
@@ -185,7 +185,7 @@ class ExactMatchReward(_Reward):
     kind: Literal["exact_match"] = "exact_match"
     """Which scorer."""
     ignore_case: bool = False
-    """Take A and a for the same."""
+    """Ignore the difference between upper and lower case."""
 
 
 class FunctionReward(_Reward):
@@ -225,19 +225,19 @@ _BIASING = {
     "presence_penalty": (0.0, _PENALISED),
     "min_tokens": (0, "the end of the answer would be forbidden in the engine, but not in the learner"),
 }
-"""What SGLang can sample with and evenkeel does not: the one value that is allowed, and why no other is."""
+"""Sampling parameters of SGLang that evenkeel doesn't use: for each the one value that is allowed, and why no other is."""
 
 
 class SamplingConfig(Settings):
-    """How the engines sample while training: from the whole distribution. What would bias every ratio (top_p, top_k, min_p, penalties,
-    min_tokens) is refused."""
+    """How the engines sample while training: from the whole distribution. Parameters that would bias every ratio (top_p, top_k, min_p,
+    penalties, min_tokens) are refused."""
 
     temperature: PositiveFloat = Field(default=1.0, le=100.0)
     """Logits are divided by it, in the engine and in the learner alike."""
     max_tokens: PositiveInt = Field(default=256, le=10**8)
-    """Longest answer; what is cut there is counted, and treated as rollout.overlong says."""
+    """Longest answer, tokens. Longer ones are cut there, counted, and treated as rollout.overlong says."""
     samples_per_group: int = Field(default=8, ge=2, le=10**5)
-    """Answers to each prompt: a group, which is its own baseline, and so needs two."""
+    """Answers to each prompt. They are a group, whose mean reward is the baseline of each, so at least 2."""
 
     @model_validator(mode="before")
     @classmethod
@@ -297,21 +297,21 @@ class TrainOverlong(Settings):
 
 
 class MaskOverlong(Settings):
-    """They are left out of the loss; their rewards stay in the group's baseline (DAPO's overlong filtering)."""
+    """Answers cut at max_tokens are left out of the loss; their rewards stay in the group's baseline (DAPO's overlong filtering)."""
 
     kind: Literal["mask"] = "mask"
     """What becomes of an answer cut at max_tokens."""
 
 
 class PenaliseOverlong(Settings):
-    """They are trained with a lower reward; with ramp_tokens, so are those that come close (DAPO's soft overlong punishment)."""
+    """Answers cut at max_tokens get a lower reward; with ramp_tokens, so do answers almost as long (DAPO's soft overlong punishment)."""
 
     kind: Literal["penalise"] = "penalise"
     """What becomes of an answer cut at max_tokens."""
     penalty: PositiveFloat = 1.0
     """Taken off the reward of a cut answer."""
     ramp_tokens: int = Field(default=0, ge=0)
-    """Over the last so many tokens before max_tokens the penalty grows linearly from 0, for finished answers too."""
+    """Number of tokens before max_tokens over which the penalty grows linearly from 0; finished answers of that length pay it too."""
 
 
 OverlongConfig = Annotated[TrainOverlong | MaskOverlong | PenaliseOverlong, Field(discriminator="kind")]
@@ -321,15 +321,15 @@ class RolloutConfig(PoolSizeConfig):
     """What happens to a prompt."""
 
     gpus_per_worker: PositiveFloat = Field(default=1.0, le=1)
-    """Share of a GPU that a worker asks for; below 1 a learner's rank, or another worker, fits on it too. On a CPU it has no meaning; with
-    engine.tensor_parallel it is 1, for each rank."""
+    """Share of a GPU that a worker asks for; below 1 a learner's rank, or another worker, fits on it too. Not used on a CPU. With
+    engine.tensor_parallel above 1 it must be 1, for each rank."""
     slots: PositiveInt | None = None
-    """Groups that a worker has under way at most; it takes the next one when one is finished. Unset: twice as many as
-    max_running_requests has room for, so that places of a group's first answers don't stay empty until its last one."""
+    """Most groups that a worker has under way; it takes the next one when one is finished. Unset: twice as many as max_running_requests
+    has room for, so that the places of a group's first answers don't stay empty until its last one is done."""
     task: TaskConfig
     """Where the questions come from."""
     reward: RewardConfig
-    """What an answer is worth."""
+    """How an answer is scored."""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """How answers are sampled for training."""
     overlong: OverlongConfig = Field(default_factory=TrainOverlong)
@@ -371,12 +371,12 @@ class RolloutConfig(PoolSizeConfig):
 
     @property
     def gpus_of_a_worker(self) -> float:
-        """GPUs that a worker asks Ray for, where its engine computes on GPUs."""
+        """GPUs that a worker asks Ray for, if its engine computes on GPUs."""
         return self.gpus_per_worker * self.engine.tensor_parallel
 
     @property
     def slots_per_worker(self) -> int:
-        """Groups that a worker has under way at most."""
+        """Most groups that a worker has under way."""
         return self.slots or 2 * -(-self.engine.max_running_requests // self.sampling.samples_per_group)
 
     def max_prompt_tokens(self, model_context: int) -> int:

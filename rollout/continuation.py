@@ -28,7 +28,7 @@ def unsampled(prompt_ids: Sequence[int], prompt_id: str) -> Trajectory:
 
 
 def kept(answer: Trajectory, longest: int) -> Trajectory:
-    """What of an answer under way is kept: all but its last token, which is sampled again.
+    """The part of an answer under way that is kept: all but its last token, which is sampled again.
 
     An aborted answer doesn't say whether it ended at that token. The token is dropped whichever it is, so nothing is biased.
     Args:

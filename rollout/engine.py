@@ -28,7 +28,7 @@ _READ_ONLY = {"max_new_tokens": 0, "temperature": 1.0}
 
 
 class RolloutEngine(UpdatableEngine):
-    """An engine that samples and scores. While it is dirty it refuses to; requests that were in flight then end with an EngineDirty."""
+    """An engine that samples and scores. While it is dirty it refuses requests, and those that were in flight end with an EngineDirty."""
 
     def __init__(
         self, name: str, config: EngineConfig, process: EngineProcess, vocab_size: int, version: int, experts: ExpertShape | None = None
@@ -36,7 +36,7 @@ class RolloutEngine(UpdatableEngine):
         """Use RolloutEngine.start."""
         super().__init__(name, config, process, version)
         self.vocab_size = vocab_size
-        """Token ids are below it."""
+        """Size of the vocabulary: token ids are below it."""
         self.longest_prompt: int = process.engine.tokenizer_manager.max_req_input_len - 1
         """Longest prompt that SGLang takes, tokens: it wants room to sample a few more than one."""
         self.context_length = self.longest_prompt + 5
@@ -46,7 +46,7 @@ class RolloutEngine(UpdatableEngine):
         self._in_groups = [0] * config.attention_data_parallel
         """Answers under way in each group of ranks."""
         self.is_leaving = False
-        """What is in flight has been handed back, and nothing is sampled any more."""
+        """True from `hand_back` on: requests in flight are handed back, and nothing is sampled any more."""
 
     @classmethod
     async def start(
@@ -161,7 +161,7 @@ class RolloutEngine(UpdatableEngine):
 
     @contextlib.contextmanager
     def _in_a_group(self, answers: int) -> Iterator[dict[str, int]]:
-        """SGLang's argument for the group of ranks with the fewest answers under way: it reads the prompt, and samples all of these."""
+        """SGLang's argument that sends a prompt and all of its answers to the group of ranks with the fewest answers under way."""
         if len(self._in_groups) == 1:
             yield {}
             return
@@ -173,7 +173,8 @@ class RolloutEngine(UpdatableEngine):
             self._in_groups[group] -= answers
 
     async def hand_back(self) -> None:
-        """Sample nothing more: `generate` returns what there is of each sample, now and from now on. Returns when nothing is in flight."""
+        """Stop sampling for good: calls of `generate`, present and later ones, return what there is of each sample. Returns when no request
+        is in flight."""
         self.is_leaving = True
         while self._requests:
             self._manager.abort_request(abort_all=True)
@@ -206,8 +207,8 @@ class RolloutEngine(UpdatableEngine):
     ) -> list[dict[str, Any]]:
         """The answers, in SGLang's form, to each of the inputs under its sampling parameters.
 
-        They are one batch to SGLang: to handle a call costs it about as much as to sample a short answer of a small model. All are aborted
-        in the engine as soon as nobody waits for them, or one of them fails.
+        They go to SGLang as one batch, because handling a call takes it about as long as sampling a short answer of a small model. All of
+        them are aborted in the engine as soon as nobody waits for them, or one of them fails.
         """
         failed_updates = self._failed_updates
         request_ids = [uuid.uuid4().hex for _ in samplings]

@@ -1,8 +1,8 @@
-"""SGLang's arguments that would break what evenkeel rests on: that a token's logprob is of the distribution that it was drawn from, and
-that an engine computes with the weights that were sent.
+"""Arguments of SGLang that are refused, because they would break what evenkeel relies on: that a token's logprob is of the distribution
+that it was drawn from, and that an engine computes with the weights that were sent.
 
-What makes an engine round otherwise than the learner (kv_cache_dtype, quantised sums over ranks) is handed on: that is mismatch, which the
-correction bears. A test has every field of SGLang's ServerArgs in one of three lists, so that a new one is looked at.
+Arguments that only change rounding (kv_cache_dtype, quantised sums over ranks) are handed on: that is mismatch, which the correction
+handles. A test requires every field of SGLang's ServerArgs to be in one of three lists, so that somebody looks at each new one.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "rollout.workers",
     ),
 )
-"""Beginnings of names, why not, what to set instead."""
+"""Prefixes of argument names, why they are refused, and what to set instead."""
 _WHOLE = "weights are sent to, and compared with, ranks that each have a part of every tensor"
 _EXPERTS = "rollout.engine.expert_parallel"
 _ONE_NODE = "a rollout worker is one actor on one node, and asks Ray for a GPU for each of rollout.engine.tensor_parallel ranks"
@@ -121,11 +121,11 @@ def refusal(name: str) -> tuple[str, str] | None:
 
 
 def unknown(attention_backend: str | None, arguments: Mapping[str, Any], *, on_cpu: bool) -> Iterator[tuple[str, str]]:
-    """What SGLang would end with when it starts: (what it doesn't know, what may be meant).
+    """Names that SGLang doesn't know and would refuse at its start. Yields (which one, what may be meant).
 
     Args:
         attention_backend, arguments: rollout.engine's attention_backend and engine_args.
-        on_cpu: where attention_backend may be "stock" as well.
+        on_cpu: the engine computes on a CPU, where attention_backend may be "stock" as well.
     """
     for name in arguments:
         if name not in HANDED_ON:

@@ -40,8 +40,8 @@ RESERVED_ARGUMENTS = {
 }
 """SGLang arguments that evenkeel sets itself, and what to set instead of each."""
 _OF_A_SHARE = {"chunked_prefill_size": PREFILL_TOKENS, "disable_prefill_cuda_graph": True}
-"""Of an engine with a share of a GPU, all of which is counted (correction/engines/gpu_share.py): a chunk to match, and no graphs of
-prefill, which would be 42 for that chunk and take 336 MiB by SGLang's own estimate."""
+"""Arguments of an engine with a share of a GPU, so that all of its memory can be counted (correction/engines/gpu_share.py): a small
+prefill chunk, and no CUDA graphs of prefill, of which that chunk would have 42, 336 MiB by SGLang's own estimate."""
 
 
 class EngineDeadlines(DerivedSettings):
@@ -50,14 +50,14 @@ class EngineDeadlines(DerivedSettings):
     DERIVED: ClassVar[frozenset[str]] = frozenset({"start_s", "generate_s", "update_s", "control_s"})
 
     heartbeat_s: float = Field(default=30.0, gt=0)
-    """An engine that answers no probe for so long, and computes nothing, is lost; of other waits only update_s loses one that answers."""
+    """An engine that answers no probe for this long, and computes nothing, is lost. An engine that answers is lost only by update_s."""
     start_s: float = Field(default=300.0, gt=0)
     """From the first import to the first answer; a large model on a cold disk needs more."""
     generate_s: float = Field(default=120.0, gt=0)
-    """One request, those before it and weight updates in between included; past it the request has failed, not the engine."""
+    """One request, including requests before it and weight updates in between. Past this the request has failed, not the engine."""
     update_s: float = Field(default=120.0, gt=0)
-    """One weight update, pause to continue, of weights that are on its node; an engine that needs longer is lost. Also joining and leaving
-    the broadcast group."""
+    """One weight update from pause to continue, with weights that are on the engine's node; an engine that needs longer is lost. Also
+    joining and leaving the broadcast group."""
     control_s: float = Field(default=60.0, gt=0)
     """Any other request: specs, checksums, scores."""
     shutdown_s: float = Field(default=15.0, gt=0)
@@ -95,7 +95,7 @@ class EngineConfig(Settings):
     """Share of the GPU memory that is free when the engine starts, for weights and KV cache; with rollout.gpus_per_worker below 1 of all
     its memory. Unset: SGLang's choice, or what context, graphs and sampler leave of the worker's share. Not used on a CPU."""
     gpu_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of a GPU's whole memory that the engine keeps to, all of it included; set by the run's rollout.gpus_per_worker."""
+    """Share of a GPU's whole memory within which the engine keeps all that it allocates; set by the run's rollout.gpus_per_worker."""
     context_length: int | None = Field(default=None, ge=2)
     """Longest prompt and response together; unset: the model's own."""
     attention_backend: str | None = None
@@ -103,9 +103,10 @@ class EngineConfig(Settings):
     batch_invariant: bool = False
     """Batch-invariant operators, for true on-policy training; set by the run's true_on_policy together with the learner's."""
     projection_parts: int = Field(default=1, ge=1, le=10**4)
-    """With batch_invariant: parts in which attention and MLP are projected back, then added, as the learner's tensor-parallel ranks do."""
+    """With batch_invariant: number of partial products that the output projections of attention and MLP add up, as many as the learner's
+    tensor-parallel ranks."""
     return_routed_experts: bool = False
-    """Return with each answer which experts its tokens were sent to; set by the run's learner.routing_replay: rollout."""
+    """Return with each answer the experts that its tokens were routed to; set by the run's learner.routing_replay: rollout."""
     prefix_cache: bool = True
     """Keep keys and values of shared prefixes; those of an older weight version are never reused."""
     weight_update_mode: UpdateMode = "retract"
@@ -198,7 +199,7 @@ class EngineConfig(Settings):
 
     @property
     def has_float8(self) -> bool:
-        """The learner's projections come in float8."""
+        """Whether the learner sends its projections in float8."""
         return self.quantization == "float8_block"
 
     @property
@@ -214,17 +215,18 @@ class EngineConfig(Settings):
 
     @property
     def resolved_dtype(self) -> Dtype:
-        """bfloat16 on a GPU and float32 on a CPU, where it is auto. (SGLang's own auto makes float16 of a float32 folder.)"""
+        """The dtype; auto is bfloat16 on a GPU and float32 on a CPU. (SGLang's own auto turns a float32 folder into float16.)"""
         return dtype_of(self.dtype, self.resolved_device)
 
     @property
     def has_compiled_attention(self) -> bool:
-        """Whether the engine attends by rollout/sglang_plugin/attention.c. It knows no steps that are filled up, as those of groups are."""
+        """Whether the engine's attention is rollout/sglang_plugin/attention.c. It can't take padded steps, which groups of ranks have."""
         has_own = self.attention_backend is None and not self.batch_invariant and self.attention_data_parallel == 1
         return self.resolved_device == "cpu" and has_own
 
     def cpu_cache_tokens(self, context: int) -> int:
-        """Of the KV cache on a CPU, where SGLang would take most of the machine's memory. Args: context: of a request, tokens."""
+        """Tokens in the KV cache on a CPU, where SGLang by itself would take most of the machine's memory. Args: context: of a request,
+        tokens."""
         return self.max_total_tokens or min(self.max_running_requests * context, 65_536)
 
     def sglang_arguments(self, model_folder: str, model_context: int, version: int, *, has_weights: bool = True) -> dict[str, Any]:
@@ -233,7 +235,7 @@ class EngineConfig(Settings):
         Args:
             model_context: context length from the model's config, tokens.
             version: weight version of the folder.
-            has_weights: False: the folder is taken for its config alone. Only such an engine is quantised: a folder isn't.
+            has_weights: False: only the folder's config is read. Only such an engine can be quantised, because the folder's weights aren't.
         """
         on_cpu = self.resolved_device == "cpu"
         context = self.context_length or model_context

@@ -165,7 +165,7 @@ class EngineProcess:
             task.add_done_callback(_forget)
 
     def declare_lost(self, reason: str) -> None:
-        """Everybody who waits, and every later call, gets an EngineError; the processes stay until shutdown."""
+        """Mark the engine as lost: every waiting and every later call gets an EngineError. The processes stay until shutdown."""
         if not self._lost.done():
             self._lost.set_result(reason)
             for released in self._waiting:
@@ -269,17 +269,18 @@ class EngineProcess:
         return found
 
     def _is_known(self, child: psutil.Process) -> bool:
-        """One of the processes that the engine reported, or a child of theirs; another engine's, started later, is not."""
+        """Whether it is a process that the engine reported, or a descendant of one; a process of another engine is not."""
         return not {child.pid, *(parent.pid for parent in child.parents())}.isdisjoint(self.pids.values())
 
     def _has_mark(self, child: psutil.Process) -> bool:
-        """A new child is known by our mark in its environment, until SGLang renames it and overwrites that; then by its new name."""
+        """Whether a new child belongs to this engine: its environment has our mark, until SGLang renames the process and so overwrites it;
+        then its name begins with "sglang::"."""
         if child in self._strangers or "resource_tracker" in _command(child):
             return False
         return _command(child).startswith("sglang::") or self._engine_id in child.environ().get(VARIABLE, "")
 
     def _end_processes(self) -> None:
-        """Kill them and wait until they are gone: the scheduler holds nothing that needs a goodbye."""
+        """Kill the engine's processes and wait until they are gone: the scheduler holds nothing that would have to be saved."""
         deadline = time.monotonic() + self._config.deadlines.shutdown_s
         while (living := self._processes()) and time.monotonic() < deadline:
             for process in living:
@@ -358,7 +359,7 @@ def _succeed(future: asyncio.Future[Any], value: Any) -> None:
 
 
 def _forget(task: asyncio.Future[Any]) -> None:
-    """Take the result that nobody asks for any more, so that asyncio does not complain about it."""
+    """Read the task's exception, which nobody will ask for, so that asyncio logs no warning about it."""
     if not task.cancelled():
         task.exception()
 

@@ -13,16 +13,18 @@ from correction.errors import EngineError
 from rollout.engine_config import EngineConfig
 
 CPU_WIDTH = 32
-"""On a CPU SGLang fills up the feed-forward part of each rank to a multiple of this; the weights would have other shapes than the files."""
+"""On a CPU SGLang pads each rank's feed-forward part to a multiple of this; padded weights would have other shapes than the files."""
 
 NORMS_OF_OWN_HEADS = ("olmoe",)
-"""By model_type: queries and keys are normalised over the channels of all heads, and SGLang's ranks know those of their own heads alone."""
+"""By model_type: queries and keys are normalised over the channels of all heads, but a rank of SGLang's has only its own heads."""
 NORMS_OVER_RANKS = ("olmo2",)
-"""By model_type: normalised so, too, and SGLang's ranks gather all heads for it: a key head that two of them have would come twice."""
+"""By model_type: normalised in the same way, and SGLang's ranks gather all heads for it. A key head that two ranks hold would be gathered
+twice."""
 GROUPS_OF_RANKS = ("qwen3", "qwen3_moe")
-"""By model_type: attention is cut over a group's ranks; SGLang's layers of others are cut over all of them whatever is set."""
+"""By model_type: SGLang can divide the attention over a group's ranks; in other families it divides it over all ranks, whatever is
+set."""
 UNREPORTED_ROUTES = ("mixtral", "olmoe")
-"""By model_type: SGLang's routers don't know the number of their layer, without which it can't note which experts they took."""
+"""By model_type: SGLang's routers don't know the number of their layer, so SGLang can't record the experts that they chose."""
 _PORTS = (13, *range(233, 240))
 """Ports that an engine with such groups takes, counted from SGLang's `port` (its server_args.py); others talk by sockets in files."""
 _ONE, _DIVISOR = "Set it to 1", "Set it to a common divisor, or to 1"
@@ -49,7 +51,7 @@ def obstacles(
     elif experts % expert_groups:
         yield f"rollout.engine.expert_parallel = {expert_groups} doesn't divide the model's {experts} experts", _DIVISOR
     if model_type in NORMS_OF_OWN_HEADS:
-        yield f"{setting}: {model_type} normalises queries and keys over all heads, of which a rank of SGLang's knows its own alone", _ONE
+        yield f"{setting}: {model_type} normalises queries and keys over all heads, but a rank of SGLang's has only its own", _ONE
         return
     if model_type in NORMS_OVER_RANKS and ranks > key_heads:
         yield f"{setting}: {model_type} normalises keys over all {key_heads} key-value heads, and SGLang's ranks need one each", _DIVISOR
@@ -76,8 +78,9 @@ def obstacles(
 
 def free_ports(groups: int, first: int = 20_000, end: int = 32_000) -> dict[str, int]:
     """SGLang's arguments for ports on 127.0.0.1: where its ranks meet (`nccl_port`) and, for several groups of ranks, from where
-    it counts the others (`port`, which itself is not bound). Drawn, as other engines may look for theirs now, and below those that Linux
-    gives to outgoing connections: SGLang would choose among them, and its scheduler binds its port seconds later.
+    it counts the others (`port`, which itself is not bound). They are drawn at random, because other engines may look for theirs at the
+    same time, and lie below the ports that Linux gives to outgoing connections: SGLang would choose among those, and its scheduler binds
+    its port only seconds later.
 
     Raises: EngineError if there are none.
     """
@@ -101,7 +104,7 @@ def environment_of_ranks(ranks: int, processors: Sequence[int]) -> dict[str, str
 
     Args: processors: of the machine, that the engine may use; none on GPUs.
     """
-    variables = {"SYNC_TOKEN_IDS_ACROSS_TP": "1"}   # ranks that drew different tokens, for a last bit, would wait for each other for ever
+    variables = {"SYNC_TOKEN_IDS_ACROSS_TP": "1"}   # ranks with different tokens, by a last bit, would wait for each other for ever
     if processors:                                  # without this SGLang wants a NUMA node for each rank
         shares = [processors[rank * len(processors) // ranks :][: max(1, len(processors) // ranks)] for rank in range(ranks)]
         variables["TORCH_COMPILE_DISABLE"] = "1"     # SGLang compiles the lookup in an embedding's part: a minute of the first request

@@ -14,7 +14,7 @@ _TUPLE, _SET, _ITEMS = "__tuple__", "__set__", "__items__"
 
 
 def as_json(value: Any, place: str = "entry") -> Any:
-    """The value in what JSON has: a tuple or set as an object of one tag, a mapping with other keys than text as its items.
+    """The value as JSON can hold it: a tuple or set as an object with one tag, a mapping with other keys than text as a list of its items.
 
     Args:
         place: what to call the value in the message.

@@ -18,9 +18,10 @@ from rollout.reward_process import create_reasoning_gym
 logger = logging.getLogger(__name__)
 
 _NAMED = 1000
-"""Most questions, of those that are too long, that are remembered."""
+"""How many of the questions that are too long are remembered."""
 _CANDIDATES = 16
-"""Questions drawn for one training position until one is on the training side: 1e-16 of failing at a held-out share of a tenth."""
+"""Most questions drawn for one training position until one is on the training side. At a held-out share of a tenth all of them are held
+out with a probability of 1e-16."""
 _POSITIONS = 256
 """Training positions served by one reasoning-gym data set object. Each has a seed of its own, because many data sets draw entry i
 from Random(seed + i). With fewer there are more objects, each of which may read a whole corpus; with more the wait for one is longer where

@@ -4,9 +4,9 @@ The probe is SGLang's own (/health_generate does the same): a request of one tok
 after its next forward pass if it has work, and by sampling if it has none. While it is paused for new weights it samples nothing, but
 answers what it is asked about itself. Any sign of the scheduler counts as an answer.
 
-A scheduler that gives none may be at a long forward pass: a prefill of a large model takes a CPU a minute. So one that computes has ten
-times as long; one that doesn't has stopped, or waits for what never comes. A paused owner misses at most one probe, so that its own
-standstill condemns nobody.
+A scheduler that gives none may be in a long forward pass: a prefill of a large model takes a CPU a minute. So a scheduler that computes has
+ten times as long. One that doesn't compute has stopped, or waits for something that never comes. If the owner itself was stopped for a
+while, that counts as one missed probe at most, so no engine is lost by it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 import psutil
 
 MISSES = 3
-"""Probes in a row without an answer, each a third of the limit, after which an engine is lost that computes nothing."""
+"""An engine that computes nothing is lost after this many probes in a row without an answer, each a third of the limit long."""
 _MISSES_AT_WORK = 10 * MISSES
 _PROBES = 6
-"""Probes in the time of the limit, while they are answered."""
+"""Probes per limit_s while they are answered."""
 _LEAST_SHARE = 0.05
-"""Share of a processor; a process that computes uses more."""
+"""Share of a processor: a process that uses more counts as computing."""
 _LOOK_S = 0.1
 
 
@@ -41,10 +41,10 @@ async def until_lost(
 
     Args:
         probe: whether the engine gives a sign within so many seconds.
-        cpu_s: processor seconds that each of its ranks has used. One that stands holds up all, whatever the others do meanwhile.
+        cpu_s: processor seconds that each of its ranks has used. One rank that stands still holds up all others, whatever they do.
         limit_s: seconds without an answer after which an engine that computes nothing is lost.
-        is_excused: it waits for others and can answer nothing meanwhile; that has a deadline of its own.
-        silent: called after each probe with how much of its time an engine that gives no sign has used, as seconds of limit_s.
+        is_excused: whether the engine waits for others and can't answer; such a wait has a deadline of its own.
+        silent: called after each probe with the part of limit_s, in seconds, that an engine without a sign of life has used up.
     """
     missed = stood = 0
     while True:
@@ -71,7 +71,7 @@ class SchedulerProbe:
     """Asks SGLang's scheduler for a sign of life, unless it has given one since it was asked last."""
 
     def __init__(self, manager: Any, is_paused: Callable[[], bool]) -> None:
-        """Args: manager: SGLang's tokenizer manager. is_paused: the scheduler may be, and then samples nothing."""
+        """Args: manager: SGLang's tokenizer manager. is_paused: whether the scheduler may be paused; it samples nothing then."""
         self._manager, self._is_paused = manager, is_paused
         self._seen = manager.last_receive_tstamp
 
@@ -84,7 +84,7 @@ class SchedulerProbe:
         until = clock() + deadline_s
         try:
             while not self._gave_a_sign():
-                if clock() >= until or self._is_paused() != was_paused:  # then it is asked in the other way
+                if clock() >= until or self._is_paused() != was_paused:  # paused or resumed meanwhile: the next probe asks in the other way
                     return clock() < until
                 await asyncio.sleep(_LOOK_S)
             return True

@@ -1,4 +1,4 @@
-"""Which scored answers are no part of a batch: asked where it is packed, and where it is told what was trained."""
+"""Which scored answers are left out of a batch. Asked where the batch is packed, and where trained answers are counted."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from rollout.trajectory import AnswerFacts, FinishReason, Trajectory
 
 
 def is_left_out(answer: AnswerFacts | Trajectory, overlong: OverlongConfig) -> bool:
-    """Whether an answer is in its group's baseline alone."""
+    """Whether an answer counts in its group's baseline only, and is not trained."""
     return isinstance(overlong, MaskOverlong) and answer.finish_reason is FinishReason.LENGTH

@@ -14,11 +14,11 @@ from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
 _PREFIX = "evenkeel-reward-"
-"""Beginning of a folder's name; the guardian's process id follows."""
+"""Prefix of a group's folder name; the guardian's process id follows."""
 
 
 class ControlGroup:
-    """Limits memory and processes of whoever joins it, and of all that they start; nobody leaves it."""
+    """Limits the memory and the number of processes of all that join it and all that these start; no process leaves it."""
 
     def __init__(self, folders: list[Path], is_version_2: bool) -> None:
         """Use ControlGroup.make."""
@@ -26,7 +26,8 @@ class ControlGroup:
 
     @classmethod
     def make(cls, memory_bytes: int | None, processes: int) -> ControlGroup | None:
-        """None where there is none to be had. Groups without a guardian go: one that was killed together with its worker left its own."""
+        """Make a group for this process; None if the system offers none. Also removes groups whose guardians were killed with their
+        workers."""
         name = _name(os.getpid())
         try:
             places = dict(_places())
@@ -54,23 +55,23 @@ class ControlGroup:
 
     @classmethod
     def of(cls, guardian: int) -> ControlGroup:
-        """That which a child of this process has made for itself; an empty one if there is none. Args: guardian: its process id."""
+        """The group that a guardian has made for itself; an empty one if there is none. Args: guardian: its process id."""
         with contextlib.suppress(OSError):
             folders = [folder for _, place in _places() if (folder := place / _name(guardian)).is_dir()]
             return cls(folders, any((folder / "cgroup.kill").exists() for folder in folders))
         return cls([], False)
 
     def join(self) -> None:
-        """Put this process in. Raises: OSError."""
+        """Put this process into the group. Raises: OSError."""
         for folder in self._folders:
             (folder / "cgroup.procs").write_text(str(os.getpid()))
 
     def holds(self, pid: int) -> bool:
-        """Whether this process is under all of the limits."""
+        """Whether a process is in the group, under all of its limits. Args: pid: its process id."""
         return all(pid in _members(folder) for folder in self._folders)
 
     def members(self) -> set[int]:
-        """Process ids, whoever their parents are."""
+        """Ids of all processes in the group, whatever their parents are."""
         return set().union(*map(_members, self._folders))
 
     def kill(self) -> None:

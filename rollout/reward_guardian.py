@@ -23,11 +23,11 @@ from pathlib import Path
 from rollout.reward_cgroup import ControlGroup
 
 MEMORY, PROCESSES = 97, 98
-"""Exit codes of a guardian that ended its scorer: the tree took more memory, or had more processes than it may."""
+"""Exit codes of a guardian that ended its scorer because the tree used more memory, or had more processes, than allowed."""
 WORKER = "EVENKEEL_REWARD_WORKER"
-"""Variable of the environment, of a guardian and of all that is started below it: whose they are (`mark_of`)."""
+"""Environment variable of a guardian and of all processes below it. Names the worker that they belong to (`mark_of`)."""
 MOST_PROCESSES = 128
-"""Processes of a scorer, itself and all that it started."""
+"""Most processes of a scorer: itself and all that it started."""
 _MOST_FILES = 4096
 _LARGEST_FILE_BYTES = 4 << 30
 _PR_SET_CHILD_SUBREAPER = 36
@@ -36,12 +36,12 @@ _WAIT_S = 1.0
 """Seconds between looks where the kernel keeps the limits."""
 _END_S = 5.0
 _GRACE_S = 10.0
-"""For guardians whose worker has ended: twice what one takes for its tree."""
+"""How long guardians whose worker has ended may take to end their trees: twice what one needs."""
 
 
 def limit_process(memory_bytes: int | None) -> None:
-    """Of this process and, each for itself, of all that it starts: private writable memory (what a library merely reserves or maps doesn't
-    count; shared memory is looked after by the guardian), open files, the size of a file, no core dumps."""
+    """Limit this process, and each process that it starts separately: private writable memory (what a library merely reserves or maps
+    doesn't count; the guardian watches shared memory), open files, and the size of a file. There are no core dumps."""
     import resource
 
     def lower(kind: int, limit: int) -> None:
@@ -57,19 +57,20 @@ def limit_process(memory_bytes: int | None) -> None:
 
 
 def become_reaper() -> None:
-    """Descendants whose parents end become children of this process (Linux)."""
+    """Have descendants whose parents end become children of this process (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def guard(scorer: int, leash: int, parent: int, memory_bytes: int | None, group: ControlGroup | None) -> int:
-    """Wait for the scorer's end, the worker's, or a limit; no process is left. Returns: the exit code, that of the scorer if it ended.
+    """Wait until the scorer or the worker ends or a limit is passed; then kill the whole tree. Returns: the scorer's exit code if it ended,
+    MEMORY or PROCESSES if a limit was passed, else 0.
 
     Args:
         scorer: process id of a child.
         leash: file descriptor that becomes readable when the worker lets go.
         parent: process id of the worker.
-        group: keeps the limits once it holds the scorer. Until then, and without one, they are looked after here.
+        group: keeps the limits once it holds the scorer. Until then, and without a group, this function checks them.
     """
     code = None
     with contextlib.suppress(OSError):
@@ -89,7 +90,7 @@ def guard(scorer: int, leash: int, parent: int, memory_bytes: int | None, group:
 
 
 def _ended(scorer: int) -> int | None:
-    """Exit code of the scorer, minus the signal if one killed it; None while it runs. Others that have ended are reaped."""
+    """Exit code of the scorer, or minus the signal that killed it; None while it runs. Also reaps other children that have ended."""
     found = None
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -109,12 +110,13 @@ def _beyond_limits(memory_bytes: int | None) -> int | None:
 
 
 def _takes_more(tree: set[int], memory_bytes: int) -> bool:
-    """Private and shared memory of these processes is more than that. For one that is alone and shares none, its own limit is enough."""
+    """Whether private and shared memory of these processes together exceed the limit. A single process that shares none has a limit of its
+    own (`limit_process`)."""
     sizes = [_resident_bytes(pid) for pid in tree]
     private, mapped = sum(own for own, _ in sizes), sum(shared for _, shared in sizes)
     if private + mapped <= memory_bytes or (len(tree) == 1 and not mapped):
         return False
-    # A page that several have mapped was counted for each. To count it once the kernel walks through all pages: hence not at every look.
+    # A page that several processes have mapped was counted for each. To count it once the kernel walks through all pages, so only now.
     return private + sum(map(_share_of_shared_bytes, tree)) > memory_bytes
 
 
@@ -133,16 +135,16 @@ def end_tree(group: ControlGroup | None = None) -> None:
 
 
 def end_orphans(guardian: int) -> None:
-    """For the worker, when this guardian has been killed: kill what that was to guard, and remove its control group."""
+    """Called by the worker when a guardian was killed: kill the processes that it guarded, and remove its control group."""
     group = ControlGroup.of(guardian)
-    # Looked at twice: who gets a living guardian for a parent just then is seen below nobody, once.
+    # Look twice: a process that is just being handed to a living guardian is seen below nobody, but only once.
     for pid in _end(lambda: (_orphans() & _orphans()) | group.members(), group.kill) - _orphans():
-        _signal(pid, signal.SIGCONT)  # it was none: below a living guardian by now
+        _signal(pid, signal.SIGCONT)  # it was no orphan: it is below a living guardian by now
     group.remove()
 
 
 def _orphans() -> set[int]:
-    """What was started below guardians of this process, but for living guardians and all below them (Linux)."""
+    """Ids of processes that were started below guardians of this process and have no living guardian above them (Linux)."""
     mark, own = f"{WORKER}={mark_of(os.getpid())}".encode(), os.getpid()
     parents, marked = dict[int, int | None](), set[int]()
     for folder in Path("/proc").glob("[0-9]*"):
@@ -151,7 +153,7 @@ def _orphans() -> set[int]:
         with contextlib.suppress(OSError):  # it has ended, or is somebody else's
             if mark in (folder / "environ").read_bytes().split(b"\0"):
                 marked.add(pid)
-    # By parents, which every kernel tells; without the list of its children a living guardian would pass for an orphan.
+    # Found by parent ids, which every kernel has; some kernels have no lists of children, and a living guardian would pass for an orphan.
     living = {pid for pid in marked if parents[pid] == own}
     while below := {pid for pid, parent in parents.items() if parent in living} - living:
         living |= below
@@ -160,9 +162,10 @@ def _orphans() -> set[int]:
 
 @functools.cache
 def mark_of(worker: int) -> str:
-    """What WORKER is below this process: its id, when it began, and where ids and times are counted so; the id alone if no more is known.
+    """The value of WORKER below a worker: its process id, its start time, and the namespaces of both; the id alone if the others can't be
+    read.
 
-    A process id comes again, and in another container it is another process.
+    The id alone isn't enough: the system uses ids again, and in another container it is another process.
     Args: worker: this process's id.
     """
     with contextlib.suppress(OSError):
@@ -171,10 +174,11 @@ def mark_of(worker: int) -> str:
 
 
 def end_strays(grace_s: float = _GRACE_S) -> None:
-    """For a worker that starts: kill what guardians of dead workers have left, which were killed at the same moment (Linux).
+    """Called by a worker at its start: kill processes left by dead workers whose guardians were killed at the same moment (Linux).
 
-    That is what has their mark in its environment, of this user and in this container. What has emptied its environment isn't found.
-    Args: grace_s: for guardians that live, and are about to do it.
+    They are found by their mark in the environment, if they are this user's and in this container. A process that has emptied its
+    environment isn't found.
+    Args: grace_s: how long to wait for living guardians that are about to do the same.
     """
     if sys.platform != "linux" or WORKER in os.environ:  # below a scorer: this process, or what it needs, may itself be a stray
         return
@@ -185,13 +189,13 @@ def end_strays(grace_s: float = _GRACE_S) -> None:
 
 
 def _strays() -> dict[int, str]:
-    """Process ids, and whose they are."""
+    """Process ids of strays -> marks of their dead workers."""
     found = {pid: _mark_of_dead(pid) for pid in (int(folder.name) for folder in Path("/proc").glob("[0-9]*"))}
     return {pid: mark for pid, mark in found.items() if mark}
 
 
 def _mark_of_dead(pid: int) -> str:
-    """A process's mark, if the worker is dead; empty where that can't be told for sure."""
+    """A process's mark if its worker is surely dead; empty otherwise."""
     folder = Path(f"/proc/{pid}")
     with contextlib.suppress(OSError, ValueError, OverflowError):
         if folder.stat().st_uid == os.geteuid():
@@ -202,7 +206,7 @@ def _mark_of_dead(pid: int) -> str:
 
 
 def _is_dead(mark: str) -> bool:
-    """Whether the worker of a mark has ended. Raises: OSError, ValueError or OverflowError if that is not to be told from here."""
+    """Whether the worker of a mark has ended. Raises: OSError, ValueError or OverflowError if that can't be found out here."""
     worker, began, counting = mark.split(" ", 2)
     if counting != _counting():
         return False
@@ -210,11 +214,11 @@ def _is_dead(mark: str) -> bool:
         os.kill(int(worker), 0)
     except ProcessLookupError:
         return True
-    return _began(int(worker)) != began  # another process, by a number that came again
+    return _began(int(worker)) != began  # another process, under an id that is used again
 
 
 def _began(pid: int) -> str:
-    """When a process began, as the kernel counts it from the machine's start. Raises: OSError; ValueError."""
+    """Start time of a process, in the kernel's ticks since the machine's start. Raises: OSError; ValueError."""
     *_, began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:20]
     return str(int(began))
 
@@ -227,7 +231,7 @@ def _counting() -> str:
 
 
 def _signal_stray(pid: int, number: int) -> None:
-    """To the process that is looked at, and to none that has its number a moment later."""
+    """Send a signal to a stray, and not to another process that gets its id a moment later."""
     with contextlib.suppress(OSError):
         descriptor = os.pidfd_open(pid)
         try:
@@ -238,12 +242,13 @@ def _signal_stray(pid: int, number: int) -> None:
 
 
 def _end(find: Callable[[], set[int]], kill: Callable[[], object], send: Callable[[int, int], None] | None = None) -> set[int]:
-    """Kill what `find` finds until that is nothing. They are stopped first: what is stopped starts no other.
+    """Kill the processes that `find` returns until it returns none, for at most _END_S. They are stopped first, so that they start no
+    others.
 
     Args:
-        kill: kills more.
+        kill: called before these processes are killed, for other ways of killing them.
         send: takes a process id and a signal; None: sends it to whoever has that id.
-    Returns: all that were stopped.
+    Returns: ids of all processes that were stopped.
     """
     until = time.monotonic() + _END_S
     stopped: set[int] = set()
@@ -262,7 +267,8 @@ def _end(find: Callable[[], set[int]], kill: Callable[[], object], send: Callabl
 
 
 def clear_leftovers() -> None:
-    """For a scorer that has failed: kill what it has started, if that is so much that it would keep the next completion from its own."""
+    """Called after a scorer failed: kill the processes that it started, if they are so many that the next completion could start too
+    few."""
     tree = descendants(os.getppid()) - {os.getpid()}
     if len(tree) > MOST_PROCESSES // 2:
         for pid in tree:
@@ -270,7 +276,7 @@ def clear_leftovers() -> None:
 
 
 def descendants(pid: int) -> set[int]:
-    """Process ids of all below a process, as the kernel lists them (Linux); those that have ended and wait for their parent don't count."""
+    """Ids of all processes below a process, as the kernel lists them (Linux), zombies left out."""
     found: set[int] = set()
     waiting = [pid]
     while waiting:
@@ -295,7 +301,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def _parent(pid: int) -> int | None:
-    """Process id; None of one that has ended."""
+    """Id of a process's parent; None if the process has ended."""
     try:
         state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -304,18 +310,18 @@ def _parent(pid: int) -> int | None:
 
 
 def _resident_bytes(pid: int) -> tuple[int, int]:
-    """Private memory, and shared memory that is no file's (mmap, shm_open)."""
+    """Bytes of private memory, and of shared memory without a file (mmap, shm_open)."""
     sizes = _sizes(Path(f"/proc/{pid}/status"), "RssAnon", "RssShmem")
     return sizes["RssAnon"], sizes["RssShmem"]
 
 
 def _share_of_shared_bytes(pid: int) -> int:
-    """Shared memory that is no file's, each page divided by the number of processes that have mapped it."""
+    """Bytes of shared memory without a file, each page divided by the number of processes that have mapped it."""
     return _sizes(Path(f"/proc/{pid}/smaps_rollup"), "Pss_Shmem")["Pss_Shmem"]
 
 
 def _sizes(path: Path, *names: str) -> dict[str, int]:
-    """Bytes by name, of lines such as `RssAnon:  12 kB`; 0 for those that aren't there, and of a process that has ended."""
+    """Bytes by name, from lines such as `RssAnon:  12 kB`; 0 for names that are missing, or if the process has ended."""
     found = dict.fromkeys(names, 0)
     with contextlib.suppress(OSError, ValueError):
         for line in path.read_text().splitlines():

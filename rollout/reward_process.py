@@ -122,7 +122,7 @@ def components(value: Any) -> dict[str, float]:
 
 
 def is_part_name(name: str) -> bool:
-    """Whether a metric's name may end so."""
+    """Whether this is a valid name for a part of a reward, and so for the end of a metric's name."""
     return name.isprintable() and "/" not in name and name != ""
 
 
@@ -200,13 +200,12 @@ def _reasoning_gym(spec: dict[str, Any]) -> Scorer:
 
 
 def _math_verify(spec: dict[str, Any]) -> Scorer:
-    """math-verify's own alarms are off: at five seconds they call a comparison "unequal", which would train as a wrong answer.
-
-    Here the deadline ends it, and it is counted as what it is.
+    """A scorer by math-verify, without math-verify's own timeouts: after five seconds they call a comparison "unequal", which would be
+    trained as a wrong answer. Here the reward's deadline ends a long comparison, and it counts as failed.
     """
     from math_verify import parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)      # it warns at each process that its alarms are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)      # it warns in each process that its timeouts are off
     def score(request: dict[str, Any]) -> float:
         answer = request["answer"]
         is_marked_up = "$" in answer or "\\boxed" in answer
@@ -216,7 +215,7 @@ def _math_verify(spec: dict[str, Any]) -> Scorer:
         found = parse(request["completion"], parsing_timeout=None)
         return float(verify(reference, found, float_rounding=spec["float_rounding"], timeout_seconds=None))
 
-    score({"answer": "1/2", "completion": "0.5"})     # the first call compiles grammars: not on the first completion's time
+    score({"answer": "1/2", "completion": "0.5"})     # the first call compiles grammars, which the first completion should not pay for
     return score
 
 

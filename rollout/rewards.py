@@ -186,9 +186,9 @@ class _ScoringProcess:
         """While it is open, the guardian lets the child live."""
         self._socket: socket.socket | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        """On that socket, while somebody waits for the child to be ready and from then on."""
+        """Streams over the socket, from the first wait for the child to be ready."""
         self._pidfd = -1
-        """As long as there are streams: readable when the guardian has ended (Linux)."""
+        """Open as long as the streams are; readable when the guardian has ended (Linux)."""
         self._is_ready = False
 
     @property
@@ -338,7 +338,7 @@ class _ScoringProcess:
             self.start()
 
     def _exit_code(self, child: subprocess.Popen[bytes]) -> str:
-        """How the child ended, in words; it has closed its socket, so its end is at most as far away as that of what it started."""
+        """How the child ended, in words. It has closed its socket, so it ends as soon as it has ended what it started."""
         try:
             code = child.wait(timeout=_END_S / 2)
         except subprocess.TimeoutExpired:
@@ -355,7 +355,7 @@ def _refused(error: OSError) -> RewardCallError:
 
 
 def _see_to_its_end(guardian: subprocess.Popen[bytes]) -> None:
-    """It ends its child, all that this has started, and itself; if it can't, or is killed, that is done from here."""
+    """Wait until the guardian has ended its tree and itself. If it can't, or was killed, kill the tree from here."""
     try:
         guardian.wait(_END_S)
     except subprocess.TimeoutExpired:

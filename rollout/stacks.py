@@ -1,8 +1,8 @@
-"""Where a process stands, said by itself even while it is blocked in C: at a signal it writes its Python stacks into a file in memory.
+"""Python stacks of other processes, even of one that is blocked in C: at a signal a process writes its stacks into a file in memory.
 
-The file is known by its name among the open files of the process, so that whoever may send it a signal finds it, and only a process that
-has one is sent the signal, which would end any other. The name has the Ray job in it, if there is one, which children inherit: on a cluster
-a node may have processes of other runs. A process that is stopped says nothing; that it is, the kernel does.
+The file is found by its name among the process's open files. Only a process that has such a file gets the signal, which would end any
+other. The name contains the Ray job, if there is one; children inherit it. That tells apart the processes of several runs on one node. A
+stopped process writes nothing; its state is then read from the kernel.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 
 _NAME = "evenkeel-stacks"
 _JOB = "RAY_JOB_ID"
-"""Variable of the environment in which Ray gives a process its job."""
+"""Environment variable in which Ray gives a process the id of its job."""
 _SIGNAL = signal.SIGUSR2  # neither Ray nor SGLang nor torch use it in a process of ours
 _WRITTEN_S, _POLL_S = 2.0, 0.05
 
 
 @cache
 def register_stack_dump() -> None:
-    """From now on this process answers `stacks_of`. On other systems than Linux it doesn't."""
+    """Have this process answer `stacks_of` from now on. Does nothing on other systems than Linux."""
     if sys.platform == "linux":
         file = os.fdopen(os.memfd_create(f"{_NAME}-{own_job()}"), "ab", buffering=0)
         faulthandler.register(_SIGNAL, file, all_threads=True)
@@ -39,9 +39,10 @@ def own_job() -> str:
 
 
 def stacks_of(pids: Iterable[int], *, job: str = "") -> dict[int, str]:
-    """What each of these processes of this node says, innermost function first; of one that doesn't, its state. Others are left out.
+    """Stacks of each of these processes of this node, innermost function first; the state of one that doesn't answer.
 
-    Args: job: those of other Ray jobs are others, too; empty: they aren't.
+    Processes without `register_stack_dump` are left out.
+    Args: job: a Ray job; processes of other jobs are left out, too. Empty: those of all jobs are asked.
     """
     asked: dict[int, tuple[Path, int]] = {}
     for pid in pids:
@@ -71,7 +72,7 @@ def _file_of(pid: int, job: str) -> Path | None:
 
 
 def _state(pid: int) -> str:
-    """As the kernel has it: "T (stopped)", for instance."""
+    """State of a process as the kernel names it: "T (stopped)", for instance."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Temporary files of an engine and its scorers lie in one folder, deleted when they end, or at the next start if they were killed."""
+"""One folder for the temporary files of an engine and its scorers: deleted when they end, or at the next start if they were killed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """Within it, this process and those that it starts put their temporary files into a folder of their own, which stays.
+    """Within the block, temporary files of this process and of those that it starts go into a new folder. It stays until `remove`.
 
-    SGLang leaves sockets and files there at each start, and whoever is killed leaves all of its own. What torch compiles stays where the
-    next engine finds it.
+    SGLang leaves sockets and files behind at each start, and a killed process leaves all of its own. Torch's compiled code goes elsewhere,
+    so that the next engine finds it.
     """
     root = _without_own(Path(tempfile.gettempdir()))
     _remove_those_of_the_dead(root)

@@ -81,12 +81,12 @@ class VersionSpan:
 
 
 def ids_of(tokens: Iterable[int]) -> array[int]:
-    """Token ids as all trajectories have them: 32 bits each, one after the other."""
+    """Token ids as a compact array of 32-bit integers, the form in which trajectories hold them."""
     return array("i", tokens)
 
 
 def logprobs_of(values: Iterable[float]) -> array[float]:
-    """Logprobs likewise: float32."""
+    """Logprobs as a compact array of float32, the form in which trajectories hold them."""
     return array("f", values)
 
 
@@ -138,7 +138,7 @@ class ExpertShape:
 
 
 class _Answer:
-    """What is read off an answer without its tokens."""
+    """Properties of an answer that don't need its tokens."""
 
     __slots__ = ()
     if TYPE_CHECKING:
@@ -157,13 +157,13 @@ class _Answer:
 
     @property
     def is_mixed(self) -> bool:
-        """True when a weight update fell into the middle of it."""
+        """True if the weights were updated while it was sampled."""
         return len({span.version for span in self.version_spans}) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFacts(_Answer):
-    """A trajectory without its tokens: goes by value where these go by reference."""
+    """A trajectory without its tokens: sent by value, while the tokens are sent by reference."""
 
     response_tokens: int
     version_spans: tuple[VersionSpan, ...]
@@ -182,25 +182,26 @@ class Trajectory(_Answer):
     prompt_id: str
     """Id of its Prompt; empty for tokens that no task asked (comparisons, benchmarks)."""
     prompt_ids: array[int]
-    """32-bit token ids, as the next."""
+    """Token ids of the prompt, 32 bits each."""
     response_ids: array[int]
-    """Sampled tokens, the end-of-sequence token included when there is one."""
+    """Ids of the sampled tokens, 32 bits each; the end-of-sequence token included when there is one."""
     behavior_logprobs: array[float]
     """Natural log of mu for each response token: its log_softmax(logits / temperature), float32."""
     version_spans: tuple[VersionSpan, ...]
     """In order, without gaps, over all response tokens."""
     finish_reason: FinishReason
     cached_tokens: int = 0
-    """Prompt tokens whose keys and values were already there."""
+    """Prompt tokens whose keys and values were found in the prefix cache."""
     retractions: int = 0
     """Times that its KV cache was dropped and computed again: by weight updates, or for want of memory."""
     top_logprobs: TopLogprobs | None = None
     """The behaviour policy's most likely tokens at each response token, where the correction needs them."""
     routed_experts: RoutedExperts | None = None
-    """Of every token of prompt and response but the last, which the model didn't read; where the learner replays them. The positions of
-    a trajectory that a weight update found under way were read anew then: these are the routes of the last reading."""
+    """Of every token of prompt and response but the last, which the model didn't read; set if the learner replays routes. After a weight
+    update the model reads the tokens of an unfinished trajectory anew; these are the routes of the last reading."""
     route_keys: array[int] | None = None
-    """For each token of the prompt, what stands for their routed experts where these are objects of their own (rollout/wide_fields.py)."""
+    """A key for the routed experts of each token of the prompt, if the routes are sent as an object of their own
+    (rollout/wide_fields.py)."""
     text: str = ""
     """The response, decoded without special tokens: what the reward function saw."""
     reward: float | None = None
@@ -210,7 +211,7 @@ class Trajectory(_Answer):
     error: str | None = None
     """Why the trajectory failed, for people; None when it is valid."""
     failure: FailureKind | None = None
-    """The kind of that error; None when it is valid, and for a failed one that a checkpoint without kinds holds."""
+    """The kind of that error; None when it is valid, or if it comes from an old checkpoint, which has no kinds."""
 
     @property
     def response_tokens(self) -> int:
@@ -225,18 +226,18 @@ class Trajectory(_Answer):
 
     @property
     def read_again_tokens(self) -> int:
-        """Of prompt and response, that newer weights read anew before they went on with it; a prompt that its group shares counts each
-        time. 0 where updates leave the KV cache as it is (in_place)."""
+        """Tokens of prompt and response that the model read again after weight updates, before it went on. A prompt that a group shares
+        counts for each of its answers. 0 if updates keep the KV cache (in_place)."""
         return sum(len(self.prompt_ids) + span.start for span in self.version_spans[1:]) if self.retractions else 0
 
 
 A = TypeVar("A", bound=_Answer)
 LEAST_VALID = 2
-"""Valid trajectories with which a group can be its own baseline."""
+"""Fewest valid trajectories with which a group can be its own baseline."""
 
 
 class _Answers(Generic[A]):
-    """What is read off a group without its tokens."""
+    """Properties of a group that don't need its tokens."""
 
     __slots__ = ()
     trajectories: tuple[A, ...]
@@ -247,7 +248,7 @@ class _Answers(Generic[A]):
 
     @property
     def example(self) -> A:
-        """The one that is shown for all: the first that has tokens, which an answer that the engine gave up may lack."""
+        """The trajectory that is shown as an example: the first with tokens. An answer that the engine aborted may have none."""
         return next((t for t in self.trajectories if t.response_tokens), self.trajectories[0])
 
     @property
@@ -282,10 +283,10 @@ class GroupFacts(_Answers[AnswerFacts]):
     generate_s: float = 0.0
     reward_s: float = 0.0
     wide_bytes: int = 0
-    """Bytes of its wide fields, where these are objects of their own; 0: they aren't."""
+    """Bytes of its wide fields, if these are sent as an object of their own; otherwise 0."""
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        """Plain tuples: facts cross four processes, and each dataclass within them would be pickled by Python code."""
+        """Pickle as plain tuples: facts cross four processes, and each dataclass in them would be pickled by slow Python code."""
         answers = [
             (
                 one.response_tokens,
@@ -304,7 +305,7 @@ class GroupFacts(_Answers[AnswerFacts]):
 
 
 def _group_facts(group_id: int, prompt_id: str, answers: list[tuple[Any, ...]], *rest: Any) -> GroupFacts:
-    """What GroupFacts.__reduce__ has taken apart."""
+    """The GroupFacts of what its __reduce__ returned."""
     of_answers = (AnswerFacts(tokens, tuple([VersionSpan(*span) for span in spans]), *others) for tokens, spans, *others in answers)
     return GroupFacts(group_id, prompt_id, tuple(of_answers), *rest)
 
@@ -336,7 +337,7 @@ class Group(_Answers[Trajectory]):
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedGroup:
-    """What is there of a group whose worker leaves."""
+    """What a worker that leaves hands back of a group: finished and unfinished answers."""
 
     group_id: int
     answers: tuple[Trajectory, ...]
@@ -352,7 +353,7 @@ class UnfinishedGroup:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """Running totals of one worker, and how it is."""
+    """Running totals of one worker, and its present state."""
 
     busy_s: float
     """Seconds with at least one request in the engine, weight updates included."""
@@ -361,7 +362,7 @@ class WorkerLoad:
     generated_tokens: int
     requests_in_flight: int
     silent_s: float = 0.0
-    """Seconds of heartbeat_s that its engine has used without a sign."""
+    """Seconds of heartbeat_s that its engine has used up without a sign of life."""
 
     def since(self, before: WorkerLoad | None) -> WorkerLoad:
         """What has been added to the totals since `before`; None: since its start."""
@@ -373,7 +374,7 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class SyncReceipt:
-    """An engine's word that it holds the weights of a version. The engine fills in the first fields, its worker the others."""
+    """An engine's confirmation that it holds the weights of a version. The engine fills in the first fields, its worker the others."""
 
     version: int
     mode: UpdateMode
@@ -381,18 +382,18 @@ class SyncReceipt:
     tensors: int
     bytes: int
     pause_s: float
-    """From the engine's answer that it has stopped until it is told to go on: no token was sampled meanwhile."""
+    """Seconds from the engine's answer that it has stopped until it was told to go on. No token was sampled meanwhile."""
     worker: str = ""
     seconds: float = 0.0
-    """That the worker took, checksums included. For weights that lie in the object store the driver puts in what it waited itself, with the
-    call's way there and back."""
+    """How long the worker took, checksums included. If the weights came from the object store the driver replaces this by its own wait,
+    which includes the call and its answer on their way."""
     checksums: dict[str, str] = field(default_factory=dict)
-    """By Hugging Face name, of the tensors in the engine's own process; empty when not asked for."""
+    """By Hugging Face name, of the tensors in the engine's process; empty when not asked for."""
     processor: Processor | None = None
-    """What the engine computes with, together with the checksums; for true on-policy only."""
+    """Processor and kernels of the engine; only for true on-policy, and only together with checksums."""
     generation: int = 0
     """Generation of the run: after it has gone back to a checkpoint, version numbers come again with other weights."""
     delta_bytes: int | None = None
-    """Bytes of the deltas that its node made these weights of; None: they came whole."""
+    """Bytes of the deltas from which its node made these weights; None: the weights came whole."""
     load: WorkerLoad | None = None
-    """The worker's, as it answered: it need not be asked for that, too."""
+    """The worker's load when it answered, which saves a call to ask for it."""

@@ -29,7 +29,7 @@ class WeightPart:
     size: int
     """Size of that dimension in the whole tensor."""
     ranges: tuple[Range, ...]
-    """One, or several where a file's tensor is itself several one below the other; none of an expert that other ranks hold."""
+    """One range; several if a file's tensor has several matrices stacked in it; none for an expert that other ranks hold."""
 
     @classmethod
     def parse(cls, text: str) -> WeightPart:
@@ -52,7 +52,7 @@ class WeightPart:
 
 
 def text_of(shape: Sequence[int], dtype: str, part: WeightPart | None) -> str:
-    """What a rank says of a tensor: "float32:128,64" if it holds all of it, "float32:128,64@0:128:64-128" if rows 64 to 127,
+    """How a rank reports its part of a tensor: "float32:128,64" if it holds all of it, "float32:128,64@0:128:64-128" if rows 64 to 127,
     and "float32:128,64@0:128:" if none of it.
 
     Args:

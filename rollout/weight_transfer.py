@@ -166,7 +166,7 @@ class SharedStaging:
 
 
 async def made_ahead(items: AsyncIterator[T], make: Callable[[T], R]) -> AsyncGenerator[R, None]:
-    """make(item) of each, in a thread: that of the next one while the caller is at work with this one."""
+    """Yields make(item) for each item. A thread makes the next one while the caller works with this one."""
     making: asyncio.Future[R] | None = None
     try:
         async for item in items:
@@ -182,7 +182,7 @@ async def made_ahead(items: AsyncIterator[T], make: Callable[[T], R]) -> AsyncGe
 
 
 async def with_last(items: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[tuple[T, bool]]:
-    """Each item, and whether it is the last: known by looking one ahead."""
+    """Yields each item, and whether it is the last one, by reading one item ahead."""
     held: list[T] = []
     async for item in _iterate(items):
         if held:

@@ -41,7 +41,7 @@ class UpdatableEngine:
         self._process = process
         self._version = version
         self._dirty: str | None = None
-        """Why, if it is."""
+        """Why the engine is dirty; None if it isn't."""
         self._failed_updates = 0
         self._updating = asyncio.Lock()
         self._specs: dict[str, WeightSpec] | None = None
@@ -49,9 +49,10 @@ class UpdatableEngine:
         """What each rank holds, if there are several; known after `weight_specs`."""
         self._staging = weight_transfer.SharedStaging(config.tensor_parallel)
         self.silent_s = 0.0
-        """Seconds of heartbeat_s that the engine has used without a sign, as of its last probe."""
+        """Seconds of heartbeat_s that the engine had used up without a sign of life at its last probe."""
         self._interruptions = 0
-        """Calls under way in which the scheduler waits for others, or is busy for long; each has a deadline of its own."""
+        """Number of calls under way in which the scheduler waits for others or is busy for long. Each has a deadline of its own, and the
+        heartbeat isn't checked meanwhile."""
 
     def watch_heartbeat(self) -> None:
         """From now on the engine is lost as soon as it misses its heartbeat."""

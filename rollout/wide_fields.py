@@ -18,12 +18,12 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 def tensor_of(row: array[Any]) -> Tensor:
-    """A tensor of the same numbers, in the same memory."""
+    """A tensor that shares the array's memory."""
     return torch.frombuffer(row, dtype=_DTYPES[row.typecode]) if row else torch.zeros(0, dtype=_DTYPES[row.typecode])
 
 
 def fields_of(one: Trajectory) -> WideFields | None:
-    """Those that a trajectory has, of the same memory; None: it has none."""
+    """The wide fields of a trajectory, as tensors that share its memory; None if it has none."""
     top, routes = one.top_logprobs, one.routed_experts
     if top is None and routes is None:
         return None
@@ -39,7 +39,7 @@ def has_wide_fields(group: Group) -> bool:
 
 
 def split_wide_fields(group: Group) -> tuple[Group, tuple[WideFields, ...]]:
-    """A group without its wide fields, and those of its trajectories."""
+    """The group without its wide fields, and the wide fields of each of its trajectories."""
     fields = tuple(fields_of(one) or WideFields() for one in group.trajectories)
     return replace(group, trajectories=tuple(map(_without, group.trajectories, fields))), fields
 
@@ -51,7 +51,7 @@ def _without(one: Trajectory, fields: WideFields) -> Trajectory:
 
 
 def join_wide_fields(group: Group, fields: Sequence[WideFields]) -> Group:
-    """The group again that was split."""
+    """Undo split_wide_fields: the group with the wide fields of each trajectory put back."""
     return replace(group, trajectories=tuple(map(_with, group.trajectories, fields)))
 
 

@@ -42,17 +42,17 @@ _JOINED_ENVIRONMENT = {
 _TRIES = 3
 _PAUSE_S = 2.0
 _NICER_BY = 10
-"""Added to the niceness of all actors but the learner's. Of a core that the learner wants as well they then get a tenth at most."""
+"""Added to the niceness of all actors but the learner's ranks. They then get at most a tenth of a core that the learner wants as well."""
 _NICEST = 19
 _LONGEST_TEMP_DIR = 40
 """Characters. Ray appends "/session_" with date, time and process id (44 at most) and "/sockets/plasma_store" (21); 107 are allowed."""
 _CONNECT_S = 10.0
 _TURN_S = 120.0
-"""A run waits at most so long while others of this machine start their Ray."""
+"""Longest wait for other runs on this machine that are starting their Ray."""
 _ENDED_S = 5.0
-"""Processes that Ray leaves behind are killed after so long."""
+"""Seconds after which processes that Ray leaves behind are killed."""
 _SHUTDOWN_S = 20.0
-"""Ray's own end takes a few seconds. It waits without an end for a raylet that is stopped, and no longer than for one that is gone."""
+"""Longest wait for Ray's shutdown, which usually takes a few seconds. For a raylet that is stopped (SIGSTOP) it would wait for ever."""
 
 
 class NoClusterError(ConfigError, EngineError):
@@ -139,7 +139,7 @@ class Cluster:
                 raise
 
     def _clear(self) -> str:
-        """End what a start that failed has left. Returns: where its logs are, as a sentence, if that is known."""
+        """End what a failed start has left. Returns: a sentence with the place of its logs, if known."""
         left = [process for process in descendants() if process not in self._before]
         session = next((match[0] for process in left if (match := re.search(r"/\S*/session_[0-9_-]+", command_of(process)))), None)
         end_new(self._before)
@@ -168,7 +168,7 @@ class Cluster:
 
     @property
     def own_daemons(self) -> Mapping[str, subprocess.Popen[bytes]]:
-        """Of a private Ray the control service and the raylet, by name: children of this process. Of a joined one none."""
+        """A private Ray's control service and raylet, by name: they are children of this process. Empty for a joined cluster."""
         node: Any = ray._private.worker._global_node
         if node is None or self._config.ray.address is not None:
             return {}
@@ -181,7 +181,7 @@ class Cluster:
         ours = [*daemons, *(child for daemon in daemons for child in descendants(daemon))]
         late = threading.Timer(_SHUTDOWN_S, end, (ours,))
         late.daemon = True
-        with contextlib.suppress(RuntimeError):  # no thread can start: what follows is all the more to be done
+        with contextlib.suppress(RuntimeError):  # no thread can start: shut down without the timer
             late.start()
         try:
             ray.shutdown()
@@ -204,7 +204,7 @@ def gpus_there(config: RunConfig) -> float:
 
 
 def check_ray(settings: RayConfig) -> None:
-    """What can be known without starting anything. Raises: ConfigError if nothing listens at the address, or a path is too long."""
+    """Check what can be checked without starting anything. Raises: ConfigError if nothing listens at the address, or a path is too long."""
     if settings.address is not None:
         host, _, port = settings.address.removeprefix("ray://").rpartition(":")
         if settings.address != "auto" and not (host and port.isdigit()):
@@ -317,7 +317,7 @@ def _daemons_apart() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Variables of this process for a while; what the user has set stays."""
+    """Within the block these environment variables are set, unless the user has set them."""
     added = [name for name in values if name not in os.environ]
     os.environ.update({name: values[name] for name in added})
     try:

@@ -36,20 +36,22 @@ _LIMIT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 _SHARE = 0.5
 """Share of those seconds after which the head counts as gone. A head with GCS fault tolerance may come back before."""
 _LOOKS = 6
-"""Attempts to connect within that time."""
+"""Number of attempts to connect within that time."""
 _KEEPALIVE_MS = {"RAY_grpc_client_keepalive_time_ms": "300000", "RAY_grpc_client_keepalive_timeout_ms": "120000"}
-"""Ray's variables, and its values if they aren't set: a connection on which nothing comes is probed after the first, and given up after the
-second. From then on the head that hangs is unreachable to Ray."""
+"""Ray's variables, with its defaults: a silent connection is probed after the first time, and given up when the probe has had no answer for
+the second. From then on a head that hangs is unreachable for Ray."""
 _PROBE_MS = {"RAY_health_check_period_ms": "3000", "RAY_health_check_timeout_ms": "10000"}
 _PROBES = "RAY_health_check_failure_threshold", "5"
-"""Likewise: after so many probes without an answer, each after a pause and with a limit, the control service gives a raylet up."""
+"""Ray's variables, with their defaults: the control service gives a raylet up after this many probes without an answer; the first variable
+is the pause before each, the second its limit."""
 
 _GOES_ON = "The run goes on with what it has; whatever is to start waits until it answers"
 _STANDS_STILL = "The run stands still where it needs the object store, which is in that process, until it answers"
-"""What it means for the run, meanwhile, that a head hangs, or a raylet."""
+"""What becomes of the run while a head hangs, or a raylet."""
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""What a client of gRPC says first (RFC 9113, 3.4): a server that runs answers, or hangs up if it speaks TLS. The kernel alone doesn't."""
+"""The first bytes of a gRPC client (RFC 9113, 3.4). A running server answers, or hangs up if it speaks TLS; the kernel alone would only
+accept the connection."""
 
 
 @contextlib.contextmanager
@@ -204,7 +206,7 @@ def _look(
 
 def _end(text: str, last: Callable[[str], object], over: threading.Event, left: Sequence[psutil.Process] = ()) -> None:
     """Args: left: processes to be ended that may no longer be below this one."""
-    over.set()  # what is ended along with this process is no news
+    over.set()  # the other watches must not report what ends together with this process
     # Printed first: the run folder's disk may be gone with the head.
     interrupts.end_all(text, interrupts.NO_CLUSTER if interrupts.is_attempt else 1, last=partial(_last, text, last, left))
 

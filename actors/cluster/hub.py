@@ -27,14 +27,14 @@ _WANTED: dict[str, Any] = {"allow_patterns": list(_FILES), "ignore_patterns": li
 _OUTLINE = _WANTED | {"allow_patterns": list(_FILES[1:])}
 """All but the weights."""
 _HUB_S = 10.0
-"""Within which the hub has to answer a question."""
+"""Seconds in which the hub has to answer a request."""
 
 
 def pinned(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """The same run with the commits of what it takes from the hub, so that it takes the same ones when it is resumed; and what to say.
+    """The configuration with the hub's names pinned to commits, so that a resumed run takes the same files; and sentences about it.
 
-    Raises: DataError if the hub has no such model, or can't be asked and there is none in the cache. What is wrong with data is said where
-    they are read.
+    Raises: DataError if the hub has no such model, or can't be reached and the cache has none. Errors in a data set are raised where it is
+    read.
     """
     said = []
     if (name := HubName.of(config.model)) is not None and not name.is_pinned:
@@ -46,7 +46,7 @@ def pinned(config: RunConfig) -> tuple[RunConfig, list[str]]:
         try:
             commit = _commit("dataset", task.path, task.revision)
         except Exception as error:
-            said.append(f"data set {task.path}: its commit isn't known ({type(error).__name__}), so that a resume may find other rows")
+            said.append(f"data set {task.path}: its commit isn't known ({type(error).__name__}), so a resume may find other rows")
         else:
             rollout = config.rollout.model_copy(update={"task": task.model_copy(update={"revision": commit})})
             config = config.model_copy(update={"rollout": rollout})
@@ -55,16 +55,16 @@ def pinned(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def _commit(kind: str, repository: str, revision: str | None) -> str:
-    """Of a branch or tag: as the hub says, or, if it can't be asked, as it said the last time."""
+    """The commit of a branch or tag: the hub's present answer, or, if it can't be reached, its last one."""
     from huggingface_hub import HfApi
 
     return str(HfApi().resolve_revision(repository, repo_type=kind, revision=revision).resolved)
 
 
 def model_folder(model: Path) -> Path:
-    """The folder itself; or that of a name of the hub on this machine, downloaded before if it isn't all there.
+    """The folder of a model: a path as it is; for a name of the hub its folder on this machine, downloaded first if it isn't complete.
 
-    Raises: DataError naming what is in the way: no such model or revision, no access, no space, no way to the hub.
+    Raises: DataError naming the cause: no such model or revision, no access, no space, or the hub can't be reached.
     """
     name = HubName.of(model)
     if name is None:
@@ -76,7 +76,7 @@ def model_folder(model: Path) -> Path:
 
 def outline_folder(model: Path) -> tuple[Path, bool]:
     """A folder with the model's config and tokenizer, and whether its weights are in it: they are if it is no name of the hub, or if they
-    have been downloaded to this machine before. Who starts a run needs no weights; the nodes of the ranks do.
+    have been downloaded to this machine before. The machine that starts a run needs no weights; the nodes of the ranks do.
 
     Raises: as `model_folder`.
     """
@@ -95,7 +95,7 @@ def outline_folder(model: Path) -> tuple[Path, bool]:
 
 
 def config_folder(model: Path) -> Path:
-    """A folder with the model's config.json, of which nothing else has to be there. Raises: as `model_folder`."""
+    """A folder with the model's config.json; other files may be missing. Raises: as `model_folder`."""
     name = HubName.of(model)
     if name is None:
         return model
@@ -128,7 +128,7 @@ def _at_its_commit(name: HubName) -> HubName:
 
 
 def _whole_copy(name: HubName) -> Path | None:
-    """From the cache, if it is known to be whole; offline also if that isn't known, as it is the only one.
+    """The model's folder in the cache, if it is known to be complete; offline also if that isn't known, because there is no other.
 
     Raises: LocalEntryNotFoundError when offline without one.
     """
@@ -138,7 +138,7 @@ def _whole_copy(name: HubName) -> Path | None:
     is_offline = constants.HF_HUB_OFFLINE
     try:
         if not is_offline:
-            get_cached_repo_tree(name.repository, revision=name.revision)  # without it a part can't be told from the whole
+            get_cached_repo_tree(name.repository, revision=name.revision)  # says which files a whole copy has
         return Path(snapshot_download(name.repository, revision=name.revision, local_files_only=True, **_WANTED))
     except (CachedRepoTreeNotFoundError, LocalEntryNotFoundError):
         if is_offline:
@@ -147,7 +147,7 @@ def _whole_copy(name: HubName) -> Path | None:
 
 
 def _lack_of_room(name: HubName) -> str:
-    """What is missing for the files that are still to come; empty: nothing."""
+    """Says that the disk has too little room for the files still to be downloaded; empty: it has enough."""
     from huggingface_hub import constants, snapshot_download
 
     cache = Path(constants.HF_HUB_CACHE)

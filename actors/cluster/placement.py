@@ -45,9 +45,9 @@ class RankPlaces:
     group: PlacementGroup | None = None
     """None: each rank wherever there is room."""
     order: Sequence[int] = ()
-    """Bundles by node and GPU: the ranks of the first tensor-parallel group are in the first of these."""
+    """Bundles sorted by node and GPU; the first one holds the ranks of the first tensor-parallel group."""
     is_kept_away: bool = False
-    """The group's bundles are kept away from nodes."""
+    """Whether the group's bundles are kept away from some nodes."""
 
     def options(self, rank: int) -> dict[str, Any]:
         """Ray options of the rank's actor."""
@@ -122,9 +122,9 @@ async def on_their_nodes(
 
 
 async def fetch_where_ranks_are(model: Path, places: RankPlaces, limits: DeadlinesConfig) -> None:
-    """A model of the hub on every node that has a learner rank, before the ranks start: who comes later would let the others wait for it.
+    """Download a model of the hub on every node that has a learner rank, before the ranks start: a late rank would let the others wait.
 
-    Nothing for a folder. A node that has it in its cache downloads nothing; of several tasks on one node one does.
+    Does nothing for a folder. A node that has the model in its cache downloads nothing; of several tasks on one node only one downloads.
     Raises: DataError as model_folder; DeadlineExceeded past deadlines.start_s.
     """
     if HubName.of(model) is not None and places.group is not None:
@@ -132,7 +132,7 @@ async def fetch_where_ranks_are(model: Path, places: RankPlaces, limits: Deadlin
 
 
 def in_order(nodes: Mapping[int, str], addresses: Mapping[str, str], first_gpus: Mapping[int, int]) -> tuple[int, ...]:
-    """Bundles, so that neighbours are on one node, and there on neighbouring GPUs.
+    """Bundles in an order in which neighbours are on one node, and there on neighbouring GPUs.
 
     Args:
         nodes: by bundle, the node's id.
@@ -252,5 +252,5 @@ def places_of(given: Sequence[int | str], visible: Sequence[str] | None) -> list
 
 
 def _given_gpus() -> tuple[list[int | str], Sequence[str] | None]:
-    """As `places_of` takes them; in a task, which itself sees only the GPUs that it was given."""
+    """The arguments of `places_of`. To be called in a Ray task, whose own CUDA_VISIBLE_DEVICES has only the GPUs that it was given."""
     return list(ray.get_gpu_ids()), ray._private.worker.global_worker.original_visible_accelerator_ids.get("GPU")

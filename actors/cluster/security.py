@@ -14,7 +14,7 @@ from actors.config import RayConfig
 from correction.errors import ConfigError, EngineError
 
 _ASKED_S = 60.0
-"""A task on the joined cluster finds out within so long whether it asks for a token."""
+"""Longest wait for a task that finds out whether the joined cluster asks for a token."""
 _TOKEN = Path.home() / ".ray" / "auth_token"
 """Where Ray keeps the token if RAY_AUTH_TOKEN_PATH doesn't say otherwise."""
 
@@ -65,5 +65,5 @@ def require_authentication(settings: RayConfig) -> None:
 
 
 def _asks_for_token() -> bool:
-    """Workers have their mode from the daemon of their node."""
+    """Whether this worker's cluster asks for a token. Ray's workers get RAY_AUTH_MODE from the daemon of their node."""
     return os.environ.get("RAY_AUTH_MODE", "disabled").lower() == "token"

@@ -1,4 +1,4 @@
-"""The child of `evenkeel train --retries`: the same command line, which ends in order when its parent is gone."""
+"""The child process of `evenkeel train --retries`: the same command line. It shuts down in order when its parent is gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every key of a pydantic configuration with its type, default and meaning, and the one that was probably meant."""
+"""Lists every key of a pydantic configuration with its type, default and meaning; for a wrong key it finds the nearest one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `evenkeel config --explain` prints: every key, and the deadlines that follow from them."""
+"""The output of `evenkeel config --explain`: every key, and the deadlines that follow from them."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Bounds:
     """Which questions are kept."""
 
     answers: int
-    """Asked for of each question."""
+    """Number of answers to each question."""
     min_solved: int
     max_solved: int
 
@@ -52,17 +52,17 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What came of one question."""
+    """The result of one question."""
 
     position: int
-    """In the task's training stream."""
+    """Its position in the task's training stream."""
     solved: int
     """Right answers."""
     unscored: int
     """Answers whose reward raised, timed out or never came: they may have been right or wrong."""
 
     def is_within(self, bounds: Bounds) -> bool:
-        """Whatever the unscored answers were."""
+        """Whether the question is kept, whichever of the unscored answers are right."""
         return bounds.min_solved <= self.solved and self.solved + self.unscored <= bounds.max_solved
 
     def kind(self, answers: int) -> str:
@@ -113,7 +113,7 @@ def filter_questions(config: RunConfig, output: Path, bounds: Bounds, *, questio
 
 
 def _distinct_positions(task: Task, questions: int | None) -> Iterator[int]:
-    """The first training positions whose texts are new, so many of them or one epoch's."""
+    """Training positions whose texts are new, in order: as many as `questions`, or those of one epoch."""
     end = task.questions_per_epoch
     seen: set[str] = set()
     position = 0
@@ -126,7 +126,7 @@ def _distinct_positions(task: Task, questions: int | None) -> Iterator[int]:
 
 
 async def _ask(config: RunConfig, task: Task, positions: list[int], bounds: Bounds, record: _Record) -> None:
-    """Ask what is left, as many questions at a time as the engine runs requests; each goes on record as soon as it is answered."""
+    """Ask the remaining questions, enough at a time to keep the engine full. Each is recorded as soon as it is answered."""
     temperature = config.rollout.sampling.temperature
     how = AnswerSampling(samples=bounds.answers, temperature=temperature)
     places = asyncio.Semaphore(max(1, 2 * config.rollout.engine.max_running_requests // bounds.answers))
@@ -146,10 +146,10 @@ async def _ask(config: RunConfig, task: Task, positions: list[int], bounds: Boun
 
 
 class _Record:
-    """The file of what was asked: a line of settings, then one line a question."""
+    """The record of the questions asked so far: a line of settings, then one line a question."""
 
     def __init__(self, path: Path, settings: dict[str, Any], output: Path) -> None:
-        """Raises: DataError if it is of other settings, or if there is an output without it."""
+        """Raises: DataError if the file has other settings, or if the output exists but its record doesn't."""
         self.path, self._lines = path, JsonLines(path)
         self._lines.repair()
         headers = self._lines.read(lambda line: line["settings"])
@@ -177,7 +177,7 @@ class _Record:
 
 
 def _settings(config: RunConfig, bounds: Bounds) -> dict[str, Any]:
-    """What the answers depend on, flat."""
+    """The settings that decide the answers and their scores, by dotted key. A record with other values can't be continued."""
     rollout = config.rollout
     sections = {"rollout.task": rollout.task, "rollout.reward": rollout.reward, "rollout.sampling": rollout.sampling}
     settings: dict[str, Any] = {
@@ -189,13 +189,14 @@ def _settings(config: RunConfig, bounds: Bounds) -> dict[str, Any]:
     for name, section in sections.items():
         settings |= {f"{name}.{key}": value for key, value in section.model_dump(mode="json").items()}
     del settings["rollout.sampling.samples_per_group"]
-    for key in ("deadline_s", "start_deadline_s", "processes", "memory_gib"):  # a scorer says the same whatever they are
+    for key in ("deadline_s", "start_deadline_s", "processes", "memory_gib"):  # they don't change a score
         del settings[f"rollout.reward.{key}"]
     return settings
 
 
 def _held_out_path(output: Path) -> Path:
-    """The task's own held-out questions: of the kept ones none has to be held out, and a run is measured on what others are measured on."""
+    """Path of a file with the task's own held-out questions. So no kept question need be held out, and a run on the kept ones is measured
+    on the same questions as other runs."""
     return output.with_suffix(".held_out.jsonl")
 
 
@@ -222,7 +223,8 @@ def _say_outcome(asked: list[Asked], kept: int, output: Path, config: RunConfig,
 
 
 def _training_words(config: RunConfig, output: Path) -> Iterator[str]:
-    """What has to be said over the recipe to train on the rows; where the kind of task changes, all that it said of the task anew."""
+    """Overrides (KEY=VALUE) with which the recipe trains on the rows. If the kind of task changes, they repeat the task's other
+    settings."""
     task, reward = config.rollout.task, config.rollout.reward
     words: dict[str, Any] = {"rollout.task.path": str(output), "rollout.task.held_out_path": str(_held_out_path(output))}
     if not isinstance(task, FileTask):

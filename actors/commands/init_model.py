@@ -23,7 +23,7 @@ _RECORD = "evenkeel_init.json"
 
 
 class InitRecord(BaseModel):
-    """Kept in the model folder: how it was made, and so which questions its supervised start has seen."""
+    """How a model folder was made. It is kept in the folder, so that one knows which questions the supervised start has seen."""
 
     init: InitConfig
     task: TaskConfig
@@ -62,7 +62,7 @@ def read_record(folder: Path) -> InitRecord | None:
         return InitRecord.model_validate_json(path.read_text()) if path.exists() else None
     except ValueError as error:  # pydantic's, of JSON or of keys that this version doesn't have
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"{path}: not what this version writes of a model that it makes ({reason}). Make the model anew") from error
+        raise ConfigError(f"{path}: not what this version writes about a model that it makes ({reason}). Make the model anew") from error
 
 
 def _check_existing(folder: Path, record: InitRecord, if_missing: bool, say: Callable[[str], None]) -> None:
@@ -73,8 +73,8 @@ def _check_existing(folder: Path, record: InitRecord, if_missing: bool, say: Cal
 
 
 def _build(config: RunConfig, init: InitConfig, folder: Path, say: Callable[[str], None]) -> None:
-    """A folder with a random model and its tokenizer, the warm-up, and the folder with what came of it."""
-    from learner.learner_rank import LearnerRank  # with Megatron, which a run's driver has no use for
+    """Make a random model and its tokenizer, train it on demonstrations, and write the result into the folder."""
+    from learner.learner_rank import LearnerRank  # it imports Megatron, which a run's driver doesn't need
 
     blank = folder.with_suffix(".blank")
     shutil.rmtree(blank, ignore_errors=True)

@@ -17,25 +17,25 @@ from actors.simulation.run import simulate
 from correction.errors import ConfigError
 
 _NEEDED = {"time/train_s", "wait/rollout_share", "throughput/rollout_tokens_per_s", "length/trained_tokens"}
-"""Of a step to measure from; one whose answers were all cut and left out trained nothing."""
+"""Metrics that a step must have to be measured from. A step whose answers were all cut and left out trained nothing and lacks some."""
 _FEWEST_STEPS = 5
 _FEWEST_LENGTHS = 40
 _TRAINING_PASSES = 3
 """Training on a token costs a forward pass, and a backward pass that is twice that; reading it, on like hardware, is one."""
 _ROUNDS, _CLOSE = 6, 0.002
-"""Rounds of the fit, and how near it has to come."""
+"""Most rounds of the fit, and the relative error at which it ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """What a run says about the time that things take."""
+    """Speeds and lengths measured from a run."""
 
     shape: RunShape
     costs: RunCosts
     lengths: AnswerLengths
     prompt_tokens: int
     steps: int
-    """Steps that were looked at."""
+    """Number of steps measured."""
     step_s: float
     """Their mean."""
     staleness: float
@@ -99,7 +99,7 @@ def shape_of(config: RunConfig) -> RunShape:
 
 
 def _constant_workers(run_dir: Path, steps: Sequence[StepMetrics], first: int) -> int:
-    """Those of an elastic pool in these steps. Args: first: if no step says. Raises: ConfigError if there were now more, now fewer."""
+    """Number of an elastic pool's workers in these steps. Args: first: used if no step has it. Raises: ConfigError if it changed."""
     sizes = sorted({round(step["pool/workers"]) for step in steps if "pool/workers" in step}) or [first]
     if len(sizes) > 1:
         raise ConfigError(
@@ -110,13 +110,13 @@ def _constant_workers(run_dir: Path, steps: Sequence[StepMetrics], first: int) -
 
 
 def _mean(steps: Sequence[StepMetrics], name: str) -> float:
-    """Of the steps that have it; 0: none has."""
+    """Mean of a metric over the steps that have it; 0 if none has."""
     found = [step[name] for step in steps if name in step]
     return statistics.fmean(found) if found else 0.0
 
 
 def _prompt_tokens(steps: Sequence[StepMetrics], shape: RunShape, learner_tokens: float) -> int:
-    """Mean prompt of a trained answer. Args: learner_tokens: of all steps, prompts included."""
+    """Mean prompt length of a trained answer, tokens. Args: learner_tokens: trained in all steps, prompts included."""
     all_answers = shape.groups_per_step * shape.samples_per_group
     tokens = answers = 0.0
     for step in steps:
@@ -127,7 +127,7 @@ def _prompt_tokens(steps: Sequence[StepMetrics], shape: RunShape, learner_tokens
 
 
 def _lengths(folder: RunFolder, steps: Sequence[StepMetrics], max_tokens: int) -> AnswerLengths:
-    """Those of one answer of each trained group; without enough of them (a run of an older version) the steps' means."""
+    """Lengths of one answer of each trained group; if there are too few (a run of an older version), the mean length of each step."""
     found = [length for length in folder.read_answer_lengths(first_step=steps[0].step) if length > 0]
     if len(found) >= _FEWEST_LENGTHS:
         return AnswerLengths.like(found, f"{len(found)} answers of {folder.path}", max_tokens=max_tokens)
@@ -141,7 +141,7 @@ def _occupied_s(steps: Sequence[StepMetrics], shape: RunShape) -> float:
 
 
 def _delays_s(steps: Sequence[StepMetrics], shape: RunShape) -> dict[str, float]:
-    """What groups wait for on their ways, as the run's driver took it down; a run of an older version knows its hand-over at best."""
+    """Delays of groups on their way, as the run's driver measured them. Of a run of an older version only the hand-over is known."""
     measured = [step for step in steps if {ADMISSION, CALL, HANDOVER} <= step.keys()]
     if len(measured) < _FEWEST_STEPS:
         return {"handover_s": _handover_s(steps, shape)}
@@ -155,7 +155,8 @@ def _delays_s(steps: Sequence[StepMetrics], shape: RunShape) -> dict[str, float]
 
 
 def _handover_s(steps: Sequence[StepMetrics], shape: RunShape) -> float:
-    """Where rollouts are ahead, a quick step's wait is the way of its batch alone; in a synchronous run what isn't sampling or sync."""
+    """Estimate of the hand-over from the learner's waits. In an asynchronous run a step with a short wait waited for the hand-over alone;
+    in a synchronous run it is the wait less sampling and sync."""
     waits = sorted(step["wait/learner_s"] for step in steps)
     if shape.max_staleness:
         return waits[len(waits) // 10]
@@ -164,7 +165,11 @@ def _handover_s(steps: Sequence[StepMetrics], shape: RunShape) -> float:
 
 
 def _first_guess(folder: RunFolder, steps: Sequence[StepMetrics], shape: RunShape) -> DecodeSpeed:
-    """At as many requests as an engine can have. At fewer by an evaluation before or after training, if that asked half as much or less."""
+    """Decode speed at as many requests as an engine can have; and at fewer, from an evaluation before or after training that had at most
+    half as many.
+
+    Raises: ConfigError if the engines sampled nothing.
+    """
     tokens = statistics.fmean(step["throughput/rollout_tokens_per_s"] * step["time/step_s"] for step in steps)
     occupied_s = _occupied_s(steps, shape)
     if min(tokens, occupied_s) <= 0:
@@ -181,7 +186,7 @@ def _first_guess(folder: RunFolder, steps: Sequence[StepMetrics], shape: RunShap
 
 
 def _fitted(run: MeasuredRun, occupied_s: float) -> RunCosts:
-    """Costs with the speed at which a simulation of the run has its engines at work for `occupied_s` a step, all together."""
+    """The costs, with a decode speed at which a simulation of the run keeps its engines busy for `occupied_s` a step, all together."""
     costs = run.costs
     for _ in range(_ROUNDS):
         found = simulate(run.shape, costs, run.lengths.afresh(), prompt_tokens=run.prompt_tokens, steps=min(run.steps, 20))

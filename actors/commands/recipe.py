@@ -168,7 +168,7 @@ class _Source:
         return f"{self.recipe}:{self.lines[path]}" if path else str(self.recipe)
 
     def place_of_mention(self, reason: str) -> str | None:
-        """Place of an override that a validator's own words name in full; such an error is located at a whole section only."""
+        """The override that a validator's message names in full. pydantic locates such an error at a whole section only."""
         return "command line" if any(re.search(rf"\b{re.escape(key)}\b", reason) for key in self.overridden) else None
 
 

@@ -24,9 +24,10 @@ from rollout.config import FileTask, HuggingFaceTask
 
 _MOVABLE_TASK_SETTINGS = ("rollout.task.path", "rollout.task.held_out_path")
 _OF_SAMPLES = ("rollout.", "learner.routing_replay", "true_on_policy")
-"""Settings by which groups are sampled and scored, or their beginnings."""
+"""Settings by which groups are sampled and scored, or prefixes of such settings."""
 _OF_ENGINES = ("rollout.engine.",)
-"""Those of them that say how an engine works, not what it is asked: the groups are sampled again without a question."""
+"""Those of them that say how an engine works, not what it is asked. If one has changed, groups are sampled again without
+--discard-queue."""
 _NOT_OF_SAMPLES = (
     *("rollout.workers", "rollout.min_workers", "rollout.max_workers"),
     *("rollout.gpus_per_worker", "rollout.slots"),

@@ -30,14 +30,14 @@ from actors.state.json_lines import last_step
 
 T = TypeVar("T")
 NOT_AGAIN = 78
-"""Exit code of an attempt with wrong settings, which would be as wrong the next time; EX_CONFIG of sysexits.h."""
+"""Exit code of an attempt with wrong settings, which another attempt would have as well; EX_CONFIG of sysexits.h."""
 _COMMAND = (sys.executable, "-m", "actors.commands.attempt", "train")
 _LOOK_S = 10.0
 """For each look into the run folder."""
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-"""Before the first retry, twice as long before each next one, and at most."""
+"""Pause before the first retry, doubled before each further one, and the longest pause."""
 _FINAL = (0, 3, NOT_AGAIN, *(code for number in interrupts.SIGNALS for code in (-number, interrupts.exit_code(number))))
-"""Exit codes after which nothing is tried again: done, ended by an alarm, wrong settings, ended by a signal that asks for it."""
+"""Exit codes after which there is no retry: done, ended by an alarm, wrong settings, ended by one of the signals that ask for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class Reached:
     """How far a run has come."""
 
     checkpoint: int = 0
-    """Step of the newest one."""
+    """Step of the newest checkpoint."""
     step: int = 0
-    """The last one that was finished."""
+    """The last finished step."""
     unknown: str = ""
     """Why neither is known; empty: they are."""
 
@@ -76,7 +76,7 @@ class Reached:
         return f"a step that its disk doesn't tell ({self.unknown})" if self.unknown else f"step {self.step}"
 
     def and_before(self, before: Reached) -> Reached:
-        """The furthest of both."""
+        """The larger value of both, field by field."""
         return Reached(max(self.checkpoint, before.checkpoint), max(self.step, before.step))
 
 
@@ -121,14 +121,15 @@ def run_with_retries(recipe: Path | None, words: Sequence[str], run_dir: Path, *
 
 
 def _attempt(arguments: Sequence[str]) -> tuple[int, bool]:
-    """One child, to its end. Returns: its exit code, negative for a signal; and whether a signal to this process has asked for its end."""
+    """Run one child until it ends. Returns: its exit code, negative for a signal; and whether a signal to this process asked for its
+    end."""
     asked: list[int] = []
     child: subprocess.Popen[bytes] | None = None
 
     def pass_on(number: int) -> None:
         asked.append(number)
         if child is not None:
-            os.kill(child.pid, number)  # it may have ended, but nobody has waited for it yet, so that the number is its own
+            os.kill(child.pid, number)  # it may have ended, but isn't reaped yet, so the id is still its own
 
     with interrupts.passed_on(pass_on):
         child = subprocess.Popen([*_COMMAND, *arguments], start_new_session=True)
@@ -138,14 +139,14 @@ def _attempt(arguments: Sequence[str]) -> tuple[int, bool]:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
             if ended is not None and ended.si_pid == child.pid:
                 break
-            if ended is not None:  # what the child's dead children have left, ends too
+            if ended is not None:  # an orphan of the child's has ended: reap it
                 os.waitpid(ended.si_pid, 0)
         code = child.wait()
     return code, bool(asked)
 
 
 def _end_leftovers() -> None:
-    """End what a child has left: whatever it was, nobody drives it any more, and the next attempt needs its memory."""
+    """End all processes that a child has left: nobody uses them any more, and the next attempt needs their memory."""
     if sys.stdout.isatty():
         put("\x1b[?25h", sys.stdout)  # the cursor, which a live panel hides
     end_new()
@@ -160,7 +161,7 @@ def _end_of(code: int) -> str:
 
 
 def _say(run_dir: Path, level: EventLevel, text: str) -> None:
-    """A line, and an event of the run if it has a folder."""
+    """Print a line; add it to the run's events, too, if the run has a folder."""
     put(f"evenkeel: {text}\n", sys.stderr)
     if _has_begun(run_dir):
         with contextlib.suppress(OSError):

@@ -51,11 +51,11 @@ from rollout.stacks import register_stack_dump
 from rollout.tasks import Demonstration, Task, build_task, check_task_names
 
 _LEFT_S = 600.0
-"""For the report and the end of the process, if something that the run has left hangs or uploads slowly. A package's own end waits."""
+"""Longest time for the report and the end of the process, if something that the run has left hangs or uploads slowly."""
 _LEFT_INTERRUPTED_S = 60.0
 """After a signal."""
 _NODES_S = 60.0
-"""For the facts of all nodes of a cluster: their first processes may read packages from a cold disk."""
+"""Longest wait for the facts of all nodes of a cluster: their first processes may read packages from a cold disk."""
 _LISTED_S = 2.0
 _AFTER_ALL = "after all was saved"
 
@@ -125,7 +125,7 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
 
 
 def decide_devices(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """With a device and a type for everything, and what to say about it. Raises: ConfigError; EngineError as gpus_there."""
+    """The configuration with every device and type decided, and sentences about it. Raises: ConfigError; EngineError as gpus_there."""
     has_gpu = gpus_there(config) > 0
     asks = "auto" in (config.rollout.engine.device, config.learner.device)
     notes = []
@@ -296,7 +296,7 @@ def _run_controller(controller: Controller) -> RunSummary:
 
 
 async def _run_with_daemon_threads(controller: Controller) -> RunSummary:
-    """Threads of the run that hang, on its disk above all, don't keep it from its end."""
+    """Run with threads that don't keep the process alive if they hang, on its disk above all."""
     asyncio.get_running_loop().set_default_executor(DaemonThreads())
     return await controller.run()
 
@@ -335,7 +335,7 @@ def _said(error: BaseException) -> tuple[str, EventKind]:
 
 
 def _report(folder: RunFolder) -> Path | None:
-    """The report, also of a run that failed after its first numbers; its own failure must not hide the run's."""
+    """Write the report, also of a run that failed after its first numbers. An error of the report must not hide the run's error."""
     if not (folder.metrics_path.exists() or folder.evaluations_path.exists()):
         return None
     from actors.record.report import write_report  # with matplotlib, for which a start doesn't wait

@@ -1,4 +1,4 @@
-"""What the words of `evenkeel train` say, looked at before anything is imported that takes seconds."""
+"""Checks the command line of `evenkeel train` before imports that take seconds."""
 
 from __future__ import annotations
 

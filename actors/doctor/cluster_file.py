@@ -30,17 +30,17 @@ _START = re.compile(r"\bray start\b")
 
 @dataclass(frozen=True, slots=True)
 class NodeKind:
-    """Nodes of one type."""
+    """One type of node of a cluster file."""
 
     name: str
     most: int
-    """Largest number of them."""
+    """Largest number of nodes of this type."""
     units: float
     """Units of the rollout resource on each."""
     gpus: float | None
-    """On each; None: the file doesn't say, and Ray counts them on the node."""
+    """GPUs of each node; None: the file doesn't say, and Ray counts them on the node."""
     gpu: str | None = None
-    """Their name in plan/gpus.py, by the instance type or the resource accelerator_type:NAME; None: not known."""
+    """The GPUs' name in plan/gpus.py, from the instance type or the resource accelerator_type:NAME; None: not known."""
 
     @property
     def gpu_bytes(self) -> int | None:
@@ -68,7 +68,8 @@ class ClusterFile:
 
     @classmethod
     def read(cls, path: Path, resource: str) -> ClusterFile:
-        """Args: resource: that rollout workers ask for. Raises: ConfigError if that is no such file."""
+        """Read a cluster file. Args: resource: the Ray resource that rollout workers ask for. Raises: ConfigError if it is no cluster
+        file."""
         try:
             content = yaml.safe_load(path.read_text())
             starts = {role: tuple(c for c in content[f"{role}_start_ray_commands"] if _START.search(c)) for role in ("head", "worker")}

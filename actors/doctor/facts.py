@@ -22,7 +22,8 @@ class Complaint:
     setting: str = ""
     """What to change, as KEY: VALUE or in words; empty: nothing."""
     stops_deep: bool = True
-    """A failure with which `doctor --deep` can't measure. It does without weights, tokenizer and task, of which it makes its own."""
+    """Whether `doctor --deep` can't measure because of this failure. It makes weights, tokenizer and task of its own, so it doesn't need
+    those."""
 
     @classmethod
     def refusal(cls, error: EvenkeelError) -> Complaint:

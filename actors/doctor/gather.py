@@ -33,7 +33,7 @@ _PACKAGES = (
 _OWN = ("actors", "correction", "learner", "rollout")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ANSWER_S = 15.0
-"""For all nodes together, from the first question on, while somebody waits at a terminal."""
+"""Longest time for all nodes together, from the first request on: a person waits for it."""
 _NO_LISTENER = "no listener could be started there in time"
 _SIGN = ".seen_by_all_nodes"
 
@@ -41,7 +41,7 @@ _SIGN = ".seen_by_all_nodes"
 def paper_facts(
     config: RunConfig, model: Path | None = None, *, meant: Sequence[Gpus] | None = None, is_resumed: bool = False
 ) -> PaperFacts:
-    """Of the model folder and of this machine.
+    """Facts about the model folder and this machine.
 
     Args:
         model: folder, if it isn't config.model.
@@ -62,13 +62,13 @@ def paper_facts(
 
 
 def home_of_run(config: RunConfig) -> Path:
-    """The run folder, or the nearest folder that is there already and in which it would be made."""
+    """The run folder, or its nearest existing parent, in which it would be made."""
     folder = (config.run_dir or Path("runs")).absolute()
     return next(parent for parent in (folder, *folder.parents) if parent.exists())
 
 
 def _named(gpus: Sequence[GpuFact], count: int) -> Sequence[GpuFact]:
-    """GPUs that CUDA_VISIBLE_DEVICES names; all, if it names none. Args: count: of those that torch sees."""
+    """GPUs that CUDA_VISIBLE_DEVICES names; all, if it isn't set. Args: count: number of GPUs that torch sees."""
     visible = os.environ.get(VISIBLE, "")
     return seen_by_torch(gpus, visible, count) if visible and count else gpus
 
@@ -163,11 +163,12 @@ def own_machine(config: RunConfig) -> list[NodeFacts]:
 
 
 def nodes_of_cluster(config: RunConfig, folder: Path | None, *, within_s: float = _ANSWER_S) -> list[NodeFacts]:
-    """All nodes of the cluster that this process is connected to, each by a task on it: of one that doesn't answer what Ray knows, and why
-    there is no more.
+    """Facts of all nodes of the cluster that this process is connected to, found by a task on each. A node that doesn't answer has the
+    facts that Ray knows, and the reason for its silence.
 
     Args:
-        folder: of the run, or where it will be made (home_of_run), in which a file is left for a moment; None: none is looked for.
+        folder: the run's, or where it will be made (home_of_run). A file is put there for a moment, to see whether nodes share the folder;
+            None: that isn't checked.
         within_s: seconds for all nodes together.
     """
     import ray
@@ -175,7 +176,7 @@ def nodes_of_cluster(config: RunConfig, folder: Path | None, *, within_s: float 
     until = time.monotonic() + within_s
     door: Door | None = None
     token = uuid.uuid4().hex if folder else ""
-    sign = folder / f"{_SIGN}.{token}" if folder else None  # others may look into the same folder now
+    sign = folder / f"{_SIGN}.{token}" if folder else None  # another doctor may use the folder now
     if sign is not None:
         sign.write_text(token)
     try:
@@ -209,7 +210,7 @@ def nodes_of_cluster(config: RunConfig, folder: Path | None, *, within_s: float 
 
 
 def _task(function: Callable[..., object], node: Mapping[str, Any]) -> Any:
-    """To be called on the node."""
+    """The function as a Ray task on this node, without resources."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -218,7 +219,7 @@ def _task(function: Callable[..., object], node: Mapping[str, Any]) -> Any:
 
 
 def _door_of(nodes: Sequence[Mapping[str, Any]], config: RunConfig, until: float) -> tuple[str, Door | None]:
-    """The node that has most of what a rank asks for, where rank 0 may be, and a port there that listens; None: none could be had."""
+    """The node with the most of what a rank asks for, where rank 0 may be, and a listening port there; None: none could be opened."""
     kind = "GPU" if config.learner.resolved_device == "cuda" else "CPU"
     likely = max(nodes, key=lambda node: node["Resources"].get(kind, 0.0))["NodeID"]
     return likely, Door.on(likely, within_s=_left_s(until))
@@ -229,7 +230,7 @@ def _answer_file(sign: Path | None, node: Mapping[str, Any]) -> str:
 
 
 def _sees_both_ways(facts: NodeFacts, answer: str, token: str) -> bool:
-    """Whether the node has read what the driver wrote, and the driver reads what the node wrote."""
+    """Whether the node has read the driver's file, and the driver can read the node's."""
     return facts.reads_run_folder and (not answer or _reads(Path(answer), token))
 
 
@@ -238,7 +239,7 @@ def _left_s(until: float) -> float:
 
 
 def _answer(call: Any, until: float, within_s: float) -> NodeFacts:
-    """What a node tells; of one that doesn't, why."""
+    """A node's answer; if it gives none, facts that hold only the reason."""
     import ray
 
     try:
@@ -262,7 +263,7 @@ def _with_skew(facts: NodeFacts, began: float) -> NodeFacts:
 
 
 def _with_way(facts: NodeFacts, call: Any, until: float, within_s: float) -> NodeFacts:
-    """And whether the node reaches the door, or why that isn't known. Args: call: None: there is no door."""
+    """The facts, with whether the node can connect to the listening port, or why that isn't known. Args: call: None: nothing listens."""
     import ray
 
     if facts.silence:

@@ -1,4 +1,5 @@
-"""Rules about what lies between GPUs and between nodes: NVLink, access to each other's memory, RDMA's locked memory, open ports, answers.
+"""Rules about the connections between GPUs and between nodes: NVLink, access to each other's memory, RDMA's locked memory, open ports,
+answers.
 
 Each rule is a function of (nodes, config) that yields complaints; node_rules.py asks them.
 """
@@ -14,7 +15,8 @@ from actors.doctor.memory_rules import gib
 Nodes = Sequence[NodeFacts]
 
 LEAST_LOCKED = 1 << 30
-"""Bytes that a process may lock: NCCL registers its buffers with the network's card, some MiB for each of its channels and partners."""
+"""Fewest bytes that a process should be allowed to lock: NCCL registers its buffers with the network card, some MiB for each channel and
+partner."""
 _WAYS = {
     "PIX": "a PCIe switch",
     "PXB": "several PCIe switches",
@@ -26,7 +28,8 @@ _WAYS = {
 
 
 def gpus_of_a_group_are_linked(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    """Ray says which GPUs of a node a group gets when it has them: any two may be in one."""
+    """GPUs of a tensor-parallel group or an engine should have fast links. Ray chooses the GPUs, so any two of a node may be in one
+    group."""
     asked = _tensor_parallel(config)
     for node in nodes:
         mine = {gpu.number for gpu in node.gpus} or {number for link in node.links for number in (link.one, link.other)}
@@ -69,7 +72,7 @@ def rdma_may_lock_memory(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]
 
 
 def nodes_answer(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    """One that is late may read its packages from a slow disk for the first time: it could still take actors, some time later."""
+    """Nodes should answer. A node that is late may be reading its packages from a slow disk for the first time, and be usable later."""
     for node in nodes:
         if node.silence:
             yield Complaint(

@@ -25,7 +25,7 @@ _MORE_ROOM = (
     "or use larger GPUs"
 )
 _SURELY_TOO_LITTLE = 0.5
-"""Share of what an engine is estimated to need outside its cache."""
+"""Share of the memory that an engine is estimated to need outside its cache."""
 
 
 def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Iterator[Complaint]:

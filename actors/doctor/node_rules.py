@@ -42,10 +42,10 @@ Nodes = Sequence[NodeFacts]
 NodeRule = Callable[[Nodes, RunConfig], Iterator[Complaint]]
 
 FEWEST_OPEN_FILES = 4096
-"""Ray's processes and sockets need more than the usual limit of 1,024."""
+"""Fewest files that a process should be allowed to open: Ray's processes and sockets need more than the usual 1,024."""
 MOST_SKEW_S = 5.0
 _OF_A_NODE = ("_IFNAME", "_HCA", "_FILE")
-"""Endings of NCCL's variables that name a node's own network devices or files."""
+"""Suffixes of NCCL's variables that name a node's own network devices or files."""
 FREE_SHARE = 0.9
 """Share of a GPU's memory that should be free."""
 
@@ -229,7 +229,7 @@ def _engines(node: NodeFacts, config: RunConfig) -> int:
 
 
 def _known(nodes: Nodes) -> Nodes:
-    """Those that have told what is there."""
+    """The nodes that have answered."""
     return [node for node in nodes if not node.silence]
 
 
@@ -238,7 +238,8 @@ def _uses_gpus(config: RunConfig) -> bool:
 
 
 def _runs(kind: str, built: Sequence[str]) -> bool:
-    """Kernels of a minor architecture run on later ones of the same major one."""
+    """Whether kernels built for these architectures run on a GPU of this one: those of a minor version run on later ones of the same
+    major."""
 
     def numbers(name: str) -> tuple[int, int]:
         digits = "".join(character for character in name if character.isdigit())
@@ -266,7 +267,8 @@ def on_nodes(nodes: Nodes, config: RunConfig, shape: ModelShape) -> list[Complai
 
 
 def gpus_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
-    """Nodes with fewer GPUs than a tensor-parallel group, or an engine, has ranks are left out: no such group is placed there."""
+    """GPUs should have enough memory for ranks and engines. Nodes with fewer GPUs than a tensor-parallel group or an engine needs are left
+    out: no such group is placed there."""
     known = [(size, node) for node in nodes if node.offered_gpus for size in could_be_given(node.gpu_bytes, node.offered_gpus)]
     ranks = [size for size, node in known if node.offered_gpus >= config.learner.tensor_parallel]
     wanted = config.rollout.engine.tensor_parallel
@@ -275,9 +277,10 @@ def gpus_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) ->
 
 
 def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
-    """A node where rank 0 may be holds versions of the weights and two batches; a node with engines one version, which they fetch before
-    they pause, and with deltas the older one, too. Wide fields are on the nodes of the engines that sampled them and of ranks. The driver's
-    holds two batches, and for a checkpoint it fetches all answers that wait, with their wide fields: of the longest, as everywhere."""
+    """Object stores should have room for what they hold. A node where rank 0 may be holds versions of the weights and two batches; a node
+    with engines holds one version, which they fetch before they pause, and with deltas also the older one. Wide fields are on the nodes of
+    the engines that sampled them and of the ranks. The driver's node holds two batches, and for a checkpoint it fetches all answers that
+    wait, with their wide fields: of the longest length, as everywhere."""
     is_stored = config.weight_sync.transport == "object_store"
     moved, driver = traffic(shape, config), of_driver(shape, config)
     held = moved.version * (1 + config.weight_sync.deltas)
@@ -300,7 +303,8 @@ def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) 
 
 
 def hosts_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
-    """For a node full of ranks, and for one full of engines; a mixture takes less than the sum of both. On one the driver's own is added.
+    """Nodes should have enough main memory when they are full of ranks, or full of engines; a mixture takes less than both together. The
+    driver's own memory is added on its node.
 
     Of sides that compute on CPUs nothing is said: how many of them Ray puts on a node isn't known.
     """

@@ -126,7 +126,7 @@ def units_for_all_workers(nodes: Nodes, config: RunConfig) -> Iterator[Complaint
 
 
 def requests(nodes: Nodes, config: RunConfig) -> list[Request]:
-    """What the run asks of Ray, what the nodes have, what of it nobody holds."""
+    """For each kind of resource: what the run asks of Ray, what the nodes have, and what of that is free."""
     rollout, learner = config.rollout, config.learner
     ranks, workers = counted(learner.world_size, "rank"), counted(rollout.first_workers, "worker")
     of_ranks = [f"{ranks} x {learner.gpus_per_rank:g}"] if learner.resolved_device == "cuda" else []

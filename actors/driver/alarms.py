@@ -26,7 +26,7 @@ class AlarmAction:
 
 
 class AlarmResponse:
-    """Takes alarms as they come and says once what to do.
+    """Takes alarms as they come and decides once what to do.
 
     The correction is replaced at the first alarm only. With on_alarm = stop every alarm ends the run: one that was resumed goes on until
     the next.
@@ -44,7 +44,7 @@ class AlarmResponse:
         return self.replacement.correction if self.replacement else self._config.correction
 
     def notes(self) -> list[str]:
-        """What a person should know at the start."""
+        """Sentences for the start of the run."""
         notes = []
         if self.replacement is not None:
             notes.append("the correction is the one that an earlier alarm has put in place; set another `correction` to leave it")
@@ -63,7 +63,7 @@ class AlarmResponse:
 
     @property
     def has_some(self) -> bool:
-        """Alarms have come that nothing is decided about."""
+        """Whether there are alarms that `decide` has not seen yet."""
         return bool(self._pending)
 
     def decide(self) -> AlarmAction | None:

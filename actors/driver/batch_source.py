@@ -92,7 +92,7 @@ class BatchSource:
         return tickets
 
     async def switch(self, correction: CorrectionConfig) -> None:
-        """Have the service correct by this from the next batch on that is begun."""
+        """Have the service use this correction from the next batch on whose preparation begins."""
         self.monitor = None  # of a service that dies meanwhile: what it followed means something else now
         self.monitor = await self.ask(self.service.switch, correction)
 
@@ -141,7 +141,7 @@ class BatchSource:
                 lost = [parts[name] for name in await lost_among(parts, error) if name in parts]
                 if not lost and self.service is asked:
                     raise
-            kill(*lost)  # so that one that could only not be reached is replaced, too
+            kill(*lost)  # so that a part that was only out of reach is replaced, too
             while self.service is asked:
                 await asyncio.sleep(_LOOK_S)
 

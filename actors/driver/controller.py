@@ -70,10 +70,10 @@ class Controller:
         self._parts: dict[str, Any] = {}
         """Actors without which the run can't go on, by name."""
         self._kept: LearnerGroup | None = None
-        """A learner that outlived what took the run back, and goes on."""
+        """A learner that stayed up when the run went back to a checkpoint, and is used again."""
         self._step_under_way: StepUnderWay | None = None
         self._are_up = False
-        """All parts have started: of them queue and service can be replaced."""
+        """All parts have started; from then on queue and service can be replaced."""
         self._began = time.monotonic() - self._point.elapsed_s
         self._watch, self._warn = Stopwatch(), partial(observer.event, "warning")
         self._announce_end = partial(self._warn, kind=EventKind.ENDING)
@@ -262,7 +262,7 @@ class Controller:
         self._fruitless.note(self._step, batch, result)
 
     def _on_sigterm(self) -> None:
-        """Whoever has sent SIGTERM may kill in a few seconds: what is there is saved, not what a step under way would come to."""
+        """Called at SIGTERM, whose sender may kill in a few seconds: abort the step under way, so that finished steps are saved."""
         self._observer.stop_waiting()
         self._abort_task = asyncio.create_task(done_or_reported(self._learner.abort(), "end of the step under way", _END_S, self._warn))
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # torch and Megatron: not in the driver
 
 
 _BEYOND_STALENESS = 3
-"""Steps that may be skipped in a row after those whose tokens may be of older weights."""
+"""Number of skipped steps in a row that are allowed beyond max_staleness."""
 
 
 class FruitlessSteps:
@@ -26,12 +26,13 @@ class FruitlessSteps:
 
     def __init__(self, max_staleness: int, notify: Notify) -> None:
         """Args: notify: takes an event's level and text."""
-        # The weights stay, so that after max_staleness steps all tokens are of the present ones: what is rejected then is so again.
+        # A skipped step leaves the weights as they are. After max_staleness of them all tokens are of the present weights: rejection will
+        # repeat.
         self._most, self._notify = max_staleness + _BEYOND_STALENESS, notify
         self._in_a_row = 0
 
     def note(self, step: int, batch: PreparedBatch, result: StepResult) -> None:
-        """Look at a step. Raises: DataError if it is the last of too many in a row."""
+        """Count a step. Raises: DataError if too many in a row had nothing to train on."""
         reason = _why_nothing_was_left(batch, result)
         self._in_a_row = self._in_a_row + 1 if reason else 0
         if not reason:
@@ -42,7 +43,7 @@ class FruitlessSteps:
 
 
 def _why_nothing_was_left(batch: PreparedBatch, result: StepResult) -> str:
-    """In a sentence; empty if there was something to learn from."""
+    """The reason in a sentence; empty if there was a token to train on."""
     if result.trained_tokens == 0:
         answers = [answer for group in batch.groups for answer in group.valid]
         cut = sum(answer.finish_reason is FinishReason.LENGTH for answer in answers)
@@ -52,7 +53,8 @@ def _why_nothing_was_left(batch: PreparedBatch, result: StepResult) -> str:
         )
     if result.kept_tokens == 0:
         return (
-            f"the correction rejected all {result.trained_tokens} tokens of its batch: correction.rejection or correction.veto is narrower "
-            "than what lies between the sampled and the trained logprobs. Widen it, or look in the report at what they differ by"
+            f"the correction rejected all {result.trained_tokens} tokens of its batch: the bounds of correction.rejection or "
+            "correction.veto are narrower than the difference of sampled and trained logprobs. Widen them, or see in the report how large "
+            "it is"
         )
     return ""

@@ -48,22 +48,23 @@ from rollout.tasks import Task
 T = TypeVar("T")
 Found = tuple[StartingPoint, list[tuple[EventLevel, str]]]
 MOST_ROLLBACKS = 3
-"""To one checkpoint, within ROLLBACKS_S or from the same step. The fourth such death ends the run: the next attempt would die as well."""
+"""Most rollbacks to one checkpoint, within ROLLBACKS_S or from the same step. The fourth such death ends the run: a further attempt would
+most likely die, too."""
 ROLLBACKS_S = 3600.0
 _FREE_REPLACEMENTS = 10
 """Replacements of queue and service within ROLLBACKS_S without a pause. After each further one the next starts later: 2, 4, 8 ... up to
 _LONGEST_PAUSE_S seconds."""
 _LONGEST_PAUSE_S = 60.0
 _LOOK_S = 1.0
-"""Seconds between two questions whether a part's process is there."""
+"""Seconds between two checks whether a part's process is there."""
 _ANSWER_S = 10.0
-"""Seconds in which an idle part that is alive answers, and in which Ray notices a death."""
+"""Seconds in which an idle, living part answers, and Ray notices a death."""
 _IDLE_S = 30.0
 """Seconds that the learner's ranks have to finish their calls (at least; as long as their start took, if that was longer). Ranks that
 don't are killed and started again."""
 _DISK_ATTEMPTS, _DISK_AGAIN_S = 30, 10.0
 _DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
-"""What Ray says of a process that has ended. A kill by its memory monitor is no RayActorError."""
+"""Errors that Ray raises for a process that has ended. A kill by its memory monitor is no RayActorError."""
 _ATTEMPTS = 10
 """Attempts at one call, each with the whole deadline, while the actor answers `__ray_ready__`."""
 _ANSWER = "an answer"
@@ -110,7 +111,7 @@ async def lost_among(parts: Mapping[str, Any], error: BaseException) -> list[str
 
 
 def lost_answer(error: BaseException) -> str:
-    """What this error says is lost though all actors may be alive, in a sentence; empty: nothing.
+    """Says what is lost for good by this error, though all actors may be alive; empty if nothing is.
 
     Two such errors look as if the called code had raised them: the argument of a call was lost with its owner, so that the call never ran;
     or there was no room for its result in the object store. What called code raises itself is none, unless it is an ActorLost (RankFailed).
@@ -118,13 +119,13 @@ def lost_answer(error: BaseException) -> str:
     cause = getattr(error, "cause", None)
     if isinstance(error, ActorLost) or not isinstance(cause, RayError) or isinstance(cause, RayTaskError):
         return str(error) if isinstance(error, ActorLost) else ""
-    return no_room(cause) or f"what a call was to work on is gone ({type(cause).__name__})"
+    return no_room(cause) or f"an argument of a call is gone ({type(cause).__name__})"
 
 
 async def while_they_answer(
     parts: Mapping[str, Any], call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, notify: Notify
 ) -> T:
-    """As `persistently`, and past the deadline the call is made again, up to _ATTEMPTS times in all, if all parts answer `__ray_ready__`.
+    """As `persistently`; past the deadline the call is made again if all parts answer `__ray_ready__`, up to _ATTEMPTS times in all.
 
     Args:
         parts: actors by name.
@@ -213,7 +214,7 @@ class Rollbacks:
             ) from error
 
     async def pause(self, notify: Notify) -> None:
-        """Wait before queue and service are replaced once more, if that was often of late. Args: notify: takes level and sentence."""
+        """Wait before queue and service are replaced again, if that has happened often lately. Args: notify: takes level and sentence."""
         number = len(self._replaced)
         if number <= _FREE_REPLACEMENTS:
             return

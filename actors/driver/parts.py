@@ -35,10 +35,10 @@ REPLACEABLE = frozenset({QUEUE, SERVICE})
 
 @dataclass(frozen=True, slots=True)
 class StartingPoint:
-    """Where a run stands as its parts begin: at its own beginning, or at a checkpoint."""
+    """The state that a run's parts start from: its own beginning, or a checkpoint."""
 
     model: Path
-    """What the run began with, and its reference policy: a model folder, or a name of the hub at a commit."""
+    """The model that the run began with, also its reference policy: a folder, or a name of the hub at a commit."""
     checkpoint: Checkpoint | None = None
     state: TrainingState | None = None
 
@@ -72,7 +72,7 @@ class StartingPoint:
 
 
 def make_queue(config: RunConfig) -> Any:
-    """The queue's actor, empty."""
+    """Start the actor of an empty trajectory queue."""
     queue = on_drivers_node(TrajectoryQueueActor, max_concurrency=4096).remote(
         groups_per_step=config.groups_per_step, max_staleness=config.max_staleness
     )
@@ -87,12 +87,12 @@ async def start_learner(
     parts: dict[str, Any],
     kept: LearnerGroup | None = None,
 ) -> tuple[LearnerGroup, list[ActorInfo]]:
-    """Its ranks with the point's weights, and optimizer if that is a checkpoint.
+    """Start the learner's ranks with the starting point's weights, and with the optimizer's state if it is a checkpoint.
 
     Args:
-        parts: takes them in, by name, as they begin to start.
-        kept: ranks that are there, idle. They go back to the checkpoint; to a beginning without one only new ranks can.
-    Returns: the group, and who has come.
+        parts: the ranks are added to it, by name, when they begin to start.
+        kept: ranks that are up and idle. They load the checkpoint; without a checkpoint they are killed and new ones start.
+    Returns: the group, and the ranks that were started.
     """
     deadlines = config.deadlines
     if kept is not None and point.checkpoint is not None:
@@ -121,7 +121,8 @@ def make_sync(
     generation: int,
     on_receipt: Callable[[SyncReceipt], None],
 ) -> WeightSync:
-    """Of the learner's weights to the pool's engines; the observer gets what goes wrong, and the pool whom to replace."""
+    """Make the weight sync from the learner to the pool's engines. It reports failures to the observer, and engines to replace to the
+    pool."""
     return WeightSync(
         config.weight_sync,
         config.rollout.engine,
@@ -135,9 +136,10 @@ def make_sync(
 
 
 def start_service(config: RunConfig, monitor: Mapping[str, Any] | None, correction: CorrectionConfig, queue: Any) -> Any:
-    """
+    """Start the correction service.
+
     Args:
-        monitor: what the early warning knows; None: a new run.
+        monitor: the early warning's state from a checkpoint; None: a new run.
         correction: the run's, or the one that an alarm has put in its place.
     """
     service = on_drivers_node(CorrectionService, max_concurrency=64, environment=OF_SERVICE).remote(config, queue, monitor, correction)

@@ -9,7 +9,7 @@ from actors.metrics.held_out import Evaluation
 from actors.processes import interrupts
 
 ENDED_BY_ALARM = 3
-"""Exit code of a run that monitor.on_alarm = stop has ended, with a checkpoint; 1 and 2 are errors."""
+"""Exit code of a run that was ended by monitor.on_alarm = stop, with a checkpoint; 1 and 2 are errors."""
 
 
 @dataclass(frozen=True, slots=True)

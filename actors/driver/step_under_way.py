@@ -1,4 +1,4 @@
-"""The step that the learner is at, while the loop does other things at the same time."""
+"""The step that the learner is training, as a task, while the loop does other things."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from correction.errors import StepAborted
 
 
 class StepUnderWay:
-    """From the moment in which the learner is given a batch until the books have it."""
+    """A step from the moment in which the learner gets its batch until ledger and queue have recorded it."""
 
     def __init__(self, batch: PreparedBatch, learn: Callable[[PreparedBatch], Coroutine[Any, Any, Any]]) -> None:
-        """Args: learn: trains on the batch, and returns the learner's result; it goes on when queue or service die meanwhile."""
+        """Args: learn: trains on the batch, and returns the learner's result; it goes on if queue or service die meanwhile."""
         self.batch = batch
         self._learning = asyncio.create_task(learn(batch))
 
@@ -30,7 +30,7 @@ class StepUnderWay:
         return None if self._is_aborted else self._learning.result()
 
     def drop(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancel the wait for the step; its result or error is dropped."""
         abandon(self._learning)
 
     @property

@@ -1,4 +1,4 @@
-"""GPUs by name, for a plan where there are none."""
+"""GPUs by name, for plans on machines that have none."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Gpus:
 
     @property
     def architecture(self) -> str:
-        """Empty where the GPUs are given by their memory."""
+        """The GPUs' architecture; empty if they are given by their memory."""
         return ARCHITECTURES.get(self.name, "")
 
     @classmethod

@@ -41,7 +41,7 @@ class Layout:
         return named + (" recompute_activations=true" if config.recompute_activations else "")
 
     def changes(self, config: LearnerConfig) -> str:
-        """What leads to it from a recipe's learner, as KEY=VALUE words."""
+        """The overrides (KEY=VALUE) that turn a recipe's learner into this layout."""
         values = {name: getattr(self.config, name) for name in _VARIED if getattr(self.config, name) != getattr(config, name)}
         return " ".join(f"{name}={str(value).lower()}" for name, value in values.items())
 
@@ -57,7 +57,7 @@ def layouts(
     has_entropy_loss: bool = False,
     gpus_per_node: int = 8,
 ) -> list[Layout]:
-    """All that are possible with so many ranks, those that fit first, and of these the ones with the least communication.
+    """All layouts with this number of ranks: first those that fit into memory, and of these first those with the least communication.
 
     Args:
         gpu_bytes: that a rank may take.

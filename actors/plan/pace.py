@@ -35,22 +35,22 @@ class Pace:
     steps: int
     """Training steps that may pass meanwhile."""
     engines_s: float
-    """What the engines take for the answers of a step, if none ever waits."""
+    """Seconds that the engines take for the answers of a step, if they never wait."""
     learner_s: float
 
     @property
     def tail_s(self) -> float:
-        """The least that the longest answers allow."""
+        """Least seconds of a step because of the longest answers."""
         return self.longest_answer_s / self.steps
 
     @property
     def others_s(self) -> float:
-        """The least that the rest allows."""
+        """Least seconds of a step because of the engines' throughput and the learner."""
         return max(self.engines_s, self.learner_s)
 
     @property
     def enough(self) -> int:
-        """max_staleness at which the longest answers would hold nobody up, or MOST_ADVISED."""
+        """Smallest max_staleness at which no step waits for the longest answers; at most MOST_ADVISED."""
         return min(MOST_ADVISED, math.ceil(self.longest_answer_s / self.others_s) - 1)
 
 

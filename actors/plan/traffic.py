@@ -29,12 +29,13 @@ class Traffic:
     version: int
     """Bytes of the weights as they are sent."""
     export_s: float
-    """The learner copies them out, or broadcasts them, and can't train."""
+    """Seconds in which the learner copies the weights out or broadcasts them, and can't train."""
     fetch_s: float
-    """On their way to another node, before the engine's pause; 0 on one machine, and by broadcast, where the way is in the pause."""
+    """Seconds on the way to another node, before the engine's pause; 0 on one machine, and for a broadcast, whose way is part of the
+    pause."""
     pause_s: float
-    """An engine takes them in, and can't sample: the first bucket is there by then, and of the others the slower of two ways counts. By
-    broadcast all of the way."""
+    """Seconds in which an engine loads the weights and can't sample. The first bucket is there before; of the others the slower of copying
+    and loading counts. With a broadcast: the whole way."""
     recomputed_tokens: int
     """Tokens that an engine has to read again after an update with its cache full of requests; 0 if the cache is kept."""
     recompute_s: float
@@ -80,7 +81,7 @@ def stored_versions(config: RunConfig) -> int:
 
 
 def versions_text(config: RunConfig) -> str:
-    """In the words of plan and doctor."""
+    """The number of stored versions in words, for plan and doctor."""
     return ("one version", "two versions", "three versions")[stored_versions(config) - 1]
 
 

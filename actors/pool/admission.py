@@ -1,4 +1,4 @@
-"""Prompts that get their places in the queue, as places become free; a queue that is late is waited for, and asked again."""
+"""Gets places in the queue for prompts, as places become free. If the queue is late, it waits and asks again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PatientQueue:
         return await patiently(lambda: call.remote(*arguments), what, deadline_s=limit_s, notice_s=limit_s, late=self._late)
 
     async def put(self, groups: list[StoredGroup]) -> None:
-        """Finished ones. Raises: ActorLost."""
+        """Hand over finished groups. Raises: ActorLost."""
         await self.ask("put", groups)
 
     async def give_up(self, group_id: int, reason: DiscardReason) -> None:
@@ -45,16 +45,16 @@ class PatientQueue:
         return PatientQueue(queue, self._late)
 
     async def admit(self, prompts: Iterator[Prompt], notice_s: float) -> AsyncIterator[list[Ticket]]:
-        """Tickets of the next prompts, as many as there are places for, for ever.
+        """Yields tickets for the next prompts, as many as there are free places; never ends.
 
-        Args: notice_s: longest wait for a place in one call; no place for long is no fault.
+        Args: notice_s: longest wait of one call for a free place. Waiting longer is no error: the call is made again.
         """
         held: list[Prompt] = []
         places = 0
         while True:
             waiting = asyncio.ensure_future(self.ask("wait_for_places", notice_s, waits_s=notice_s))
             try:
-                while len(held) < places and not waiting.done():  # as many as last time, made while the engines are at work
+                while len(held) < places and not waiting.done():  # prepare as many as last time, while the engines work
                     held.append(next(prompts))
                     await asyncio.sleep(0)
                 places = await waiting

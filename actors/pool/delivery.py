@@ -17,9 +17,10 @@ from actors.pool.admission import PatientQueue
 from correction.errors import ActorLost
 
 _GATHER_S = 0.25
-"""The queue answers a call of the correction service for nearly each call that it gets here, so that all three processes pay for one."""
+"""Seconds that a call waits for further groups. Nearly each call here lets the queue answer a call of the correction service, so it costs
+three processes."""
 _AGAIN_S = 2.0
-"""Pause after a call that found nobody, seconds."""
+"""Seconds from a call that didn't reach the queue to the next one."""
 
 
 class Delivery:
@@ -32,7 +33,7 @@ class Delivery:
         *,
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        """Args: notify: called when the queue can't be reached. spawn: has a task for its calls."""
+        """Args: notify: called when the queue can't be reached. spawn: starts a task for the calls."""
         self._queue, self._notify, self._spawn = queue, notify, spawn
         self._waiting: list[StoredGroup] = []
         self._is_urgent = asyncio.Event()
@@ -46,12 +47,12 @@ class Delivery:
             self._spawn(self._deliver())
 
     def close(self) -> None:
-        """These groups need not be delivered any more."""
+        """Stop delivering; groups that still wait are dropped."""
         self._is_closed = True
 
     @contextmanager
     def urgent(self) -> Iterator[None]:
-        """While this lasts somebody waits for groups: no call waits for others."""
+        """Within the block the learner waits for groups: no call waits for further ones."""
         self._is_urgent.set()
         try:
             yield

@@ -24,28 +24,29 @@ _HAND_BACK_S = 10.0
 
 
 class DepartingPool(Protocol):
-    """The pool, as it is seen here."""
+    """The part of the pool's interface that this module uses."""
 
     def until(self, ready: Callable[[], bool]) -> Coroutine[Any, Any, None]: ...
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None: ...
 
     def forget(self, worker: WorkerHandle) -> bool:
-        """Note that a worker is gone. Returns: False if that was known."""
+        """Remove a worker that is gone. Returns: False if it had been removed already."""
 
 
 class Departures:
     """Drains workers that leave the pool. One event loop uses it."""
 
     def __init__(self, pool: DepartingPool, observer: PoolObserver, drain_s: float) -> None:
-        """Args: drain_s: the longest time for what is under way."""
+        """Args: drain_s: longest time for which a worker that leaves goes on with its groups."""
         self._pool, self._observer, self._drain_s = pool, observer, drain_s
 
     def begin(self, worker: WorkerHandle, why: str, left_s: float | None = None) -> None:
         """Have a worker leave.
 
         Args:
-            left_s: seconds until it is taken away; half of them are for what is under way, the others for handing back, and for the end.
+            left_s: seconds until it is taken away. It goes on with its groups for half of them; the rest is for handing back and for its
+            end.
         """
         within_s = self._drain_s if left_s is None else min(self._drain_s, left_s / 2)
         worker.state, worker.leaves = WorkerState.LEAVING, True
@@ -55,7 +56,7 @@ class Departures:
 
     async def wait_for_end_notice(self, worker: WorkerHandle, on_notice: Callable[[WorkerHandle], None]) -> None:
         """Wait until a worker's process gets a SIGTERM."""
-        with suppress(EvenkeelError, RayError):  # a worker that dies is another's concern
+        with suppress(EvenkeelError, RayError):  # the heartbeat deals with a worker that dies
             what = f"end notice <- rollout worker {worker.name}"
             await wait_for(worker.actor.end_notice.remote(), what, deadline_s=math.inf, notice=log.debug)
             on_notice(worker)

@@ -1,4 +1,5 @@
-"""Who takes what: work waits in one place, and workers take it as they have free slots. A plain state machine: no Ray, no clock.
+"""Which worker takes which work: work waits in one place, and workers take it when they have free slots. A plain state machine: no Ray, no
+clock.
 
 Two lists wait, oldest first: groups, and the questions of evaluations. What a worker takes is bounded by its slots, and by its share: of
 all that waits or is under way no worker holds more than an equal part, so that the first to hold new weights leaves the others theirs.
@@ -47,7 +48,7 @@ class Questions:
 
 
 class WaitingWork:
-    """What no worker has taken yet."""
+    """The groups and questions that no worker has taken yet."""
 
     def __init__(self, slots: int, samples_per_group: int) -> None:
         """Args: slots: groups that a worker has under way at most."""
@@ -86,7 +87,7 @@ class WaitingWork:
         self._suspects.add(group_id)
 
     def forget(self, group_id: int) -> None:
-        """Drop what is known of a group that is finished or discarded."""
+        """Drop the records about a group that is finished or discarded."""
         self._failed_at.pop(group_id, None)
         self._overdue.discard(group_id)
         self._suspects.discard(group_id)

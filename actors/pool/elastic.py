@@ -13,7 +13,7 @@ from rollout.trajectory import WorkerLoad
 
 
 class Resizable(Protocol):
-    """The pool, as it is seen here."""
+    """The part of the pool's interface that this module uses."""
 
     async def loads(self, version: int | None) -> dict[str, WorkerLoad]: ...
 
@@ -31,16 +31,16 @@ class Elastic:
         self.first = self._rule.target if self._rule is not None else config.workers
         """Workers to begin with."""
         self.note = _unfed(limits) if self._rule is not None else None
-        """What a person should know of the limits."""
+        """A sentence about limits that can't be reached; None: there is nothing to say."""
         self._step_began: float | None = None
         self._waited_s = 0.0
         self._before: dict[str, WorkerLoad] = {}
 
     @contextmanager
     def learner_waits(self, version: int, spawn: Callable[[Coroutine[Any, Any, None]], None]) -> Iterator[None]:
-        """Around the learner's wait for a batch, once a step: a step is measured from one to the next.
+        """To be put around the learner's wait for a batch, once a step: a step is measured from one such wait to the next.
 
-        Args: version: that the step before has made; workers that have it told their loads with its receipts, and aren't asked.
+        Args: version: made by the step before. Workers that hold it sent their loads with its receipts, and aren't asked again.
         """
         now = asyncio.get_running_loop().time
         began = now()
@@ -74,7 +74,7 @@ def limits_of(config: RolloutConfig, places: int) -> PoolLimits:
 
 
 def _unfed(limits: PoolLimits) -> str | None:
-    """What to say of a rollout.max_workers that is never reached."""
+    """A sentence about a rollout.max_workers that is never reached; None if it can be."""
     if limits.most >= limits.highest:
         return None
     return (

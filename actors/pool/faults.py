@@ -117,7 +117,7 @@ class LatestGroups:
 
     @property
     def are_mostly_bad(self) -> bool:
-        """16 or more, and over half."""
+        """Whether most of the latest groups went wrong: 16 or more, and over half."""
         return self._bad >= FEWEST_FAILED and 2 * self._bad > len(self._outcomes)
 
     def __str__(self) -> str:

@@ -31,7 +31,7 @@ from rollout.trajectory import WorkerLoad
 
 log = logging.getLogger("evenkeel.pool")
 _STARTS = 3
-"""Attempts at each worker until a first one is up: its process may be killed during its start, or the start be late."""
+"""Attempts to start each worker as long as none is up yet: a process may be killed during its start, or the start be late."""
 
 
 class Membership(ABC):
@@ -51,7 +51,7 @@ class Membership(ABC):
         self._has_begun = False
         """A worker has joined."""
         self._replacing = 0
-        """Replacements that are due, and have not been asked for yet."""
+        """Number of replacements that are due but not yet asked for."""
         self._progressed = self._attended = asyncio.get_running_loop().time()
         self._departures = Departures(self, observer, deadlines.drain_s)
         self._draining: dict[str, float | None] = {}
@@ -65,13 +65,13 @@ class Membership(ABC):
         self._renew()
 
     def _renew(self) -> None:
-        """Clear the failure so far."""
+        """Clear the pool's failure, if there was one."""
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())  # it may come when nobody listens
 
     @abstractmethod
     def wake(self) -> None:
-        """Something has changed that waiting work looks at: a worker, a receipt, or the work itself."""
+        """Called when a worker, a receipt or the work has changed: workers may now take work that waits."""
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -224,8 +224,8 @@ class Membership(ABC):
         self.wake()
 
     def _lost(self, worker: WorkerHandle, reason: str, error: BaseException | None = None) -> None:
-        """Give a worker up; start another in its place, unless that has been in vain for too long. Before a first one is up, a worker whose
-        start has failed for good gets none; the run ends when that holds for all."""
+        """Give a worker up, and start another in its place unless too many were lost in vain. As long as no worker has ever been up, one
+        whose start has failed for good isn't replaced; if that holds for all, the run ends."""
         if worker.state in (WorkerState.GONE, WorkerState.LEAVING) or self._is_stopping:
             return
         never_worked = worker.state is WorkerState.STARTING
@@ -251,7 +251,7 @@ class Membership(ABC):
         self.wake()
 
     def _may_start_again(self, worker: WorkerHandle, error: BaseException | None) -> bool:
-        """A process that was killed, or a start that was late, may be chance; what is wrong with the settings would raise."""
+        """Whether another start may succeed: a killed process or a late start may be chance, while wrong settings raise other errors."""
         return isinstance(error, ActorLost | DeadlineExceeded) and worker.attempt < _STARTS
 
     def forget(self, worker: WorkerHandle) -> bool:
@@ -266,7 +266,7 @@ class Membership(ABC):
         return True
 
     def fail(self, error: BaseException) -> None:
-        """The run can't go on as it is: `raise_on_failure` raises this, if it is the first."""
+        """Record an error with which the run can't go on. `raise_on_failure` raises the first one."""
         if not self._failure.done():
             self._failure.set_exception(error)
 
@@ -276,7 +276,7 @@ class Membership(ABC):
     async def loads(self, version: int | None = None) -> dict[str, WorkerLoad]:
         """Running totals, by name, of the workers that answer within a few seconds.
 
-        Args: version: of a step that has just ended; if it was published, workers tell them with their receipts. None: all are asked.
+        Args: version: made by a step that has just ended; if it was published, workers send their loads with its receipts. None: ask all.
         """
         is_published = self._sync is not None and self._sync.version == version
         return await workers.loads(list(self._joined()), self._turns, version if is_published else None)

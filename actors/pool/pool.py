@@ -42,10 +42,10 @@ _CALL = "a worker's call"
 _ANSWERS = 32
 """Answers of an evaluation that one call to a worker asks for."""
 _FEW = 64
-"""Workers that are looked through at once when something changes; more are when the changes of some milliseconds have come together."""
+"""Up to this many workers, a change is acted on at once; in a larger pool the changes of some milliseconds are collected first."""
 _LOOK_S = 2e-5
-"""Seconds of waiting for further changes, for each worker of the pool. The receipts of hundreds of workers come within a second, and to
-look through them all takes milliseconds."""
+"""Seconds of waiting for further changes, times the number of workers. The receipts of hundreds of workers come within a second, and
+looking through all workers takes milliseconds."""
 
 
 class RolloutPool(Membership):
@@ -60,7 +60,7 @@ class RolloutPool(Membership):
         places: int = 1,
         outstanding: Outstanding | None = None,
     ) -> None:
-        """Args: places: groups that admission allows outstanding. outstanding: takes what becomes of the queue's groups."""
+        """Args: places: groups that admission allows outstanding. outstanding: the driver's record of the groups under way."""
         super().__init__(settings, deadlines, observer, places)
         self._queue = PatientQueue(queue, late=lambda text: observer.event("warning", text))
         self._outstanding = outstanding or Outstanding()
@@ -73,7 +73,7 @@ class RolloutPool(Membership):
 
     def _begin_books(self) -> None:
         self._lost_with: dict[Questions, int] = {}
-        """Number of engines lost with a part of an evaluation under way, by that part."""
+        """Part of an evaluation -> number of engines lost while they answered it."""
         window_s = max(WINDOW_S, FEWEST_FAILED * ATTEMPTS * group_s(self._config))  # enough for one worker with one slot
         self._groups = GroupBook(window_s)
         reward, notify = self._config.reward, self._observer.event
@@ -131,12 +131,12 @@ class RolloutPool(Membership):
             self._sync.resync(worker.sync, str(error))
 
     def weights_lost(self, error: ActorLost) -> None:
-        """A part of the learner was lost in a copy of its weights: the run can't go on. Of weights that are withdrawn none matters."""
+        """Called when a rank was lost while the learner copied its weights: the run can't go on. Ignored once the weights are withdrawn."""
         if self._sync is not None:
             self.fail(error)
 
     def report_unsyncable(self, target: SyncTarget, reason: str) -> None:
-        """The weight sync gave an engine up."""
+        """Called when the weight sync has given an engine up."""
         worker = self._workers.get(target.name)
         if worker is not None:
             self._lost(worker, reason)
@@ -160,7 +160,7 @@ class RolloutPool(Membership):
             self._work.is_fed = False
 
     def _sample_lost(self, tickets: list[Ticket]) -> None:
-        """Their tokens went with a node."""
+        """Called for groups whose tokens were lost with a node: record it; the caller has them sampled again."""
         self._outstanding.lose(tickets)
         self._observer.lost(tickets)
         self._work.add_groups(tickets)
@@ -225,7 +225,7 @@ class RolloutPool(Membership):
         self.wake()
 
     def _take(self, worker: WorkerHandle, ticket: Ticket, outcome: GroupOutcome, payload: Any, wide: Any) -> None:
-        """What became of a group. Args: payload: if it is finished, itself or a reference to it; wide: as StoredGroup's."""
+        """Record the outcome of a group. Args: payload: a finished group itself, or a reference to it; wide: as in StoredGroup."""
         if isinstance(outcome, UnfinishedGroup):
             worker.handed_back.append(outcome)
             self._work.add_groups([continuing(ticket, outcome)])
@@ -246,7 +246,7 @@ class RolloutPool(Membership):
             self._again_or_discard(worker, ticket, outcome.reason, may_go_on=may_go_on)
 
     def _again_or_discard(self, worker: WorkerHandle, ticket: Ticket, why: str, *, may_go_on: bool) -> None:
-        """A worker could not sample a group: another one does."""
+        """Called when a worker could not sample a group: have another one sample it, or discard it."""
         if may_go_on:
             self._observer.event("warning", f"group {ticket.group_id} is sampled again: {why}")
             self._work.add_failed(ticket, worker)
@@ -257,7 +257,7 @@ class RolloutPool(Membership):
             self._engine_failed(worker, EngineDirty("its last requests have all failed, of different groups: it gets all weights anew"))
 
     async def _call_off(self, worker: WorkerHandle, group_id: int) -> None:
-        """Have a worker abort what nobody waits for any more. Its slot is taken until then, or until the worker is lost."""
+        """Have a worker abort a group that nobody waits for any more. Its slot stays taken until then, or until the worker is lost."""
         what = f"abort of group {group_id} -> rollout worker {worker.name}"
         try:
             await patiently(lambda: worker.actor.abort.remote(group_id), what, deadline_s=ANSWER_S, late=log.info)
@@ -270,7 +270,7 @@ class RolloutPool(Membership):
 
     @contextmanager
     def learner_waits(self, version: int) -> Iterator[None]:
-        """Around the learner's wait for a batch, once a step. Args: version: of its weights."""
+        """To be put around the learner's wait for a batch, once a step. Args: version: of the learner's weights."""
         with super().learner_waits(version), self._delivery.urgent():
             yield
 
@@ -317,7 +317,7 @@ class RolloutPool(Membership):
         self.wake()
 
     def _is_too_dangerous(self, part: Questions, error: EngineError) -> bool:
-        """So many engines were lost with these questions that the evaluation is ended rather than another one."""
+        """Whether so many engines were lost with these questions that the evaluation should end before it costs another one."""
         if not isinstance(error, EngineDirty):
             self._lost_with[part] = self._lost_with.get(part, 0) + 1
         return self._lost_with.get(part, 0) >= STRIKES
@@ -366,7 +366,7 @@ class RolloutPool(Membership):
         return self._now() if self._scoring.is_pausing else super().last_progress()
 
     def _goes_on(self) -> None:
-        """A pause that the rewards have made necessary is over."""
+        """Called at the end of a pause that failing rewards have caused."""
         self._progressed = self._now()
         self.wake()
 

@@ -40,17 +40,17 @@ async def watch_nodes(on_drain: Callable[[str, float | None], None]) -> None:
 
 
 def _draining_nodes() -> dict[str, int]:
-    """Node id -> when it goes, milliseconds since 1970; 0: nobody says."""
+    """Node id -> when it goes, milliseconds since 1970; 0: not known."""
     worker: Any = ray._private.worker.global_worker
     found: dict[str, int] = worker.gcs_client.get_draining_nodes(timeout=_RPC_S)
     return found
 
 
 class EndNotice:
-    """In an actor's process: a SIGTERM, which would end it at once, only sets `received`; whoever sent it may kill the process later.
+    """Has a SIGTERM to an actor's process set `received`, instead of ending the process at once. The sender may kill it later.
 
-    Signal handlers are the main thread's, where an async actor runs nothing. Ray's own handler stands there, and looks up what it calls in
-    Ray's module when the signal comes: this takes that place.
+    Signal handlers run in the main thread, where an async actor runs nothing. Ray has a handler there, which looks up a function in Ray's
+    module when the signal comes: this replaces that function.
     """
 
     def __init__(self) -> None:

@@ -50,21 +50,21 @@ log = logging.getLogger("evenkeel.pool")
 T = TypeVar("T")
 GroupOutcome = GroupFacts | GroupFailure | UnfinishedGroup
 Answer = tuple[Any, ...]
-"""GroupOutcome, Group | None, and where groups have wide fields those of its trajectories, or None (payloads.py)."""
+"""(GroupOutcome, Group | None); with wide fields also those of its trajectories, or None (payloads.py)."""
 UNANSWERED = (RequestError, DataError, DeadlineExceeded)
-"""What one request may fail with while its engine goes on."""
+"""Errors of one request after which the engine goes on."""
 _ABORT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What all rollout workers of a run have in common."""
+    """Settings that all rollout workers of a run share."""
 
     rollout: RolloutConfig
     model: Path
     """Folder with config and tokenizer; the weights come from the learner."""
     sample: Prompt
-    """The reward function is tried on it as a worker starts, so that its mistakes show then."""
+    """A prompt on which the reward function is tried when a worker starts, so that its errors show then."""
     bind: str
     """metrics.bind."""
     resource: str
@@ -74,18 +74,18 @@ class WorkerSettings:
     topk: int = 0
     """Most likely tokens to keep with each sampled one, for corrections that look at them."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the worker's process, which its engine's inherit."""
+    """Environment variables of the worker's process; the engine's processes inherit them."""
     fetch_s: float = 60.0
     """Longest wait for the bytes of a version to come to the node."""
 
     @property
     def has_wide_fields(self) -> bool:
-        """Its groups have many values a token (correction/wide.py)."""
+        """Whether groups have wide fields: many values a token (correction/wide.py)."""
         return self.topk > 0 or self.rollout.engine.return_routed_experts
 
     @classmethod
     def of(cls, config: RunConfig, model: Path, sample: Prompt) -> WorkerSettings:
-        """Those of a run."""
+        """The settings for a run. Args: model, sample: see the fields."""
         return cls(
             rollout=config.rollout,
             model=model,
@@ -106,22 +106,22 @@ class RolloutWorker:
         register_stack_dump()
         self._name, self._settings = name, settings
         self._asked_update = 0
-        """Number of the newest one; an older one whose weights arrive late would take the engine back."""
+        """Number of the newest update asked for. An older one whose weights arrive late is dropped: it would take the engine back."""
         self._verifying: set[asyncio.Future[None]] = set()
-        """Updates whose checksums are not compared yet: until then nothing that the engine has sampled goes out."""
+        """Updates whose checksums are not compared yet. Until they are, nothing that the engine has sampled is returned."""
         self._spoilt = 0
-        """Updates whose checksums were not those of what was sent: what was sampled meanwhile is of no known version, and refused."""
+        """Number of updates whose checksums were wrong. Answers sampled meanwhile belong to no known version and are refused."""
         self._newest = (0, -1)
         """Highest (generation, version) asked for; a late call for an older one is refused."""
         self._generation = 0
         self._under_way: set[asyncio.Future[Any]] = set()
         self._groups: dict[int, asyncio.Task[Answer]] = {}
-        """What samples each group, by its id: who asks again, as the answer was lost, gets the same."""
+        """Group id -> task that samples it. A repeated call for a group, after a lost answer, gets the result of the same task."""
         self._starting: asyncio.Task[ActorInfo] | None = None
 
     async def follow(self, generation: int) -> None:
-        """Give up all that is under way, whose requests are aborted: the next calls are of this generation. Nobody waits for this call, and
-        a network may lose it: the first weights or group of a generation do the same."""
+        """Abort all groups and requests under way: the next calls belong to this generation. The caller doesn't wait for this call, which
+        the network may lose; the first weights or the first group of a generation have the same effect."""
         self._follow(generation)
 
     def _follow(self, generation: int) -> None:
@@ -164,9 +164,10 @@ class RolloutWorker:
     async def generate_group(self, ticket: Ticket, generation: int = 0) -> Answer:
         """Sample the G trajectories of a prompt, or go on with them, and score them. After `hand_back`: what there is of them.
 
-        Asked again while it samples them, it goes on, and both calls have the same answer.
-        Args: generation: of the run, when it gave the group out.
-        Returns: what became of the group, and a finished one itself, which stays in the object store, as its wide fields do (payloads.py).
+        A second call for the group while it is sampled waits for the same answer.
+        Args: generation: of the run when the group was given out.
+        Returns: the outcome; for a finished group also the group itself, which stays in the object store, as its wide fields do
+        (payloads.py).
         Raises: EngineError kinds, if the engine is dirty or lost; LateError after `follow` and `abort`, and for an older
             generation than the worker's.
         """
@@ -184,7 +185,7 @@ class RolloutWorker:
         return found
 
     async def abort(self, group_id: int) -> None:
-        """Give a group up, and its requests. Returns when nothing of it is under way. Raises: EngineError if it doesn't end."""
+        """Abort a group and its requests. Returns when none of them is under way. Raises: EngineError if one doesn't end."""
         if (task := self._groups.get(group_id)) is None:
             return
         task.cancel()
@@ -294,7 +295,7 @@ class RolloutWorker:
 
     @contextlib.contextmanager
     def _holding_back(self) -> Iterator[None]:
-        """Inside this context groups and answers that are done wait."""
+        """Within the block finished groups and answers are held back."""
         verified = asyncio.get_running_loop().create_future()
         self._verifying.add(verified)
         try:
@@ -308,10 +309,10 @@ class RolloutWorker:
         while self._verifying:
             await asyncio.wait(self._verifying)
         if self._spoilt != spoilt:
-            raise EngineDirty(f"rollout worker {self._name}: weights arrived otherwise than they were sent while this ran. Submit it again")
+            raise EngineDirty(f"rollout worker {self._name}: other weights arrived than were sent while this ran. Submit it again")
 
     async def _fetched(self, version: int, buckets: Sequence[Any]) -> list[WeightBucket]:
-        """The buckets, when all are on this node. Raises: LateError: network and object store are to blame, and the engine is as it was."""
+        """The buckets, once all are on this node. Raises: LateError if they don't come; the engine is unchanged then, and not to blame."""
         place = f"rollout worker {self._name}: weights v{version}"
         try:
             async with asyncio.timeout(self._settings.fetch_s):

@@ -41,7 +41,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """Between which sizes the load decides."""
+    """Smallest and largest size of an elastic pool."""
 
     lowest: int
     highest: int

@@ -18,7 +18,7 @@ from rollout.trajectory import LEAST_VALID, FailureKind, GroupFacts
 
 _LONGEST_PAUSE_S = 60.0
 PATIENCE_S = 1800.0
-"""Seconds of pauses in a row. A judge that is started again, or gets another node, is back by then; a function with a bug never is."""
+"""Most seconds of pauses in a row. A judge that restarts or moves to another node is back by then; a reward function with a bug isn't."""
 
 
 def unscored(group: GroupFacts) -> str:
@@ -44,13 +44,13 @@ class Scoring:
             reward: its name.
             window_s: seconds after which a group no longer counts.
             notify: takes level and sentence.
-            spawn: has a task for a pause.
+            spawn: starts a task for a pause.
             on_end: called at the end of each pause.
         """
         self._reward, self._notify, self._spawn, self._on_end = reward, notify, spawn, on_end
         self._latest = LatestGroups(window_s)
         self._pauses, self._paused_s = 0, 0.0
-        """Since a group was last scored."""
+        """Number of pauses, and their seconds, since a group was last scored."""
         self.is_pausing = False
 
     def finished(self, group: GroupFacts) -> None:

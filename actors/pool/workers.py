@@ -1,4 +1,4 @@
-"""The life of a rollout worker, from its actor's creation to its end. Who gets work, and who is replaced, the pool decides.
+"""The life of a rollout worker, from its actor's creation to its end. The pool decides who gets work, and who is replaced.
 
 States, and what moves a worker:
 
@@ -40,14 +40,14 @@ from rollout.trajectory import GroupFacts, UnfinishedGroup, WorkerLoad
 log = logging.getLogger("evenkeel.pool")
 _LOAD_S = 5.0
 _RECEIPT_S = 1.0
-"""For receipts that are on their way. A worker whose receipt comes later is asked for its load."""
+"""Longest wait for receipts on their way. A worker whose receipt comes later is asked for its load."""
 STOP_S = 20.0
 """Longest wait for the end of an engine, seconds."""
 _NODE_ID = "ray.io/node-id"
 _PROBES = 6
-"""Probes in the time after which a worker without an answer is lost."""
+"""Probes per limit_s while they are answered."""
 _UNREACHED_S = 1.0
-"""Until one that can't be reached is asked again."""
+"""Seconds until a worker that can't be reached is asked again."""
 
 
 class WorkerState(StrEnum):
@@ -73,7 +73,7 @@ class WorkerHandle:
     """Full syncs asked for since its last finished group."""
     info: ActorInfo | None = None
     attempt: int = 1
-    """Of how many starts in its place this is the last: those before it failed."""
+    """Number of this start, from 1; the earlier starts in its place failed."""
     asked_at: float = field(default_factory=lambda: time.monotonic())
     """time.monotonic() when Ray was asked for it."""
     placed_at: float | None = None
@@ -83,7 +83,7 @@ class WorkerHandle:
     has_worked: bool = False
     """The worker has finished a group."""
     leaves: bool = False
-    """It is or was LEAVING: that its calls fail says nothing about their groups."""
+    """True once it is LEAVING: a call that fails then says nothing about its group."""
     handed_back: list[UnfinishedGroup] = field(default_factory=list)
     worked_at: float = -math.inf
     """Event-loop time (s) when it last finished a group."""
@@ -93,7 +93,7 @@ class WorkerHandle:
         return self.placed_at is not None
 
     def follow(self, generation: int) -> None:
-        """It gives up what it has under way, and holds weights of no version; see actors/driver/going_back.py."""
+        """Have it abort all work, and count it as without weights; see actors/driver/going_back.py."""
         if generation:
             self.sync = SyncTarget(self.name, self.actor, node=self.sync.node)
             self.actor.follow.remote(generation)
@@ -110,7 +110,7 @@ class PoolObserver(Protocol):
     def group_finished(self, group: GroupFacts, worker: str) -> None: ...
 
     def handed_back(self, groups: int, tokens: int) -> None:
-        """A worker has given back groups, for others to finish. Args: tokens: that were sampled of them, together."""
+        """A worker has handed back groups, which others will finish. Args: tokens: sampled for them so far."""
 
     def scaled(self, decision: ScalingDecision) -> None: ...
 
@@ -127,7 +127,7 @@ class LostGroups:
     def __init__(self, notify: Callable[[str], None]) -> None:
         self._notify = notify
         self._waiting: dict[int, str] = {}
-        """Worker that had it last, by group."""
+        """Group id -> name of the lost worker."""
         self._left: Counter[str] = Counter()
         """Number of groups in `_waiting`, by worker."""
         self._since: dict[str, float] = {}
@@ -140,7 +140,7 @@ class LostGroups:
         self._left[worker.name], self._since[worker.name] = len(worker.groups), time.monotonic()
 
     def taken(self, group_ids: Iterable[int]) -> None:
-        """Other workers have them. Costs the same however many wait."""
+        """Note that other workers have these groups. Takes the same time however many wait."""
         for group_id in group_ids:
             name = self._waiting.pop(group_id, None)
             if name is None:
@@ -197,7 +197,7 @@ async def started(worker: WorkerHandle, settings: WorkerSettings, deadlines: Dea
 
 
 def first_work(worker: WorkerHandle) -> str:
-    """What to say when a worker has finished its first group: where the time went since it was asked for."""
+    """A sentence for a worker that has finished its first group: how the time since it was asked for was spent."""
     now, placed_at = time.monotonic(), worker.placed_at or worker.asked_at
     parts = {"node": placed_at - worker.asked_at, "engine": worker.up_at - placed_at, "weights and group": now - worker.up_at}
     spent = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in parts.items())
@@ -205,8 +205,8 @@ def first_work(worker: WorkerHandle) -> str:
 
 
 async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
-    """Ask a worker for its load every few seconds: whether its engine lives, it looks after itself. Returns why, when it is lost. One that
-    has just finished a group or taken weights isn't asked. When half of the time is over for it or its engine, the stacks are asked for.
+    """Ask a worker for its load every few seconds, and return the reason when it is lost. (The worker watches its engine itself.) It isn't
+    asked shortly after it finished a group or took weights. When half of the limit is over for it or its engine, stacks are collected.
 
     Args: limit_s: seconds without an answer.
     """
@@ -228,7 +228,7 @@ async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
                 continue
         try:
             silent_s = await wait_for(probe(), what, deadline_s=limit_s / MISSES, notice=log.debug)
-        except DeadlineExceeded:  # a probe, not the time: that this process stood still is none of the worker's faults
+        except DeadlineExceeded:  # count probes, not time: this process may have stood still
             missed, silent_s = missed + 1, (missed + 1) * limit_s / MISSES
         except (EvenkeelError, ray.exceptions.RayError) as error:
             return str(unwrapped(error))
@@ -241,9 +241,9 @@ async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
 
 
 async def loads(joined: Sequence[WorkerHandle], turns: Turns, version: int | None = None) -> dict[str, WorkerLoad]:
-    """Running totals, by name, of those that answer within a few seconds.
+    """Running totals, by name, of the workers that answer within a few seconds.
 
-    Args: version: whose receipts bring them, or newer ones; None: all are asked.
+    Args: version: workers with a receipt of this version, or a newer one, sent their totals with it, and aren't asked. None: ask all.
     """
     told: dict[str, WorkerLoad] = {}
     if version is not None:
@@ -255,7 +255,7 @@ async def loads(joined: Sequence[WorkerHandle], turns: Turns, version: int | Non
 
 
 async def _asked(workers: Sequence[WorkerHandle], turns: Turns) -> dict[str, WorkerLoad]:
-    """As `loads`, by a call for each."""
+    """As `loads`, with a call to each worker."""
 
     async def ask(worker: WorkerHandle) -> WorkerLoad | None:
         await turns.mine()

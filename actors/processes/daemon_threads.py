@@ -1,7 +1,7 @@
-"""Threads for an event loop's `asyncio.to_thread` that don't keep a run from its end.
+"""Threads for an event loop's `asyncio.to_thread` that don't keep the process from ending.
 
-Those of the standard library's executor are waited for without a limit when the loop closes, and again when the process ends: a call into
-a disk, or a cluster, that hangs for good would keep the process for good, and its last sentence unsaid.
+The standard library's executor waits for its threads without a limit when the loop closes, and again when the process ends. A call to a
+disk or a cluster that hangs for good would keep the process alive for good, before it printed its last sentence.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _END_S = 2.0
-"""At its end a loop waits so long for what its threads have under way."""
+"""Longest wait for running calls when the loop closes."""
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """A default executor (which has to be of the standard library's class), with a daemon thread for each call, of which there are few."""
+    """A default executor (asyncio wants the standard library's class) that starts a daemon thread for each call; there are few calls."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _PR_SET_CHILD_SUBREAPER = 36
 """Option of Linux's prctl: orphans among the descendants become children of this process, instead of init's."""
 _ENDED_S = 5.0
-"""A killed process is waited for so long."""
+"""Longest wait for a killed process to be gone."""
 
 
 def descendants(process: psutil.Process | None = None) -> list[psutil.Process]:
@@ -40,9 +40,9 @@ def command_of(process: psutil.Process) -> str:
 
 @contextlib.contextmanager
 def adopted_orphans() -> Iterator[None]:
-    """Within it, a descendant whose parent dies stays a descendant (on Linux), so that `end_new` finds it.
+    """Within the block a descendant whose parent dies stays a descendant (on Linux), so that `end_new` finds it.
 
-    Ray's daemon starts two agents that outlive it by a minute. If it is killed just as it starts them, nobody knows of them otherwise.
+    Ray's daemon starts two agents that outlive it by a minute. If it is killed while it starts them, they could not be found otherwise.
     """
     _set_subreaper(True)
     try:

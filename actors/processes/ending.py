@@ -28,7 +28,7 @@ class Ending:
         """
         self._notify, self._on_sigterm, self._saved_step = notify, on_sigterm, saved_step
         self.by: int | None = None
-        """The signal that has asked for the end."""
+        """The signal that asked the run to end; None: there was none."""
         self.is_asked = asyncio.Event()
         self.is_hurried = asyncio.Event()
         """By SIGTERM during training."""

@@ -29,24 +29,24 @@ if TYPE_CHECKING:
 GRACE_S = 10.0
 """How long the main thread may take to unwind."""
 SAME_S = 2.0
-"""SIGTERMs that come so close together are one: who ends a whole tree of processes tells a parent, which passes it on, and its child.
-So are SIGHUPs: when a terminal is lost its shell tells its jobs, and the kernel does once more as the shell ends."""
-# Whoever has started this process so that it outlives its terminal (nohup) has had SIGHUP ignored, and so it stays.
+"""SIGTERMs within this time count as one: if a whole process tree gets the signal, a child gets it once more from its parent.
+So do SIGHUPs: when a terminal is lost, its shell sends one to its jobs, and the kernel sends another as the shell ends."""
+# If SIGHUP is ignored at the start (nohup), so that the process outlives its terminal, it stays ignored.
 _HANGUP = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else ()
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *_HANGUP)
 NO_CLUSTER = 69
 """Exit code of an attempt of `evenkeel train --retries` that found no Ray cluster, or lost it; EX_UNAVAILABLE of sysexits.h."""
 is_attempt = False
-"""This process is such an attempt (commands/attempt.py)."""
+"""True in a process that is such an attempt (commands/attempt.py)."""
 _AGAIN_S = 0.05
-"""After which a swallowed exception is raised again: the hook or finalizer that has swallowed it is over by then."""
+"""Seconds after which a swallowed exception is raised again: the hook or finalizer that swallowed it has ended by then."""
 _LAST_S = 2.0
 _ENDS = threading.RLock()
 NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
 class Interrupted(SystemExit):
-    """A signal, where the main thread was. A SystemExit, which event loops and frameworks let pass; its code is that of shells."""
+    """Raised in the main thread by a signal. A SystemExit, because event loops and frameworks let that pass; its code is that of shells."""
 
     def __init__(self, number: int) -> None:
         super().__init__(exit_code(number))
@@ -100,7 +100,7 @@ class _Guard:
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         leave_terminal(number)
-        if self.raised is None:  # once: what unwinds after that must not be broken off; the thread sees to its end
+        if self.raised is None:  # raise once: unwinding must not be interrupted; the thread limits its time
             self.raised = number
             raise Interrupted(number)
 
@@ -116,7 +116,7 @@ class _Guard:
             raise Interrupted(self.raised)
 
     def forget_alarm(self) -> None:
-        """What was swallowed is raised by somebody else."""
+        """Cancel the alarm: the swallowed exception is raised elsewhere."""
         if self.raised is not None:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
 
@@ -130,7 +130,7 @@ class _Guard:
             end_all(f"ended by {NAMES[number]} ({why})", code_after(number))
 
     def _next_signal(self, timeout_s: float | None) -> int | None:
-        """Waits for it; None when the guard is closed, or time is up."""
+        """Wait for the next signal. Returns: its number; None when the guard is closed, or after timeout_s."""
         self._reader.settimeout(timeout_s)
         while not self._is_over.is_set():
             try:
@@ -192,7 +192,7 @@ def handled_in(loop: AbstractEventLoop, handle: Callable[[int], None]) -> Iterat
 
 @contextlib.contextmanager
 def passed_on(to: Callable[[int], None]) -> Iterator[None]:
-    """Signals are `to`'s for a while, and none ends this process; in the main thread."""
+    """Within the block signals are passed to `to`, and none ends this process. To be used in the main thread."""
     before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
 
     def handled(number: int, frame: FrameType | None) -> None:
@@ -211,13 +211,13 @@ def passed_on(to: Callable[[int], None]) -> Iterator[None]:
 
 
 def leave_terminal(number: int) -> None:
-    """After SIGHUP there is no terminal: what is still written to it would be an error each time."""
+    """After SIGHUP replace the terminal by /dev/null: it is gone, and each write to it would fail."""
     if number != signal.SIGHUP:
         return
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         with contextlib.suppress(OSError):
-            if stat.S_ISCHR(os.fstat(descriptor).st_mode):  # isatty says no of a terminal that has hung up
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):  # isatty is False for a terminal that has hung up
                 os.dup2(nowhere, descriptor)
     os.close(nowhere)
 
@@ -230,7 +230,7 @@ def check() -> None:
 
 
 def is_ending() -> bool:
-    """A signal has come, and the process has `GRACE_S` to end."""
+    """Whether a signal has come, after which the process has `GRACE_S` to end."""
     return _guard is not None and _guard.raised is not None
 
 
@@ -250,13 +250,13 @@ def end_all(why: str, code: int, *, last: Callable[[], object] | None = None) ->
     """End this process and its descendants, without the help of the main thread.
 
     Args:
-        why: for the terminal.
-        code: of the exit.
-        last: is done when that is said, and has two seconds: it may hang, or fail.
+        why: printed on the terminal.
+        code: exit code.
+        last: called after that, in a thread, for at most two seconds: it may hang, or fail.
     """
     from actors.processes.descendants import adopted_orphans, end_new
 
-    _ENDS.acquire()  # for good: of two threads that end this process the first one says why
+    _ENDS.acquire()  # never released: if two threads end this process, only the first says why
     with contextlib.suppress(OSError):
         if sys.stdout.isatty():
             os.write(1, b"\x1b[?25h\n")  # the cursor, which a live panel hides
@@ -271,12 +271,13 @@ def end_all(why: str, code: int, *, last: Callable[[], object] | None = None) ->
 
 
 def end_within(seconds: float, code: int, hangs: Callable[[], bool]) -> None:
-    """End this process after so long, if it is still there and this hangs: a package's own end, or a disk, may never return."""
+    """End this process after so many seconds if it still runs and `hangs` returns true: a package's shutdown, or a disk, may hang for
+    ever."""
 
     def leave() -> None:
         time.sleep(seconds)
         if hangs():
-            end_all(f"something still hangs {seconds:g} s after the run's end, and is left", code)
+            end_all(f"something still hangs {seconds:g} s after the run's end; the process ends without it", code)
 
     threading.Thread(target=leave, name="last resort", daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""How late an event loop runs what is due: what blocks it (packing, pickling, a slow disk) delays all of its process."""
+"""Measures how late an event loop runs its callbacks: what blocks the loop (packing, pickling, a slow disk) delays the whole process."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 import time
 
 TICK_S = 0.05
-"""A tick takes 0.1 to 0.2 ms of processor time in a process that has nothing else to do."""
+"""Seconds between ticks; a tick takes 0.1 to 0.2 ms of processor time in an idle process."""
 
 
 class LoopClock:
-    """Ticks on the loop on which it is started. A tick that comes late is followed at once by those missed meanwhile, so that a loop which
-    stood still for a second counts with all of that second."""
+    """Ticks on the event loop that starts it. Ticks missed meanwhile follow a late one at once, so that a loop that stood still for a
+    second counts with the whole second."""
 
     def __init__(self) -> None:
         self._late: list[float] = []
@@ -28,7 +28,7 @@ class LoopClock:
             self._ticking = None
 
     def read(self) -> float:
-        """Seconds by which 99 % of what was due since the last reading was late at most; 0 if nothing was due."""
+        """Lateness of ticks since the last reading, 99th percentile, seconds; 0 if there were none."""
         late, self._late = sorted(self._late), []
         return late[math.ceil(0.99 * len(late)) - 1] if late else 0.0
 

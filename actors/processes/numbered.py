@@ -1,6 +1,7 @@
-"""Calls that run once, however often they are sent: if a call is late, or its actor can't be reached, the caller can't know whether it ran.
+"""Calls that run only once, however often they are sent. If a call is late or its actor can't be reached, the caller doesn't know whether
+it ran, and sends it again.
 
-The caller numbers its calls from 1, makes one after the other, and repeats a call under its number. The actor keeps the last answer.
+The caller numbers its calls from 1, makes one at a time, and repeats a call under the same number. The actor keeps its last answer.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ class NumberedCaller:
     """The caller's side, for one actor."""
 
     def __init__(self, actor: Any, late: Callable[[str], None]) -> None:
-        """Args: late: takes a sentence when the actor has not answered in time; the call is repeated then."""
+        """Args: late: called with a sentence when the actor has not answered in time; the call is then repeated."""
         self._actor, self._late = actor, late
         self._calls = 0
 
     async def ask(self, method: str, *arguments: Any, what: str, deadline_s: float, **named: Any) -> Any:
-        """Args: as patiently. Raises: likewise."""
+        """Call a method of the actor, and repeat the call until it answers. Args, raises: as `patiently`."""
         self._calls += 1
         call = partial(getattr(self._actor, method).remote, *arguments, number=self._calls)
         return await patiently(call, what, deadline_s=deadline_s, late=self._late, **named)
@@ -48,5 +49,5 @@ class NumberedCalls:
             self._number, self._work = number, asyncio.ensure_future(work())
         elif number < self._number:
             late = f"call {number} came after call {self._number} of the same caller"
-            raise LateError(f"{late}, and is not run: the caller waits only for its latest call")
+            raise LateError(f"{late}, so it is not run: the caller waits only for its latest call")
         return await asyncio.shield(self._work)

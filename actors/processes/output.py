@@ -1,4 +1,4 @@
-"""What this process prints: a disk that is full, or a pipe whose reader has gone, ends no run and doesn't change how one has ended."""
+"""Output that can't fail: a full disk, or a pipe whose reader has gone, neither ends a run nor changes its exit code."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any, TextIO
 
 
 class UnfailingStream:
-    """A stream that drops what can't be written and raises nothing: what is printed stands in the run folder, too.
+    """A stream that drops what can't be written, and raises nothing. The run folder has the same texts.
 
-    A disk may have room again, so each text is tried. A pipe never gets a second reader: /dev/null takes its place in this process.
+    A disk may have room again later, so each text is tried. A pipe never gets a second reader, so /dev/null takes its place in this
+    process.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
-        """Args: stream: None: this process was started without one, and all is dropped."""
+        """Args: stream: None, if this process was started without one: everything is dropped."""
         self._stream = stream if stream is not None else open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # as long as the process
 
     def write(self, text: str) -> int:
@@ -41,16 +42,16 @@ class UnfailingStream:
 
 
 def put(text: str, stream: TextIO | None) -> None:
-    """Print a text as it is, if that can be."""
+    """Print a text as it is; drop it if that fails."""
     unfailing = UnfailingStream(stream)
     unfailing.write(text)
     unfailing.flush()
 
 
 def prepare_streams() -> None:
-    """For a command: `keep_exit_code`, and what standard output can't encode is escaped there, as Python does on standard error.
+    """For a command: call `keep_exit_code`, and have standard output escape what it can't encode, as standard error does.
 
-    That is half a surrogate pair: a byte of a file's name that isn't UTF-8, or a text from outside that was cut.
+    UTF-8 can't encode half a surrogate pair: it stands for a byte of a file's name that isn't UTF-8, or comes from a text that was cut.
     """
     keep_exit_code()
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
@@ -58,8 +59,8 @@ def prepare_streams() -> None:
 
 
 def keep_exit_code() -> None:
-    """Python flushes its streams at the end and, where one can't take what it holds, exits with code 120 instead of the one that was meant:
-    what can't be written then is dropped before."""
+    """Drop, at the end of the process, output that can't be written. Otherwise Python's own flush of the streams would fail, and the exit
+    code would be 120 instead of the intended one."""
     atexit.unregister(_drop_the_rest)  # a second call changes nothing
     atexit.register(_drop_the_rest)
 
@@ -79,8 +80,8 @@ def _refused(stream: TextIO, error: Exception) -> None:
 
 
 def _to_nowhere(stream: TextIO) -> None:
-    """What the stream holds, and all that comes, goes to /dev/null."""
-    with suppress(OSError, ValueError):  # it is none of the system's, or closed
+    """Redirect the stream to /dev/null, with what its buffer holds."""
+    with suppress(OSError, ValueError):  # it has no file descriptor, or is closed
         nowhere = os.open(os.devnull, os.O_WRONLY)
         try:
             os.dup2(nowhere, stream.fileno())
@@ -89,7 +90,7 @@ def _to_nowhere(stream: TextIO) -> None:
 
 
 def refused_file(error: OSError) -> str:
-    """Which file the system refuses, and why. Raises: the error itself if it names none."""
+    """Name of the file in an OSError, and the reason. Raises: the error itself if it names no file."""
     if not isinstance(error.filename, str):
         raise error
     return f"{error.filename}: {error.strerror}"

@@ -1,8 +1,8 @@
-"""Whether the parts of a run still move: their processes are asked every half a minute or so, and one that stands still is ended.
+"""Checks that the processes of a run's parts respond: each is called every half a minute or so, and one that doesn't answer is killed.
 
-Ray reports a death, and nothing of a process that is stopped, or hangs in C. The answer comes from a thread of its own (a concurrency
-group of Ray), so that one that is busy isn't taken for one that stands: it says that Python moves in that process. It brings along what
-the part has to report: its own log is a file on its node.
+Ray reports a death, but not a process that is stopped or hangs in C. The answer comes from a thread of its own (a concurrency group of
+Ray), so a busy part answers, too: the answer shows that Python runs in that process. It also brings the part's reports, because the part's
+own log is a file on its node.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from correction.errors import ActorLost, DeadlineExceeded, EvenkeelError
 GROUPS = {"heartbeat": 1}
 """Concurrency groups of a part's actor."""
 OUT_OF_TURN = "out_of_turn"
-"""Another group, of a part whose calls run one after the other: its calls don't wait for those, and run one after the other as well."""
+"""Concurrency group for calls that must not wait for a part's other calls, which run one after the other. Its own calls run one after the
+other, too."""
 _MISSES = 4
-"""Questions in a row without an answer, each a quarter of the limit."""
+"""Heartbeats in a row without an answer after which a part is lost; each waits for a quarter of the limit."""
 _UNREACHED_S = 1.0
 _MOST_NOTICES = 1000
 
@@ -42,12 +43,13 @@ class SequentialHeartbeatActor:
 
 
 def sequential_actor(actor: type[SequentialHeartbeatActor]) -> Any:
-    """Like ray.remote, with calls out of order: in order, a heartbeat would wait behind a call whose arguments are still on their way."""
+    """As ray.remote, but with calls out of order: in order, a heartbeat would wait for an earlier call whose arguments are still on their
+    way."""
     return ray.remote(concurrency_groups={**GROUPS, OUT_OF_TURN: 1}, allow_out_of_order_execution=True)(actor)  # type: ignore[call-overload]
 
 
 class HeartbeatActor:
-    """An actor (async) that is a part of the run."""
+    """Base of async actors that are parts of the run: answers heartbeats."""
 
     def __init__(self) -> None:
         self._notices: deque[tuple[int, str]] = deque(maxlen=_MOST_NOTICES)
@@ -60,16 +62,17 @@ class HeartbeatActor:
 
     @ray.method(concurrency_group="heartbeat")
     async def heartbeat(self, heard: int) -> list[tuple[int, str]]:
-        """What it has reported since, each with its number; of what nobody takes the newest are kept. Args: heard: number of the last."""
+        """Reports after the last one heard, each with its number; at most the newest _MOST_NOTICES. Args: heard: number of the last one
+        heard."""
         while self._notices and self._notices[0][0] <= heard:
             self._notices.popleft()
         return list(self._notices)
 
 
 async def raise_when_silent(parts: Mapping[str, Any], limit_s: float, notify: Notify) -> None:
-    """Never returns. Raises: ActorLost naming the first of these actors, by name, that has given no sign for so long; it is killed.
+    """Watch actors; never returns. Raises: ActorLost naming the first that has given no sign of life for `limit_s` seconds, and is killed.
 
-    Args: notify: takes level and sentence: what they report.
+    Args: parts: actors by name. notify: takes level and sentence of what they report.
     """
     await first_error(_follow(name, actor, limit_s, notify) for name, actor in parts.items())
 
@@ -79,7 +82,7 @@ async def _follow(name: str, actor: Any, limit_s: float, notify: Notify) -> None
     while missed < _MISSES:
         try:
             notices = await wait_for(_reached(actor, heard), f"heartbeat <- {name}", deadline_s=limit_s / _MISSES, notice_s=limit_s)
-        except DeadlineExceeded:  # a question, not the time: that this process stood still is not the part's fault
+        except DeadlineExceeded:  # count missed calls, not time: this process may have stood still
             missed += 1
             if missed == _MISSES // 2:
                 notify("warning", f"{name}: no heartbeat for {limit_s / 2:.0f} s; it is ended after {limit_s:.0f} s")

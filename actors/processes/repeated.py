@@ -11,7 +11,7 @@ class Repeated:
         self._waiting: dict[str, tuple[int, str]] = {}
 
     def add(self, kind: str, example: str) -> str | None:
-        """What to report at once; None for what waits.
+        """Add a warning. Returns: the text to report at once; None if it is only counted.
 
         Args:
             kind: in words, in the plural, such as "trajectories without a reward".
@@ -25,6 +25,6 @@ class Repeated:
         return None
 
     def take(self) -> list[str]:
-        """A line of each kind that has waited; it starts anew."""
+        """One line for each kind with counted warnings; the counts start anew."""
         waiting, self._waiting = self._waiting, {}
         return [f"{kind}: {count} more, the first: {first}" for kind, (count, first) in waiting.items()]

@@ -25,7 +25,7 @@ log = logging.getLogger("evenkeel")
 T = TypeVar("T")
 U = TypeVar("U")
 USUAL_START = 1 / 3
-"""Share of its deadline: if the start of an engine or a rank takes longer, its notices become warnings."""
+"""Share of the start deadline. If the start of an engine or a rank takes longer, its notices become warnings."""
 
 HALF_OVER: ContextVar[Callable[[str], None] | None] = ContextVar("half_over", default=None)
 """Called, in tasks of this context, with the name of each long wait that has used half of its deadline."""
@@ -33,7 +33,7 @@ _LONG_S = 60.0
 _DETAIL_S = 5.0
 """Longest wait, seconds, for the clause that says what is missing."""
 AGAIN_S = (1.0, 2.0, 4.0, 8.0, 15.0)
-"""Pauses between attempts to reach an actor that is unavailable: a network that comes back within half a minute costs nothing."""
+"""Pauses between attempts to reach an unavailable actor, seconds: a network that comes back within half a minute does no harm."""
 
 
 async def wait_for(
@@ -135,7 +135,8 @@ async def patiently(
 
 
 async def lost_if_late(work: Coroutine[Any, Any, T]) -> T:
-    """The result of work that others ask for again and again. Raises: ActorLost past a deadline within it: to ask again would not help."""
+    """The result of work that callers repeat when it is late. Raises: ActorLost if a deadline within it passes: repeating would not
+    help."""
     try:
         return await work
     except DeadlineExceeded as error:
@@ -143,7 +144,7 @@ async def lost_if_late(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def unless_failed(work: Coroutine[Any, Any, T], failure: Coroutine[Any, Any, None]) -> T:
-    """The result of `work`, or the error of `failure`, which never returns, if that comes first; what is left is cancelled."""
+    """The result of `work`. Raises: the error of `failure`, which never returns, if it comes first. The other one is cancelled."""
     task, failing = asyncio.ensure_future(work), asyncio.ensure_future(failure)
     try:
         await asyncio.wait({task, failing}, return_when=asyncio.FIRST_COMPLETED)
@@ -158,7 +159,7 @@ async def unless_failed(work: Coroutine[Any, Any, T], failure: Coroutine[Any, An
 
 
 async def first_error(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Never returns, also without any work. Raises: the first error of coroutines that don't return either; the others are cancelled."""
+    """Run coroutines that never return; with none, wait for ever. Raises: the first error of one of them; the others are cancelled."""
     running = [asyncio.ensure_future(one) for one in work]
     try:
         done, _ = await asyncio.wait(running or [asyncio.get_running_loop().create_future()], return_when=asyncio.FIRST_COMPLETED)
@@ -169,7 +170,7 @@ async def first_error(work: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 async def together(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) -> tuple[T, U]:
-    """The results of both, which run side by side; the first error ends the other one."""
+    """The results of both, which run at the same time; an error of one cancels the other."""
     one, other = asyncio.ensure_future(first), asyncio.ensure_future(second)
     try:
         await asyncio.gather(one, other)
@@ -202,7 +203,7 @@ async def done_or_reported(work: Awaitable[Any], what: str, deadline_s: float, n
 
 
 def abandon(task: asyncio.Task[Any]) -> None:
-    """Cancel a task whose end nobody waits for any more; an error that it has ended with counts as known."""
+    """Cancel a task that nobody waits for any more; if it has ended with an error, the error is dropped."""
     if not task.cancel() and not task.cancelled():
         task.exception()
 

@@ -27,7 +27,7 @@ class Turns:
     def _give(self) -> None:
         given = 0
         while self._waiting and given < SHARED_BY:
-            if not (first := self._waiting.popleft()).done():  # who was cancelled meanwhile takes none
+            if not (first := self._waiting.popleft()).done():  # a caller cancelled meanwhile gets no turn
                 first.set_result(None)
                 given += 1
         if self._waiting:

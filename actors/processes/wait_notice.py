@@ -1,4 +1,4 @@
-"""What is said of a wait that goes on."""
+"""The notice of a wait that goes on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class WaitNotice:
     seconds: int
     """Since the wait began."""
     detail: str = ""
-    """What exactly is missing; empty: the wait doesn't know."""
+    """What exactly is missing; empty: not known."""
 
     def __str__(self) -> str:
         return f"waiting {self.seconds} s for {self.what}" + (f" ({self.detail})" if self.detail else "")

@@ -25,7 +25,7 @@ def worthless(group: GroupFacts, *, dynamic_sampling: bool) -> DiscardReason | N
 
 
 class Outstanding:
-    """Groups under way in one run, from its beginning or a checkpoint on."""
+    """The groups under way in a run, from its beginning or a checkpoint on."""
 
     def __init__(self, snapshot: QueueSnapshot | None = None, *, dynamic_sampling: bool = False) -> None:
         """Args: snapshot: of a checkpoint; None: a new run. dynamic_sampling: of the run."""
@@ -54,7 +54,7 @@ class Outstanding:
                 self.finish(StoredGroup(group.facts, group))
 
     def admit(self, tickets: Iterable[Ticket]) -> None:
-        """The queue has admitted these."""
+        """Note that the queue has admitted these groups."""
         tickets = list(tickets)
         self.delays.admitted(len(tickets))
         for ticket in tickets:
@@ -62,7 +62,7 @@ class Outstanding:
             self.admitted = ticket.group_id + 1
 
     def finish(self, group: StoredGroup) -> None:
-        """A worker has sampled this group; it is on its way to the queue."""
+        """Note that a worker has sampled this group; it is on its way to the queue."""
         if group.prompt_id not in self._tickets or group.prompt_id in self._unreported:
             self.delays.forget(group.facts.group_id)
             return
@@ -77,22 +77,22 @@ class Outstanding:
         return prompt_id in self._tickets
 
     def lose(self, tickets: Iterable[Ticket]) -> None:
-        """The tokens of these groups are lost with a node; the groups are sampled again."""
+        """Note that the tokens of these groups were lost with a node; the groups are sampled again."""
         for ticket in tickets:
             self._finished.pop(ticket.prompt.prompt_id, None)
             self.delays.forget(ticket.group_id)
 
     def give_up(self, ticket: Ticket, reason: DiscardReason) -> None:
-        """No worker could sample this group."""
+        """Note that no worker could sample this group."""
         prompt_id = ticket.prompt.prompt_id
         if prompt_id in self._tickets and prompt_id not in self._finished and prompt_id not in self._worthless:
             self._unreported.setdefault(prompt_id, reason)
 
     def settle(self, version: int, published: int, *, trained: Sequence[str], discarded: Iterable[tuple[str, DiscardReason]]) -> None:
-        """A step is finished: these prompts are no longer under way.
+        """Note that a step is finished: these prompts are no longer under way.
 
         Args:
-            version, published: of the learner after the step, and that the engines get.
+            version, published: the learner's version after the step, and the one that the engines get.
             trained: prompt ids.
             discarded: as (prompt id, reason).
         """
@@ -114,7 +114,7 @@ class Outstanding:
 
     @property
     def in_flight(self) -> list[Ticket]:
-        """Groups that are being sampled or wait for it."""
+        """Tickets of groups that are being sampled or wait to be sampled."""
         others = self._finished.keys() | self._worthless.keys() | self._unreported.keys()
         return [ticket for prompt_id, ticket in self._tickets.items() if prompt_id not in others]
 

@@ -46,7 +46,7 @@ _NO_ROOM = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
 
 
 async def value_of(reference: Any) -> Any:
-    """The object of a reference, or the argument itself if it is none. Ray reads an awaited reference without blocking the event loop."""
+    """The object of a reference; anything else is returned as it is. Ray reads an awaited reference without blocking the event loop."""
     return await reference if isinstance(reference, Awaitable) else reference
 
 
@@ -89,7 +89,7 @@ def _has_failed(ended: asyncio.Future[Any]) -> bool:
 
 
 def no_room(error: BaseException) -> str:
-    """Says, if this error means a full object store, what its node needs; empty for any other error."""
+    """If this error means a full object store: a sentence with what its node needs. Empty for any other error."""
     for one in (getattr(error, "cause", None), error):
         if isinstance(one, _NO_ROOM):
             needs = "more memory in /dev/shm, or more free disk where Ray has its session (ray.temp_dir)"
@@ -126,7 +126,7 @@ async def fetched(groups: Sequence[StoredGroup], *, deadline_s: float) -> tuple[
 
 
 async def _values(groups: Sequence[StoredGroup], limit_s: float) -> list[Any]:
-    """The payloads' objects, or an error in the place of each that can't be read. Args: limit_s: for all of them together."""
+    """The groups' payloads; an error in the place of each that can't be read. Args: limit_s: seconds for all of them together."""
     ends = asyncio.get_running_loop().time() + limit_s
 
     async def in_time(reference: Any) -> Any:

@@ -15,7 +15,7 @@ from rollout.stacks import register_stack_dump
 from rollout.trajectory import Prompt
 
 _JOIN_S = 0.05
-"""Seconds that a drawn group waits for others to come along."""
+"""Seconds for which a drawn group waits, so that others can join it in one call."""
 
 
 class TrajectoryQueueActor(HeartbeatActor):
@@ -29,14 +29,14 @@ class TrajectoryQueueActor(HeartbeatActor):
         register_stack_dump()
         self._queue = TrajectoryQueue(groups_per_step=groups_per_step, max_staleness=max_staleness)
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
-        """What each caller waits for, and what wakes it."""
+        """For each waiting caller its condition, and the future that wakes it."""
         self._admissions, self._losses, self._of_service = NumberedCalls(), NumberedCalls(), NumberedCalls()
         self._is_filled = False
         self._advance: tuple[int, Any] = (-1, None)
-        """Version of the last one, and its answer."""
+        """Version of the last `advance`, and its answer."""
 
     def _notify(self) -> None:
-        """Something has changed: wake those whose wait is over, and no others; a run has thousands of changes."""
+        """Called after a change: wake the callers whose condition holds, and no others, because a run has thousands of changes."""
         for ready, woken in list(self._waiting):
             if not woken.done() and ready():
                 woken.set_result(None)
@@ -71,7 +71,7 @@ class TrajectoryQueueActor(HeartbeatActor):
         return tickets
 
     async def put(self, groups: list[StoredGroup]) -> None:
-        """Finished groups; of those that have come before nothing changes."""
+        """Take finished groups; a repeated delivery changes nothing."""
         for group in groups:
             self._queue.put(group)
         self._notify()
@@ -106,9 +106,9 @@ class TrajectoryQueueActor(HeartbeatActor):
         return is_new
 
     async def draw(self, version: int, places: int, timeout_s: float, number: int = 0) -> list[StoredGroup]:
-        """Groups for the batch of `version`; none if none has come after timeout_s.
+        """Groups for the batch of `version`; none if there is none after timeout_s.
 
-        When the first has come, the next ones have a moment to join it: a call for each group would cost more than the moment.
+        After the first group it waits a moment (_JOIN_S) for further ones: a call for each group would take longer.
         """
         groups: list[StoredGroup] = await self._of_service.once(number, lambda: self._draw(version, places, timeout_s))
         return groups
@@ -145,13 +145,13 @@ class TrajectoryQueueActor(HeartbeatActor):
         return self._queue.waiting_for(version)
 
     async def snapshot(self) -> tuple[QueueSnapshot, list[StoredGroup], list[Ticket]]:
-        """Without its finished groups; these, and their tickets in the same order."""
+        """The queue's state without its finished groups; the finished groups; and their tickets in the same order."""
         snapshot = self._queue.snapshot()
         held: Any = snapshot.finished
         return replace(snapshot, finished=()), list(held), [self._queue._entries[one.group_id].ticket for one in held]
 
     async def fill(self, contents: QueueContents) -> None:
-        """Once, however often it is asked."""
+        """Fill an empty queue. Only the first call does it; repeated ones change nothing."""
         if not self._is_filled:
             self._is_filled = True
             self._queue.fill(contents)

@@ -31,7 +31,7 @@ from correction.errors import DataError, LedgerError
 from rollout.trajectory import Prompt
 
 ANSWER_S = 60.0
-"""Within it the queue's actor answers a call, counted from the end of the wait that the call asks for."""
+"""Seconds in which the queue's actor answers a call, in addition to the wait that the call asks for."""
 
 
 class GroupState(StrEnum):
@@ -54,27 +54,27 @@ class TrajectoryQueue:
         self.groups_per_step = groups_per_step
         self.max_staleness = max_staleness
         self.version = self.published = 0
-        """Versions of the learner's weights, and of those that engines have or get: not every one goes out (weight_sync.every_steps)."""
+        """Versions of the learner's weights, and of the published weights: not every version is published (weight_sync.every_steps)."""
         self.admitted = self.trained = self.discarded = 0
         """Groups since the run began; `admitted` is the id of the next one."""
         self.discarded_by_reason: Counter[DiscardReason] = Counter()
         self._unreported: list[tuple[str, DiscardReason]] = []
         self._entries: dict[int, _Entry] = {}
-        # What follows is known from the entries, and kept in addition to them: a run holds thousands, and looks at every finished one.
+        # What follows could be computed from the entries, but a run holds thousands of them, and each finished group looks it up.
         self._by_state: Counter[GroupState] = Counter()
         self._undrawn: Counter[int] = Counter()
-        """Groups that no batch has, by the published version at their admission; at most max_staleness + 1 versions."""
+        """Number of groups not yet in a batch, by the published version at their admission; at most max_staleness + 1 versions."""
         self._finished: list[int] = []
         """A heap of the finished groups' ids; some may have been discarded since."""
         self.lost: list[int] = []
-        """Groups to be sampled again, which nobody knows of yet."""
+        """Ids of groups to be sampled again that `take_lost` has not returned yet."""
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
     @property
     def free_places(self) -> int:
-        """Groups that may be admitted now without any becoming too old: as many as find a place in the steps that published weights have
-        left."""
+        """Number of groups that may be admitted now so that none becomes too old: the places left in the steps for which the published
+        weights are new enough."""
         steps = self.max_staleness + 1 - (self.version - self.published)
         return steps * self.groups_per_step - (self.admitted - self.trained - self.discarded)
 
@@ -89,7 +89,7 @@ class TrajectoryQueue:
         return tickets
 
     def expects(self, group_id: int) -> bool:
-        """It is being sampled; not so, if this is a repeated delivery of a retried call."""
+        """Whether the group is being sampled. False for a repeated delivery by a retried call."""
         entry = self._entries.get(group_id)
         return entry is not None and entry.state is GroupState.ADMITTED
 
@@ -99,7 +99,7 @@ class TrajectoryQueue:
             return False
         entry = self._entries[group.group_id]
         if group.prompt_id != (asked := entry.ticket.prompt.prompt_id):
-            raise LedgerError(f"group {group.group_id} came back with prompt {group.prompt_id}, admitted was {asked}")
+            raise LedgerError(f"group {group.group_id} came back with prompt {group.prompt_id}, but was admitted with {asked}")
         entry.group = group
         self._move(entry, GroupState.FINISHED)
         heapq.heappush(self._finished, group.group_id)
@@ -117,7 +117,7 @@ class TrajectoryQueue:
             self._unreported.append((entry.ticket.prompt.prompt_id, reason))
 
     def lose(self, group_ids: Sequence[int]) -> None:
-        """The tokens of drawn groups went with their node: they keep their places, and are sampled again."""
+        """Note that the tokens of drawn groups were lost with their node: the groups keep their places and are sampled again."""
         for group_id in group_ids:
             entry = self._entries.get(group_id)
             if entry is None or entry.state is not GroupState.DRAWN:
@@ -128,7 +128,7 @@ class TrajectoryQueue:
             self.lost.append(group_id)
 
     def take_lost(self) -> list[Ticket]:
-        """What was lost since the last call, to be sampled again."""
+        """Tickets of groups lost since the last call, to be sampled again."""
         lost, self.lost = self.lost, []
         return [self._entries[group_id].ticket for group_id in lost if self.expects(group_id)]
 
@@ -141,7 +141,7 @@ class TrajectoryQueue:
         return True
 
     def take_discarded(self) -> list[tuple[str, DiscardReason]]:
-        """What was discarded since the last call, as (prompt id, reason), for the ledger."""
+        """Groups discarded since the last call, as (prompt id, reason), for the ledger."""
         discarded, self._unreported = self._unreported, []
         return discarded
 
@@ -198,7 +198,7 @@ class TrajectoryQueue:
         self.trained += len(group_ids)
 
     def publish(self, version: int, published: int | None = None) -> None:
-        """The learner has new weights. Args: published: version that the engines get, if it is an older one."""
+        """Note that the learner has new weights. Args: published: the version that the engines get, if it is an older one."""
         published = version if published is None else published
         if not (self.version <= version and self.published <= published <= version):
             raise LedgerError(
@@ -252,7 +252,7 @@ class TrajectoryQueue:
         return [entry.ticket.prompt.prompt_id for entry in self._entries.values()]
 
     def waiting_for(self, version: int) -> str:
-        """One clause on what a batch of `version` lacks, for logs and deadlines."""
+        """A clause that says which groups a batch of `version` still needs, for logs and errors."""
         counts = self.counts()
         stragglers = [i for i in self.due(version) if self._entries[i].state is GroupState.ADMITTED]
         clause = f"{counts['drawn']} of {self.groups_per_step} groups drawn, {counts['in_flight']} being sampled"

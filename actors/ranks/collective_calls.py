@@ -22,7 +22,7 @@ from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, Eng
 
 M = TypeVar("M", bound=Callable[..., Any])
 _ANSWER_S = 10.0
-"""A rank says within it which calls it has begun with."""
+"""Seconds in which a rank answers out of turn, as which call it has begun."""
 
 
 class NumberedRank:
@@ -94,11 +94,11 @@ class CollectiveCaller:
         self._one_at_a_time = asyncio.Lock()
         self._asking: set[asyncio.Task[Any]] = set()
         self._missed = ""
-        """Why some rank may have missed a call that others have run: no further call is made until `begin_anew`. Empty: none has."""
+        """Why some rank may have missed a call that others have run; no further call is made until `begin_anew`. Empty: no rank has."""
         self._under_way = ""
         """Method of the call under way; empty: there is none."""
         self._refused: frozenset[str] = frozenset()
-        """Methods of which no further call is made until `begin_anew`."""
+        """Methods that are not called any more until `begin_anew`."""
 
     async def ask(self, method: str, *arguments: Any, what: str, deadline_s: float, results: int) -> list[list[Any]]:
         """Call a method on all ranks, after all calls before. The call goes on if this task is cancelled: otherwise a rank that can't be
@@ -126,18 +126,18 @@ class CollectiveCaller:
                 raise ActorLost(self._missed or f"learner: of {self.calls} collective calls its ranks have had {done}")
 
     def begin_anew(self) -> None:
-        """Wait for no earlier call any more. The next one has to be a method that may skip numbers (`_go_on_from`)."""
+        """Stop waiting for earlier calls. The next call must be of a method that may skip numbers (`_go_on_from`)."""
         for asking in self._asking:
             asking.cancel()
         self._missed, self._refused = "", frozenset()
 
     def refuse(self, methods: frozenset[str]) -> None:
-        """Make no further call of these."""
+        """Make no further calls of these methods; they raise StepAborted."""
         self._refused = methods
 
     async def abort(self) -> None:
-        """Have all ranks end the call under way before the same micro-batch, if it is one of those that are refused. Learn from the call
-        itself whether that came in time."""
+        """If the call under way is of a refused method, have all ranks end it before the same micro-batch. Whether that came in time shows
+        in the result of the call itself."""
         if self._under_way not in self._refused:
             return
         number, before = self.calls, None
@@ -148,7 +148,7 @@ class CollectiveCaller:
             await self._ask_out_of_turn("release", number, before)
 
     async def _ask_out_of_turn(self, method: str, *arguments: Any) -> list[Any]:
-        """Answers of all ranks, which they give while a collective call runs."""
+        """Answers of all ranks to a call that they can answer while a collective call runs."""
         calls = {name: partial(getattr(rank, method).remote, *arguments) for name, rank in self._ranks.items()}
         return await all_of(persistently(call, f"{method} <- {name}", deadline_s=_ANSWER_S) for name, call in calls.items())
 
@@ -179,7 +179,7 @@ class CollectiveCaller:
                 self._under_way = ""
 
     async def _not_begun(self) -> list[str]:
-        """Ranks that answer, and have not begun with the last call."""
+        """Names of the ranks that answer and have not begun the last call."""
         asks = (persistently(rank.begun.remote, f"last call <- {name}", deadline_s=_ANSWER_S) for name, rank in self._ranks.items())
         begun = await asyncio.gather(*asks, return_exceptions=True)
         return [name for name, number in zip(self._ranks, begun, strict=True) if isinstance(number, int) and number < self.calls]
@@ -191,8 +191,8 @@ class CollectiveCaller:
 
 
 async def all_of(waits: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """What all of them return. Raises: the first error of any of them at once, not after the others' deadlines; StepAborted when all have
-    ended, as calls go on after it: the next one must not come to a rank that has not begun this one."""
+    """The results of all. Raises: the first error of any of them at once, without waiting for the others' deadlines. StepAborted is raised
+    only when all have ended, because calls go on after it, and the next call must not reach a rank that has not begun this one."""
     running = [asyncio.ensure_future(wait) for wait in waits]
     try:
         return list(await asyncio.gather(*running))

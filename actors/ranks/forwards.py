@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 Forward = tuple[Sequence["Group"], asyncio.Task[tuple[dict[str, Any], float]]]
-"""Groups of a batch, and what the learner says of them, by the field of PackedBatch, in how many seconds."""
+"""Groups of a batch; and a task for what the learner computes of them, by the field of PackedBatch, with the seconds that it takes."""
 
 
 class GroupsLost(EvenkeelError):
@@ -48,7 +48,7 @@ class GroupsLost(EvenkeelError):
 
 
 AT_SAMPLING, NOW = "at_sampling", "now"
-"""What is found of tokens that are scored at the weights that sampled them, and at the present ones."""
+"""Names of the two results for tokens scored at the weights that sampled them, and at the present weights."""
 
 
 async def next_batch(
@@ -60,13 +60,13 @@ async def next_batch(
     deadline_s: float,
     is_moving: Callable[[], bool] = lambda: False,
 ) -> PreparedBatch:
-    """The next batch of the correction service, whole. The learner is idle, and runs what the service asks for on the way.
+    """The next batch of the correction service, complete. The learner is idle, and runs the forward passes that the service asks for.
 
     Args:
-        ask: the service for its next batch.
+        ask: asks the service for its next batch.
         step: number of the step that will train it.
-        deadline_s: for the service to take what the learner has found.
-        is_moving: the pool finishes groups, or has no workers: a late answer is no error then, and the service is asked again.
+        deadline_s: for the service to take the learner's results.
+        is_moving: whether the pool finishes groups, or has no workers: then a late answer is no error, and the service is asked again.
     """
 
     async def while_moving(call: Callable[[], Awaitable[T]]) -> T:
@@ -98,14 +98,14 @@ async def next_batch(
 
 
 async def with_forwards(batch: PackedBatch, forwards: Sequence[Forward]) -> tuple[PackedBatch, float]:
-    """The batch with what the learner said of the chunks put where their groups stand in it, and the learner's seconds."""
+    """The batch with the learner's results for chunks of its groups put in their places; and the learner's seconds."""
     answers = [(chunk, *await task) for chunk, task in forwards]
     chunks = [(chunk, found) for chunk, found, _ in answers]
     return await asyncio.to_thread(_put_in_place, batch, chunks), sum(seconds for *_, seconds in answers)
 
 
 def _put_in_place(batch: PackedBatch, chunks: Sequence[tuple[Sequence[Group], dict[str, Any]]]) -> PackedBatch:
-    """The batch with what was found of chunks of its groups, by the field of PackedBatch."""
+    """The batch with the results for chunks of its groups, by the field of PackedBatch, put in their places."""
     from correction.wide import WidePlace
 
     # A chunk packs its groups in its own order; find each group's tokens in the whole batch by its group id.
@@ -128,7 +128,7 @@ def _put_in_place(batch: PackedBatch, chunks: Sequence[tuple[Sequence[Group], di
 
 
 class ForwardRequests:
-    """The service's side: what waits for the learner, in its order. One event loop uses it."""
+    """The service's side: a queue of requests for the learner. One event loop uses it."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -137,10 +137,11 @@ class ForwardRequests:
         self._changed = asyncio.Event()
 
     async def ask(self, wanted: ForwardRequest, batch: PackedBatch | None = None, *, deadline_s: float) -> tuple[dict[str, Any], float]:
-        """Wait for what the learner says of a batch's tokens, and its seconds for that.
+        """Have the learner do what a request names, and wait for the results.
 
         Args: batch: goes into the object store, and into the request; None: the request names one, or nothing is scored.
-        Returns: by the field of PackedBatch; with scored_since AT_SAMPLING and NOW, [N] float32.
+        Returns: the results by the field of PackedBatch; with scored_since under AT_SAMPLING and NOW, [N] float32; and the learner's
+        seconds.
         Raises: DeadlineExceeded if the learner doesn't come to that version; GroupsLost.
         """
         self._number += 1
@@ -156,8 +157,8 @@ class ForwardRequests:
             del self._answers[request.number]
 
     async def take(self) -> ForwardRequest:
-        """The oldest one without an answer that is still waited for; waits until there is one. Taken again, it is the same: who took it
-        first may have reported it to nobody."""
+        """The oldest request without an answer that somebody still waits for; waits until there is one. A second call returns the same
+        request until it is answered, because the answer to the first call may have been lost."""
         while True:
             while self._waiting:
                 answer = self._answers.get(self._waiting[0].number)
@@ -176,7 +177,7 @@ class ForwardRequests:
         seconds: float,
         lost: Mapping[int, str],
     ) -> None:
-        """What the learner has found for the request of this number; it may have been given up. Args: lost: as of GroupsLost."""
+        """Give the learner's results for a request; nothing happens if the request was given up. Args: lost: as in GroupsLost."""
         answer = self._answers.get(number)
         if answer is None or answer.done():
             return

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
 
 
 _SAVED_POLL_S = 0.2
-"""Seconds between two questions whether a checkpoint is written; a rank answers between two calls."""
+"""Seconds between two checks whether a checkpoint is written; a rank answers between two calls."""
 
 
 class LearnerGroup:

@@ -65,7 +65,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
 
     @ray.method(concurrency_group=OUT_OF_TURN)
     def address(self) -> tuple[str, int]:
-        """Where rank 0 will listen: this node and a port that nobody else is given until the next one is asked for."""
+        """Address at which rank 0 will listen: this node, and a port that isn't given to anybody else until the next one is asked for."""
         host = node_address()
         if self._reserved is not None:
             self._reserved.close()
@@ -96,8 +96,8 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
     def fetch(
         self, batch: PackedBatch | CorrectedBatch, correction: CorrectionConfig | None, step: int, limit_s: float, *, everything: bool
     ) -> dict[int, str]:
-        """Read the wide fields of the sequences with which this rank will compute, for the next call on this batch. No collective call: a
-        rank that can't read its own must not let the others wait.
+        """Read the wide fields of the sequences that this rank will compute in the next call on this batch. Not a collective call: a rank
+        that can't read its own must not let the others wait.
 
         Args: as LearnerGroup.fetch.
         Returns: why groups can't be read, by id.
@@ -115,7 +115,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
 
     @ray.method(concurrency_group="heartbeat")
     def hold(self, number: int) -> int | None:
-        """As Abort.hold, of a collective call; answers while that runs."""
+        """As Abort.hold, for a collective call; answers while the call runs."""
         return self._learner.abort.hold(number)
 
     @ray.method(concurrency_group="heartbeat")
@@ -232,9 +232,9 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         return WeightSnapshot(self._version, references, specs, probe, checksums, seconds, self._computes_with(), error)
 
     def _send(self, piece: Mapping[str, Tensor] | None) -> str:
-        """Begin to broadcast it, or wait until the last one is sent (None).
+        """Begin to broadcast a piece; None: wait until the last one is sent.
 
-        Returns: why that failed, as far as is known; the other ranks gather to the end all the same. Empty: it didn't.
+        Returns: why that failed, as far as is known; empty: it didn't. After a failure the other ranks still gather to the end.
         """
         if (broadcaster := self._broadcaster) is None:  # another thread may leave the group meanwhile
             return "the learner is in no weight group; open_broadcast comes first"
@@ -279,16 +279,17 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
 
     @names_failures
     def is_saved(self) -> bool:
-        """No collective call: each rank answers for itself, also asked again."""
+        """Whether this rank has written its part of a checkpoint. Not a collective call: each rank answers for itself, and can be asked
+        again."""
         return self._learner.is_saved()
 
     def checkpoint_bytes(self) -> int:
-        """No collective call either."""
+        """Bytes that this rank would write. Not a collective call."""
         return self._learner.checkpoint_bytes()
 
     @collective
     def restore(self, number: int, folder: Path, version: int) -> None:
-        self._go_on_from(number)  # calls before it may be lost with who made their arguments
+        self._go_on_from(number)  # earlier calls may be lost with the owner of their arguments
         self._version = version
         with contextlib.suppress(DataError):  # what is being written may be a step that will be written again
             self._learner.is_saved(wait=True)

@@ -22,11 +22,12 @@ from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineEx
 
 T = TypeVar("T")
 ATTEMPTS = 3
-"""Checkpoints in a row that may fail, and deadlines in a row that one may pass, before the run ends: its weights are healthy."""
+"""The run ends when so many checkpoints in a row have failed, or one has passed so many deadlines; until then it goes on: its weights are
+good."""
 _REMOVAL_S = 10.0
-"""For the files of a checkpoint that has failed; a disk that takes longer removes them when it comes back."""
+"""Longest wait for the removal of a failed checkpoint's files. A slower disk removes them when it answers again."""
 _GROWTH = 1.05
-"""How much larger than the last checkpoint the next one may be: it has other groups under way."""
+"""Ratio by which the next checkpoint may be larger than the last one, because it has other groups under way."""
 
 
 class CheckpointWriter:
@@ -35,7 +36,7 @@ class CheckpointWriter:
     def __init__(
         self, folder: RunFolder, observer: Observer, settings: CheckpointConfig, deadlines: DeadlinesConfig, *, pause_s: float = 10.0
     ) -> None:
-        """Args: pause_s: between two attempts when there is no step in between."""
+        """Args: pause_s: seconds between two attempts at the run's end, where there is no step in between."""
         self._folder, self._observer, self._settings = folder, observer, settings
         self._deadline_s = deadlines.checkpoint_s
         """Most seconds for the copy, and as many again for writing it."""
@@ -43,22 +44,22 @@ class CheckpointWriter:
         self._on_disk: asyncio.Task[Any] | None = None
         """The last work that was handed to the disk. A thread can't be stopped, so the next one waits for it."""
         self._is_given_up = threading.Event()
-        """The disk was late for the checkpoint under way: what comes back after that must not complete it."""
+        """Set when the disk was late for the checkpoint under way: a thread that goes on later must not complete it."""
         self._is_abandoned = threading.Event()
-        """Likewise, for good."""
+        """Set by `abandon`: no checkpoint may be completed any more."""
         self._pause_s = pause_s
         self._writing: asyncio.Task[int] | None = None
         self._begun = 0
         self._failures = 0
         self._is_owed = False
-        """A checkpoint was due and isn't there: it failed, or the one before was still being written."""
+        """True if a checkpoint was due and is missing: it failed, or the one before was still being written."""
         self._bytes = 0
         """Size of the last checkpoint; 0: there is none yet."""
         self.saved_step = 0
         """Step of the newest checkpoint on disk, or where the run began."""
 
     def is_due(self, step: int) -> bool:
-        """Whether one is to be taken after this step; while the one before is being written the next step has to see to it."""
+        """Whether to take a checkpoint after this step. While the one before is being written it is put off to the next step."""
         every = self._settings.every_steps
         self._is_owed = self._is_owed or bool(every and step % every == 0)
         return self._is_owed and self._writing is None
@@ -126,19 +127,18 @@ class CheckpointWriter:
                 await asyncio.sleep(self._pause_s)
 
     def abandon(self) -> None:
-        """Leave what is under way; nobody asks how it ended any more. It becomes no checkpoint, unless its thread is at the very end of it:
-        wait for `off_disk` to know."""
+        """Give up the checkpoint under way. It isn't completed, unless its thread is at the very end of it: wait for `off_disk` to know."""
         self._is_abandoned.set()
         if self._writing is not None:
             abandon(self._writing)
 
     async def off_disk(self) -> None:
-        """Wait, after `abandon`, until no thread is at a checkpoint any more, its removal included. As long as the disk takes."""
+        """After `abandon`: wait until no thread writes or removes a checkpoint any more, however long the disk takes."""
         while under_way := {task for task in (self._writing, self._on_disk) if task is not None and not task.done()}:
             await asyncio.wait(under_way)
 
     def _handed_to_disk(self, function: Callable[..., T], *arguments: Any) -> asyncio.Task[T]:
-        """Work of a thread on the run folder's disk, after the work before it. Neither can be stopped."""
+        """Start work on the run folder's disk in a thread, after all earlier work. It can't be stopped."""
         before = self._on_disk
 
         async def in_turn() -> T:
@@ -151,7 +151,7 @@ class CheckpointWriter:
         return work
 
     async def _by_disk(self, part: str, function: Callable[..., T], *arguments: Any) -> T:
-        """The result of such work. Raises: as the work; DiskLate, and the checkpoint is given up."""
+        """Do work on the run folder's disk. Raises: as the work; DiskLate, and the checkpoint is given up."""
         work, what = asyncio.shield(self._handed_to_disk(function, *arguments)), f"checkpoint of step {self._begun} ({part})"
         try:
             return await wait_for_disk(work, what, deadline_s=self._disk_s, notice=self._observer.waiting)
@@ -161,7 +161,7 @@ class CheckpointWriter:
 
     @contextlib.asynccontextmanager
     async def _in_threads(self, context: contextlib.AbstractContextManager[Checkpoint]) -> AsyncIterator[Checkpoint]:
-        """The context, entered and left in threads: it waits for the disk, and the event loop has more to do."""
+        """Enter and leave a context in threads, because it waits for the disk, and the event loop must go on."""
         content = await self._by_disk("its folder", context.__enter__)
         try:
             yield content

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class FileThread:
-    """Jobs are done one after another, in the order in which they came, from whatever thread."""
+    """Runs jobs one after the other, in the order in which they were added, from any thread."""
 
     def __init__(self, name: str = "run folder") -> None:
         """Args: name: of the thread."""
@@ -26,23 +26,23 @@ class FileThread:
 
     @property
     def waiting(self) -> int:
-        """Jobs that have not begun."""
+        """Number of jobs that have not begun."""
         return self._jobs.qsize()
 
     @property
     def is_under_way(self) -> bool:
-        """Not all of it is done after the `end`."""
+        """Whether some jobs are still not done after `end`."""
         return not self._is_over.is_set()
 
     def do(self, job: Callable[[], object]) -> None:
-        """Hand over a job. After the end it is done here and now."""
+        """Add a job. Once the thread has ended, the job runs here, at once."""
         if self._is_over.is_set():
             job()
         else:
             self._jobs.put(job)
 
     async def result(self, job: Callable[[], T]) -> T:
-        """The result of a job that is done after all those before it. Raises: as the job."""
+        """Add a job and wait for its result. Raises: as the job."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 
@@ -67,14 +67,14 @@ class FileThread:
         return await answer
 
     async def done(self) -> None:
-        """Wait until all that was handed over before is done. Raises: what the first of it that failed has raised, once."""
+        """Wait until all earlier jobs are done. Raises: the error of the first job that failed, once."""
         await self.result(lambda: None)
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def end(self, *, within_s: float) -> bool:
-        """Do what is left and end. Returns: whether there was time for all of it."""
+        """Do the remaining jobs and end. Returns: whether all were done in time."""
         if not self._is_ending:
             self._is_ending = True
             self._jobs.put(lambda: None)  # wakes it
@@ -86,6 +86,6 @@ class FileThread:
             job = self._jobs.get()
             try:
                 job()
-            except BaseException as error:  # a package's SystemExit, too: others wait for what this thread has still to do
+            except BaseException as error:  # also a package's SystemExit: callers wait for the remaining jobs
                 self._error = self._error or (error if isinstance(error, Exception) else RuntimeError(repr(error)))
         self._is_over.set()

@@ -69,11 +69,11 @@ class TensorBoardView:
     hangs = False
 
     def close(self) -> None:
-        """All that was written is in the file."""
+        """Does nothing: each step is in the file once it is written."""
 
 
 def _records(events: Sequence[Any]) -> bytes:
-    """As they stand in an event file."""
+    """Events as the bytes of an event file."""
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     content = io.BytesIO()
@@ -162,7 +162,7 @@ def open_views(folder: RunFolder, config: MetricsConfig, notify: Callable[[str],
 
 
 def views_from_an_earlier_step(views: Sequence[View], folder: RunFolder, step: int) -> list[View]:
-    """They go on after a return to the checkpoint of this step. TensorBoard hides what came later by a file of its own; W&B draws the steps
-    once more. Nothing is read: an event loop waits for it."""
+    """The views for a run that has gone back to the checkpoint of this step. TensorBoard hides later steps by a new file; W&B draws the
+    steps once more. No file is read, because an event loop waits for this."""
     later = partial(TensorBoardView, folder.tensorboard_path, resumed_from=step)
     return [later() if isinstance(view, TensorBoardView) else view for view in views]

@@ -62,10 +62,10 @@ _EVENT_COUNTERS = {State.WATCH: "monitor/watches_total/", State.ALARM: "monitor/
 
 
 class Observer:
-    """Collects between two steps, writes at each. It decides nothing about the run."""
+    """Collects numbers between two steps, and writes them at each step. It decides nothing about the run."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, view: TerminalView, totals: dict[str, float] | None = None) -> None:
-        """totals: of an earlier part of the run, see `totals()`."""
+        """Args: totals: running totals of an earlier part of the run, see `totals()`."""
         self._config, self._folder, self._view = config, folder, view
         self._take_totals(totals or {})
         self._finished: dict[str, list[GroupFacts]] = {}
@@ -74,7 +74,7 @@ class Observer:
         self._probes = ProbeWatch(ProbeLimits.of_run(config))
         self._versions: dict[str, int] = {}
         self._workers: dict[str, str] = {}
-        """Rollout workers that are up: key in the service discovery by name."""
+        """Rollout workers that are up: name -> key in the service discovery."""
         self._loads: dict[str, WorkerLoad] | None = None
         """Load of each worker, as it answered last."""
         self._step_ended = self._began = time.monotonic()
@@ -84,16 +84,16 @@ class Observer:
         self._written_at = 0.0  # the newest line of a step, by the event loop's time
         self._no_waiting = asyncio.Event()
         self.disk = PatientWriter(lambda text: self.event("warning", text))
-        """All that is written into the run's folder between two checkpoints goes this way."""
-        self._views = open_views(folder, config.metrics, partial(self.event, "warning"))  # last: one that fails at once tells so
+        """Writes all files of the run's folder, except checkpoints."""
+        self._views = open_views(folder, config.metrics, partial(self.event, "warning"))  # last: a view that fails at once reports an event
 
     def _take_totals(self, totals: Mapping[str, float]) -> None:
         self._totals = dict(totals)
-        # Apart from the others: they grow when a step is diagnosed, which may be after the next one has begun to count.
+        # Kept apart: they grow when a step is diagnosed, which may be after the next step has begun.
         self._raised = {kind + one: self._totals.pop(kind + one) for kind in _EVENT_COUNTERS.values() for one in members(totals, kind)}
 
     def go_back(self, totals: Mapping[str, float], step: int) -> None:
-        """The run goes on from an earlier step, whose totals these are; the folder is taken back."""
+        """Called when the run goes back to an earlier step, with that step's totals; the folder has been cut back."""
         returns = self._totals.get(_RETURNS, 0.0) + 1
         self._take_totals({**totals, _RETURNS: returns})
         self._finished, self._receipts, self._extra = {}, [], {}
@@ -106,7 +106,7 @@ class Observer:
     # -- actors ------------------------------------------------------------------------------------------------------
 
     def follow(self, pool: RolloutPool, learner: LearnerGroup) -> None:
-        """The parts whose load is asked for at each step."""
+        """Set the parts whose load is asked for at each step."""
         self._pool, self._learner = pool, learner
 
     def serve(self) -> None:
@@ -348,7 +348,7 @@ class Observer:
         await wait_for_disk(self.disk.done(), "lines of the last steps", deadline_s=limit_s, notice=self.waiting)
 
     def stop_waiting(self) -> None:
-        """Lines of steps wait for nobody any more, and lack what is not known yet: there may be seconds left."""
+        """Write steps' lines from now on without waiting for loads and diagnostics: the process may have only seconds left."""
         self._no_waiting.set()
 
     def abandon(self) -> None:

@@ -28,11 +28,11 @@ from correction.errors import DeadlineExceeded
 
 T = TypeVar("T")
 ByDisk = Callable[..., Awaitable[Any]]
-"""`by_disk` of a run: takes the work and its name, and `counts_from`."""
+"""Type of `by_disk` with a run's settings filled in: takes the work, its name, and `counts_from`."""
 _MOST = 100_000
 """Lines kept in memory for one kind of file whose writes fail; the oldest are dropped beyond that."""
 _MOST_BEFORE_A_FILE, _MOST_BEFORE_A_STEP = 100, 1000
-"""Jobs that may wait before a file is left out, and before a step is delayed: what tens, and hundreds, of steps write."""
+"""Most jobs that may wait before a file is left out, and before a step is delayed: the jobs of tens and of hundreds of steps."""
 _LOOK_S = 0.1
 _ON_DISK = "the run folder's disk"
 _HANGS = "When that disk answers again, a resume goes on from the last checkpoint. The deadline follows from deadlines.checkpoint_s"
@@ -117,12 +117,12 @@ def by_disk_at_start(
 
 
 def is_disk_late(error: BaseException) -> bool:
-    """Whether the disk was late, by this error or by the one that it comes from."""
+    """Whether this error, or its cause, is a deadline that the disk has missed."""
     return any(isinstance(one, DiskLate) for one in (error, error.__cause__))
 
 
 class PatientWriter:
-    """All that the observer writes into a run's folder goes through one of these."""
+    """Writes the observer's files into the run's folder, in a thread, and puts up with a disk that fails or is slow."""
 
     def __init__(self, notify: Callable[[str], object]) -> None:
         """Args: notify: takes a sentence, in any thread, when writes begin to fail or to lag behind, and when that is over."""
@@ -130,7 +130,7 @@ class PatientWriter:
         self._thread = FileThread()
         self._waiting: dict[str, deque[_Line]] = defaultdict(deque)
         self._dropped = 0
-        """Lines of which more than _MOST waited, since the disk has refused any."""
+        """Number of lines dropped, because more than _MOST waited, since the disk began to refuse."""
         self._refused: set[str] = set()
         """Kinds of files whose last attempt failed. A failure is reported only while this is empty."""
         self._is_behind = False
@@ -211,7 +211,7 @@ class PatientWriter:
 
     @property
     def hangs(self) -> bool:
-        """After `close`: some of it is still under way."""
+        """Whether, after `close`, some writes are still under way."""
         return self._thread.is_under_way
 
     def _falls_behind(self, what: str) -> None:
@@ -265,5 +265,5 @@ class PatientWriter:
         return True
 
     def _say(self, text: str) -> None:
-        with suppress(Exception):  # or it would pass for the error of the line that is being written, which would be dropped
+        with suppress(Exception):  # else its error would be taken for that of the line being written, which would be dropped
             self._notify(text)

@@ -13,22 +13,22 @@ _DIFFERENCE = CATALOGUE["sync/probe_max_abs_difference"]
 
 
 class ProbeWatch:
-    """What the probes since the last step have shown."""
+    """Collects the results of the probes since the last step."""
 
     def __init__(self, limits: ProbeLimits) -> None:
         self._limits = limits
         self._differences: list[float] = []
         self._reported = -1
-        """Newest version that was warned of."""
+        """Newest version with a warning."""
         self._more: dict[int, list[tuple[float, str]]] = {}
-        """By version: further engines that it is wrong on, with their largest difference."""
+        """Version -> further engines beyond the limits, with their largest difference."""
 
     def forget(self) -> None:
-        """Versions begin anew: those of now are withdrawn."""
+        """Start anew, after a return to a checkpoint: the present versions are withdrawn."""
         self._differences, self._reported, self._more = [], -1, {}
 
     def add(self, worker: str, version: int, differences: Sequence[float]) -> str | None:
-        """What to say at once: of a version's first engine that is beyond the limits.
+        """Add a probe's result. Returns: a warning for the first engine of a version that is beyond the limits; else None.
 
         Args:
             differences: of each token's logprob, nats.
@@ -49,7 +49,7 @@ class ProbeWatch:
         )
 
     def take(self) -> tuple[list[float], list[str]]:
-        """The largest difference of each probe, and of each version with further such engines a line; both begin anew."""
+        """The largest difference of each probe, and a line for each version with further engines beyond the limits. Both start anew."""
         lines = []
         for version, found in self._more.items():
             largest, worker = max(found)

@@ -1,4 +1,4 @@
-"""report.html: one page on a run, self-contained, of whatever the run folder holds so far."""
+"""report.html: one self-contained page about a run, from what its folder holds so far."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def clipped_rows(folder: RunFolder) -> list[tuple[str, str]]:
 
 
 def _vocabulary(folder: RunFolder) -> Callable[[int], str]:
-    """What a token id reads as; the id itself where the run has no tokenizer of the usual form."""
+    """The text of a token id; the id itself if the run has no tokenizer of the usual form."""
     path = folder.model_path / "tokenizer.json"
     if not path.is_file():
         return str

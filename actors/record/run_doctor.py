@@ -24,7 +24,7 @@ from correction.errors import ConfigError, DataError
 from learner.file_sums import read_manifest_of_files, verify
 
 RECENT_STEPS = 20
-"""Medians are of so many steps before the end."""
+"""Medians are over this many last steps."""
 LAST_EVENTS = 8
 _TROUBLE = ("watch", "warning", "alarm", "error")
 _NUMBER = re.compile(r"\d+(\.\d+)?")
@@ -54,7 +54,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Events of one kind: alike but for their numbers."""
+    """Events of one kind: their texts differ only in numbers."""
 
     level: EventLevel
     last: RunEvent
@@ -63,7 +63,8 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class BookCheck:
-    """Whether the ledger has each prompt once, and as many trained as the last step says: where a damaged one was set aside, since then."""
+    """Whether the ledger has each prompt once, and as many trained ones as the last step says. If a damaged ledger was set aside, this
+    covers the time since then."""
 
     is_balanced: bool
     sentence: str
@@ -71,7 +72,7 @@ class BookCheck:
 
 @dataclass(frozen=True, slots=True)
 class RunDiagnosis:
-    """What a run folder tells."""
+    """The diagnosis of a run from its folder."""
 
     path: Path
     state: RunState
@@ -80,17 +81,17 @@ class RunDiagnosis:
     step: int
     steps: int
     saved_step: int | None
-    """Of the newest checkpoint that is whole."""
+    """Step of the newest complete checkpoint; None: there is none."""
     left: tuple[str, ...] | None
-    """What is still to be done, all steps being made and saved (completeness.py); None: they aren't."""
+    """What is still to be done when all steps are done and saved (completeness.py); None: they aren't."""
     damaged: tuple[str, ...]
-    """A sentence for each newer one that isn't."""
+    """A sentence for each newer checkpoint that is damaged."""
     pace: dict[str, float]
     """Medians of the recent steps, by metric."""
     waits: tuple[Wait, ...]
     troubles: tuple[Trouble, ...]
     stacks: tuple[str, ...]
-    """Where each process stood when a wait was half over, the last time that one was."""
+    """Where each process stood the last time that a wait had used half of its deadline."""
     books: BookCheck
     last_events: tuple[RunEvent, ...]
 
@@ -171,7 +172,7 @@ def page(found: RunDiagnosis) -> str:
 
 
 def is_owned(path: Path) -> bool:
-    """A process holds the folder's lock."""
+    """Whether a process holds the folder's lock."""
     try:
         with (path / ".owner.lock").open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back when the file is closed

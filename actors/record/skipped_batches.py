@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # torch: seconds that the driver's start doesn't need
 KEPT = 8
 """Most batches that a run keeps: the first ones say most."""
 KEEP_S = 600.0
-"""Most seconds from the object store to the disk; the lines of later steps wait meanwhile."""
+"""Longest time to bring a batch from the object store to disk; the lines of later steps wait meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class SkippedBatch:
         """Raises: OSError."""
         from safetensors.torch import save_file
 
-        # Clones: the format wants no memory shared, and a mask may be another one's.
+        # Clones: safetensors allows no shared memory, and two masks may share theirs.
         tensors = {name: value.contiguous().clone() for name, value in self._parts().items() if hasattr(value, "contiguous")}
         with saving(path):
             save_file(tensors, path)
@@ -107,7 +107,7 @@ async def keep_and_describe(keep: Callable[[SkippedBatch], Path | None], step: i
         what = f"batch of step {step} -> skipped_batches"
         path = await wait_for(_kept(keep, step, batch, result), what, deadline_s=KEEP_S)
         kept = f"kept in {path}" if path else f"not kept: skipped_batches holds {KEPT} already"
-    except Exception as error:  # whatever it is: a batch to look at is worth no run, and no later line
+    except Exception as error:  # any error: it must end neither the run nor later lines
         kept = f"not kept ({type(error).__name__}: {error})"
     of_group, of_loss = CATALOGUE["learner/group_grad_norm/"].number, CATALOGUE["learner/loss"].number
     norms = ", ".join(f"{group} {of_group(norm)}" for group, norm in result.group_norms.items())

@@ -47,7 +47,7 @@ class SlowestPrompts:
         self._is_new = True
 
     def changed(self) -> str | None:
-        """What the file is to hold, if that is not what it was at the last call."""
+        """New content of the file; None if it hasn't changed since the last call."""
         if not self._is_new:
             return None
         self._is_new = False

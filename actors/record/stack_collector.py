@@ -1,4 +1,5 @@
-"""When a wait has used half of its deadline, the stacks of all processes of the run go into its folder: who waits for whom, just then."""
+"""When a wait has used half of its deadline, writes the stacks of all processes of the run into its folder: they show who waits for
+whom."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ from correction.errors import EvenkeelError
 from rollout.stacks import own_job, stacks_of
 
 _KEPT = 20
-"""Collections of a run: the newest."""
+"""Number of collections kept, the newest ones."""
 _APART_S, _LONGEST_APART_S = 120.0, 3600.0
-"""Seconds after a collection, until there is another one for a wait of the same kind; each time twice as long."""
+"""Pause after a collection until the next one for a wait of the same kind, seconds; it doubles each time. And its largest value."""
 _LEAST_APART_S = 15.0
-"""Seconds between any two: waits that are half over together are most likely for the same thing."""
+"""Least seconds between any two collections: waits that are half over at the same time most likely have the same cause."""
 _NODE_S = 20.0
 
 
@@ -38,11 +39,11 @@ class StackCollector:
         self._number = max((int(path.stem) for path in collections(folder.path)), default=0)
         self._last_s = -_LEAST_APART_S
         self._next: dict[str, tuple[float, float]] = {}
-        """By kind of wait, which is its name without numbers: when it may have another one, and the pause after that."""
+        """Kind of wait (its name without numbers) -> when it may have the next collection, and the pause after that."""
         self._collecting: asyncio.Task[None] | None = None
 
     def half_over(self, what: str) -> None:
-        """A wait has used half of its deadline. Args: what: its name."""
+        """Called when a wait has used half of its deadline. Args: what: its name."""
         now, kind = time.monotonic(), re.sub(r"\d+", "", what)
         next_s, apart_s = self._next.get(kind, (now, _APART_S))
         if now < next_s or now - self._last_s < _LEAST_APART_S:

@@ -1,4 +1,4 @@
-"""What stack_collector.py has left in a run's folder, in a few lines."""
+"""Summary, in a few lines, of the stacks that stack_collector.py has written into a run's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers of a step, gathered from those who know them, by name of the catalogue."""
+"""Gathers the numbers of a step from its sources, by metric name."""
 
 from __future__ import annotations
 
@@ -110,9 +110,10 @@ def learner_metrics(result: StepResult) -> dict[str, float | None]:
 
 
 def undiagnosed(result: StepResult, epochs: int) -> dict[str, float]:
-    """What the learner itself knows of a step's tokens, for one that the correction service doesn't diagnose. Without tokens: nothing.
+    """Numbers of a step's tokens that the learner itself has, for a step that the correction service doesn't diagnose. Empty without
+    tokens.
 
-    Args: epochs: times that the batch was gone through, in each of which a broken token was counted.
+    Args: epochs: passes over the batch; a broken token was counted in each of them.
     """
     if not result.trained_tokens:
         return {}
@@ -164,7 +165,7 @@ def sync_metrics(receipts: Sequence[SyncReceipt], differences: Sequence[float]) 
 
 
 def worker_metrics(finished: Mapping[str, Sequence[GroupFacts]], versions: Mapping[str, int]) -> dict[str, float]:
-    """What each worker did since the last step, and the weights that it did it with in the end.
+    """What each worker finished since the last step, and the version of its weights at the end.
 
     Args:
         finished: the groups of each worker.

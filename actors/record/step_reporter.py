@@ -1,4 +1,4 @@
-"""Finished steps are reported during the next one, so that neither the learner nor the loop waits for what is written of them."""
+"""Reports finished steps during the next one, so that neither the learner nor the loop waits for their lines to be written."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class StepReporter:
     """Holds the last finished step until there is time to report it: while the next one is waited for or trained, or at a flush."""
 
     def __init__(self, observer: Observer, *, on_observed: Callable[[Observation], None]) -> None:
-        """Args: on_observed: takes what is known of a step's batch, once it is; that may be after the next step has begun."""
+        """Args: on_observed: called with a step's Observation when it is ready; that may be after the next step has begun."""
         self._observer, self._on_observed = observer, on_observed
         self._service: Any = None
         self._unreported: FinishedStep | None = None
 
     def follow(self, service: Any) -> None:
-        """The correction service, which diagnoses the steps."""
+        """Set the correction service, which diagnoses the steps."""
         self._service = service
 
     def end_step(self, finished: Callable[[], FinishedStep]) -> None:
@@ -32,7 +32,7 @@ class StepReporter:
         self._unreported = finished()
 
     async def report_during(self, work: Awaitable[T], *, after_s: float) -> T:
-        """The result of `work`; the last step is reported while that is under way, if it takes longer than `after_s`."""
+        """The result of `work`. If it takes longer than `after_s`, the last step is reported meanwhile."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task}, timeout=after_s)
@@ -53,7 +53,7 @@ class StepReporter:
             self._observer.report(step, asyncio.ensure_future(self._observed(step)))
 
     def _observed(self, step: FinishedStep) -> Awaitable[Observation | None]:
-        """Diagnostics of a step's batch, in the making: the service is asked now, which holds the batch for one step more."""
+        """Diagnostics of a step's batch, to be awaited. The service is called now, because it holds the batch for only one more step."""
         batch, result = step.batch, step.result
         reference = self._service.observe.remote(step.number, batch.version, (result.values,))
 

@@ -102,7 +102,7 @@ class CorrectionService(HeartbeatActor):
         )
 
     async def next_batch(self, version: int) -> PreparedBatch | ForwardRequest:
-        """The batch of `version`, at which the learner stands, idle; the one after it is begun before this returns.
+        """The batch of `version`, the present version of the idle learner; the next batch is begun before this returns.
 
         If the batch needs something of the learner first, this returns what: answer by `forwarded`, and ask again. Asked again for the
         same version, the answer is the same.
@@ -134,7 +134,7 @@ class CorrectionService(HeartbeatActor):
         return self._ahead
 
     async def _prepared_or_request(self, preparing: asyncio.Task[PreparedBatch]) -> PreparedBatch | ForwardRequest:
-        """Whichever comes first; the preparation goes on whatever becomes of this wait."""
+        """The prepared batch or a request for the learner, whichever comes first. The preparation goes on if this wait is cancelled."""
         request = asyncio.create_task(self._forwards.take())
         try:
             await asyncio.wait({preparing, request}, return_when=asyncio.FIRST_COMPLETED)
@@ -151,14 +151,14 @@ class CorrectionService(HeartbeatActor):
         seconds: float,
         lost: Mapping[int, str],
     ) -> None:
-        """What the learner has found for a ForwardRequest, in so many seconds; or which groups it has not been able to read, and why.
+        """Take the learner's results for a ForwardRequest, and the seconds that they took; or the groups that it could not read, and why.
 
         References to the first three are enough: each is an argument of its own, and Ray brings what an argument refers to.
         """
         self._forwards.answer(number, proximal, reference, at_sampling, seconds, lost)
 
     async def stop(self) -> None:
-        """No further batch is drawn."""
+        """Stop: no further batch is drawn."""
         self._clock.stop()
         if self._ahead is not None:
             self._ahead[1].cancel()
@@ -193,7 +193,7 @@ class CorrectionService(HeartbeatActor):
     def _observe(
         self, step: int, version: int, trained: _Undiagnosed, reference: Tensor | None, values: StepValues
     ) -> Observation:
-        """Runs in a thread; what it touches (monitor, scatter) is touched under the lock alone."""
+        """Diagnose a batch. Runs in a thread; monitor and scatter are only used under the lock."""
         began = time.monotonic()
         corrected, batch = trained.corrected, trained.corrected.batch
         target_logprobs, decided = values.target_logprobs, values.decided
@@ -222,7 +222,8 @@ class CorrectionService(HeartbeatActor):
             return self._monitor.state_dict()
 
     async def switch(self, correction: CorrectionConfig) -> dict[str, Any]:
-        """Correct by this from the next batch on whose preparation begins; the one under way keeps its own. Returns: as monitor_state."""
+        """Use this correction from the next batch on whose preparation begins; a batch in preparation keeps its own. Returns: as
+        monitor_state."""
         async with self._observing:
             if correction.proximal is self._next_correction.proximal:
                 self._monitor.forget(symptom.name for symptom in SYMPTOMS if symptom.is_level_of_bounds)

@@ -20,9 +20,10 @@ from rollout.trajectory import Group
 
 _POLL_S = 30.0
 _MOST_LOSSES = 3
-"""Times that one group may be lost before the run goes back to its last checkpoint, with a new queue and service; two may be lost nodes.
-Tokens that are always late would be sampled again for ever: at the fourth rollback (going_back.py) the run ends, with the remedy. They are
-not discarded, since late are those of the longest answers, without which a run would learn something else."""
+"""When one group has been lost this many times, the run goes back to its last checkpoint, with a new queue and service; two losses may be
+lost nodes. Tokens that always come late would otherwise be sampled again for ever; with this the run ends at the fourth rollback
+(going_back.py), with the remedy. Late groups are not discarded: they are those with the longest answers, and a run without them would learn
+something else."""
 
 
 class Drawing:

@@ -21,11 +21,11 @@ from correction.batch import PackedBatch
 from correction.variance_split import split_numbers
 
 TRAJECTORIES = 16
-"""At most so many of a batch are scored, at each version that they hold and at the present one."""
+"""Most trajectories of a batch that are scored, at each version that their tokens have and at the present one."""
 
 
 class GapSplit:
-    """Says when copies are kept and batches are split, and asks the learner for it."""
+    """Decides when copies of weights are kept and batches are split, and asks the learner for both."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class GapSplit:
     ) -> None:
         """Args:
         every: batches from one split to the next; 0: there is none.
-        deadline_s: until the learner has come to a version and has done what it is asked.
+        deadline_s: until the learner is at the version and has answered.
         fetch_s: time that a batch's wide fields may take to come.
         replays_engine: the batch's routed experts are the engine's; those of the present weights are not to be replayed at others.
         """
@@ -47,21 +47,22 @@ class GapSplit:
         self._fetch_s, self._replays_engine = fetch_s, replays_engine
 
     def keeps(self, version: int) -> bool:
-        """A batch that will be split may hold tokens of these weights."""
+        """Whether a batch that will be split may have tokens of these weights, so that a copy is needed."""
         return self._every > 0 and self._every - version % self._every <= self._max_staleness
 
     def splits(self, version: int) -> bool:
-        """The batch of this version is split."""
+        """Whether the batch of this version is split."""
         return self._every > 0 and self._max_staleness > 0 and version % self._every == 0
 
     async def keep(self, version: int) -> float:
-        """Copy the learner's weights, which are of `version`. Returns: seconds."""
+        """Have the ranks keep a copy of their weights, which are of `version`. Returns: the seconds that it took."""
         wanted = ForwardRequest(version, kept_since=version - self._max_staleness)
         _, seconds = await self._forwards.ask(wanted, deadline_s=self._deadline_s)
         return seconds
 
     async def split(self, batch: PackedBatch, version: int) -> tuple[dict[str, float], float]:
-        """The numbers of quantities.SPLIT, none without stale tokens of kept versions, and the learner's seconds for them."""
+        """Split the gap of a batch. Returns: the numbers of quantities.SPLIT (none without stale tokens of kept versions), and the seconds
+        that the learner took."""
         if (sample := await asyncio.to_thread(self._sample, batch, version)) is None:
             return {}, 0.0
         oldest = version + self._every - self._max_staleness

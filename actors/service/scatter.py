@@ -24,7 +24,7 @@ class ScatterReservoir:
         self._random = np.random.default_rng(0)
 
     def add(self, step: int, behavior_logprobs: Tensor, proximal_logprobs: Tensor, staleness: Tensor, mask: Tensor) -> None:
-        """Draw from a batch.
+        """Draw tokens from a batch.
 
         Args:
             step: of the batch.

@@ -1,12 +1,12 @@
 """Every deadline that follows from others: the length of an answer, the slowest rate of tokens, the bytes of the model and of a second.
 
-What is set in a recipe stays; the rest grows with the run, so that a long wait that is none of anybody's fault is no error: answers of 32k
-tokens and 60 GB of weights need no setting. Their order is what makes them useful: who waits for something waits longer than that something
-may take with all of its attempts.
+A deadline that a recipe sets stays; the others grow with the run, so that a long wait that is nobody's fault is no error: answers of 32k
+tokens and 60 GB of weights need no setting. The order of the deadlines matters: each wait is longer than what it waits for may take with
+all of its attempts.
 
-What takes a worker away: its process or its engine ends, or misses its heartbeat; or it doesn't take weights that are on its node: an
-update isn't done in update_s, fails or has no answer three times in a row, or its engine is dirty a fourth time before it has finished a
-group. Never that answers, rewards, the queue or the way of the weights are late.
+A worker is lost if its process or its engine ends, or misses its heartbeat; or if it fails to load weights that are on its node: an update
+isn't done in update_s, fails or has no answer three times in a row, or its engine is dirty a fourth time before it has finished a group. A
+worker is never lost because answers, rewards, the queue or weights on their way to its node are late.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from rollout.config import RolloutConfig
 from rollout.engine_config import EngineConfig, EngineDeadlines
 
 _LEARNER_PACE = 1000
-"""A learner takes in a second at least so many times the tokens that one answer grows by: it reads many sequences at once."""
+"""Tokens a second of the slowest learner over those of one answer at deadlines.tokens_per_s: it reads many sequences at once."""
 _CHECKPOINT_COPIES = 8
-"""Bytes of a checkpoint by those of the model: weights, float32 masters and two moments of the optimizer, and the folder to serve."""
+"""Bytes of a checkpoint over those of the model: weights, float32 master weights and two moments of Adam, and the Hugging Face folder."""
 _LEAST_TRAVEL_S = 60.0
-"""For new weights on their way to a node, on top of what their bytes take: a network or an object store that is busy with others."""
+"""Seconds for new weights on their way to a node in addition to those for their bytes: network or object store may be busy with others."""
 
 _BEYOND_S = 60.0
-"""A collective of the learner's ranks has so much more than the call of the driver in which it is made, which is to be late first."""
+"""Seconds by which a collective's timeout exceeds the deadline of the driver's call that contains it: the call should time out first."""
 _ANSWERS_LATER_S = 30.0
-"""A call of the driver may take so much longer than the deadline of its callee, whose error it is to bring."""
+"""Seconds by which the driver waits longer than its callee's own deadline, so that the callee's error arrives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What the deadlines of a run follow from."""
+    """The sizes and rates from which a run's deadlines are derived."""
 
     answer_tokens: int
     """Longest answer."""
     tokens_per_s: float
     bytes_per_s: float
     waves: int
-    """Answers that a request may have to wait for in its engine, one after the other, its own included."""
+    """Most answers one after the other until a request is done: those before it in its engine, and its own."""
     scored_in_turn: int
-    """Completions that one of a worker's scoring processes may have before it."""
+    """Most completions that a scoring process has to score one after the other until a group is scored."""
     reward_s: float
-    """Longest time for one completion."""
+    """Longest time to score one completion."""
     batch_tokens: int
     """Tokens of a training batch, in all of its passes."""
     evaluation_waves: int
@@ -114,21 +114,21 @@ def group_s(rollout: RolloutConfig) -> float:
 
 
 def fetch_s(config: RunConfig) -> float:
-    """Longest way of one version's bytes to a worker's node: of an attempt (sync_s), what it leaves after the engine's own time; half of
-    it where a recipe's settings leave less than a fifth."""
+    """Longest time for one version's bytes to come to a worker's node: an attempt (sync_s) less the engine's own time; half of the attempt
+    if a recipe's settings leave less than a fifth of it."""
     engine, sync_s = config.rollout.engine.deadlines, config.deadlines.sync_s
     left_s = sync_s - engine.update_s - 2 * engine.control_s
     return left_s if left_s >= sync_s / 5 else sync_s / 2
 
 
 def deltas_s(sync_s: float) -> float:
-    """Longest time to find or to apply what has changed between two versions: an attempt has time left to fetch all."""
+    """Longest time to compute or to apply a delta between two versions; an attempt then still has time to fetch all weights."""
     return sync_s / 3
 
 
 def newer_weights_s(step_s: float, sync_s: float) -> float:
-    """Longest wait for newer weights than those that were broadcast only. The learner's own deadlines, for a step and for what it publishes
-    then, come first."""
+    """Longest wait of a joining engine for the next version, if the present one was only broadcast. The learner's own deadlines, for a step
+    and for publishing, are shorter."""
     return 2 * step_s + 4 * sync_s
 
 
@@ -144,7 +144,7 @@ def _scored_in_turn(rollout: RolloutConfig) -> int:
 
 def bucket_s(config: RunConfig) -> float:
     """Longest time for the learner to send one bucket of a broadcast: what an engine gives a collective, and the time that the bytes take;
-    never more than an engine has for all of an update. sync_s would be far longer: it is for all that is done with a version."""
+    never more than an engine has for a whole update. (sync_s would be far longer: it covers the whole sync.)"""
     engine = config.rollout.engine
     return min(engine.deadlines.update_s, engine.weight_group_timeout_s + config.weight_sync.bucket_bytes / config.deadlines.bytes_per_s)
 
@@ -158,7 +158,7 @@ _SECTIONS: Mapping[type[Settings], str] = {
 
 
 def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
-    """The deadlines that a run would have; what contains another stands below it."""
+    """The deadlines that a run would have; one that contains another comes after it."""
     whole = with_deadlines(config, model_bytes)
     scale, run, engine, rollout = Scale.of(config), whole.deadlines, whole.rollout.engine.deadlines, whole.rollout
     sglang, ranks = rollout.engine, whole.learner
@@ -169,30 +169,30 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
         return Deadline(f"{_SECTIONS[type(section)]}.{name}", getattr(section, name), what, name in section.model_fields_set)
 
     return [
-        of(engine, "heartbeat_s", "an engine that answers no probe for so long is lost; besides it an update that isn't taken loses one"),
-        of(run, "part_heartbeat_s", "queue, service, learner ranks, likewise; for a rank the run goes back to its last checkpoint"),
+        of(engine, "heartbeat_s", "an engine that answers no probe for this long is lost; so is one that fails to take weights"),
+        of(run, "part_heartbeat_s", "the same of queue, service and learner ranks; for a rank the run goes back to its last checkpoint"),
         of(engine, "generate_s", f"one answer: {scale.waves} x {scale.answer_tokens} tokens at {run.tokens_per_s:g} a second"),
         Deadline("", scoring_s(rollout), f"rewards of a group: {scale.scored_in_turn} completions before it, {scale.reward_s:g} s each"),
-        Deadline("", group_s(rollout), "a group: answer, rewards and the way to the queue; then another worker samples it"),
+        Deadline("", group_s(rollout), "a group: answer, rewards and the way to the queue; if late, another worker samples it"),
         of(engine, "control_s", f"specs, checksums, scores of an engine: {size} at five times {rate}"),
-        of(sglang, "weight_group_timeout_s", "one collective of a broadcast of weights, in an engine; then that update has failed"),
-        Deadline("", bucket_s(whole), f"one bucket of a broadcast, in the learner: {bucket} more at {rate}; then the group is given up"),
-        of(engine, "update_s", f"a weight update in the engine, which is lost then: {size} at {rate}"),
-        Deadline("", deltas_s(run.sync_s), "what has changed between two versions, sought or applied (weight_sync.deltas); else all goes"),
-        Deadline("", fetch_s(whole), "new weights on their way to a node: then that is said, and they are asked for again"),
+        of(sglang, "weight_group_timeout_s", "one collective of a broadcast of weights, in an engine; if late, that update has failed"),
+        Deadline("", bucket_s(whole), f"one bucket of a broadcast, in the learner: {bucket} more at {rate}; if late, the group is closed"),
+        of(engine, "update_s", f"a weight update in the engine: {size} at {rate}; if late, the engine is lost"),
+        Deadline("", deltas_s(run.sync_s), "a delta of two versions, computed or applied (weight_sync.deltas); if late, all weights go"),
+        Deadline("", fetch_s(whole), "new weights on their way to a node; if late, the run says so and asks for them again"),
         of(run, "sync_s", "one attempt at new weights: their way to the node, the update, the checksums"),
         Deadline("", run.receipts_s, "receipts of all workers: three attempts and their pauses"),
-        of(engine, "start_s", "an engine's start, weights on disk"),
-        of(run, "start_s", "start of a worker, once it has a node; of the learner's ranks, and before that the wait for their nodes"),
+        of(engine, "start_s", "an engine's start, with the weights on disk"),
+        of(run, "start_s", "start of a worker that has a node; the wait for the ranks' nodes, and then the ranks' start"),
         of(run, "batch_s", "a batch without a single finished group: two groups one after the other, and a new worker between them"),
-        Deadline("", batch_call_s(run.batch_s), "the service's answer to the call for a batch, which says first what is late"),
+        Deadline("", batch_call_s(run.batch_s), "the service's answer to the call for a batch, after the service's own deadline"),
         of(run, "step_s", f"an optimizer step: {scale.batch_tokens} tokens at {_LEARNER_PACE * run.tokens_per_s:g} a second"),
-        Deadline("", newer_weights_s(run.step_s, run.sync_s), "weights newer than broadcast ones, of which there is no copy for who joins"),
+        Deadline("", newer_weights_s(run.step_s, run.sync_s), "an engine that joins: the next weights, if the present were broadcast only"),
         of(run, "checkpoint_s", f"a checkpoint on disk: {_CHECKPOINT_COPIES} x {size} at {rate}"),
         Deadline("", run.forward_s, "forward passes for the batch ahead: two steps and a checkpoint until they begin, and two passes"),
-        Deadline("", run.disk_s, "the run folder's disk, with lines and checkpoints that wait for it: as for three checkpoints"),
+        Deadline("", run.disk_s, "the run folder's disk with all that waits for it: as long as three checkpoints"),
         of(ranks, "collective_timeout_s", f"a collective of the learner's ranks: {_BEYOND_S:.0f} s more than a step or a checkpoint"),
-        of(run, "evaluation_s", f"an evaluation: {scale.evaluation_waves} answers in turn, and their rewards; then it is left out"),
+        of(run, "evaluation_s", f"an evaluation: {scale.evaluation_waves} answers in turn, and rewards; if late, it is left out"),
     ]
 
 
@@ -204,7 +204,7 @@ def as_text(deadlines: list[Deadline]) -> str:
 
 
 def inversions(config: RunConfig) -> list[str]:
-    """One sentence for each deadline of the recipe that is no longer than the deadline of what it waits for."""
+    """One sentence for each deadline set in the recipe that is not longer than what it waits for may take."""
     run, sglang, ranks = config.deadlines, config.rollout.engine, config.learner
     engine = sglang.deadlines
     pairs = [
@@ -227,7 +227,7 @@ def inversions(config: RunConfig) -> list[str]:
 
 
 def _values(config: RunConfig, model_bytes: int) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """Deadlines of the run, and of each engine, seconds: those in the recipe are taken as they are where others follow from them."""
+    """Deadlines of the run and of each engine, seconds. A deadline set in the recipe is used where others are derived from it."""
     scale = Scale.of(config)
     least, floor = config.deadlines.derived({}), config.rollout.engine.deadlines.derived({})
     answer_s, travel_s = scale.answer_tokens / scale.tokens_per_s, model_bytes / scale.bytes_per_s

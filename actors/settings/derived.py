@@ -1,6 +1,6 @@
-"""What a recipe leaves open, decided once for both sides: devices from what is there, types from the devices, sizes from both.
+"""Decides what a recipe leaves open, once for both sides: devices from the hardware, types from the devices, sizes from both.
 
-The result is what runs and what the run folder's config.yaml shows: nothing in it says auto.
+The result is what runs and what the run folder's config.yaml shows; nothing in it is `auto`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollout.engine_config import EngineConfig
 Section = TypeVar("Section", bound=Settings)
 
 GPU_TOKENS_PER_MICROBATCH = 8192
-"""A pass of the 2,048 that suit a CPU is too short to keep a GPU busy: launching its kernels would take longer than they do."""
+"""Default on a GPU. The 2,048 tokens that suit a CPU would not keep a GPU busy: launching kernels would take longer than running them."""
 GPU_RUNNING_REQUESTS = 256
 """As many as SGLang captures graphs for on a GPU of 60 to 160 GB (its cuda_graph_max_bs there, without tensor parallelism)."""
 
@@ -64,12 +64,12 @@ def _device(asked: Literal["auto", "cpu", "cuda"], has_gpu: bool) -> Device:
 
 
 def _unset(settings: Settings, **values: Any) -> dict[str, Any]:
-    """Those of the values whose setting nobody has given."""
+    """The values whose setting is not given in the recipe."""
     return {name: value for name, value in values.items() if name not in settings.model_fields_set}
 
 
 def with_values(settings: Section, values: dict[str, Any], place: str) -> Section:
-    """With these values, checked as if they had been given. Only what was given, or is given now, counts as given afterwards."""
+    """The section with these values, validated as if the recipe had given them. Afterwards these and the recipe's values count as given."""
     known = {name: getattr(settings, name) for name in settings.model_fields_set}
     try:
         return type(settings).model_validate(known | values)

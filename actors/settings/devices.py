@@ -10,7 +10,7 @@ from actors.config import RunConfig
 from correction.errors import ConfigError, counted
 
 SETS_NVLS = ("enable_nccl_nvls", "enable_symm_mem")
-"""Arguments of SGLang with which it sets NCCL's variable itself, whatever it was."""
+"""Arguments of SGLang that make it set NCCL_NVLS_ENABLE itself, whatever its value was."""
 
 
 def check_devices(config: RunConfig) -> None:
@@ -177,14 +177,14 @@ def check_rollout_resource(config: RunConfig, offered: float, possible: float | 
 
 
 def workers_with_a_unit(units: Iterable[float], wanted: int) -> int:
-    """Of `wanted` rollout workers those that can be placed: each takes one unit of the rollout resource, on one node.
+    """How many of `wanted` rollout workers can be placed: each takes one unit of the rollout resource, on one node.
 
-    Three ask it, of different nodes and for different numbers. A run that joins a cluster (check_rollout_resource): of the sums of its
-    nodes and of all that its autoscaler may start, for the most workers; none at all is refused. The doctor (doctor/node_rules.py): of the
-    nodes that are there, for the workers that the run begins with; more nodes may come, so that it warns. The doctor with a cluster file
-    (doctor/cluster_file.py): of all nodes that the file allows, for the most workers; none at all is a failure.
+    It has three callers. A run that joins a cluster (check_rollout_resource) passes the sum over present nodes, or over all that the
+    autoscaler may start, and the largest number of workers; it refuses a cluster that can place none. The doctor (doctor/node_rules.py)
+    passes the present nodes and the workers that the run begins with; it only warns, as more nodes may come. The doctor with a cluster file
+    (doctor/cluster_file.py) passes all nodes that the file allows and the largest number of workers; none placed is a failure.
 
-    Args: units: that each node offers, or the sum over nodes, where no more is known.
+    Args: units: offered by each node; or only their sum, if no more is known.
     """
     return min(wanted, sum(map(int, units)))
 
@@ -211,7 +211,7 @@ def most_workers_setting(config: RunConfig) -> str:
 
 
 def whole_gpus(shares: Sequence[float]) -> int:
-    """GPUs that hold these shares, each of which lies on one: filled one after the other, the largest shares first."""
+    """Number of GPUs needed for these shares, each of which must fit on one GPU. They are filled one by one, the largest shares first."""
     left: list[float] = []
     for share in sorted(shares, reverse=True):
         place = next((i for i, room in enumerate(left) if share <= room + 1e-9), None)
@@ -223,9 +223,9 @@ def whole_gpus(shares: Sequence[float]) -> int:
 
 
 def room_for_engines(nodes: Sequence[tuple[int, float]], config: RunConfig) -> int:
-    """Engines, each on one node, that there is room for once the learner has its GPUs.
+    """Number of engines, each on one node, for which there is room besides the learner.
 
-    Args: nodes: of each its GPUs, and how many workers it takes; math.inf: any number. The learner fills those that take few first
+    Args: nodes: of each node its GPUs, and how many workers it takes (math.inf: any number). The learner fills nodes that take few first
         (cluster/placement.py).
     """
     learner, share = config.learner, config.rollout.gpus_of_a_worker
@@ -241,12 +241,12 @@ def room_for_engines(nodes: Sequence[tuple[int, float]], config: RunConfig) -> i
 
 
 def held_by(gpus: float, share: float) -> int:
-    """Ranks or engines that so many GPUs of a node hold, each with `share` of one GPU or with several whole ones: 2 hold 2 of 0.6."""
+    """Number of ranks or engines that a node's GPUs hold, each with `share` of one GPU or with several whole ones: 2 GPUs hold 2 of 0.6."""
     return int(gpus) * int(1 / share) if share < 1 else int(gpus // share)
 
 
 def workers_asked(config: RunConfig) -> int:
-    """A private Ray has to have room for all from the start."""
+    """Number of workers for which there must be room at the start: on a private Ray all that the pool may grow to."""
     return config.rollout.most_workers if config.ray.address is None else config.rollout.first_workers
 
 

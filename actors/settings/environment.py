@@ -7,20 +7,20 @@ from correction.engines.device_choice import KEPT_KERNELS
 from correction.schedule import needs_topk
 
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-"""For what computes on the CPU of a machine with GPUs: Ray 2.60 hides none from an actor that asks for none."""
+"""For actors that compute on the CPU of a machine with GPUs: Ray 2.60 hides no GPU from an actor that asks for none."""
 
 OF_BATCHES = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
-"""For processes that hand packed batches on: their tensors cross the object store as they lie in memory, and are read where they lie there.
-Without it torch copies and checks each of them on both sides. Nobody writes to a batch once it is handed over."""
+"""For processes that send packed batches: the tensors are stored in the object store as they are, and read in place. Without it torch
+copies and checks each of them on both sides. Nobody writes to a batch once it is handed over."""
 
 OF_SERVICE = OF_BATCHES | {
-    "MALLOC_ARENA_MAX": "1",  # one heap for all threads: those of a thread of its own are given back whole
+    "MALLOC_ARENA_MAX": "1",  # one heap for all threads: a thread's own heap would be returned whole
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
 }
-"""For the correction service, which makes and drops arrays of a batch's length all the time. By default glibc gives the memory of each back
-to the kernel, and the next one gets zeroed pages, by a fault for each: up to half of the processor time of packing and diagnostics. Like
-this what is freed stays in the heap, and the process keeps the size of its peak."""
+"""For the correction service, which allocates and frees arrays of a batch's length all the time. By default glibc returns each to the
+kernel, and the next one gets zeroed pages with a page fault for each: up to half of the processor time of packing and diagnostics. With
+these variables freed memory stays in the heap, and the process keeps its peak size."""
 
 _OF_RANKS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron: kernels start in the order of the calls, communication before what hides it

@@ -16,7 +16,7 @@ class ProbeLimits:
     largest: float
     """At any token."""
     median: float
-    """At half of them: a difference that has no token to itself is no accident of rounding."""
+    """Limit at half of the tokens: a difference at so many tokens is no accident of rounding."""
 
     @classmethod
     def of(cls, dtype: str, largest: float | None = None) -> ProbeLimits:

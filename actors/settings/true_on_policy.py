@@ -48,19 +48,19 @@ def resolved(config: RunConfig, model: Path | None = None) -> RunConfig:
             remedy="Set it to none",
         )
     if config.learner.float32_head:
-        raise ConfigError("true_on_policy: true with learner.float32_head: true: the engines don't compute so", remedy="Set it to false")
+        raise ConfigError("true_on_policy: true with learner.float32_head: true: the engines don't have it", remedy="Set it to false")
     contract = contract_of(model or config.model, config.rollout.engine, config.learner)
     return _with_settings(config, contract.engine_settings, contract.learner_settings)
 
 
 def _with_settings(config: RunConfig, of_engine: dict[str, Any], of_learner: dict[str, Any]) -> RunConfig:
-    """Raises: ConfigError if the recipe's other settings don't go with these."""
+    """The configuration with these values. Raises: ConfigError if other settings of the recipe contradict them."""
     rollout = config.rollout.model_copy(update={"engine": with_values(config.rollout.engine, of_engine, "rollout.engine")})
     return config.model_copy(update={"rollout": rollout, "learner": with_values(config.learner, of_learner, "learner")})
 
 
 def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Contract:
-    """Raises: ConfigError naming everything that can't be honoured."""
+    """The contract of a model, engine and learner. Raises: ConfigError naming everything that can't be honoured."""
     on_cpu = engine.resolved_device == "cpu"
     return Contract.of(
         json.loads((model / "config.json").read_text()),

@@ -20,7 +20,7 @@ class SimulatedClock:
         self._set = 0
 
     def timer(self, action: Callable[[], None]) -> SimulatedTimer:
-        """One that does `action` whenever it is due."""
+        """A timer that calls `action` whenever it is due."""
         return SimulatedTimer(self, action)
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""What a simulated run is given: how long answers are, and how long everything takes."""
+"""The inputs of a simulated run: how long answers are, and how long everything takes."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ class RunCosts:
     handover_s: float = 0.0
     """From the arrival of a batch's last group, or from the learner's asking, until the learner begins: queue, correction, transport."""
     publish_s: float = 0.0
-    """In which the learner gives its weights away, and does nothing else."""
+    """Seconds in which the learner publishes its weights and does nothing else."""
     sync_s: float = 0.0
-    """From then until an engine holds them; it takes no new work meanwhile."""
+    """Seconds from then until an engine holds them; it takes no new work meanwhile."""
     pause_s: float = 0.0
-    """The last part of it, in which the engine samples nothing."""
+    """The last seconds of sync_s, in which the engine samples nothing."""
     cores: float = math.inf
     """Cores of the one machine that engines and learner share; infinite: each has what it needs. The learner takes its threads first."""
     learner_threads: int = 1

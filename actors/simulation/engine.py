@@ -23,7 +23,7 @@ _MANY_VERSIONS = 64
 
 @dataclass(slots=True)
 class SampledGroup:
-    """A group on its way through an engine, and what it was in the end."""
+    """A group in an engine, and its tokens by version when it is finished."""
 
     ticket: Ticket
     unfinished: int
@@ -33,19 +33,19 @@ class SampledGroup:
 
 
 class EngineOwner(Protocol):
-    """Who gets what happens in an engine."""
+    """Takes the events of an engine."""
 
     def group_finished(self, engine: SimulatedEngine, group: SampledGroup) -> None: ...
 
     def activity_changed(self, by: int) -> None:
-        """by: engines that now work more."""
+        """Args: by: change in the number of engines that work."""
 
     def waiting_changed(self, by: int) -> None:
-        """by: requests that now wait more for a place in an engine."""
+        """Args: by: change in the number of requests that wait for a place in an engine."""
 
 
 class SimulatedEngine:
-    """One worker with its engine. `groups` and `questions` are what actors.pool.dispatch looks at."""
+    """One worker with its engine. `groups` and `questions` are the attributes that actors.pool.dispatch reads."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class SimulatedEngine:
     # -- work --------------------------------------------------------------------------------------------------------
 
     def take(self, tickets: Sequence[Ticket]) -> None:
-        """Groups that it is given at one moment."""
+        """Take groups."""
         self.pass_time()
         samples = self._shape.samples_per_group
         for ticket in tickets:
@@ -93,7 +93,7 @@ class SimulatedEngine:
         self._look_ahead()
 
     def _fill(self) -> None:
-        """Requests that wait take the free places."""
+        """Give free places to waiting requests."""
         running, waiting, most, samples = self._running, self._waiting, self._shape.max_running_requests, self._shape.samples_per_group
         if waiting and len(running) < most:
             self._owner.waiting_changed(-min(len(waiting), most - len(running)))

@@ -1,4 +1,4 @@
-"""What a simulated run says: how busy both sides were, what they waited for, and how old the trained tokens were."""
+"""The result of a simulated run: how busy both sides were, what they waited for, and how old the trained tokens were."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 FULL_ENGINES, UNDER_WAY, HANDOVER, PUBLISH = "full engines", "answers under way", "hand-over", "publish"
-"""What a learner waits for: engines while more requests wait for a place in one; answers that all have their place, while no further prompt
-may start; the way of a batch to it; its weights on their way out."""
+"""What a learner waits for. FULL_ENGINES: requests wait for a place in an engine. UNDER_WAY: all requests have a place, and no further
+prompt may start. HANDOVER: a batch is on its way to the learner. PUBLISH: the learner publishes its weights."""
 ADMISSION, WEIGHTS = "admission", "weights"
-"""What an engine waits for: max_staleness lets no new group start, or new ones are on their way; new weights."""
+"""What an engine waits for. ADMISSION: max_staleness lets no new group start, or new ones are on their way. WEIGHTS: new weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class SimulatedStep:
 
 @dataclass(slots=True)
 class Outcome:
-    """Sums over the steps that count, and what follows from them."""
+    """Sums over the counted steps, and what is computed from them."""
 
     workers: int
     max_staleness: int

@@ -81,7 +81,7 @@ class _SimulatedRun:
         self._preparing = 0
         self._training: list[Group] = []
         self._waits_since: float | None = 0.0
-        """The learner has asked for a batch that isn't whole; None: it has not."""
+        """When the learner asked for a batch that isn't complete yet; None: it doesn't wait."""
         self._train_s = 0.0
         self._random = random.Random(lengths.seed)
         self._learner_trains = self._is_syncing = False

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _NOT_OURS = (ValueError, KeyError, TypeError, RecursionError)
-"""What reading a torn or foreign line raises; the last one, a thousand brackets."""
+"""Errors of reading a torn or foreign line. RecursionError: a line of a thousand brackets."""
 _TAIL_BYTES = 1 << 17
 
 

@@ -30,12 +30,12 @@ from rollout.trajectory import PromptPlace
 _CHUNK_BYTES = 4 << 20
 HandOver = Callable[[Callable[[], None]], object]
 _NAMED = 8
-"""Ids of an imbalance that are named; the others are counted."""
+"""Number of ids that an error about an imbalance names; the others are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerMark:
-    """How far the file has come."""
+    """Position in ledger.jsonl: its length and checksum at one moment."""
 
     lines: int = 0
     bytes: int = 0
@@ -44,11 +44,11 @@ class LedgerMark:
     aside: int = 0
     """Lines of damaged files that resumes have set aside."""
     last: str = ""
-    """The prompt that came last into the queue."""
+    """Id of the last prompt admitted to the queue."""
 
 
 def at_once(write: Callable[[], None]) -> None:
-    """Lines are in the file when the step is settled."""
+    """Write the lines at once, so that they are in the file when the step is settled."""
     write()
 
 
@@ -56,16 +56,17 @@ class Ledger:
     """The driver's record of all prompts, kept apart from the queue's: the file, the ids under way, and the counts."""
 
     def __init__(self, path: Path, *, hand_over: HandOver = at_once) -> None:
-        """Of a run that begins: what a start without a checkpoint has left in the file is taken back at the first line.
+        """The ledger of a run that begins. Lines left by a start without a checkpoint are removed.
 
-        Args: hand_over: is given what writes a step's lines, and has it done in order; the step doesn't wait for the disk.
+        Args: hand_over: called with a function that writes a step's lines; it has to call these functions in order. The step doesn't wait
+            for the disk.
         """
         self._path, self._hand_over, self._writing = path, hand_over, threading.Lock()
         self._mark = LedgerMark()
         self._open: set[str] = set()
         self._admitted = self._trained = self._discarded = 0
         self._unwritten: list[bytes] = []
-        """Lines, by step, that are not in the file yet: on their way, or refused by a full disk."""
+        """Lines of steps that are not in the file yet: still to be written, or refused by a full disk."""
         if path.is_file():
             os.truncate(path, 0)
 
@@ -181,7 +182,7 @@ class Ledger:
             self._write_out()
 
     def _write_out(self) -> None:
-        """Whatever is not in the file; from two threads, in turn. Raises: OSError if the disk doesn't take it."""
+        """Write all lines that are not in the file yet. Two threads may call it, in turn. Raises: OSError if the disk doesn't take them."""
         with self._writing:
             count = len(self._unwritten)  # others may come meanwhile
             if count:
@@ -224,7 +225,7 @@ def imbalance_of(queue: QueueSnapshot, mark: LedgerMark | None) -> str | None:
 
 
 def _difference(path: Path, mark: LedgerMark) -> str:
-    """In what the file differs from what it was at the mark; empty: in nothing."""
+    """How the file differs from its state at the mark; empty: it doesn't."""
     if not mark.bytes:
         return ""
     if not path.is_file():

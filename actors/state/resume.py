@@ -30,12 +30,12 @@ from rollout.trajectory import Group, Prompt
 
 STATE, COLUMNS = "controller.json", "groups.safetensors"
 OLD_STATE = "controller.pickle"
-"""What earlier versions had in the place of these; it is not read."""
+"""The file that earlier versions wrote instead; it is not read."""
 _NAMES = {"Prompt": Prompt, "Group": Group}
 
 
 class OtherVersionError(DataError):
-    """A checkpoint that is whole, and that another version of evenkeel has written."""
+    """A checkpoint is complete, but was written by another version of evenkeel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Replacement:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Where a run stands between two steps."""
+    """The state of a run between two steps, except for the learner's."""
 
     step: int
     """Steps done."""
@@ -60,12 +60,12 @@ class TrainingState:
     totals: dict[str, float]
     """Running totals of counters, by metric name."""
     monitor: Mapping[str, Any] | None
-    """What the early warning knows (Monitor.state_dict), after the diagnostics of this step, or of one before if the run was ended in a
-    hurry; None: nothing."""
+    """State of the early warning (Monitor.state_dict), after the diagnostics of this step, or of an earlier one if the run was ended in a
+    hurry; None: there is none."""
     replacement: Replacement | None = None
     """The correction that an alarm has put in the place of the configured one; None: none has."""
     ledger: LedgerMark | None = None
-    """How far the ledger had come; None: it had not begun."""
+    """Position in the ledger; None: it had no line yet."""
     data: str = ""
     """Fingerprint of the training questions (Task.fingerprint); empty: not known."""
     settings: dict[str, Any] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 _ROW = "row"
-"""Key of what stands in JSON for a row of numbers: [column, first, number of them]."""
+"""Key in JSON for a row of numbers; its value is [column, index of the first number, how many]."""
 _COLUMN = {typecode: f"array_{typecode}" for typecode in "bBhHiIlLqQfd"}
 """Column of the rows of an `array`, by its typecode."""
 _TYPECODE = {column: typecode for typecode, column in _COLUMN.items()}

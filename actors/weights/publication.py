@@ -26,7 +26,7 @@ _LONGEST_PAUSE_S = 30.0
 
 
 def pause_s(failures: int) -> float:
-    """Seconds between attempts at what no engine is to blame for."""
+    """Seconds until the next attempt after failures that are not an engine's fault."""
     return min(failures, _LONGEST_PAUSE_S)
 
 
@@ -36,11 +36,11 @@ class Publication:
 
     snapshot: WeightSnapshot
     copying: asyncio.Task[None] | None = None
-    """Puts it into the object store."""
+    """Task that copies it into the object store."""
     hashing: asyncio.Task[None] | None = None
-    """Makes its checksums."""
+    """Task that computes its checksums."""
     replaced: asyncio.Event = field(default_factory=asyncio.Event)
-    """A newer one is out."""
+    """Set when a newer version is published."""
 
     @property
     def version(self) -> int:
@@ -48,20 +48,21 @@ class Publication:
 
 
 class PublishedVersions:
-    """Knows the newest one. One event loop uses it."""
+    """Holds the newest published version. One event loop uses it."""
 
     def __init__(self, learner: LearnerGroup, plan: ExportPlan, sync_s: float, on_loss: Callable[[ActorLost], None]) -> None:
-        """Args: plan: of a copy in the object store. on_loss: called when a rank is lost in a copy, or nobody has the newest weights."""
+        """Args: plan: for a copy into the object store. on_loss: called when a rank is lost during a copy, or nobody has the newest
+        weights."""
         self._learner, self._plan, self._sync_s, self._on_loss = learner, plan, sync_s, on_loss
         self.newest: Publication | None = None
 
     @property
     def version(self) -> int:
-        """-1 before the first."""
+        """The newest published version; -1 before the first."""
         return self.newest.version if self.newest else -1
 
     def add(self, snapshot: WeightSnapshot) -> None:
-        """A newer one is out."""
+        """Note that a newer version is published."""
         older, self.newest = self.newest, Publication(snapshot)
         if older is not None:
             older.replaced.set()
@@ -102,9 +103,9 @@ class PublishedVersions:
         return published
 
     def make_anew(self, published: Publication, buckets: Sequence[Any]) -> None:
-        """Nobody can read the copy of which these are the buckets: the next who asks has the learner make another one.
+        """Called when nobody can read the copy with these buckets: the learner makes another one when an engine next asks.
 
-        Once the learner has gone on it can't: `on_loss` is called.
+        If the learner has newer weights by then it can't, and `on_loss` is called.
         """
         if published is not self.newest or published.snapshot.buckets is not buckets:
             return
@@ -129,7 +130,7 @@ class PublishedVersions:
         published.snapshot = replace(published.snapshot, checksums=checksums)
 
     def close(self) -> None:
-        """Nobody waits for a copy or for checksums any more."""
+        """Cancel the tasks that copy weights or compute checksums."""
         for task in (self.newest.copying, self.newest.hashing) if self.newest else ():
             if task is not None:
                 abandon(task)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # torch
 log = logging.getLogger("evenkeel.sync")
 _FAILURES = (EvenkeelError, ray.exceptions.RayError)
 _FOR_WHO_COMES = 2
-"""Latest deltas that are kept although no node's copy needs them: a node that joins may receive weights that are some versions old."""
+"""Number of latest deltas kept although no node needs them now: a node that joins may receive weights that are some versions old."""
 _FRUITLESS = 3
 """After so many deltas in a row that were not smaller than the weights, none are computed any more."""
 _THREADS = 4
@@ -50,7 +50,7 @@ class _Step:
     base: int
     version: int
     making: asyncio.Task[tuple[list[Any], int]]
-    """Computes it: references to a BucketDelta for each bucket, and their bytes together."""
+    """Task that computes it. Returns references to a BucketDelta for each bucket, and their bytes together."""
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class _Copy:
     delta_bytes: int | None = None
     """Bytes of the deltas that they were made from; None: they were fetched whole."""
     following: asyncio.Task[None] | None = None
-    """Brings them to the newest version."""
+    """Task that brings them to the newest version."""
 
 
 class WeightDeltas:
@@ -137,15 +137,15 @@ class WeightDeltas:
 
     async def _make(self, older: WeightSnapshot, newer: WeightSnapshot) -> tuple[list[Any], int]:
         if _sizes(older) != _sizes(newer):
-            raise SyncError(f"weights v{newer.version} lie in other buckets than v{older.version}")
+            raise SyncError(f"weights v{newer.version} are divided into other buckets than v{older.version}")
         try:
             deltas, delta_bytes = await self._run(differences, "differences", self._home, newer, *older.buckets, *newer.buckets)
         except _FAILURES as error:
-            log.warning("weights v%d go out whole: what has changed in them was not found: %s", newer.version, error)
+            log.warning("weights v%d are sent whole, because their delta could not be computed: %s", newer.version, error)
             raise
         self._fruitless = self._fruitless + 1 if delta_bytes >= sum(_sizes(newer)) else 0
         if self._fruitless == _FRUITLESS:
-            said = "weights go out whole from here on: what had changed in %d versions was no smaller than that (weight_sync.deltas)"
+            said = "weights are sent whole from now on: the deltas of %d versions in a row were no smaller (weight_sync.deltas)"
             log.warning(said, _FRUITLESS)
         return deltas, delta_bytes
 
@@ -200,7 +200,7 @@ class WeightDeltas:
 
 
 def _look_at_its_error(making: asyncio.Task[Any]) -> None:
-    """asyncio logs an error that nobody retrieves; `_make` has logged it."""
+    """Retrieve the task's error, which `_make` has logged, so that asyncio doesn't log it again."""
     if not making.cancelled():
         making.exception()
 

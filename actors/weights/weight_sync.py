@@ -52,7 +52,7 @@ _ATTEMPTS = 3
 _LATE = 3  # attempts in a row, without anybody who has a version, after which its copy in the object store counts as lost
 _FINAL = (EngineError, ActorLost)  # of an engine that is gone, or its worker; what derives from them (dirty, not reached now) may pass
 _UNPROBED = 10
-"""A warning comes after so many versions in a row whose probe was not answered before the next version."""
+"""Number of versions in a row whose probe wasn't answered before the next version, after which there is a warning."""
 
 
 @dataclass(slots=True)
@@ -64,35 +64,35 @@ class SyncTarget:
     version: int = -1
     """Version of the last receipt; -1: none yet, or dirty."""
     is_verified: bool = False
-    """Checksums have been compared since it joined or failed."""
+    """Whether checksums have been compared since it joined or failed."""
     task: asyncio.Task[None] | None = None
-    """Brings it up to date."""
+    """Task that brings the engine up to date."""
     probe: asyncio.Task[None] | None = None
-    """Compares the logprobs of the fixed prompt."""
+    """Task that compares the logprobs of the fixed prompt."""
     unprobed: int = 0
-    """Versions since the last comparison that came to an end."""
+    """Number of versions since the last finished comparison."""
     received_at: float = -math.inf
-    """When its last receipt came: time of the event loop."""
+    """Event-loop time (s) of its last receipt."""
     load: WorkerLoad | None = None
-    """Of its worker, as the last receipt said."""
+    """Load of its worker, from the last receipt."""
     node: str = ""
     """Id of its node; empty: not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncCallbacks:
-    """What is called with what a sync finds out."""
+    """Functions that a weight sync calls with its results."""
 
     receipt: Callable[[SyncReceipt], None]
-    """With each receipt; the engine gets work from then on."""
+    """Called with each receipt; the engine gets work from then on."""
     probe: Callable[[SyncTarget, int, list[float]], None]
-    """With each comparison: engine, version, each token's difference in nats."""
+    """Called with each comparison: engine, version, each token's difference in nats."""
     dirty: Callable[[SyncTarget, str], None]
-    """With each attempt that failed, and the reason; the engine gets no work until a full sync has succeeded."""
+    """Called with each failed attempt and the reason; the engine gets no work until a full sync has succeeded."""
     failure: Callable[[SyncTarget, str], None]
-    """With an engine that took no weights in several attempts, and the reason."""
+    """Called with an engine that took no weights in several attempts, and the reason."""
     loss: Callable[[ActorLost], None]
-    """When a rank of the learner, or a call that all of them run, is lost in a copy of the weights."""
+    """Called when a rank of the learner, or a collective call, is lost while weights are copied."""
 
 
 class WeightSync:
@@ -112,7 +112,7 @@ class WeightSync:
     ) -> None:
         """
         Args:
-            engine: of all workers: what its weights are held in, and its ranks, all of them members of a broadcast group.
+            engine: settings of all workers' engines: the type of their weights, and their ranks, all of them members of a broadcast group.
             probe_ids: token ids of the prompt whose logprobs both sides compute.
             sync_s: deadline of one update, seconds.
             bucket_s: longest time for one bucket of a broadcast, seconds; None: sync_s.
@@ -164,12 +164,12 @@ class WeightSync:
         return snapshot
 
     def join(self, target: SyncTarget) -> None:
-        """A new engine: it gets the newest weights, verified."""
+        """Add an engine: it gets the newest weights, verified."""
         self._targets[target.name] = target
         self._ensure_syncing(target)
 
     def leave(self, name: str) -> None:
-        """An engine is gone."""
+        """Called when an engine is gone."""
         self._drop(name)
         if self._broadcast is not None:
             self._broadcast.rebuild()
@@ -181,7 +181,7 @@ class WeightSync:
                 target.task.cancel()
 
     def resync(self, target: SyncTarget, reason: str) -> None:
-        """An engine says that its weights are of no version: it is sent all of the newest, verified; it gets no work before its receipt."""
+        """Called when an engine is dirty: send it all of the newest weights, verified. It gets no work before its receipt."""
         self._mark_dirty(target, reason)
         self._ensure_syncing(target)
 
@@ -311,7 +311,7 @@ class WeightSync:
     # -- broadcast ---------------------------------------------------------------------------------------------------
 
     def _wanted(self) -> list[SyncTarget]:
-        """The engines of the next group: all, once nobody is about to join it, or to be mended."""
+        """The engines of the next group: all of them; none as long as one is about to join or to be repaired."""
         targets = list(self._targets.values())
         return targets if all(target.is_verified for target in targets) else []
 

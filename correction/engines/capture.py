@@ -83,7 +83,7 @@ def compare_captures(engine: Capture, learner: Capture) -> list[OperatorGap]:
     alone = engine.keys() ^ learner.keys()
     if alone:
         named = ", ".join(sorted(map(str, alone)))
-        raise EngineError(f"captures: {named} on one side only: the model's layers are called otherwise than expected")
+        raise EngineError(f"captures: {named} on one side only: the model's layers have other names than expected")
     return [_gap(place, engine[place], learner[place]) for place in sorted(engine, key=_order)]
 
 
@@ -106,7 +106,7 @@ def _gap(place: OperatorPlace, engine: CapturedRows, learner: CapturedRows) -> O
 
 
 def sequence_start(sequences: Sequence[Sequence[int]], positions: Sequence[int], token_ids: Sequence[int]) -> int | None:
-    """Where, in the packed batch, the sequence begins that has these tokens at these positions; None if there is none."""
+    """First index, in the packed batch, of the sequence that has these tokens at these positions; None if there is none."""
     start = 0
     for tokens in sequences:
         if max(positions) < len(tokens) and all(tokens[at] == token for at, token in zip(positions, token_ids, strict=True)):

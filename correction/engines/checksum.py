@@ -39,9 +39,9 @@ def tensor_checksum(tensor: Tensor) -> str:
 
 
 def compare_checksums(worker: str, learner: dict[str, str], engine: dict[str, str], *, version: int) -> None:
-    """Of weights by name, the learner's and those of a rollout worker's engine.
+    """Compare the learner's checksums with those of a rollout worker's engine, weight by weight.
 
-    Raises: SyncError naming the first that differ, or that one side lacks.
+    Raises: SyncError naming the first weight that differs, and the first that one side lacks.
     """
     if learner == engine:
         return
@@ -50,13 +50,13 @@ def compare_checksums(worker: str, learner: dict[str, str], engine: dict[str, st
     raise SyncError(
         f"weight sync v{version} -> rollout worker {worker}: "
         + (f"{len(different)} tensors differ, first {different[0]}; " if different else "")
-        + (f"{len(missing)} tensors stand on one side only, first {missing[0]}; " if missing else "")
+        + (f"{len(missing)} tensors are on one side only, first {missing[0]}; " if missing else "")
         + "the engine gets no work until a full sync succeeds"
     )
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """[n] int64: its bytes, filled up with zeros. A view where that can be."""
+    """[n] int64: the tensor's bytes, padded with zeros to a multiple of 8; a view where its alignment allows that."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     is_aligned = flat.numel() % 8 == 0 and flat.storage_offset() % 8 == 0 and flat.data_ptr() % 8 == 0
     return (flat if is_aligned else F.pad(flat, (0, -flat.numel() % 8)).clone()).view(torch.int64)

@@ -14,7 +14,7 @@ DTYPES = ("float32", "bfloat16")
 MOST_THREADS = 2
 """Threads for which products are known not to depend on the number of rows."""
 FORBIDDEN_ENGINE_ARGUMENTS = {
-    "kv_cache_dtype": "keys and values have to be of the learner's type",
+    "kv_cache_dtype": "keys and values must have the learner's type",
     "quantization": "the learner's weights are not quantized",
     "enable_torch_compile": "a compiler fuses operations, and rounds elsewhere",
     "speculative_algorithm": "draft tokens are verified by another attention",
@@ -121,7 +121,7 @@ def _side_problems(side: SideSettings) -> list[str]:
             f"Set {side.name}.device: cpu"
         )
     if side.dtype not in DTYPES:
-        found.append(f"{side.name}.dtype = {side.dtype}: compared were {' and '.join(DTYPES)} only. Set {side.name}.dtype: float32")
+        found.append(f"{side.name}.dtype = {side.dtype}: only {' and '.join(DTYPES)} have been compared. Set {side.name}.dtype: float32")
     if side.threads > MOST_THREADS:
         found.append(
             f"{side.name}.threads = {side.threads}: with more than {MOST_THREADS} a thread's share of a product can be small enough to get "

@@ -1,6 +1,6 @@
-"""Weights in float8 e4m3 with a float32 scale for each block of 128 x 128, as DeepSeek's checkpoints have them and SGLang reads them.
+"""Weights in float8 e4m3 with a float32 scale for each block of 128 x 128: the format of DeepSeek's checkpoints, which SGLang reads.
 
-The learner makes them of its own weights, as they are sent; a value is a number of float8 times the scale of its block. Embeddings, head,
+The learner quantises its own weights as it sends them. A weight is its float8 number times the scale of its block. Embeddings, head,
 norms, biases and routers stay in the learner's type. Blocks at the lower and right edge of a matrix are smaller.
 """
 

@@ -1,4 +1,4 @@
-"""How learner and engine divide a GPU that they share: each takes its share of the whole memory, whoever comes first.
+"""How learner and engine divide a GPU that they share: each takes its share of the whole memory, whichever starts first.
 
 Left alone, SGLang 0.5.21 takes a fraction of what is free when it starts, less what anybody else has taken by the time its weights are
 loaded (mem_cache/kv_cache_configurator.py, _profile_available_bytes): its cache would depend on how far the GPU's learner has come. An

@@ -1,7 +1,7 @@
-"""Free memory of the C library's heap goes back to the system.
+"""Returns free memory of the C library's heap to the system.
 
-What a pass or an update takes for a moment lies between what stays, such as kernels that were compiled meanwhile; the heap has holes then,
-which the C library keeps. They were two thirds of what an engine on a CPU held after twenty minutes.
+A forward pass or a weight update frees its buffers, but allocations that stay, such as kernels compiled meanwhile, lie between them. The C
+library keeps these holes: they were two thirds of the memory of an engine on a CPU after twenty minutes.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import time
 from functools import cache
 
 _PERIOD_S = 30.0
-"""To give back, and to find anew, a few hundred megabytes takes a tenth of a second."""
+"""Returning a few hundred megabytes, and allocating them anew later, takes a tenth of a second."""
 _next_s = 0.0
 _at_work = threading.Lock()
-"""Held by the thread that gives back."""
+"""Held while a thread is giving memory back."""
 
 
 def give_back_now_and_then() -> None:
-    """At most every 30 s in a process; cheap in between. Without glibc: nothing happens."""
+    """Give memory back, at most every 30 s in a process; in between return at once. Does nothing without glibc."""
     if _is_due():
         give_back()
 
 
 def give_back_in_thread() -> None:
-    """As `give_back_now_and_then`, for who can't stand still: it returns at once, a thread does the work, and there are never two of them.
+    """As `give_back_now_and_then`, for callers that must not block: return at once, and let a thread do the work, one at a time.
 
-    Python goes on meanwhile, and waits only where it allocates in the part of the heap that is looked through just then.
+    Other Python threads run meanwhile. They wait only if they allocate from the part of the heap that is being trimmed.
     """
     if not _is_due() or not _at_work.acquire(blocking=False):
         return
@@ -40,7 +40,7 @@ def give_back_in_thread() -> None:
 
     try:
         threading.Thread(target=work, name="give-back-memory", daemon=True).start()
-    except RuntimeError:  # the machine has no thread left; it is tried again
+    except RuntimeError:  # the machine has no thread left; a later call tries again
         _at_work.release()
 
 
@@ -53,7 +53,7 @@ def _is_due() -> bool:
 
 
 def give_back() -> None:
-    """Return each free page of the heap."""
+    """Return every free page of the heap to the system."""
     if (trim := _trim()) is not None:
         trim(0)
 

@@ -3,9 +3,9 @@
 Torch multiplies by MKL, which keeps to AVX2 on processors that aren't Intel's. Torch carries oneDNN as well, which goes by what the
 processor can do: with AVX-512 on an AMD processor its products take half the time. Other processors keep torch's own.
 
-It is torch's own operator `mm` that is given another kernel for the CPU, below autograd: layers and their gradients need not know. What
-multiplies by another operator stays with MKL: into a given tensor (mm.out), with a bias in the same call (addmm), in batches (bmm). Torch
-has no setting for it; its precisions choose oneDNN for float32 only to round the factors.
+This registers another CPU kernel for torch's operator `mm`, below autograd, so that layers and their gradients need no change. Other
+operators stay with MKL: mm.out (into a given tensor), addmm (with a bias in the same call) and bmm (in batches). Torch has no setting for
+this: its precision settings use oneDNN for float32 only to round the factors.
 
 oneDNN compiles a kernel for every shape that it meets: about a millisecond, and 0.6 MB. So the numbers of rows should not be too many: here
 those of a decode step are padded, and the learner fills what it trains on up to a multiple of TRAINED_ROW_MULTIPLE (but for experts; on

@@ -14,22 +14,22 @@ from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_spec import WeightSpec
 
 ALIGNMENT = 16
-"""Bytes; every tensor begins at a multiple, so that it can be viewed where it lies, whatever types stand before it."""
+"""Bytes. Every tensor begins at a multiple of it, so that it can be viewed in place, whatever the types of the tensors before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
-    """Some of a version's weights."""
+    """Some of the tensors of one version of the weights."""
 
     specs: tuple[WeightSpec, ...]
     """Name, type and shape of each tensor, in the order in which they travel."""
     parts: tuple[Any, ...]
-    """For each tensor numpy uint8 [bytes], because numpy arrays cross Ray's object store without a copy, and torch tensors don't. Read-only
-    where it comes out of there."""
+    """For each tensor numpy uint8 [bytes]: Ray's object store hands on numpy arrays without a copy, but not torch tensors. An array that
+    was read from the store is read-only."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> WeightBucket:
-        """A copy of the tensors, one of each: the learner may change its own while this one travels.
+        """A bucket with a copy of each tensor: the learner may change its own while the bucket travels.
 
         Args:
             tensors: Hugging Face name -> weight, of any device and strides.
@@ -41,10 +41,10 @@ class WeightBucket:
 
     @classmethod
     def of_specs(cls, specs: tuple[WeightSpec, ...], memory: Tensor | None = None) -> WeightBucket:
-        """A bucket for such tensors, whatever they are to hold.
+        """A bucket for tensors of these names, types and shapes; their values are not set.
 
         Args:
-            memory: [packed_bytes or more] uint8, on the CPU, in which they are to lie end to end; None: in memory of its own.
+            memory: [packed_bytes or more] uint8, on the CPU: the tensors are laid in it end to end. None: new memory is allocated.
         """
         places = packed(specs)
         flat = torch.empty(packed_bytes(specs), dtype=torch.uint8) if memory is None else memory
@@ -52,7 +52,7 @@ class WeightBucket:
 
     @classmethod
     def over(cls, tensors: Mapping[str, Tensor]) -> WeightBucket:
-        """The tensors themselves, contiguous and on the CPU: whole as long as nobody writes to them."""
+        """A bucket that shares the tensors' memory. They must be contiguous and on the CPU, and nobody may write to them meanwhile."""
         parts = tuple(tensor.detach().reshape(-1).view(torch.uint8).numpy() for tensor in tensors.values())
         return cls(tuple(WeightSpec.of(name, tensor) for name, tensor in tensors.items()), parts)
 
@@ -76,7 +76,7 @@ class WeightBucket:
 
 
 def packed(specs: tuple[WeightSpec, ...]) -> list[range]:
-    """For each tensor the bytes in which it lies, when they all lie end to end."""
+    """The range of bytes that each tensor takes when all are laid end to end."""
     found, end = [], 0
     for spec in specs:
         start = -(-end // ALIGNMENT) * ALIGNMENT

@@ -44,12 +44,12 @@ class WeightSpec:
 
 
 def widest_first(specs: Iterable[WeightSpec]) -> list[WeightSpec]:
-    """The order in which the tensors of a bucket lie end to end when it is broadcast. Without gaps, and whatever types there are, each then
-    begins at a multiple of its element's bytes, without which torch can't view it."""
+    """The order of a bucket's tensors in a broadcast, where they lie end to end without gaps: the widest elements first. Each tensor then
+    begins at a multiple of its element's bytes, as torch needs it for a view."""
     return sorted(specs, key=lambda spec: -spec.itemsize)
 
 
 def goes_whole(specs: Sequence[WeightSpec]) -> bool:
-    """Whether a bucket is broadcast as the one tensor that it is. SGLang takes bytes apart into a second copy, and a tensor too large for a
-    bucket with others would then be there twice. One in float8 goes as bytes: gloo doesn't know its type."""
+    """Whether a bucket is broadcast as the one tensor that it holds, instead of as bytes. SGLang copies bytes into new tensors, so a tensor
+    that fills a bucket by itself would be in memory twice. A tensor in float8 always goes as bytes: gloo doesn't know its type."""
     return len(specs) == 1 and specs[0].dtype in ("float32", "bfloat16", "float16")

@@ -17,7 +17,7 @@ import sys
 
 STAND_INS = ("sgl_kernel", "torchvision")
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000
-"""Of a scheduler, which goes on importing. Python's own 700 let the garbage collector take a fifth of the seconds of a start."""
+"""Threshold of the garbage collector in a scheduler. With Python's default of 700 the collector takes a fifth of the start-up time."""
 
 
 def serves_on_cpu() -> bool:

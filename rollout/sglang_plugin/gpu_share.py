@@ -16,8 +16,8 @@ TARGET = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profil
 
 
 _LEAST = 0.1
-"""Least part of the cache that the share would hold. Estimates of the memory outside the cache may be so far off; with less,
-others have taken it."""
+"""Smallest part of the cache that the share should hold with which the engine still starts. A lack up to that can come from estimates of
+the memory outside the cache; beyond it other processes have taken the memory."""
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def register(settings: PluginSettings) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def of_the_share(_original: Callable[..., int], configurator: Any, *_: Any, **__: Any) -> int:
-        gc.collect()  # as the original does: what loading the weights has left would count as the engine's
+        gc.collect()  # as the original does: memory that loading the weights has left behind would count as the engine's
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(configurator.gpu_id)
         return cache_bytes(settings, free, total, torch.cuda.memory_reserved(configurator.gpu_id), configurator.model_config.vocab_size)
@@ -35,12 +35,12 @@ def register(settings: PluginSettings) -> None:
 
 
 def cache_bytes(settings: PluginSettings, free: int, total: int, own: int, vocabulary: int) -> int:
-    """Bytes for the KV cache: what the share leaves, or less by what is missing of it.
+    """Bytes for the KV cache: what the share leaves, less what is missing on the GPU because others have taken more than theirs.
 
     Args:
-        free, total: of the GPU, now.
-        own: that this process has allocated: weights.
-    Raises: RuntimeError, in SGLang's log, if there are none, or others have taken them.
+        free, total: bytes of the GPU, now.
+        own: bytes that this process has allocated: weights.
+    Raises: RuntimeError, in SGLang's log, if the share has no room for a cache, or others have taken nearly all of it.
     """
     requests = settings.max_running_requests
     cache = engine_budget(total, settings.gpu_share, settings.memory_fraction, requests, vocabulary) - own

@@ -28,7 +28,7 @@ PROCESSOR = "evenkeel.processor"
 RECEIPT = "evenkeel.receipt"
 """Answer: what the scheduler process has loaded since the update began (rank_receipts.py)."""
 FAILURE = "evenkeel.failure"
-"""In the place of an answer: why this process has none. One that raised would leave the others waiting for it."""
+"""Sent instead of an answer: why this process has none. If it raised instead, the other processes would wait for it."""
 
 VARIABLE = "EVENKEEL_SGLANG_PLUGIN"
 """Holds PluginSettings as JSON; set by rollout.engine_process while it starts an engine. An environment variable is the only way in
@@ -47,13 +47,13 @@ class PluginSettings(BaseModel):
     batch_invariant: bool = False
     """Batch-invariant operators, attention included, in place of SGLang's."""
     projection_parts: int = 1
-    """If batch-invariant: products of which a projection back to the residual is the sum."""
+    """If batch-invariant: number of partial products that an output projection adds up."""
     float8: bool = False
     """The engine's projections are in float8."""
     gpu_share: float = 1.0
-    """Share of a GPU, all that the engine takes of it included."""
+    """Share of a GPU's memory for all that the engine allocates."""
     memory_fraction: float | None = None
-    """With a share below 1: of the whole GPU, for weights and KV cache, at most."""
+    """With a share below 1: largest fraction of the whole GPU's memory for weights and KV cache."""
     max_running_requests: int = 1
     """Requests decoded together."""
     group_timeout_s: float = 60.0
@@ -122,24 +122,25 @@ def _move_waiting(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
 
 
 def _give_back_memory(*_: Any, **__: Any) -> None:
-    """After an update, once requests go on: within it the engine is paused, and a tenth of a second would be added to that."""
+    """Give memory back after an update, once requests go on. During the update the engine is paused, and this would add a tenth of a
+    second."""
     host_memory.give_back_in_thread()
 
 
 def _leave_out_what_was_found(req: Any, _cache: Any, *, chunked: bool = False, **__: Any) -> None:
-    """A request that finds its prompt in the cache adds nothing to it: SGLang would insert each of a group's samples twice, after its
-    prefill and with its answer, a tenth of the scheduler's time where answers are short. A turn that went on from such an answer would
-    prefill it again.
+    """Keep a request that found its prompt in the prefix cache from adding to the cache. SGLang would insert each of a group's samples
+    twice, after its prefill and with its answer: a tenth of the scheduler's time if answers are short. The price: a later turn that goes on
+    from such an answer prefills it again.
 
-    Called after each prefill, and after each part of one that comes in several: the next part finds its beginning in the cache alone.
-    Found means all of the prompt but its last token, which is always computed.
+    Called after each prefill, and after each chunk of a chunked one: the next chunk needs the earlier ones in the cache. "Found" means all
+    of the prompt but its last token, which is always computed.
     """
     req.skip_radix_cache_insert = not chunked and 0 < len(req.origin_input_ids) - 1 <= req.kv.cache_protected_len
 
 
 def _sleep(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
-    """A paused scheduler sleeps until the next message, as an idle one does with `sleep_on_idle`. SGLang's loop spins while it is paused,
-    and so takes a core from whoever prepares the weights that it waits for."""
+    """Let a paused scheduler sleep until the next message, as an idle one does with `sleep_on_idle`. SGLang's loop would spin while it is
+    paused, and take a core from the process that prepares the weights."""
     scheduler.maybe_sleep_on_idle()
 
 
@@ -148,12 +149,13 @@ def _sleep(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
 
 
 def _end_the_step_under_way(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
-    """New weights are copied from another stream of the GPU than the one that computes, and nothing in SGLang's update waits for that."""
+    """Wait for the GPU before an update: new weights are copied on another stream than the one that computes, and SGLang doesn't wait."""
     scheduler.device_module.synchronize()
 
 
 def _count_what_is_on_its_way(original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """SGLang counts the tokens that a request has when the weights change. That of the step under way is of the old weights, too."""
+    """Count the token of the step under way as one of the old weights: SGLang counts only the tokens that a request has when they
+    change."""
     from sglang.srt.runtime_context import get_serving
     from sglang.srt.utils.weight_versions import WeightVersionEvent
 
@@ -168,12 +170,12 @@ def _count_what_is_on_its_way(original: Callable[..., None], scheduler: Any, *ar
 
 
 _mapped: deque[UntypedStorage] = deque(maxlen=2)
-"""As many as the owner has halves of shared memory (rollout.weight_transfer.SharedStaging)."""
+"""As many entries as the owner's shared memory has halves (rollout.weight_transfer.SharedStaging)."""
 
 
 def keep_mapped(_updater: Any, flattened_tensor_bucket_dict: dict[str, Any], **__: Any) -> None:
-    """The shared memory in which a bucket came stays mapped until the next comes in it: to map it anew, and to have each of its pages found
-    again, takes time, and the engine is paused meanwhile."""
+    """Keep the shared memory of a bucket mapped until the next bucket comes in it. Mapping it anew, with a page fault for each page, would
+    take time while the engine is paused."""
     storage = flattened_tensor_bucket_dict["flattened_tensor"].untyped_storage()
     if all(kept.data_ptr() != storage.data_ptr() for kept in _mapped):
         _mapped.append(storage)

@@ -1,7 +1,7 @@
 """What the engine holds, seen from its own process and in Hugging Face's names: shapes, dtypes and checksums.
 
-SGLang fuses q, k, v and gate, up (and the experts) into one tensor each; these are cut apart here as views. In an engine of several ranks
-each tells of its part. The answers travel through SGLang's own request `check_weights`, which collects them from all ranks (its checksum
+SGLang fuses q, k, v and gate, up (and the experts) into one tensor each; these are split here as views. In an engine of several ranks each
+rank reports its own part. The answers travel through SGLang's own request `check_weights`, which collects them from all ranks (its checksum
 action needs CUDA and knows fused names only): more actions are added to it.
 """
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 GATE_AND_UP = ("gate_proj", "up_proj")
 QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
 EXPERT_PARTS = {"mixtral": ("w1", "w3", "w2")}
-"""What files of a model_type call an expert's gate, up and down projection, where not by the usual names."""
+"""By model_type: names of an expert's gate, up and down projection in files, where they are not the usual ones."""
 FUSED_IN_FILES = ("glm4",)
 """By model_type: gate and up projection are one tensor (gate_up_proj) in files, too."""
 
@@ -73,7 +73,7 @@ def _spec(tensor: Tensor, part: WeightPart | None) -> str:
 
 
 Held = tuple[str, Tensor, WeightPart | None]
-"""HF name, what this rank holds of the tensor, as a view, and which part that is; None: all of it."""
+"""HF name; a view of what this rank holds of the tensor; and which part of the tensor that is, None for all of it."""
 
 
 def held_parts(model: nn.Module) -> Iterator[Held]:
@@ -119,7 +119,7 @@ def _part(dimension: int, first: int, size: int, whole: int) -> WeightPart | Non
 
 
 def _below_each_other(parts: list[WeightPart | None], sizes: list[int]) -> WeightPart | None:
-    """A part of each of several tensors of these sizes, as rows of the one tensor that they are together."""
+    """Parts of several tensors of these sizes as one part of the tensor in which they are stacked; None if all are whole."""
     ranges, start = [], 0
     for part, size in zip(parts, sizes, strict=True):
         if part is None:
@@ -130,7 +130,8 @@ def _below_each_other(parts: list[WeightPart | None], sizes: list[int]) -> Weigh
 
 
 def _query_key_value(module: Any, parent: str, leaf: str, tensor: Tensor, block: int) -> Iterator[Held]:
-    """Where there are more ranks than key heads, several ranks hold the same one. Args: block: rows of the matrix that share a row here."""
+    """Split a fused q, k, v tensor. If there are more ranks than key heads, several ranks hold the same head. Args: block: rows of the
+    matrix for each row of the tensor (more than 1 for scales)."""
     keys_before = module.kv_tp_rank // module.num_kv_head_replicas
     key_heads = module.total_num_kv_heads
     sizes = [size // block for size in (module.q_proj_shard_size, module.kv_proj_shard_size, module.v_proj_shard_size)]
@@ -141,7 +142,7 @@ def _query_key_value(module: Any, parent: str, leaf: str, tensor: Tensor, block:
 
 
 def _experts(module: Any, module_name: str, leaf: str, tensor: Tensor, names: tuple[str, str, str]) -> Iterator[Held]:
-    """Those of other ranks, too: as parts without rows.
+    """Split a fused tensor of experts. Yields the experts of other ranks too, as parts without rows.
 
     Args:
         leaf: w13_weight, w2_weight, or one with their scales (SCALE_SUFFIX).

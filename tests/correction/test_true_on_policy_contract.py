@@ -38,7 +38,7 @@ def test_what_can_be_honoured() -> None:
         ({"model_type": "gpt2"}, {}, {}, "model_type = gpt2.*qwen3, qwen2, llama"),
         ({"use_sliding_window": True}, {}, {}, "use_sliding_window"),
         ({"rope_parameters": {"rope_type": "yarn"}}, {}, {}, "rope_type = yarn"),
-        ({}, {"dtype": "float16"}, {}, r"rollout\.engine\.dtype = float16: compared were float32 and bfloat16"),
+        ({}, {"dtype": "float16"}, {}, r"rollout\.engine\.dtype = float16: only float32 and bfloat16 have been compared"),
         ({}, {}, {"dtype": "bfloat16"}, r"rollout\.engine\.dtype = float32, learner\.dtype = bfloat16: set both"),
         ({}, {"device": "cuda"}, {}, r"rollout\.engine\.device = cuda.*deterministic"),
         ({}, {}, {"tensor_parallel": 2, "sequence_parallel": True}, r"learner\.sequence_parallel = true"),

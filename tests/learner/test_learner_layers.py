@@ -63,7 +63,7 @@ def test_a_person_is_told_which_layers_and_why_on_a_gpu(monkeypatch: pytest.Monk
     assert layers.describe(LearnerConfig(), CPU) == "local layers"
     assert "TF32" in layers.describe(LearnerConfig(), CUDA)
     monkeypatch.setattr(megatron, "HAVE_TE", False)
-    assert "transformer-engine isn't here" in layers.describe(BF16, CUDA)
+    assert "transformer-engine isn't installed" in layers.describe(BF16, CUDA)
     assert layers.describe(BF16.model_copy(update={"layers": "local"}), CUDA) == "local layers"
 
 

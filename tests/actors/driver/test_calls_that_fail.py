@@ -58,8 +58,8 @@ def test_a_call_that_hangs_in_an_actor_that_answers_ends_with_its_deadlines(monk
 @pytest.mark.parametrize(
     ("cause", "expected"),
     [
-        (ActorDiedError(), "what a call was to work on is gone (ActorDiedError)"),
-        (OwnerDiedError("", "", ""), "what a call was to work on is gone (OwnerDiedError)"),
+        (ActorDiedError(), "an argument of a call is gone (ActorDiedError)"),
+        (OwnerDiedError("", "", ""), "an argument of a call is gone (OwnerDiedError)"),
         (OutOfDiskError("full"), "no room in Ray's object store (OutOfDiskError): its node needs more memory in /dev/shm"),
         (RayTaskError("g", "another traceback", KeyError("x")), ""),
         (KeyError("x"), ""),

@@ -230,7 +230,7 @@ def test_ranks_that_live_go_back_in_the_middle_of_a_step_and_of_a_save(cluster: 
             os.kill(await maker.pid.remote(), signal.SIGKILL)
             with pytest.raises(ray.exceptions.RayError) as caught:
                 await step_without_batch
-            assert lost_answer(caught.value).startswith("what a call was to work on is gone (")
+            assert lost_answer(caught.value).startswith("an argument of a call is gone (")
             group = await going_back(group, {"correction service": maker}, "correction service", tmp_path)
             assert await two_steps(group) == first
 

@@ -215,7 +215,7 @@ def test_what_ran_on_weights_that_arrived_otherwise_is_of_no_version(monkeypatch
         if arrives == {"a": "1"}:
             assert (await group_of)[0].group_id == 7
         else:
-            with pytest.raises(EngineDirty, match="weights arrived otherwise than they were sent"):
+            with pytest.raises(EngineDirty, match="other weights arrived than were sent"):
                 await group_of
         assert (await worker.generate_group(Ticket(8, prompt(0), 4)))[0].group_id == 8
 

@@ -257,7 +257,7 @@ interrupts.end_within(0.2, 3, lambda: True)
 
 def test_a_process_whose_own_end_hangs_is_ended_with_its_exit_code() -> None:
     done = subprocess.run([sys.executable, "-c", NEVER_ENDS], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stderr) == (3, "evenkeel: something still hangs 0.2 s after the run's end, and is left\n")
+    assert (done.returncode, done.stderr) == (3, "evenkeel: something still hangs 0.2 s after the run's end; the process ends without it\n")
 
 
 def test_a_reason_with_half_a_surrogate_pair_keeps_no_process_from_its_end() -> None:

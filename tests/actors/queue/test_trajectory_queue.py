@@ -292,7 +292,7 @@ def test_mistakes_of_the_callers_are_errors() -> None:
         queue.settle([0])
     with pytest.raises(LedgerError, match="group 9 can't be discarded"):
         queue.discard([9], "x")
-    with pytest.raises(LedgerError, match="came back with prompt train/0/1, admitted was train/0/0"):
+    with pytest.raises(LedgerError, match="came back with prompt train/0/1, but was admitted with train/0/0"):
         queue.put(group(Ticket(0, prompt(1), 0)))
     queue.publish(1)
     with pytest.raises(LedgerError, match="versions only grow"):

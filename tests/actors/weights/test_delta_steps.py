@@ -157,6 +157,6 @@ def test_differences_that_do_not_pay_are_not_sought_for_ever(caplog: pytest.LogC
             assert scene.kept == []
 
     asyncio.run(scenario())
-    assert [one.getMessage() for one in caplog.records if "from here on" in one.getMessage()] == [
-        "weights go out whole from here on: what had changed in 3 versions was no smaller than that (weight_sync.deltas)"
+    assert [one.getMessage() for one in caplog.records if "from now on" in one.getMessage()] == [
+        "weights are sent whole from now on: the deltas of 3 versions in a row were no smaller (weight_sync.deltas)"
     ]

@@ -230,7 +230,7 @@ def test_a_newer_version_that_comes_while_checksums_are_made_is_the_one_that_is_
 
 def test_comparison_names_what_differs() -> None:
     compare_checksums("0", SUMS, dict(SUMS), version=1)
-    with pytest.raises(SyncError, match=r"v1 -> rollout worker 0: 1 tensors differ, first a; 2 tensors stand on one side only, first b"):
+    with pytest.raises(SyncError, match=r"v1 -> rollout worker 0: 1 tensors differ, first a; 2 tensors are on one side only, first b"):
         compare_checksums("0", {"a": "1", "b": "2"}, {"a": "9", "c": "2"}, version=1)
 
 
