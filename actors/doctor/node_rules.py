@@ -14,6 +14,7 @@ from actors.doctor.kernel_rules import weights_stay_as_sent
 from actors.doctor.link_rules import gpus_of_a_group_are_linked, nodes_answer, ports_are_open, rdma_may_lock_memory
 from actors.doctor.memory_rules import could_be_given, gib, on_gpus
 from actors.doctor.paper_rules import FEWER, LESS, worst_first
+from actors.doctor.sglang_rules import engines_have_their_sglang
 from actors.plan.host_memory import FETCHED, TRANSFERS, WIDE, HostMemory, of_engines, of_learner
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import traffic, versions_text
@@ -262,6 +263,7 @@ NODE_RULES: tuple[NodeRule, ...] = (
     units_for_all_workers,
     torch_sees_the_gpus,
     engines_have_their_kernels,
+    engines_have_their_sglang,
     kernels_for_these_gpus,
     gpus_are_empty,
     packages_are_alike,
