@@ -48,7 +48,7 @@ def make_plan(facts: PaperFacts, config: RunConfig, gpus: Gpus, complaints: Sequ
     others = layouts(shape, learner, learner.world_size, share, **options, gpus_per_node=gpus.per_node)
     moved = traffic(shape, config, cache_tokens=engine.tokens)
     waits = table(config, shape.weight_bytes(config.learner.resolved_dtype))
-    of_hosts = tuple(hosts(shape, config, gpus_per_node=gpus.per_node, nodes=gpus.nodes))
+    of_hosts = tuple(hosts(shape, config, gpus_per_node=gpus.per_node, nodes=gpus.nodes, gpu_bytes=gpus.memory))
     return RunPlan(gpus, shape.parameters, shape.tensors, rank, engine, moved, of_hosts, tuple(others), tuple(waits), tuple(complaints))
 
 

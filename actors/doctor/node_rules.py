@@ -17,7 +17,7 @@ from actors.doctor.paper_rules import FEWER, LESS, worst_first
 from actors.doctor.sglang_rules import engines_have_their_sglang
 from actors.plan.host_memory import FETCHED, TRANSFERS, WIDE, HostMemory, of_engines, of_learner
 from actors.plan.shape import ModelShape
-from actors.plan.traffic import traffic, versions_text
+from actors.plan.traffic import fetched_versions, traffic, versions_text
 from actors.settings.devices import gpus_asked, held_by, room_for_engines, workers_with_a_unit
 from actors.settings.hub_name import HubName
 from correction.errors import counted
@@ -356,15 +356,15 @@ def gpus_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) ->
 
 
 def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
-    """A node where rank 0 may be holds versions of the weights and two batches; a node with engines one version, which they fetch before
-    they pause, and with deltas the older one, too. Wide fields are on the nodes of the engines that sampled them and of ranks."""
+    """A node where rank 0 may be holds versions of the weights and two batches; a node with engines those that they fetch before they
+    pause. Wide fields are on the nodes of the engines that sampled them and of ranks."""
     if config.weight_sync.transport != "object_store":
         return
     moved = traffic(shape, config)
-    held = moved.version * (1 + config.weight_sync.deltas)
     for node in nodes:
         may_hold_a_rank = node.offered_gpus > 0 or config.learner.resolved_device == "cpu"
         engines = workers_with_a_unit([node.rollout_units], config.rollout.first_workers)
+        held = moved.version * fetched_versions(config, engines)
         wide = of_learner(shape, config, 1)[FETCHED] if may_hold_a_rank else of_engines(shape, config, engines)[WIDE]
         needed = wide + (moved.store if may_hold_a_rank else held if engines else 0)
         if needed > node.object_store:
@@ -386,7 +386,8 @@ def hosts_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) -
         ranks = min(config.learner.world_size, int(node.offered_gpus / config.learner.gpus_per_rank))
         engines = _engines(node, config)
         roles = [HostMemory(counted(ranks, "rank"), of_learner(shape, config, ranks))] if ranks else []
-        roles += [HostMemory(counted(engines, "engine"), of_engines(shape, config, engines))] if engines else []
+        held = of_engines(shape, config, engines, gpu_bytes=max(node.gpu_bytes, default=0))
+        roles += [HostMemory(counted(engines, "engine"), held)] if engines else []
         fullest = max(roles, key=lambda role: role.total, default=None)
         if fullest is not None and fullest.total > node.memory:
             text = f"{node.name}: {fullest.node} would take up to {gib(fullest.total)} of its {gib(node.memory)} of memory: {fullest}"

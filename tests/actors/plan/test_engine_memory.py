@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from actors.plan.engine_memory import cache_token_bytes, default_fraction, engine_memory, prefill_graphs
+from actors.plan.host_memory import route_cache_bytes
 from actors.plan.shape import ModelShape
 from correction.engines.gpu_share import CONTEXT, PREFILL_TOKENS
 from rollout.engine_config import EngineConfig
@@ -52,9 +53,11 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.state_capturer import base
 
 sglang.srt.utils.is_cuda = lambda: True  # where graphs of prefill are on by default
 configure_kv_cache_dtype.__globals__["current_platform"] = type("Gpu", (), {"is_cpu": staticmethod(lambda: False)})
+base.ALLOC_MEMORY_FUNCS["cuda"] = lambda dims, dtype, device, pin_memory, allocator: torch.empty(dims, dtype=dtype)  # not page-locked
 
 def resolved(mib, arguments):
     memory_hook.get_device_memory_capacity = lambda device: float(mib)
@@ -73,7 +76,8 @@ def cache_bytes(tokens, page, dtype, given, heads, width, layers):
 asked = json.load(sys.stdin)
 graphs = [len(cuda_graph_hook.generate_prefill_cuda_graph_batch_sizes(chunk)) for chunk in asked["chunks"]]
 gpus, pools = [resolved(*one) for one in asked["gpus"]], [cache_bytes(*one) for one in asked["pools"]]
-print(json.dumps({"gpus": gpus, "graphs": graphs, "pools": pools}))
+routes = base.BaseHostCache(*asked["routes"], "routed_experts", "cuda").get_buffer_size_bytes()
+print(json.dumps({"gpus": gpus, "graphs": graphs, "pools": pools, "routes": routes}))
 """
 
 
@@ -91,7 +95,8 @@ def sglang(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     gpus = [(mib, one | {"model_path": folder}) for one in (*of_ranks, shared, *ARGUMENTS) for mib in SIZES]
     heads, width = QWEN3_8B["num_key_value_heads"], QWEN3_8B["head_dim"]
     pools = [(TOKENS, 1, dtype, given, heads // ranks, width, LAYERS) for dtype, ranks, given in POOLS]
-    asked = json.dumps({"gpus": gpus, "chunks": CHUNKS, "pools": pools})
+    routes = TOKENS + 1, QWEN3_30B_A3B["num_hidden_layers"], QWEN3_30B_A3B["num_experts_per_tok"]
+    asked = json.dumps({"gpus": gpus, "chunks": CHUNKS, "pools": pools, "routes": routes})
     environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], input=asked, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
@@ -166,3 +171,7 @@ def test_a_cache_in_float8_holds_twice_the_tokens(tmp_path: Path) -> None:
     assert float8.tokens // 2 == plain.tokens
     smaller = recipe("qwen3_8b_8gpu", folder, "rollout.engine.engine_args.chunked_prefill_size=16384").rollout
     assert engine_memory(shape, smaller, gpu).cache < plain.cache
+
+
+def test_what_an_engine_keeps_of_its_tokens_experts_is_sglang_s_own(sglang: dict[str, Any]) -> None:
+    assert route_cache_bytes(ModelShape.of(QWEN3_30B_A3B), TOKENS) == sglang["routes"]
