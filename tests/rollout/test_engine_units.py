@@ -256,7 +256,7 @@ def test_an_engine_in_float8_is_told_of_it_and_one_that_reads_a_folder_is_not() 
     for settings, message in (
         ({"dtype": "float32"}, "float8_block with dtype = float32: it is made of bfloat16 weights. Set learner.dtype: bfloat16"),
         ({"batch_invariant": True}, "float8_block with batch_invariant: true: there are no batch-invariant products of float8"),
-        ({"engine_args": {"json_model_override_args": "{}"}}, "by that argument SGLang is told of the float8"),
+        ({"engine_args": {"json_model_override_args": "{}"}}, "in the engine alone, and the learner trains what the folder's says"),
         ({"quantization": "none", "engine_args": {"quantization": "fp8"}}, r"use rollout\.engine\.quantization instead"),
     ):
         with pytest.raises(ValidationError, match=message):
