@@ -16,14 +16,14 @@ def load_tokenizer(folder: Path | str) -> Any:
 
     Raises: DataError if the folder or its tokenizer is missing or unusable.
     """
-    from transformers import AutoTokenizer
-
     folder = Path(folder)
     if not folder.is_dir():
         remedy = f"make one with `evenkeel init-model {folder}`, or download a model there"
         raise DataError(f"model = {folder}: no such folder", remedy=remedy)
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")):
         raise DataError(f"model = {folder}: the folder has no tokenizer (no tokenizer.json)", remedy="copy the model's own into it")
+    from transformers import AutoTokenizer  # takes seconds
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # unset, it asks at a terminal
         tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True  # `excess` says it, of the row

@@ -61,6 +61,11 @@ _REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "rollout.engine.tensor_parallel",
     ),
     (
+        ("json_model_override_args",),
+        "it changes the model's config (rope, layers, types) in the engine alone, and the learner trains what the folder's says",
+        "a model folder with that config.json, and rollout.engine.quantization for float8",
+    ),
+    (
         ("forward_hooks", "debug_tensor_dump_input_file", "is_embedding", "prefill_only_disable_kv_cache"),
         "an engine here computes the learner's model, and samples from it",
         "rollout.engine's own settings",

@@ -190,11 +190,6 @@ class EngineConfig(Settings):
                 f"rollout.engine.quantization = {self.quantization} with batch_invariant: true: there are no batch-invariant products of "
                 "float8. Set one of them"
             )
-        if "json_model_override_args" in self.engine_args:
-            raise ValueError(
-                f"rollout.engine.quantization = {self.quantization} with engine_args.json_model_override_args: by that argument SGLang is "
-                "told of the float8. Set one of them"
-            )
         return self
 
     @property

@@ -26,17 +26,15 @@ import time
 import uuid
 import warnings
 from collections.abc import Awaitable, Coroutine, Iterator
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points
-from importlib.metadata import version as installed_version
 from typing import Any, TypeVar
 
 import psutil
 
 from correction.engines.device_choice import KEPT_KERNELS
 from correction.engines.quick_imports import uncollected
-from correction.errors import ConfigError, DeadlineExceeded, EngineError, EvenkeelError
+from correction.errors import DeadlineExceeded, EngineError, EvenkeelError
 from rollout import sglang_plugin
+from rollout.engine_capabilities import EngineCapabilities
 from rollout.engine_config import EngineConfig
 from rollout.engine_ranks import environment_of_ranks, free_ports
 from rollout.sglang_plugin import served_models
@@ -47,51 +45,7 @@ T = TypeVar("T")
 CONTROLLER = "controller"
 """Role of the process that deals requests out to groups of ranks, and computes nothing."""
 
-TESTED_SGLANG = "0.5.21"
-"""The version whose protocol, answers and functions this package was written against."""
 _MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
-PLUGIN_GROUPS = ("sglang.srt.platforms", "sglang.srt.plugins")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCapabilities:
-    """What is installed where an engine is to run."""
-
-    device: str
-    """cpu or cuda."""
-    sglang: str
-    torch: str
-    transformers: str
-    has_plugin: bool
-    """SGLang finds evenkeel's entry points: checksums, logprobs and, on a CPU, the stand-ins depend on them."""
-    has_gpu_kernels: bool
-    """The real sgl_kernel package; where it is absent, CPU engines use a stand-in."""
-
-    @classmethod
-    def of_this_machine(cls, device: str) -> EngineCapabilities:
-        return cls(
-            device=device,
-            sglang=_version("sglang"),
-            torch=_version("torch"),
-            transformers=_version("transformers"),
-            has_plugin=all(_has_our_entry_point(group) for group in PLUGIN_GROUPS),
-            has_gpu_kernels=_version("sgl-kernel") != "" or _version("sglang-kernel") != "",
-        )
-
-    def require(self) -> None:
-        """Raises: ConfigError that names what is missing, and what to install."""
-        if self.sglang.partition("+")[0] != TESTED_SGLANG:
-            found = self.sglang or "none"
-            raise ConfigError(
-                f"sglang: {found} is installed: evenkeel hooks functions of sglang {TESTED_SGLANG} by name. Install that version"
-            )
-        if not self.has_plugin:
-            raise ConfigError(
-                "sglang does not find evenkeel's plugin: without it there are no checksums and no seeds. Install evenkeel itself as a "
-                "package (pip install -e .) in the same environment"
-            )
-        if self.device == "cuda" and not self.has_gpu_kernels:
-            raise ConfigError("rollout.engine.device = cuda without sgl_kernel: SGLang has no kernels for the GPU. Install sgl-kernel")
 
 
 class EngineProcess:
@@ -288,18 +242,6 @@ class EngineProcess:
                     process.kill()
             psutil.wait_procs(living, timeout=max(0.0, deadline - time.monotonic()))
         multiprocessing.active_children()                           # its side effect: ended children are reaped
-
-
-def _has_our_entry_point(group: str) -> bool:
-    return any(point.value.startswith("rollout.sglang_plugin") for point in entry_points(group=group))
-
-
-def _version(distribution: str) -> str:
-    """Version of an installed distribution; empty if it isn't installed."""
-    try:
-        return installed_version(distribution)
-    except PackageNotFoundError:
-        return ""
 
 
 def _command(process: psutil.Process) -> str:

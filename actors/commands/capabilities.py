@@ -14,7 +14,7 @@ def capabilities() -> None:
     """
     from dataclasses import asdict
 
+    from rollout.engine_capabilities import EngineCapabilities
     from rollout.engine_config import EngineConfig
-    from rollout.engine_process import EngineCapabilities
 
     typer.echo(json.dumps(asdict(EngineCapabilities.of_this_machine(EngineConfig().resolved_device)), indent=2, default=str))

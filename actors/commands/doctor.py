@@ -31,7 +31,8 @@ def doctor(
         str, typer.Option(metavar="NAMExCOUNT", help="Judge the recipe for these GPUs, such as H100x8 or H100x8x4, not for those here.")
     ] = "",
     deep: Annotated[
-        bool, typer.Option("--deep", help="Also start ranks and an engine on a model of two layers, and measure: about a minute.")
+        bool,
+        typer.Option("--deep", help="Also start ranks and an engine on a model of two layers, and measure: a minute, five if one hangs."),
     ] = False,
     cluster: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Judge the recipe for the nodes of this file for `ray up`, such as those of deploy.")
@@ -47,7 +48,8 @@ def doctor(
 
     With --deep, if nothing stands in the way so far, unless it is the model's weights, its tokenizer or the task: how fast the learner's
     groups are, whether the learner agrees with float32 on a CPU and the engine with the learner, on a model of two layers in the recipe's
-    widths; and how long a weight update would take, by broadcast too where weight_sync.transport says so.
+    widths; and how long a weight update would take, by broadcast too where weight_sync.transport says so. Each part has a limit of its own,
+    on GPUs a minute, and four for ranks and an engine to start. What isn't done by then is named.
 
     Of a run's folder: how the run ended, what it waited for, which part was slow or gone, whether its books balance, and what to do.
 

@@ -48,7 +48,7 @@ def make_plan(facts: PaperFacts, config: RunConfig, gpus: Gpus, complaints: Sequ
     others = layouts(shape, learner, learner.world_size, share, **options, gpus_per_node=gpus.per_node)
     moved = traffic(shape, config, cache_tokens=engine.tokens)
     waits = table(config, shape.weight_bytes(config.learner.resolved_dtype))
-    of_hosts = tuple(hosts(shape, config, gpus_per_node=gpus.per_node, nodes=gpus.nodes))
+    of_hosts = tuple(hosts(shape, config, gpus_per_node=gpus.per_node, nodes=gpus.nodes, gpu_bytes=gpus.memory))
     return RunPlan(gpus, shape.parameters, shape.tensors, rank, engine, moved, of_hosts, tuple(others), tuple(waits), tuple(complaints))
 
 
@@ -82,17 +82,12 @@ def _of_rank(plan: RunPlan, config: RunConfig) -> list[tuple[str, str]]:
     if plan.rank is None:
         return [("", "the layout doesn't divide the model, see below")]
     rank, share = plan.rank, plan.gpus.memory * config.learner.gpus_per_rank
-    parts = {
-        "weights": rank.weights,
-        "gradients": rank.gradients,
-        "optimizer": rank.optimizer,
-        "activations": rank.activations,
-        "head": rank.head,
-        "layer's backward pass": rank.layer,
-        "other weights": rank.other,
-        "reserve": RESERVE,
-    }
-    rows = [(name, gib(size)) for name, size in parts.items() if size]
+    parts = {"weights": rank.weights, "gradients": rank.gradients, "optimizer": rank.optimizer}
+    if rank.has_peak_with_other_weights:
+        parts |= {"other weights": rank.other, "forward pass with them": rank.forward}
+    else:
+        parts |= {"activations": rank.activations, "head": rank.head, "layer's backward pass": rank.layer}
+    rows = [(name, gib(size)) for name, size in (parts | {"reserve": RESERVE}).items() if size]
     return [*rows, ("together", f"{gib(rank.total + RESERVE)} of {gib(share)}")]
 
 

@@ -29,6 +29,7 @@ class CollectiveFact:
 
 
 ENGINE_AND_LEARNER = "the engine and the learner"
+COLLECTIVES = "collectives of the learner"
 
 
 @dataclass(frozen=True, slots=True)

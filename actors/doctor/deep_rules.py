@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from actors.config import RunConfig
-from actors.doctor.deep_facts import ENGINE_AND_LEARNER, DeepFacts
+from actors.doctor.deep_facts import COLLECTIVES, ENGINE_AND_LEARNER, DeepFacts
 from actors.doctor.facts import Complaint
 from actors.doctor.memory_rules import gib
 from actors.doctor.paper_rules import worst_first
@@ -21,6 +21,7 @@ SLOWEST_INSIDE = 2e10
 """Bytes a second between GPUs of a node: PCIe 4 x16 has 25 GB/s or so, NVLink 200 and more."""
 SLOWEST_BETWEEN = 2e9
 """Bytes a second between nodes: a network of 25 Gb/s has 3 GB/s; learners want 100 Gb/s and more."""
+_TRANSPORTS = "Look for transports that don't work there (ray.env.NCCL_P2P_DISABLE: '1', ray.env.NCCL_DEBUG: INFO)"
 GRADIENT = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}
 """Relative difference of the gradient's norm from float32's, by type of weights and activations: 8 and 11 bits of mantissa round each of
 some hundred operations on the way back; a wrong term shows in tens of per cent."""
@@ -28,7 +29,7 @@ some hundred operations on the way back; a wrong term shows in tens of per cent.
 
 def all_parts_ran(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]:
     for what, reason in facts.broken:
-        yield Complaint("fail", f"{what}: {reason}")
+        yield Complaint("fail", f"{what}: {reason}", _TRANSPORTS if what == COLLECTIVES and facts.on_gpus else "")
 
 
 def collectives_are_right(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -37,7 +38,7 @@ def collectives_are_right(facts: DeepFacts, config: RunConfig) -> Iterator[Compl
             yield Complaint(
                 "fail",
                 f"{one.operation} over {one.ranks} {one.group} ranks gave wrong numbers",
-                "Look for transports that don't work there (ray.env.NCCL_P2P_DISABLE: '1', ray.env.NCCL_DEBUG: INFO)",
+                _TRANSPORTS,
             )
 
 

@@ -124,6 +124,8 @@ class NodeFacts:
     free_cpus: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the packages that have to be the same on all nodes; an empty one isn't installed."""
+    has_plugin: bool = True
+    """SGLang finds evenkeel's entry points there."""
     nccl: Mapping[str, str] = field(default_factory=dict)
     """Variables of its environment that begin with NCCL_."""
     shared_memory: int = 1 << 40

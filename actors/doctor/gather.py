@@ -25,6 +25,7 @@ from actors.doctor.memory_rules import could_be_given
 from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape
 from actors.settings.devices import visible_gpus
+from rollout.engine_capabilities import has_plugin
 
 _PACKAGES = (
     *("evenkeel", "torch", "sglang", "sglang-kernel", "flashinfer-python"),
@@ -103,6 +104,7 @@ def this_node(model: str, *, sign: str = "", token: str = "", answer: str = "") 
         architectures=tuple(torch.cuda.get_arch_list()) if seen else (),
         has_cuda=torch.version.cuda is not None,
         versions={name: found for name in _PACKAGES if (found := _version(name))} | {"evenkeel's own files": _own_files()},
+        has_plugin=has_plugin(),
         nccl={name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
         shared_memory=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
         memory=psutil.virtual_memory().total,

@@ -1,6 +1,7 @@
 """The doctor's live layer: the learner's ranks and an engine, where the run would put them, on a model of two layers.
 
-Ranks, their groups, the export and the engine are those of a run, called as a run calls them.
+Ranks, their groups, the export and the engine are those of a run, called as a run calls them; but within the doctor's own limits, part by
+part: a run's deadlines are for whole models and their downloads, and who looks for a hang should be told of it soon.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from actors.cluster.cluster import Cluster, lower_priority
 from actors.cluster.placement import RankPlaces, on_their_nodes, reserve
 from actors.config import RunConfig
 from actors.doctor.cut_model import Reference, cut_config, make_model, reference, remove_model, write_config
-from actors.doctor.deep_facts import ENGINE_AND_LEARNER, AgreementFact, BroadcastFact, CollectiveFact, DeepFacts, UpdateFact
+from actors.doctor.deep_facts import COLLECTIVES, ENGINE_AND_LEARNER, AgreementFact, BroadcastFact, CollectiveFact, DeepFacts, UpdateFact
 from actors.doctor.on_ranks import backward, collectives
 from actors.metrics.exporter import node_address
 from actors.plan.shape import ModelShape
@@ -45,8 +46,14 @@ _TOKENS = 48
 _REQUESTS, _ANSWER = 8, 64
 """Requests in flight during a weight update, and tokens of each answer."""
 _TENSOR_BYTES = {"cuda": 256 << 20, "cpu": 8 << 20}
+START_S = 240.0
+"""Longest wait for room, the model of two layers, ranks or engine, seconds: imports from a cold disk, kernels that are compiled."""
+PART_S = 60.0
+"""Longest wait for anything that ranks or engine are asked then, seconds."""
+_LONGER_ON_CPUS = 4
+"""Times both: cores are shared with whatever else runs there, and a slow part isn't one that hangs."""
 _BROADCAST_S = 40.0
-"""Longest wait for a broadcast, seconds; deadlines.sync_s is for whole models, and a failing check should end soon."""
+"""Longest wait for a broadcast, seconds."""
 
 
 class CheckedEngine:
@@ -111,7 +118,11 @@ class _Visit:
 
     def __init__(self, config: RunConfig, content: Mapping[str, Any], notify: Callable[[str], None]) -> None:
         self._say = notify
-        self._config, self._content = config, cut_config(content, config.learner)
+        on_cpus = "cpu" in (config.learner.resolved_device, config.rollout.engine.resolved_device)
+        longer = _LONGER_ON_CPUS if on_cpus else 1
+        self._start_s, self._part_s = min(config.deadlines.start_s, longer * START_S), longer * PART_S
+        self._config = config.model_copy(update={"deadlines": config.deadlines.model_copy(update={"start_s": self._start_s})})
+        self._content = cut_config(content, config.learner)
         self._dtype = config.learner.resolved_dtype
         self._whole = ModelShape.of(content.get("text_config", content)).weight_bytes(
             self._dtype, float8=config.rollout.engine.has_float8
@@ -126,15 +137,17 @@ class _Visit:
         self._update: UpdateFact | None = None
         self._broadcast: BroadcastFact | None = None
         self._repeats = True
+        self._group: LearnerGroup | None = None
+        """All ranks that were made, whatever became of their start."""
 
     async def facts(self) -> DeepFacts:
         places: RankPlaces | None = None
-        group: LearnerGroup | None = None
         engine: Any = None
         try:
             places = await reserve(self._config)
             engine = _create_engine(self._config)
-            starting = asyncio.ensure_future(self._wait(engine.start.remote(self._config, self._content), "start of the engine"))
+            start = engine.start.remote(self._config, self._content)
+            starting = asyncio.ensure_future(wait_for(start, "start of the engine", deadline_s=self._start_s))
             made, group = await self._ask_the_ranks(places)
             snapshot = await self._exported(group) if group is not None else None
             if snapshot is not None and group is not None and made is not None:  # while the engine starts
@@ -145,20 +158,20 @@ class _Visit:
         except (EvenkeelError, ray.exceptions.RayError) as error:
             self._failed("ranks and engine", error)
         finally:
-            await self._end(places, group, engine)
+            await self._end(places, engine)
         on_gpus = self._config.learner.resolved_device == "cuda"
         found = tuple(self._collectives), tuple(self._agreements), self._update, self._broadcast, self._repeats, tuple(self._broken)
         return DeepFacts(self._dtype, self._whole, on_gpus, *found)
 
     async def _ask_the_ranks(self, places: RankPlaces) -> tuple[Reference | None, LearnerGroup | None]:
-        """Measure collectives, and compare the forward pass with the reference."""
+        """Start the ranks and measure their collectives. Returns: what the reference says, and the ranks; None if they answer no more."""
         config = self._config
         try:
             limits = config.deadlines
             await on_their_nodes(places, make_model, self._folder, self._content, self._dtype, what="a model of two layers", limits=limits)
             wanted = on_their_nodes(places, reference, self._folder, self._sequences, what="reference", limits=limits, bundles=1)
             starts = LearnerGroup.start(
-                places, self._folder, version=0, bind="127.0.0.1", start_s=limits.start_s, step_s=limits.step_s
+                places, self._folder, version=0, bind="127.0.0.1", start_s=self._start_s, step_s=self._part_s, made=self._keep
             )
             self._say("a model of two layers is made")
             references, (group, _) = await asyncio.gather(wanted, starts)
@@ -172,8 +185,13 @@ class _Visit:
             self._collectives = slowest([one for facts in by_rank for one in facts])
             self._say("collectives are measured")
         except (EvenkeelError, ray.exceptions.RayError) as error:
-            self._failed("collectives of the learner", error)
+            self._failed(COLLECTIVES, error)
+            if isinstance(error, DeadlineExceeded):  # ranks that wait for each other answer nothing else
+                return None, None
         return references[0], group
+
+    def _keep(self, group: LearnerGroup) -> None:
+        self._group = group
 
     async def _exported(self, group: LearnerGroup) -> WeightSnapshot | None:
         """Export the learner's weights into the object store, with its logprobs of the first sequence."""
@@ -267,18 +285,19 @@ class _Visit:
         return list(await asyncio.gather(*(self._wait(call, f"{function.__name__} <- {name}") for name, call in calls.items())))
 
     async def _wait(self, call: Any, what: str) -> Any:
-        return await wait_for(call, what, deadline_s=self._config.deadlines.start_s)
+        return await wait_for(call, what, deadline_s=self._part_s)
 
     def _failed(self, what: str, error: BaseException) -> None:
-        self._broken.append((what, _last_line(error)))
+        late = f"{error.reason} (doctor --deep waits no longer)" if isinstance(error, DeadlineExceeded) else ""
+        self._broken.append((what, late or _last_line(error)))
 
-    async def _end(self, places: RankPlaces | None, group: LearnerGroup | None, engine: Any) -> None:
+    async def _end(self, places: RankPlaces | None, engine: Any) -> None:
         if engine is not None:
             stopping = engine.stop.remote()
             await asyncio.to_thread(ray.wait, [stopping], timeout=20.0)
             ray.kill(engine)
-        if group is not None:
-            group.kill()
+        if self._group is not None:
+            self._group.kill()
         if places is not None and places.group is not None:
             with contextlib.suppress(EvenkeelError, ray.exceptions.RayError):  # a node that is gone has nothing to remove
                 await on_their_nodes(places, remove_model, self._folder, what="end", limits=self._config.deadlines)

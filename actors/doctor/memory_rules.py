@@ -40,13 +40,15 @@ def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> I
     advised = others[0].changes(learner) if others and others[0].fits else ""
     remedy = f"Set, under learner: {advised}" if advised else _MORE_ROOM
     tokens = pass_tokens(learner, options["longest"])
-    layer = f"a layer's backward pass {gib(needed.layer)} more, " if needed.layer else ""
-    other = f"other weights {gib(needed.other)}, " if needed.other else ""
+    if needed.has_peak_with_other_weights:
+        passes = f"other weights {gib(needed.other)}, a forward pass of {tokens:,} tokens with them {gib(needed.forward)}"
+    else:
+        passes = f"activations of {tokens:,} tokens {gib(needed.activations)}, head {gib(needed.head)}"
+        passes += f", a layer's backward pass {gib(needed.layer)} more" if needed.layer else ""
     yield Complaint(
         "fail",
         f"a learner rank needs {gib(needed.total + RESERVE)} of its {gib(share)} (weights {gib(needed.weights)}, gradients "
-        f"{gib(needed.gradients)}, optimizer {gib(needed.optimizer)}, activations of {tokens:,} tokens {gib(needed.activations)}, head "
-        f"{gib(needed.head)}, {layer}{other}reserve {gib(RESERVE)})",
+        f"{gib(needed.gradients)}, optimizer {gib(needed.optimizer)}, {passes}, reserve {gib(RESERVE)})",
         remedy,
     )
 

@@ -20,6 +20,7 @@ from actors.doctor.room_rules import (
     tensor_parallel_groups_inside_nodes,
     units_for_all_workers,
 )
+from actors.doctor.sglang_rules import engines_have_their_sglang
 from actors.plan.host_memory import (
     ANSWERS,
     BATCHES,
@@ -33,7 +34,7 @@ from actors.plan.host_memory import (
     of_learner,
 )
 from actors.plan.shape import ModelShape
-from actors.plan.traffic import traffic, versions_text
+from actors.plan.traffic import fetched_versions, traffic, versions_text
 from actors.settings.devices import gpus_asked, held_by, workers_with_a_unit
 from actors.settings.hub_name import HubName
 from correction.errors import counted
@@ -199,6 +200,7 @@ NODE_RULES: tuple[NodeRule, ...] = (
     units_for_all_workers,
     torch_sees_the_gpus,
     engines_have_their_kernels,
+    engines_have_their_sglang,
     kernels_for_these_gpus,
     gpus_are_empty,
     packages_are_alike,
@@ -278,15 +280,15 @@ def gpus_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) ->
 
 def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
     """Object stores should have room for what they hold. A node where rank 0 may be holds versions of the weights and two batches; a node
-    with engines holds one version, which they fetch before they pause, and with deltas also the older one. Wide fields are on the nodes of
-    the engines that sampled them and of the ranks. The driver's node holds two batches, and for a checkpoint it fetches all answers that
-    wait, with their wide fields: of the longest length, as everywhere."""
+    with engines holds the versions that they fetch before they pause. Wide fields are on the nodes of the engines that sampled them and of
+    the ranks. The driver's node holds two batches, and for a checkpoint it fetches all answers that wait, with their wide fields: of the
+    longest length, as everywhere."""
     is_stored = config.weight_sync.transport == "object_store"
     moved, driver = traffic(shape, config), of_driver(shape, config)
-    held = moved.version * (1 + config.weight_sync.deltas)
     for node in nodes:
         may_hold_a_rank = is_stored and (node.offered_gpus > 0 or config.learner.resolved_device == "cpu")
         engines = workers_with_a_unit([node.rollout_units], config.rollout.first_workers) if is_stored else 0
+        held = moved.version * fetched_versions(config, engines)
         wide = of_learner(shape, config, 1)[FETCHED] if may_hold_a_rank else of_engines(shape, config, engines)[WIDE]
         needed = moved.store if may_hold_a_rank else held * (engines > 0) + driver[BATCHES] * node.is_drivers
         needed += driver[FOR_CHECKPOINTS] if node.is_drivers else wide
@@ -313,7 +315,8 @@ def hosts_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) -
         ranks = min(config.learner.world_size, int(node.offered_gpus / config.learner.gpus_per_rank)) if on_gpus else 0
         engines = _engines(node, config) if on_gpus else 0
         roles = [HostMemory(counted(ranks, "rank"), of_learner(shape, config, ranks))] if ranks else []
-        roles += [HostMemory(counted(engines, "engine"), of_engines(shape, config, engines))] if engines else []
+        held = of_engines(shape, config, engines, gpu_bytes=max(node.gpu_bytes, default=0))
+        roles += [HostMemory(counted(engines, "engine"), held)] if engines else []
         fullest = max(roles, key=lambda role: role.total, default=None)
         if node.is_drivers:
             fullest = _with_driver(fullest, of_driver(shape, config))

@@ -209,7 +209,7 @@ def host_holds_the_run(facts: PaperFacts, config: RunConfig) -> Iterator[Complai
     """For one machine. A failure if what a CPU holds all the time is too much: weights, gradients and optimizer."""
     if facts.host_bytes is None:
         return
-    (host,) = hosts(facts.shape, config, gpus_per_node=gpus_asked(config), nodes=1)
+    (host,) = hosts(facts.shape, config, gpus_per_node=gpus_asked(config), nodes=1, gpu_bytes=min(facts.gpus, default=0))
     if host.total > facts.host_bytes:
         outside = " outside its GPUs" if "cuda" in (config.learner.resolved_device, config.rollout.engine.resolved_device) else ""
         text = f"the run takes up to {gib(host.total)} of this machine's {gib(facts.host_bytes)}{outside}: {host}"

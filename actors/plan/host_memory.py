@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from actors.config import RunConfig
+from actors.plan.engine_memory import cache_token_bytes, engine_memory
 from actors.plan.learner_memory import state_bytes
 from actors.plan.shape import ModelShape
-from actors.plan.traffic import PACKED, batch_tokens, checkpoint_bytes, key_bytes, stored_versions, traffic, wide_bytes
+from actors.plan.traffic import PACKED, batch_tokens, checkpoint_bytes, fetched_versions, key_bytes, stored_versions, traffic, wide_bytes
 from actors.settings.devices import held_by
 from correction.errors import counted
 
@@ -54,18 +55,22 @@ CORRECTED = PACKED + 4 + 1 + 4
 """Bytes of a CorrectedBatch for each token: weight, mask and scale in addition to the batch."""
 
 
-def hosts(shape: ModelShape, config: RunConfig, *, gpus_per_node: int, nodes: int) -> list[HostMemory]:
-    """Main memory of the fullest node of each role: one node with all of them, or the driver's, one with ranks, and one with engines."""
+def hosts(shape: ModelShape, config: RunConfig, *, gpus_per_node: int, nodes: int, gpu_bytes: int = 0) -> list[HostMemory]:
+    """Main memory of the fullest node of each role: one node with all of them, or the driver's, one with ranks, and one with engines.
+
+    Args: gpu_bytes: of a GPU; 0: not known.
+    """
     ranks = min(config.learner.world_size, held_by(gpus_per_node, config.learner.gpus_per_rank))
     engines = min(config.rollout.most_workers, held_by(gpus_per_node, config.rollout.gpus_of_a_worker))
     if nodes == 1:
         whole = of_driver(shape, config) | of_learner(shape, config, config.learner.world_size)
         del whole[FETCHED], whole[FOR_CHECKPOINTS]  # they are there
-        return [HostMemory("the node", whole | of_engines(shape, config, config.rollout.most_workers, has_the_store=True))]
+        its_engines = of_engines(shape, config, config.rollout.most_workers, gpu_bytes=gpu_bytes, has_the_store=True)
+        return [HostMemory("the node", whole | its_engines)]
     return [
         HostMemory("the driver's node", of_driver(shape, config)),
         HostMemory(f"a node with {counted(ranks, 'rank')}", of_learner(shape, config, ranks)),
-        HostMemory(f"a node with {counted(engines, 'engine')}", of_engines(shape, config, engines)),
+        HostMemory(f"a node with {counted(engines, 'engine')}", of_engines(shape, config, engines, gpu_bytes=gpu_bytes)),
     ]
 
 
@@ -117,23 +122,43 @@ def of_learner(shape: ModelShape, config: RunConfig, ranks: int) -> dict[str, in
     }
 
 
-def of_engines(shape: ModelShape, config: RunConfig, engines: int, *, has_the_store: bool = False) -> dict[str, int]:
-    """Args: engines: on the node. has_the_store: the versions that rank 0 has stored lie on the same node."""
+def of_engines(
+    shape: ModelShape, config: RunConfig, engines: int, *, gpu_bytes: int = 0, has_the_store: bool = False
+) -> dict[str, int]:
+    """
+    Args:
+        engines: on the node.
+        gpu_bytes: of a GPU; 0: not known, and what goes by it isn't counted.
+        has_the_store: the versions that rank 0 has stored lie on the same node.
+    """
     engine, moved = config.rollout.engine, traffic(shape, config)
     outstanding = (config.max_staleness + 1) * batch_tokens(shape, config) * engines // config.rollout.most_workers
     on_cpu, dtype, ranks = engine.resolved_device == "cpu", engine.resolved_dtype, engines * engine.tensor_parallel
     weights = ranks * shape.weight_bytes(dtype, engine.tensor_parallel, float8=engine.has_float8)
-    cache = ranks * shape.key_value_bytes(dtype, engine.tensor_parallel) * engine.cpu_cache_tokens(engine.context_length or shape.context)
-    stored = 0 if has_the_store or config.weight_sync.transport != "object_store" else 2 * moved.version
+    cache_tokens = engine.cpu_cache_tokens(engine.context_length or shape.context)
+    cache = ranks * cache_token_bytes(shape, engine) * cache_tokens
+    if not on_cpu:  # of a group, each of whose ranks holds all tokens
+        of_all = engine_memory(shape, config.rollout, gpu_bytes).tokens if gpu_bytes else 0
+        cache_tokens = of_all // engine.attention_data_parallel
+    tells_experts = config.learner.routing_replay == "rollout" and cache_tokens > 0
+    routes = ranks * route_cache_bytes(shape, cache_tokens) if tells_experts else 0
+    stored = 0 if has_the_store or config.weight_sync.transport != "object_store" else fetched_versions(config, engines) * moved.version
     return {
         OF_ENGINES: weights if on_cpu else 0,
         "engines' KV caches": cache if on_cpu else 0,
+        "experts of the tokens in the KV caches": routes,
         "versions fetched to the object store": stored,
         "buckets in shared memory": engines * TRANSFERS * min(config.weight_sync.bucket_bytes, moved.version),
         ANSWERS: outstanding * ANSWER,
         WIDE: outstanding * wide_bytes(shape, config),
         "workers and engines themselves": engines * (2 * MODULES + engine.tensor_parallel * _process(engine.resolved_device)),
     }
+
+
+def route_cache_bytes(shape: ModelShape, tokens: int) -> int:
+    """Of each rank of an engine that tells the experts of its tokens, page-locked (SGLang's state_capturer/base.py, BaseHostCache): int32,
+    a row for each token of its KV cache, filled or not, and for those of one page more, which is one token here."""
+    return (tokens + 1) * shape.layers * shape.experts_per_token * 4
 
 
 def _process(device: str) -> int:

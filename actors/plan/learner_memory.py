@@ -6,10 +6,12 @@ data-parallel ranks if the optimizer is distributed (Rajbhandari et al. 2020, Ze
 Activations are what autograd keeps of a layer of learner/layers.py, tensor by tensor (after Korthikanti et al. 2022, section 4, whose
 layer has dropout and no gate); the head is as in learner/logprobs.py.
 
-A pass has its peak in the head, forward or backward, or in the backward pass of the last layer, which comes when the head's memory is free
-again. All layers' activations are kept in both:
+A training pass has its peak in the head, forward or backward, or in the backward pass of the last layer, which comes when the head's
+memory is free again. All layers' activations are kept in both. Weights of another version are loaded for passes without gradients alone
+(LearnerRank.logprobs_with), which keep nothing from layer to layer. So a rank has at most, in addition to its state, the larger of
 
-    state + activations + max(what the last norm hands to the head + head, a layer's backward pass)
+    activations + max(what the last norm hands to the head + head, a layer's backward pass)
+    other weights + max(what the last norm hands to the head + head, a layer), forward
 
 A layer's backward pass has most beyond what is kept where the gate's product goes back: its gradient and those of its two factors, less
 the product itself; with many experts on a GPU where their first product does, whose kernel wants their matrices, and gives their gradients,
@@ -46,10 +48,26 @@ class RankMemory:
     """What the backward pass of one layer, or of the embedding, takes beyond the head's memory, which is free by then."""
     other: int = 0
     """Weights of another version in addition to the present ones, during a forward pass with them: of the reference, or earlier ones."""
+    forward: int = 0
+    """What that forward pass takes: one layer, or the head. There is no gradient, and nothing is kept."""
+
+    @property
+    def state(self) -> int:
+        """What stays. Gradients are one buffer, filled or not."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def training(self) -> int:
+        return self.activations + self.head + self.layer
+
+    @property
+    def has_peak_with_other_weights(self) -> bool:
+        """A forward pass with other weights takes more than a training pass."""
+        return self.other > 0 and self.other + self.forward > self.training
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.head + self.layer + self.other
+        return self.state + (self.other + self.forward if self.has_peak_with_other_weights else self.training)
 
 
 def rank_memory(
@@ -134,13 +152,54 @@ def layer_backward_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) 
     return round(peak)
 
 
+def layer_forward_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> int:
+    """Peak of a layer's forward pass without gradients. Megatron's callers hold what came into the first layer and into this one.
+
+    Attention has most where queries are normalised (in half precision in float32, before and after it) or turned (before, the cosine's
+    part, the sine's, and their sum). The feed-forward part where the gate is multiplied, experts also where their rows are weighed in
+    float32, where a product is copied into one piece, or where the kernel wants their matrices so.
+    """
+    size, ranks = BYTES_OF[config.resolved_dtype], config.tensor_parallel
+    rows = 1 / ranks if config.sequence_parallel else 1.0
+    gathered = shape.hidden if config.sequence_parallel else 0  # of all ranks' rows, in a buffer that Megatron keeps
+    queries, keys = shape.heads / ranks * shape.head_width, max(shape.key_heads / ranks, 1) * shape.head_width
+    turned = 4 * queries + (keys if shape.has_head_norms else 0) + 2 * shape.head_width
+    normalised = (6 if size == 2 else 3) * queries if shape.has_head_norms else 0.0
+    attention = tokens * (size * (3 * shape.hidden * rows + gathered + queries + 2 * keys + max(turned, normalised)))
+    attention += tokens * 4 * shape.head_width  # angles, copied for each call
+    outside = size * tokens * (4 * shape.hidden * rows + gathered)
+    if not shape.experts:
+        peak = outside + size * tokens * 5 * shape.feed_forward / ranks
+    else:
+        sent = shape.experts_per_token * rows * tokens
+        copies = 2 + (config.expert_parallel > 1)  # as picked for the experts, as received from other ranks, and sorted by expert
+        outside += 5 * shape.experts * rows * tokens + sent * (size * copies * shape.hidden + 24)
+        peak = outside + _experts_forward_bytes(shape, config, sent)
+    return round(max(peak, attention) + tokens * 4 * shape.head_width)
+
+
+def _experts_forward_bytes(shape: ModelShape, config: LearnerConfig, rows: float) -> float:
+    """Peak of a layer's experts beyond the rows that they are sent. Args: rows: of all experts of the rank."""
+    size, width = BYTES_OF[config.resolved_dtype], shape.feed_forward
+    gate = (4 if size == 4 else 6) * width * size * rows
+    if not _has_grouped_kernel(config):
+        return max(gate, rows * size * (3 * width + 2 * shape.hidden))
+    matrices = size * shape.experts / config.expert_parallel * width * shape.hidden
+    first, second = 2 * matrices + rows * size * 2 * width, matrices + rows * size * (3 * width + shape.hidden)
+    return max(gate, first, second)
+
+
+def _has_grouped_kernel(config: LearnerConfig) -> bool:
+    return config.resolved_device == "cuda" and config.resolved_dtype == "bfloat16"
+
+
 def _grouped_product_bytes(shape: ModelShape, config: LearnerConfig, rows: float) -> float:
     """The backward pass of the experts' first product (learner/experts.py): gradients of what goes out and in, and the matrices of all
     experts of a rank in one piece, or their gradients; less what the gate had kept, which is free again. 0 where it is a loop.
 
     Args: rows: of all experts of the rank.
     """
-    if config.resolved_device != "cuda" or config.resolved_dtype != "bfloat16":
+    if not _has_grouped_kernel(config):
         return 0.0
     matrices = shape.experts / config.expert_parallel * 2 * shape.feed_forward * shape.hidden
     return 2 * ((2 * shape.feed_forward + shape.hidden - 5 * shape.feed_forward) * rows + matrices)
@@ -172,6 +231,17 @@ def head_bytes(shape: ModelShape, config: LearnerConfig, tokens: int, *, has_ent
     return max(8 * table, backward + 2 * tokens * shape.hidden) + results
 
 
+def head_forward_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> int:
+    """Peak of the head's forward pass: the hidden states in float32, the rows of them that it picks, the two tables of a chunk; or these
+    rows before they are rounded again."""
+    rows, hidden = -(-shape.vocabulary // config.tensor_parallel), shape.hidden * tokens
+    tables = 8 * min(config.logprob_chunk_tokens, tokens) * rows + 12 * tokens
+    if config.resolved_dtype == "float32" or config.float32_head:
+        matrix = 4 * rows * shape.hidden if config.resolved_dtype != "float32" else 0
+        return 8 * hidden + matrix + tables
+    return max(6 * hidden + tables, 10 * hidden)
+
+
 def stage_memory(
     shape: ModelShape, config: LearnerConfig, stage: int, *, longest: int, loads_other: bool = False, has_entropy_loss: bool = False
 ) -> RankMemory:
@@ -189,7 +259,10 @@ def stage_memory(
     if stage == 0:
         backward = max(backward, round(_embedding_backward_bytes(shape, config, tokens) - of_a_chunk))
     layer = max(0, backward - head)
-    return RankMemory(weights, gradients, optimizer, activations, head, layer, weights if loads_other else 0)
+    forward = layer_forward_bytes(shape, config, tokens)
+    if stage == config.pipeline_parallel - 1:
+        forward = max(forward, head_forward_bytes(shape, config, tokens))
+    return RankMemory(weights, gradients, optimizer, activations, head, layer, weights if loads_other else 0, forward)
 
 
 def _between_stages_bytes(shape: ModelShape, config: LearnerConfig, tokens: int, chunks: float) -> float:

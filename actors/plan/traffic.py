@@ -80,6 +80,16 @@ def stored_versions(config: RunConfig) -> int:
     return 2 if config.weight_sync.every_steps > 1 else 1
 
 
+def fetched_versions(config: RunConfig, engines: int) -> int:
+    """The most versions of the weights that a node of rollout workers holds at a time. Engines are updated one by one: where there are
+    several, one may be reading a version when another fetches the next. A single one has let go of the older by then, whose copy Ray drops
+    when it wants the room; with deltas it is what the next is computed from.
+
+    Args: engines: on the node.
+    """
+    return 2 if engines > 1 or config.weight_sync.deltas else 1
+
+
 def versions_text(config: RunConfig) -> str:
     """The number of stored versions in words, for plan and doctor."""
     return ("one version", "two versions", "three versions")[stored_versions(config) - 1]

@@ -32,6 +32,7 @@ def test_every_argument_of_sglang_is_set_refused_or_handed_on() -> None:
         ("enable_attn_tp_input_scattered", True, r"use rollout\.engine\.tensor_parallel instead"),
         ("enable_dense_mlp_attn_tp", True, "has not been compared"),
         ("enable_two_batch_overlap", True, "has not been compared"),
+        ("json_model_override_args", '{"rope_theta": 1e6}', "in the engine alone, and the learner trains what the folder's says"),
         ("hicache_storage_backend", "file", "outlive the weights"),
         ("trust_remote_code", True, "code in a model folder is never run"),
         ("cpu_offload_gb", 8, "would not be those that an update writes to"),

@@ -23,8 +23,8 @@ from correction.engines.weight_spec import WeightSpec
 from correction.errors import ConfigError, RequestError, SyncError
 from rollout.config import AnswerSampling, SamplingConfig
 from rollout.engine import RolloutEngine
+from rollout.engine_capabilities import EngineCapabilities
 from rollout.engine_config import EngineConfig
-from rollout.engine_process import EngineCapabilities
 from rollout.sampler import Sampler
 from rollout.sglang_answer import trajectory_of
 from rollout.trajectory import ExpertShape, FailureKind, FinishReason, Prompt, Trajectory, VersionSpan
@@ -231,7 +231,7 @@ def test_answers_that_nothing_is_trained_on_come_without_wide_fields() -> None:
     [
         ({}, None),
         ({"sglang": "0.5.21+cu129"}, None),
-        ({"device": "cuda"}, "Install sgl-kernel"),
+        ({"device": "cuda"}, r"without SGLang's GPU kernels \(sglang-kernel\).*Install the extra gpu"),
         ({"sglang": "0.5.22"}, r"0\.5\.22 is installed.*Install that version"),
         ({"sglang": ""}, "none is installed"),
         ({"has_plugin": False}, "does not find evenkeel's plugin"),
@@ -256,7 +256,7 @@ def test_an_engine_in_float8_is_told_of_it_and_one_that_reads_a_folder_is_not() 
     for settings, message in (
         ({"dtype": "float32"}, "float8_block with dtype = float32: it is made of bfloat16 weights. Set learner.dtype: bfloat16"),
         ({"batch_invariant": True}, "float8_block with batch_invariant: true: there are no batch-invariant products of float8"),
-        ({"engine_args": {"json_model_override_args": "{}"}}, "by that argument SGLang is told of the float8"),
+        ({"engine_args": {"json_model_override_args": "{}"}}, "in the engine alone, and the learner trains what the folder's says"),
         ({"quantization": "none", "engine_args": {"quantization": "fp8"}}, r"use rollout\.engine\.quantization instead"),
     ):
         with pytest.raises(ValidationError, match=message):

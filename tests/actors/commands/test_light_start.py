@@ -97,13 +97,15 @@ def test_every_public_name_of_correction_is_found_and_is_no_module() -> None:
 
 
 JUDGES = """
-import sys
+import sys, time
 from actors.commands.cli import app
 try:
     app(sys.argv[1:])
 finally:
-    print(*sorted({name.split(".")[0] for name in sys.modules}))
+    print(time.process_time(), *sorted({name.split(".")[0] for name in sys.modules}))
 """
+MOST_CPU_S = 3.0
+"""Of the whole process, its imports too; not of the clock, which other work would lengthen."""
 
 
 @pytest.mark.parametrize("words", [["doctor", "--gpus", "H100x8"], ["plan"]])
@@ -111,9 +113,19 @@ def test_a_recipe_is_judged_for_gpus_that_aren_t_here_without_anything_heavy(tmp
     asked = [*words, "recipes/qwen3_8b_8gpu.yaml", f"model={save_config(tmp_path, QWEN3_8B)}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", JUDGES, *asked], capture_output=True, text=True, cwd=ROOT, env=environment)
-    *said, loaded = done.stdout.splitlines()
+    *said, last = done.stdout.splitlines()
     assert done.returncode == 0 and said[-1] == "ready", done.stdout + done.stderr
-    assert set(loaded.split()) & set(HEAVY) == set()
+    cpu_s, *loaded = last.split()
+    assert set(loaded) & set(HEAVY) == set()
+    assert float(cpu_s) < MOST_CPU_S
+
+
+def test_that_a_folder_has_no_tokenizer_is_told_without_transformers(tmp_path: Path) -> None:
+    """Reading one takes more than three CPU seconds, most of them for torch's compiler, which transformers imports on the way."""
+    asked = f"try: load_tokenizer({str(tmp_path)!r})\nexcept ValueError: print(*sys.modules)"
+    code = f"import sys\nfrom rollout.chat import load_tokenizer\n{asked}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert "rollout.chat" in done.stdout.split() and not {"transformers", "torch"} & set(done.stdout.split())
 
 
 READS = """

@@ -17,10 +17,12 @@ from actors.doctor.facts import NodeFacts
 from actors.record.run_folder import RunFolder
 from actors.record.terminal import TerminalView
 from correction.errors import ConfigError, DataError
+from rollout.engine_capabilities import TESTED_SGLANG
 from tests.actors.doctor.test_doctor import eight
 from tests.actors.known_models import QWEN3_8B, save_config
 
-HAS = {"offered_gpus": 4.0, "free_gpus": 3.0, "cpus": 64.0, "free_cpus": 60.0, "rollout_units": 4.0, "versions": {"sglang-kernel": "1"}}
+VERSIONS = {"sglang": TESTED_SGLANG, "sglang-kernel": "1"}
+HAS = {"offered_gpus": 4.0, "free_gpus": 3.0, "cpus": 64.0, "free_cpus": 60.0, "rollout_units": 4.0, "versions": VERSIONS}
 
 
 @pytest.mark.parametrize("sees", [True, False])

@@ -22,6 +22,7 @@ from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape
 from actors.settings.derived import derived
 from correction.errors import ConfigError
+from rollout.engine_capabilities import TESTED_SGLANG
 from tests.actors.known_models import QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, save_config
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
@@ -153,10 +154,13 @@ def node(**facts: Any) -> NodeFacts:
     whole: dict[str, Any] = {
         "name": "10.0.0.1", "offered_gpus": 8.0, "free_gpus": 8.0, "gpus": (gpu,) * 8, "driver_gpus": 8,
         "architectures": ("sm_80", "sm_90"), "rollout_units": 8.0, "cpus": 64.0, "free_cpus": 64.0,
-        "versions": {"torch": "2.13.0", "ray": "2.60.0", "sglang-kernel": "0.4.7"},
+        "versions": {"torch": "2.13.0", "ray": "2.60.0", "sglang": TESTED_SGLANG, "sglang-kernel": "0.4.7"},
     }  # fmt: skip
     whole |= facts
     return NodeFacts(**({"gpu_bytes": tuple(one.bytes for one in whole["gpus"])} | whole))
+
+
+OTHER_SGLANG = {"torch": "2.13.0", "ray": "2.60.0", "sglang": "0.5.22", "sglang-kernel": "0.4.7"}
 
 
 def test_a_healthy_node_has_nothing_said() -> None:
@@ -219,6 +223,12 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
         ([node(offered_gpus=8.0, gpus=node().gpus[:1])], "", "fail", "offers Ray 8 GPUs, but torch sees 1 there", "without --num-gpus"),
         ([node(versions={"torch": "2.13.0"})], "", "fail", "SGLang's GPU kernels (sglang-kernel) aren't installed on 10.0.0.1: that is an",
          "make gpu"),
+        ([node(versions={"sglang-kernel": "0.4.7"})], "", "fail", "10.0.0.1: sglang: none is installed: evenkeel hooks functions of",
+         "Install that version"),
+        ([node(versions=OTHER_SGLANG), node(name="b", versions=OTHER_SGLANG)], "ray.address=auto", "fail",
+         f"10.0.0.1, b: sglang: 0.5.22 is installed: evenkeel hooks functions of sglang {TESTED_SGLANG} by name", "Install that version"),
+        ([node(), node(name="b", has_plugin=False)], "ray.address=auto", "fail", "b: sglang does not find evenkeel's plugin: without it",
+         "as a package"),
         ([node(gpus=(), architectures=())], "", "fail", "has 8 GPUs, but torch, a build with CUDA, sees none: most often the driver",
          "Update the driver"),
         ([node(gpus=(), architectures=(), visible_devices="", offered_gpus=0.0)], "", "fail", "CUDA_VISIBLE_DEVICES = '' hides them",
@@ -284,6 +294,19 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
 def test_a_rule_about_nodes(nodes: list[NodeFacts], overrides: str, severity: str, said: str, setting: str) -> None:
     complaints = on_nodes(nodes, eight(*overrides.split()), DENSE)
     assert any(c.severity == severity and said in c.sentence and setting in c.setting for c in complaints), complaints
+
+
+def test_an_engine_s_sglang_matters_where_an_engine_may_be_put_and_a_build_s_own_name_does_not() -> None:
+    """Of a node for ranks alone nothing is asked; a version with +cu130 is that version."""
+    of_a_build = node(versions=dict(node().versions) | {"sglang": f"{TESTED_SGLANG}+cu130"})
+    for_ranks = node(name="b", rollout_units=0.0, has_plugin=False, versions=OTHER_SGLANG)
+    on_cpus = node(name="c", gpus=(), offered_gpus=0.0, free_gpus=0.0, architectures=(), driver_gpus=0, has_plugin=False)
+    joined = eight("ray.address=auto")
+    assert on_nodes([of_a_build], joined, DENSE) == []
+    told = on_nodes([node(), for_ranks, on_cpus], joined, DENSE)
+    assert not [one.sentence for one in told if "hooks functions" in one.sentence or "plugin" in one.sentence], told
+    engines_there = recipe("nano_spell_backward", has_gpu=False)
+    assert any("c: sglang does not find evenkeel's plugin" in one.sentence for one in on_nodes([on_cpus], engines_there, DENSE))
 
 
 def test_a_node_s_own_names_and_what_ray_env_says_may_differ() -> None:

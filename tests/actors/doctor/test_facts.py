@@ -17,6 +17,7 @@ from actors.doctor.driver_gpus import gpus_of_driver
 from actors.doctor.facts import GpuFact, NodeFacts
 from actors.doctor.gather import nodes_of_cluster, this_node
 from actors.doctor.node_rules import on_nodes
+from rollout.engine_capabilities import TESTED_SGLANG
 from tests.actors.doctor.test_doctor import DENSE, H100, NO_FOLDER, eight
 from tests.actors.known_models import QWEN3_8B, save_config
 
@@ -80,6 +81,7 @@ def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     here = this_node(str(save_config(tmp_path / "m", QWEN3_8B)), sign=str(sign), token="token", answer=str(answer))
     assert len(here.versions["evenkeel's own files"]) == 12 and here.nccl["NCCL_DEBUG"] == "WARN"
     assert not here.model_obstacle and here.reads_run_folder and here.versions["torch"] and here.shared_memory > 0
+    assert here.has_plugin and here.versions["sglang"].partition("+")[0] == TESTED_SGLANG
     assert gather._sees_both_ways(here, str(answer), "token") and not gather._sees_both_ways(here, str(tmp_path / "elsewhere"), "token")
     other = this_node(str(tmp_path), sign=str(sign), token="another's", answer=str(tmp_path / "not-written"))
     assert other.model_obstacle == NO_FOLDER and not other.reads_run_folder and not (tmp_path / "not-written").exists()

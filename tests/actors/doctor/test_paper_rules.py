@@ -17,9 +17,10 @@ from actors.cluster import cluster
 from actors.commands.cli import app
 from actors.config import RunConfig
 from actors.doctor.facts import NodeFacts, PaperFacts
+from actors.doctor.memory_rules import rank_options
 from actors.doctor.paper_rules import enough, on_paper
 from actors.plan.gpus import Gpus
-from actors.plan.learner_memory import state_bytes
+from actors.plan.learner_memory import RESERVE, rank_memory, state_bytes
 from actors.plan.shape import ModelShape
 from tests.actors.doctor.test_doctor import DENSE, EXPERTS, H100, IN_FLOAT32, RECIPES, eight, node, paper, recipe
 from tests.actors.known_models import QWEN3_06B, QWEN3_8B, save_config
@@ -154,17 +155,36 @@ def test_a_rank_too_large_by_its_micro_batch_is_told_so() -> None:
 @pytest.mark.parametrize(
     "words", ["learner.report_kl_every=1", "monitor.split_every=10", "learner.report_kl_every=1 monitor.split_every=10"]
 )
-def test_other_weights_on_a_rank_s_gpu_are_counted_once(words: str) -> None:
-    """Of the reference or of an earlier version: each is loaded in addition to the present ones for its forward pass, and none together."""
+def test_other_weights_on_a_rank_s_gpu_are_counted_once_and_beside_no_training_pass(words: str) -> None:
+    """Of the reference or of an earlier version: each is loaded in addition to the present ones for its forward pass, and none together.
+    Activations that are kept for a backward pass, and the head's gradients, are of another time: what counts is the larger of the two."""
     facts = paper(gpus=(24 << 30,))
-    bare = next(one.sentence for one in on_paper(facts, eight()) if "rank needs" in one.sentence)
-    found = next(one.sentence for one in on_paper(facts, eight(*words.split())) if "rank needs" in one.sentence)
-    needs = [float(one.partition("rank needs ")[2].partition(" GiB")[0]) for one in (bare, found)]
+
+    def needed(*more: str) -> tuple[float, str]:
+        sentence = next(one.sentence for one in on_paper(facts, eight(*more)) if "rank needs" in one.sentence)
+        return float(sentence.partition("rank needs ")[2].partition(" GiB")[0]), sentence
+
     weights = state_bytes(DENSE, eight().learner)[0] / 2**30
-    assert needs[1] - needs[0] == pytest.approx(weights, abs=0.11), "as printed, with three digits"
-    assert f"other weights {weights:.3g} GiB" in found and "other weights" not in bare
+    for recomputes in (True, False):
+        layers = f"learner.recompute_activations={recomputes}"
+        (bare, of_training), (found, of_both) = needed(layers), needed(layers, *words.split())
+        config = eight(layers, *words.split())
+        memory = rank_memory(DENSE, config.learner, **rank_options(DENSE, config))
+        assert memory.other / 2**30 == pytest.approx(weights) and "other weights" not in of_training
+        at_most = memory.state + max(memory.training, memory.other + memory.forward) + RESERVE
+        assert found == pytest.approx(at_most / 2**30, rel=0.006), "as printed, with three digits"
+        assert (f"other weights {weights:.3g} GiB, a forward pass of 16,384 tokens with them" in of_both) == recomputes
+        assert (found > bare) == recomputes and found < bare + weights
     at_once = eight("monitor.split_every=10", "max_staleness=0")
     assert not at_once.loads_other_weights, "no earlier version is kept"
+
+
+def test_a_kl_that_is_reported_fits_where_training_fits() -> None:
+    """Of the one-GPU recipe on an A10G: a rank's share is 15.7 GiB; activations and the reference's weights together would be more."""
+    config = recipe("qwen3_0.6b_1gpu", "learner.report_kl_every=1")
+    facts = PaperFacts(ModelShape.of(QWEN3_06B), (Gpus.parse("A10Gx1").memory,))
+    assert config.loads_other_weights
+    assert [one for one in on_paper(facts, config) if one.severity != "note"] == []
 
 
 @pytest.mark.parametrize(

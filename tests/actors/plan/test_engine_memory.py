@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from actors.plan.engine_memory import default_fraction, engine_memory, prefill_graphs
+from actors.plan.engine_memory import cache_token_bytes, default_fraction, engine_memory, prefill_graphs
+from actors.plan.host_memory import route_cache_bytes
 from actors.plan.shape import ModelShape
 from correction.engines.gpu_share import CONTEXT, PREFILL_TOKENS
 from rollout.engine_config import EngineConfig
@@ -24,9 +25,24 @@ SIZES = (16_384, 20_479, 20_480, 24_564, 35_839, 35_840, 40_960, 61_439, 61_440,
 RANKS = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2))
 """Of an engine, and the groups that share its requests."""
 CHUNKS = (4, 30, 256, 300, 1024, 1100, 2048, 4096, 4500, 8192, 16_384)
-POOLS = (("bfloat16", 1), ("float32", 2))
-"""Type, and ranks that share the key heads."""
+POOLS = (("bfloat16", 1, "auto"), ("float32", 2, "auto"), ("bfloat16", 2, "fp8_e4m3"), ("bfloat16", 1, "fp8_e5m2"), ("float32", 1, "bf16"))
+"""Type, ranks that share the key heads, and kv_cache_dtype."""
 TOKENS, LAYERS = 1000, 3
+ARGUMENTS: tuple[dict[str, Any], ...] = (
+    {"chunked_prefill_size": 1024},
+    {"chunked_prefill_size": 8192, "cuda_graph_max_bs_decode": 128},
+    {"chunked_prefill_size": -1},
+    {"chunked_prefill_size": -1, "max_prefill_tokens": 32_768},
+    {"cuda_graph_max_bs_decode": 512, "tp_size": 8, "dp_size": 2, "enable_dp_attention": True},
+    {"cuda_graph_bs_decode": [1, 8, 40]},
+    {"cuda_graph_max_bs_prefill": 1024},
+    {"cuda_graph_bs_prefill": [64, 256]},
+    {"disable_cuda_graph": True},
+    {"disable_decode_cuda_graph": True, "tp_size": 8, "dp_size": 2, "enable_dp_attention": True},
+    {"disable_prefill_cuda_graph": True},
+    {"max_total_tokens": 3000},
+)
+"""Of engines whose memory they change, as sglang.Engine is given them."""
 
 PROGRAM = """
 import json, sys
@@ -34,10 +50,14 @@ import sglang.srt.utils
 import torch
 from sglang.srt.arg_groups import cuda_graph_hook, memory_hook
 from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.state_capturer import base
 
 sglang.srt.utils.is_cuda = lambda: True  # where graphs of prefill are on by default
+configure_kv_cache_dtype.__globals__["current_platform"] = type("Gpu", (), {"is_cpu": staticmethod(lambda: False)})
+base.ALLOC_MEMORY_FUNCS["cuda"] = lambda dims, dtype, device, pin_memory, allocator: torch.empty(dims, dtype=dtype)  # not page-locked
 
 def resolved(mib, arguments):
     memory_hook.get_device_memory_capacity = lambda device: float(mib)
@@ -47,14 +67,17 @@ def resolved(mib, arguments):
     graphs, fraction = resolving_view(given).cuda_graph_config, resolving_view(given).mem_fraction_static
     return [fraction, memory_hook.reserve_for_graph_mb(given), graphs.decode.max_bs, graphs.prefill.backend, len(graphs.prefill.bs)]
 
-def cache_bytes(tokens, page, dtype, heads, width, layers):
-    pool = MHATokenToKVPool(tokens, page, getattr(torch, dtype), heads, width, layers, "cpu", False)
+def cache_bytes(tokens, page, dtype, given, heads, width, layers):
+    options = {"model": None, "is_draft_worker": False, "is_dflash": False, "speculative_draft_attention_backend": ""}
+    _, kind = configure_kv_cache_dtype(server_args_kv_cache_dtype=given, model_dtype=getattr(torch, dtype), **options)
+    pool = MHATokenToKVPool(tokens, page, kind, heads, width, layers, "cpu", False)
     return int(sum(pool.get_kv_size_bytes()))
 
 asked = json.load(sys.stdin)
 graphs = [len(cuda_graph_hook.generate_prefill_cuda_graph_batch_sizes(chunk)) for chunk in asked["chunks"]]
 gpus, pools = [resolved(*one) for one in asked["gpus"]], [cache_bytes(*one) for one in asked["pools"]]
-print(json.dumps({"gpus": gpus, "graphs": graphs, "pools": pools}))
+routes = base.BaseHostCache(*asked["routes"], "routed_experts", "cuda").get_buffer_size_bytes()
+print(json.dumps({"gpus": gpus, "graphs": graphs, "pools": pools, "routes": routes}))
 """
 
 
@@ -69,15 +92,16 @@ def sglang(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     given = EngineConfig(device="cuda", dtype="bfloat16", gpu_share=0.35).sglang_arguments(folder, 2048, 0)
     names = ("chunked_prefill_size", "mem_fraction_static", "disable_prefill_cuda_graph")
     shared = {name: given[name] for name in names if name in given}
-    gpus = [(mib, one | {"model_path": folder}) for one in (*of_ranks, shared) for mib in SIZES]
+    gpus = [(mib, one | {"model_path": folder}) for one in (*of_ranks, shared, *ARGUMENTS) for mib in SIZES]
     heads, width = QWEN3_8B["num_key_value_heads"], QWEN3_8B["head_dim"]
-    pools = [(TOKENS, 1, dtype, heads // ranks, width, LAYERS) for dtype, ranks in POOLS]
-    asked = json.dumps({"gpus": gpus, "chunks": CHUNKS, "pools": pools})
+    pools = [(TOKENS, 1, dtype, given, heads // ranks, width, LAYERS) for dtype, ranks, given in POOLS]
+    routes = TOKENS + 1, QWEN3_30B_A3B["num_hidden_layers"], QWEN3_30B_A3B["num_experts_per_tok"]
+    asked = json.dumps({"gpus": gpus, "chunks": CHUNKS, "pools": pools, "routes": routes})
     environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], input=asked, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    kinds = (*RANKS, "shared")
+    kinds = (*RANKS, "shared", *range(len(ARGUMENTS)))
     found["gpus"] = {(kind, mib): found["gpus"][n * len(SIZES) + m] for n, kind in enumerate(kinds) for m, mib in enumerate(SIZES)}
     return found
 
@@ -86,6 +110,17 @@ def sglang(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_the_fraction_is_sglang_s_own(sglang: dict[str, Any], ranks: int, groups: int) -> None:
     theirs = [sglang["gpus"][(ranks, groups), mib][0] for mib in SIZES]
     assert [default_fraction(mib << 20, ranks, groups) for mib in SIZES] == theirs
+
+
+@pytest.mark.parametrize("number", range(len(ARGUMENTS)), ids=lambda number: " ".join(ARGUMENTS[number]))
+def test_the_fraction_of_an_engine_s_further_arguments_is_sglang_s_own(sglang: dict[str, Any], number: int) -> None:
+    own = {"tp_size", "dp_size", "enable_dp_attention", "max_total_tokens"}
+    given = ARGUMENTS[number]
+    further = {name: value for name, value in given.items() if name not in own}
+    ranks, groups, most = given.get("tp_size", 1), given.get("dp_size", 1), given.get("max_total_tokens")
+    ours = [default_fraction(mib << 20, ranks, groups, further, most) for mib in SIZES]
+    assert ours == [sglang["gpus"][number, mib][0] for mib in SIZES]
+    assert ours != [default_fraction(mib << 20, ranks, groups) for mib in SIZES], "it makes a difference"
 
 
 def test_an_80_gb_gpu_keeps_58_graphs_of_prefill(sglang: dict[str, Any]) -> None:
@@ -119,4 +154,24 @@ def test_the_fraction_is_of_what_the_context_leaves(tmp_path: Path) -> None:
 def test_a_real_cache_has_the_bytes_of_its_tokens(sglang: dict[str, Any]) -> None:
     """SGLang's pool, which has a page more than it tells of: here one token."""
     shape = replace(ModelShape.of(QWEN3_8B), layers=LAYERS)
-    assert sglang["pools"] == [(TOKENS + 1) * shape.key_value_bytes(dtype, ranks) for dtype, ranks in POOLS]
+    for (dtype, ranks, given), theirs in zip(POOLS, sglang["pools"], strict=True):
+        settings: dict[str, Any] = {"dtype": dtype, "tensor_parallel": ranks, "engine_args": {"kv_cache_dtype": given}}
+        assert theirs == (TOKENS + 1) * cache_token_bytes(shape, EngineConfig(device="cpu", **settings)), given
+
+
+def test_a_cache_in_float8_holds_twice_the_tokens(tmp_path: Path) -> None:
+    """Given to a recipe, as a user would."""
+    shape, gpu = ModelShape.of(QWEN3_8B), 81_559 << 20
+    folder = save_config(tmp_path, QWEN3_8B)
+    plain, float8 = (
+        engine_memory(shape, recipe("qwen3_8b_8gpu", folder, *words).rollout, gpu)
+        for words in ((), ("rollout.engine.engine_args.kv_cache_dtype=fp8_e5m2",))
+    )
+    assert (float8.cache, float8.token_bytes) == (plain.cache, plain.token_bytes // 2)
+    assert float8.tokens // 2 == plain.tokens
+    smaller = recipe("qwen3_8b_8gpu", folder, "rollout.engine.engine_args.chunked_prefill_size=16384").rollout
+    assert engine_memory(shape, smaller, gpu).cache < plain.cache
+
+
+def test_what_an_engine_keeps_of_its_tokens_experts_is_sglang_s_own(sglang: dict[str, Any]) -> None:
+    assert route_cache_bytes(ModelShape.of(QWEN3_30B_A3B), TOKENS) == sglang["routes"]

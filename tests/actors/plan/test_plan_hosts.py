@@ -14,9 +14,12 @@ from torch import Tensor
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
+from actors.doctor.facts import NodeFacts
+from actors.doctor.node_rules import stores_hold_the_weights
 from actors.plan import host_memory
+from actors.plan.engine_memory import engine_memory
 from actors.plan.gpus import Gpus
-from actors.plan.host_memory import CORRECTED, CUDA, DIAGNOSTICS, MODULES, OF_ENGINES, OF_LEARNER, HostMemory, hosts
+from actors.plan.host_memory import CORRECTED, CUDA, DIAGNOSTICS, MODULES, OF_ENGINES, OF_LEARNER, HostMemory, hosts, of_engines
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import batch_tokens, checkpoint_bytes, key_bytes, prompt_tokens, wide_bytes
 from actors.settings.derived import derived
@@ -138,9 +141,30 @@ def test_several_nodes_have_a_role_each() -> None:
     assert driver.parts["batches in the object store"] == 2 * (tokens * 34 + keys) and keys == 4 * (tokens - 1024 * 16384)
     routes, waiting = 48 * 8, config.max_staleness + 1
     assert engines.parts["wide fields in the object store"] == waiting * tokens * routes // 2, "of 16 engines, once"
+    assert engines.parts["experts of the tokens in the KV caches"] == 0, "the GPU's memory isn't known"
+    *_, told = hosts(EXPERTS, config, gpus_per_node=kind.per_node, nodes=kind.nodes, gpu_bytes=kind.memory)
+    cache = engine_memory(EXPERTS, config.rollout, kind.memory)
+    assert told.parts["experts of the tokens in the KV caches"] == 8 * (cache.tokens + 1) * 48 * 8 * 4 > 4 << 30
+    assert {name for name, size in told.parts.items() if size != engines.parts[name]} == {"experts of the tokens in the KV caches"}
+    two = recipe("qwen3_30b_a3b_4nodes", "rollout.engine.tensor_parallel=2", "rollout.workers=8")
+    *_, of_pairs = hosts(EXPERTS, two, gpus_per_node=kind.per_node, nodes=kind.nodes, gpu_bytes=kind.memory)
+    cache = engine_memory(EXPERTS, two.rollout, kind.memory)
+    assert of_pairs.parts["experts of the tokens in the KV caches"] == 8 * (cache.tokens + 1) * 48 * 8 * 4, "each rank has all tokens"
     assert learner.parts["wide fields, fetched to the object store"] == tokens * routes
     assert learner.parts["wide fields, the ranks' shares"] == 2 * tokens * routes, "four data-parallel shares, each with four ranks"
     assert driver.parts["answers put together for a checkpoint"] == waiting * tokens * (8 + routes)
+
+
+@pytest.mark.parametrize(("engines", "words", "versions"), [(1, [], 1), (2, [], 2), (1, ["weight_sync.deltas=true"], 2)])
+def test_a_node_holds_the_older_version_while_another_engine_reads_it(engines: int, words: list[str], versions: int) -> None:
+    """Both rules count the same: of the host's memory, and of Ray's object store."""
+    config = recipe("qwen3_8b_8gpu", *words, "ray.address=auto", "rollout.engine.device=cpu", "rollout.engine.dtype=bfloat16")
+    assert of_engines(DENSE, config, engines)["versions fetched to the object store"] == versions * 2 * DENSE.parameters
+    needed = versions * 2 * DENSE.parameters
+    for room, complains in ((needed - 1, True), (needed, False)):
+        node = NodeFacts("b", cpus=64.0, rollout_units=float(engines), object_store=room)
+        told = [one.sentence for one in stores_hold_the_weights([node], config, DENSE)]
+        assert bool(told) == complains and all(("two versions" if versions == 2 else "a version") in one for one in told)
 
 
 def test_on_one_node_wide_fields_lie_in_the_object_store_once() -> None:

@@ -1,4 +1,4 @@
-"""Memory of a whole training step on a CPU, weights to optimizer, compared with RankMemory.total."""
+"""Memory of a whole training step on a CPU, and of a forward pass with other weights, compared with RankMemory.total."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from actors.plan.learner_memory import rank_memory
 from actors.plan.shape import ModelShape
@@ -26,6 +27,7 @@ SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "head_dim
 TOKENS, LONGEST = 256, 128
 """Two sequences of more tokens than float32's attention is widened for on a CPU."""
 LARGE_LAYERS: dict[str, Any] = {"num_hidden_layers": 4, "intermediate_size": 1024, "vocab_size": 200}
+LARGE_ATTENTION: dict[str, Any] = {"num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 200}
 LARGE_VOCABULARY: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 12_000}
 
 
@@ -50,6 +52,26 @@ def most_in_the_passes(learner: LearnerRank, correction: CorrectionConfig, passe
         done = learner.step(all_in_the_loss(correction, passes), correction, step=0)
     assert done.microbatches * learner.placement.data_parallel == passes
     return peaks[0]
+
+
+class FromAnotherDevice:
+    """A tensor of which `to` makes a copy, as it does on its way from the host to a GPU."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def to(self, device: torch.device) -> Tensor:
+        return self._tensor.to(device, copy=True)
+
+
+def most_with_other_weights(learner: LearnerRank, passes: int = 1) -> int:
+    """The most bytes alive during a forward pass with weights from another device, without the model's own and their gradients."""
+    parameters = [one for policy in learner._policies for one in policy.parameters()]
+    others: list[Any] = [FromAnotherDevice(one) for one in learner.weights_copy()]
+    batch = all_in_the_loss(TIS, passes).batch
+    with LiveBytes(*parameters, *(one.main_grad for one in parameters)) as probe:
+        learner.logprobs_with(others, batch)
+    return probe.peak
 
 
 def measured_and_planned(
@@ -103,6 +125,41 @@ def test_a_long_chunk_has_its_peak_where_entropy_in_the_loss_says(tmp_path: Path
         assert passes == pytest.approx(planned[1], rel=0.03)
         found.append(passes)
     assert found[1] > 1.1 * found[0], "by the matrix's gradient"
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("family", "dtype", "sizes"),
+    [
+        ("qwen3", "float32", LARGE_LAYERS),
+        ("qwen3", "bfloat16", LARGE_LAYERS),
+        ("qwen3", "bfloat16", LARGE_VOCABULARY),
+        ("qwen3", "float32", LARGE_VOCABULARY),
+        ("qwen3", "bfloat16", LARGE_ATTENTION),
+        ("llama", "float32", LARGE_ATTENTION),
+        ("glm4", "bfloat16", LARGE_LAYERS),
+        ("qwen3_moe", "bfloat16", LARGE_LAYERS | {"moe_intermediate_size": 160}),
+        ("qwen3_moe", "float32", LARGE_LAYERS | {"moe_intermediate_size": 512}),
+    ],
+)
+def test_other_weights_are_there_when_no_layer_s_activations_are(
+    tmp_path: Path, family: str, dtype: str, sizes: dict[str, Any], recompute: bool
+) -> None:
+    """They are swapped in for a forward pass without gradients, and gone before the next step: the peak is the larger of the two."""
+    save_tiny_model(tmp_path, family, tie=False, pad_token_id=None, **(SIZES | sizes))
+    settings: dict[str, Any] = {"dtype": dtype, "recompute_activations": recompute, "device": "cpu", "tokens_per_microbatch": TOKENS}
+    settings |= {"logprob_chunk_tokens": 128, "shared_prompts": False}
+    with learner_on(tmp_path, **settings) as learner:
+        with_others, training = most_with_other_weights(learner, passes=2), most_in_the_passes(learner, TIS)
+        again = most_with_other_weights(learner)
+        state = sum(held(learner))
+    planned = rank_memory(ModelShape.read(tmp_path), LearnerConfig(**settings), longest=LONGEST, loads_other=True)
+    assert with_others == pytest.approx(planned.other + planned.forward, rel=0.03)
+    assert again == pytest.approx(with_others, rel=0.03), "neither a second pass nor the optimizer's state adds to it"
+    assert state == planned.state
+    if sizes is not LARGE_ATTENTION:  # whose backward pass, recomputed, has its peak in attention: 4 % more than a plan counts
+        assert state + max(with_others, training) == pytest.approx(planned.total, rel=0.03)
+    assert planned.total < planned.state + planned.training + planned.other
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -1,4 +1,4 @@
-"""Memory of a whole training step on each of two ranks, and what a plan says of their stage."""
+"""Memory of a whole training step, and of a pass with other weights, on each of two ranks, and what a plan says of their stage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from actors.plan.shape import ModelShape
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
 from tests.actors.plan.test_plan import held
-from tests.actors.plan.test_plan_step import LARGE_LAYERS, LARGE_VOCABULARY, LONGEST, SIZES, TOKENS, most_in_the_passes
+from tests.actors.plan.test_plan_step import (
+    LARGE_LAYERS,
+    LARGE_VOCABULARY,
+    LONGEST,
+    SIZES,
+    TOKENS,
+    most_in_the_passes,
+    most_with_other_weights,
+)
 from tests.learner.learner_cases import TIS, run_ranks
 from tests.tiny_models import save_tiny_model
 
@@ -69,3 +77,41 @@ def test_a_rank_s_step_takes_what_a_plan_says(
     else:
         assert measured == pytest.approx(planned, rel=0.03)
         assert on_top == pytest.approx([1.0, 1.0], rel=0.05)
+
+
+def bytes_with_other_weights(rank: int, ranks: int, port: int, folder: Path, settings: dict[str, Any]) -> tuple[int, int]:
+    """(pipeline stage, most bytes of a forward pass with other weights)."""
+    learner = LearnerRank(LearnerConfig(**settings), rank, ranks, "127.0.0.1", port)
+    learner.load(folder)
+    found = learner.placement.pipeline_rank, most_with_other_weights(learner, passes=2)
+    learner.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "split"),
+    [
+        ("qwen3", LARGE_LAYERS, TENSOR),
+        ("qwen3", LARGE_VOCABULARY, TENSOR),
+        ("qwen3", LARGE_LAYERS, {"pipeline_parallel": 2}),
+        ("qwen3_moe", OF_EXPERTS, EXPERTS),
+    ],
+    ids=["tensor-layers", "tensor-vocabulary", "pipeline-layers", "experts"],
+)
+def test_a_rank_s_pass_with_other_weights_takes_what_a_plan_says(
+    tmp_path: Path, family: str, sizes: dict[str, Any], split: dict[str, Any]
+) -> None:
+    """Within 5 % of what comes on top of the state: the other weights and a forward pass with them. Of experts in all; each rank's peak is
+    in the layer where its experts got most rows."""
+    folder = save_tiny_model(tmp_path, family, tie=False, pad_token_id=None, **(SIZES | sizes))
+    settings = {
+        "device": "cpu", "dtype": "bfloat16", "tokens_per_microbatch": TOKENS, "logprob_chunk_tokens": 128, "shared_prompts": False,
+    } | split  # fmt: skip
+    shape, config = ModelShape.read(folder), LearnerConfig(**settings)
+    found = run_ranks(bytes_with_other_weights, folder, settings)
+    planned = [stage_memory(shape, config, stage, longest=LONGEST, loads_other=True) for stage, _ in found]
+    expected = [memory.other + memory.forward for memory in planned]
+    if split is EXPERTS:
+        assert sum(most for _, most in found) == pytest.approx(sum(expected), rel=0.05)
+    else:
+        assert [most for _, most in found] == pytest.approx(expected, rel=0.05)
