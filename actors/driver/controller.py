@@ -297,8 +297,7 @@ class Controller:
         if self._alarm or not self._alarms.has_some:
             return
         await self._steps.flush()  # the alarm is reported before what it leads to
-        action = self._alarms.decide()
-        if action is not None and action.replacement is not None:
+        if (action := self._alarms.decide()) is not None and action.replacement is not None:
             self._warn(action.text)
             await unless_set(self._ending.is_hurried, self._source.switch(action.replacement.correction))
         elif action is not None and self._step < self._config.steps:

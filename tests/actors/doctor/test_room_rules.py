@@ -49,7 +49,7 @@ def test_engines_have_room_on_nodes_not_in_a_sum(workers: int, gpus: str, said: 
         ({"memory": 32 << 30}, ["head: driver, queue and correction service would take up to 47.7 GiB of its 32 GiB of memory: answers"]),
         (
             {"rollout_units": 8.0, "object_store": 64 << 30},
-            ["head: a version of the weights and two batches, and all answers for a checkpoint, take 78.8 GiB"],
+            ["head: two versions of the weights and two batches, and all answers for a checkpoint, take 136 GiB"],
         ),
     ],
 )
