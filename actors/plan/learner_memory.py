@@ -23,7 +23,7 @@ RESERVE is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from actors.plan.shape import BYTES_OF, ModelShape
@@ -49,7 +49,7 @@ class RankMemory:
     other: int = 0
     """Weights of another version in addition to the present ones, during a forward pass with them: of the reference, or earlier ones."""
     forward: int = 0
-    """What that forward pass takes: one layer, or the head. There is no gradient, and nothing is kept."""
+    """What that forward pass takes, where there are other weights: one layer, or the head. There is no gradient, and nothing is kept."""
 
     @property
     def state(self) -> int:
@@ -259,10 +259,13 @@ def stage_memory(
     if stage == 0:
         backward = max(backward, round(_embedding_backward_bytes(shape, config, tokens) - of_a_chunk))
     layer = max(0, backward - head)
+    found = RankMemory(weights, gradients, optimizer, activations, head, layer)
+    if not loads_other:
+        return found
     forward = layer_forward_bytes(shape, config, tokens)
     if stage == config.pipeline_parallel - 1:
         forward = max(forward, head_forward_bytes(shape, config, tokens))
-    return RankMemory(weights, gradients, optimizer, activations, head, layer, weights if loads_other else 0, forward)
+    return replace(found, other=weights, forward=forward)
 
 
 def _between_stages_bytes(shape: ModelShape, config: LearnerConfig, tokens: int, chunks: float) -> float:
