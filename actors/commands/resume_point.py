@@ -15,7 +15,7 @@ from actors.cluster.hub import outline_folder
 from actors.commands.recipe import load_config
 from actors.config import DeadlinesConfig, RunConfig
 from actors.record.checkpoint_reader import Reading, ResumePoint, newest_readable
-from actors.record.patience import by_disk_at_start
+from actors.record.disk_at_start import by_disk_at_start
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.settings.hub_name import HubName, absolute
 from correction.errors import ConfigError, DataError, counted
@@ -73,7 +73,7 @@ def find_resume_point(
 
 
 def _newest(folder: RunFolder, deadlines: DeadlinesConfig) -> ResumePoint | None:
-    """None: there is none. All of it is read, for hours from a slow disk; every half minute it is told how far that is."""
+    """None: there is none. The whole checkpoint is read, which may take hours on a slow disk; each half minute says how far that is."""
     reading = Reading()
     return by_disk_at_start(
         lambda: newest_readable(folder, reading=reading) if folder.checkpoints() else None,

@@ -177,5 +177,8 @@ def _has_begun(run_dir: Path) -> bool:
 
 
 def _by_disk(look: Callable[[], T]) -> T:
-    """Raises: as `look`; TimeoutError, which is an OSError, after _LOOK_S."""
-    return DaemonThreads().submit(look).result(_LOOK_S)
+    """Raises: as `look`; TimeoutError, which is an OSError, after _LOOK_S; OSError if the machine has no thread left."""
+    try:
+        return DaemonThreads().submit(look).result(_LOOK_S)
+    except RuntimeError as error:  # can't start new thread
+        raise OSError(str(error)) from error

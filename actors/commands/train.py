@@ -34,8 +34,8 @@ from actors.processes.supervision import HALF_OVER
 from actors.processes.wait_notice import WaitNotice
 from actors.record.checkpoint_reader import ResumePoint, take_back
 from actors.record.completeness import EVALUATION, left_after_training
+from actors.record.disk_at_start import by_disk_at_start, is_disk_late
 from actors.record.observer import Observer
-from actors.record.patience import by_disk_at_start, is_disk_late
 from actors.record.run_event import EventKind
 from actors.record.run_folder import RunFolder
 from actors.record.stack_collector import StackCollector
@@ -92,7 +92,7 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
         point, said = by_disk_at_start(ready, "the run's settings, and the lines of its steps", limit_s=lambda: config.deadlines.disk_s)
         return _run_in(folder, config, task, [*(("info", note) for note in notes), *said], point)
     finally:
-        with contextlib.suppress(TimeoutError):  # where the disk hangs, the end of the process gives the folder back
+        with contextlib.suppress(TimeoutError, RuntimeError):  # a disk that hangs, no thread left: the process' end gives the folder back
             DaemonThreads().submit(folder.close).result(_LISTED_S)
 
 
@@ -180,7 +180,7 @@ def _from_the_start(folder: RunFolder) -> str:
 
 
 def _complete(folder: RunFolder, config: RunConfig, point: ResumePoint, *, has_report: bool) -> RunSummary:
-    """Say of a run that it has done all; a report that is missing is written. Nothing is started."""
+    """Say that a run has done all of its steps, and write its report if that is missing. Nothing is started."""
     steps = point.checkpoint.step
     report = folder.report_path if has_report else _report(folder)
     interrupts.all_is_done(0)
@@ -229,6 +229,7 @@ def _run_in(
         summary = controller.summary if is_interrupted and controller is not None else None
         if summary is None:
             code = interrupts.exit_code(error.number) if isinstance(error, interrupts.Interrupted) else 1
+            interrupts.all_is_done(None)  # a last line that could not be written: what was done isn't all
             _keep_failure(error, observer, folder, config.steps)
             has_report = not is_disk_late(error)
             view.close()
@@ -256,7 +257,7 @@ def _keep_failure(error: BaseException, observer: Observer, folder: RunFolder, s
     if isinstance(error, DeadlineExceeded) and error.what:
         observer.keep_event("warning", WaitNotice(error.what, round(error.seconds)))
     observer.keep_event("error", *_said(error))  # the terminal has it from whoever catches it
-    with contextlib.suppress(OSError):  # a disk that refuses, or hangs (TimeoutError), must not keep the error from being said
+    with contextlib.suppress(OSError, RuntimeError):  # a disk that refuses or hangs, or a machine without a thread left, hides no error
         if DaemonThreads().submit(_can_go_on, folder, steps).result(_LISTED_S):
             error.add_note(f"to go on: evenkeel train --resume {folder.path}")
 

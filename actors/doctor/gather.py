@@ -254,7 +254,7 @@ def _answer(call: Any, until: float, within_s: float) -> NodeFacts:
 
 
 def _with_skew(facts: NodeFacts, began: float) -> NodeFacts:
-    """By how much the node's clock was before the question, or after the answer: what a first process there takes to start is neither.
+    """By how much the node's clock was before the question, or after the answer: the start of a first process there is not counted.
 
     Args: began: this one's clock at the question.
     """

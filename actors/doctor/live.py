@@ -151,7 +151,7 @@ class _Visit:
             made, group = await self._ask_the_ranks(places)
             snapshot = await self._exported(group) if group is not None else None
             if snapshot is not None and group is not None and made is not None:  # while the engine starts
-                await self._compare_with(made, group, snapshot)
+                group = group if await self._compare_with(made, group, snapshot) else None
             answers = await self._ask_the_engine(engine, starting, snapshot)
             if answers and self._config.weight_sync.transport == "broadcast" and group is not None and snapshot is not None:
                 self._broadcast = await self._broadcast_to(engine, group, snapshot)
@@ -269,8 +269,11 @@ class _Visit:
         float8 = self._config.rollout.engine.has_float8
         return ExportPlan(self._config.weight_sync.bucket_bytes, probe_ids=tuple(self._sequences[0]), float8=float8)
 
-    async def _compare_with(self, made: Reference, group: LearnerGroup, snapshot: WeightSnapshot) -> None:
-        """Compare a forward and backward pass with the reference. It changes the learner's weights, not those exported before."""
+    async def _compare_with(self, made: Reference, group: LearnerGroup, snapshot: WeightSnapshot) -> bool:
+        """Compare a forward and backward pass with the reference. It changes the learner's weights, not those exported before.
+
+        Returns: False if a rank hangs: then the ranks are asked nothing more.
+        """
         try:
             norms = await self._each(group, backward, self._sequences)
             off = abs(norms[0] / made.gradient_norm - 1)
@@ -278,6 +281,8 @@ class _Visit:
             self._say("the learner is compared with float32")
         except (EvenkeelError, ray.exceptions.RayError) as error:
             self._failed("forward and backward pass of the learner", error)
+            return not isinstance(error, DeadlineExceeded)
+        return True
 
     async def _each(self, group: LearnerGroup, function: Any, *arguments: Any) -> list[Any]:
         """Call a function with each rank's actor in its process, all at the same time."""

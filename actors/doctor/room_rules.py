@@ -60,8 +60,8 @@ def _for_everybody(kind: str, nodes: Nodes, config: RunConfig, remedy: str) -> I
     elif row.asked > row.free:
         yield Complaint(
             "warn",
-            f"the run asks for {row.asked:g} {kind}s, of {row.there:g} only {row.free:g} are free: another run has the others",
-            "Wait for it, or ask for fewer",
+            f"the run asks for {row.asked:g} {kind}s, of {row.there:g} only {row.free:g} are free: others have the rest",
+            f"Wait for it. {remedy}",
         )
 
 
@@ -121,7 +121,7 @@ def units_for_all_workers(nodes: Nodes, config: RunConfig) -> Iterator[Complaint
             "warn",
             f"{counted(wanted, 'rollout worker')}, each of which asks for one unit of the Ray resource {config.ray.rollout_resource!r}, "
             f"and {free} are free: another run has the others",
-            "Wait for it, or ask for fewer",
+            "Wait for it, or lower rollout.workers (rollout.min_workers)",
         )
 
 

@@ -4,8 +4,8 @@ As SGLang 0.5.21 divides it. Weights and KV cache get a fraction of what is free
 (mem_cache/kv_cache_configurator.py, _profile_available_bytes), and the cache what the weights leave of it. Without a fraction given,
 handle_gpu_memory_settings (arg_groups/memory_hook.py) makes one of the GPU's size: it leaves 512 MiB, 1.5 MiB for each token of a chunk of
 prefill, an eighth of a GiB for each rank, and what reserve_for_graph_mb there says of graphs: 2 MiB for each request of the largest one of
-decoding, and 8 MiB for each one of prefill; on GPUs above 60 GiB 10 GiB at least. Of rollout.engine.engine_args those count that set one
-of these, and the cache's type. An engine with a share of a GPU keeps to the share (correction/engines/gpu_share.py).
+decoding, and 8 MiB for each one of prefill; on GPUs above 60 GiB 10 GiB at least. Settings in rollout.engine.engine_args that change one of
+these, or the cache's type, are counted. An engine with a share of a GPU keeps to the share (correction/engines/gpu_share.py).
 """
 
 from __future__ import annotations

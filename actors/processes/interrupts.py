@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 GRACE_S = 10.0
 """How long the main thread may take to unwind."""
 SAME_S = 2.0
-"""SIGTERMs within this time count as one: if a whole process tree gets the signal, a child gets it once more from its parent.
-So do SIGHUPs: when a terminal is lost, its shell sends one to its jobs, and the kernel sends another as the shell ends."""
+"""SIGTERMs within this time count as one while an event loop handles them: if a whole process tree gets the signal, a child gets it once
+more from its parent. So do SIGHUPs: when a terminal is lost, its shell sends one to its jobs, and the kernel sends another as that
+shell ends."""
 # If SIGHUP is ignored at the start (nohup), so that the process outlives its terminal, it stays ignored.
 _HANGUP = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else ()
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *_HANGUP)
@@ -234,8 +235,9 @@ def is_ending() -> bool:
     return _guard is not None and _guard.raised is not None
 
 
-def all_is_done(code: int) -> None:
-    """Nothing is left of what this process was to do: from now on it ends with this exit code, by a signal, too."""
+def all_is_done(code: int | None) -> None:
+    """This process has done all that it was to do: from now on it ends with this exit code, even if a signal ends it. None: it hasn't,
+    after all."""
     if _guard is not None:
         _guard.done_code = code
 

@@ -93,6 +93,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         detail = layers.describe(self._config, self._learner.placement.device)
         return ActorInfo("learner", str(self._rank), os.getpid(), self._endpoint.target, detail, ray.get_runtime_context().get_node_id())
 
+    @names_failures
     def fetch(
         self, batch: PackedBatch | CorrectedBatch, correction: CorrectionConfig | None, step: int, limit_s: float, *, everything: bool
     ) -> dict[int, str]:

@@ -8,8 +8,8 @@ EVALUATION, REPORT = "the evaluation after training", "its report"
 
 
 def left_after_training(folder: RunFolder, steps: int) -> tuple[str, ...]:
-    """EVALUATION and REPORT, those that the folder of a run of so many steps lacks. A report that is older than its numbers counts for
-    none. Raises: OSError."""
+    """EVALUATION and REPORT, those that the folder of a run of so many steps lacks. A report that is older than its numbers counts as
+    missing. Raises: OSError."""
     is_evaluated = any(metrics.step == steps for metrics in folder.read_evaluations())
     return ((EVALUATION,) if not is_evaluated else ()) + ((REPORT,) if not _is_reported(folder) else ())
 

@@ -8,23 +8,18 @@ the disk (`room`), and says so.
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import wait
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from actors.config import DeadlinesConfig
-from actors.processes.daemon_threads import DaemonThreads
-from actors.processes.output import put
 from actors.processes.supervision import wait_for
 from actors.processes.wait_notice import WaitNotice
+from actors.record.disk_at_start import ON_DISK, DiskLate
 from actors.record.file_thread import FileThread
-from correction.errors import DeadlineExceeded
 
 T = TypeVar("T")
 ByDisk = Callable[..., Awaitable[Any]]
@@ -34,19 +29,12 @@ _MOST = 100_000
 _MOST_BEFORE_A_FILE, _MOST_BEFORE_A_STEP = 100, 1000
 """Most jobs that may wait before a file is left out, and before a step is delayed: the jobs of tens and of hundreds of steps."""
 _LOOK_S = 0.1
-_ON_DISK = "the run folder's disk"
 _HANGS = "When that disk answers again, a resume goes on from the last checkpoint. The deadline follows from deadlines.checkpoint_s"
-_HANGS_AT_START = "When that disk answers again, do the same once more. The deadline follows from deadlines.checkpoint_s and bytes_per_s"
-_NOTICE_S = 30.0
 
 
 class _Line(NamedTuple):
     step: int
     append: Callable[[], object]
-
-
-class DiskLate(DeadlineExceeded):
-    """The run folder's disk has not done in time what it was waited for."""
 
 
 async def wait_for_disk(
@@ -58,7 +46,7 @@ async def wait_for_disk(
     counts_from: Callable[[], float] | None = None,
 ) -> T:
     """As wait_for, of work on the run folder's disk. Raises: as the work; DiskLate."""
-    named = f"{what} -> {_ON_DISK}"
+    named = f"{what} -> {ON_DISK}"
     return await wait_for(work, named, deadline_s=deadline_s, notice=notice, counts_from=counts_from, raises=DiskLate)
 
 
@@ -81,44 +69,6 @@ async def by_disk(
     except DiskLate as error:
         error.remedy = _HANGS
         raise
-
-
-def by_disk_at_start(
-    work: Callable[[], T],
-    what: str,
-    *,
-    limit_s: Callable[[], float] = lambda: DeadlinesConfig().disk_s,
-    counts_from: Callable[[], float] = lambda: 0.0,
-    detail: Callable[[], str] = lambda: "",
-    say: Callable[[WaitNotice], object] = lambda notice: put(f"evenkeel: {notice}\n", sys.stderr),
-) -> T:
-    """As `by_disk`, where there is no event loop yet: a thread does the work.
-
-    Args:
-        limit_s: returns the deadline; it may become known as the work goes on.
-        counts_from: returns the time (time.monotonic) from which it counts, if that is later than the call.
-        detail: returns a clause on how far the work has come, for each notice and for the error.
-        say: takes a notice every half minute.
-    Raises: as the work; DiskLate, with what to do. The thread is left to its disk then.
-    """
-    named, began = f"{what} -> {_ON_DISK}", time.monotonic()
-    doing = DaemonThreads().submit(work)
-    while True:
-        left_s = max(began, counts_from()) + limit_s() - time.monotonic()
-        if wait({doing}, max(0.0, min(_NOTICE_S, left_s))).done:
-            return doing.result()
-        waited_s, clause = time.monotonic() - began, detail()
-        if time.monotonic() >= max(began, counts_from()) + limit_s():
-            so_far = f" ({clause})" if clause else ""
-            error = DiskLate(f"{named}: not done in {waited_s:.0f} s{so_far}", what=named, seconds=waited_s)
-            error.remedy = _HANGS_AT_START
-            raise error
-        say(WaitNotice(named, round(waited_s), clause))
-
-
-def is_disk_late(error: BaseException) -> bool:
-    """Whether this error, or its cause, is a deadline that the disk has missed."""
-    return any(isinstance(one, DiskLate) for one in (error, error.__cause__))
 
 
 class PatientWriter:

@@ -254,7 +254,8 @@ def reach_by_name(listeners: Iterable[tuple[str, str]], names: Iterable[str]) ->
     """
     found: dict[str, int] = {}
     for command, address in listeners:
-        name = max((name for name in names if name in command), key=len, default=command)
+        said = command.replace(str(ROOT), "")  # a clone's folder is called evenkeel, as one of the names
+        name = max((name for name in names if name in said), key=len, default=command)
         found[name] = max(reach(address), found.get(name, 0))
     return found
 

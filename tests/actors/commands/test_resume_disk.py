@@ -12,7 +12,7 @@ import pytest
 
 from actors.commands.resume_point import find_resume_point
 from actors.config import RunConfig
-from actors.record import patience
+from actors.record import disk_at_start
 from actors.record.checkpoint_reader import Reading
 from actors.record.run_folder import Checkpoint, RunFolder
 from correction.errors import DeadlineExceeded
@@ -32,7 +32,7 @@ def test_a_disk_that_hangs_is_told_and_ends_the_resume_in_a_sentence(
         raise OSError
 
     monkeypatch.setattr(file_sums, "sum_of", sum_of)
-    monkeypatch.setattr(patience, "_NOTICE_S", 0.2)
+    monkeypatch.setattr(disk_at_start, "_NOTICE_S", 0.2)
     what = "files of the newest checkpoint -> the run folder's disk"
     try:
         with pytest.raises(DeadlineExceeded) as caught:

@@ -14,7 +14,7 @@ import pytest
 from actors.commands import train
 from actors.driver.run_summary import RunSummary
 from actors.processes import interrupts
-from actors.record.patience import DiskLate
+from actors.record.disk_at_start import DiskLate
 from correction.errors import DataError
 
 

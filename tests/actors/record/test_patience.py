@@ -16,7 +16,7 @@ import pytest
 
 from actors.driver.evaluation import evaluate
 from actors.processes.wait_notice import WaitNotice
-from actors.record import patience
+from actors.record import disk_at_start, patience
 from actors.record.file_thread import FileThread
 from actors.record.patience import PatientWriter
 from actors.record.run_folder import RunFolder
@@ -266,14 +266,14 @@ def test_a_rewind_that_a_full_disk_refuses_can_be_made_again(tmp_path: Path) -> 
 
 def test_the_disk_of_a_start_is_waited_for_with_words_and_an_end(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before there is an event loop, and a terminal to show it on. The deadline may become known, and begin anew, as the work goes on."""
-    monkeypatch.setattr(patience, "_NOTICE_S", 0.05)
-    assert patience.by_disk_at_start(lambda: 7, "a number") == 7
+    monkeypatch.setattr(disk_at_start, "_NOTICE_S", 0.05)
+    assert disk_at_start.by_disk_at_start(lambda: 7, "a number") == 7
     with pytest.raises(OSError, match="Stale"):
-        patience.by_disk_at_start(partial(refuse, errno.ESTALE), "a number")
+        disk_at_start.by_disk_at_start(partial(refuse, errno.ESTALE), "a number")
     told, began = list[WaitNotice](), time.monotonic()
     limits, beginnings = iter([60.0, 60.0]), iter([began, began])
     with pytest.raises(DeadlineExceeded) as caught:
-        patience.by_disk_at_start(
+        disk_at_start.by_disk_at_start(
             gate,
             "a number",
             limit_s=lambda: next(limits, 0.3),
@@ -281,7 +281,7 @@ def test_the_disk_of_a_start_is_waited_for_with_words_and_an_end(gate: Gate, mon
             detail=lambda: f"{len(told)} times",
             say=told.append,
         )
-    assert time.monotonic() - began >= 0.5 and patience.is_disk_late(caught.value)
+    assert time.monotonic() - began >= 0.5 and disk_at_start.is_disk_late(caught.value)
     assert len(told) >= 4 and (told[2].what, told[2].detail) == ("a number -> the run folder's disk", "2 times")
     said = f"a number -> the run folder's disk: not done in {caught.value.seconds:.0f} s ({len(told)} times). When that disk answers again"
     assert str(caught.value).startswith(said)

@@ -1,0 +1,62 @@
+"""Waiting for the run folder's disk where there is no event loop yet, without what a running one imports (Ray)."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+from typing import TypeVar
+
+from actors.config import DeadlinesConfig
+from actors.processes.daemon_threads import DaemonThreads
+from actors.processes.output import put
+from actors.processes.wait_notice import WaitNotice
+from correction.errors import DeadlineExceeded
+
+T = TypeVar("T")
+ON_DISK = "the run folder's disk"
+_HANGS_AT_START = "When that disk answers again, do the same once more. The deadline follows from deadlines.checkpoint_s and bytes_per_s"
+_NOTICE_S = 30.0
+
+
+class DiskLate(DeadlineExceeded):
+    """The run folder's disk has not done in time what it was waited for."""
+
+
+def by_disk_at_start(
+    work: Callable[[], T],
+    what: str,
+    *,
+    limit_s: Callable[[], float] = lambda: DeadlinesConfig().disk_s,
+    counts_from: Callable[[], float] = lambda: 0.0,
+    detail: Callable[[], str] = lambda: "",
+    say: Callable[[WaitNotice], object] = lambda notice: put(f"evenkeel: {notice}\n", sys.stderr),
+) -> T:
+    """As `by_disk` of patience.py, where there is no event loop yet: a thread does the work.
+
+    Args:
+        limit_s: returns the deadline; it may become known as the work goes on.
+        counts_from: returns the time (time.monotonic) from which it counts, if that is later than the call.
+        detail: returns a clause on how far the work has come, for each notice and for the error.
+        say: takes a notice every half minute.
+    Raises: as the work; DiskLate, with what to do. The thread is left to its disk then.
+    """
+    named, began = f"{what} -> {ON_DISK}", time.monotonic()
+    doing = DaemonThreads().submit(work)
+    while True:
+        left_s = max(began, counts_from()) + limit_s() - time.monotonic()
+        if wait({doing}, max(0.0, min(_NOTICE_S, left_s))).done:
+            return doing.result()
+        waited_s, clause = time.monotonic() - began, detail()
+        if time.monotonic() >= max(began, counts_from()) + limit_s():
+            so_far = f" ({clause})" if clause else ""
+            error = DiskLate(f"{named}: not done in {waited_s:.0f} s{so_far}", what=named, seconds=waited_s)
+            error.remedy = _HANGS_AT_START
+            raise error
+        say(WaitNotice(named, round(waited_s), clause))
+
+
+def is_disk_late(error: BaseException) -> bool:
+    """Whether this error, or its cause, is a deadline that the disk has missed."""
+    return any(isinstance(one, DiskLate) for one in (error, error.__cause__))
