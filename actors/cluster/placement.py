@@ -9,10 +9,13 @@ room for them.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -28,12 +31,13 @@ from actors.settings.environment import learner_environment
 from actors.settings.hub_name import HubName
 from learner.config import LearnerConfig
 
+log = logging.getLogger("evenkeel")
 T = TypeVar("T")
 _POLL_S = 1.0
 _LOOK_S = 60.0
 _SETTLE_S = 10.0
-"""What a run that has just ended had is reported as free a little later: so long its GPUs are waited for. So long, too, until a group that
-is kept away from nodes, and has room on paper, counts as one that has none."""
+"""Three waits, seconds. Ray reports the GPUs of a run that has just ended as free only after a moment. A group that is kept away from nodes
+gets no places, though there seemed to be room. A group has lost a node, and Ray may find another one for its bundles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,33 +67,43 @@ class RankPlaces:
         return asked
 
 
-async def reserve(run: RunConfig) -> RankPlaces:
+async def reserve(run: RunConfig, *, instead_of: PlacementGroup | None = None) -> RankPlaces:
     """Hold the resources of all ranks; an autoscaler has deadlines.start_s to add nodes for them.
 
-    Raises: DeadlineExceeded that says what was asked for and what was there.
+    Args: instead_of: a group that is removed as soon as the new one is asked for. What it holds counts as free.
+    Raises: DeadlineExceeded that says what was asked for and what was there. After an error, or if cancelled, nothing new is held.
     """
     config, deadlines, bundle = run.learner, run.deadlines, _bundle(run.learner)
     bundles = [bundle] * (config.world_size // config.tensor_parallel)
-    what = f"room for {config.world_size} learner ranks: {len(bundles)} x {bundle}; the cluster {_offer()}"
+    offer = await asyncio.to_thread(_offer)
+    what = f"room for {config.world_size} learner ranks: {len(bundles)} x {bundle}; the cluster {offer}"
     usual_s = USUAL_START * deadlines.start_s
-    making = _made(bundles, run)
-    group, is_kept_away = await wait_for(making, what, deadline_s=deadlines.start_s, notice_s=deadlines.notice_s, usual_s=usual_s)
-    nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}  # type: ignore[no-untyped-call]
-    first_gpus = await _first_gpus(config, group) if bundle.get("GPU") and group.bundle_count > 1 else {}
+    asked: list[PlacementGroup] = []
+    try:
+        making = _made(bundles, run, asked, instead_of)
+        group, is_kept_away = await wait_for(making, what, deadline_s=deadlines.start_s, notice_s=deadlines.notice_s, usual_s=usual_s)
+        nodes: dict[int, str] = (await asyncio.to_thread(placement_group_table, group))["bundles_to_node_id"]
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in await asyncio.to_thread(ray.nodes)}
+        first_gpus = await _first_gpus(config, group) if bundle.get("GPU") and len(bundles) > 1 else {}
+    except BaseException:
+        for one in asked:  # not awaited: the control service may hang, and this error has to go on
+            asyncio.get_running_loop().run_in_executor(None, _remove, one)
+        raise
     return RankPlaces(config, learner_environment(run), group, in_order(nodes, addresses, first_gpus), is_kept_away)
 
 
 async def still_there(places: RankPlaces, run: RunConfig) -> RankPlaces:
     """The same places, or new ones if a node of theirs is gone whose bundles Ray may not put where there is room now.
 
+    Waits while Ray's control service does not answer: the places are most likely there.
     Raises: as `reserve`.
     """
-    group = places.group
-    if group is None or not places.is_kept_away or await asyncio.to_thread(group.wait, _POLL_S):
+    if places.group is None or not places.is_kept_away:
         return places
-    remove_placement_group(group)
-    return await reserve(run)
+    deadlines, what = run.deadlines, "places of the learner ranks <- Ray"
+    if not await wait_for(_is_broken(places), what, deadline_s=deadlines.start_s, notice_s=deadlines.notice_s):
+        return places
+    return await reserve(run, instead_of=places.group)
 
 
 async def on_their_nodes(
@@ -158,22 +172,72 @@ def _offer() -> str:
     return "has " + ", and ".join(resources)
 
 
-async def _made(bundles: list[dict[str, float]], run: RunConfig) -> tuple[PlacementGroup, bool]:
-    """The group, when all of its bundles have their places, and whether they are kept away from nodes. It isn't where they have no room
-    but on nodes that are to come, nor where it waits all the same: somebody else was quicker, or a node is leaving."""
-    until = time.monotonic() + _SETTLE_S
-    away = _kept_away(run, len(bundles), "free")
-    while away is None and time.monotonic() < until and _kept_away(run, len(bundles), "there") is not None:
+async def _is_broken(places: RankPlaces) -> bool:
+    """Whether bundles have no node, and still have none after a while in which Ray could have found another one."""
+    until = math.inf
+    while sum((await asyncio.to_thread(_held, places.group)).values()) < len(places.order):
+        if time.monotonic() >= until:
+            return True
+        until = min(until, time.monotonic() + _SETTLE_S)
         await asyncio.sleep(_POLL_S)
-        away = _kept_away(run, len(bundles), "free")
+    return False
+
+
+def _held(group: PlacementGroup | None) -> Counter[str]:
+    """By node that is alive, how many of the group's bundles are there. None are if the group is removed, or if Ray doesn't know it."""
+    try:
+        told = placement_group_table(group) if group is not None else {}
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
+    except Exception as error:  # Ray raises the builtin one
+        log.debug("placement group: %s", error)
+        return Counter()
+    nodes = told["bundles_to_node_id"].values() if told.get("state", "REMOVED") != "REMOVED" else ()
+    return Counter(node for node in nodes if node in alive)
+
+
+async def _made(
+    bundles: list[dict[str, float]], run: RunConfig, asked: list[PlacementGroup], instead_of: PlacementGroup | None
+) -> tuple[PlacementGroup, bool]:
+    """The group, when all of its bundles have their places, and whether they are kept away from nodes.
+
+    They are not kept away if there is room only on nodes that are to come. Nor are they if such a group gets no places in time: somebody
+    else was quicker, or a node is leaving.
+    Args:
+        asked: takes each group that is asked for, at once.
+        instead_of: as for `reserve`.
+    """
+    until = time.monotonic() + _SETTLE_S
+    look = partial(_kept_away, run, len(bundles), held=await asyncio.to_thread(_held, instead_of))
+    away = await asyncio.to_thread(look, "free")
+    while away is None and time.monotonic() < until and await asyncio.to_thread(look, "there") is not None:
+        await asyncio.sleep(_POLL_S)
+        away = await asyncio.to_thread(look, "free")
+    before = instead_of
     if away is not None and any(away):
-        group = placement_group(bundles, strategy="PACK", bundle_label_selector=[_not_on(nodes) for nodes in away])
-        if await _is_ready(group, within_s=_SETTLE_S):
-            return group, True
-        remove_placement_group(group)
-    group = placement_group(bundles, strategy="PACK")
+        before = await _ask(bundles, asked, before, bundle_label_selector=[_not_on(nodes) for nodes in away])
+        if await _is_ready(before, within_s=_SETTLE_S):
+            return before, True
+    group = await _ask(bundles, asked, before)
     await _is_ready(group)
     return group, False
+
+
+async def _ask(bundles: list[dict[str, float]], asked: list[PlacementGroup], before: PlacementGroup | None, **how: Any) -> PlacementGroup:
+    """A new group, which waits for its places. `before` is removed only then: it finds the new group in line for what it has held."""
+    # Not in a thread: if this is cancelled, nobody would know the group that it makes.
+    group: PlacementGroup = placement_group(bundles, strategy="PACK", **how)
+    asked.append(group)
+    if before is not None:
+        await asyncio.to_thread(_remove, before)
+    return group
+
+
+def _remove(group: PlacementGroup) -> None:
+    """Give up a group, which may be removed already."""
+    try:
+        remove_placement_group(group)
+    except Exception as error:  # none is what was wanted
+        log.debug("placement group: %s", error)
 
 
 async def _is_ready(group: PlacementGroup, *, within_s: float = math.inf) -> bool:
@@ -183,15 +247,18 @@ async def _is_ready(group: PlacementGroup, *, within_s: float = math.inf) -> boo
     return bool(ready)
 
 
-def _kept_away(run: RunConfig, bundles: int, of: Literal["free", "there"]) -> list[tuple[str, ...]] | None:
-    """As `kept_away`, of what is free on the nodes now, or of all that is there."""
+def _kept_away(run: RunConfig, bundles: int, of: Literal["free", "there"], held: Mapping[str, int]) -> list[tuple[str, ...]] | None:
+    """As `kept_away`, of what is free on the nodes now, or of all that is there.
+
+    Args: held: by node, bundles of the group that is to be removed. They count as free.
+    """
     found: dict[str, tuple[int, int]] = {}
     free: Mapping[str, Mapping[str, float]] = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
     for node in ray.nodes():  # type: ignore[no-untyped-call]
         if node["Alive"]:
-            offered = node["Resources"]
-            room = _room(run.learner, free.get(node["NodeID"], {}) if of == "free" else offered)
-            found[node["NodeID"]] = room, int(offered.get(run.ray.rollout_resource, 0.0))
+            name, offered = node["NodeID"], node["Resources"]
+            room = _room(run.learner, free.get(name, {})) + held.get(name, 0) if of == "free" else _room(run.learner, offered)
+            found[name] = room, int(offered.get(run.ray.rollout_resource, 0.0))
     return kept_away(found, bundles)
 
 

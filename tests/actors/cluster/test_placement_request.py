@@ -13,6 +13,7 @@ from actors.cluster import placement
 from actors.cluster.placement import RankPlaces, kept_away, reserve, still_there
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
+from correction.errors import ActorLost, DeadlineExceeded
 
 RECIPE = Path(__file__).parents[2] / "e2e" / "small.yaml"
 NODE_OF_BUNDLE = {0: "node b", 1: "node a", 2: "node b", 3: "node a"}
@@ -22,12 +23,17 @@ GPUS_OF_BUNDLE = {0: ["GPU-c", "GPU-d"], 1: ["GPU-a", "GPU-b"], 2: ["GPU-b", "GP
 
 
 class RecordedGroup:
-    """A placement group that is there at once."""
+    """A placement group that is there at once, or never."""
 
     def __init__(self, bundles: list[dict[str, float]], how: dict[str, Any], is_ready: bool) -> None:
         self.bundles, self.how, self.bundle_count, self.is_ready = bundles, how, len(bundles), is_ready
+        self.lost: set[int] = set()
+        """Bundles that have lost their node, and wait for another one."""
+        self.is_removed = False
 
     def wait(self, seconds: float) -> bool:
+        if self.is_removed:
+            raise Exception("Placement group PlacementGroupID(1) does not exist.")
         return self.is_ready
 
 
@@ -51,11 +57,16 @@ class TwoNodes:
     def __init__(self) -> None:
         self.groups: list[RecordedGroup] = []
         self.removed: list[RecordedGroup] = []
+        self.asked_before_removal: list[int] = []
+        """Number of groups that had been asked for when one was removed."""
+        self.dead: set[str] = set()
+        self.is_unknown = False
+        """Ray raises when it is asked for a group's bundles."""
         self.looks: list[dict[str, Any]] = []
         self.units = dict.fromkeys(ADDRESSES, 0.0)
         self.free_gpus = dict.fromkeys(ADDRESSES, 4.0)
-        self.keeps_away = True
-        """A group that is kept away from a node gets its places."""
+        self.keeps_away = self.has_room = True
+        """A group that is kept away from a node gets its places, and one that is not."""
         self.slept = 0
         self._private = SimpleNamespace(state=SimpleNamespace(available_resources_per_node=self.free))
 
@@ -68,18 +79,26 @@ class TwoNodes:
         self.free_gpus = dict.fromkeys(ADDRESSES, 4.0)
 
     def placement_group(self, bundles: list[dict[str, float]], **how: Any) -> RecordedGroup:
-        self.groups.append(RecordedGroup(bundles, how, self.keeps_away or "bundle_label_selector" not in how))
+        self.groups.append(RecordedGroup(bundles, how, self.keeps_away if "bundle_label_selector" in how else self.has_room))
         return self.groups[-1]
 
     def remove_placement_group(self, group: RecordedGroup) -> None:
+        if group.is_removed:
+            raise Exception("Placement group PlacementGroupID(1) does not exist.")
+        group.is_removed = True
         self.removed.append(group)
+        self.asked_before_removal.append(len(self.groups))
 
     def placement_group_table(self, group: RecordedGroup) -> dict[str, Any]:
-        return {"bundles_to_node_id": {bundle: NODE_OF_BUNDLE[bundle] for bundle in range(group.bundle_count)}}
+        if self.is_unknown:
+            raise Exception("no such group")
+        state = "REMOVED" if group.is_removed else "RESCHEDULING" if group.lost else "CREATED"
+        nodes = {bundle: "" if bundle in group.lost else NODE_OF_BUNDLE[bundle] for bundle in range(group.bundle_count)}
+        return {"state": state, "bundles_to_node_id": nodes}
 
     def nodes(self) -> list[dict[str, Any]]:
         return [
-            {"NodeID": node, "NodeManagerAddress": address, "Alive": True,
+            {"NodeID": node, "NodeManagerAddress": address, "Alive": node not in self.dead,
              "Resources": {"GPU": 4.0, "CPU": 5.0, "rollout": self.units[node]}}
             for node, address in ADDRESSES.items()
         ]  # fmt: skip
@@ -164,16 +183,103 @@ def test_bundles_are_kept_away_from_nodes_with_more_rollout_workers(
     assert kept_away(nodes, bundles) == away
 
 
+FOUR = ("learner.device=cuda", "learner.data_parallel=4")
+
+
 def test_ray_is_told_where_bundles_should_not_be(cluster: TwoNodes) -> None:
     cluster.units["node b"] = 4.0
-    run = load_config(RunConfig, RECIPE, ["learner.device=cuda", "learner.data_parallel=4"])
-    places = asyncio.run(reserve(run))
+    reserved(*FOUR)
     (group,) = cluster.groups
     assert group.how == {"strategy": "PACK", "bundle_label_selector": [{"ray.io/node-id": "!in(node b)"}] * 4}
-    assert asyncio.run(still_there(places, run)) is places
+
+
+def kept_away_places(cluster: TwoNodes) -> tuple[RankPlaces, RecordedGroup, RunConfig]:
+    cluster.units["node b"] = 4.0
+    run = load_config(RunConfig, RECIPE, [*FOUR])
+    places = asyncio.run(reserve(run))
+    assert places.is_kept_away and asyncio.run(still_there(places, run)) is places
+    return places, cluster.groups[0], run
+
+
+def test_places_on_living_nodes_are_kept_however_slow_ray_is(cluster: TwoNodes) -> None:
+    """A head that hangs answers no wait in time, and the group is as it was."""
+    places, group, run = kept_away_places(cluster)
     group.is_ready = False
+    assert asyncio.run(still_there(places, run)) is places and cluster.removed == [] and cluster.slept == 0
+
+
+def test_bundles_for_which_ray_finds_another_node_keep_their_group(cluster: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    places, group, run = kept_away_places(cluster)
+    group.lost = {0, 2}
+
+    async def found(seconds: float) -> None:
+        group.lost = set()
+
+    monkeypatch.setattr(placement.asyncio, "sleep", found)
+    assert asyncio.run(still_there(places, run)) is places and cluster.removed == []
+
+
+def test_a_new_group_is_asked_for_before_the_broken_one_leaves_its_gpus(cluster: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or pending workers would take them. And what it still holds counts as room: two bundles on node a, where two GPUs are free."""
+    places, group, run = kept_away_places(cluster)
+    group.lost, free = {0, 2}, {"node a": {"GPU": 2.0, "CPU": 3.0}, "node b": {"GPU": 4.0, "CPU": 5.0}}
+    monkeypatch.setattr(cluster._private.state, "available_resources_per_node", lambda: free)
     again = asyncio.run(still_there(places, run))
-    assert cluster.removed == [group] and again.group is cluster.groups[1] is not group
+    assert cluster.removed == [group] and cluster.asked_before_removal == [2]
+    assert again.group is cluster.groups[1] and again.is_kept_away
+    assert cluster.groups[1].how["bundle_label_selector"] == [{"ray.io/node-id": "!in(node b)"}] * 4
+
+
+@pytest.mark.parametrize("how", ["node is dead", "group is unknown"])
+def test_places_that_are_gone_for_good_are_replaced(cluster: TwoNodes, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    places, group, run = kept_away_places(cluster)
+    cluster.dead, cluster.is_unknown = ({"node b"}, False) if how == "node is dead" else (set(), True)
+    ask = cluster.placement_group
+
+    def known_again(bundles: list[dict[str, float]], **how: Any) -> RecordedGroup:
+        cluster.is_unknown = False
+        return ask(bundles, **how)
+
+    monkeypatch.setattr(placement, "placement_group", known_again)
+    again = asyncio.run(still_there(places, run))
+    assert cluster.removed == [group] and again.group is cluster.groups[1]
+
+
+def test_a_cancelled_reservation_holds_nothing_and_can_be_repeated(cluster: TwoNodes) -> None:
+    """The caller still has the old places then, whose group is removed: it is asked, and removed, a second time."""
+    places, group, run = kept_away_places(cluster)
+    group.lost, cluster.keeps_away, cluster.has_room = {0, 2}, False, False
+
+    async def cancelled() -> None:
+        working = asyncio.ensure_future(still_there(places, run))
+        while len(cluster.groups) < 3:
+            await asyncio.sleep(0.01)
+        working.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await working
+
+    asyncio.run(cancelled())
+    assert len(cluster.groups) == 3 and set(cluster.removed) == set(cluster.groups)
+    cluster.keeps_away = True
+    again = asyncio.run(still_there(places, run))
+    assert again.group is cluster.groups[3] and not cluster.groups[3].is_removed
+
+
+def test_a_group_is_given_up_when_it_comes_too_late_or_its_gpus_cannot_be_asked_for(
+    cluster: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.has_room = False
+    with pytest.raises(DeadlineExceeded, match="room for 4 learner ranks"):
+        reserved(*FOUR, "deadlines.start_s=0.2")
+    cluster.has_room = True
+
+    async def no_answer(*_: Any) -> dict[int, int]:
+        raise ActorLost("GPUs of bundle 0 <- Ray")
+
+    monkeypatch.setattr(placement, "_first_gpus", no_answer)
+    with pytest.raises(ActorLost):
+        reserved(*FOUR)
+    assert len(cluster.groups) == 2 and cluster.removed == cluster.groups
 
 
 def test_what_waits_there_all_the_same_is_left_to_ray(cluster: TwoNodes) -> None:
