@@ -46,7 +46,7 @@ train: .venv/installed  ## set up .venv, make the nano model, train it by async 
 	$(ON) $(BIN)/evenkeel train $(RECIPE)
 
 # Two processes on two cores, each of which is busy to the end. Byte code is kept, or each of some 40 processes would make it anew.
-test: .venv/installed  ## set up .venv, run the test suite (about 10 minutes on 2 cores)
+test: .venv/installed  ## set up .venv, run the test suite (10 to 16 minutes on 2 cores)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2
 
 # Beside `make test`, which has no time left for it. One visit has all parts: collectives, two layers against float32, an engine, a broadcast.
