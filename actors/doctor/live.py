@@ -306,7 +306,7 @@ class _Visit:
         if places is not None and places.group is not None:
             with contextlib.suppress(EvenkeelError, ray.exceptions.RayError):  # a node that is gone has nothing to remove
                 await on_their_nodes(places, remove_model, self._folder, what="end", limits=self._config.deadlines)
-            ray.util.remove_placement_group(places.group)
+            await asyncio.to_thread(ray.util.remove_placement_group, places.group)
 
 
 def _create_engine(config: RunConfig) -> Any:

@@ -105,13 +105,14 @@ class RunDiagnosis:
                 found.append("It is still running; this page is of this moment.")
             case _ if self.left:
                 found.append(f"{resume} makes what is left: {' and '.join(self.left)}.")
-            case state if state is RunState.COMPLETE or self.left is not None:
+            case state if (state is RunState.COMPLETE or self.left is not None) and not self._is_last_damaged:
                 found.append("Nothing. To train on, resume it with more steps: " + resume + " steps=N")
             case _ if self.saved_step is None:
                 found.append("Start it again: there is no checkpoint to go on from.")
             case _:
                 lost = self.step - self.saved_step
-                found.append(f"{resume} goes on from step {self.saved_step}" + (f" and does {lost} of its steps again." if lost else "."))
+                again = f" and does {lost} of its steps again." if lost else "."
+                found.append(f"{resume} goes on from step {self.saved_step}{again}")
         if self.state is RunState.VANISHED:
             found.append("Look whether the machine ran out of memory then (dmesg, the batch system's log).")
         if self.waits and self.waits[0].seconds >= 60:
@@ -127,6 +128,11 @@ class RunDiagnosis:
         if not self.books.is_balanced:
             found.append("The ledger is the proof that no prompt was lost or trained twice: keep the folder and report this.")
         return tuple(found)
+
+    @property
+    def _is_last_damaged(self) -> bool:
+        """Whether the checkpoint of the last step is damaged: a resume takes an older one."""
+        return bool(self.damaged) and (self.saved_step or 0) < self.steps
 
 
 def diagnose(folder: RunFolder) -> RunDiagnosis:

@@ -59,6 +59,22 @@ def test_a_checkpoint_that_is_cut_does_not_count(tmp_path: Path) -> None:
     assert found.saved_step == 1 and len(found.damaged) == 1 and "part.json" in found.damaged[0]
 
 
+@pytest.mark.parametrize(
+    ("saved", "advice"),
+    [
+        (1, "evenkeel train --resume FOLDER goes on from step 1 and does 1 of its steps again."),
+        (None, "Start it again: there is no checkpoint to go on from."),
+    ],
+)
+def test_a_complete_run_whose_last_checkpoint_is_cut_is_told_what_a_resume_does(tmp_path: Path, saved: int | None, advice: str) -> None:
+    folder = run_folder(tmp_path / "run", steps=2, saved=saved)
+    with folder.checkpoint(2) as checkpoint:
+        (checkpoint.state / "part.json").write_text("{}")
+    (folder.checkpoints()[-1].state / "part.json").write_text("")
+    found = after(folder)
+    assert found.state is RunState.COMPLETE and found.advice[0] == advice.replace("FOLDER", str(folder.path))
+
+
 def test_running_complete_failed_and_stopped(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "a")
     assert diagnose(RunFolder.view(folder.path)).state is RunState.RUNNING, "this process holds its lock"
