@@ -6,8 +6,8 @@ The nano recipe with two workers trains for so long, undisturbed, and ends by SI
 own memory (Pss_Anon of /proc/PID/smaps_rollup), its open files, its threads; and at the memory that they share, such as the object store's
 (Pss_Shmem, all together). A line is laid through the second half by least squares, when caches are full and everything has been compiled;
 what comes and goes within it, as processes of Ray's pool do, is left out. A process' own memory counts by the least or the median of
-each three minutes, whichever rises less: engines and ranks give free pages of their heap back every half minute, and take them again within
-seconds.
+each three minutes, whichever of the two is precise enough and rises less: engines and ranks give free pages of their heap back every half
+minute, and take them again within seconds.
 
 Exit code 1: a process' memory, or what they share, grows by more than --bound MiB an hour, beyond what its own scatter can make of a flat
 line (two standard errors), or its open files or threads by more than 6 an hour; a kind of process was not looked at; or the run ends by
@@ -49,6 +49,8 @@ _MOST = 0.8
 _COUNT_BOUND = 6.0
 """Open files or threads an hour."""
 _ERRORS = 2.0
+_PRECISE = 20.0
+"""MiB an hour: a line with a standard error up to this one can be judged."""
 _START_S, _END_S = 600.0, 120.0
 
 
@@ -98,7 +100,8 @@ class Grown:
     first: Look
     last: Look
     memory: Slope
-    """Of the least of each window, or of its median, whichever rises less: what stays for good lifts both."""
+    """Of the least of each window, or of its median: of those that are precise enough, the one that rises less, as what stays for good
+    lifts both."""
     files: Slope
     threads: Slope
 
@@ -108,7 +111,8 @@ class Grown:
         of_windows = [sorted(window, key=lambda look: look.memory) for window in windows(looks)]
         least, middle = [window[0] for window in of_windows], [window[len(window) // 2] for window in of_windows]
         slopes = [Slope.of([look.at_s for look in some], [look.memory for look in some]) for some in (least, middle)]
-        memory = min(slopes, key=lambda slope: slope.an_hour - _ERRORS * slope.error)
+        precise = max(_PRECISE, 2.0 * min(slope.error for slope in slopes))  # a line that chance has drawn would hide growth
+        memory = min((slope for slope in slopes if slope.error <= precise), key=lambda slope: slope.an_hour)
         files, threads = (Slope.of([look.at_s for look in looks], [getattr(look, what) for look in looks]) for what in ("files", "threads"))
         return cls(name, least[0], least[-1], memory, files, threads)
 

@@ -196,6 +196,17 @@ def test_a_trough_that_no_look_meets_is_no_growth(an_hour: float, is_growth: boo
     assert bool(Grown.of("LearnerRankActor", looks).wrong(60.0)) is is_growth
 
 
+@pytest.mark.parametrize(("an_hour", "is_growth"), [(0.0, False), (300.0, True)])
+def test_growth_is_found_where_troughs_are_chance(an_hour: float, is_growth: bool) -> None:
+    """One look in fifty meets a trough of some depth: the line through the least could hide any growth in its error."""
+    for seed in range(20):
+        random = np.random.default_rng(seed)
+        is_trough, seconds = random.random(451) < 0.02, 2.0 * np.arange(451)
+        heights = np.where(is_trough, random.uniform(530.0, 800.0, 451), random.normal(900.0, 30.0, 451)) + an_hour * seconds / 3600
+        looks = [Look(float(s), float(height), 5.0, 30, 12) for s, height in zip(seconds, heights, strict=True)]
+        assert bool(Grown.of("LearnerRankActor", looks).wrong(60.0)) is is_growth, seed
+
+
 def test_a_table_without_a_part_of_the_run_shows_nothing() -> None:
     flat = [Look(10.0 * i, 200.0 + (-1) ** i, 5.0, 30, 12) for i in range(90)]
     actors = ("RolloutWorker", "CorrectionService", "TrajectoryQueueActor", "LearnerRankActor")
