@@ -54,16 +54,17 @@ class LearnerGroup:
 
         Args: made: is given the group before its ranks have started, so that ranks that never come up can be killed.
         Returns: the group, and for each rank its process id and metrics endpoint.
+        Raises: ActorLost also past `start_s`: a rank that was stopped may answer again a moment later, but nobody has its start's answer.
         """
         config, world_size, actor = places.config, places.config.world_size, sequential_actor(LearnerRankActor)
         ranks: list[Any] = [actor.options(**places.options(rank)).remote(config, rank, bind=bind) for rank in range(world_size)]
         group, began = cls(ranks, version=version, step_s=step_s), time.monotonic()
         group._is_pipelined = config.pipeline_parallel > 1
         made(group)
-        usual_s = USUAL_START * start_s
-        master = await wait_for(ranks[0].address.remote(), "learner rank 0 -> a process", deadline_s=start_s, usual_s=usual_s)
+        limits = {"deadline_s": start_s, "usual_s": USUAL_START * start_s}
+        master = await lost_if_late(wait_for(ranks[0].address.remote(), "learner rank 0 -> a process", **limits))
         starts = [r.start.remote(world_size, master, model, version) for r in ranks]
-        infos = await all_of(wait_for(s, f"learner start <- rank {i}", deadline_s=start_s, usual_s=usual_s) for i, s in enumerate(starts))
+        infos = await lost_if_late(all_of(wait_for(s, f"learner start <- rank {i}", **limits) for i, s in enumerate(starts)))
         group.start_took_s, group.node = time.monotonic() - began, infos[0].node
         return group, infos
 
