@@ -41,6 +41,8 @@ def open_tensors(path: Path) -> Any:
     Raises: DataError naming the file.
     """
     try:
+        with path.open("rb") as file:
+            file.read(1 << 20)  # for the disk's cache: if the disk hangs, safetensors' own read keeps all other threads from running
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
         reason = "is not there" if not path.exists() else f"damaged, no tensors can be read from it ({error})"

@@ -25,6 +25,8 @@ def load_tokenizer(folder: Path | str) -> Any:
     from transformers import AutoTokenizer  # takes seconds
 
     try:
+        if (rules := folder / "tokenizer.json").exists():
+            rules.read_bytes()  # for the disk's cache: if the disk hangs, tokenizers' own read keeps all other threads from running
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # unset, it asks at a terminal
         tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True  # `excess` says it, of the row
         return tokenizer

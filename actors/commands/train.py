@@ -10,18 +10,18 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from actors.cluster.cluster import Cluster, check_ray, gpus_there
+from actors.cluster.cluster import Cluster, check_ray
 from actors.cluster.head_watch import ends_with_own_ray, ends_with_the_head
-from actors.cluster.hub import config_folder, outline_folder, pinned
-from actors.commands.init_model import read_record
+from actors.cluster.hub import config_folder, pinned
+from actors.commands.preparation import prepare
 from actors.commands.recipe import load_config
 from actors.commands.resume_point import find_resume_point, with_absolute_paths
 from actors.config import RunConfig
-from actors.doctor.gather import nodes_of_cluster, own_machine, paper_facts
+from actors.doctor.facts import NodeFacts
+from actors.doctor.gather import nodes_of_cluster, own_machine
 from actors.doctor.node_rules import on_nodes
-from actors.doctor.paper_rules import on_paper, stop_at_failures
+from actors.doctor.paper_rules import stop_at_failures
 from actors.doctor.room_rules import requests
-from actors.doctor.start_checks import checked
 from actors.doctor.views import table_of
 from actors.driver.controller import Controller
 from actors.driver.run_summary import RunSummary
@@ -40,15 +40,9 @@ from actors.record.run_event import EventKind
 from actors.record.run_folder import RunFolder
 from actors.record.stack_collector import StackCollector
 from actors.record.terminal import TerminalView
-from actors.settings.deadlines import inversions
-from actors.settings.derived import derived
-from actors.settings.devices import check_devices
-from correction.engines.quick_imports import uncollected
 from correction.errors import DeadlineExceeded, EvenkeelError, counted
-from rollout.chat import ChatEncoder, load_tokenizer
-from rollout.rewards import RewardPool
 from rollout.stacks import register_stack_dump
-from rollout.tasks import Demonstration, Task, build_task, check_task_names
+from rollout.tasks import Task
 
 _LEFT_S = 600.0
 """Longest time for the report and the end of the process, if something that the run has left hangs or uploads slowly."""
@@ -84,9 +78,12 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
             config, point = find_resume_point(folder, overrides, discard_queue=discard_queue)
             check_ray(config.ray)
             if point and point.checkpoint.step == config.steps:
-                left = by_disk_at_start(partial(left_after_training, folder, config.steps), "the run's evaluations")
-                if EVALUATION not in left:
-                    return _complete(folder, config, point, has_report=not left)
+                found = partial(_complete, folder, config, point)
+                done = by_disk_at_start(found, "the run's evaluations and report", limit_s=lambda: config.deadlines.disk_s)
+                if done is not None:
+                    interrupts.all_is_done(0)
+                    put(done[1], sys.stdout)
+                    return done[0]
             config, task, notes = prepare(config, resumed_from=point.checkpoint.hf if point else None)
         ready = partial(_made_ready, folder, config, point, task, is_resumed=resume is not None)
         point, said = by_disk_at_start(ready, "the run's settings, and the lines of its steps", limit_s=lambda: config.deadlines.disk_s)
@@ -94,66 +91,6 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
     finally:
         with contextlib.suppress(TimeoutError, RuntimeError):  # a disk that hangs, no thread left: the process' end gives the folder back
             DaemonThreads().submit(folder.close).result(_LISTED_S)
-
-
-@uncollected()  # it imports transformers and the task's library
-def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[RunConfig, Task, list[str]]:
-    """Check a run before anything of it is made.
-
-    Args:
-        resumed_from: model folder of the checkpoint, which has taken the place of config.model, wherever that may be by now.
-    Returns: the resolved configuration, which is what runs; the task; and what to say about it.
-    Raises: DataError, ConfigError.
-    """
-    model, has_weights = (resumed_from, True) if resumed_from else outline_folder(config.model)
-    config, of_devices = decide_devices(config)
-    check_devices(config)
-    config = checked(config, model, has_weights=has_weights)
-    check_task_names(config.rollout.task)
-    facts = paper_facts(config, model, is_resumed=resumed_from is not None)
-    of_paper = on_paper(facts, config)
-    stop_at_failures(of_paper)
-    tokenizer = load_tokenizer(model)
-    longest_prompt = config.rollout.max_prompt_tokens(facts.shape.context)
-    encoder = ChatEncoder.for_task(tokenizer, config.rollout.task, longest_prompt)
-    task = build_task(config.rollout.task, encoder)
-    asyncio.run(_try_reward(config, task))
-    # A resumed run has had them checked; what the model was made from need not be there any more.
-    report = task.check(demonstrations=() if resumed_from else warmup_demonstrations(model))
-    notes = [*of_devices, *(str(one) for one in of_paper)]
-    return config, task, [*notes, str(report), *report.warnings, *(f"skipped {row}" for row in report.skipped[:5]), *inversions(config)]
-
-
-def decide_devices(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """The configuration with every device and type decided, and sentences about it. Raises: ConfigError; EngineError as gpus_there."""
-    has_gpu = gpus_there(config) > 0
-    asks = "auto" in (config.rollout.engine.device, config.learner.device)
-    notes = []
-    if asks and not has_gpu and config.ray.address is not None:
-        notes.append(
-            f"device: auto is the CPU: no node of the cluster at {config.ray.address} offers a GPU by now. To wait for nodes that do, set "
-            "rollout.engine.device and learner.device to cuda"
-        )
-    return derived(config, has_gpu=has_gpu), notes
-
-
-async def _try_reward(config: RunConfig, task: Task) -> None:
-    """Score one held-out question, so that a broken reward function shows before anything is started. Raises: ConfigError, DataError."""
-    sample = task.held_out_sample()
-    if config.rollout.reward.kind == "function":
-        pool = RewardPool(config.rollout.reward, config.rollout.task)
-        try:
-            await pool.check(sample)
-        finally:
-            await pool.close()
-
-
-def warmup_demonstrations(model: Path) -> tuple[Demonstration, ...]:
-    """The questions that a model of `evenkeel init-model` has seen in its supervised start; none for other models."""
-    record = read_record(model)
-    if record is None:
-        return ()
-    return build_task(record.task).demonstrations(record.init.warmup.steps * record.init.warmup.sequences_per_step)
 
 
 def _made_ready(
@@ -179,17 +116,20 @@ def _from_the_start(folder: RunFolder) -> str:
     return f"{folder.path} has no checkpoint: starting from step 0 with its config.yaml{lines}"
 
 
-def _complete(folder: RunFolder, config: RunConfig, point: ResumePoint, *, has_report: bool) -> RunSummary:
-    """Say that a run has done all of its steps, and write its report if that is missing. Nothing is started."""
-    steps = point.checkpoint.step
-    report = folder.report_path if has_report else _report(folder)
-    interrupts.all_is_done(0)
+def _complete(folder: RunFolder, config: RunConfig, point: ResumePoint) -> tuple[RunSummary, str] | None:
+    """Of a run that has done and evaluated all of its steps: write its report if that is missing, and the last event. Nothing is started.
+
+    Returns: its summary, and what to say of it; None: its evaluation is missing.
+    """
+    left, steps = left_after_training(folder, config.steps), point.checkpoint.step
+    if EVALUATION in left:
+        return None
+    report = _report(folder) if left else folder.report_path
     said = f"{folder.path} is complete: all of its {counted(steps, 'step')} are made, saved and evaluated"
     folder.event("info", said)
     summary = RunSummary(steps, None, None, point.state.elapsed_s, stopped_early=False)
     text = _summary_text(summary, folder, report, how=config.evaluation.description, steps=steps)
-    put(f"{said}. Add steps={steps + 100} to train on\n{text}\n", sys.stdout)
-    return summary
+    return summary, f"{said}. Add steps={steps + 100} to train on\n{text}\n"
 
 
 def _run_in(
@@ -197,7 +137,7 @@ def _run_in(
 ) -> RunSummary:
     """Args: notes: what to report first, as (level, sentence)."""
     view = TerminalView(config.steps, f"{config.name}: {config.model} -> {folder.path}")
-    observer = Observer(config, folder, view, point.state.totals if point else None)
+    observer, collector = _opened(config, folder, view, point.state.totals if point else None)
     is_interrupted, has_report, code = False, True, 0
     controller: Controller | None = None
     summary: RunSummary | None = None
@@ -221,7 +161,7 @@ def _run_in(
                 observer.event("info", f"output of the actors: {cluster.log_folder}")
                 _look_at_nodes(config, folder, observer, view, point.checkpoint.hf if point else config.model)
                 register_stack_dump()
-                HALF_OVER.set(StackCollector(folder, observer.event).half_over)
+                HALF_OVER.set(collector.half_over)
                 summary = _run_controller(controller)
                 code = summary.exit_code
     except BaseException as error:
@@ -252,6 +192,21 @@ def _run_in(
     return summary
 
 
+def _opened(config: RunConfig, folder: RunFolder, view: TerminalView, totals: dict[str, float] | None) -> tuple[Observer, StackCollector]:
+    """Both read what the folder has of earlier steps. Raises: ConfigError; DiskLate."""
+
+    def read() -> tuple[Observer, StackCollector]:
+        observer = Observer(config, folder, view, totals)
+        return observer, StackCollector(folder, observer.event)
+
+    limit_s, say = config.deadlines.disk_s, partial(view.event, "warning")
+    try:
+        return by_disk_at_start(read, "the lines of earlier steps", limit_s=lambda: limit_s, say=lambda notice: say(str(notice)))
+    except BaseException:
+        view.close()
+        raise
+
+
 def _keep_failure(error: BaseException, observer: Observer, folder: RunFolder, steps: int) -> None:
     """Why a run has not come to its end, as its last event; and with the error how it can go on."""
     if isinstance(error, DeadlineExceeded) and error.what:
@@ -272,14 +227,21 @@ def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer, vie
 
     Args:
         model: folder that the run starts from: a resumed one's checkpoint, as the first model need not be there any more.
-    Raises: ConfigError for what can't work.
+    Raises: ConfigError for what can't work; DiskLate.
     """
     config = config.model_copy(update={"model": model})  # a name of the hub is one here, too: each node looks in its own cache
-    nodes = own_machine(config) if config.ray.address is None else nodes_of_cluster(config, folder.path, within_s=_NODES_S)
+
+    def look() -> tuple[Sequence[NodeFacts], ModelShape]:
+        nodes = own_machine(config) if config.ray.address is None else nodes_of_cluster(config, folder.path, within_s=_NODES_S)
+        return nodes, ModelShape.read(config_folder(model))
+
+    how = f"nodes have {_NODES_S:.0f} s of it to answer" if config.ray.address else ""
+    limit_s = config.deadlines.disk_s
+    nodes, shape = by_disk_at_start(look, "facts of the nodes", limit_s=lambda: limit_s, detail=lambda: how, say=observer.waiting)
     rows = requests(nodes, config)
     view.show(table_of(rows))
     observer.keep_event("info", "; ".join(str(row) for row in rows))
-    found = on_nodes(nodes, config, ModelShape.read(config_folder(model)))
+    found = on_nodes(nodes, config, shape)
     for one in found:
         if one.severity != "fail":
             observer.event("warning" if one.severity == "warn" else "info", str(one))

@@ -28,6 +28,7 @@ def by_disk_at_start(
     work: Callable[[], T],
     what: str,
     *,
+    disk: str = ON_DISK,
     limit_s: Callable[[], float] = lambda: DeadlinesConfig().disk_s,
     counts_from: Callable[[], float] = lambda: 0.0,
     detail: Callable[[], str] = lambda: "",
@@ -36,13 +37,14 @@ def by_disk_at_start(
     """As `by_disk` of patience.py, where there is no event loop yet: a thread does the work.
 
     Args:
+        disk: which one may be late, in words.
         limit_s: returns the deadline; it may become known as the work goes on.
         counts_from: returns the time (time.monotonic) from which it counts, if that is later than the call.
         detail: returns a clause on how far the work has come, for each notice and for the error.
         say: takes a notice every half minute.
     Raises: as the work; DiskLate, with what to do. The thread is left to its disk then.
     """
-    named, began = f"{what} -> {ON_DISK}", time.monotonic()
+    named, began = f"{what} -> {disk}", time.monotonic()
     doing = DaemonThreads().submit(work)
     while True:
         left_s = max(began, counts_from()) + limit_s() - time.monotonic()

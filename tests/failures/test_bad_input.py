@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from actors.commands.train import prepare
+from actors.commands.preparation import prepare
 from actors.record.run_folder import RunFolder
 from tests.e2e.launch import RECIPE, environment, evenkeel, refused
 

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from actors.cluster import hub
 from actors.cluster.hub import config_folder, model_folder, obstacle_here, outline_folder, pinned
 from actors.commands.cli import app
+from actors.commands.preparation import prepare
 from actors.commands.recipe import load_config
 from actors.commands.resume_point import find_resume_point, with_absolute_paths
-from actors.commands.train import prepare
 from actors.config import RunConfig
 from actors.record.run_folder import RunFolder
 from actors.settings.hub_name import HubName

@@ -1,22 +1,62 @@
-"""A resume reads all of a checkpoint, from a disk that may be slow, or hang."""
+"""A start and a resume read the model, what the run folder has of earlier steps and all of a checkpoint, from a disk that may be slow, or
+hang."""
 
 from __future__ import annotations
 
+import io
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from actors.commands.resume_point import find_resume_point
+from actors.commands import train
+from actors.commands.preparation import prepare
+from actors.commands.recipe import load_config
+from actors.commands.resume_point import find_resume_point, run_config
+from actors.commands.train import train_run
 from actors.config import RunConfig
+from actors.metrics.step_metrics import StepMetrics
 from actors.record import disk_at_start
 from actors.record.checkpoint_reader import Reading
 from actors.record.run_folder import Checkpoint, RunFolder
 from correction.errors import DeadlineExceeded
 from learner import file_sums
+from tests.e2e.launch import RECIPE
+
+SHORT = "deadlines.checkpoint_s=0.1"
+AGAIN = r"When that disk answers again, do the same once more\. The deadline follows from deadlines.checkpoint_s and bytes_per_s"
+
+
+@contextmanager
+def hanging(path: Path) -> Iterator[None]:
+    """Who opens this file by Python waits, as on a disk that hangs. Somebody has to."""
+    is_asked, is_back, opens = threading.Event(), threading.Event(), io.open
+
+    def waits(file: Any, *arguments: Any, **named: Any) -> Any:
+        if str(file) == str(path):
+            is_asked.set()
+            is_back.wait(60.0)
+        return opens(file, *arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(io, "open", waits)  # pathlib's
+        try:
+            yield
+            assert is_asked.wait(60.0)
+        finally:
+            is_back.set()
+
+
+def assert_ends_in_a_sentence(work: Callable[[], object], what: str) -> None:
+    with pytest.raises(DeadlineExceeded, match=rf"^{what}: not done in \d s( \(.*\))?\. {AGAIN}$") as caught:
+        work()
+    assert disk_at_start.is_disk_late(caught.value)
 
 
 def test_a_disk_that_hangs_is_told_and_ends_the_resume_in_a_sentence(
@@ -43,6 +83,61 @@ def test_a_disk_that_hangs_is_told_and_ends_the_resume_in_a_sentence(
     remedy = r"When that disk answers again, do the same once more\. The deadline follows from deadlines.checkpoint_s and bytes_per_s"
     assert re.fullmatch(rf"{re.escape(what)}: not done in 1 s \({read}\)\. {remedy}", str(caught.value)), str(caught.value)
     assert re.search(rf"^evenkeel: waiting 0 s for {re.escape(what)} \({read}\)$", capsys.readouterr().err, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_disk_that_hangs_ends_the_look_at_the_model(folder: RunFolder, is_resumed: bool, name: str) -> None:
+    """Also where a package reads the file that lets no other thread run meanwhile."""
+    model = folder.checkpoints()[-1].hf
+    config = load_config(RunConfig, RECIPE, [f"model={model}", f"run_dir={folder.path}", SHORT])
+    which = "the run folder's disk" if is_resumed else "the disk of the model or that of the run"
+    with hanging(model / name):
+        look = partial(prepare, config, resumed_from=model if is_resumed else None)
+        assert_ends_in_a_sentence(look, f"config and tokenizer of {model} -> {which}")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "slowest.json"])
+def test_a_disk_that_hangs_ends_the_look_at_earlier_steps(
+    folder: RunFolder, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(disk_at_start, "_NOTICE_S", 0.1)
+    what = "the lines of earlier steps -> the run folder's disk"
+    with hanging(folder.path / name):
+        run = partial(train._run_in, folder, run_config(folder, [SHORT]), None, [], None)  # type: ignore[arg-type]
+        assert_ends_in_a_sentence(run, what)
+    assert re.search(rf"^warning: waiting \d s for {what}$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("address", [None, "auto"])
+def test_a_disk_that_hangs_ends_the_look_at_the_nodes(
+    folder: RunFolder, address: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run of its own machine in the model's folder, of one that joins a cluster in the run folder, where each node puts a file."""
+    is_back, told = threading.Event(), list[object]()
+    monkeypatch.setattr(disk_at_start, "_NOTICE_S", 0.1)
+    monkeypatch.setattr(train, "nodes_of_cluster", lambda *_, **__: is_back.wait(60.0))
+    monkeypatch.setattr(train, "own_machine", lambda *_: is_back.wait(60.0))
+    config = run_config(folder, [SHORT, *([f"ray.address={address}"] if address else [])])
+    observer: Any = SimpleNamespace(waiting=lambda notice: told.append(str(notice)))
+    try:
+        look = partial(train._look_at_nodes, config, folder, observer, None, config.model)  # type: ignore[arg-type]
+        assert_ends_in_a_sentence(look, "facts of the nodes -> the run folder's disk")
+    finally:
+        is_back.set()
+    so_far = r" \(nodes have 60 s of it to answer\)" if address else ""
+    assert re.fullmatch(rf"waiting \d s for facts of the nodes -> the run folder's disk{so_far}", str(told[0]))
+
+
+@pytest.mark.parametrize("name", ["evaluations.jsonl", "metrics.jsonl"])
+def test_a_disk_that_hangs_ends_the_resume_of_a_complete_run(folder: RunFolder, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it looks whether it is complete, or as it writes the report that is missing."""
+    folder.write_config(run_config(folder, ["steps=2", SHORT]))
+    folder.append_evaluation(StepMetrics(2))
+    folder.close()
+    with ExitStack() as later:
+        monkeypatch.setattr(train, "check_ray", lambda _: later.enter_context(hanging(folder.path / name)))
+        assert_ends_in_a_sentence(lambda: train_run(None, [], folder.path), "the run's evaluations and report -> the run folder's disk")
 
 
 def test_a_checkpoint_has_the_time_of_its_bytes() -> None:

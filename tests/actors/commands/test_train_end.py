@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from actors.commands import train
+from actors.config import DeadlinesConfig
 from actors.driver.run_summary import RunSummary
 from actors.processes import interrupts
 from actors.record.disk_at_start import DiskLate
@@ -37,7 +38,7 @@ def test_a_run_that_a_signal_ended_at_once_waits_two_seconds_for_its_disk(
     def ends(text: str) -> None:
         raise error
 
-    config = SimpleNamespace(steps=3, name="x", model="m", batch_arithmetic=lambda: "4 groups")
+    config = SimpleNamespace(steps=3, name="x", model="m", deadlines=DeadlinesConfig(), batch_arithmetic=lambda: "4 groups")
     observer = SimpleNamespace(
         event=lambda *_: None,
         keep_event=lambda *_: None,
@@ -46,10 +47,11 @@ def test_a_run_that_a_signal_ended_at_once_waits_two_seconds_for_its_disk(
         hangs=lambda: hangs,
     )
     folder: Any = SimpleNamespace(path="run", checkpoints=list)
-    monkeypatch.setattr(train, "TerminalView", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(train, "TerminalView", lambda *_: SimpleNamespace(close=lambda: None, event=lambda *_: None))
     monkeypatch.setattr(train, "Observer", lambda *_: observer)
     monkeypatch.setattr(train, "Controller", lambda *_, **__: None)
     monkeypatch.setattr(train, "_report", reported.append)
+    monkeypatch.setattr(train, "StackCollector", lambda *_: None)
     with pytest.raises(type(error)):
         train._run_in(folder, config, None, [], None)  # type: ignore[arg-type]
     assert closed == [within_s] and len(reported) == reports and left == [ends_in] * hangs
@@ -67,14 +69,15 @@ def test_an_error_of_a_disk_that_hangs_is_raised_without_it(monkeypatch: pytest.
             raise late
         raise DataError("3 checkpoints in a row failed") from late
 
-    config = SimpleNamespace(steps=3, name="x", model="m", batch_arithmetic=lambda: "4 groups")
+    config = SimpleNamespace(steps=3, name="x", model="m", deadlines=DeadlinesConfig(), batch_arithmetic=lambda: "4 groups")
     nothing: Any = lambda *_, **__: None  # noqa: E731
     observer = SimpleNamespace(event=nothing, keep_event=nothing, phase=ends, close=nothing, hangs=lambda: False)
     folder: Any = SimpleNamespace(path="run", checkpoints=lambda: is_back.wait(60.0))
-    monkeypatch.setattr(train, "TerminalView", lambda *_: SimpleNamespace(close=nothing))
+    monkeypatch.setattr(train, "TerminalView", lambda *_: SimpleNamespace(close=nothing, event=nothing))
     monkeypatch.setattr(train, "Observer", lambda *_: observer)
     monkeypatch.setattr(train, "Controller", nothing)
     monkeypatch.setattr(train, "_report", reported.append)
+    monkeypatch.setattr(train, "StackCollector", lambda *_: None)
     monkeypatch.setattr(train, "_LISTED_S", 0.1)
     with pytest.raises(DiskLate if comes_from == "itself" else DataError):
         train._run_in(folder, config, None, [], None)  # type: ignore[arg-type]
@@ -108,11 +111,12 @@ def test_a_signal_after_all_is_saved_keeps_the_exit_code(monkeypatch: pytest.Mon
         told.append((level, str(text), kind))
 
     description = SimpleNamespace(description="each question once")
-    config = SimpleNamespace(steps=9, name="x", model="m", ray=None, evaluation=description, batch_arithmetic=lambda: "4 groups")
+    said: Any = {"evaluation": description, "batch_arithmetic": lambda: "4 groups"}
+    config = SimpleNamespace(steps=9, name="x", model="m", ray=None, deadlines=DeadlinesConfig(), **said)
     close: Any = lambda *, within_s: at("the last lines")  # noqa: E731
     observer = SimpleNamespace(event=event, keep_event=event, phase=nothing, close=close, hangs=lambda: False)
     folder: Any = SimpleNamespace(path="run", checkpoints=list, event=event)
-    monkeypatch.setattr(train, "TerminalView", lambda *_: SimpleNamespace(close=lambda text="": shown.append(text)))
+    monkeypatch.setattr(train, "TerminalView", lambda *_: SimpleNamespace(close=lambda text="": shown.append(text), event=event))
     monkeypatch.setattr(train, "Observer", lambda *_: observer)
     monkeypatch.setattr(train, "Controller", lambda *_, **__: controller)
     monkeypatch.setattr(train, "Cluster", cluster)

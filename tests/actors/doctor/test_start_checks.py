@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from actors.commands.cli import app
+from actors.commands.preparation import prepare
 from actors.commands.recipe import load_config
-from actors.commands.train import prepare
 from actors.config import RunConfig
 from actors.doctor.facts import PaperFacts
 from actors.doctor.gather import paper_facts

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from actors.commands.preparation import decide_devices
 from actors.commands.recipe import load_config
-from actors.commands.train import decide_devices
 from actors.config import RunConfig
 from actors.settings.derived import derived
 from actors.settings.devices import check_types

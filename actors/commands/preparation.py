@@ -1,0 +1,97 @@
+"""What is checked of a run before anything of it is made: its devices, its model, its task, its reward."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from actors.cluster.cluster import gpus_there
+from actors.cluster.hub import outline_folder
+from actors.commands.init_model import read_record
+from actors.config import RunConfig
+from actors.doctor.facts import Complaint
+from actors.doctor.gather import paper_facts
+from actors.doctor.paper_rules import on_paper, stop_at_failures
+from actors.doctor.start_checks import checked
+from actors.record.disk_at_start import ON_DISK, by_disk_at_start
+from actors.settings.deadlines import inversions
+from actors.settings.derived import derived
+from actors.settings.devices import check_devices
+from correction.engines.quick_imports import uncollected
+from rollout.chat import ChatEncoder, load_tokenizer
+from rollout.rewards import RewardPool
+from rollout.tasks import Demonstration, Task, build_task, check_task_names
+
+
+@uncollected()  # it imports transformers and the task's library
+def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[RunConfig, Task, list[str]]:
+    """Check a run before anything of it is made.
+
+    Args:
+        resumed_from: model folder of the checkpoint, which has taken the place of config.model, wherever that may be by now.
+    Returns: the resolved configuration, which is what runs; the task; and what to say about it.
+    Raises: DataError, ConfigError; DiskLate.
+    """
+    model, has_weights = (resumed_from, True) if resumed_from else outline_folder(config.model)
+    config, of_devices = decide_devices(config)
+    check_devices(config)
+    look, limit_s = partial(_read_model, config, model, has_weights=has_weights, is_resumed=bool(resumed_from)), config.deadlines.disk_s
+    what, disk = f"config and tokenizer of {model}", ON_DISK if resumed_from else "the disk of the model or that of the run"
+    config, encoder, of_paper = by_disk_at_start(look, what, disk=disk, limit_s=lambda: limit_s)
+    task = build_task(config.rollout.task, encoder)
+    asyncio.run(_try_reward(config, task))
+    # A resumed run has had them checked; what the model was made from need not be there any more.
+    report = task.check(demonstrations=() if resumed_from else warmup_demonstrations(model))
+    notes = [*of_devices, *(str(one) for one in of_paper)]
+    return config, task, [*notes, str(report), *report.warnings, *(f"skipped {row}" for row in report.skipped[:5]), *inversions(config)]
+
+
+def _read_model(
+    config: RunConfig, model: Path, *, has_weights: bool, is_resumed: bool
+) -> tuple[RunConfig, ChatEncoder, Sequence[Complaint]]:
+    """What a start reads of the model's folder, and of the disk that the run writes to.
+
+    Returns: the configuration with all that follows from the model, the tokenizer for the task's prompts, and what is to be said.
+    Raises: DataError, ConfigError.
+    """
+    config = checked(config, model, has_weights=has_weights)
+    check_task_names(config.rollout.task)
+    facts = paper_facts(config, model, is_resumed=is_resumed)
+    of_paper = on_paper(facts, config)
+    stop_at_failures(of_paper)
+    tokenizer = load_tokenizer(model)
+    return config, ChatEncoder.for_task(tokenizer, config.rollout.task, config.rollout.max_prompt_tokens(facts.shape.context)), of_paper
+
+
+def decide_devices(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The configuration with every device and type decided, and sentences about it. Raises: ConfigError; EngineError as gpus_there."""
+    has_gpu = gpus_there(config) > 0
+    asks = "auto" in (config.rollout.engine.device, config.learner.device)
+    notes = []
+    if asks and not has_gpu and config.ray.address is not None:
+        notes.append(
+            f"device: auto is the CPU: no node of the cluster at {config.ray.address} offers a GPU by now. To wait for nodes that do, set "
+            "rollout.engine.device and learner.device to cuda"
+        )
+    return derived(config, has_gpu=has_gpu), notes
+
+
+async def _try_reward(config: RunConfig, task: Task) -> None:
+    """Score one held-out question, so that a broken reward function shows before anything is started. Raises: ConfigError, DataError."""
+    sample = task.held_out_sample()
+    if config.rollout.reward.kind == "function":
+        pool = RewardPool(config.rollout.reward, config.rollout.task)
+        try:
+            await pool.check(sample)
+        finally:
+            await pool.close()
+
+
+def warmup_demonstrations(model: Path) -> tuple[Demonstration, ...]:
+    """The questions that a model of `evenkeel init-model` has seen in its supervised start; none for other models."""
+    record = read_record(model)
+    if record is None:
+        return ()
+    return build_task(record.task).demonstrations(record.init.warmup.steps * record.init.warmup.sequences_per_step)
