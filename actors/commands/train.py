@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from actors.cluster.cluster import Cluster, check_ray
 from actors.cluster.head_watch import ends_with_own_ray, ends_with_the_head
@@ -34,7 +35,7 @@ from actors.processes.supervision import HALF_OVER
 from actors.processes.wait_notice import WaitNotice
 from actors.record.checkpoint_reader import ResumePoint, take_back
 from actors.record.completeness import EVALUATION, left_after_training
-from actors.record.disk_at_start import by_disk_at_start, is_disk_late
+from actors.record.disk_at_start import DiskLate, by_disk_at_start, is_disk_late
 from actors.record.observer import Observer
 from actors.record.run_event import EventKind
 from actors.record.run_folder import RunFolder
@@ -44,6 +45,7 @@ from correction.errors import DeadlineExceeded, EvenkeelError, counted
 from rollout.stacks import register_stack_dump
 from rollout.tasks import Task
 
+T = TypeVar("T")
 _LEFT_S = 600.0
 """Longest time for the report and the end of the process, if something that the run has left hangs or uploads slowly."""
 _LEFT_INTERRUPTED_S = 60.0
@@ -138,7 +140,7 @@ def _run_in(
     """Args: notes: what to report first, as (level, sentence)."""
     view = TerminalView(config.steps, f"{config.name}: {config.model} -> {folder.path}")
     observer, collector = _opened(config, folder, view, point.state.totals if point else None)
-    is_interrupted, has_report, code = False, True, 0
+    is_interrupted, has_report, code, report = False, True, 0, None
     controller: Controller | None = None
     summary: RunSummary | None = None
     try:
@@ -182,14 +184,26 @@ def _run_in(
             observer.close(within_s=2.0 if is_interrupted else 30.0)
             if observer.hangs():
                 interrupts.end_within(_LEFT_INTERRUPTED_S if is_interrupted else _LEFT_S, code, observer.hangs)
-            report = _report(folder) if has_report and not is_interrupted else None
+            if has_report and not is_interrupted:
+                report = _last_look(partial(_report, folder), "the report", config, view)
         except interrupts.Interrupted as error:
             if summary is None:
                 raise
-            report = None
-            folder.event("info", f"ended by {error} {_AFTER_ALL}")
-    view.close(_summary_text(summary, folder, report, how=config.evaluation.description, steps=config.steps))
+            with contextlib.suppress(OSError, RuntimeError):
+                DaemonThreads().submit(folder.event, "info", f"ended by {error} {_AFTER_ALL}").result(_LISTED_S)
+    tell = partial(_summary_text, summary, folder, report, how=config.evaluation.description, steps=config.steps)
+    view.close(_last_look(tell, "the newest and the best checkpoint", config, view) or _outcome(summary, config.evaluation.description))
     return summary
+
+
+def _last_look(work: Callable[[], T], what: str, config: RunConfig, view: TerminalView) -> T | None:
+    """What comes when all is done and saved; None, in a sentence, if the disk hangs. Raises: as the work."""
+    limit_s, say = config.deadlines.disk_s, partial(view.event, "warning")
+    try:
+        return by_disk_at_start(work, what, limit_s=lambda: limit_s, say=lambda notice: say(str(notice)))
+    except DiskLate as error:
+        view.event("warning", str(error))
+        return None
 
 
 def _opened(config: RunConfig, folder: RunFolder, view: TerminalView, totals: dict[str, float] | None) -> tuple[Observer, StackCollector]:
@@ -310,14 +324,18 @@ def _report(folder: RunFolder) -> Path | None:
         return None
 
 
-def _summary_text(summary: RunSummary, folder: RunFolder, report: Path | None, *, how: str, steps: int) -> str:
+def _outcome(summary: RunSummary, how: str) -> str:
     lines = [f"{'stopped after' if summary.stopped_early else 'done:'} {counted(summary.steps, 'step')} in {summary.seconds:.0f} s"]
     if summary.alarm:
         lines.append(summary.alarm)
     for when, evaluation in (("before", summary.before), ("after", summary.after)):
         if evaluation is not None:
             lines.append(f"held-out accuracy {when}: {evaluation} (95% Wilson, {how})")
-    lines.append(f"run folder:  {folder.path}")
+    return "\n".join(lines)
+
+
+def _summary_text(summary: RunSummary, folder: RunFolder, report: Path | None, *, how: str, steps: int) -> str:
+    lines = [_outcome(summary, how), f"run folder:  {folder.path}"]
     checkpoints = folder.checkpoints()
     if checkpoints:
         lines.append(f"model:       {checkpoints[-1].hf}")

@@ -11,7 +11,7 @@ from correction.errors import ConfigError
 
 
 def run_dir_of(recipe: Path | None, words: Sequence[str], resume: Path | None) -> Path:
-    """The folder that the run will have. Raises: ConfigError for a recipe, settings or a run folder that can't be read."""
+    """The folder that the run will have. Raises: ConfigError for a recipe, settings or a run folder that can't be read; DiskLate."""
     if resume is None:
         from actors.record.ownership import fresh_path
 
@@ -21,7 +21,8 @@ def run_dir_of(recipe: Path | None, words: Sequence[str], resume: Path | None) -
         if "=" not in word and Path(word).suffix in (".yaml", ".yml"):
             raise ConfigError(f"{word}: --resume takes no recipe, {resume} holds the one that it was started with; leave it out")
     from actors.commands.resume_point import run_config
+    from actors.record.disk_at_start import by_disk_at_start
     from actors.record.run_folder import RunFolder
 
-    run_config(RunFolder.view(resume), words)
+    by_disk_at_start(lambda: run_config(RunFolder.view(resume), words), "the run's settings")
     return resume

@@ -20,6 +20,7 @@ from actors.commands.preparation import prepare
 from actors.commands.recipe import load_config
 from actors.commands.resume_point import find_resume_point, run_config
 from actors.commands.train import train_run
+from actors.commands.words import run_dir_of
 from actors.config import RunConfig
 from actors.metrics.step_metrics import StepMetrics
 from actors.record import disk_at_start
@@ -151,3 +152,10 @@ def test_a_checkpoint_has_the_time_of_its_bytes() -> None:
     began = reading.began
     reading.begins(Checkpoint(5, Path("checkpoints/step_000005")))
     assert (str(reading), reading.began >= began) == ("step_000005", True), "the older one, when this one is damaged, has its own"
+
+
+def test_a_disk_that_hangs_ends_the_command_lines_look_at_the_settings(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is imported, and with `--retries` in the process that starts the others."""
+    monkeypatch.setattr(disk_at_start, "DeadlinesConfig", lambda: SimpleNamespace(disk_s=0.3))
+    with hanging(folder.path / "config.yaml"):
+        assert_ends_in_a_sentence(lambda: run_dir_of(None, [], folder.path), "the run's settings -> the run folder's disk")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from actors.commands import train
 from actors.config import DeadlinesConfig
 from actors.driver.run_summary import RunSummary
 from actors.processes import interrupts
+from actors.record import disk_at_start
 from actors.record.disk_at_start import DiskLate
 from correction.errors import DataError
 
@@ -85,17 +88,16 @@ def test_an_error_of_a_disk_that_hangs_is_raised_without_it(monkeypatch: pytest.
     is_back.set()
 
 
-@pytest.mark.parametrize("where", ["the event loop's end", "Ray's shutdown", "the last lines", "the report"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_after_all_is_saved_keeps_the_exit_code(monkeypatch: pytest.MonkeyPatch, number: int, where: str) -> None:
-    """It ends what is still to end, without the report, and is told; nothing says that a resume has anything to do."""
+def run_in(
+    monkeypatch: pytest.MonkeyPatch, at: Callable[[str], object], checkpoints: Callable[[], Any] = list, **deadlines: float
+) -> tuple[RunSummary, list[tuple[str, str, str]], str]:
+    """A run of nine steps whose parts do nothing. Args: at: called where it ends something, with the place.
+
+    Returns: its summary, its events (level, text, kind), and its last words.
+    """
     told, shown = list[tuple[str, str, str]](), list[str]()
     controller = SimpleNamespace(summary=None)
     nothing: Any = lambda *_, **__: None  # noqa: E731
-
-    def at(place: str) -> None:
-        if place == where:
-            raise interrupts.Interrupted(number)
 
     def run(_: Any) -> RunSummary:
         controller.summary = RunSummary(9, None, None, 60.0, stopped_early=False)
@@ -112,10 +114,10 @@ def test_a_signal_after_all_is_saved_keeps_the_exit_code(monkeypatch: pytest.Mon
 
     description = SimpleNamespace(description="each question once")
     said: Any = {"evaluation": description, "batch_arithmetic": lambda: "4 groups"}
-    config = SimpleNamespace(steps=9, name="x", model="m", ray=None, deadlines=DeadlinesConfig(), **said)
+    config: Any = SimpleNamespace(steps=9, name="x", model="m", ray=None, deadlines=DeadlinesConfig(**deadlines), **said)
     close: Any = lambda *, within_s: at("the last lines")  # noqa: E731
     observer = SimpleNamespace(event=event, keep_event=event, phase=nothing, close=close, hangs=lambda: False)
-    folder: Any = SimpleNamespace(path="run", checkpoints=list, event=event)
+    folder: Any = SimpleNamespace(path="run", checkpoints=checkpoints, event=event)
     monkeypatch.setattr(train, "TerminalView", lambda *_: SimpleNamespace(close=lambda text="": shown.append(text), event=event))
     monkeypatch.setattr(train, "Observer", lambda *_: observer)
     monkeypatch.setattr(train, "Controller", lambda *_, **__: controller)
@@ -127,7 +129,42 @@ def test_a_signal_after_all_is_saved_keeps_the_exit_code(monkeypatch: pytest.Mon
     for name in ("ends_with_own_ray", "ends_with_the_head"):
         monkeypatch.setattr(train, name, lambda *_: contextlib.nullcontext())
     summary = train._run_in(folder, config, None, [], None)  # type: ignore[arg-type]
+    (text,) = shown
+    return summary, told, text
+
+
+@pytest.mark.parametrize("where", ["the event loop's end", "Ray's shutdown", "the last lines", "the report"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_after_all_is_saved_keeps_the_exit_code(monkeypatch: pytest.MonkeyPatch, number: int, where: str) -> None:
+    """It ends what is still to end, without the report, and is told; nothing says that a resume has anything to do."""
+
+    def at(place: str) -> None:
+        if place == where:
+            raise interrupts.Interrupted(number)
+
+    summary, told, text = run_in(monkeypatch, at)
     assert summary.exit_code == 0
     assert told[-1] == ("info", f"ended by {interrupts.NAMES[number]} after all was saved", "")
-    (text,) = shown
     assert text.startswith("done: 9 steps in 60 s") and "--resume" not in text
+
+
+@pytest.mark.parametrize("where", ["the report", "the newest and the best checkpoint"])
+def test_a_disk_that_hangs_after_all_is_saved_is_told_and_keeps_the_exit_code(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    is_back = threading.Event()
+
+    def hangs(place: str) -> list[Any]:
+        if place == where:
+            is_back.wait(60.0)
+        return []
+
+    monkeypatch.setattr(disk_at_start, "_NOTICE_S", 0.1)
+    try:
+        checkpoints = partial(hangs, "the newest and the best checkpoint")
+        summary, told, text = run_in(monkeypatch, hangs, checkpoints, checkpoint_s=0.1)
+        assert not is_back.is_set()
+    finally:
+        is_back.set()
+    assert summary.exit_code == 0 and text.startswith("done: 9 steps in 60 s")
+    *waits, late = [said for level, said, _ in told if level == "warning"]
+    assert all(re.fullmatch(rf"waiting \d s for {where} -> the run folder's disk", said) for said in waits)
+    assert late.startswith(f"{where} -> the run folder's disk: not done in ")
