@@ -18,7 +18,6 @@ from actors.commands.preparation import prepare
 from actors.commands.recipe import load_config
 from actors.commands.resume_point import find_resume_point, with_absolute_paths
 from actors.config import RunConfig
-from actors.doctor.facts import NodeFacts
 from actors.doctor.gather import nodes_of_cluster, own_machine
 from actors.doctor.node_rules import on_nodes
 from actors.doctor.paper_rules import stop_at_failures
@@ -244,14 +243,13 @@ def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer, vie
     Raises: ConfigError for what can't work; DiskLate.
     """
     config = config.model_copy(update={"model": model})  # a name of the hub is one here, too: each node looks in its own cache
-
-    def look() -> tuple[Sequence[NodeFacts], ModelShape]:
-        nodes = own_machine(config) if config.ray.address is None else nodes_of_cluster(config, folder.path, within_s=_NODES_S)
-        return nodes, ModelShape.read(config_folder(model))
-
-    how = f"nodes have {_NODES_S:.0f} s of it to answer" if config.ray.address else ""
     limit_s = config.deadlines.disk_s
-    nodes, shape = by_disk_at_start(look, "facts of the nodes", limit_s=lambda: limit_s, detail=lambda: how, say=observer.waiting)
+    by_disk = partial(by_disk_at_start, limit_s=lambda: limit_s, say=observer.waiting)
+    if config.ray.address is None:
+        nodes = by_disk(partial(own_machine, config), "facts of this machine, and the model's folder")
+    else:
+        nodes = nodes_of_cluster(config, folder.path, within_s=_NODES_S, by_disk=by_disk)
+    shape = by_disk(lambda: ModelShape.read(config_folder(model)), "the model's config")
     rows = requests(nodes, config)
     view.show(table_of(rows))
     observer.keep_event("info", "; ".join(str(row) for row in rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import resource
@@ -10,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from actors.doctor.facts import GpuFact, NodeFacts, PaperFacts
 from actors.doctor.memory_rules import could_be_given
 from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape
+from actors.processes.daemon_threads import DaemonThreads
+from actors.record.disk_at_start import by_disk_at_start
 from actors.settings.devices import visible_gpus
 from rollout.engine_capabilities import has_plugin
 
@@ -35,6 +39,7 @@ _OWN = ("actors", "correction", "learner", "rollout")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ANSWER_S = 15.0
 """Longest time for all nodes together, from the first request on: a person waits for it."""
+_REMOVAL_S = 2.0
 _NO_LISTENER = "no listener could be started there in time"
 _SIGN = ".seen_by_all_nodes"
 
@@ -164,7 +169,9 @@ def own_machine(config: RunConfig) -> list[NodeFacts]:
     ]
 
 
-def nodes_of_cluster(config: RunConfig, folder: Path | None, *, within_s: float = _ANSWER_S) -> list[NodeFacts]:
+def nodes_of_cluster(
+    config: RunConfig, folder: Path | None, *, within_s: float = _ANSWER_S, by_disk: Callable[..., Any] = by_disk_at_start
+) -> list[NodeFacts]:
     """Facts of all nodes of the cluster that this process is connected to, found by a task on each. A node that doesn't answer has the
     facts that Ray knows, and the reason for its silence.
 
@@ -172,6 +179,8 @@ def nodes_of_cluster(config: RunConfig, folder: Path | None, *, within_s: float 
         folder: the run's, or where it will be made (home_of_run). A file is put there for a moment, to see whether nodes share the folder;
             None: that isn't checked.
         within_s: seconds for all nodes together.
+        by_disk: by_disk_at_start, or that with more of its arguments; only the disk's work is done in its threads, none of Ray's.
+    Raises: DiskLate.
     """
     import ray
 
@@ -180,7 +189,7 @@ def nodes_of_cluster(config: RunConfig, folder: Path | None, *, within_s: float 
     token = uuid.uuid4().hex if folder else ""
     sign = folder / f"{_SIGN}.{token}" if folder else None  # another doctor may use the folder now
     if sign is not None:
-        sign.write_text(token)
+        by_disk(partial(sign.write_text, token), "a file for the nodes to read")
     try:
         alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         began = time.time()
@@ -201,14 +210,21 @@ def nodes_of_cluster(config: RunConfig, folder: Path | None, *, within_s: float 
             if node["NodeID"] in ways:
                 facts = _with_way(facts, ways[node["NodeID"]], until, within_s)
             if not facts.silence:
-                facts = replace(facts, reads_run_folder=_sees_both_ways(facts, _answer_file(sign, node), token))
+                look = partial(_sees_both_ways, facts, _answer_file(sign, node), token)
+                facts = replace(facts, reads_run_folder=by_disk(look, "a file that a node has written"))
             found.append(_with_resources(facts, node, free.get(node["NodeID"], {}), config.ray.rollout_resource, drivers))
         return found
     finally:
         if door is not None:
             door.close()
-        for left in sign.parent.glob(f"{sign.name}*") if sign else ():
-            left.unlink(missing_ok=True)
+        if sign is not None:
+            with contextlib.suppress(TimeoutError, RuntimeError):  # a disk that hangs, no thread left: the files stay
+                DaemonThreads().submit(_remove, sign).result(_REMOVAL_S)
+
+
+def _remove(sign: Path) -> None:
+    for left in sign.parent.glob(f"{sign.name}*"):
+        left.unlink(missing_ok=True)
 
 
 def _task(function: Callable[..., object], node: Mapping[str, Any]) -> Any:

@@ -7,13 +7,14 @@ import io
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from actors.commands import train
 from actors.commands.preparation import prepare
@@ -22,6 +23,8 @@ from actors.commands.resume_point import find_resume_point, run_config
 from actors.commands.train import train_run
 from actors.commands.words import run_dir_of
 from actors.config import RunConfig
+from actors.doctor import gather
+from actors.doctor.facts import NodeFacts
 from actors.metrics.step_metrics import StepMetrics
 from actors.record import disk_at_start
 from actors.record.checkpoint_reader import Reading
@@ -110,24 +113,37 @@ def test_a_disk_that_hangs_ends_the_look_at_earlier_steps(
     assert re.search(rf"^warning: waiting \d s for {what}$", capsys.readouterr().out, re.MULTILINE)
 
 
-@pytest.mark.parametrize("address", [None, "auto"])
-def test_a_disk_that_hangs_ends_the_look_at_the_nodes(
-    folder: RunFolder, address: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("where", ["the model's folder", "config.json", "a file for the nodes", "a node's file"])
+def test_a_disk_that_hangs_ends_the_look_at_the_nodes(folder: RunFolder, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a run of its own machine in the model's folder, of one that joins a cluster in the run folder, where each node puts a file."""
     is_back, told = threading.Event(), list[object]()
+    hangs: Any = lambda *_, **__: is_back.wait(60.0)  # noqa: E731
+    of_ray = {"nodes": lambda: [{"Alive": True, "NodeID": "n"}], "get": lambda *_, **__: NodeFacts(name="n", reads_run_folder=True)}
+    context, state = SimpleNamespace(get_node_id=lambda: "n"), SimpleNamespace(state=SimpleNamespace(available_resources_per_node=dict))
+    for name, value in (of_ray | {"get_runtime_context": lambda: context, "_private": state}).items():
+        monkeypatch.setattr(ray, name, value)
+    monkeypatch.setattr(gather, "_task", lambda *_: SimpleNamespace(remote=lambda *_, **__: None))
+    monkeypatch.setattr(train, "own_machine", hangs if where == "the model's folder" else lambda _: [])
+    if where == "a file for the nodes":
+        monkeypatch.setattr(Path, "write_text", hangs)
+    monkeypatch.setattr(gather, "_sees_both_ways", hangs)
     monkeypatch.setattr(disk_at_start, "_NOTICE_S", 0.1)
-    monkeypatch.setattr(train, "nodes_of_cluster", lambda *_, **__: is_back.wait(60.0))
-    monkeypatch.setattr(train, "own_machine", lambda *_: is_back.wait(60.0))
-    config = run_config(folder, [SHORT, *([f"ray.address={address}"] if address else [])])
+    joins = where in ("a file for the nodes", "a node's file")
+    config = run_config(folder, [SHORT, *["ray.address=auto"] * joins])
     observer: Any = SimpleNamespace(waiting=lambda notice: told.append(str(notice)))
+    what = {
+        "the model's folder": "facts of this machine, and the model's folder",
+        "config.json": "the model's config",
+        "a file for the nodes": "a file for the nodes to read",
+        "a node's file": "a file that a node has written",
+    }[where]
     try:
-        look = partial(train._look_at_nodes, config, folder, observer, None, config.model)  # type: ignore[arg-type]
-        assert_ends_in_a_sentence(look, "facts of the nodes -> the run folder's disk")
+        with hanging(config.model / "config.json") if where == "config.json" else nullcontext():
+            look = partial(train._look_at_nodes, config, folder, observer, None, config.model)  # type: ignore[arg-type]
+            assert_ends_in_a_sentence(look, f"{what} -> the run folder's disk")
     finally:
         is_back.set()
-    so_far = r" \(nodes have 60 s of it to answer\)" if address else ""
-    assert re.fullmatch(rf"waiting \d s for facts of the nodes -> the run folder's disk{so_far}", str(told[0]))
+    assert re.fullmatch(rf"waiting \d s for {what} -> the run folder's disk", str(told[0]))
 
 
 @pytest.mark.parametrize("name", ["evaluations.jsonl", "metrics.jsonl"])

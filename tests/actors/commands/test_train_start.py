@@ -31,7 +31,7 @@ def test_nodes_are_looked_at_before_the_controller_runs(tmp_path: Path, monkeypa
     order, screen = list[str](), io.StringIO()
     config = eight("ray.address=auto", f"model={save_config(tmp_path / 'm', QWEN3_8B)}")
 
-    def nodes(_: object, folder: Path | None, *, within_s: float) -> list[NodeFacts]:
+    def nodes(_: object, folder: Path | None, *, within_s: float, by_disk: object) -> list[NodeFacts]:
         order.append(f"nodes were shown {folder}")
         assert within_s == 60.0, "packages that a node reads for the first time take longer than the doctor waits"
         return [NodeFacts(name="10.0.0.1", **HAS), NodeFacts(name="10.0.0.2", **HAS | {"reads_run_folder": sees})]
