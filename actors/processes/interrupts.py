@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 GRACE_S = 10.0
 """How long the main thread may take to unwind."""
 SAME_S = 2.0
-"""SIGTERMs within this time count as one while an event loop handles them: if a whole process tree gets the signal, a child gets it once
-more from its parent. So do SIGHUPs: when a terminal is lost, its shell sends one to its jobs, and the kernel sends another as that
-shell ends."""
+"""SIGTERMs within this time count as one: if a whole process tree gets the signal, a child gets it once more from its parent. So do
+SIGHUPs: when a terminal is lost, its shell sends one to its jobs, and the kernel sends another as that shell ends."""
 # If SIGHUP is ignored at the start (nohup), so that the process outlives its terminal, it stays ignored.
 _HANGUP = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else ()
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *_HANGUP)
@@ -62,6 +61,21 @@ def exit_code(number: int) -> int:
     return 128 + number
 
 
+class _Heard:
+    """When each signal came last: tells a listener which ones count as one (SAME_S). Each Ctrl-C counts."""
+
+    def __init__(self, before: _Heard | None = None) -> None:
+        """Args: before: what was heard until now, by another listener."""
+        self._last = dict(before._last) if before is not None else {signal.SIGTERM: -math.inf, signal.SIGHUP: -math.inf}
+
+    def again(self, number: int) -> bool:
+        """Whether this signal, which comes now, counts as one with the one before it."""
+        if number not in self._last:
+            return False
+        before, self._last[number] = self._last[number], time.monotonic()
+        return self._last[number] - before < SAME_S
+
+
 class _Guard:
     """Handlers, hook, descriptor and thread, while `guarded` lasts."""
 
@@ -71,6 +85,9 @@ class _Guard:
         """The signal whose handler has raised."""
         self.done_code: int | None = None
         """Exit code of what this process was to do, once all of it is done."""
+        self.heard = _Heard()
+        """By the main thread, in an event loop or not."""
+        self._heard_by_thread = _Heard()
         self._before: dict[int, Any] = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGALRM)}
         self._hook_before = sys.unraisablehook
         sys.unraisablehook = self._swallowed
@@ -82,6 +99,7 @@ class _Guard:
         self._thread.start()
 
     def arm(self) -> None:
+        self._heard_by_thread = _Heard(self.heard)  # an event loop's own signals have not come to the thread
         for number in SIGNALS:
             signal.signal(number, self._raise)
         before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -101,7 +119,8 @@ class _Guard:
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         leave_terminal(number)
-        if self.raised is None:  # raise once: unwinding must not be interrupted; the thread limits its time
+        is_again = self.heard.again(number)
+        if self.raised is None and not is_again:  # raise once: unwinding must not be interrupted; the thread limits its time
             self.raised = number
             raise Interrupted(number)
 
@@ -131,14 +150,19 @@ class _Guard:
             end_all(f"ended by {NAMES[number]} ({why})", code_after(number))
 
     def _next_signal(self, timeout_s: float | None) -> int | None:
-        """Wait for the next signal. Returns: its number; None when the guard is closed, or after timeout_s."""
-        self._reader.settimeout(timeout_s)
+        """Wait for the next signal that doesn't count as one with the last. Returns: its number; None when the guard is closed, or after
+        timeout_s."""
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not self._is_over.is_set():
+            left_s = until - time.monotonic()
+            if left_s <= 0.0:
+                return None
+            self._reader.settimeout(left_s if timeout_s is not None else None)
             try:
                 number = self._reader.recv(1)[0]
             except TimeoutError:
                 return None
-            if number in SIGNALS:
+            if number in SIGNALS and not self._heard_by_thread.again(number):
                 return number
         return None
 
@@ -170,16 +194,13 @@ def rearm() -> None:
 
 @contextlib.contextmanager
 def handled_in(loop: AbstractEventLoop, handle: Callable[[int], None]) -> Iterator[None]:
-    """An event loop gets the signals, by `handle`, for a while; of SIGTERMs, or SIGHUPs, within `SAME_S` the first."""
-    last: dict[int, float] = {signal.SIGTERM: -math.inf, signal.SIGHUP: -math.inf}
+    """An event loop gets the signals, by `handle`, for a while; of those that count as one (SAME_S) the first."""
+    heard = _guard.heard if _guard is not None else _Heard()
 
     def handled(number: int) -> None:
-        if number in last:
-            before, last[number] = last[number], time.monotonic()
-            if last[number] - before < SAME_S:
-                return
-        leave_terminal(number)
-        handle(number)
+        if not heard.again(number):
+            leave_terminal(number)
+            handle(number)
 
     for number in SIGNALS:
         loop.add_signal_handler(number, handled, number)

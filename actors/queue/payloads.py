@@ -178,14 +178,15 @@ async def whole(groups: Sequence[StoredGroup], *, deadline_s: float) -> tuple[li
 
     Args: deadline_s: for tokens and wide fields together.
     """
-    ends = time.monotonic() + deadline_s
+    clock = asyncio.get_running_loop().time
+    ends = clock() + deadline_s
     found, lost = await fetched(groups, deadline_s=deadline_s)
     stored = [replace(one, payload=one.wide) for one in groups if one.wide is not None and one.group_id not in lost]
     if not stored:
         return found, sorted(lost)
     from rollout.wide_fields import join_wide_fields
 
-    fields, lost_too = await fetched(stored, deadline_s=max(0.1, ends - time.monotonic()))
+    fields, lost_too = await fetched(stored, deadline_s=max(0.1, ends - clock()))
     of_group: dict[int, Any] = dict(zip((one.group_id for one in stored if one.group_id not in lost_too), fields, strict=True))
     kept = [one for one in found if one.group_id not in lost_too]
     joined = [join_wide_fields(one, of_group[one.group_id]) if one.group_id in of_group else one for one in kept]

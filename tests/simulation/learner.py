@@ -22,7 +22,7 @@ import torch
 from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
 from actors.ranks.collective_calls import collective
 from actors.ranks.learner_rank_actor import LearnerRankActor
-from actors.ranks.rank_faults import as_rank_failure
+from actors.ranks.rank_faults import as_rank_failure, names_failures
 from correction.errors import DataError
 from learner.abort import Abort
 from learner.config import LearnerConfig
@@ -171,6 +171,12 @@ class SimulatedRank(LearnerRankActor):
         self._version = version
         self._endpoint: Any = SimpleNamespace(set=lambda *_: None)
         return ActorInfo("learner", str(self._rank), 1, "127.0.0.1:1")
+
+    @names_failures
+    def fetch(self, *_: Any, **__: Any) -> dict[int, str]:
+        """Its groups have no wide fields; a test may say that they had (CorrectionService._fetch_s)."""
+        self.world.faults.raise_if_failing("fetch")
+        return {}
 
     @collective
     def restore(self, number: int, folder: Path, version: int) -> None:

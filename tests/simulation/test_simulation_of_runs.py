@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from actors.service.correction_service import CorrectionService
 from rollout.trajectory import Prompt
 from tests.simulation.engine import SimulatedSampler
 from tests.simulation.planted import BUGS, Bug, title
@@ -135,9 +136,11 @@ def test_the_run_goes_back_for_a_call_that_never_begins(method: str, at: float) 
     assert told.count("not begun by rank 0") == told.count("The run goes back to") == 1
 
 
-@pytest.mark.parametrize("method", ["step", "proximal", "begin_save", "is_saved", "export"])
-def test_a_rank_that_raises_is_ended_and_the_run_goes_back(method: str) -> None:
+@pytest.mark.parametrize("method", ["step", "proximal", "fetch", "begin_save", "is_saved", "export"])
+def test_a_rank_that_raises_is_ended_and_the_run_goes_back(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process lives, and its device or a collective has failed: out of memory, a CUDA error, a connection that broke."""
+    if method == "fetch":
+        monkeypatch.setattr(CorrectionService, "_fetch_s", lambda *_: 60.0)  # as of batches with wide fields
     for kind, at in itertools.product(range(4), (5.0, 14.0)):
         schedule = run_of_one_worker(steps=3, groups_per_step=2, faults=(Fault(at, "fail_rank", kind, what=method),))
         outcome = play(replace(schedule, forwards=method == "proximal"))

@@ -111,11 +111,13 @@ def test_each_retry_is_a_line_and_an_event(monkeypatch: pytest.MonkeyPatch, run_
     assert [event.split(None, 2)[2] for event in events] == told[1:], "without a folder: no event"
 
 
-@pytest.mark.parametrize("how", ["refuses", "hangs"])
+@pytest.mark.parametrize("how", ["refuses", "hangs", "has no thread"])
 def test_a_disk_that_tells_the_parent_nothing_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, run_dir: Path, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
-    """How far the run has come is not known: what may be progress is tried again, as often as --retries says."""
+    """How far the run has come is not known: what may be progress is tried again, as often as --retries says. Nor does what still waits
+    for the disk keep the process from its end: no thread is left that Python would wait for. A machine that has no thread left to look
+    there is the same."""
     is_back = threading.Event()
 
     def checkpoints(_: RunFolder) -> Any:
@@ -123,11 +125,19 @@ def test_a_disk_that_tells_the_parent_nothing_ends_nothing(
             is_back.wait(60.0)
         raise OSError(errno.ESTALE, "Stale file handle")
 
+    def no_thread(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    if how == "has no thread":
+        monkeypatch.setattr(retries.DaemonThreads, "submit", no_thread)
     monkeypatch.setattr(RunFolder, "checkpoints", checkpoints)
     monkeypatch.setattr(retries, "_LOOK_S", 0.1 if how == "hangs" else 60.0)
+    before = set(threading.enumerate())
     assert tried(monkeypatch, run_dir, [(1, 3), (1, None), (1, None), (1, None)]) == (1, 4)
+    left = set(threading.enumerate()) - before
+    assert all(thread.daemon for thread in left) and (len(left) >= 4 or how != "hangs")
     is_back.set()
-    why = "no answer" if how == "hangs" else "[Errno 116] Stale file handle"
+    why = {"hangs": "no answer", "refuses": "[Errno 116] Stale file handle"}.get(how, "can't start new thread")
     said = f"ended with exit code 1 after a step that its disk doesn't tell ({why})"
     told = capsys.readouterr().err
     assert told.count(f"{said}; it goes on from its newest checkpoint in ") == 3 and f"{said}, and --retries 3 have been used up" in told

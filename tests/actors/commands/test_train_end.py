@@ -88,6 +88,42 @@ def test_an_error_of_a_disk_that_hangs_is_raised_without_it(monkeypatch: pytest.
     is_back.set()
 
 
+def test_a_run_whose_last_lines_could_not_be_written_has_not_done_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had said that all is done and saved, and then its disk was late for the lines of the last steps: a signal that comes now ends it
+    by its own code, not as a run that is done, so that whoever has sent it resumes it."""
+    nothing: Any = lambda *_, **__: None  # noqa: E731
+
+    def ends(text: str) -> None:
+        interrupts.all_is_done(0)
+        raise DiskLate("lines of the last steps -> the run folder's disk: not done in 1800 s")
+
+    config = SimpleNamespace(steps=3, name="x", model="m", deadlines=DeadlinesConfig(), batch_arithmetic=lambda: "4 groups")
+    observer = SimpleNamespace(event=nothing, keep_event=nothing, phase=ends, close=nothing, hangs=lambda: False)
+    folder: Any = SimpleNamespace(path="run", checkpoints=list)
+    monkeypatch.setattr(train, "TerminalView", lambda *_: SimpleNamespace(close=nothing, event=nothing))
+    monkeypatch.setattr(train, "Observer", lambda *_: observer)
+    monkeypatch.setattr(train, "StackCollector", nothing)
+    monkeypatch.setattr(train, "Controller", nothing)
+    with interrupts.guarded():
+        with pytest.raises(DiskLate):
+            train._run_in(folder, config, None, [], None)  # type: ignore[arg-type]
+        assert interrupts.code_after(signal.SIGTERM) == 143
+
+
+def test_a_machine_without_a_thread_left_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last look at the run's checkpoints, which a thread would take, is left out."""
+    error = DataError("a row")
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    nothing: Any = lambda *_, **__: None  # noqa: E731
+    monkeypatch.setattr(train.DaemonThreads, "submit", refused)
+    observer: Any = SimpleNamespace(keep_event=nothing)
+    train._keep_failure(error, observer, SimpleNamespace(path="run"), 3)  # type: ignore[arg-type]
+    assert not getattr(error, "__notes__", [])
+
+
 def run_in(
     monkeypatch: pytest.MonkeyPatch, at: Callable[[str], object], checkpoints: Callable[[], Any] = list, **deadlines: float
 ) -> tuple[RunSummary, list[tuple[str, str, str]], str]:

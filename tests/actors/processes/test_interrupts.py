@@ -6,12 +6,15 @@ import asyncio
 import fcntl
 import os
 import pty
+import queue
 import signal
 import subprocess
 import sys
 import termios
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -169,8 +172,8 @@ def test_a_main_thread_that_does_not_end_is_ended_with_its_children(program: str
 
 @pytest.mark.parametrize("again", [False, True], ids=["it hangs", "a second signal"])
 def test_what_is_done_stays_done_whatever_ends_the_process(again: bool) -> None:
-    """All was saved, and Ray's end hangs, or whoever has sent the signal sends it again: the exit code is that of what was done."""
-    process, child = ended(DONE, *[signal.SIGTERM] * (1 + again))
+    """All was saved, and Ray's end hangs, or a person presses Ctrl-C, too: the exit code is that of what was done."""
+    process, child = ended(DONE, *(signal.SIGTERM, signal.SIGINT)[: 1 + again])
     assert process.returncode == 3
     assert "evenkeel: ended by SIGTERM (" in process.stderr
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
@@ -227,6 +230,41 @@ def test_the_same_signal_twice_is_one(monkeypatch: pytest.MonkeyPatch, number: s
     assert signals_seen([signal.SIGTERM, signal.SIGHUP]) == [signal.SIGTERM, signal.SIGHUP], "each by itself"
     monkeypatch.setattr(interrupts, "SAME_S", 0.0)
     assert signals_seen([number, number]) == [number, number], "later ones count"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_same_signal_twice_is_one_without_an_event_loop_too(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    """In an import, in Ray's start, as the run ends: the second one of a lost terminal took the time to unwind. Any other ends at once."""
+    for second, why in ((number, "still busy after 0.3 s"), (signal.SIGINT, "again")):
+        with guarded_here(monkeypatch, grace_s=0.3) as told:
+            with pytest.raises(interrupts.Interrupted):
+                signal.raise_signal(number)
+            signal.raise_signal(second)
+            assert told.get(timeout=60.0) == f"ended by {interrupts.NAMES[number]} ({why})"
+
+
+def test_a_signal_that_an_event_loop_has_had_is_the_same_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run ends at once, and the second one of a lost terminal comes as it unwinds: neither does that raise, nor begin a grace."""
+    with guarded_here(monkeypatch, grace_s=0.1) as told:
+        assert signals_seen([signal.SIGHUP]) == [signal.SIGHUP]
+        interrupts.rearm()
+        signal.raise_signal(signal.SIGHUP)
+        time.sleep(0.3)
+        assert told.empty() and not interrupts.is_ending()
+        with pytest.raises(interrupts.Interrupted):
+            signal.raise_signal(signal.SIGTERM)
+        assert told.get(timeout=60.0).startswith("ended by SIGTERM ")
+
+
+@contextmanager
+def guarded_here(monkeypatch: pytest.MonkeyPatch, *, grace_s: float) -> Iterator[queue.SimpleQueue[str]]:
+    """This process under guard, whose end is told and not made."""
+    told = queue.SimpleQueue[str]()
+    monkeypatch.setattr(interrupts, "SIGNALS", (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))  # also where these tests run with nohup
+    monkeypatch.setattr(interrupts, "leave_terminal", lambda _: None)
+    monkeypatch.setattr(interrupts, "end_all", lambda why, code: told.put(why))
+    with interrupts.guarded(grace_s=grace_s):
+        yield told
 
 
 def signals_seen(sent: list[int]) -> list[int]:

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, ObjectStoreFullError, OutOfDiskError, RayTaskError
 
 from actors.carriers import StoredGroup, Ticket
-from actors.queue.payloads import GONE, LATE, fetch_s, fetched, read_now, to_hand_on
+from actors.queue.payloads import GONE, LATE, fetch_s, fetched, read_now, to_hand_on, whole
 from actors.service.drawing import Drawing
 from correction.errors import ActorLost
 from rollout.trajectory import AnswerFacts, FailureKind, FinishReason, Group, GroupFacts, VersionSpan
@@ -64,6 +64,19 @@ def test_tokens_that_do_not_come_in_time_are_lost_and_hold_up_no_batch() -> None
         assert limit_s == pytest.approx(60.0 + 8 * 4096 / 1e3), "two groups of two answers of two tokens"
         assert await fetched(stored, deadline_s=limit_s) == ([groups[0]], {1: LATE})
         assert asyncio.get_running_loop().time() == pytest.approx(limit_s)
+
+    simulate(scenario)
+
+
+def test_tokens_and_wide_fields_have_one_deadline() -> None:
+    """A checkpoint after SIGTERM has seconds: tokens that come late leave the wide fields what is left of them, not as long again."""
+
+    async def scenario() -> None:
+        clock, one = asyncio.get_running_loop().time, group(Ticket(0, prompts(0, 1)[0], 0))
+        tokens, hangs = (asyncio.get_running_loop().create_future() for _ in range(2))
+        asyncio.get_running_loop().call_later(8.0, tokens.set_result, one)
+        assert await whole([StoredGroup(one.facts, tokens, hangs)], deadline_s=10.0) == ([], [0])
+        assert clock() == pytest.approx(10.0)
 
     simulate(scenario)
 

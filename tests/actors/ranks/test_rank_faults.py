@@ -8,6 +8,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,9 @@ class Failing:
         raise self.error
 
     is_saved = begin_save
+
+    def sequences_read(self, *_: Any, step: int) -> Any:
+        self.begin_save()
 
 
 def rank_that_raises(error: Exception) -> tuple[LearnerRankActor, Failing]:
@@ -117,3 +121,7 @@ def test_a_rank_tells_whoever_asks_and_its_log_has_the_traceback(caplog: pytest.
     assert isinstance(there, RankFailed) and (there.rank, str(there)) == ("learner rank 1", str(found.value))
     with pytest.raises(RankFailed, match=r"^learner rank 1: out of memory in is_saved "):
         actor.is_saved()
+    packed: Any = SimpleNamespace(wide=(), num_sequences=2)
+    with pytest.raises(RankFailed, match=r"^learner rank 1: out of memory in fetch ") as fetching:
+        actor.fetch(packed, None, 3, 60.0, everything=False)
+    assert fetching.value.rank == "learner rank 1", "by which the run ends it and goes back"
