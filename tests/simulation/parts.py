@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,9 +115,14 @@ class Notes:
     def serve(self) -> None: ...
 
 
-def corrected(batch: Any, correction: Any) -> Any:
+@dataclass
+class Corrected:
+    batch: Any
+
+
+def corrected(batch: Any, correction: Any) -> Corrected:
     """In place of the correction's mathematics."""
-    return SimpleNamespace(batch=batch)
+    return Corrected(batch)
 
 
 def diagnosed(*_: Any, **__: Any) -> dict[str, float]:
