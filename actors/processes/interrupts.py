@@ -66,7 +66,9 @@ class _Heard:
 
     def __init__(self, before: _Heard | None = None) -> None:
         """Args: before: what was heard until now, by another listener."""
-        self._last = dict(before._last) if before is not None else {signal.SIGTERM: -math.inf, signal.SIGHUP: -math.inf}
+        self._last: dict[int, float] = {signal.SIGTERM: -math.inf, signal.SIGHUP: -math.inf}
+        if before is not None:
+            self._last |= before._last
 
     def again(self, number: int) -> bool:
         """Whether this signal, which comes now, counts as one with the one before it."""
