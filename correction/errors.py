@@ -1,9 +1,16 @@
-"""One root and a few kinds; every message names the place, the value, the reason and the remedy. And `counted`, for their numbers."""
+"""One root and a few kinds; every message names the place, the value, the reason and the remedy. And words for numbers in them."""
+
+import signal
 
 
 def counted(number: int, what: str) -> str:
     """A number and its noun, for messages: "1 rollout worker", "2 rollout workers"."""
     return f"{number} {what}{'s' * (number != 1)}"
+
+
+def signal_name(number: int) -> str:
+    """A signal, for messages: "SIGKILL", or "SIG40" where Python has no name for it, as for most real-time signals."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"SIG{number}"
 
 
 class EvenkeelError(Exception):

@@ -39,6 +39,13 @@ LENGTH = struct.Struct("!Q")
 """Before each message: its size in bytes."""
 SINGLE = "reward"
 """Name of the only component when a reward is a bare number."""
+LARGEST = 1e18
+"""Largest magnitude of a reward and of each of its parts. Advantages, gradients and their norms are float32, which ends at 3.4e38, and are
+squared and summed: the square of this leaves room for the sum of a hundred."""
+MOST_PARTS, LONGEST_NAME = 32, 64
+"""Parts of one reward, and characters of a part's name. Each becomes a metric."""
+_LONGEST_ERROR = 500
+"""Characters that are kept of an exception's text."""
 _PR_SET_PDEATHSIG = 1
 
 Scorer = Callable[[dict[str, Any]], Any]
@@ -105,25 +112,54 @@ def score_request(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:
     except MemoryError:
         return {"error": "the reward ran out of memory (rollout.reward.memory_gib)"}
     except Exception as error:
-        return {"error": f"the reward raised {type(error).__name__}: {error}"}
+        return {"error": f"the reward raised {error_text(error)}"}
+
+
+def error_text(error: Exception) -> str:
+    """Type of an exception and what it says, not at any length; a class of somebody's own may refuse to say it."""
+    try:
+        return shortened(f"{type(error).__name__}: {error}", _LONGEST_ERROR)
+    except Exception as another:
+        return f"{type(error).__name__}, whose text raised {type(another).__name__}"
+
+
+def shortened(text: str, most: int) -> str:
+    """At most so many characters of a text, and how many were cut off."""
+    return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most} more characters are cut off)"
 
 
 def components(value: Any) -> dict[str, float]:
     """Named parts of what a scorer returned; a bare number is called "reward".
 
-    Raises: ValueError or TypeError if it is no number, or not finite; ValueError for a name that no metric can have.
+    Raises: ValueError or TypeError if it is no number, not finite or too large; ValueError for too many parts, or a name that no metric can
+    have.
     """
     named = value if isinstance(value, dict) else {SINGLE: value}
     if not named:
         raise ValueError("an empty dict has no sum; return at least one part")
-    if wrong := [str(name) for name in named if not is_part_name(str(name))]:
-        raise ValueError(f"{wrong[0]!a} names a part, which becomes part of a metric's name: use printable characters without a slash")
-    return {str(name): _finite(name, part) for name, part in named.items()}
+    if len(named) > MOST_PARTS:
+        raise ValueError(f"a reward of {len(named)} parts; each becomes a metric, and it may have {MOST_PARTS}")
+    for name in map(str, named):
+        if len(name) > LONGEST_NAME:
+            raise ValueError(f"{name[:LONGEST_NAME]!a}... names a part with {len(name)} characters, and may have {LONGEST_NAME}")
+        if not is_part_name(name):
+            raise ValueError(f"{name!a} names a part, which becomes part of a metric's name: use printable characters without a slash")
+    parts = {str(name): _finite(name, part) for name, part in named.items()}
+    if abs(total := sum(parts.values())) > LARGEST:
+        raise ValueError(f"the sum of its parts, {total:g}, is too large: a reward is at most {LARGEST:g}, above or below 0")
+    return parts
+
+
+def are_parts(parts: dict[str, Any]) -> bool:
+    """Whether this could have come out of `components`."""
+    if not 0 < len(parts) <= MOST_PARTS or not all(map(is_part_name, parts)):
+        return False
+    return all(type(part) is float and abs(part) <= LARGEST for part in parts.values()) and abs(sum(parts.values())) <= LARGEST
 
 
 def is_part_name(name: str) -> bool:
     """Whether this is a valid name for a part of a reward, and so for the end of a metric's name."""
-    return name.isprintable() and "/" not in name and name != ""
+    return name.isprintable() and "/" not in name and 0 < len(name) <= LONGEST_NAME
 
 
 def _finite(name: str, part: Any) -> float:
@@ -132,6 +168,8 @@ def _finite(name: str, part: Any) -> float:
     number = float(part)
     if not math.isfinite(number):
         raise ValueError(f"{name} = {number} is not finite")
+    if abs(number) > LARGEST:
+        raise ValueError(f"{name} = {number:g} is too large: a reward is at most {LARGEST:g}, above or below 0")
     return number
 
 
@@ -247,7 +285,7 @@ def _import_function(path: str) -> Callable[..., Any]:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
         raise RewardLoadError(
-            f"rollout.reward.path = {path}: importing {module_name} raised {type(error).__name__}: {error}; {_remedy(module_name, error)}"
+            f"rollout.reward.path = {path}: importing {module_name} raised {error_text(error)}; {_remedy(module_name, error)}"
         ) from error
     for attribute in attributes.split("."):
         if not hasattr(found, attribute):

@@ -11,9 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -24,13 +22,15 @@ from typing import Any, Literal
 
 import psutil
 
-from correction.errors import ConfigError
+from correction.errors import ConfigError, signal_name
 from rollout.config import FunctionReward, ReasoningGymReward, ReasoningGymTask, RewardConfig, TaskConfig
 from rollout.reward_guardian import MEMORY, MOST_PROCESSES, PROCESSES, WORKER, end_orphans, end_strays, mark_of
-from rollout.reward_process import LENGTH, SINGLE, is_part_name, pack_message
+from rollout.reward_process import LENGTH, SINGLE, are_parts, pack_message, shortened
 from rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory
 
 _MAX_REPLY_BYTES = 1 << 24
+_LONGEST_ERROR = 2000
+"""Characters that are kept of a scorer's error."""
 _END_S = 10.0
 
 
@@ -347,7 +347,7 @@ class _ScoringProcess:
             return f"all that it started took more than {self._spec['memory_gib']:g} GiB together, rollout.reward.memory_gib"
         if code == PROCESSES:
             return f"it had started more than {MOST_PROCESSES} processes"
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"signal {signal_name(-code)}" if code < 0 else f"exit code {code}"
 
 
 def _refused(error: OSError) -> RewardCallError:
@@ -378,13 +378,9 @@ def _as_reply(payload: bytes, wanted: Literal["ready", "components"]) -> dict[st
     reply = json.loads(payload)
     match reply:
         case {"error": str() as error}:
-            return {"error": error.encode(errors="backslashreplace").decode()}
+            return {"error": shortened(error, _LONGEST_ERROR).encode(errors="backslashreplace").decode()}
         case {"ready": True} if wanted == "ready":
             return dict(reply)
-        case {"components": dict() as parts} if wanted == "components" and parts and all(_is_part(*part) for part in parts.items()):
+        case {"components": dict() as parts} if wanted == "components" and are_parts(parts):
             return dict(reply)
     raise ValueError(repr(payload[:60]))
-
-
-def _is_part(name: str, value: object) -> bool:
-    return is_part_name(name) and type(value) is float and math.isfinite(value)

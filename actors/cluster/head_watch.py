@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import threading
@@ -30,6 +29,7 @@ from actors.config import RayConfig
 from actors.processes import interrupts
 from actors.processes.descendants import descendants
 from actors.processes.event_level import Notify
+from correction.errors import signal_name
 
 _LIMIT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """Ray's variable: seconds after which its processes exit; 60 if it isn't set."""
@@ -151,7 +151,7 @@ def _wait_for_the_end(
     if over.is_set():
         return
     code = process.wait()
-    how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+    how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
     _end(f"this run's own Ray is gone: its {name} (process {process.pid}) {how}, {remedy}", last, over, left)
 
 

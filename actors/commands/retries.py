@@ -27,6 +27,7 @@ from actors.processes.event_level import EventLevel
 from actors.processes.output import put
 from actors.record.run_folder import RunFolder
 from actors.state.json_lines import last_step
+from correction.errors import signal_name
 
 T = TypeVar("T")
 NOT_AGAIN = 78
@@ -157,7 +158,7 @@ def _end_of(code: int) -> str:
         return "found no Ray cluster, or lost its own,"
     if code >= 0:
         return f"ended with exit code {code}"
-    return f"was killed by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"was killed by signal {-code}"
+    return f"was killed by {signal_name(-code)}"
 
 
 def _say(run_dir: Path, level: EventLevel, text: str) -> None:

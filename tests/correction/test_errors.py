@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import signal
 
 import pytest
 
-from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineError, EvenkeelError, LateError
+from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineError, EvenkeelError, LateError, signal_name
 
 
 @pytest.mark.parametrize("kind", [ConfigError, DataError, EngineError, LateError])
@@ -24,3 +25,9 @@ def test_a_deadline_has_its_wait_and_its_setting_apart() -> None:
         assert str(one) == "weight group w-0-1: not done in 40 s; the deadline is set under deadlines"
         assert (one.reason, one.what, one.seconds) == ("weight group w-0-1: not done in 40 s", "weight group w-0-1", 40.5)
     assert str(DeadlineExceeded("no answer in 600 s")) == DeadlineExceeded("no answer in 600 s").reason == "no answer in 600 s"
+
+
+def test_every_signal_has_a_name() -> None:
+    """Python has none for most real-time signals."""
+    assert [signal_name(number) for number in (9, 11, 40)] == ["SIGKILL", "SIGSEGV", "SIG40"]
+    assert all(signal_name(number) for number in range(1, signal.NSIG))

@@ -25,6 +25,8 @@ USER_REWARDS = """
         payload = {"pickle": pickle.dumps(Touch(metadata["path"])), "list": b"[1]", "nan": b'{"components": {"reward": NaN}}'}
         payload |= {"nested": b"[" * 100_000, "ready": b'{"ready": true}', "name": b'{"components": {"a/b": 1.0}}'}
         payload |= {"surrogate": b'{"error": "\\\\ud83d"}'}
+        payload |= {"large": b'{"components": {"a": 1e39}}', "large sum": b'{"components": {"a": 1e18, "b": 1e18}}'}
+        payload |= {"many": json.dumps({"components": {str(i): 0.0 for i in range(33)}}).encode()}
         payload |= {"text": b'{"components": {"reward": "1"}}', "none": b'{"components": {}}'}
         if completion == "long": os.write(int(sys.argv[1]), struct.pack("!Q", 1 << 40))
         elif completion != "ok": os.write(int(sys.argv[1]), struct.pack("!Q", len(payload[completion])) + payload[completion])
@@ -41,6 +43,8 @@ USER_REWARDS = """
     def wasteful(metadata):
         return len(metadata.pop("tests"))
 
+    class Mute(Exception):
+        def __str__(self): raise OSError
     def moody(completion):
         if completion == "raise": raise KeyError("no such thing")
         if completion == "surrogate": raise ValueError(json.loads('"half \\\\ud83d"'))
@@ -48,12 +52,19 @@ USER_REWARDS = """
         if completion == "name": return {"\\ud83d": 1.0}
         if completion == "slash": return {"a/b": 1.0}
         if completion == "nan": return float("nan")
+        if completion == "large": return -1.1e18
+        if completion == "large sum": return {"a": 1e18, "b": 1e18}
+        if completion == "many": return {f"part {i}": 0.0 for i in range(100_000)}
+        if completion == "long name": return {"a" * 65: 1.0}
+        if completion == "essay": raise ValueError("x" * 10_000_000)
+        if completion == "mute": raise Mute
         if completion == "text": return "1.0"
         if completion == "none": return None
         if completion == "hang": time.sleep(60)
         if completion == "spin": sum(1 for _ in iter(int, 1))
         if completion == "power": 5 ** 5 ** 5 ** 5
         if completion == "die": os.kill(os.getpid(), signal.SIGSEGV)
+        if completion == "real-time": os.kill(os.getpid(), 40)
         if completion == "exit": sys.exit(3)
         if completion == "memory": bytearray(2 << 30)
         if completion == "offspring":

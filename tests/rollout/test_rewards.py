@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
 from dataclasses import replace
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 
 from correction.errors import ConfigError
 from rollout.reward_process import RewardLoadError, build_extraction, components
-from rollout.rewards import RewardPool
+from rollout.rewards import RewardPool, _as_reply
 from rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory, ids_of, logprobs_of
 from tests.failures.measured import REAL, Measured
 from tests.rollout.reward_scene import answered, asked, reward, scored, scored_each, user_reward
@@ -90,6 +91,14 @@ def test_what_is_no_finite_number_is_no_reward(value: Any) -> None:
         components(value)
 
 
+@pytest.mark.parametrize("value", [1e39, {"a": 1e308, "b": 1e308}, {"a": 1e308, "b": -1e308}, {"a": 6e17, "b": 6e17}])
+def test_a_reward_has_a_square_in_float32(value: Any) -> None:
+    """A larger one is finite here, and neither as a float32 nor in the sums of a step's report."""
+    with pytest.raises(ValueError, match=r"too large: a reward is at most 1e\+18, above or below 0"):
+        components(value)
+    assert components({"a": 1e18, "b": -1e18}) == {"a": 1e18, "b": -1e18}
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "a\n", "\ud83d"])
 def test_what_can_not_stand_in_a_metrics_name_names_no_part(name: str) -> None:
     with pytest.raises(ValueError, match="names a part, which becomes part of a metric"):
@@ -109,7 +118,7 @@ def test_a_failure_costs_its_own_trajectory_alone() -> None:
     config = user_reward("moody", deadline_s=1.0, memory_gib=1.0)
     texts = (
         *("raise", "surrogate", "nested", "name", "slash", "nan", "text", "none", "exit", "ok", "die", "ok", "hang", "ok"),
-        *("memory", "ok", "spin", "ok", "power"),
+        *("real-time", "ok", "memory", "ok", "spin", "ok", "power", "large", "large sum", "many", "long name", "essay", "mute"),
     )
     results = scored(config, *texts)
     by_text = {text: t.error for text, t in zip(texts, results, strict=True)}
@@ -117,18 +126,23 @@ def test_a_failure_costs_its_own_trajectory_alone() -> None:
         "raise": "raised KeyError: 'no such thing'", "nan": "reward = nan is not finite", "text": "'1.0' is no number",
         "surrogate": r"raised ValueError: half \ud83d", "nested": "raised RecursionError",
         "name": r"'\ud83d' names a part", "slash": "'a/b' names a part",
-        "none": "None is no number", "exit": "exit code 3", "die": "signal SIGSEGV", "memory": "ran out of memory",
+        "none": "None is no number", "exit": "exit code 3", "die": "signal SIGSEGV", "real-time": "signal SIG40",
+        "memory": "ran out of memory", "large": "reward = -1.1e+18 is too large", "large sum": "the sum of its parts, 2e+18, is too large",
+        "many": "a reward of 100000 parts", "long name": "aaa'... names a part with 65 characters, and may have 64",
+        "essay": "xxx ... (9999512 more characters are cut off)", "mute": "raised Mute, whose text raised OSError",
         "hang": "more than 1 s", "spin": "more than 1 s", "power": "more than 1 s",
     }  # fmt: skip
     assert all(part in (by_text[text] or "") for text, part in expected.items()), by_text
+    assert all(len(text or "") < 600 for text in by_text.values())
     assert not any(t.is_valid for text, t in zip(texts, results, strict=True) if text != "ok")
     answering = [t.reward for text, t in zip(texts, results, strict=True) if text == "ok"]
-    assert len(set(answering)) == 4 and answering[2] == answering[2]      # one pid for each life, the memory error keeps its process
+    assert len(set(answering)) == 5 and answering[3] == answering[4]      # one pid for each life, the memory error keeps its process
 
 
 def test_what_a_reward_writes_to_the_socket_itself_is_not_run(tmp_path: Path) -> None:
     """It may run what a model has written. A pickle from there would make a folder here; other forgeries are no rewards either."""
-    texts = ("pickle", "ok", "list", "nan", "text", "none", "nested", "ready", "name", "long", "ok", "surrogate")
+    shapes = ("pickle", "ok", "list", "nan", "text", "none", "nested", "ready", "name", "long", "ok")
+    texts = (*shapes, "large", "large sum", "many", "surrogate")
     results = scored(user_reward("forged", deadline_s=5.0), *texts, prompt=asked(path=str(tmp_path / "made")))
     assert not (tmp_path / "made").exists()
     for text, result in zip(texts, results, strict=True):
@@ -138,6 +152,12 @@ def test_what_a_reward_writes_to_the_socket_itself_is_not_run(tmp_path: Path) ->
             assert result.error == r"\ud83d", "it has the form of an error; what can't be written down is escaped"
         else:
             assert "sent no reply at one completion, but something else" in str(result.error), text
+
+
+def test_a_long_error_is_cut() -> None:
+    """What a scorer raises is cut where it scores; this one has written it to the socket itself."""
+    reply = _as_reply(json.dumps({"error": "x" * 1_000_000}).encode(), "components")
+    assert reply == {"error": "x" * 2000 + " ... (998000 more characters are cut off)"}
 
 
 def test_calls_on_other_processes_do_not_wait_for_a_hanging_one() -> None:

@@ -17,7 +17,16 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from actors.cluster.head_watch import _KEEPALIVE_MS, _LIMIT, _PROBE_MS, _PROBES, _answers, ends_with_own_ray, ends_with_the_head
+from actors.cluster.head_watch import (
+    _KEEPALIVE_MS,
+    _LIMIT,
+    _PROBE_MS,
+    _PROBES,
+    _answers,
+    _wait_for_the_end,
+    ends_with_own_ray,
+    ends_with_the_head,
+)
 from actors.config import RayConfig
 from actors.processes.interrupts import NO_CLUSTER
 
@@ -164,6 +173,15 @@ def test_the_death_of_a_process_of_its_own_ray_ends_the_run_with_one_sentence(wh
     assert told.startswith(f"this run's own Ray is gone: its {who} (process {pid}) was killed by SIGKILL, ")
     assert "evenkeel train --resume runs/one" in told and "--retries N" in told
     assert outlived(everybody) == []
+
+
+def test_a_real_time_signal_has_a_name_in_that_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+    monkeypatch.setattr("actors.cluster.head_watch._end", lambda text, *_: said.append(text))
+    with subprocess.Popen(["sleep", "100"]) as raylet:
+        raylet.send_signal(40)
+        _wait_for_the_end("raylet", raylet, [], "resume", said.append, threading.Event())
+    assert said == [f"this run's own Ray is gone: its raylet (process {raylet.pid}) was killed by SIG40, resume"]
 
 
 def outlived(pids: Iterable[int]) -> list[int]:
