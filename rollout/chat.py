@@ -80,7 +80,7 @@ class ChatEncoder:
 
         Args:
             asked: text of a user turn, or turns with role and content, which have a system prompt of their own if they begin with one.
-        Raises: DataError for turns without a chat template.
+        Raises: DataError for turns without a chat template, or that it refuses (a role that it doesn't know, for instance).
         """
         if not self.apply_chat_template:
             if not isinstance(asked, str):
@@ -90,9 +90,16 @@ class ChatEncoder:
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else [dict(turn) for turn in asked]
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system_prompt})
-        ids = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self.chat_template_kwargs
-        )
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self.chat_template_kwargs
+            )
+        except (MemoryError, OSError):
+            raise
+        except Exception as error:  # the template is a program: jinja2's errors, and whatever its expressions raise
+            roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+            said = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+            raise DataError(f"the model's chat template refuses its turns, of {roles:.200} ({said})") from error
         return tuple(ids)
 
     def encode_demonstration(self, asked: str | Sequence[Mapping[str, str]], answer: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -111,8 +118,11 @@ class ChatEncoder:
         """Why this prompt can't be asked, or None if it fits.
 
         Of a text that is far too long only its beginning is encoded: one of twice the tokens that fit settles it.
+        Raises: DataError as `encode`.
         """
         if self.max_prompt_tokens is None:
+            if not isinstance(asked, str):  # the template may refuse them
+                self.encode(asked)
             return None
         beginning = _CHARACTERS_PER_TOKEN * (self.max_prompt_tokens + 1)
         while isinstance(asked, str) and beginning < len(asked):

@@ -135,7 +135,7 @@ def read_dataset(task: HuggingFaceTask, split: str, excess: Callable[[Question],
 def _collect(rows: Iterator[PlacedRow], name: str, task: FileTask | HuggingFaceTask, excess: Callable[[Question], str | None]) -> ReadRows:
     questions: list[Question] = []
     skipped: list[SkippedRow] = []
-    too_long = 0
+    too_long = with_fields = 0
     seen: set[str] = set()
     for place, row in rows:
         try:
@@ -143,6 +143,7 @@ def _collect(rows: Iterator[PlacedRow], name: str, task: FileTask | HuggingFaceT
             if task.distinct and (key := text_key(question.text)) in seen:
                 continue
             seen |= {key} if task.distinct else set()
+            with_fields += 1
             if reason := excess(question):
                 too_long += 1
                 raise DataError(reason)
@@ -155,7 +156,9 @@ def _collect(rows: Iterator[PlacedRow], name: str, task: FileTask | HuggingFaceT
         fields = f'"{task.prompt_field}" (rollout.task.prompt_field)'
         if task.answer_field is not None:
             fields += f' and "{task.answer_field}" (rollout.task.answer_field)'
-        remedy = "Take shorter questions, or a longer context" if too_long == len(skipped) > 0 else f"A row needs the text fields {fields}"
+        remedy = f"A row needs the text fields {fields}"
+        if with_fields == len(skipped) > 0:
+            remedy = "Take shorter questions, or a longer context" if too_long else "Take turns that the model's chat template knows"
         raise DataError(f"{name}: none of its {len(skipped)} rows can be used{first}. {remedy}")
     return ReadRows(tuple(questions), tuple(skipped))
 

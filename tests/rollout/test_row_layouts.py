@@ -179,3 +179,24 @@ def test_a_field_that_is_not_there_is_named_as_it_was_asked_for(tmp_path: Path) 
 def test_a_conversation_needs_the_chat_template(tiny_model: Path) -> None:
     with pytest.raises(DataError, match="a conversation of 4 turns needs the chat template"):
         ChatEncoder(load_tokenizer(tiny_model), apply_chat_template=False).encode(CONVERSATION)
+
+
+TOOL = [{"role": "tool", "content": "{}"}, {"role": "user", "content": "and now?"}]
+
+
+@pytest.mark.parametrize("limit", [None, 256])
+def test_turns_that_the_chat_template_refuses_are_one_bad_row(limit: int | None, tmp_path: Path, tiny_model: Path) -> None:
+    """Raised as jinja2's own error, one row of a file ended the start."""
+    tokenizer, path = load_tokenizer(tiny_model), tmp_path / "rows.jsonl"
+    refuses = "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    tokenizer.chat_template = refuses + tokenizer.chat_template
+    rows = [{"prompt": turns, "answer": "7"} for turns in (CONVERSATION, TOOL, "one", "two")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    encoder = ChatEncoder(tokenizer, max_prompt_tokens=limit)
+    task = build_task(FileTask(path=path, held_out_size=1), encoder)
+    (skipped,) = task.check().skipped
+    assert skipped.place == f"{path}:2"
+    assert skipped.reason == "the model's chat template refuses its turns, of tool, user (TemplateError: no tools here)"
+    path.write_text(json.dumps(rows[1]) + "\n")
+    with pytest.raises(DataError, match=r"none of its 1 rows can be used; the first: .*:1: the model's .* Take turns that the model's"):
+        build_task(FileTask(path=path), encoder)
