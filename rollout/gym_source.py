@@ -13,12 +13,12 @@ from typing import Any
 from correction.errors import ConfigError, DataError
 from rollout.config import ReasoningGymTask
 from rollout.questions import Question, SkippedRow, hash_share, text_key
-from rollout.reward_process import create_reasoning_gym
+from rollout.reward_process import create_reasoning_gym, error_text
 
 logger = logging.getLogger(__name__)
 
 _NAMED = 1000
-"""How many of the questions that are too long are remembered."""
+"""How many of the questions that can't be asked are remembered."""
 _CANDIDATES = 16
 """Most questions drawn for one training position until one is on the training side. At a held-out share of a tenth all of them are held
 out with a probability of 1e-16."""
@@ -26,6 +26,10 @@ _POSITIONS = 256
 """Training positions served by one reasoning-gym data set object. Each has a seed of its own, because many data sets draw entry i
 from Random(seed + i). With fewer there are more objects, each of which may read a whole corpus; with more the wait for one is longer where
 it makes all its entries at once."""
+_SEEDS = 4
+"""Seeds that are tried for a data set object that raises while it is made."""
+_OF_THE_MACHINE = (MemoryError, OSError)
+"""Errors that say nothing about a question: with these the next start may make it."""
 _NOTICE_S = 10.0
 
 
@@ -37,13 +41,14 @@ class ReasoningGymSource:
     def __init__(self, config: ReasoningGymTask, excess: Callable[[Question], str | None]) -> None:
         """
         Args:
-            excess: why a question's text can't be asked (too long), or None; such a question is passed over.
+            excess: why a question's text can't be asked (too long), or None; such a question is passed over, as is one that raises.
         Raises: ConfigError for an unknown data set or option.
         """
         self._config = config
         self._excess = excess
         self._open: dict[str, tuple[int, Any]] = {}
-        self._too_long: dict[str, SkippedRow] = {}
+        self._refused: dict[str, SkippedRow] = {}
+        self._last_refused = ""
         self._held_out: tuple[Question, ...] | None = None
         check_names(config)
         try:
@@ -57,7 +62,7 @@ class ReasoningGymSource:
 
     @property
     def skipped(self) -> tuple[SkippedRow, ...]:
-        return tuple(self._too_long.values())
+        return tuple(self._refused.values())
 
     @property
     def held_out(self) -> tuple[Question, ...]:
@@ -75,16 +80,20 @@ class ReasoningGymSource:
             position += 1
 
     def _training_side(self, stream: str, position: int) -> Question:
-        """The first question of this position's candidates that is on the training side and fits."""
+        """The first question of this position's candidates that is on the training side, can be made, and fits."""
         chunk, slot = divmod(position, _POSITIONS)
-        dataset = self._chunk(stream, chunk)
+        self._last_refused = ""
         for index in range(slot * _CANDIDATES, (slot + 1) * _CANDIDATES):
-            question = _as_question(dataset[index])
-            if hash_share(question.text) >= self._config.held_out_fraction and self._fits(f"{stream}, entry {chunk}/{index}", question):
+            question = self._made(stream, chunk, index)
+            if question is None or hash_share(question.text) < self._config.held_out_fraction:
+                continue
+            if self._fits(stream, chunk, index, question):
                 return question
+        last = self._last_refused and f"; the last that can't be asked: {self._last_refused}"
         raise DataError(
-            f"{self.name}: {_CANDIDATES} questions in a row are held out or too long ({len(self._too_long)} were too long so far); "
-            f"take a setting with more or shorter questions, or lower rollout.task.held_out_fraction"
+            f"{self.name}: {_CANDIDATES} questions in a row are held out or too long, or raise ({len(self._refused)} can't be asked so "
+            f"far{last}). A resume would meet them again: start a new run with a task of more or shorter questions, from a checkpoint "
+            f"(model=RUN_DIR/checkpoints/step_.../hf) if there is one"
         )
 
     def _find_held_out(self) -> Iterator[Question]:
@@ -95,10 +104,10 @@ class ReasoningGymSource:
         next_notice = time.monotonic() + _NOTICE_S
         for number in range(tries):
             chunk, index = divmod(number, _POSITIONS * _CANDIDATES)
-            question = _as_question(self._chunk("held_out", chunk)[index])
-            key = text_key(question.text)
+            question = self._made("held_out", chunk, index)
+            key = "" if question is None else text_key(question.text)
             is_new = key not in seen and hash_share(key) < self._config.held_out_fraction
-            if is_new and self._fits(f"held_out, entry {chunk}/{index}", question):
+            if question is not None and is_new and self._fits("held_out", chunk, index, question):
                 seen.add(key)
                 yield question
             if len(seen) == wanted:
@@ -107,23 +116,53 @@ class ReasoningGymSource:
                 logger.info("%s: %d of %d held-out questions found after %d tries", self.name, len(seen), wanted, number + 1)
                 next_notice = time.monotonic() + _NOTICE_S
 
-    def _fits(self, entry: str, question: Question) -> bool:
-        reason = self._excess(question)
+    def _made(self, stream: str, chunk: int, index: int) -> Question | None:
+        """A question, or None, the same at each start, if making it raises."""
+        try:
+            return _as_question(self._chunk(stream, chunk)[index])
+        except _OF_THE_MACHINE:
+            raise
+        except Exception as error:
+            self._refuse(stream, chunk, index, f"making it raised {error_text(error)}")
+            return None
+
+    def _fits(self, stream: str, chunk: int, index: int, question: Question) -> bool:
+        try:
+            reason = self._excess(question)
+        except DataError as error:
+            reason = str(error)
         if reason is not None:
-            place = f"{self.name}, {entry}"
-            if len(self._too_long) < _NAMED:  # each epoch has its own, without end
-                self._too_long[place] = SkippedRow(place, reason)
+            self._refuse(stream, chunk, index, reason)
         return reason is None
 
+    def _refuse(self, stream: str, chunk: int, index: int, reason: str) -> None:
+        place = f"{self.name}, {stream}, entry {chunk}/{index}"
+        self._last_refused = f"{place}: {reason}"
+        if len(self._refused) < _NAMED:  # each epoch has its own, without end
+            self._refused[place] = SkippedRow(place, reason)
+
     def _chunk(self, stream: str, chunk: int) -> Any:
-        """The data set object of a stretch of a stream; the last one of each stream is kept."""
-        number, dataset = self._open.get(stream, (None, None))
+        """The data set object of a stretch of a stream; the last one of each stream is kept. Raises: what making it raises."""
+        number, found = self._open.get(stream, (None, None))
         if number != chunk:
-            key = f"{self._config.seed}/{stream}/{chunk}".encode()
+            found = self._create(stream, chunk)
+            self._open[stream] = (chunk, found)
+        if isinstance(found, Exception):
+            raise found.with_traceback(None)
+        return found
+
+    def _create(self, stream: str, chunk: int) -> Any:
+        """The data set object of the first seed with which it can be made, or what the last one raised: many make all entries at once."""
+        for attempt in range(_SEEDS):
+            key = f"{self._config.seed}/{stream}/{chunk}{f'/{attempt}' * (attempt > 0)}".encode()
             seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") % 2**31      # numpy's seeds end at 2**32
-            dataset = create_reasoning_gym(self._config.dataset, self._config.options, seed=seed, size=_POSITIONS * _CANDIDATES)
-            self._open[stream] = (chunk, dataset)
-        return dataset
+            try:
+                return create_reasoning_gym(self._config.dataset, self._config.options, seed=seed, size=_POSITIONS * _CANDIDATES)
+            except _OF_THE_MACHINE:
+                raise
+            except Exception as error:
+                last = error
+        return last
 
 
 def _as_question(entry: dict[str, Any]) -> Question:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.config import FileTask, HuggingFaceTask, ReasoningGymTask
 from rollout.gym_entry import as_json, from_json
 from rollout.questions import hash_share, text_key
+from rollout.reward_process import create_reasoning_gym
 from rollout.tasks import Demonstration, build_task
 from rollout.trajectory import PromptPlace
 from tests.rollout.row_files import numbered, write_rows
@@ -122,6 +124,88 @@ def test_questions_that_are_too_long_are_passed_over_and_counted(tiny_model: Pat
     assert report.skipped and f"more than the {limit}" in report.skipped[0].reason
     with pytest.raises(DataError, match="held out or too long"):
         build_task(chain_sum(), ChatEncoder(tokenizer, max_prompt_tokens=3)).train_prompt(0)
+
+
+class Raising:
+    """A reasoning-gym data set some entries of which raise."""
+
+    def __init__(self, dataset: Any, share: float) -> None:
+        self._dataset, self._share = dataset, share
+
+    def __getitem__(self, index: int) -> Any:
+        entry = self._dataset[index]
+        if hash_share(f"{entry['question']} raises") < self._share:
+            raise RecursionError(f"entry {index}: " + "deep " * 1000)
+        return entry
+
+
+def with_raising(monkeypatch: pytest.MonkeyPatch, share: float, made: Callable[[int], object] = lambda seed: None) -> None:
+    def create(*words: Any, seed: int, size: int) -> Raising:
+        made(seed)
+        return Raising(create_reasoning_gym(*words, seed=seed, size=size), share)
+
+    monkeypatch.setattr("rollout.gym_source.create_reasoning_gym", create)
+
+
+def test_a_question_that_raises_is_passed_over_the_same_at_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended the run, and each resume at the same position."""
+    plain = build_task(chain_sum())
+    first = [plain.train_prompt(i) for i in range(40)]
+    with_raising(monkeypatch, 0.3)
+    task, again = build_task(chain_sum()), build_task(chain_sum())
+    found = [task.train_prompt(i) for i in range(40)]
+    assert found == [again.train_prompt(i) for i in range(40)] and len(task.held_out_prompts()) == 50
+    kept = [one for one, other in zip(found, first, strict=True) if one == other]
+    assert kept == [one for one in first if hash_share(f"{one.text} raises") >= 0.3] and 20 < len(kept) < 36
+    report = task.check(train_positions=40)
+    assert "making it raised RecursionError: entry " in report.skipped[0].reason and len(report.skipped[0].reason) < 600
+    assert str(report).endswith("bad rows skipped")
+
+
+def test_questions_that_all_raise_are_one_sentence_with_the_last_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_raising(monkeypatch, 1.0)
+    with pytest.raises(DataError) as caught:
+        build_task(chain_sum()).train_prompt(3)
+    told = str(caught.value)
+    assert "16 questions in a row are held out or too long, or raise (16 can't be asked so far" in told
+    assert "the last that can't be asked: reasoning-gym chain_sum, train, entry 0/63: making it raised RecursionError: entry 63" in told
+    assert "start a new run" in told and "rollout.task." not in told, "no setting of a task can be changed on a resume"
+
+
+def test_a_stretch_that_can_not_be_made_is_made_of_another_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some data sets make all their entries at once: one that raises was the end of 256 positions."""
+    seeds = list[int]()
+
+    def made(seed: int) -> None:
+        seeds.append(seed)
+        if seed in bad:
+            raise ZeroDivisionError("no such sum")
+
+    bad = set[int]()
+    with_raising(monkeypatch, 0.0, made)
+    task = build_task(chain_sum())
+    plain = task.train_prompt(256)
+    bad.add(seeds[-1])
+    others = [build_task(chain_sum()).train_prompt(256) for _ in range(2)]
+    assert others[0] == others[1] != plain and others[0].prompt_id == plain.prompt_id
+    task = build_task(chain_sum())
+    monkeypatch.setattr("rollout.gym_source.create_reasoning_gym", lambda *_, **__: made(next(iter(bad))))
+    seeds.clear()
+    with pytest.raises(DataError, match="making it raised ZeroDivisionError: no such sum"):
+        task.train_prompt(256)
+    assert len(seeds) == 4, "not again for each of its entries"
+
+
+@pytest.mark.parametrize("error", [MemoryError, OSError])
+def test_what_is_the_machines_fault_passes_no_question_over(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    task = build_task(chain_sum())
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("rollout.gym_source.create_reasoning_gym", refuse)
+    with pytest.raises(error):
+        task.train_prompt(256)
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------
