@@ -24,6 +24,7 @@ from actors.processes.supervision import abandon, unless_set, wait_for
 from actors.processes.wait_notice import WaitNotice
 from actors.record.finished_step import FinishedStep
 from actors.record.metric_views import open_views, views_from_an_earlier_step
+from actors.record.part_names import PartNames
 from actors.record.patience import PatientWriter, wait_for_disk
 from actors.record.probe_watch import ProbeWatch
 from actors.record.run_event import LEVEL_OF_STATE, EventKind, RunEvent
@@ -69,7 +70,7 @@ class Observer:
         self._config, self._folder, self._view = config, folder, view
         self._take_totals(totals or {})
         self._finished: dict[str, list[GroupFacts]] = {}
-        self._slowest = SlowestPrompts(folder)
+        self._slowest, self._parts = SlowestPrompts(folder), PartNames(self.event)
         self._receipts: list[SyncReceipt] = []
         self._probes = ProbeWatch(ProbeLimits.of_run(config))
         self._versions: dict[str, int] = {}
@@ -222,11 +223,8 @@ class Observer:
         self._view.evaluation(metrics)
         self.keep_event("info", f"held-out accuracy after {result.step} steps: {result} (95% Wilson), {shown(metrics, 'held_out/seconds')}")
         if result.failed:
-            self.event(
-                "warning",
-                f"{result.failed} of {len(result.trajectories)} held-out answers could not be scored, and are left out of the accuracy; "
-                f"the first: {result.first_failure}",
-            )
+            failed = f"{result.failed} of {len(result.trajectories)} held-out answers could not be scored, and are left out of the accuracy"
+            self.event("warning", f"{failed}; the first: {result.first_failure}")
 
     def training_begins(self, elapsed_s: float) -> None:
         """The clock of the first step starts here, that of the run `elapsed_s` ago."""
@@ -279,7 +277,8 @@ class Observer:
             what = f"step {step.number}: {counted(result.overflowed_steps, 'update')} left out: the gradient overflowed in float16"
             self.event("info", shown({"learner/loss_scale": result.loss_scale}, "learner/loss_scale", what + "; the loss scale is {} now"))
         metrics = StepMetrics(step.number, {"weight_version": step.version, "time/elapsed_s": step.elapsed_s, "time/step_s": step.seconds})
-        metrics.update(batch_metrics(batch, correct_at=self._config.evaluation.correct_at, overlong=self._config.rollout.overlong))
+        told = batch_metrics(batch, correct_at=self._config.evaluation.correct_at, overlong=self._config.rollout.overlong)
+        metrics.update(self._parts.bounded(told))
         metrics.update(sync_metrics(step.receipts, step.differences) | worker_metrics(step.groups, step.versions))
         metrics.update(learner_metrics(result) | learner_share(step.phases, batch.tokens, step.seconds))
         metrics.update(step.noted)

@@ -66,6 +66,8 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
     """Step 1 is told when step 2 has been noted, received and counted already."""
     for part in ("batch_metrics", "learner_metrics", "undiagnosed"):
         monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
+    monkeypatch.setattr("actors.record.observer.batch_metrics", lambda *_, **__: {f"reward/component/{name}": 1.0 for name in "ab"})
+    monkeypatch.setattr("actors.record.part_names.MOST", 1)
     batch = SimpleNamespace(groups=[facts(1, 5), facts(2, 9)], tokens=10, examples=())
     result = SimpleNamespace(skipped=(), skipped_steps=0, overflowed_steps=0, loss_scale=None)
 
@@ -87,6 +89,8 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
     names = ("true_on_policy/tokens", "sync/bytes", "length/sampled_tokens", "groups/trained_total", "groups/refilled_total")
     assert [seen.line(1)[name] for name in names] == [1, 100, 7, 1, 1]
     assert [seen.line(2)[name] for name in names] == [2, 200, 14, 2, 2]
+    assert all("reward/component/a" in seen.line(step) and "reward/component/b" not in seen.line(step) for step in (1, 2))
+    assert sum("named more than 1 parts" in event.text for event in seen.folder.read_events()) == 1
     assert seen.folder.read_answer_lengths(first_step=1) == [5, 9, 5, 9], "one answer of each trained group"
     assert seen.folder.read_answer_lengths(first_step=2) == [5, 9]
     assert (seen.folder.rewind(1), seen.folder.read_answer_lengths(first_step=1)) == (2, [5, 9]), "a step's metrics and its lengths go"
