@@ -21,6 +21,8 @@ _BEFORE_NUMBERS = {*FOLDERS, "model", "config.yaml", "events.log", "ledger.jsonl
 """What a run writes before its first evaluation, step or checkpoint."""
 _PARTIAL = re.compile(r"\.\d+\.")
 """A file that was being written, see write_file."""
+_GLANCE_S = 0.3
+"""For somebody who only looks whether a folder is in use, and holds its lock for an instant."""
 _STAYS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 """Refusals that a later attempt would meet again: rights, kinds of files, a file system without locks. A full disk may have room then."""
 
@@ -64,7 +66,7 @@ def own(path: Path) -> filelock.BaseFileLock:
     lock = filelock.FileLock(path / ".owner.lock", thread_local=False)  # a thread takes it, another may give it back
     owner = path / ".owner.json"
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=_GLANCE_S)
     except filelock.Timeout:
         try:
             who = json.loads(owner.read_text())

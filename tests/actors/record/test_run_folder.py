@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -60,6 +61,20 @@ def test_a_second_owner_is_told_who_has_it(folder: RunFolder) -> None:
         with pytest.raises(ConfigError, match="in use by another process"):
             RunFolder.open(folder.path)
     folder.close()
+    RunFolder.open(folder.path).close()
+
+
+def test_who_only_looks_for_an_owner_does_not_stand_in_its_way(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`evenkeel doctor` has the lock for an instant; an attempt of --retries that begins just then would not be tried again."""
+    flock, times = fcntl.flock, iter(range(10))
+
+    def held_at_first(file: int, how: int) -> None:
+        if next(times) == 0:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        flock(file, how)
+
+    folder.close()
+    monkeypatch.setattr("fcntl.flock", held_at_first)
     RunFolder.open(folder.path).close()
 
 
