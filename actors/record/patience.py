@@ -83,6 +83,8 @@ class PatientWriter:
         """Number of lines dropped, because more than _MOST waited, since the disk began to refuse."""
         self._refused: set[str] = set()
         """Kinds of files whose last attempt failed. A failure is reported only while this is empty."""
+        self._why = ""
+        """Error of the last attempt that failed."""
         self._is_behind = False
         self.failures = 0
         """Failed attempts so far, and files that were left out because the disk lags behind."""
@@ -157,7 +159,7 @@ class PatientWriter:
                 return f"the run folder is written, but what else shows the run was not closed in {within_s:.0f} s"
             return f"{max(1, self._thread.waiting - 3)} writes into the run folder are lost: its disk did not take them in {within_s:.0f} s"
         lost = self._dropped + sum(map(len, self._waiting.values()))
-        return f"{lost} lines of the run folder's files are lost: its disk is full" if lost else ""
+        return f"{lost} lines of the run folder's files are lost: its disk refuses them ({self._why})" if lost else ""
 
     @property
     def hangs(self) -> bool:
@@ -202,6 +204,7 @@ class PatientWriter:
             write()
         except OSError as error:
             self.failures += 1
+            self._why = str(error)
             if not self._refused:
                 self._say(f"the disk does not take what the run writes ({error}): lines wait in memory, samples as text are left out")
             self._refused.add(kind)

@@ -26,6 +26,7 @@ readers overlook and the next owner repairs.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import re
@@ -284,7 +285,7 @@ class RunFolder:
     def write_file(self, name: str, write: Callable[[Path], object]) -> Path:
         """The same for a file of any kind; `write` is given the path of a temporary file in the same folder, with the same suffix."""
         path = self.path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._make_folders(path.parent)
         temporary = path.with_name(f".{os.getpid()}.{path.name}")
         try:
             write(temporary)
@@ -293,6 +294,13 @@ class RunFolder:
         finally:
             temporary.unlink(missing_ok=True)
         return path
+
+    def _make_folders(self, path: Path) -> None:
+        """Make a folder below the run's own, with those between. Raises: FileNotFoundError if the run's is gone; a part of it is no run."""
+        if not self.path.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "the run folder is gone", str(self.path))
+        for missing in reversed([path, *path.parents][: len(path.relative_to(self.path).parts)]):
+            missing.mkdir(exist_ok=True)
 
     # Checkpoints.
 
@@ -308,7 +316,7 @@ class RunFolder:
         self.clear_partial_checkpoints(ignore_errors=True)  # of saves that failed while a rank was still writing
         try:
             for part in ("hf", "state"):
-                (partial / part).mkdir(parents=True)
+                self._make_folders(partial / part)
             _refuse_if(is_given_up(), partial)
             yield Checkpoint(step, partial)
             seal(partial, {"format": CHECKPOINT_FORMAT, "step": step})

@@ -187,7 +187,9 @@ def test_what_can_not_be_written_in_the_end_is_said(gate: Gate, tmp_path: Path) 
     full = PatientWriter(lambda _: None)
     for step in (1, 2):
         full.line(step, JsonLines(Path("/dev/full")).append, {"step": step})
-    assert full.close(within_s=60.0) == "2 lines of the run folder's files are lost: its disk is full"
+    assert full.close(within_s=60.0) == (
+        "2 lines of the run folder's files are lost: its disk refuses them ([Errno 28] No space left on device)"
+    )
     hung = PatientWriter(lambda _: None)
     hung.do(gate)
     gate.has_one.wait()
@@ -213,7 +215,9 @@ def test_lines_that_find_no_room_in_memory_are_counted_and_told(
 
     asyncio.run(scenario())
     assert lines.read(lambda record: record["step"]) == ([3, 4, 5] if has_room else [])
-    assert writer.close(within_s=60.0) == ("" if has_room else "5 lines of the run folder's files are lost: its disk is full")
+    why = f"[Errno 2] No such file or directory: '{lines.path}'"
+    lost = f"5 lines of the run folder's files are lost: its disk refuses them ({why})"
+    assert writer.close(within_s=60.0) == ("" if has_room else lost)
     assert told[1:] == [
         "3 lines of one kind wait for the disk, as many as may: from now on the oldest are lost",
         *(["the disk takes what the run writes again; the oldest 2 of the lines that waited are lost"] if has_room else []),

@@ -6,9 +6,11 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -248,6 +250,21 @@ def test_files_are_replaced_whole(folder: RunFolder) -> None:
         folder.write_file("report.html", lambda path: (path.write_text("ne"), (_ for _ in ()).throw(RuntimeError("disk"))))
     assert (folder.path / "report.html").read_text() == "old"
     assert [path.name for path in folder.path.iterdir() if "report" in path.name] == ["report.html"]
+
+
+WRITES: dict[str, Callable[[RunFolder], object]] = {
+    "samples": lambda folder: folder.write_trajectories(3, "an answer"),
+    "report": lambda folder: folder.write_text("report.html", "a page"),
+    "checkpoint": lambda folder: write_checkpoint(folder, 3),
+}
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_a_folder_that_was_removed_does_not_come_back_in_part(folder: RunFolder, what: str) -> None:
+    shutil.rmtree(folder.path)
+    with pytest.raises(FileNotFoundError, match="the run folder is gone") as caught:
+        WRITES[what](folder)
+    assert caught.value.filename == str(folder.path) and not folder.path.exists()
 
 
 def test_events_come_back_as_they_were(folder: RunFolder) -> None:
