@@ -260,9 +260,14 @@ class ScatterSample:
 
     @classmethod
     def load(cls, path: Path) -> ScatterSample:
-        """Read scatter.npz. Raises: OSError, ValueError or KeyError for anything else."""
+        """Read scatter.npz. Raises: ValueError for arrays of other types or lengths; an error of numpy, zipfile or zlib for a damaged
+        file."""
         with np.load(path, allow_pickle=False) as file:
-            return cls(**{name: file[name] for name in cls.__slots__})
+            found = {name: file[name] for name in cls.__slots__}
+        kinds, shapes = [array.dtype.kind for array in found.values()], {array.shape for array in found.values()}
+        if kinds != ["f", "f", "i", "i"] or shapes != {(found["step"].size,)}:
+            raise ValueError(f"its arrays have the types {kinds} and the shapes {shapes}")
+        return cls(**found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,8 @@ def _read(recipe: Path) -> DictConfig:
 
 
 def _lines_of_keys(recipe: Path) -> dict[str, int]:
-    """Line of each dotted key, from 1. Raises: ConfigError for a file that isn't there or isn't YAML."""
+    """Line of each dotted key, from 1. Raises: ConfigError for a file that isn't there or isn't YAML; OSError if the disk doesn't give it,
+    which may pass."""
     if not recipe.is_file():
         folder, reason = (recipe, "a folder, not a recipe file") if recipe.is_dir() else (recipe.parent, "no such recipe file")
         near = sorted(str(path) for path in folder.glob("*.y*ml") if path.is_file())
@@ -80,7 +81,9 @@ def _lines_of_keys(recipe: Path) -> dict[str, int]:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{recipe}:{line}: not valid YAML: {error.problem}") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{recipe}: can't be read: {error}") from error
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise ConfigError(f"{recipe}: can't be read: {error}") from error  # OmegaConf has an OSError for a scalar
     return dict(_node_lines(root, ""))
 
 

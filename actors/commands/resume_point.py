@@ -123,7 +123,7 @@ def run_config(folder: RunFolder, overrides: Sequence[str]) -> RunConfig:
     try:
         content = folder.read_config()
     except ConfigError as error:
-        raise ConfigError(f"{' '.join(str(error).split())}. {remedy}") from error
+        raise ConfigError(f"{error}. {remedy}") from error
     if last not in content:
         raise ConfigError(f"{path}: damaged, it ends before the key {last}, with which the configuration of a run ends. {remedy}")
     return with_absolute_paths(load_config(RunConfig, path, overrides))

@@ -14,6 +14,7 @@ from typing import Any
 from actors.carriers import DiscardReason
 from actors.metrics.catalogue import CATALOGUE
 from actors.metrics.kinds import Kind, Metric
+from actors.state.json_lines import step_of
 from correction.errors import EvenkeelError
 from correction.quantities import current_name
 
@@ -123,9 +124,9 @@ class StepMetrics(Mapping[str, float]):
     def of_record(cls, record: Mapping[str, Any]) -> StepMetrics:
         """Read what `record` made; names that this version's catalogue doesn't list are left out.
 
-        Raises: KeyError, ValueError or TypeError for anything else.
+        Raises: KeyError, ValueError, TypeError, AttributeError or OverflowError for anything else.
         """
-        metrics = cls(record["step"])
+        metrics = cls(step_of(record))
         values = {name: value for name, value in record.items() if name not in ("step", "non_finite")}
         values |= {name: float(word) for name, word in record.get("non_finite", {}).items()}
         for name, value in ((current_name(name), value) for name, value in values.items()):
@@ -153,12 +154,11 @@ def by_worker(metrics: Mapping[str, float], quantity: str) -> dict[str, float]:
 
 
 def pass_at_most(metrics: Mapping[str, float]) -> tuple[int, float, float, float] | None:
-    """(k, pass@k, its 95 % interval from, to) of the largest k that an evaluation has; None where each problem was asked once."""
-    by_k = members(metrics, "held_out/pass_at/")
-    if not by_k:
-        return None
-    k = max(by_k, key=int)
-    return int(k), by_k[k], metrics[f"held_out/pass_at_low/{k}"], metrics[f"held_out/pass_at_high/{k}"]
+    """(k, pass@k, its 95 % interval from, to) of the largest k that an evaluation has with its interval; None where each problem was asked
+    once."""
+    by_k, low, high = (members(metrics, f"held_out/pass_at{end}/") for end in ("", "_low", "_high"))
+    whole = [k for k in by_k.keys() & low.keys() & high.keys() if k.isdecimal()]
+    return max(((int(k), by_k[k], low[k], high[k]) for k in whole), default=None)
 
 
 def accuracy(metrics: Mapping[str, float]) -> str:

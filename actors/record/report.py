@@ -8,7 +8,7 @@ from datetime import datetime
 from importlib.metadata import version
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import yaml
@@ -16,13 +16,13 @@ import yaml
 from actors.carriers import ScatterSample
 from actors.metrics.catalogue import CATALOGUE
 from actors.metrics.step_metrics import StepMetrics, accuracy, accuracy_of_what, by_worker, pass_at_most, with_interval
-from actors.record.report_plots import Plot, draw_plots
+from actors.record.report_plots import draw_plots
 from actors.record.run_folder import RunFolder
 from actors.record.slowest import slowest_rows
 from actors.record.terminal import duration
-from correction.monitor import Event
 from correction.quantities import Unit
 
+T = TypeVar("T")
 _MOST_EVENTS = 200
 _MOST_CLIPPED = 50
 _MOST_SAMPLE_CHARACTERS = 20_000
@@ -57,6 +57,7 @@ def write_report(folder: RunFolder) -> Path:
     steps, evaluations, events = folder.read_metrics(), folder.read_evaluations(), folder.read_events()
     config, warnings = folder.read_config(), folder.read_monitor_events()
     notable = [event for event in events if event.level in ("warning", "error")]
+    left_out = list[str]()
     page = _template().render(
         name=config.get("name", folder.path.name),
         folder=str(folder.path),
@@ -67,8 +68,8 @@ def write_report(folder: RunFolder) -> Path:
         summary=summary_rows(steps, evaluations, config),
         workers=worker_rows(steps),
         slowest=slowest_rows(folder),
-        plots=_plots(steps, evaluations, warnings, folder),
-        clipped=clipped_rows(folder),
+        plots=draw_plots(steps, evaluations, _part(folder.scatter_path, ScatterSample.load, left_out.append), warnings),
+        clipped=clipped_rows(folder, left_out.append),
         warnings=warnings[-_MOST_EVENTS:],
         warnings_left_out=max(0, len(warnings) - _MOST_EVENTS),
         config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
@@ -77,6 +78,7 @@ def write_report(folder: RunFolder) -> Path:
         events=events[-_MOST_EVENTS:],
         events_left_out=max(0, len(events) - _MOST_EVENTS),
         samples=_samples(folder),
+        left_out=left_out,
     )
     return folder.write_text(folder.report_path.name, page)
 
@@ -92,7 +94,7 @@ def summary_rows(steps: Sequence[StepMetrics], evaluations: Sequence[StepMetrics
     if not steps:
         return rows
     last = steps[-1]
-    if "time/elapsed_s" in last:
+    if "time/elapsed_s" in last.finite():
         rows.append(("wall time", duration(last["time/elapsed_s"])))
     rows.append(("steps", f"{last.step} of {config['steps']}" if "steps" in config else str(last.step)))
     for label, name, over_steps in _SUMMARY:
@@ -117,16 +119,19 @@ def worker_rows(steps: Sequence[StepMetrics]) -> list[tuple[str, str, str, str, 
         rows.append((
             name,
             f"{theirs[0].step} to {theirs[-1].step}",
-            CATALOGUE["worker/groups/"].number(sum(metrics[f"worker/groups/{name}"] for metrics in theirs)),
+            CATALOGUE["worker/groups/"].number(sum(metrics.get(f"worker/groups/{name}", 0) for metrics in theirs)),
             CATALOGUE["worker/tokens/"].number(tokens) + (f" ({Unit.SHARE.number(tokens / total)})" if total else ""),
             CATALOGUE["worker/wait_share/"].number(statistics.fmean(waits)) if waits else "",
         ))
     return rows
 
 
-def clipped_rows(folder: RunFolder) -> list[tuple[str, str]]:
-    """(which tokens, the most frequent ones) of what the objective clipped over the run, by the sign of the advantage."""
-    words = _vocabulary(folder)
+def clipped_rows(folder: RunFolder, say: Callable[[str], object] = lambda _: None) -> list[tuple[str, str]]:
+    """(which tokens, the most frequent ones) of what the objective clipped over the run, by the sign of the advantage.
+
+    Args: say: is told of a tokenizer that can't be read.
+    """
+    words = _vocabulary(folder, say)
     rows = []
     for sign, counts in folder.read_clipped_tokens().items():
         if counts:
@@ -135,15 +140,27 @@ def clipped_rows(folder: RunFolder) -> list[tuple[str, str]]:
     return rows
 
 
-def _vocabulary(folder: RunFolder) -> Callable[[int], str]:
+def _vocabulary(folder: RunFolder, say: Callable[[str], object]) -> Callable[[int], str]:
     """The text of a token id; the id itself if the run has no tokenizer of the usual form."""
-    path = folder.model_path / "tokenizer.json"
-    if not path.is_file():
-        return str
-    from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(path))
-    return lambda token: repr(tokenizer.decode([token], skip_special_tokens=False))
+    def load(path: Path) -> Callable[[int], str]:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(path))
+        return lambda token: repr(tokenizer.decode([token], skip_special_tokens=False))
+
+    return _part(folder.model_path / "tokenizer.json", load, say) or str
+
+
+def _part(path: Path, load: Callable[[Path], T], say: Callable[[str], object]) -> T | None:
+    """What a file has for the page; None if it isn't there, or is damaged, which is said."""
+    if not path.is_file():
+        return None
+    try:
+        return load(path)
+    except Exception as error:  # tokenizers has none of its own, numpy, zipfile and zlib have one each
+        say(f"{path} can't be read, and what the page would have of it is left out: {str(error) or type(error).__name__}")
+        return None
 
 
 def _status(steps: Sequence[StepMetrics], config: dict[str, Any]) -> str:
@@ -173,16 +190,6 @@ def _first_and_last(evaluations: Sequence[StepMetrics]) -> list[tuple[str, StepM
 
 def _values(steps: Sequence[StepMetrics], name: str) -> list[float]:
     return [metrics.finite()[name] for metrics in steps if name in metrics.finite()]
-
-
-def _plots(
-    steps: Sequence[StepMetrics], evaluations: Sequence[StepMetrics], warnings: Sequence[Event], folder: RunFolder
-) -> list[Plot]:
-    try:
-        scatter = ScatterSample.load(folder.scatter_path)
-    except (OSError, ValueError, KeyError):    # not written yet
-        scatter = None
-    return draw_plots(steps, evaluations, scatter, warnings)
 
 
 def _samples(folder: RunFolder) -> list[tuple[str, str]]:

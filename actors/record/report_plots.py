@@ -269,10 +269,11 @@ def draw_curves(curves: _Curves, steps: Sequence[StepMetrics], warnings: Sequenc
 
 def draw_staleness(steps: Sequence[StepMetrics]) -> Plot | None:
     """Shares of trained tokens by staleness, one band a version."""
-    rows = [(metrics.step, found) for metrics in steps if (found := members(metrics, "staleness/tokens/"))]
+    rows = [(metrics.step, found) for metrics in steps if (found := members(metrics.finite(), "staleness/tokens/"))]
     if not rows:
         return None
-    ages = sorted({age for _, found in rows for age in found}, key=lambda age: int(age.rstrip("+")))
+    known = {age for _, found in rows for age in found if age.rstrip("+").isdecimal()}
+    ages = sorted(known, key=lambda age: int(age.rstrip("+")))
     counts = np.array([[found.get(age, 0.0) for _, found in rows] for age in ages])
     shares = counts / np.maximum(counts.sum(axis=0), 1.0)
     x = [step for step, _ in rows]

@@ -19,7 +19,7 @@ from actors.record.completeness import left_after_training
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
 from actors.record.stack_gist import newest_gist
-from actors.state.json_lines import JsonLines
+from actors.state.json_lines import JsonLines, step_of
 from correction.errors import ConfigError, DataError
 from learner.file_sums import read_manifest_of_files, verify
 
@@ -267,7 +267,7 @@ def _troubles(events: Sequence[RunEvent]) -> tuple[Trouble, ...]:
 
 def _settled(record: Mapping[str, Any]) -> tuple[str, str, int]:
     """Prompt, what became of it, and the step, of a line of the ledger."""
-    return str(record["prompt_id"]), str(record["outcome"]), int(record["step"])
+    return str(record["prompt_id"]), str(record["outcome"]), step_of(record)
 
 
 def _set_aside(folder: Path) -> list[Path]:
@@ -298,7 +298,7 @@ def _books(folder: Path, metrics: Sequence[StepMetrics]) -> BookCheck:
         named = ", ".join(sorted(twice)[:5])
         return BookCheck(False, f"NOT balanced: {len(twice)} prompts stand in the ledger twice, {named} among them ({told})")
     files = f"{' and '.join(path.name for path in aside)}, set aside as damaged by a resume"
-    total = metrics[-1].get("groups/trained_total") if metrics else None
+    total = metrics[-1].finite().get("groups/trained_total") if metrics else None
     if total is None or int(total) == outcomes["trained"]:
         return BookCheck(True, f"balanced: {told}, each prompt once" + (f"; {files}, counted" if aside else ""))
     earlier = _trained_before(metrics, begun_at[0]) if aside else None

@@ -42,7 +42,7 @@ _EARLIER = {
 """How the lines of these kinds read in runs that wrote no kind."""
 _WAIT = "[waiting] "
 """Stands before a notice, which a line has as JSON, in the place of a text."""
-_EARLIER_WAIT = re.compile(r"waiting (?P<seconds>\d+) s for (?P<what>.+?)(?: \((?P<detail>.*)\))?$")
+_EARLIER_WAIT = re.compile(r"waiting (?P<seconds>\d{1,9}) s for (?P<what>.+?)(?: \((?P<detail>.*)\))?$")
 """How the line of a notice reads in runs that wrote a sentence."""
 _KIND = re.compile(rf"\[({'|'.join(kind for kind in EventKind if kind)})\] ")
 
@@ -81,7 +81,9 @@ class RunEvent:
             return cls(time, level, text[found.end() :], EventKind(found[1]))
         if text.startswith(_WAIT):
             with contextlib.suppress(ValueError, TypeError, RecursionError):  # a line that was cut, or is no notice
-                return cls._of_wait(time, level, WaitNotice(**json.loads(text.removeprefix(_WAIT))))
+                notice = WaitNotice(**json.loads(text.removeprefix(_WAIT)))
+                if (type(notice.what), type(notice.seconds), type(notice.detail)) == (str, int, str):
+                    return cls._of_wait(time, level, notice)
         if found := _EARLIER_WAIT.match(text):
             return cls._of_wait(time, level, WaitNotice(found["what"], int(found["seconds"]), found["detail"] or ""))
         earlier = (kind for kind, pattern in _EARLIER.items() if pattern.match(text))

@@ -50,7 +50,7 @@ from actors.processes.output import put
 from actors.record.ownership import FOLDERS, clear, fresh_path, is_failed_start, own
 from actors.record.run_event import RunEvent
 from actors.record.skipped_batches import KEPT, SkippedBatch
-from actors.state.json_lines import JsonLines, append_whole
+from actors.state.json_lines import JsonLines, append_whole, step_of
 from correction.errors import ConfigError, DataError
 from correction.monitor import Event, State
 from correction.quantities import current_name
@@ -62,6 +62,8 @@ SampleKind = Literal["step", "held_out"]
 KEPT_SAMPLES = 1000  # steps whose samples are all kept as text
 CHECKPOINT_FORMAT = 5
 """Stands in a checkpoint's manifest; another one is refused."""
+_NO_YAML = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""Errors of reading a damaged YAML file. A scalar or a list makes no dict; PyYAML lets those pass of a tag that its value doesn't fit."""
 _CHECKPOINT = re.compile(r"step_(\d{6,})$")
 _REPLACED = ".replaced.partial"
 """Suffix of a whole checkpoint in whose place the same step's next one is about to come."""
@@ -175,11 +177,17 @@ class RunFolder:
         self.write_text("config.yaml", yaml.safe_dump(dump_with_derived(config), sort_keys=False, allow_unicode=True))
 
     def read_config(self) -> dict[str, Any]:
-        """The resolved configuration as plain data. Raises: ConfigError if the file can't be read as YAML."""
+        """The resolved configuration as plain data; `steps`, if it is there, is a whole number. Raises: ConfigError if the file is damaged;
+        OSError if the disk doesn't give it, which may pass."""
+        path = self.path / "config.yaml"
         try:
-            return dict(yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8")) or {})
-        except (OSError, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # a scalar or a list makes no dict
-            raise ConfigError(f"{self.path / 'config.yaml'}: not valid YAML: {error}") from error
+            content = dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+        except _NO_YAML as error:
+            raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+        try:
+            return content | ({"steps": int(content["steps"])} if "steps" in content else {})
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ConfigError(f"{path}: steps = {content['steps']}: not a number of steps") from error
 
     def keep_model_files(self, source: Path) -> None:
         """Keep config and tokenizer of a model folder, which may be moved or removed while the run goes on."""
@@ -227,9 +235,9 @@ class RunFolder:
     def read_clipped_tokens(self) -> dict[str, Counter[int]]:
         """By the advantage's sign: how often each token id was among a step's most often clipped ones, over all steps so far."""
         totals = {"positive": Counter[int](), "negative": Counter[int]()}
-        for record in JsonLines(self._clipped_path).read(lambda line: line):
+        for record in JsonLines(self._clipped_path).read(_parse_clipped):
             for sign, total in totals.items():
-                total.update(dict(record.get(sign, ())))
+                total.update(record.get(sign, {}))
         return totals
 
     def append_answer_lengths(self, step: int, tokens: Sequence[int]) -> None:
@@ -238,7 +246,7 @@ class RunFolder:
 
     def read_answer_lengths(self, *, first_step: int) -> list[int]:
         """Those of `first_step` and later ones, in order; none of a run of a version that did not write them."""
-        steps = JsonLines(self._lengths_path).read(lambda line: (int(line["step"]), [int(tokens) for tokens in line["tokens"]]))
+        steps = JsonLines(self._lengths_path).read(lambda line: (step_of(line), [int(tokens) for tokens in line["tokens"]]))
         return [tokens for step, found in steps if step >= first_step for tokens in found]
 
     def event(self, level: EventLevel, text: str) -> None:
@@ -276,7 +284,7 @@ class RunFolder:
 
     def trajectory_files(self, kind: SampleKind = "step") -> list[Path]:
         """Samples of one kind, oldest first."""
-        return sorted((self.path / "trajectories").glob(f"{kind}_*.txt"))
+        return sorted(path for path in (self.path / "trajectories").glob(f"{kind}_*.txt") if path.stem.rpartition("_")[2].isdecimal())
 
     def write_text(self, name: str, text: str) -> Path:
         """Write a file of the folder whole: a reader sees the old one or the new one, never a part. Half a surrogate pair is escaped."""
@@ -374,8 +382,15 @@ def _event_record(event: Event) -> dict[str, Any]:
 
 
 def _parse_event(record: dict[str, Any]) -> Event:
-    numbers = {name: float(record[name]) for name in ("value", "growth")}
+    numbers = {"step": step_of(record)} | {name: float(record[name]) for name in ("value", "growth")}
     return Event(**{**record, **numbers, "name": current_name(record["name"]), "state": State(record["state"])})
+
+
+def _parse_clipped(record: dict[str, Any]) -> dict[str, dict[int, int]]:
+    counts = {sign: {int(token): int(count) for token, count in record.get(sign, ())} for sign in ("positive", "negative")}
+    if any(not 0 <= token < 1 << 32 for of_sign in counts.values() for token in of_sign):
+        raise ValueError("an id that no tokenizer has")
+    return counts
 
 
 def _refuse_if(is_given_up: bool, folder: Path) -> None:

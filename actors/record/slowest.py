@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from actors.metrics.catalogue import CATALOGUE
 from actors.record.run_folder import RunFolder
@@ -57,9 +58,20 @@ class SlowestPrompts:
 def read_slowest(folder: RunFolder) -> list[SlowPrompt]:
     """Slowest first; none of a run that has none, or whose file is damaged."""
     try:
-        return sorted((SlowPrompt(**one) for one in json.loads((folder.path / FILE).read_text(encoding="utf-8"))), reverse=True)
-    except (OSError, ValueError, TypeError, RecursionError):
+        return sorted((_parsed(one) for one in json.loads((folder.path / FILE).read_text(encoding="utf-8"))), reverse=True)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return []
+
+
+def _parsed(one: dict[str, Any]) -> SlowPrompt:
+    return SlowPrompt(
+        float(one["reward_s"]),
+        float(one["generate_s"]),
+        int(one["response_tokens"]),
+        str(one["prompt_id"]),
+        str(one["worker"]),
+        int(one["unscored"]),
+    )
 
 
 def slowest_rows(folder: RunFolder) -> list[tuple[str, ...]]:

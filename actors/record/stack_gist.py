@@ -15,7 +15,7 @@ _FRAMES = 4
 
 def collections(run_dir: Path) -> list[Path]:
     """Files of the collections, each named by its number."""
-    return [path for path in (run_dir / FOLDER).glob("*.txt") if path.stem.isdigit()]
+    return [path for path in (run_dir / FOLDER).glob("*.txt") if path.stem.isdecimal()]  # int reads no "²"
 
 
 def newest_gist(run_dir: Path) -> tuple[str, ...]:

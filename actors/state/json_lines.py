@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_NOT_OURS = (ValueError, KeyError, TypeError, RecursionError)
-"""Errors of reading a torn or foreign line. RecursionError: a line of a thousand brackets."""
+_NOT_OURS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""Errors of reading a torn or foreign line: values of other types and sizes. RecursionError: a line of a thousand brackets."""
+_MOST_STEPS = 1 << 53
+"""Whole numbers below have a double of their own, as plots need it."""
 _TAIL_BYTES = 1 << 17
 
 
@@ -37,7 +39,7 @@ class JsonLines:
         """What `parse` makes of each line, in order, without the others in memory; torn lines, and those that it can't read, are left out.
 
         Args:
-            parse: raises ValueError, KeyError or TypeError for what it can't read.
+            parse: raises one of _NOT_OURS for what it can't read.
         """
         if not self.path.is_file():
             return
@@ -94,9 +96,17 @@ def last_step(path: Path) -> int:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - _TAIL_BYTES))
             lines = file.read().split(b"\n")[:-1]
-        return int(json.loads(lines[-1])["step"]) if lines else 0
+        return step_of(json.loads(lines[-1])) if lines else 0
     except (FileNotFoundError, *_NOT_OURS):
         return 0
+
+
+def step_of(record: Mapping[str, Any]) -> int:
+    """Step of a line's object. Raises: KeyError, TypeError or ValueError if it has none."""
+    step = record["step"]
+    if type(step) is not int or not 0 <= step < _MOST_STEPS:
+        raise ValueError(f"step = {step}: no number of a step")
+    return step
 
 
 def append_whole(path: Path, content: bytes) -> None:
@@ -114,6 +124,6 @@ def append_whole(path: Path, content: bytes) -> None:
 
 def _is_until(step: int, line: str) -> bool:
     try:
-        return bool(json.loads(line)["step"] <= step)
+        return step_of(json.loads(line)) <= step
     except _NOT_OURS:
         return False

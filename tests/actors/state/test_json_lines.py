@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.state.json_lines import JsonLines
-
-
-def step_of(record: dict[str, int]) -> int:
-    return record["step"]
+from actors.state.json_lines import JsonLines, last_step, step_of
 
 
 @pytest.fixture
@@ -34,6 +30,26 @@ def test_what_is_no_such_line_is_left_out(lines: JsonLines, foreign: str) -> Non
         file.write(foreign + "\n")
     lines.append({"step": 4})
     assert lines.read(step_of) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("step", ["null", '"x"', "[1]", "true", "-1", "2.5", "1e300", "1e999", "NaN", str(1 << 53)])
+def test_a_line_whose_step_is_no_whole_number_belongs_to_none(lines: JsonLines, step: str, tmp_path: Path) -> None:
+    with lines.path.open("a") as file:
+        file.write(f'{{"step": {step}}}\n')
+    assert lines.read(step_of) == [1, 2, 3] and last_step(lines.path) == 0
+    assert lines.rewind(3, to=tmp_path / "moved.jsonl") == 1 and last_step(lines.path) == 3
+
+
+@pytest.mark.parametrize("error", [AttributeError, OverflowError], ids=lambda error: error.__name__)
+def test_a_value_of_another_type_or_size_is_that_of_a_foreign_line(lines: JsonLines, error: type[Exception]) -> None:
+    """As dict.items of a list, and int of an infinite number."""
+
+    def parse(record: dict[str, int]) -> int:
+        if record["step"] == 2:
+            raise error
+        return record["step"]
+
+    assert lines.read(parse) == [1, 3]
 
 
 @pytest.mark.parametrize("cut", [1, 5])
