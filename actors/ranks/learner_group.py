@@ -61,10 +61,10 @@ class LearnerGroup:
         group, began = cls(ranks, version=version, step_s=step_s), time.monotonic()
         group._is_pipelined = config.pipeline_parallel > 1
         made(group)
-        limits = {"deadline_s": start_s, "usual_s": USUAL_START * start_s}
-        master = await lost_if_late(wait_for(ranks[0].address.remote(), "learner rank 0 -> a process", **limits))
+        in_time = partial(wait_for, deadline_s=start_s, usual_s=USUAL_START * start_s)
+        master = await lost_if_late(in_time(ranks[0].address.remote(), "learner rank 0 -> a process"))
         starts = [r.start.remote(world_size, master, model, version) for r in ranks]
-        infos = await lost_if_late(all_of(wait_for(s, f"learner start <- rank {i}", **limits) for i, s in enumerate(starts)))
+        infos = await lost_if_late(all_of(in_time(s, f"learner start <- rank {i}") for i, s in enumerate(starts)))
         group.start_took_s, group.node = time.monotonic() - began, infos[0].node
         return group, infos
 
