@@ -44,7 +44,7 @@ from learner.file_sums import flush_to_disk, leave_sum
 from learner.hf_folder import open_tensors
 from learner.megatron import DistributedDataParallel, get_cuda_rng_tracker
 from learner.model import unwrap
-from learner.model_family import Rule
+from learner.model_family import HeadShape, Rule
 from learner.optimizer import GuardedOptimizer
 from learner.parallel import Placement
 from learner.tensor_files import saving
@@ -182,7 +182,7 @@ class _Saved:
     """The parameters of a checkpoint, read from its ranks' files on request, and cut as this rank needs them."""
 
     def __init__(self, folder: Path, files: int, hf_config: Any, placement: Placement):
-        self._placement, self._heads, self._vocab_size = placement, convert.HeadShape.of(hf_config), hf_config.vocab_size
+        self._placement, self._heads, self._vocab_size = placement, HeadShape.of(hf_config), hf_config.vocab_size
         self._files: list[Any] = [open_tensors(folder / file_name(RANK, rank)) for rank in range(files)]
         self._pieces: dict[tuple[str, str], dict[int, list[tuple[int, int, str]]]] = defaultdict(lambda: defaultdict(list))
         """[parameter, kind][part] -> its pieces: start, number of the file, name in it."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from correction.errors import DataError
-from learner.convert import HeadShape
 from learner.hf_folder import open_tensors, read_json
+from learner.model_family import HeadShape
 
 FORMAT = 2
 """Number of this layout; another one is refused."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,29 +18,13 @@ from torch import Tensor
 from correction.errors import DataError
 from learner.families import family_of
 from learner.model_family import MEGATRON_LAYER, ModelFamily, Rule, TensorLayout
+from learner.model_family import HeadShape as HeadShape
 
 if TYPE_CHECKING:  # the driver looks at the families, and must not import Megatron for that
     from learner.parallel import Placement
 
 GATHER_BYTES = 2**26
 """Bytes of a rank's parameters that are gathered at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeadShape:
-    """Sizes of the attention, as the QKV layout needs them."""
-
-    groups: int
-    """Key-value heads."""
-    queries_per_group: int
-    width: int
-    """Channels of a head."""
-
-    @classmethod
-    def of(cls, hf_config: Any) -> HeadShape:
-        width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-        groups = hf_config.num_key_value_heads
-        return cls(groups, hf_config.num_attention_heads // groups, width)
 
 
 def merge_qkv(q: Tensor, k: Tensor, v: Tensor, heads: HeadShape) -> Tensor:

@@ -35,15 +35,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def open_tensors(path: Path) -> Any:
+def open_tensors(path: Path, *, kind: str = "pt") -> Any:
     """A safetensors file, of which only the header is read; it has to be as long as the header says.
 
+    Args: kind: of the tensors that it gives: "pt" or "np", for which torch isn't imported.
     Raises: DataError naming the file.
     """
     try:
         with path.open("rb") as file:
             file.read(1 << 20)  # for the disk's cache: if the disk hangs, safetensors' own read keeps all other threads from running
-        return safe_open(path, "pt")
+        return safe_open(path, kind)
     except (OSError, SafetensorError) as error:
         reason = "is not there" if not path.exists() else f"damaged, no tensors can be read from it ({error})"
         raise DataError(f"{path}: {reason}", remedy=PUT_BACK) from error
@@ -67,12 +68,18 @@ def read_config(folder: str | os.PathLike[str]) -> Any:
         raise DataError(f"{path}: transformers makes no model of it ({reason})", remedy=PUT_BACK) from error
 
 
+def shapes_of(folder: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
+    """Every tensor's shape by name, without torch. Raises: DataError as HFWeights and its `shapes`."""
+    return HFWeights(folder, kind="np").shapes()
+
+
 class HFWeights:
     """The tensors of a folder, each read from disk when it is asked for."""
 
-    def __init__(self, folder: str | os.PathLike[str]):
-        """Raises: DataError if the folder has no safetensors, or the file that lists them is damaged."""
+    def __init__(self, folder: str | os.PathLike[str], *, kind: str = "pt"):
+        """Args: kind: as open_tensors. Raises: DataError if the folder has no safetensors, or the file that lists them is damaged."""
         self.folder = Path(folder)
+        self._kind = kind
         self._open: dict[str, Any] = {}
         index = self.folder / INDEX_FILE
         if index.is_file():
@@ -106,7 +113,7 @@ class HFWeights:
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            self._open[name] = open_tensors(self.folder / name)
+            self._open[name] = open_tensors(self.folder / name, kind=self._kind)
         return self._open[name]
 
     def _part(self, name: str, read: Any) -> Any:

@@ -12,7 +12,6 @@ from correction.engines.operators import silu
 from correction.errors import DataError
 from learner import layers
 from learner.config import LearnerConfig
-from learner.convert import HeadShape
 from learner.families import family_of, rope_scaling
 from learner.megatron import (
     DistributedDataParallel,
@@ -22,7 +21,7 @@ from learner.megatron import (
     TransformerConfig,
     gather_from_sequence_parallel_region,
 )
-from learner.model_family import QKV_BIAS, ExpertOptions
+from learner.model_family import QKV_BIAS, ExpertOptions, HeadShape
 from learner.parallel import Placement
 from learner.routing import RouterChoice, smallest_type
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from correction.batch import PackedBatch
 from correction.engines.capture import Capture, CapturedRows, OperatorPlace, sequence_start
-from learner.convert import HeadShape, split_qkv
+from learner.convert import split_qkv
 from learner.model import PolicyModel
+from learner.model_family import HeadShape
 
 Head = Callable[[Tensor], Tensor]
 

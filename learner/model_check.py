@@ -1,4 +1,7 @@
-"""Whether the learner can train a model folder, from its config and the headers of its files: before anything is started."""
+"""Whether the learner can train a model folder, from its config and the headers of its files: before anything is started.
+
+Neither torch nor transformers is imported, unless a folder's config has to be read by transformers (check_trainable).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,9 @@ import os
 from typing import Any
 
 from correction.errors import DataError
-from learner.convert import HeadShape
 from learner.families import family_of
-from learner.hf_folder import PUT_BACK, HFWeights, read_config
-from learner.model_family import ModelFamily, Rule, TensorLayout
+from learner.hf_folder import PUT_BACK, read_config, shapes_of
+from learner.model_family import HeadShape, ModelFamily, Rule, TensorLayout
 
 
 def check_trainable(folder: str | os.PathLike[str], *, has_weights: bool = True) -> Any:
@@ -20,14 +22,23 @@ def check_trainable(folder: str | os.PathLike[str], *, has_weights: bool = True)
     """
     hf_config = read_config(folder)
     try:
-        expected = expected_shapes(hf_config)
+        expected_shapes(hf_config)
     except DataError as error:
         raise DataError(f"{folder}: {error}", remedy="Set model to another one (docs/models.md)") from error
     except (ArithmeticError, AttributeError, TypeError) as error:  # sizes that make no model
         raise DataError(f"{folder}/config.json: its sizes make no model ({error})", remedy=PUT_BACK) from error
-    if not has_weights:
-        return hf_config
-    found = HFWeights(folder).shapes()
+    if has_weights:
+        check_weights(folder, hf_config)
+    return hf_config
+
+
+def check_weights(folder: str | os.PathLike[str], hf_config: Any) -> None:
+    """Check that a folder's safetensors are those of its config, which has passed check_trainable.
+
+    Args: hf_config: transformers' own, or plain_config.plain_sizes.
+    Raises: DataError naming the file, or the tensor that doesn't fit.
+    """
+    expected, found = expected_shapes(hf_config), shapes_of(folder)
     wrong = [f"{name} has shape {found[name]} instead of {shape}" for name, shape in expected.items() if found.get(name, shape) != shape]
     missing = [f"{name} is missing" for name in expected if name not in found]
     surplus = [f"{name} has no place in the model" for name in found if name not in expected and not is_surplus_allowed(name, hf_config)]
@@ -37,7 +48,6 @@ def check_trainable(folder: str | os.PathLike[str], *, has_weights: bool = True)
             f"{folder}: its config.json and its safetensors describe different models: {problems[0]}{more}",
             remedy="Put back those that belong together",
         )
-    return hf_config
 
 
 def is_surplus_allowed(name: str, hf_config: Any) -> bool:

@@ -32,6 +32,23 @@ class TensorLayout(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Sizes of the attention, as the QKV layout needs them."""
+
+    groups: int
+    """Key-value heads."""
+    queries_per_group: int
+    width: int
+    """Channels of a head."""
+
+    @classmethod
+    def of(cls, hf_config: Any) -> HeadShape:
+        width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+        groups = hf_config.num_key_value_heads
+        return cls(groups, hf_config.num_attention_heads // groups, width)
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """One Megatron parameter and the HF tensors that it is made of.
 

@@ -28,6 +28,10 @@ _SIZES_OF = {
 """By model_type: options that the file must have. For all others, transformers' defaults are values that the learner supports."""
 
 
+_OWN_HEAD_DIM = {"qwen3", "qwen3_moe"}
+"""Families whose head_dim, where the file has none, is a number of transformers'; of others it is hidden_size / num_attention_heads."""
+
+
 def _is_size(value: Any) -> bool:
     return type(value) is int and value > 0
 
@@ -96,3 +100,16 @@ def is_plainly_trainable(content: Mapping[str, Any]) -> bool:
     except DataError:
         return False
     return True
+
+
+def plain_sizes(content: Mapping[str, Any]) -> SimpleNamespace | None:
+    """The config as model_check.expected_shapes reads it; None where it may not be trained, or leaves a size of a tensor to transformers.
+
+    Args: content: of config.json.
+    """
+    experts = [content[name] for name in ("num_experts", "num_local_experts") if name in content]
+    lacks_head_dim = "head_dim" not in content and content.get("model_type") in _OWN_HEAD_DIM
+    if "tie_word_embeddings" not in content or lacks_head_dim or len(experts) > 1 or not is_plainly_trainable(content):
+        return None
+    rope = content.get("rope_parameters") or content.get("rope_scaling")
+    return SimpleNamespace(**{**content, "rope_parameters": rope, **({"num_experts": experts[0]} if experts else {})})

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,8 +22,9 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.cluster.address import NoClusterError, check_ray
 from actors.cluster.security import loopback_only, protect_token, require_authentication
-from actors.config import RayConfig, RunConfig
+from actors.config import RunConfig
 from actors.processes import interrupts
 from actors.processes.descendants import adopted_orphans, command_of, descendants, end, end_new
 from actors.processes.part_heartbeat import GROUPS
@@ -44,19 +44,12 @@ _PAUSE_S = 2.0
 _NICER_BY = 10
 """Added to the niceness of all actors but the learner's ranks. They then get at most a tenth of a core that the learner wants as well."""
 _NICEST = 19
-_LONGEST_TEMP_DIR = 40
-"""Characters. Ray appends "/session_" with date, time and process id (44 at most) and "/sockets/plasma_store" (21); 107 are allowed."""
-_CONNECT_S = 10.0
 _TURN_S = 120.0
 """Longest wait for other runs on this machine that are starting their Ray."""
 _ENDED_S = 5.0
 """Seconds after which processes that Ray leaves behind are killed."""
 _SHUTDOWN_S = 20.0
 """Longest wait for Ray's shutdown, which usually takes a few seconds. For a raylet that is stopped (SIGSTOP) it would wait for ever."""
-
-
-class NoClusterError(ConfigError, EngineError):
-    """Nothing answers at ray.address: a wrong address, or a head that has to be started again."""
 
 
 class Cluster:
@@ -203,31 +196,6 @@ def gpus_there(config: RunConfig) -> float:
         return float(ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]
 
 
-def check_ray(settings: RayConfig) -> None:
-    """Check what can be checked without starting anything. Raises: ConfigError if nothing listens at the address, or a path is too long."""
-    if settings.address is not None:
-        host, _, port = settings.address.removeprefix("ray://").rpartition(":")
-        if settings.address != "auto" and not (host and port.isdigit()):
-            raise ConfigError(
-                f"ray.address = {settings.address!r}: it is neither HOST:PORT nor auto, which is the cluster that this machine is part of. "
-                "Leave it empty for a private cluster"
-            )
-        try:
-            check_listening(settings.address)
-        except OSError as error:
-            raise NoClusterError(
-                f"ray.address = {settings.address!r}: no Ray cluster answers there ({error}). Start one (deploy/README.md), "
-                f"or leave ray.address empty for a private one"
-            ) from error
-        return
-    temp_dir = str(settings.temp_dir.resolve()) if settings.temp_dir else ""
-    if len(temp_dir) > _LONGEST_TEMP_DIR:
-        raise ConfigError(
-            f"ray.temp_dir = {temp_dir}: {len(temp_dir)} characters, but Ray's sockets lie below it and the path of a socket has to "
-            f"stay short. Choose a path of {_LONGEST_TEMP_DIR} characters, or shorter"
-        )
-
-
 def on_drivers_node(actor: type, *, max_concurrency: int, environment: Mapping[str, str] | None = None) -> Any:
     """A HeartbeatActor, to be started on the driver's node: a rollout node may leave, and must not take the run's state with it."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -333,11 +301,3 @@ def _first_line(error: BaseException) -> str:
 
 def _load() -> str:
     return f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-
-
-def check_listening(address: str) -> None:
-    """Ray itself would look for a cluster that isn't there for minutes. Raises: OSError if nothing listens at host:port."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdigit():
-        with socket.create_connection((host, int(port)), timeout=_CONNECT_S):
-            pass

@@ -20,7 +20,7 @@ def main() -> None:
         if parent == 1 or os.getppid() != parent:
             sys.exit(128 + signal.SIGTERM)
     interrupts.is_attempt = True
-    from actors.cluster.cluster import NoClusterError
+    from actors.cluster.address import NoClusterError
     from actors.commands.cli import main as command_line
     from actors.commands.retries import NOT_AGAIN
     from actors.processes.output import put

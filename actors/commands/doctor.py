@@ -18,6 +18,7 @@ from actors.doctor.paper_rules import enough, on_paper, worst_first
 from actors.doctor.room_rules import Request, requests
 from actors.doctor.start_checks import judged
 from actors.plan.shape import check_is_model
+from actors.settings.devices import visible_gpus
 from correction.errors import ConfigError, DataError, EvenkeelError
 
 UNFIT = 1
@@ -91,7 +92,6 @@ def _measured_unless(complaints: list[Complaint], config: RunConfig) -> list[Com
 
 
 def _measured(config: RunConfig) -> list[Complaint]:
-    from actors.cluster.cluster import gpus_there
     from actors.cluster.hub import config_folder
     from actors.doctor.deep_rules import in_the_deep
     from actors.doctor.live import deep_facts
@@ -99,7 +99,7 @@ def _measured(config: RunConfig) -> list[Complaint]:
     from learner.hf_folder import read_json
 
     typer.echo("starting the learner's ranks and an engine on a model of two layers, about a minute", err=True)
-    config, _ = judged(derived(config, has_gpu=gpus_there(config) > 0))
+    config, _ = judged(derived(config, has_gpu=_has_gpu(config)))
     content = read_json(config_folder(config.model) / "config.json")
     began = time.monotonic()
     found = deep_facts(config, content, lambda done: typer.echo(f"{time.monotonic() - began:4.0f} s  {done}", err=True))
@@ -143,14 +143,14 @@ def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]
 
 def _found_here(config: RunConfig) -> tuple[list[Complaint], list[Request]]:
     """On this machine, or on the cluster at ray.address; of one that can't be joined the refusal, and what is known without it."""
-    from actors.cluster.cluster import NoClusterError, check_ray, gpus_there
+    from actors.cluster.address import NoClusterError, check_ray
     from actors.settings.derived import derived
 
     refused: list[Complaint] = []
     has_gpu = False
     try:
         check_ray(config.ray)
-        has_gpu = gpus_there(config) > 0
+        has_gpu = _has_gpu(config)
     except ConfigError as error:
         refused = [Complaint.refusal(error)]
         if not isinstance(error, NoClusterError) or "auto" in (config.rollout.engine.device, config.learner.device):
@@ -170,10 +170,19 @@ def _found_here(config: RunConfig) -> tuple[list[Complaint], list[Request]]:
     return worst_first(on_paper(facts, config) + on_nodes(nodes, config, facts.shape)), requests(nodes, config)
 
 
-def _nodes(config: RunConfig, facts: PaperFacts) -> list[NodeFacts]:
-    from actors.cluster.cluster import Cluster
+def _has_gpu(config: RunConfig) -> bool:
+    """As cluster.gpus_there, but of a run on this machine without importing Ray."""
+    if config.ray.address is None:
+        return visible_gpus() > 0
+    from actors.cluster.cluster import gpus_there
 
+    return gpus_there(config) > 0
+
+
+def _nodes(config: RunConfig, facts: PaperFacts) -> list[NodeFacts]:
     if config.ray.address is None:
         return own_machine(config)
+    from actors.cluster.cluster import Cluster
+
     with Cluster(config):
         return nodes_of_cluster(config, None if facts.closed_folder else home_of_run(config))

@@ -29,6 +29,7 @@ from actors.plan.shape import ModelShape
 from actors.processes.daemon_threads import DaemonThreads
 from actors.record.disk_at_start import by_disk_at_start
 from actors.settings.devices import visible_gpus
+from correction.engines.torch_build import has_cuda
 from rollout.engine_capabilities import has_plugin
 
 _PACKAGES = (
@@ -93,10 +94,7 @@ def this_node(model: str, *, sign: str = "", token: str = "", answer: str = "") 
         answer: file to which the token is copied, for the driver to find.
     """
     began = time.time()  # before anything that takes its time
-    import torch
-
-    driver = gpus_of_driver()
-    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    driver, seen = gpus_of_driver(), visible_gpus()
     named = _named(driver, seen)
     return NodeFacts(
         name="this machine",
@@ -106,8 +104,8 @@ def this_node(model: str, *, sign: str = "", token: str = "", answer: str = "") 
         driver_architectures=tuple(gpu.architecture for gpu in named),
         links=links_of_driver() if len(driver) > 1 else (),
         visible_devices=os.environ.get(VISIBLE),
-        architectures=tuple(torch.cuda.get_arch_list()) if seen else (),
-        has_cuda=torch.version.cuda is not None,
+        architectures=_compiled_for() if seen else (),
+        has_cuda=has_cuda(),
         versions={name: found for name in _PACKAGES if (found := _version(name))} | {"evenkeel's own files": _own_files()},
         has_plugin=has_plugin(),
         nccl={name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
@@ -121,6 +119,13 @@ def this_node(model: str, *, sign: str = "", token: str = "", answer: str = "") 
         compilers=tuple(name for name in ("gcc", "nvcc", "ninja") if shutil.which(name)),
         clock=(began, time.time()),
     )
+
+
+def _compiled_for() -> tuple[str, ...]:
+    """Architectures of GPUs that torch has kernels for."""
+    import torch
+
+    return tuple(torch.cuda.get_arch_list())
 
 
 def _limit(kind: int) -> int:

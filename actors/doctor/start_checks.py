@@ -19,8 +19,11 @@ from actors.plan.shape import ModelShape, check_is_model
 from actors.settings.deadlines import bytes_of, with_deadlines
 from actors.settings.hub_name import HubName
 from correction.errors import DataError, EvenkeelError
-from learner.hf_folder import HFWeights, read_config, read_json
-from learner.plain_config import is_plainly_trainable
+from learner.hf_folder import read_config, read_json, shapes_of
+from learner.model_check import check_trainable, check_weights
+from learner.plain_config import is_plainly_trainable, plain_sizes
+from rollout.config import TaskConfig
+from rollout.plain_tokenizer import is_plainly_usable
 
 
 def check_model_folder(path: Path, *, has_weights: bool = True) -> None:
@@ -34,7 +37,7 @@ def check_model_folder(path: Path, *, has_weights: bool = True) -> None:
 def _check_weights(path: Path) -> None:
     if not any(path.glob("*.safetensors")):
         raise DataError(f"model = {path}: no *.safetensors in it", remedy="save the weights in that format (save_pretrained does)")
-    HFWeights(path).shapes()
+    shapes_of(path)
 
 
 def checked(
@@ -59,16 +62,18 @@ def checked(
     from actors.settings.true_on_policy import resolved
 
     check_is_model(folder)
-    if has_weights or not is_plainly_trainable(read_json(folder / "config.json")):
-        from learner.model_check import check_trainable  # by transformers
-
-        check_model_folder(folder, has_weights=False)
-        with _kept(refused):
-            check_trainable(folder, has_weights=False)
+    content = read_json(folder / "config.json")
+    model = plain_sizes(content)
+    is_plain = model is not None if has_weights else is_plainly_trainable(content)
+    if not is_plain:
+        check_model_folder(folder, has_weights=False)  # by transformers, as the next
+    with _kept(refused):
+        if not is_plain:
+            model = check_trainable(folder, has_weights=False)
+        if has_weights:
             with _kept(lacking):
-                if has_weights:
-                    _check_weights(folder)
-                    check_trainable(folder)
+                _check_weights(folder)
+                check_weights(folder, model)
     with _kept(refused):
         config = resolved(config, folder)
     return with_deadlines(config, _weight_bytes(folder, has_weights=has_weights))
@@ -95,7 +100,6 @@ def judged(config: RunConfig, *, meant: Sequence[Gpus] | None = None) -> tuple[R
     config = checked(config, folder, has_weights=is_here and not of_hub, refused=refused, lacking=lacking)
     facts = paper_facts(config, folder, meant=meant)
     if is_here:
-        from rollout.chat import ChatEncoder, load_tokenizer
         from rollout.tasks import check_files, check_task_names
 
         with _kept(lacking):
@@ -103,8 +107,17 @@ def judged(config: RunConfig, *, meant: Sequence[Gpus] | None = None) -> tuple[R
             check_files(config.rollout.task)
         with _kept(lacking):
             if not of_hub:
-                ChatEncoder.for_task(load_tokenizer(folder), config.rollout.task)
+                _check_tokenizer(folder, config.rollout.task)
     return config, replace(facts, refused=tuple(refused), lacking=tuple(lacking))
+
+
+def _check_tokenizer(folder: Path, task: TaskConfig) -> None:
+    """Raises: DataError, ConfigError as rollout/chat.py."""
+    if is_plainly_trainable(read_json(folder / "config.json")) and is_plainly_usable(folder, task):
+        return
+    from rollout.chat import ChatEncoder, load_tokenizer
+
+    ChatEncoder.for_task(load_tokenizer(folder), task)
 
 
 @contextlib.contextmanager

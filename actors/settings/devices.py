@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from actors.config import RunConfig
+from correction.engines.torch_build import sees_no_gpu
 from correction.errors import ConfigError, counted
 
 SETS_NVLS = ("enable_nccl_nvls", "enable_symm_mem")
@@ -282,7 +283,9 @@ def _gpus(shares: Sequence[float]) -> str:
 
 
 def visible_gpus() -> int:
-    """GPUs that this process sees."""
+    """GPUs that this process' torch sees."""
+    if sees_no_gpu():
+        return 0
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -21,10 +21,11 @@ from torch import Tensor
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from learner.config import LearnerConfig
-from learner.convert import HeadShape, bind, to_hf
+from learner.convert import bind, to_hf
 from learner.families import family_of
 from learner.learner_rank import LearnerRank
 from learner.model import unwrap
+from learner.model_family import HeadShape
 from tests.tiny_models import save_tiny_model
 
 VOCAB = 96

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from learner.model_check import check_trainable
-from learner.plain_config import _FORMS, is_plainly_trainable
+from learner.model_check import check_trainable, expected_shapes
+from learner.plain_config import _FORMS, is_plainly_trainable, plain_sizes
 from tests.actors.known_models import LLAMA_31_8B, QWEN3_8B, QWEN3_30B_A3B, QWEN25_7B
 
 _EXPERTS = {"num_experts_per_tok": 8}
@@ -50,11 +50,17 @@ def changed(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_passes_passes_transformers_too(tmp_path: Path, kind: str) -> None:
-    """A refusal would be an error here."""
+    """A refusal would be an error here. Sizes of tensors are transformers', too."""
     passed = [one for one in changed(MODELS[kind]) if is_plainly_trainable(one)]
     for one in passed:
         (tmp_path / "config.json").write_text(json.dumps(one))
-        check_trainable(tmp_path, has_weights=False)
+        of_transformers = check_trainable(tmp_path, has_weights=False)
+        if (sizes := plain_sizes(one)) is not None:
+            sizes.num_hidden_layers = of_transformers.num_hidden_layers = 1  # all are alike, as experts are
+            if "num_experts" in vars(sizes):
+                assert sizes.num_experts == of_transformers.num_experts
+                sizes.num_experts = of_transformers.num_experts = 2
+            assert expected_shapes(sizes) == expected_shapes(of_transformers)
     assert passed[:2] == [MODELS[kind], OF_THE_HUB | MODELS[kind]]
     assert len(passed) > 80, "values that are fine are among them"
 
@@ -79,3 +85,12 @@ def test_what_passes_passes_transformers_too(tmp_path: Path, kind: str) -> None:
 )
 def test_what_may_be_in_the_way_is_for_transformers_to_say(options: dict[str, Any]) -> None:
     assert not is_plainly_trainable(QWEN3_8B | options)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_sizes_that_the_file_leaves_to_transformers_are_for_transformers_to_say(kind: str) -> None:
+    config = MODELS[kind]
+    assert plain_sizes(config) is not None and plain_sizes(OF_THE_HUB | config) is not None
+    for gone in {"tie_word_embeddings", *(["head_dim"] if kind in ("qwen3", "qwen3_moe", "glm4") else [])}:
+        assert plain_sizes({key: value for key, value in config.items() if key != gone}) is None
+    assert plain_sizes(config | {"num_experts": 4, "num_local_experts": 5}) is None

@@ -111,13 +111,27 @@ MOST_CPU_S = 3.0
 @pytest.mark.parametrize("words", [["doctor", "--gpus", "H100x8"], ["plan"]])
 def test_a_recipe_is_judged_for_gpus_that_aren_t_here_without_anything_heavy(tmp_path: Path, words: list[str]) -> None:
     asked = [*words, "recipes/qwen3_8b_8gpu.yaml", f"model={save_config(tmp_path, QWEN3_8B)}"]
+    cpu_s, loaded = judged_ready(asked)
+    assert loaded & set(HEAVY) == set()
+    assert cpu_s < MOST_CPU_S
+
+
+def judged_ready(words: list[str]) -> tuple[float, set[str]]:
+    """(CPU seconds, top-level packages loaded) of a command that has to find nothing in the way."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", JUDGES, *asked], capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = subprocess.run([sys.executable, "-c", JUDGES, *words], capture_output=True, text=True, cwd=ROOT, env=environment)
     *said, last = done.stdout.splitlines()
     assert done.returncode == 0 and said[-1] == "ready", done.stdout + done.stderr
     cpu_s, *loaded = last.split()
-    assert set(loaded) & set(HEAVY) == set()
-    assert float(cpu_s) < MOST_CPU_S
+    return float(cpu_s), set(loaded)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch alone says which GPUs it sees, and what it is compiled for")
+def test_a_run_here_is_judged_without_anything_heavy(tiny_model: Path, tmp_path: Path) -> None:
+    """The model's weights and tokenizer, the data set's options and the machine. transformers, torch, reasoning-gym and Ray took 6 s."""
+    cpu_s, loaded = judged_ready(["doctor", RECIPE, f"model={tiny_model}", f"run_dir={tmp_path}"])
+    assert "tokenizers" in loaded and loaded & set(HEAVY) == set()
+    assert cpu_s < MOST_CPU_S
 
 
 def test_that_a_folder_has_no_tokenizer_is_told_without_transformers(tmp_path: Path) -> None:

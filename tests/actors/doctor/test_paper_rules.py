@@ -13,7 +13,7 @@ import pytest
 import ray
 from typer.testing import CliRunner
 
-from actors.cluster import cluster
+from actors.cluster import address, cluster
 from actors.commands.cli import app
 from actors.config import RunConfig
 from actors.doctor.facts import NodeFacts, PaperFacts
@@ -86,7 +86,7 @@ def test_the_doctor_looks_where_the_run_folder_would_be_made(tmp_path: Path, mon
     monkeypatch.setattr(doctor, "nodes_of_cluster", nodes)
     monkeypatch.setattr(cluster, "Cluster", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(cluster, "gpus_there", lambda _: 8)
-    monkeypatch.setattr(cluster, "check_ray", lambda _: None)
+    monkeypatch.setattr(address, "check_ray", lambda _: None)
     model = f"model={save_config(tmp_path / 'model', QWEN3_8B)}"
     words = [str(RECIPES / "qwen3_8b_8gpu.yaml"), model, "ray.address=auto", f"run_dir={tmp_path / 'runs' / 'one'}"]
     done = CliRunner().invoke(app, ["doctor", *words])
@@ -101,9 +101,9 @@ def test_what_follows_from_the_recipe_is_said_also_where_no_cluster_answers(
     """Whoever mends the address would meet it next. With devices left open nothing of them is known."""
 
     def refuse(_: object) -> None:
-        raise cluster.NoClusterError("ray.address = 'auto': no Ray cluster answers there. Start one")
+        raise address.NoClusterError("ray.address = 'auto': no Ray cluster answers there. Start one")
 
-    monkeypatch.setattr(cluster, "check_ray", (lambda _: None) if late else refuse)
+    monkeypatch.setattr(address, "check_ray", (lambda _: None) if late else refuse)
     monkeypatch.setattr(cluster, "Cluster", refuse)
     recipe_path, model = str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={save_config(tmp_path / 'model', QWEN3_8B)}"
     words = ["doctor", recipe_path, model, "ray.address=auto", "learner.pipeline_parallel=5"]
