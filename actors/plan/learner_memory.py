@@ -6,19 +6,20 @@ data-parallel ranks if the optimizer is distributed (Rajbhandari et al. 2020, Ze
 Activations are what autograd keeps of a layer of learner/layers.py, tensor by tensor (after Korthikanti et al. 2022, section 4, whose
 layer has dropout and no gate); the head is as in learner/logprobs.py.
 
-A training pass has its peak in the head, forward or backward, or in the backward pass of the last layer, which comes when the head's
-memory is free again. All layers' activations are kept in both. Weights of another version are loaded for passes without gradients alone
-(LearnerRank.logprobs_with), which keep nothing from layer to layer. So a rank has at most, in addition to its state, the larger of
+A training pass has its peak in the head, forward or backward, or in the last layer: in its backward pass, which comes when the head's
+memory is free again, or, of experts, in its forward pass. All layers' activations are kept in both. Weights of another version are loaded
+for passes without gradients alone (LearnerRank.logprobs_with), which keep nothing from layer to layer. So a rank has at most, in addition
+to its state, the larger of
 
-    activations + max(what the last norm hands to the head + head, a layer's backward pass)
+    activations + max(what the last norm hands to the head + head, a layer's passes)
     other weights + max(what the last norm hands to the head + head, a layer), forward
 
 A layer's backward pass has most beyond what is kept where the gate's product goes back: its gradient and those of its two factors, less
 the product itself; with many experts on a GPU where their first product does, whose kernel wants their matrices, and gives their gradients,
-in one piece. Recomputed, the whole layer and its output are there too. On the first of several stages the gradient of a large embedding
-may be more: it comes last, when the layers' memory of its micro-batch is free again. Between stages each micro-batch on its way has a
-tensor that was received or sent. A plan takes every token to be in the loss. Not in it: NCCL's buffers and the CUDA context, for which
-RESERVE is.
+in one piece; with a narrow feed-forward part in the norm before it, or in attention. Recomputed, the whole layer and its output are there
+too, or, as it is computed, the gradient of that output. On the first of several stages the gradient of a large embedding may be more: it
+comes last, when the layers' memory of its micro-batch is free again. Between stages each micro-batch on its way has a tensor that was
+received or sent. A plan takes every token to be in the loss. Not in it: NCCL's buffers and the CUDA context, for which RESERVE is.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 
 from actors.plan.shape import BYTES_OF, ModelShape
 from learner.config import LearnerConfig
+from learner.model_family import FEED_FORWARD_NORM_AFTER, INPUT_NORM
 
 RESERVE = 3 << 30
 """CUDA context, NCCL's buffers, kernels' workspaces and what the allocator can't use: an estimate."""
@@ -41,11 +43,11 @@ class RankMemory:
     gradients: int
     optimizer: int
     activations: int
-    """What all layers keep for their backward pass, and between pipeline stages what is received and sent."""
+    """What all layers keep for their backward pass, between pipeline stages what is received and sent; and Megatron's table of angles."""
     head: int
     """What the last norm hands over, logits of a chunk of tokens and gradients of the vocabulary's matrix."""
     layer: int = 0
-    """What the backward pass of one layer, or of the embedding, takes beyond the head's memory, which is free by then."""
+    """What a pass of one layer, or the backward pass of the embedding, takes beyond the head's memory, which isn't there then."""
     other: int = 0
     """Weights of another version in addition to the present ones, during a forward pass with them: of the reference, or earlier ones."""
     forward: int = 0
@@ -112,11 +114,18 @@ def layer_activations(shape: ModelShape, config: LearnerConfig) -> float:
     # What two products read (under sequence parallelism gathered anew in the backward pass), and what each norm made of its input.
     kept = (size * (2 + shape.norms) * shape.hidden + 4 * shape.norms) * rows
     # Rotary tables; q, k; q with k and v as the product made them; the attention's output, and as the next product reads it.
-    kept += size * (4 * shape.head_width + queries + keys + queries + 2 * keys + 2 * queries) + 4 * shape.heads / ranks
+    kept += size * (4 * shape.rotary_width + queries + keys + queries + 2 * keys + 2 * queries) + 4 * shape.heads / ranks
     if shape.has_head_norms:
         normalised = shape.heads + shape.key_heads if shape.family.qk_norm == "head" else 2
         kept += size * (queries + keys) + 4 * normalised / ranks
-    return kept + (_expert_activations(shape, config) if shape.experts else size * 5 * shape.feed_forward / ranks)
+    return kept + _feed_forward_activations(shape, config)
+
+
+def _feed_forward_activations(shape: ModelShape, config: LearnerConfig) -> float:
+    """The same of the gated feed-forward part, or of router and experts, without what their first product reads."""
+    if shape.experts:
+        return _expert_activations(shape, config)
+    return BYTES_OF[config.resolved_dtype] * 5 * shape.feed_forward / config.tensor_parallel
 
 
 def _expert_activations(shape: ModelShape, config: LearnerConfig) -> float:
@@ -130,26 +139,78 @@ def _expert_activations(shape: ModelShape, config: LearnerConfig) -> float:
     return rows * (shape.experts_per_token * of_one + 5 * shape.experts)
 
 
-def layer_backward_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> int:
-    """Peak of a layer's backward pass beyond what all layers keep, as the module's docstring says.
+def layer_peak_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> int:
+    """Peak of the last layer's two passes beyond what all layers keep, as the module's docstring says.
+
+    Recomputed, all that the layer would have kept is there as well; in its forward pass the gradient of its output, in its backward pass
+    that output. Otherwise Megatron's callers hold what came into the first layer and into this one, during its forward pass.
+    """
+    hidden = _hidden_bytes(shape, config, tokens)
+    backward = hidden + max(_gate_backward_bytes(shape, config, tokens), _after_gate_bytes(shape, config, tokens))
+    forward = _kept_forward_bytes(shape, config, tokens)
+    if config.recompute_activations:
+        whole = layer_activations(shape, config.model_copy(update={"recompute_activations": False})) * tokens
+        if not shape.family.has(INPUT_NORM):
+            whole -= hidden  # the first product reads what is kept of a layer that is recomputed
+        return round(whole + hidden + max(backward, forward))
+    return round(max(backward, forward + 2 * hidden + _angle_bytes(shape, tokens)))
+
+
+def _hidden_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> float:
+    """The residual of a rank's rows, its gradient, or any other tensor of its size."""
+    return BYTES_OF[config.resolved_dtype] * shape.hidden * tokens / (config.tensor_parallel if config.sequence_parallel else 1)
+
+
+def _angle_bytes(shape: ModelShape, tokens: int) -> int:
+    """Rotary angles in float32, which all layers of a pass are handed; recomputed ones keep them."""
+    return 4 * shape.rotary_width * tokens
+
+
+def _gate_backward_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> float:
+    """Where the gate's product goes back, beyond what the layer keeps and the gradient of its output; of experts also their first product.
 
     The product after the gate gives its weight's gradient, too, which is the larger one where tokens are few. Experts' rows are weighed in
     float32: in half precision the gradient, those of both factors in float32 and one rounded, less what was kept rounded.
     """
     size, ranks = BYTES_OF[config.resolved_dtype], config.tensor_parallel
-    rows = 1 / ranks if config.sequence_parallel else 1.0
-    peak = size * shape.hidden * rows * tokens  # the gradient of the layer's output
     if shape.experts:
-        sent = shape.experts_per_token * rows * tokens
-        gate = (8 if size == 4 else 12) * shape.feed_forward * sent
-        peak += max(gate, _grouped_product_bytes(shape, config, sent))
-    else:
-        peak += size * shape.feed_forward / ranks * (tokens + max(tokens, shape.hidden))
-        peak += size * shape.hidden * tokens if config.sequence_parallel else 0  # that gradient, gathered
-    if config.recompute_activations:
-        whole = layer_activations(shape, config.model_copy(update={"recompute_activations": False}))
-        peak += (whole + size * shape.hidden * rows) * tokens
-    return round(peak)
+        sent = shape.experts_per_token * tokens / (ranks if config.sequence_parallel else 1)
+        return max((8 if size == 4 else 12) * shape.feed_forward * sent, _grouped_product_bytes(shape, config, sent))
+    peak = size * shape.feed_forward / ranks * (tokens + max(tokens, shape.hidden))
+    return peak + (size * shape.hidden * tokens if config.sequence_parallel else 0)  # the output's gradient, gathered
+
+
+def _after_gate_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> float:
+    """The same of norms and attention. It is more where attention is much of a layer: the feed-forward part is free by then, or nearly.
+
+    A norm goes back in float32 (learner/norm.py): the gradient times its weight, what it had normalised, which float32 has kept, and their
+    product. One before the feed-forward part also has the gradient that it was given, and its own output is free. One after it is the
+    first of the layer to go back. Attention has the gradients of what it gave and of what it was given, and the residual's twice; free are
+    the norm and the copy of its output that the product after it had read.
+    """
+    size, ranks = BYTES_OF[config.resolved_dtype], config.tensor_parallel
+    hidden, freed = _hidden_bytes(shape, config, tokens), tokens * _feed_forward_activations(shape, config)
+    in_norm = hidden * (2 if size == 4 else 6)
+    queries, keys = shape.heads / ranks * shape.head_width, max(shape.key_heads / ranks, 1) * shape.head_width
+    in_attention = tokens * size * (queries + 2 * keys) - freed - hidden
+    return max(in_norm - freed, in_norm if shape.family.has(FEED_FORWARD_NORM_AFTER) else 0.0, in_attention)
+
+
+def _kept_forward_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> float:
+    """The forward pass of a layer that keeps its activations, beyond these.
+
+    At its end there are the residual, the last product and their sum. Experts have more where the second product's parts become one piece,
+    or the kernel wants matrices so: then the rows that were picked for them, and received from other ranks, are there, too.
+    """
+    hidden = _hidden_bytes(shape, config, tokens)
+    if not shape.experts:
+        return 3 * hidden
+    size, copies = BYTES_OF[config.resolved_dtype], 1 + (config.expert_parallel > 1)
+    rows = shape.experts_per_token * hidden
+    if not _has_grouped_kernel(config):
+        return hidden + (copies + 2) * rows
+    matrices = size * shape.experts / config.expert_parallel * shape.feed_forward * shape.hidden
+    return hidden + copies * rows + max(2 * matrices - 3 * shape.feed_forward / shape.hidden * rows, matrices + rows)
 
 
 def layer_forward_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> int:
@@ -251,14 +312,15 @@ def stage_memory(
     layers = shape.layers / config.pipeline_parallel
     of_a_chunk = layer_activations(shape, config) * layers / config.virtual_pipeline * tokens
     chunks = _passes(config, stage) * config.virtual_pipeline
-    activations = round(chunks * of_a_chunk + _between_stages_bytes(shape, config, tokens, chunks))
+    of_a_chunk += _angle_bytes(shape, tokens) if config.recompute_activations else 0
+    activations = round(chunks * of_a_chunk + _between_stages_bytes(shape, config, tokens, chunks) + _angle_bytes(shape, longest))
     head = 0
     if stage == config.pipeline_parallel - 1:
         head = handed_over_bytes(shape, config, tokens) + head_bytes(shape, config, tokens, has_entropy_loss=has_entropy_loss)
-    backward = layer_backward_bytes(shape, config, tokens)
+    peak = layer_peak_bytes(shape, config, tokens)
     if stage == 0:
-        backward = max(backward, round(_embedding_backward_bytes(shape, config, tokens) - of_a_chunk))
-    layer = max(0, backward - head)
+        peak = max(peak, round(_embedding_backward_bytes(shape, config, tokens) - of_a_chunk))
+    layer = max(0, peak - head)
     found = RankMemory(weights, gradients, optimizer, activations, head, layer)
     if not loads_other:
         return found

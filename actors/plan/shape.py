@@ -103,6 +103,11 @@ class ModelShape:
         return self.family.qk_norm != "none"
 
     @property
+    def rotary_width(self) -> int:
+        """Channels of a head that are turned."""
+        return int(self.head_width * self.family.supports.get("partial_rotary_factor", (1.0,))[0])
+
+    @property
     def norms(self) -> int:
         """Norms of a layer over the hidden channels."""
         return 2 * self.family.has(INPUT_NORM) + 2 * self.family.has(ATTENTION_NORM_AFTER)
