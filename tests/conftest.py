@@ -60,7 +60,6 @@ _TREES = ("tests/test_imports.py", "tests/test_layers.py")
 _RUNS = (
     "tests/e2e/test_several_workers.py",
     "tests/e2e/test_asynchronous_run.py",
-    "tests/e2e/test_early_warning.py",
     "tests/e2e",
     "nodes",
     "tests/failures",

@@ -105,6 +105,7 @@ _PATIENCE = {
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     "RAY_agent_register_timeout_ms": "180000",  # Ray's daemon ends when its agents are later, and 15 s are short on a busy machine
     "RAY_raylet_start_wait_time_s": "180",
+    "RAY_prestart_worker_first_driver": "0",  # processes that no actor of a run can use: these have an environment
 }
 
 
@@ -160,11 +161,11 @@ def scraped_roles(run_dir: Path) -> tuple[set[str], set[str]]:
 
 def _targets(run_dir: Path) -> list[dict[str, Any]]:
     events = run_dir / "events.log"
-    found = re.search(r"discovery at (http://\S+)", events.read_text()) if events.exists() else None
-    if found is None:
+    found = re.findall(r"discovery at (http://\S+)", events.read_text()) if events.exists() else []
+    if not found:
         return []
     try:
-        with urllib.request.urlopen(found[1], timeout=5) as answer:
+        with urllib.request.urlopen(found[-1], timeout=5) as answer:  # a resumed run has its predecessor's line, too
             return list(json.load(answer))
     except OSError:
         return []  # the run is just starting or ending

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from tests.e2e.launch import RECIPE, evenkeel
+from tests.e2e.launch import RECIPE, said_here
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +18,5 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.parent.mkdir(exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
         if not folder.exists():
-            made = evenkeel("init-model", str(RECIPE), f"model={folder}")
-            assert made.returncode == 0, made.stdout + made.stderr
-            assert "supervised warm-up: 4 steps" in made.stdout
+            assert "supervised warm-up: 4 steps" in said_here("init-model", str(RECIPE), f"model={folder}")
     return folder

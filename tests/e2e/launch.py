@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import ipaddress
 import json
 import os
@@ -47,12 +48,25 @@ def evenkeel(*words: str, timeout_s: float = 300.0, cwd: Path = ROOT) -> subproc
     return subprocess.run([*EVENKEEL, *words], capture_output=True, text=True, timeout=timeout_s, env=environment(), cwd=cwd, check=False)
 
 
-def refused(*words: str) -> str:
-    """What the entry point of the command line says when it refuses, in this process: importing torch and ray takes seconds each time."""
+def _ended(*words: str) -> str | int | None:
+    """Call the entry point of the command line in this process: importing torch and ray takes seconds each time. Returns: its exit code."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as caught:
         patch.setattr("sys.argv", ["evenkeel", *words])
         main()
-    said = str(caught.value.code)
+    return caught.value.code
+
+
+def said_here(*words: str) -> str:
+    """What a command that succeeds writes to standard output, in this process."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = _ended(*words)
+    assert code in (None, 0), f"{code}: {said.getvalue()}"
+    return said.getvalue()
+
+
+def refused(*words: str) -> str:
+    """What the command line says when it refuses, in this process."""
+    said = str(_ended(*words))
     assert said.startswith("evenkeel: ") and "\n" not in said, "one sentence, one line"
     return said
 

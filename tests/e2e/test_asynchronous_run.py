@@ -1,26 +1,31 @@
 """An asynchronous run, two optimizer steps a batch, proximal logprobs recomputed, that loses its driver, is moved, loses the model that it
-began with, is resumed, loses the checkpoint that it was resumed from, and then its rollout worker.
+began with, is resumed at ten times its learning rate on a Ray cluster that was there before it, loses the checkpoint that it was resumed
+from, and then its rollout worker, and is ended by an alarm.
 
 Behaviours locked here: admission bound and staleness at every step; tokens on both sides of a weight update carry the versions that sampled
 them, and their logprobs are those of exactly those versions' checkpoints; a killed rollout worker takes its engine along and is replaced;
 after kill -9 of the driver no process is left, and a resume needs nothing but the run's folder and has every step and every prompt once.
+
+Every actor that joined the cluster is in the service discovery and serves metrics, and the cluster outlives the run; the monitor follows
+every step but those that are counted as left out; its event is in every place where a person or a program may look; the run ends after the
+step under way with a checkpoint from which it can go on, and with an exit code of its own.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 from transformers import AutoTokenizer
 
+from actors.driver.run_summary import ENDED_BY_ALARM
 from actors.record.run_folder import RunFolder
 from actors.state.resume import TrainingState
+from correction.monitor import Event, Monitor, State
+from tests.e2e.cluster import is_up, ray_cluster, scraped_roles
 from tests.e2e.launch import RAY_AGENTS, RECIPE, Run, check_private, command_of, living
 from tests.failures.measured import Recovery
 from tests.rollout.hf_reference import hf_model, response_logprobs
@@ -35,6 +40,21 @@ OVERRIDES = [
     "correction.preset=decoupled-ppo",
     "rollout.sampling.max_tokens=96",  # sampling has to take longer than training, or nothing is in flight at an update
 ]
+# Any sure growth to 3 times is an alarm: the first part of the run is the level, and ten times its learning rate is a hundred times its
+# drift. An alarm must hold for as many steps as the test needs to kill a worker, and to see it replaced.
+GROWTH, PATIENCE = 3, 16
+ALARM = [
+    "learner.learning_rate=0.01", "monitor.on_alarm=stop",
+    *(f"monitor.thresholds.{one}" for one in (
+        "skip_steps=1", "baseline_steps=8", "level_steps=3", "trend_steps=8", "watch_growth=2", f"alarm_growth={GROWTH}",
+        "watch_deviations=0.1", "alarm_deviations=0.1", f"patience={PATIENCE}",
+    )),
+]  # fmt: skip
+STEPS_BEFORE = 9
+"""Of the first part: those that the monitor leaves out, and its baseline."""
+ROLES = {"controller", "learner", "rollout"}
+OURS = ("RolloutWorker", "LearnerRankActor", "TrajectoryQueueActor", "CorrectionService", "sglang::", "reward_process")
+"""What a run starts on a cluster."""
 
 
 @dataclass
@@ -44,7 +64,7 @@ class Story:
     first: Run
     """Its folder is as the driver's death left it."""
     resumed: Run
-    """Of a copy of that folder, until Ctrl-C."""
+    """Of a copy of that folder, on a cluster, until the alarm."""
     listening: set[tuple[str, str]]
     """Commands of the first run's processes, with the addresses that they listened on."""
     left_soon: list[str]
@@ -56,6 +76,14 @@ class Story:
     """Command lines of the processes that the rollout worker had started."""
     outlived_worker: list[str]
     """Those of them that were still there half a minute after its death."""
+    discovered: set[str]
+    """Roles that were in the service discovery, before the worker was killed or after it was replaced."""
+    scraped: set[str]
+    """Those of them that served metrics of ours."""
+    outlived_run: list[str]
+    """Command lines of what the run had on the cluster and half a minute after its end still has."""
+    cluster_is_up: bool
+    """After the run."""
     last_step: int
 
 
@@ -67,28 +95,37 @@ def story(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     first = Run(run_dir, str(RECIPE), f"model={model}", f"run_dir={run_dir}", *OVERRIDES)
     runs = [first]
     try:
-        first.wait_until(lambda: len(first.metrics()) >= 7, "seven steps")
+        first.wait_until(lambda: len(first.metrics()) >= STEPS_BEFORE, f"{STEPS_BEFORE} steps")
         listening = first.listening()
         first.kill()
         left_soon = first.orphans(30.0, but=RAY_AGENTS)
         checkpoint = RunFolder.view(run_dir).checkpoints()[-1].step
         shutil.rmtree(model)
         shutil.copytree(run_dir, moved)
-        resumed = Run(moved, "--resume", str(moved), f"checkpoint.keep={KEEP}")
-        runs.append(resumed)
-        resumed.wait_until(lambda: _steps_saved(moved)[0] > checkpoint + KEEP, f"{KEEP + 2} checkpoints, the last {KEEP} of them kept")
-        saved = _steps_saved(moved)
-        (worker,) = resumed.pids("RolloutWorker")
-        below = psutil.Process(worker).children(recursive=True)
-        of_worker = [command_of(process) for process in below]
-        recovery = Recovery(resumed, "rollout worker killed, the only one", "its engine ends with it; a new one comes")
-        os.kill(worker, signal.SIGKILL)
-        outlived = [command_of(process) for process in living(below, timeout_s=30.0)]
-        # The old one's groups are under way again and a few steps may still come from what is finished; four more need the new one.
-        recovery.wait(steps=4)
-        resumed.interrupt()
-        assert resumed.wait() == 0, resumed.output()[-4000:]
-        yield Story(first, resumed, listening, left_soon, checkpoint, saved, of_worker, outlived, _steps_saved(moved)[-1])
+        with ray_cluster(RAY_worker_niceness="0") as cluster:  # of any step that takes long the monitor may leave another one out
+            words = ["--resume", str(moved), f"checkpoint.keep={KEEP}", *ALARM]
+            resumed = Run(moved, *words, address=cluster.address, **cluster.variables)
+            runs.append(resumed)
+            resumed.wait_until(lambda: scraped_roles(moved)[1] >= ROLES, "pages with the metrics of all actors")
+            resumed.wait_until(lambda: _steps_saved(moved)[0] > checkpoint + KEEP, f"{KEEP + 2} checkpoints, the last {KEEP} of them kept")
+            saved, (discovered, scraped) = _steps_saved(moved), scraped_roles(moved)
+            (worker,) = cluster.head.processes("RolloutWorker")
+            below = worker.children(recursive=True)
+            of_worker = [command_of(process) for process in below]
+            recovery = Recovery(resumed, "rollout worker killed, the only one", "its engine ends with it; a new one comes")
+            worker.kill()
+            outlived = [command_of(process) for process in living(below, timeout_s=30.0)]
+            # The old one's groups are under way again and two steps may still come from what is finished; the third needs the new one.
+            recovery.wait(steps=3)
+            discovered, scraped = (old | new for old, new in zip((discovered, scraped), scraped_roles(moved), strict=True))
+            of_run = [process for name in OURS for process in cluster.head.processes(name)]
+            resumed.wait()
+            outlived_run = [command_of(process) for process in living(of_run, timeout_s=30.0)]
+            cluster_is_up = is_up(cluster)
+        yield Story(
+            first, resumed, listening, left_soon, checkpoint, saved, of_worker, outlived, discovered, scraped, outlived_run, cluster_is_up,
+            _steps_saved(moved)[-1],
+        )  # fmt: skip
     finally:
         for run in runs:
             run.close()
@@ -110,6 +147,13 @@ def test_no_process_outlives_the_driver(story: Story) -> None:
     assert story.left_soon == []
     assert story.first.orphans(60.0) == [], "Ray's agents have had their minute by now"
     assert story.resumed.orphans() == []
+
+
+def test_a_run_joins_a_cluster_that_outlives_it_and_its_actors_can_be_scraped(story: Story) -> None:
+    """Every actor that joined is in the service discovery and serves evenkeel_ metrics; nothing of the run is left on the cluster."""
+    assert story.discovered == story.scraped == ROLES
+    assert story.cluster_is_up and story.outlived_run == []
+    assert "raylet" not in story.resumed.seen_commands, "it would be a Ray of the run's own"
 
 
 def test_a_killed_rollout_worker_is_replaced(story: Story) -> None:
@@ -178,13 +222,67 @@ def test_the_decoupled_way_ran(story: Story) -> None:
         assert line["mismatch/k3"] < 1e-11 and line["mismatch/max_abs_log_ratio"] < 2e-5
 
 
+def first_alarm(story: Story) -> Event:
+    return next(event for event in RunFolder.view(story.resumed.run_dir).read_monitor_events() if event.state is State.ALARM)
+
+
+def diagnosed(run: Run) -> list[dict[str, float]]:
+    """Lines of the steps that the monitor saw: a step has none where a slow machine had two others to diagnose."""
+    return [line for line in run.metrics() if "monitor/level" in line]
+
+
 def test_a_healthy_run_has_no_warning(story: Story) -> None:
-    """Nor has a resumed one; its monitor has gone on with what the first part knew."""
-    assert all(line["monitor/level"] == 0 for line in story.resumed.metrics())
+    """Nor has a resumed one before the growth has lasted; its monitor has gone on with what the first part knew."""
+    healthy = story.checkpoint_at_kill + PATIENCE - 1
+    assert all(line["monitor/level"] == 0 for line in diagnosed(story.resumed) if line["step"] <= healthy)
     folder = RunFolder.view(story.resumed.run_dir)
-    assert folder.read_monitor_events() == []
-    monitor = TrainingState.load(folder.checkpoints()[-1].state).monitor
-    assert monitor["series"]["k3_kl"]["seen"] == story.last_step
+    assert all(event.step > healthy for event in folder.read_monitor_events())
+    state = TrainingState.load(folder.checkpoints()[-1].state)
+    seen, left_out = len(diagnosed(story.resumed)), state.totals.get("monitor/left_out_total", 0)
+    assert all(state.monitor["series"][name]["seen"] == seen for name in ("k3_kl", "drift_k3_kl"))
+    assert seen + left_out == story.last_step
+
+
+def test_the_run_ends_by_the_alarm_with_its_own_exit_code(story: Story) -> None:
+    run = story.resumed
+    assert run.process.returncode == ENDED_BY_ALARM == 3, run.output()[-4000:]
+    assert "Traceback" not in run.output()
+    alarm = first_alarm(story)
+    left_out = sum("monitor/level" not in line for line in run.metrics()[alarm.step :])
+    assert alarm.step <= story.last_step <= alarm.step + 2 + left_out, "after the step under way, or the one after it"
+    assert f"alarm of {alarm.name} at step {alarm.step}: the run ends with a checkpoint" in run.output()
+    assert f"evenkeel train --resume {run.run_dir}" in run.output()
+
+
+def test_the_alarm_is_in_every_view(story: Story) -> None:
+    run, alarm = story.resumed, first_alarm(story)
+    assert alarm.growth >= GROWTH and alarm.step >= story.checkpoint_at_kill + PATIENCE
+    (line,) = (line for line in diagnosed(run) if line["step"] == alarm.step)
+    assert line["monitor/level"] == 2 and line[f"monitor/alarms_total/{alarm.name}"] == 1
+    assert f"alarm   step {alarm.step}: {alarm.message}" in run.events()
+    assert f"alarm: step {alarm.step}: {alarm.message}" in run.output()
+    report = (run.run_dir / "report.html").read_text()
+    assert '<li class="alarm">' in report and "Early warning" in report
+
+
+def test_a_resume_would_know_what_the_run_knew(story: Story) -> None:
+    """The monitor in the last checkpoint stands where the last line that it wrote says."""
+    folder = RunFolder.view(story.resumed.run_dir)
+    checkpoint = folder.checkpoints()[-1]
+    assert checkpoint.step == story.resumed.metrics()[-1]["step"]
+    state = TrainingState.load(checkpoint.state)
+    monitor = Monitor()
+    monitor.load_state_dict(state.monitor)
+    last = diagnosed(story.resumed)[-1]
+    assert monitor.state.rank == last["monitor/level"]  # a step or two after the alarm; the quantity may have come back by then
+    told = [event for event in folder.read_monitor_events() if event.name == first_alarm(story).name]
+    assert monitor.states[told[-1].name] is told[-1].state
+    assert state.totals[f"monitor/alarms_total/{first_alarm(story).name}"] >= 1 and state.replacement is None
+
+
+def test_diagnostics_are_timed_and_detailed(story: Story) -> None:
+    seen = diagnosed(story.resumed)
+    assert len(seen) >= 12 and all(line["time/diagnose_s"] > 0 and "correction/bucket_rho_std_0" in line for line in seen)
 
 
 def test_tokens_carry_the_versions_that_sampled_them(story: Story, small_model: Path) -> None:
@@ -221,10 +319,11 @@ def test_versions_differ_enough_to_tell_them_apart(story: Story) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_interrupted_is_resumed_and_ends_by_its_steps(story: Story, tmp_path: Path) -> None:
-    """A second resume. The fast suite has one after kill -9, a Ctrl-C whose checkpoint accounts for every prompt, and a run to its end."""
+def test_a_run_that_an_alarm_has_ended_is_resumed_and_ends_by_its_steps(story: Story, tmp_path: Path) -> None:
+    """A second resume, on a private Ray again. The fast suite has one after kill -9, a Ctrl-C whose checkpoint accounts for every prompt,
+    and a run to its end."""
     folder = Path(shutil.copytree(story.resumed.run_dir, tmp_path / "again"))
-    again = Run(folder, "--resume", str(folder), f"steps={story.last_step + 1}")
+    again = Run(folder, "--resume", str(folder), "ray.address=null", "monitor.on_alarm=none", f"steps={story.last_step + 1}")
     try:
         assert again.wait() == 0, again.output()[-4000:]
         assert again.steps() == list(range(1, story.last_step + 2))
