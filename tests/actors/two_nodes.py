@@ -16,10 +16,15 @@ from tests.ray_sessions import leave_ray
 @contextmanager
 def nodes_of_ray(head: Mapping[str, Any], *others: Mapping[str, Any]) -> Iterator[Cluster]:
     """A cluster of this machine with a head, to which this process belongs, and further nodes, each by what Cluster.add_node takes."""
-    variables = {"RAY_AUTH_MODE": "disabled", "PYTHONWARNINGS": "ignore"}
+    variables = {
+        "RAY_AUTH_MODE": "disabled",
+        "PYTHONWARNINGS": "ignore",
+        "RAY_prestart_worker_first_driver": "0",  # processes that no actor here can use: these have an environment
+    }
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
-    own = Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": False})
+    lean = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}  # daemons whose work nobody looks at here
+    own = Cluster(initialize_head=True, head_node_args={**head, **lean})
     try:
         for node in others:
             own.add_node(**node)

@@ -30,6 +30,7 @@ PLACED_S, STARTED_S = 120.0, 120.0
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_prestart_worker_first_driver", "0")  # the test's actors have an environment, and need other processes
     environment = {"env_vars": {"PYTHONPATH": os.getcwd(), "PYTHONWARNINGS": "ignore"}}
     offered = {"num_cpus": 4, "num_gpus": 1, "resources": {"rollout": 1}}
     ray.init("local", logging_level="ERROR", log_to_driver=False, include_dashboard=False, runtime_env=environment, **offered)

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.queue.payloads import checksums_of
 from rollout.trajectory import SyncReceipt
 
-FAR_READERS = 4
+FAR_READERS = 2
 """On the node of engines; there is one next to the learner."""
 
 

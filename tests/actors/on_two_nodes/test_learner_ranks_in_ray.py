@@ -11,7 +11,7 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from actors.ranks.learner_group import LearnerGroup
 from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
 from correction.correct import correct, defer
 from correction.errors import StepAborted
+from lab.background_loop import BackgroundLoop
 from learner.config import LearnerConfig
 from rollout.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt
@@ -52,6 +53,34 @@ async def learner(folder: Path, **settings: Any) -> AsyncIterator[LearnerGroup]:
         yield group
     finally:
         group.kill()
+
+
+@pytest.fixture(scope="module")
+def started(cluster: Cluster, engine_loop: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LearnerGroup, Path]]:
+    """Ranks for two tests, since they take seconds to start, and the checkpoint of their beginning. A step has many micro-batches."""
+    folder = tmp_path_factory.mktemp("ranks")
+    ranks = learner(folder, tokens_per_microbatch=64)
+    group = engine_loop.run(ranks.__aenter__())
+    engine_loop.run(save(group, folder / "start"))
+    yield group, folder / "start"
+    engine_loop.run(ranks.__aexit__(None, None, None))
+
+
+@pytest.fixture
+def group(started: tuple[LearnerGroup, Path], engine_loop: BackgroundLoop) -> LearnerGroup:
+    """At their beginning."""
+    engine_loop.run(started[0].restore(started[1], 0, deadline_s=60.0))
+    return started[0]
+
+
+@pytest.fixture
+def start(started: tuple[LearnerGroup, Path]) -> Path:
+    return started[1]
+
+
+async def save(group: LearnerGroup, folder: Path) -> None:
+    await group.begin_save(folder, folder.with_name(f"{folder.name}_hf"), deadline_s=60.0)
+    await group.saved(deadline_s=60.0)
 
 
 class Engine:
@@ -124,53 +153,46 @@ async def trained(group: LearnerGroup, *, joins: bool) -> tuple[dict[str, str], 
     return (await group.export(PLAN)).checksums, crowd
 
 
-def test_joins_during_forwards_and_steps_change_no_bit_and_hang_nothing(cluster: Cluster, tmp_path: Path) -> None:
+def test_joins_during_forwards_and_steps_change_no_bit_and_hang_nothing(
+    group: LearnerGroup, start: Path, engine_loop: BackgroundLoop
+) -> None:
     async def scenario() -> None:
-        async with learner(tmp_path) as group:
-            start = tmp_path / "start"
-            await group.begin_save(start, tmp_path / "hf", deadline_s=60.0)
-            await group.saved(deadline_s=60.0)
-            alone, _ = await trained(group, joins=False)
-            await group.restore(start, 0, deadline_s=60.0)
-            joined, crowd = await trained(group, joins=True)
-            assert len(crowd.targets) == JOINS and joined == alone
-            assert alone != (await restored(group, start)).checksums, "the steps moved the weights"
+        alone, _ = await trained(group, joins=False)
+        await group.restore(start, 0, deadline_s=60.0)
+        joined, crowd = await trained(group, joins=True)
+        assert len(crowd.targets) == JOINS and joined == alone
+        await group.restore(start, 0, deadline_s=60.0)
+        assert alone != (await group.export(PLAN)).checksums, "the steps moved the weights"
 
-    async def restored(group: LearnerGroup, folder: Path) -> Any:
-        await group.restore(folder, 0, deadline_s=60.0)
-        return await group.export(PLAN)
-
-    asyncio.run(asyncio.wait_for(scenario(), 400.0))
+    engine_loop.run(scenario(), 400.0)
 
 
-def test_a_step_that_is_aborted_leaves_the_ranks_agreed_and_able_to_save(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_step_that_is_aborted_leaves_the_ranks_agreed_and_able_to_save(
+    group: LearnerGroup, start: Path, engine_loop: BackgroundLoop, tmp_path: Path
+) -> None:
     """Whenever the end of a step of 23 micro-batches is asked for, and however far one rank is ahead of the other: it ends on both, or on
     neither. A step that is aborted changes no bit; what comes next is saved, and no further step is begun."""
 
     async def scenario() -> None:
-        async with learner(tmp_path, tokens_per_microbatch=64) as group:
-            start, aborted = tmp_path / "start", 0
-            batch = defer(random_batch(9, groups=40), TIS)
-            await group.begin_save(start, tmp_path / "hf", deadline_s=60.0)
-            await group.saved(deadline_s=60.0)
-            before = (await group.export(PLAN)).checksums
-            for attempt, after_s in enumerate((0.0, 0.0, 0.02, 0.1, 0.3)):
-                step = asyncio.create_task(group.step(ray.put(batch), TIS, step=0))
-                await asyncio.sleep(after_s)
-                await asyncio.wait_for(group.abort(), 30.0)
-                is_aborted = isinstance((await asyncio.gather(step, return_exceptions=True))[0], StepAborted)
-                aborted += is_aborted
-                now = (await group.export(PLAN)).checksums
-                assert (now == before) == is_aborted == (group.version == 0)
-                with pytest.raises(StepAborted, match="not begun"):
-                    await group.step(ray.put(batch), TIS, step=1)
-                await group.begin_save(tmp_path / f"saved{attempt}", tmp_path / f"hf{attempt}", deadline_s=60.0)
-                await group.saved(deadline_s=60.0)
-                await group.restore(start, 0, deadline_s=60.0)
-            assert aborted >= 2, "two of them are asked for as the step begins"
-            assert (await group.step(ray.put(batch), TIS, step=0)).microbatches >= 20, "after a restore the ranks train again"
+        aborted = 0
+        batch = defer(random_batch(9, groups=40), TIS)
+        before = (await group.export(PLAN)).checksums
+        for attempt, after_s in enumerate((0.0, 0.0, 0.02, 0.1, 0.3)):
+            step = asyncio.create_task(group.step(ray.put(batch), TIS, step=0))
+            await asyncio.sleep(after_s)
+            await asyncio.wait_for(group.abort(), 30.0)
+            is_aborted = isinstance((await asyncio.gather(step, return_exceptions=True))[0], StepAborted)
+            aborted += is_aborted
+            now = (await group.export(PLAN)).checksums
+            assert (now == before) == is_aborted == (group.version == 0)
+            with pytest.raises(StepAborted, match="not begun"):
+                await group.step(ray.put(batch), TIS, step=1)
+            await save(group, tmp_path / f"saved{attempt}")
+            await group.restore(start, 0, deadline_s=60.0)
+        assert aborted >= 2, "two of them are asked for as the step begins"
+        assert (await group.step(ray.put(batch), TIS, step=0)).microbatches >= 20, "after a restore the ranks train again"
 
-    asyncio.run(asyncio.wait_for(scenario(), 400.0))
+    engine_loop.run(scenario(), 400.0)
 
 
 async def two_steps(group: LearnerGroup) -> list[dict[str, str]]:

@@ -128,7 +128,7 @@ def by_deltas(found: Sequence[int | None]) -> list[int]:
 
 
 def test_a_node_fetches_a_version_once_for_all_of_its_engines(nodes: Nodes) -> None:
-    """Four readers on the other node: its store takes one copy, and each reader sees all bytes."""
+    """Two readers on the other node: its store takes one copy, and each reader sees all bytes."""
     readers, size = nodes.readers[nodes.far.node_id], 8 << 20
     buckets = [ray.put(WeightBucket.of({f"w{i}": random_bytes(size, i)})) for i in range(2)]
     ray.get([reader.read.remote([]) for reader in readers])  # their processes are up

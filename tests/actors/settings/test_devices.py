@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -240,28 +236,6 @@ def test_the_environment_of_a_role(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu = learner_environment(config("learner.device=cpu"))
     assert on_cpu["CUDA_VISIBLE_DEVICES"] == "", "torch must see none where the CPU computes"
     assert on_cpu.items() >= KEPT_KERNELS.items(), "or kernels for each shape stay in memory"
-
-
-OF_SGLANG = """
-import json, os
-from sglang.srt.entrypoints.engine import _set_envs_and_config
-from sglang.srt.server_args import ServerArgs
-_set_envs_and_config(ServerArgs(model_path="none"))
-print(json.dumps({name: value for name, value in os.environ.items() if name.startswith("NCCL_")}))
-"""
-
-
-def test_nccl_is_told_on_both_sides_what_sglang_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By SGLang's own function, in a process in which nobody has said anything: ranks and engines are in one communicator."""
-    gpus(monkeypatch, 8)
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")} | {"SGLANG_USE_CPU_ENGINE": "1"}
-    done = subprocess.run([sys.executable, "-c", OF_SGLANG], capture_output=True, text=True, env=clean)
-    assert done.returncode == 0, done.stderr
-    theirs = json.loads(done.stdout.splitlines()[-1])
-    assert theirs == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-    for environment in (learner_environment, worker_environment):
-        found = environment(config("weight_sync.transport=broadcast"))
-        assert {name: value for name, value in found.items() if name.startswith("NCCL_")} == theirs
 
 
 def test_torch_reads_the_variables_that_keep_a_process_alive(monkeypatch: pytest.MonkeyPatch) -> None:

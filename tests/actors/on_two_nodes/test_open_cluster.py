@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from ray.cluster_utils import Cluster
 
-from tests.e2e.cluster import ray_cluster
 from tests.e2e.launch import RECIPE, evenkeel
 
 
-@pytest.mark.engine
-def test_a_cluster_that_lets_everybody_in_is_refused(tmp_path: Path, model: Path) -> None:
+def test_a_cluster_that_lets_everybody_in_is_refused(
+    cluster: Cluster, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a token of the user's own too: such a cluster takes any."""
-    with ray_cluster(asks_for_token=False) as cluster:
-        settings = (f"model={model}", f"run_dir={tmp_path / 'run'}", f"ray.address={cluster.address}")
-        answer = evenkeel("train", str(RECIPE), *settings, timeout_s=240.0)
+    monkeypatch.delenv("RAY_AUTH_MODE")  # by which this process knows the cluster; a user doesn't
+    settings = (f"model={tiny_model}", f"run_dir={tmp_path / 'run'}", f"ray.address={cluster.address}")
+    answer = evenkeel("train", str(RECIPE), *settings, timeout_s=240.0)
     said = answer.stdout + answer.stderr
     assert answer.returncode != 0, said
     sentence = said.strip().splitlines()[-1]
