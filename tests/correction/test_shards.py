@@ -108,7 +108,7 @@ def test_there_is_something_to_split():
             assert not torch.allclose(alone.token_scale, whole.token_scale)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 10**6), ranks=SPLITS, spread=st.sampled_from([0.002, 0.3]))
 @pytest.mark.parametrize("chosen", SETTINGS, ids=str)
 def test_shards_are_the_whole_batch_for_every_preset_and_any_split(chosen, seed, ranks, spread):
@@ -133,7 +133,7 @@ def test_shards_are_the_whole_batch_for_every_preset_and_any_split(chosen, seed,
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-12)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 10**6), ranks=SPLITS, detailed=st.booleans())
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_diagnostics_of_shards_are_those_of_the_whole_batch(preset, seed, ranks, detailed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 import learner.megatron  # noqa: F401
-from learner.cpu_hook import _RULES, _MegatronLoader
+from correction.errors import ConfigError
+from learner.cpu_hook import _RULES, _MegatronFinder, _MegatronLoader
 from tests.learner.learner_cases import save_model
 
 ON_CPU = not torch.cuda.is_available()
@@ -68,11 +70,13 @@ def test_torch_itself_is_untouched() -> None:
         torch.zeros(1, device="cuda")
 
 
-def test_megatron_imported_too_early_is_refused() -> None:
-    """Otherwise the first device literal would fail far from the cause."""
-    code = "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core'); import learner.megatron"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode != 0 and "import learner.megatron first" in done.stderr
+def test_megatron_imported_too_early_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the first device literal would fail far from the cause. Here it is imported, and the hook isn't there."""
+    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if not isinstance(finder, _MegatronFinder)])
+    monkeypatch.delitem(sys.modules, "learner.megatron")
+    with pytest.raises(ConfigError, match=r"import learner\.megatron first"):
+        importlib.import_module("learner.megatron")
+    assert "learner.megatron" not in sys.modules
 
 
 def test_an_installed_apex_does_not_change_the_optimizer(tmp_path: Path) -> None:
