@@ -1,13 +1,13 @@
 """Does anything grow? Memory, open files and threads of every process of a long run.
 
-    python benchmarks/soak.py [--minutes 30] [--every 2] [--workers 2] [--bound 60] [--keep FOLDER] [--write PAGE]
+    python benchmarks/soak.py [--minutes 30] [--every 0.5] [--workers 2] [--bound 60] [--keep FOLDER] [--write PAGE]
 
-The nano recipe with two workers trains for so long, undisturbed, and ends by SIGTERM. Every 2 s each of its processes is looked at: its
-own memory (Pss_Anon of /proc/PID/smaps_rollup), its open files, its threads; and at the memory that they share, such as the object store's
-(Pss_Shmem, all together). A line is laid through the second half by least squares, when caches are full and everything has been compiled;
-what comes and goes within it, as processes of Ray's pool do, is left out. A process' own memory counts by the least or the median of
-each three minutes, whichever of the two is precise enough and rises less: engines and ranks give free pages of their heap back every half
-minute, and take them again within seconds.
+The nano recipe with two workers trains for so long, undisturbed, and ends by SIGTERM. Every half second each of its processes is looked
+at: its own memory (Pss_Anon of /proc/PID/smaps_rollup), its open files, its threads; and at the memory that they share, such as the object
+store's (Pss_Shmem, all together). A line is laid through the second half by least squares, when caches are full and everything has been
+compiled; what comes and goes within it, as processes of Ray's pool do, is left out. A process' own memory counts by the least or the
+median of each three minutes, whichever of the two is precise enough and rises less: engines and ranks give free pages of their heap back
+every half minute, and take them again within a second or two, so less frequent looks would miss most of these moments.
 
 Exit code 1: a process' memory, or what they share, grows by more than --bound MiB an hour, beyond what its own scatter can make of a flat
 line (two standard errors), or its open files or threads by more than 6 an hour; a kind of process was not looked at; or the run ends by
@@ -224,7 +224,7 @@ def name_of(command: str) -> str:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="of training (30; at least 18)")
-    parser.add_argument("--every", type=float, default=2.0, help="seconds between two looks (2)")
+    parser.add_argument("--every", type=float, default=0.5, help="seconds between two looks (0.5)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--bound", type=float, default=60.0, help="MiB an hour that a process' memory may grow by (60)")
     parser.add_argument("--keep", type=Path, help="keep the run there, and each look, in looks.csv")
