@@ -15,7 +15,7 @@ from actors.doctor.facts import Complaint
 from actors.doctor.gather import paper_facts
 from actors.doctor.paper_rules import on_paper, stop_at_failures
 from actors.doctor.start_checks import checked
-from actors.record.disk_at_start import ON_DISK, by_disk_at_start
+from actors.record.disk_at_start import MODEL_OR_RUN, ON_DISK, by_disk_at_start
 from actors.settings.deadlines import inversions
 from actors.settings.derived import derived
 from actors.settings.devices import check_devices
@@ -38,7 +38,7 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     config, of_devices = decide_devices(config)
     check_devices(config)
     look, limit_s = partial(_read_model, config, model, has_weights=has_weights, is_resumed=bool(resumed_from)), config.deadlines.disk_s
-    what, disk = f"config and tokenizer of {model}", ON_DISK if resumed_from else "the disk of the model or that of the run"
+    what, disk = f"config and tokenizer of {model}", ON_DISK if resumed_from else MODEL_OR_RUN
     config, encoder, of_paper = by_disk_at_start(look, what, disk=disk, limit_s=lambda: limit_s)
     task = build_task(config.rollout.task, encoder)
     asyncio.run(_try_reward(config, task))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from actors.cluster.hub import outline_folder
 from actors.commands.recipe import load_config
 from actors.config import DeadlinesConfig, RunConfig
 from actors.record.checkpoint_reader import Reading, ResumePoint, newest_readable
-from actors.record.disk_at_start import by_disk_at_start
+from actors.record.disk_at_start import MODEL_OR_RUN, by_disk_at_start
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.settings.hub_name import HubName, absolute
 from correction.errors import ConfigError, DataError, counted
@@ -52,7 +53,10 @@ def find_resume_point(
         return config, None
     changed = changed_settings(before, config)
     _refuse_lost_settings(before, config, changed, folder)
-    _check_reference(config, point.checkpoint)
+    by_disk_at_start(
+        partial(_check_reference, config, point.checkpoint), "headers of the reference policy", disk=MODEL_OR_RUN,
+        limit_s=lambda: config.deadlines.disk_s,
+    )
     if point.checkpoint.step > config.steps:  # at the last step the evaluation may be left, see actors/record/completeness.py
         raise ConfigError(
             f"steps = {config.steps}, but {folder.path} has done {point.checkpoint.step}: nothing is left. "

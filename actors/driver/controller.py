@@ -360,7 +360,7 @@ class Controller:
 
     def _start_pool(self) -> None:
         config = self._config
-        settings = WorkerSettings.of(config, self._folder.model_path.resolve(), self._held_out[0])
+        settings = WorkerSettings.of(config, self._folder.model_path.absolute(), self._held_out[0])
         self._pool = RolloutPool(settings, config.deadlines, self._source.queue, self._observer, config.places, self._source.outstanding)
         self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, self._held_out, self._observer, steps=config.steps)
         self._evaluations.counts_from = self._pool.attended_since

@@ -45,7 +45,7 @@ class StartingPoint:
     @property
     def weights(self) -> Path:
         """The weights that it begins with: the checkpoint's folder, or the model that the run began with."""
-        return self.checkpoint.hf.resolve() if self.checkpoint else absolute(self.model)
+        return self.checkpoint.hf.absolute() if self.checkpoint else absolute(self.model)
 
     @property
     def step(self) -> int:
@@ -96,7 +96,7 @@ async def start_learner(
     """
     deadlines = config.deadlines
     if kept is not None and point.checkpoint is not None:
-        await kept.restore((point.checkpoint.state / "learner").resolve(), point.version, deadline_s=deadlines.checkpoint_s)
+        await kept.restore((point.checkpoint.state / "learner").absolute(), point.version, deadline_s=deadlines.checkpoint_s)
         return kept, []
     if kept is not None:
         kept.kill()
@@ -105,7 +105,7 @@ async def start_learner(
     await fetch_where_ranks_are(absolute(point.model) if config.needs_reference else point.weights, places, deadlines)
     learner, infos = await LearnerGroup.start(places, point.weights, version=point.version, bind=config.metrics.bind, made=took, **limits)
     if point.checkpoint is not None:
-        await learner.restore((point.checkpoint.state / "learner").resolve(), point.version, deadline_s=deadlines.checkpoint_s)
+        await learner.restore((point.checkpoint.state / "learner").absolute(), point.version, deadline_s=deadlines.checkpoint_s)
     if config.needs_reference:
         await learner.load_reference(absolute(point.model))
     return learner, infos

@@ -15,7 +15,7 @@ from actors.processes.wait_notice import WaitNotice
 from correction.errors import DeadlineExceeded
 
 T = TypeVar("T")
-ON_DISK = "the run folder's disk"
+ON_DISK, MODEL_OR_RUN = "the run folder's disk", "the disk of the model or that of the run"
 _HANGS_AT_START = "When that disk answers again, do the same once more. The deadline follows from deadlines.checkpoint_s and bytes_per_s"
 _NOTICE_S = 30.0
 

@@ -58,7 +58,7 @@ class StackCollector:
             parts += await self._of_all_nodes()
             text = "\n".join([what, "", *parts])
             path = await asyncio.to_thread(self._folder.write_text, f"{FOLDER}/{number:02d}.txt", text)
-            (path.parent / f"{number - _KEPT:02d}.txt").unlink(missing_ok=True)
+            await asyncio.to_thread((path.parent / f"{number - _KEPT:02d}.txt").unlink, missing_ok=True)
         except (EvenkeelError, RayError, OSError) as error:
             self._notify("warning", f"no stacks of the run's processes: {error}")
         else:
