@@ -88,7 +88,9 @@ def is_plainly_usable(folder: Path, task: TaskConfig) -> bool:
     if legacy is None or not _all_like(_LEGACY_FORMS, legacy) or added is None or not all(type(place) is int for place in added.values()):
         return False
     ends = [_text_of(each["eos_token"]) for each in (options, legacy) if "eos_token" in each]
-    return (not task.apply_chat_template or _has_template(folder, options)) and "eos_token" in options and _are_known(folder, ends)
+    template = _template(folder, options)  # an unreadable one is in the way also of a task that does without
+    has_template = template is not None and (template != "" or not task.apply_chat_template)
+    return has_template and "eos_token" in options and _are_known(folder, ends)
 
 
 def _all_like(forms: Mapping[str, Callable[[Any], bool]], options: Mapping[str, Any]) -> bool:
@@ -110,14 +112,15 @@ def _text_of(token: Any) -> str:
     return str(token["content"] if isinstance(token, dict) else token or "")
 
 
-def _has_template(folder: Path, options: Mapping[str, Any]) -> bool:
+def _template(folder: Path, options: Mapping[str, Any]) -> str | None:
+    """The chat template; empty if there is none, None if it can't be told."""
     if (folder / "additional_chat_templates").exists():
-        return False
+        return None
     path = folder / "chat_template.jinja"
     try:
-        return bool(path.read_text(encoding="utf-8") if path.exists() else options.get("chat_template"))
+        return path.read_text(encoding="utf-8") if path.exists() else str(options.get("chat_template", ""))
     except (OSError, ValueError):
-        return False
+        return None
 
 
 def _are_known(folder: Path, tokens: list[str]) -> bool:
