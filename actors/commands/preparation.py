@@ -15,7 +15,7 @@ from actors.doctor.facts import Complaint
 from actors.doctor.gather import paper_facts
 from actors.doctor.paper_rules import on_paper, stop_at_failures
 from actors.doctor.start_checks import checked
-from actors.record.disk_at_start import MODEL_OR_RUN, ON_DISK, by_disk_at_start
+from actors.processes.disk_at_start import MODEL_OR_RUN, ON_DISK, by_disk_at_start
 from actors.settings.deadlines import inversions
 from actors.settings.derived import derived
 from actors.settings.devices import check_devices

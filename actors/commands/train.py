@@ -29,13 +29,13 @@ from actors.driver.run_summary import RunSummary
 from actors.plan.shape import ModelShape
 from actors.processes import interrupts
 from actors.processes.daemon_threads import DaemonThreads
+from actors.processes.disk_at_start import DiskLate, by_disk_at_start, is_disk_late
 from actors.processes.event_level import EventLevel
 from actors.processes.output import put
 from actors.processes.supervision import HALF_OVER
 from actors.processes.wait_notice import WaitNotice
 from actors.record.checkpoint_reader import ResumePoint, take_back
 from actors.record.completeness import EVALUATION, left_after_training
-from actors.record.disk_at_start import DiskLate, by_disk_at_start, is_disk_late
 from actors.record.observer import Observer
 from actors.record.run_event import EventKind
 from actors.record.run_folder import RunFolder

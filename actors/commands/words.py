@@ -21,7 +21,7 @@ def run_dir_of(recipe: Path | None, words: Sequence[str], resume: Path | None) -
         if "=" not in word and Path(word).suffix in (".yaml", ".yml"):
             raise ConfigError(f"{word}: --resume takes no recipe, {resume} holds the one that it was started with; leave it out")
     from actors.commands.resume_point import run_config
-    from actors.record.disk_at_start import by_disk_at_start
+    from actors.processes.disk_at_start import by_disk_at_start
     from actors.record.run_folder import RunFolder
 
     by_disk_at_start(lambda: run_config(RunFolder.view(resume), words), "the run's settings")

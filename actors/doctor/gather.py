@@ -27,7 +27,7 @@ from actors.doctor.memory_rules import could_be_given
 from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape
 from actors.processes.daemon_threads import DaemonThreads
-from actors.record.disk_at_start import by_disk_at_start
+from actors.processes.disk_at_start import by_disk_at_start
 from actors.settings.devices import visible_gpus
 from correction.engines.torch_build import has_cuda
 from rollout.engine_capabilities import has_plugin

@@ -26,7 +26,7 @@ from actors.config import RunConfig
 from actors.doctor import gather
 from actors.doctor.facts import NodeFacts
 from actors.metrics.step_metrics import StepMetrics
-from actors.record import disk_at_start
+from actors.processes import disk_at_start
 from actors.record.checkpoint_reader import Reading
 from actors.record.run_folder import Checkpoint, RunFolder
 from correction.errors import DeadlineExceeded

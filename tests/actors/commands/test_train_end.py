@@ -16,9 +16,8 @@ import pytest
 from actors.commands import train
 from actors.config import DeadlinesConfig
 from actors.driver.run_summary import RunSummary
-from actors.processes import interrupts
-from actors.record import disk_at_start
-from actors.record.disk_at_start import DiskLate
+from actors.processes import disk_at_start, interrupts
+from actors.processes.disk_at_start import DiskLate
 from correction.errors import DataError
 
 
