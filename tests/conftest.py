@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 PROMETHEUS = ROOT / ".tools" / "prometheus"
 
 _ENGINES = (
+    "tests/actors/plan/test_engine_memory.py",
     "tests/actors/settings/test_nccl.py",
     "tests/e2e/test_diff_engines.py",
     "tests/e2e/test_true_on_policy.py",

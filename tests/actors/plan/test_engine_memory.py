@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import multiprocessing
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from actors.plan.engine_memory import cache_token_bytes, default_fraction, engine_memory, prefill_graphs
 from actors.plan.host_memory import route_cache_bytes
 from actors.plan.shape import ModelShape
 from correction.engines.gpu_share import CONTEXT, PREFILL_TOKENS
+from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
 from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B, save_config
 from tests.actors.plan.test_plan import recipe
+
+pytestmark = pytest.mark.engine
 
 SIZES = (16_384, 20_479, 20_480, 24_564, 35_839, 35_840, 40_960, 61_439, 61_440, 81_559, 143_771, 163_839, 163_840, 183_359)
 """MiB as nvidia-smi tells them, of real cards and on both sides of every limit."""
@@ -44,46 +46,45 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
 )
 """Of engines whose memory they change, as sglang.Engine is given them."""
 
-PROGRAM = """
-import json, sys
-import sglang.srt.utils
-import torch
-from sglang.srt.arg_groups import cuda_graph_hook, memory_hook
-from sglang.srt.arg_groups.overrides import resolving_view
-from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.server_args import ServerArgs
-from sglang.srt.state_capturer import base
 
-sglang.srt.utils.is_cuda = lambda: True  # where graphs of prefill are on by default
-configure_kv_cache_dtype.__globals__["current_platform"] = type("Gpu", (), {"is_cpu": staticmethod(lambda: False)})
-base.ALLOC_MEMORY_FUNCS["cuda"] = lambda dims, dtype, device, pin_memory, allocator: torch.empty(dims, dtype=dtype)  # not page-locked
+def answer(asked: dict[str, Any], answers: Connection) -> None:
+    """What SGLang's functions say, with stand-ins for what a CPU doesn't have: they stay, so this ends its process."""
+    import sglang.srt.utils
+    from sglang.srt.arg_groups import cuda_graph_hook, memory_hook
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.state_capturer import base
 
-def resolved(mib, arguments):
-    memory_hook.get_device_memory_capacity = lambda device: float(mib)
-    given = ServerArgs(device="cuda", dtype="bfloat16", **arguments)
-    cuda_graph_hook.handle_cuda_graph_config(given)
-    memory_hook.handle_gpu_memory_settings(given)
-    graphs, fraction = resolving_view(given).cuda_graph_config, resolving_view(given).mem_fraction_static
-    return [fraction, memory_hook.reserve_for_graph_mb(given), graphs.decode.max_bs, graphs.prefill.backend, len(graphs.prefill.bs)]
+    sglang.srt.utils.is_cuda = lambda: True  # where graphs of prefill are on by default
+    configure_kv_cache_dtype.__globals__["current_platform"] = type("Gpu", (), {"is_cpu": staticmethod(lambda: False)})
+    base.ALLOC_MEMORY_FUNCS["cuda"] = lambda dims, dtype, device, pin_memory, allocator: torch.empty(dims, dtype=dtype)  # not page-locked
 
-def cache_bytes(tokens, page, dtype, given, heads, width, layers):
-    options = {"model": None, "is_draft_worker": False, "is_dflash": False, "speculative_draft_attention_backend": ""}
-    _, kind = configure_kv_cache_dtype(server_args_kv_cache_dtype=given, model_dtype=getattr(torch, dtype), **options)
-    pool = MHATokenToKVPool(tokens, page, kind, heads, width, layers, "cpu", False)
-    return int(sum(pool.get_kv_size_bytes()))
+    def resolved(mib: int, arguments: dict[str, Any]) -> list[Any]:
+        memory_hook.get_device_memory_capacity = lambda device: float(mib)
+        given = ServerArgs(device="cuda", dtype="bfloat16", **arguments)
+        cuda_graph_hook.handle_cuda_graph_config(given)
+        memory_hook.handle_gpu_memory_settings(given)
+        graphs, fraction = resolving_view(given).cuda_graph_config, resolving_view(given).mem_fraction_static
+        return [fraction, memory_hook.reserve_for_graph_mb(given), graphs.decode.max_bs, graphs.prefill.backend, len(graphs.prefill.bs)]
 
-asked = json.load(sys.stdin)
-graphs = [len(cuda_graph_hook.generate_prefill_cuda_graph_batch_sizes(chunk)) for chunk in asked["chunks"]]
-gpus, pools = [resolved(*one) for one in asked["gpus"]], [cache_bytes(*one) for one in asked["pools"]]
-routes = base.BaseHostCache(*asked["routes"], "routed_experts", "cuda").get_buffer_size_bytes()
-print(json.dumps({"gpus": gpus, "graphs": graphs, "pools": pools, "routes": routes}))
-"""
+    def cache_bytes(tokens: int, page: int, dtype: str, given: str, heads: int, width: int, layers: int) -> int:
+        options = {"model": None, "is_draft_worker": False, "is_dflash": False, "speculative_draft_attention_backend": ""}
+        _, kind = configure_kv_cache_dtype(server_args_kv_cache_dtype=given, model_dtype=getattr(torch, dtype), **options)
+        pool = MHATokenToKVPool(tokens, page, kind, heads, width, layers, "cpu", False)
+        return int(sum(pool.get_kv_size_bytes()))
+
+    torch.set_num_threads(1)  # a fork has none of the others
+    graphs = [len(cuda_graph_hook.generate_prefill_cuda_graph_batch_sizes(chunk)) for chunk in asked["chunks"]]
+    gpus, pools = [resolved(*one) for one in asked["gpus"]], [cache_bytes(*one) for one in asked["pools"]]
+    routes = base.BaseHostCache(*asked["routes"], "routed_experts", "cuda").get_buffer_size_bytes()
+    answers.send({"gpus": gpus, "graphs": graphs, "pools": pools, "routes": routes})
 
 
 @pytest.fixture(scope="module")
-def sglang(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What its functions answer, in a process with stand-ins for the packages that a CPU doesn't have.
+def sglang(shared_engine: RolloutEngine, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What its functions answer, in a fork of the process that owns the engine: SGLang takes many seconds to import.
 
     Of a GPU: the fraction, MiB for graphs, requests of the largest one of decoding, the kind of those of prefill, and their number.
     """
@@ -96,11 +97,13 @@ def sglang(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     heads, width = QWEN3_8B["num_key_value_heads"], QWEN3_8B["head_dim"]
     pools = [(TOKENS, 1, dtype, given, heads // ranks, width, LAYERS) for dtype, ranks, given in POOLS]
     routes = TOKENS + 1, QWEN3_30B_A3B["num_hidden_layers"], QWEN3_30B_A3B["num_experts_per_tok"]
-    asked = json.dumps({"gpus": gpus, "chunks": CHUNKS, "pools": pools, "routes": routes})
-    environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], input=asked, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    context = multiprocessing.get_context("fork")
+    answers, end = context.Pipe(duplex=False)
+    process = context.Process(target=answer, args=({"gpus": gpus, "chunks": CHUNKS, "pools": pools, "routes": routes}, end))
+    process.start()
+    end.close()  # a fork that fails leaves none of this end, and recv says so
+    found: dict[str, Any] = answers.recv()
+    process.join(60.0)
     kinds = (*RANKS, "shared", *range(len(ARGUMENTS)))
     found["gpus"] = {(kind, mib): found["gpus"][n * len(SIZES) + m] for n, kind in enumerate(kinds) for m, mib in enumerate(SIZES)}
     return found
