@@ -189,8 +189,7 @@ def _run_in(
         except interrupts.Interrupted as error:
             if summary is None:
                 raise
-            with contextlib.suppress(OSError, RuntimeError):
-                DaemonThreads().submit(folder.event, "info", f"ended by {error} {_AFTER_ALL}").result(_LISTED_S)
+            _keep_last(folder, f"ended by {error} {_AFTER_ALL}")
     tell = partial(_summary_text, summary, folder, report, how=config.evaluation.description, steps=config.steps)
     view.close(_last_look(tell, "the newest and the best checkpoint", config, view) or _outcome(summary, config.evaluation.description))
     return summary
@@ -219,6 +218,11 @@ def _opened(config: RunConfig, folder: RunFolder, view: TerminalView, totals: di
     except BaseException:
         view.close()
         raise
+
+
+def _keep_last(folder: RunFolder, text: str) -> None:
+    with contextlib.suppress(OSError, RuntimeError):  # as below
+        DaemonThreads().submit(folder.event, "info", text).result(_LISTED_S)
 
 
 def _keep_failure(error: BaseException, observer: Observer, folder: RunFolder, steps: int) -> None:

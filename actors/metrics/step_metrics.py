@@ -14,7 +14,7 @@ from typing import Any
 from actors.carriers import DiscardReason
 from actors.metrics.catalogue import CATALOGUE
 from actors.metrics.kinds import Kind, Metric
-from actors.state.json_lines import step_of
+from actors.metrics.step_number import step_of
 from correction.errors import EvenkeelError
 from correction.quantities import current_name
 

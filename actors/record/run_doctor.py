@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from actors.metrics.step_metrics import StepMetrics, shown
+from actors.metrics.step_number import step_of
 from actors.processes.event_level import EventLevel
 from actors.record.completeness import left_after_training
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
 from actors.record.stack_gist import newest_gist
-from actors.state.json_lines import JsonLines, step_of
+from actors.state.json_lines import JsonLines
 from correction.errors import ConfigError, DataError
 from learner.file_sums import read_manifest_of_files, verify
 

@@ -45,12 +45,13 @@ import yaml
 from pydantic import BaseModel
 
 from actors.metrics.step_metrics import StepMetrics
+from actors.metrics.step_number import step_of
 from actors.processes.event_level import EventLevel
 from actors.processes.output import put
 from actors.record.ownership import FOLDERS, clear, fresh_path, is_failed_start, own
 from actors.record.run_event import RunEvent
 from actors.record.skipped_batches import KEPT, SkippedBatch
-from actors.state.json_lines import JsonLines, append_whole, step_of
+from actors.state.json_lines import JsonLines, append_whole
 from correction.errors import ConfigError, DataError
 from correction.monitor import Event, State
 from correction.quantities import current_name

@@ -10,11 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from actors.metrics.step_number import step_of
+
 T = TypeVar("T")
 _NOT_OURS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 """Errors of reading a torn or foreign line: values of other types and sizes. RecursionError: a line of a thousand brackets."""
-_MOST_STEPS = 1 << 53
-"""Whole numbers below have a double of their own, as plots need it."""
 _TAIL_BYTES = 1 << 17
 
 
@@ -99,14 +99,6 @@ def last_step(path: Path) -> int:
         return step_of(json.loads(lines[-1])) if lines else 0
     except (FileNotFoundError, *_NOT_OURS):
         return 0
-
-
-def step_of(record: Mapping[str, Any]) -> int:
-    """Step of a line's object. Raises: KeyError, TypeError or ValueError if it has none."""
-    step = record["step"]
-    if type(step) is not int or not 0 <= step < _MOST_STEPS:
-        raise ValueError(f"step = {step}: no number of a step")
-    return step
 
 
 def append_whole(path: Path, content: bytes) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.state.json_lines import JsonLines, last_step, step_of
+from actors.metrics.step_number import step_of
+from actors.state.json_lines import JsonLines, last_step
 
 
 @pytest.fixture
