@@ -36,7 +36,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def open_tensors(path: Path, *, kind: str = "pt") -> Any:
-    """A safetensors file, of which only the header is read; it has to be as long as the header says.
+    """A safetensors file; it has to be as long as its header says. Its tensors are read when they are asked for.
 
     Args: kind: of the tensors that it gives: "pt" or "np", for which torch isn't imported.
     Raises: DataError naming the file.

@@ -54,6 +54,8 @@ class ReasoningGymSource:
         check_names(config)
         try:
             self._chunk("train", 0)
+        except _OF_THE_MACHINE:
+            raise
         except Exception as error:
             raise ConfigError(f"rollout.task.options = {config.options}: reasoning-gym's {config.dataset} refuses them: {error}") from error
 
@@ -85,8 +87,8 @@ class ReasoningGymSource:
         chunk, slot = divmod(position, _POSITIONS)
         self._last_refused = ""
         for index in range(slot * _CANDIDATES, (slot + 1) * _CANDIDATES):
-            question = self._made(stream, chunk, index)
-            if question is None or hash_share(question.text) < self._config.held_out_fraction:
+            question, share = self._made(stream, chunk, index)
+            if question is None or share < self._config.held_out_fraction:
                 continue
             if self._fits(stream, chunk, index, question):
                 return question
@@ -105,9 +107,9 @@ class ReasoningGymSource:
         next_notice = time.monotonic() + _NOTICE_S
         for number in range(tries):
             chunk, index = divmod(number, _POSITIONS * _CANDIDATES)
-            question = self._made("held_out", chunk, index)
+            question, share = self._made("held_out", chunk, index)
             key = "" if question is None else text_key(question.text)
-            is_new = key not in seen and hash_share(key) < self._config.held_out_fraction
+            is_new = key not in seen and share < self._config.held_out_fraction
             if question is not None and is_new and self._fits("held_out", chunk, index, question):
                 seen.add(key)
                 yield question
@@ -117,15 +119,16 @@ class ReasoningGymSource:
                 logger.info("%s: %d of %d held-out questions found after %d tries", self.name, len(seen), wanted, number + 1)
                 next_notice = time.monotonic() + _NOTICE_S
 
-    def _made(self, stream: str, chunk: int, index: int) -> Question | None:
-        """A question, or None, the same at each start, if making it raises."""
+    def _made(self, stream: str, chunk: int, index: int) -> tuple[Question | None, float]:
+        """A question and its hash share; without one, the same at each start, if making it raises or its text can't be encoded."""
         try:
-            return _as_question(self._chunk(stream, chunk)[index])
+            question = _as_question(self._chunk(stream, chunk)[index])
+            return question, hash_share(question.text)
         except _OF_THE_MACHINE:
             raise
         except Exception as error:
             self._refuse(stream, chunk, index, f"making it raised {error_text(error)}")
-            return None
+            return None, 1.0
 
     def _fits(self, stream: str, chunk: int, index: int, question: Question) -> bool:
         try:

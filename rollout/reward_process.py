@@ -42,7 +42,7 @@ SINGLE = "reward"
 LARGEST = 1e18
 """Largest magnitude of a reward and of each of its parts. Advantages, gradients and their norms are float32, which ends at 3.4e38, and are
 squared and summed: the square of this leaves room for the sum of a hundred."""
-MOST_PARTS, LONGEST_NAME = 32, 64
+MOST_PARTS, LONGEST_NAME = 128, 256
 """Parts of one reward, and characters of a part's name. Each becomes a metric."""
 _LONGEST_ERROR = 500
 """Characters that are kept of an exception's text."""

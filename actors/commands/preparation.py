@@ -39,7 +39,7 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     check_devices(config)
     look, limit_s = partial(_read_model, config, model, has_weights=has_weights, is_resumed=bool(resumed_from)), config.deadlines.disk_s
     what, disk = f"config and tokenizer of {model}", ON_DISK if resumed_from else MODEL_OR_RUN
-    config, encoder, of_paper = by_disk_at_start(look, what, disk=disk, limit_s=lambda: limit_s)
+    config, encoder, of_paper = by_disk_at_start(look, what, disk=disk, computes=True, limit_s=lambda: limit_s)
     task = build_task(config.rollout.task, encoder)
     asyncio.run(_try_reward(config, task))
     # A resumed run has had them checked; what the model was made from need not be there any more.

@@ -82,7 +82,7 @@ def _lines_of_keys(recipe: Path) -> dict[str, int]:
         raise ConfigError(f"{recipe}:{line}: not valid YAML: {error.problem}") from error
     except (OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise
+            raise OSError(error.errno, error.strerror, str(recipe)) from error  # one of reading names no file
         raise ConfigError(f"{recipe}: can't be read: {error}") from error  # OmegaConf has an OSError for a scalar
     return dict(_node_lines(root, ""))
 

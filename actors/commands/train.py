@@ -29,7 +29,7 @@ from actors.driver.run_summary import RunSummary
 from actors.plan.shape import ModelShape
 from actors.processes import interrupts
 from actors.processes.daemon_threads import DaemonThreads
-from actors.processes.disk_at_start import DiskLate, by_disk_at_start, is_disk_late
+from actors.processes.disk_at_start import MODEL_OR_RUN, DiskLate, by_disk_at_start, is_disk_late
 from actors.processes.event_level import EventLevel
 from actors.processes.output import put
 from actors.processes.supervision import HALF_OVER
@@ -63,7 +63,7 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
     Raises: EvenkeelError kinds for whatever is wrong with the input; the folder keeps what there is by then.
     """
     if resume is not None:
-        folder = by_disk_at_start(partial(RunFolder.open, resume), f"{resume}, to be opened")
+        folder = by_disk_at_start(lambda: RunFolder.open(_fixed(resume)), f"{resume}, to be opened")
     else:
         config = with_absolute_paths(load_config(RunConfig, recipe, overrides))
         check_ray(config.ray)
@@ -81,7 +81,7 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
             check_ray(config.ray)
             if point and point.checkpoint.step == config.steps:
                 found = partial(_complete, folder, config, point)
-                done = by_disk_at_start(found, "the run's evaluations and report", limit_s=lambda: config.deadlines.disk_s)
+                done = by_disk_at_start(found, "the run's evaluations and report", computes=True, limit_s=lambda: config.deadlines.disk_s)
                 if done is not None:
                     interrupts.all_is_done(0)
                     put(done[1], sys.stdout)
@@ -93,6 +93,11 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
     finally:
         with contextlib.suppress(TimeoutError, RuntimeError):  # a disk that hangs, no thread left: the process' end gives the folder back
             DaemonThreads().submit(folder.close).result(_LISTED_S)
+
+
+def _fixed(path: Path) -> Path:
+    """The folder behind a link, which may point elsewhere while the run goes on; a path without links stays as it was given."""
+    return real if (real := path.resolve()) != path.absolute() else path
 
 
 def _made_ready(
@@ -185,23 +190,36 @@ def _run_in(
             if observer.hangs():
                 interrupts.end_within(_LEFT_INTERRUPTED_S if is_interrupted else _LEFT_S, code, observer.hangs)
             if has_report and not is_interrupted:
-                report = _last_look(partial(_report, folder), "the report", config, view)
+                report = _last_look(partial(_report, folder), "the report", f"evenkeel report {folder.path} writes it", config, view)
         except interrupts.Interrupted as error:
             if summary is None:
                 raise
             _keep_last(folder, f"ended by {error} {_AFTER_ALL}")
-    tell = partial(_summary_text, summary, folder, report, how=config.evaluation.description, steps=config.steps)
-    view.close(_last_look(tell, "the newest and the best checkpoint", config, view) or _outcome(summary, config.evaluation.description))
+    view.close(_last_words(summary, folder, report, config, view))
     return summary
 
 
-def _last_look(work: Callable[[], T], what: str, config: RunConfig, view: TerminalView) -> T | None:
-    """What comes when all is done and saved; None, in a sentence, if the disk hangs. Raises: as the work."""
+def _last_words(summary: RunSummary, folder: RunFolder, report: Path | None, config: RunConfig, view: TerminalView) -> str:
+    tell = partial(_summary_text, summary, folder, report, how=config.evaluation.description, steps=config.steps)
+    try:
+        text = _last_look(tell, "the newest and the best checkpoint", f"They are in {folder.path}", config, view)
+    except interrupts.Interrupted:
+        text = None
+    return text or _outcome(summary, config.evaluation.description)
+
+
+def _last_look(work: Callable[[], T], what: str, remedy: str, config: RunConfig, view: TerminalView) -> T | None:
+    """What a run that has ended still reads or writes. If the disk hangs it goes without, and says so.
+
+    Args: remedy: where to find it, or how to get it later.
+    Raises: as the work.
+    """
     limit_s, say = config.deadlines.disk_s, partial(view.event, "warning")
     try:
-        return by_disk_at_start(work, what, limit_s=lambda: limit_s, say=lambda notice: say(str(notice)))
+        return by_disk_at_start(work, what, computes=True, limit_s=lambda: limit_s, say=lambda notice: say(str(notice)))
     except DiskLate as error:
-        view.event("warning", str(error))
+        error.remedy = remedy
+        say(str(error))
         return None
 
 
@@ -221,7 +239,8 @@ def _opened(config: RunConfig, folder: RunFolder, view: TerminalView, totals: di
 
 
 def _keep_last(folder: RunFolder, text: str) -> None:
-    with contextlib.suppress(OSError, RuntimeError):  # as below
+    """Write one more event, if the disk takes it at once."""
+    with contextlib.suppress(OSError, RuntimeError):  # a disk that refuses or hangs, a machine without a thread left
         DaemonThreads().submit(folder.event, "info", text).result(_LISTED_S)
 
 
@@ -251,10 +270,10 @@ def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer, vie
     limit_s = config.deadlines.disk_s
     by_disk = partial(by_disk_at_start, limit_s=lambda: limit_s, say=observer.waiting)
     if config.ray.address is None:
-        nodes = by_disk(partial(own_machine, config), "facts of this machine, and the model's folder")
+        nodes = by_disk(partial(own_machine, config), "facts of this machine, and the model's folder", disk=MODEL_OR_RUN, computes=True)
     else:
         nodes = nodes_of_cluster(config, folder.path, within_s=_NODES_S, by_disk=by_disk)
-    shape = by_disk(lambda: ModelShape.read(config_folder(model)), "the model's config")
+    shape = by_disk(lambda: ModelShape.read(config_folder(model)), "the model's config", disk=MODEL_OR_RUN)
     rows = requests(nodes, config)
     view.show(table_of(rows))
     observer.keep_event("info", "; ".join(str(row) for row in rows))

@@ -11,7 +11,7 @@ from correction.errors import ConfigError
 
 
 def run_dir_of(recipe: Path | None, words: Sequence[str], resume: Path | None) -> Path:
-    """The folder that the run will have. Raises: ConfigError for a recipe, settings or a run folder that can't be read; DiskLate."""
+    """The folder that the run will have. Raises: ConfigError for what can't be read; OSError; DiskLate."""
     if resume is None:
         from actors.record.ownership import fresh_path
 

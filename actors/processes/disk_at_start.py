@@ -1,4 +1,4 @@
-"""Waiting for the run folder's disk where there is no event loop yet, without what a running one imports (Ray)."""
+"""Waiting for a disk where there is no event loop, as a run starts and when it is done, without what a running one imports (Ray)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ T = TypeVar("T")
 ON_DISK, MODEL_OR_RUN = "the run folder's disk", "the disk of the model or that of the run"
 _HANGS_AT_START = "When that disk answers again, do the same once more. The deadline follows from deadlines.checkpoint_s and bytes_per_s"
 _NOTICE_S = 30.0
+_COMPUTES_S = 300.0
+"""Least deadline, seconds, of work that also imports packages, or draws."""
 
 
 class DiskLate(DeadlineExceeded):
-    """The run folder's disk has not done in time what it was waited for."""
+    """A disk, the run folder's or the model's, has not done in time what it was waited for."""
 
 
 def by_disk_at_start(
@@ -29,15 +31,17 @@ def by_disk_at_start(
     what: str,
     *,
     disk: str = ON_DISK,
+    computes: bool = False,
     limit_s: Callable[[], float] = lambda: DeadlinesConfig().disk_s,
     counts_from: Callable[[], float] = lambda: 0.0,
     detail: Callable[[], str] = lambda: "",
     say: Callable[[WaitNotice], object] = lambda notice: put(f"evenkeel: {notice}\n", sys.stderr),
 ) -> T:
-    """As `by_disk` of patience.py, where there is no event loop yet: a thread does the work.
+    """As `by_disk` of patience.py, where there is no event loop: a thread does the work, or this one if the machine has none left.
 
     Args:
         disk: which one may be late, in words.
+        computes: the work also imports packages, or draws, so it has some minutes at least.
         limit_s: returns the deadline; it may become known as the work goes on.
         counts_from: returns the time (time.monotonic) from which it counts, if that is later than the call.
         detail: returns a clause on how far the work has come, for each notice and for the error.
@@ -45,13 +49,17 @@ def by_disk_at_start(
     Raises: as the work; DiskLate, with what to do. The thread is left to its disk then.
     """
     named, began = f"{what} -> {disk}", time.monotonic()
-    doing = DaemonThreads().submit(work)
+    try:
+        doing = DaemonThreads().submit(work)
+    except RuntimeError:  # no thread can be started
+        return work()
     while True:
-        left_s = max(began, counts_from()) + limit_s() - time.monotonic()
+        deadline_s = max(limit_s(), _COMPUTES_S if computes else 0.0)
+        left_s = max(began, counts_from()) + deadline_s - time.monotonic()
         if wait({doing}, max(0.0, min(_NOTICE_S, left_s))).done:
             return doing.result()
         waited_s, clause = time.monotonic() - began, detail()
-        if time.monotonic() >= max(began, counts_from()) + limit_s():
+        if time.monotonic() >= max(began, counts_from()) + deadline_s:
             so_far = f" ({clause})" if clause else ""
             error = DiskLate(f"{named}: not done in {waited_s:.0f} s{so_far}", what=named, seconds=waited_s)
             error.remedy = _HANGS_AT_START

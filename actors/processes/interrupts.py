@@ -62,20 +62,20 @@ def exit_code(number: int) -> int:
 
 
 class _Heard:
-    """When each signal came last: tells a listener which ones count as one (SAME_S). Each Ctrl-C counts."""
+    """When each signal that counted came last: tells a listener which ones count as one with it (SAME_S). Each Ctrl-C counts."""
 
     def __init__(self, before: _Heard | None = None) -> None:
-        """Args: before: what was heard until now, by another listener."""
+        """Args: before: another listener, who has heard all until now."""
         self._last: dict[int, float] = {signal.SIGTERM: -math.inf, signal.SIGHUP: -math.inf}
         if before is not None:
             self._last |= before._last
 
     def again(self, number: int) -> bool:
         """Whether this signal, which comes now, counts as one with the one before it."""
-        if number not in self._last:
-            return False
-        before, self._last[number] = self._last[number], time.monotonic()
-        return self._last[number] - before < SAME_S
+        if number not in self._last or (now := time.monotonic()) - self._last[number] < SAME_S:
+            return number in self._last
+        self._last[number] = now
+        return False
 
 
 class _Guard:
@@ -100,8 +100,11 @@ class _Guard:
         self._thread = threading.Thread(target=self._watch, name="interrupts", daemon=True)
         self._thread.start()
 
+    def tell_thread(self) -> None:
+        """What an event loop has heard, which has not come to the thread."""
+        self._heard_by_thread = _Heard(self.heard)
+
     def arm(self) -> None:
-        self._heard_by_thread = _Heard(self.heard)  # an event loop's own signals have not come to the thread
         for number in SIGNALS:
             signal.signal(number, self._raise)
         before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -211,6 +214,8 @@ def handled_in(loop: AbstractEventLoop, handle: Callable[[int], None]) -> Iterat
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
+        if _guard is not None:
+            _guard.tell_thread()
         rearm()
 
 

@@ -54,7 +54,7 @@ class LearnerGroup:
 
         Args: made: is given the group before its ranks have started, so that ranks that never come up can be killed.
         Returns: the group, and for each rank its process id and metrics endpoint.
-        Raises: ActorLost also past `start_s`: a rank that was stopped may answer again a moment later, but nobody has its start's answer.
+        Raises: ActorLost also past `start_s`: a rank that was stopped may answer again a moment later, but its start's answer is lost.
         """
         config, world_size, actor = places.config, places.config.world_size, sequential_actor(LearnerRankActor)
         ranks: list[Any] = [actor.options(**places.options(rank)).remote(config, rank, bind=bind) for rank in range(world_size)]

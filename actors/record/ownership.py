@@ -22,7 +22,7 @@ _BEFORE_NUMBERS = {*FOLDERS, "model", "config.yaml", "events.log", "ledger.jsonl
 _PARTIAL = re.compile(r"\.\d+\.")
 """A file that was being written, see write_file."""
 _GLANCE_S = 0.3
-"""For somebody who only looks whether a folder is in use, and holds its lock for an instant."""
+"""How long an owner waits for the folder's lock: whoever only looks whether the folder is in use holds it for an instant."""
 _STAYS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 """Refusals that a later attempt would meet again: rights, kinds of files, a file system without locks. A full disk may have room then."""
 

@@ -20,7 +20,7 @@ class PartNames:
         self._has_said = False
 
     def bounded(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """A step's numbers without those of parts beyond the first MOST."""
+        """A step's numbers, without those of parts that came after the first MOST."""
         kept = dict[str, float]()
         for name, value in numbers.items():
             if not name.startswith(_FAMILY) or self._is_kept(name):

@@ -159,7 +159,8 @@ class PatientWriter:
                 return f"the run folder is written, but what else shows the run was not closed in {within_s:.0f} s"
             return f"{max(1, self._thread.waiting - 3)} writes into the run folder are lost: its disk did not take them in {within_s:.0f} s"
         lost = self._dropped + sum(map(len, self._waiting.values()))
-        return f"{lost} lines of the run folder's files are lost: its disk refuses them ({self._why})" if lost else ""
+        why = f": its disk refuses them ({self._why})" if self._why else ""
+        return f"{lost} lines of the run folder's files are lost{why}" if lost else ""
 
     @property
     def hangs(self) -> bool:

@@ -64,7 +64,7 @@ KEPT_SAMPLES = 1000  # steps whose samples are all kept as text
 CHECKPOINT_FORMAT = 5
 """Stands in a checkpoint's manifest; another one is refused."""
 _NO_YAML = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""Errors of reading a damaged YAML file. A scalar or a list makes no dict; PyYAML lets those pass of a tag that its value doesn't fit."""
+"""Errors of reading a damaged YAML file. A scalar or a list makes no dict; PyYAML raises several for a tag that doesn't fit."""
 _CHECKPOINT = re.compile(r"step_(\d{6,})$")
 _REPLACED = ".replaced.partial"
 """Suffix of a whole checkpoint in whose place the same step's next one is about to come."""
@@ -183,6 +183,8 @@ class RunFolder:
         path = self.path / "config.yaml"
         try:
             content = dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+        except OSError as error:  # one of reading names no file
+            raise OSError(error.errno, error.strerror, str(path)) from error
         except _NO_YAML as error:
             raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
         try:
@@ -305,7 +307,7 @@ class RunFolder:
         return path
 
     def _make_folders(self, path: Path) -> None:
-        """Make a folder below the run's own, with those between. Raises: FileNotFoundError if the run's is gone; a part of it is no run."""
+        """Make a folder below the run's own, with those between. Raises: FileNotFoundError if the run's is gone, which is not made anew."""
         if not self.path.is_dir():
             raise FileNotFoundError(errno.ENOENT, "the run folder is gone", str(self.path))
         for missing in reversed([path, *path.parents][: len(path.relative_to(self.path).parts)]):

@@ -26,7 +26,7 @@ USER_REWARDS = """
         payload |= {"nested": b"[" * 100_000, "ready": b'{"ready": true}', "name": b'{"components": {"a/b": 1.0}}'}
         payload |= {"surrogate": b'{"error": "\\\\ud83d"}'}
         payload |= {"large": b'{"components": {"a": 1e39}}', "large sum": b'{"components": {"a": 1e18, "b": 1e18}}'}
-        payload |= {"many": json.dumps({"components": {str(i): 0.0 for i in range(33)}}).encode()}
+        payload |= {"many": json.dumps({"components": {str(i): 0.0 for i in range(129)}}).encode()}
         payload |= {"text": b'{"components": {"reward": "1"}}', "none": b'{"components": {}}'}
         if completion == "long": os.write(int(sys.argv[1]), struct.pack("!Q", 1 << 40))
         elif completion != "ok": os.write(int(sys.argv[1]), struct.pack("!Q", len(payload[completion])) + payload[completion])
@@ -55,7 +55,7 @@ USER_REWARDS = """
         if completion == "large": return -1.1e18
         if completion == "large sum": return {"a": 1e18, "b": 1e18}
         if completion == "many": return {f"part {i}": 0.0 for i in range(100_000)}
-        if completion == "long name": return {"a" * 65: 1.0}
+        if completion == "long name": return {"a" * 257: 1.0}
         if completion == "essay": raise ValueError("x" * 10_000_000)
         if completion == "mute": raise Mute
         if completion == "text": return "1.0"

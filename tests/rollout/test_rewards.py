@@ -128,7 +128,7 @@ def test_a_failure_costs_its_own_trajectory_alone() -> None:
         "name": r"'\ud83d' names a part", "slash": "'a/b' names a part",
         "none": "None is no number", "exit": "exit code 3", "die": "signal SIGSEGV", "real-time": "signal SIG40",
         "memory": "ran out of memory", "large": "reward = -1.1e+18 is too large", "large sum": "the sum of its parts, 2e+18, is too large",
-        "many": "a reward of 100000 parts", "long name": "aaa'... names a part with 65 characters, and may have 64",
+        "many": "a reward of 100000 parts", "long name": "aaa'... names a part with 257 characters, and may have 256",
         "essay": "xxx ... (9999512 more characters are cut off)", "mute": "raised Mute, whose text raised OSError",
         "hang": "more than 1 s", "spin": "more than 1 s", "power": "more than 1 s",
     }  # fmt: skip

@@ -19,6 +19,7 @@ from actors.driver.run_summary import RunSummary
 from actors.processes import disk_at_start, interrupts
 from actors.processes.disk_at_start import DiskLate
 from correction.errors import DataError
+from tests.actors.commands.disk_clock import notice_first
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -122,6 +123,13 @@ def test_a_machine_without_a_thread_left_hides_no_error(monkeypatch: pytest.Monk
     train._keep_failure(error, observer, SimpleNamespace(path="run"), 3)  # type: ignore[arg-type]
     assert not getattr(error, "__notes__", [])
 
+    def fails(place: str) -> None:
+        if place == "Ray's shutdown":
+            raise error
+
+    with pytest.raises(DataError, match="a row"):
+        run_in(monkeypatch, fails)
+
 
 def run_in(
     monkeypatch: pytest.MonkeyPatch, at: Callable[[str], object], checkpoints: Callable[[], Any] = list, **deadlines: float
@@ -192,14 +200,23 @@ def test_a_disk_that_hangs_after_all_is_saved_is_told_and_keeps_the_exit_code(mo
             is_back.wait(60.0)
         return []
 
-    monkeypatch.setattr(disk_at_start, "_NOTICE_S", 0.1)
+    monkeypatch.setattr(disk_at_start, "_COMPUTES_S", 0.0)
+    notice_first(monkeypatch, where)
     try:
         checkpoints = partial(hangs, "the newest and the best checkpoint")
         summary, told, text = run_in(monkeypatch, hangs, checkpoints, checkpoint_s=0.1)
-        assert not is_back.is_set()
     finally:
         is_back.set()
     assert summary.exit_code == 0 and text.startswith("done: 9 steps in 60 s")
     *waits, late = [said for level, said, _ in told if level == "warning"]
-    assert all(re.fullmatch(rf"waiting \d s for {where} -> the run folder's disk", said) for said in waits)
-    assert late.startswith(f"{where} -> the run folder's disk: not done in ")
+    assert waits and all(re.fullmatch(rf"waiting \d+ s for {where} -> the run folder's disk", said) for said in waits)
+    remedy = "evenkeel report run writes it" if where == "the report" else "They are in run"
+    assert re.fullmatch(rf"{where} -> the run folder's disk: not done in \d+ s[;.] {remedy}", late)
+
+
+def test_ctrl_c_in_the_last_look_at_a_disk_that_hangs_shows_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    def checkpoints() -> Any:
+        raise interrupts.Interrupted(signal.SIGINT)
+
+    summary, _, text = run_in(monkeypatch, lambda place: None, checkpoints)
+    assert summary.exit_code == 0 and text == "done: 9 steps in 60 s"

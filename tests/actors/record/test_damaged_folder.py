@@ -150,12 +150,16 @@ def test_a_configuration_that_the_disk_doesn_t_give_now_is_no_wrong_one(
     folder = run_folder(tmp_path / "run")
 
     def fail(*_: object, **__: object) -> None:
-        raise OSError(number, os.strerror(number), str(folder.path / "config.yaml"))
+        raise OSError(number, os.strerror(number))  # as reading does, which names no file
 
     monkeypatch.setattr("io.open", fail)
-    for read in (folder.read_config, lambda: run_config(folder, ()), lambda: load_config(RunConfig, RECIPE)):
-        with pytest.raises(OSError, match=os.strerror(number)):
+    config = folder.path / "config.yaml"
+    for read, path in (
+        (folder.read_config, config), (lambda: run_config(folder, ()), config), (lambda: load_config(RunConfig, RECIPE), RECIPE)
+    ):
+        with pytest.raises(OSError, match=os.strerror(number)) as caught:
             read()
+        assert caught.value.filename == str(path)
 
 
 def test_a_notice_is_read_with_its_types_alone() -> None:
