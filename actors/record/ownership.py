@@ -54,6 +54,14 @@ def clear(path: Path, present: Sequence[str]) -> None:
             (path / name).unlink()
 
 
+def make_below(run_folder: Path, path: Path) -> None:
+    """Make a folder below the run's, with those between. Raises: FileNotFoundError if the run's is gone, which is not made anew."""
+    if not run_folder.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "the run folder is gone", str(run_folder))
+    for missing in reversed([path, *path.parents][: len(path.relative_to(run_folder).parts)]):
+        missing.mkdir(exist_ok=True)
+
+
 def own(path: Path) -> filelock.BaseFileLock:
     """Take the lock of a folder, which is made if need be.
 

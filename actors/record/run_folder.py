@@ -26,7 +26,6 @@ readers overlook and the next owner repairs.
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 import re
@@ -48,7 +47,7 @@ from actors.metrics.step_metrics import StepMetrics
 from actors.metrics.step_number import step_of
 from actors.processes.event_level import EventLevel
 from actors.processes.output import put
-from actors.record.ownership import FOLDERS, clear, fresh_path, is_failed_start, own
+from actors.record.ownership import FOLDERS, clear, fresh_path, is_failed_start, make_below, own
 from actors.record.run_event import RunEvent
 from actors.record.skipped_batches import KEPT, SkippedBatch
 from actors.state.json_lines import JsonLines, append_whole
@@ -296,7 +295,7 @@ class RunFolder:
     def write_file(self, name: str, write: Callable[[Path], object]) -> Path:
         """The same for a file of any kind; `write` is given the path of a temporary file in the same folder, with the same suffix."""
         path = self.path / name
-        self._make_folders(path.parent)
+        make_below(self.path, path.parent)
         temporary = path.with_name(f".{os.getpid()}.{path.name}")
         try:
             write(temporary)
@@ -305,13 +304,6 @@ class RunFolder:
         finally:
             temporary.unlink(missing_ok=True)
         return path
-
-    def _make_folders(self, path: Path) -> None:
-        """Make a folder below the run's own, with those between. Raises: FileNotFoundError if the run's is gone, which is not made anew."""
-        if not self.path.is_dir():
-            raise FileNotFoundError(errno.ENOENT, "the run folder is gone", str(self.path))
-        for missing in reversed([path, *path.parents][: len(path.relative_to(self.path).parts)]):
-            missing.mkdir(exist_ok=True)
 
     # Checkpoints.
 
@@ -327,7 +319,7 @@ class RunFolder:
         self.clear_partial_checkpoints(ignore_errors=True)  # of saves that failed while a rank was still writing
         try:
             for part in ("hf", "state"):
-                self._make_folders(partial / part)
+                make_below(self.path, partial / part)
             _refuse_if(is_given_up(), partial)
             yield Checkpoint(step, partial)
             seal(partial, {"format": CHECKPOINT_FORMAT, "step": step})
