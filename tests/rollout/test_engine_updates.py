@@ -31,7 +31,7 @@ pytestmark = pytest.mark.engine
 
 
 async def sample_across_an_update(
-    engine: RolloutEngine, asked: list[list[int]], weights: dict[str, Tensor], mode: str, max_tokens: int = 300
+    engine: RolloutEngine, asked: list[list[int]], weights: dict[str, Tensor], mode: str, max_tokens: int = 500
 ) -> list[Trajectory]:
     """Start all requests, let them sample a while, replace the weights, and wait for all."""
     running = [asyncio.ensure_future(engine.generate(p, max_tokens=max_tokens, ignore_stop=True)) for p in asked]
@@ -48,8 +48,9 @@ def test_retracting_update_gives_each_token_its_own_versions_logprob(
     asked = prompts(8, 12, seed=6)
     sampled = engine_loop.run(sample_across_an_update(engine, asked, new, "retract"))
     models = {version: hf_model(tiny_model, old), version + 1: hf_model(tiny_model, new)}
+    of_the_others = dict.fromkeys(models, 0.0)
     for prompt, completion in zip(asked, sampled, strict=True):
-        assert len(completion.response_ids) == 300                     # no request was aborted or cut
+        assert len(completion.response_ids) == 500                     # no request was aborted or cut
         assert [span.version for span in completion.version_spans] == [version, version + 1]
         assert completion.retractions == 1
         by_version = {v: response_logprobs(model, prompt, completion.response_ids) for v, model in models.items()}
@@ -57,7 +58,10 @@ def test_retracting_update_gives_each_token_its_own_versions_logprob(
             sampled_here = completion.behavior_logprobs[span.start : span.end]
             other = version + (span.version == version)
             assert largest_difference(sampled_here, by_version[span.version][span.start : span.end]) < TOLERANCE
-            assert largest_difference(sampled_here, by_version[other][span.start : span.end]) > 0.1
+            difference = largest_difference(sampled_here, by_version[other][span.start : span.end])
+            of_the_others[span.version] = max(of_the_others[span.version], difference)
+    # Of all requests together: on a busy machine the update may come when one token is left, and two policies may agree on that one.
+    assert min(of_the_others.values()) > 0.1
 
 
 def test_top_k_logprobs_go_on_across_an_update(engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
