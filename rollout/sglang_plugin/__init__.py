@@ -1,9 +1,9 @@
 """What SGLang loads in every process that it starts, through its own entry points; nothing of SGLang is patched on disk.
 
 `platform` runs while SGLang looks for hardware: on a CPU it puts stand-ins for `sgl_kernel` and `torchvision` in place where the
-real packages are absent. `register` runs in the engine's owner and in its scheduler, before the engine is built: attention backend,
-sampler, weight inspection, cache namespaces, matrix products, experts. Where CUDA serves the model, stand-ins, attention backend, products
-and experts stay away and SGLang's own kernels run.
+real packages are absent, or are those for GPUs. `register` runs in the engine's owner and in its scheduler, before the engine is built:
+attention backend, sampler, weight inspection, cache namespaces, matrix products, experts. Where CUDA serves the model, stand-ins, attention
+backend, products and experts stay away and SGLang's own kernels run.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import importlib.util
 import multiprocessing
 import os
 import sys
+
+from rollout.engine_capabilities import GPU_KERNELS, installed
 
 STAND_INS = ("sgl_kernel", "torchvision")
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000
@@ -36,8 +38,13 @@ def platform() -> None:
     if not serves_on_cpu():
         return
     for name in STAND_INS:
-        if name not in sys.modules and importlib.util.find_spec(name) is None:
+        if name not in sys.modules and not _serves_a_cpu(name):
             sys.modules[name] = importlib.import_module(f"{__name__}.stand_in_{name}")
+
+
+def _serves_a_cpu(name: str) -> bool:
+    """Whether a package is installed, and can be imported without a GPU: SGLang's kernels for GPUs load CUDA code or fail."""
+    return importlib.util.find_spec(name) is not None and not (name == "sgl_kernel" and installed(GPU_KERNELS))
 
 
 def register() -> None:
