@@ -72,11 +72,9 @@ class BareWorker(RolloutWorker):
     """A rollout worker's way of weights, without tasks and rewards."""
 
     def __init__(self) -> None:
-        self._name, self._asked_update, self._newest = "engine", 0, (0, -1)
-        self._endpoint = SimpleNamespace(set=lambda *_: None)  # type: ignore[assignment]
         rollout = SimpleNamespace(engine=EngineConfig(device="cpu"))
-        self._settings = SimpleNamespace(rollout=rollout, fetch_s=60.0)  # type: ignore[assignment]
-        self._verifying, self._spoilt = set(), 0
+        super().__init__("engine", SimpleNamespace(rollout=rollout, fetch_s=60.0))  # type: ignore[arg-type]
+        self._endpoint = SimpleNamespace(set=lambda *_: None)  # type: ignore[assignment]
 
     async def start_engine(self, model: Path, dtype: str = "float32") -> None:
         config = EngineConfig.model_validate({"device": "cpu", "max_total_tokens": 4096, "dtype": dtype})

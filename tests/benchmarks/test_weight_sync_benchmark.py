@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 
 from actors.config import WeightSyncConfig
+from actors.queue.payloads import checksums_of
+from correction.engines.weight_bucket import WeightBucket
+from rollout.trajectory import SyncReceipt
 
 
 def test_weights_travel_in_the_buckets_of_a_run_unless_others_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,3 +23,47 @@ def test_weights_travel_in_the_buckets_of_a_run_unless_others_are_asked_for(monk
 
     assert asked([]).bucket_mib << 20 == WeightSyncConfig().bucket_bytes == 256 << 20
     assert asked(["--bucket-mib", "16"]).bucket_mib == 16
+
+
+def test_its_worker_gives_receipts_as_a_rollout_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It set the fields of a rollout worker one by one, and lacked those that came later: each update failed."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    from benchmarks import weight_sync
+
+    monkeypatch.setattr(weight_sync, "RolloutEngine", Engine)
+    bucket = WeightBucket.of({"w": torch.arange(4.0)})
+    sums = checksums_of(bucket)
+
+    async def on_its_way() -> WeightBucket:
+        return bucket
+
+    async def scenario() -> None:
+        worker = weight_sync.BareWorker()
+        await worker.start_engine(Path("model"))
+        for version, checksums in enumerate((sums, {})):
+            receipt = await worker.update_weights(version, [on_its_way()], checksums)
+            assert (receipt.version, receipt.bytes, receipt.checksums, receipt.worker) == (version, 16, checksums, "engine")
+            assert receipt.load is not None and receipt.load.requests_in_flight == 0
+        await worker.stop_engine()
+
+    asyncio.run(scenario())
+
+
+class Engine:
+    """In the place of a RolloutEngine: holds what it is sent."""
+
+    requests_in_flight, silent_s = 0, 0.0
+
+    @classmethod
+    async def start(cls, *_: Any, **__: Any) -> Engine:
+        return cls()
+
+    async def update_weights(self, version: int, buckets: Sequence[WeightBucket]) -> SyncReceipt:
+        return SyncReceipt(version, "retract", len(buckets), 1, sum(bucket.nbytes for bucket in buckets), 0.0)
+
+    async def weight_checksums(self, sent: Sequence[WeightBucket], verified: Mapping[str, str]) -> dict[str, str]:
+        return checksums_of(*sent)
+
+    def raise_if_lost(self) -> None: ...
+
+    async def shutdown(self) -> None: ...
