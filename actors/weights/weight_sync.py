@@ -77,6 +77,8 @@ class SyncTarget:
     """Load of its worker, from the last receipt."""
     node: str = ""
     """Id of its node; empty: not known."""
+    trouble: str = ""
+    """Why it has no newer weights: what its last attempt failed of; empty: nothing since its last receipt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,14 +188,18 @@ class WeightSync:
         self._ensure_syncing(target)
 
     async def receipts(self, version: int, *, deadline_s: float, is_one_enough: bool = False) -> None:
-        """Wait until the engines that are in the pool now hold `version`, or one does. Raises: DeadlineExceeded naming those that don't."""
+        """Wait until the engines that are in the pool now hold `version`, or one does.
+
+        Raises: DeadlineExceeded naming those that don't, and what their last attempts failed of.
+        """
         names, until = list(self._targets), asyncio.get_running_loop().time() + deadline_s  # with nodes that come, somebody always lacks it
         while missing := [name for name in names if name in self._targets and self._targets[name].version < version]:
             if is_one_enough and any(t.version >= version for t in self._targets.values()):
                 return
             if asyncio.get_running_loop().time() > until:
                 what = f"weight sync v{version} -> workers {', '.join(missing)}"
-                raise DeadlineExceeded(f"{what}: no receipt in {deadline_s:.0f} s", what=what, seconds=deadline_s)
+                why = "".join(f"; {name}: {trouble}" for name in missing if (trouble := self._targets[name].trouble))
+                raise DeadlineExceeded(f"{what}: no receipt in {deadline_s:.0f} s{why}", what=what, seconds=deadline_s)
             tasks = [t.task for t in self._targets.values() if t.task is not None and not t.task.done()]
             await (asyncio.wait(tasks, timeout=1.0) if tasks else asyncio.sleep(0.05))
 
@@ -216,7 +222,8 @@ class WeightSync:
     def _note_end(self, target: SyncTarget, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._callbacks.failure(target, f"its weight sync failed: {error!r}")
+            target.trouble = f"its weight sync failed: {error!r}"
+            self._callbacks.failure(target, target.trouble)
 
     async def _bring_up_to_date(self, target: SyncTarget) -> None:
         failures = late = 0
@@ -247,6 +254,7 @@ class WeightSync:
                 failures = late = 0
             except LateError as error:  # its engine was not touched, and is none the worse for a network or a store
                 late += 1
+                target.trouble = str(error)
                 level = logging.WARNING if late % 10 == 1 else logging.DEBUG  # all workers of a slow network say so
                 log.log(level, "weights v%d did not come to rollout worker %s, tried %dx: %s", version, target.name, late, error)
                 if is_asked and late % _LATE == 0 and all(other.version < version for other in self._targets.values()):
@@ -261,7 +269,7 @@ class WeightSync:
                 await asyncio.sleep(failures)
 
     def _mark_dirty(self, target: SyncTarget, reason: str) -> None:
-        target.version, target.is_verified = -1, False
+        target.version, target.is_verified, target.trouble = -1, False, reason
         self._callbacks.dirty(target, reason)
 
     def _accept(self, target: SyncTarget, receipt: SyncReceipt, snapshot: WeightSnapshot) -> None:
@@ -277,7 +285,8 @@ class WeightSync:
                 self._broadcast.rebuild()
         if not target.is_verified:  # marked dirty while this was under way: only a verified sync counts now
             return
-        target.version, target.received_at, target.load = receipt.version, asyncio.get_running_loop().time(), receipt.load
+        target.version, target.trouble = receipt.version, ""
+        target.received_at, target.load = asyncio.get_running_loop().time(), receipt.load
         self._callbacks.receipt(receipt)
         if snapshot.probe_logprobs:
             probe = self._compare_probe(target, snapshot.version, snapshot.probe_logprobs)

@@ -86,6 +86,34 @@ def test_an_engine_that_can_not_be_reached_for_a_moment_takes_its_weights_then()
     simulate(scenario)
 
 
+@pytest.mark.parametrize(
+    ("error", "tries", "why"),
+    [
+        (ray.exceptions.RayTaskError("f", "AttributeError: no _generation", AttributeError()), 3, "attempt 3 of 3: .*: no _generation"),
+        (ray.exceptions.RayTaskError("f", "traceback", LateError("bucket 2 of 3 is on its way")), 9, "bucket 2 of 3 is on its way$"),
+        (KeyError("bug"), 1, r"its weight sync failed: KeyError\('bug'\)$"),
+    ],
+    ids=["an error in the worker", "late", "an error in the sync"],
+)
+def test_a_wait_for_receipts_says_what_the_attempts_failed_of(error: Exception, tries: int, why: str) -> None:
+    """An engine that was given up looked like one that is slow, where nobody had asked the callbacks yet."""
+    engine = Engine(*[error] * tries)
+
+    async def scenario() -> None:
+        scene = Scene(w=engine)
+        await scene.sync.publish()
+        scene.sync.join(scene.targets["w"])
+        with pytest.raises(DeadlineExceeded, match=f"(?s)^weight sync v0 -> workers w: no receipt in 30 s; w: .*{why}"):
+            await scene.sync.receipts(0, deadline_s=30.0)
+        engine.script.clear()
+        await scene.publish(1)
+        await scene.sync.receipts(1, deadline_s=60.0)
+        assert scene.targets["w"].trouble == ""
+        await scene.sync.close()
+
+    simulate(scenario)
+
+
 def test_weights_that_do_not_come_are_no_engines_fault(caplog: pytest.LogCaptureFixture) -> None:
     """Three attempts would have been its end. It is asked again after pauses that grow, stays verified, and takes them when they come. As
     nobody else has them, their copy is made anew after three and after six: it may be lost for good."""
