@@ -79,6 +79,9 @@ class WeightDeltas:
         self._steps: list[_Step] = []
         """Consecutive versions, up to the newest."""
         self._fruitless = 0
+        self._starting: asyncio.Task[None] | None = None
+        """Task that starts the process in which deltas are computed. An abandoned delta doesn't end it: where a start takes longer than a
+        step, each version would begin another one, and none would ever end."""
         self._copies: dict[str, _Copy] = {}
         """By node id the weights that the node holds."""
 
@@ -118,8 +121,9 @@ class WeightDeltas:
     def close(self) -> None:
         for node, copy in list(self._copies.items()):
             self._drop(node, copy)
-        for step in self._steps:
-            abandon(step.making)
+        for making in (*(step.making for step in self._steps), self._starting):
+            if making is not None:
+                abandon(making)
 
     def _is_far(self, node: str) -> bool:
         return node not in ("", self._home)
@@ -138,10 +142,15 @@ class WeightDeltas:
     async def _make(self, older: WeightSnapshot, newer: WeightSnapshot) -> tuple[list[Any], int]:
         if _sizes(older) != _sizes(newer):
             raise SyncError(f"weights v{newer.version} are divided into other buckets than v{older.version}")
+        starting = self._starting = self._starting or asyncio.create_task(self._start(), name="process for differences")
         try:
+            await asyncio.shield(starting)
             deltas, delta_bytes = await self._run(differences, "differences", self._home, newer, *older.buckets, *newer.buckets)
-        except _FAILURES as error:
-            log.warning("weights v%d are sent whole, because their delta could not be computed: %s", newer.version, error)
+        except BaseException as error:
+            if starting.done() and self._starting is starting:  # its process has ended with the task, or could not be started
+                self._starting = None
+            if isinstance(error, _FAILURES):
+                log.warning("weights v%d are sent whole, because their delta could not be computed: %s", newer.version, error)
             raise
         self._fruitless = self._fruitless + 1 if delta_bytes >= sum(_sizes(newer)) else 0
         if self._fruitless == _FRUITLESS:
@@ -149,16 +158,22 @@ class WeightDeltas:
             log.warning(said, _FRUITLESS)
         return deltas, delta_bytes
 
+    async def _start(self) -> None:
+        """Start the process that computes deltas; Ray runs the next tasks of this node in it."""
+        await self._result(_task(imports, self._home).remote(), "process for differences", self._home)
+
     async def _run(self, function: Any, what: str, node: str, newest: WeightSnapshot, *arguments: Any) -> tuple[list[Any], Any]:
         """Run a generator as a Ray task on a node. Returns: references to what it yields for each bucket, and its last value."""
-        place = NodeAffinitySchedulingStrategy(node, soft=False) if node else None
-        # No retries: for one Ray would keep the arguments in the store; if a result is lost, the node fetches all weights.
-        task = ray.remote(function).options(num_cpus=0, max_retries=0, num_returns=len(newest.buckets) + 1, scheduling_strategy=place)
-        *found, summary = task.remote(len(newest.buckets), *arguments)
+        count = len(newest.buckets)
+        *found, summary = _task(function, node, num_returns=count + 1).remote(count, *arguments)
+        return found, await self._result(summary, f"{what}, v{newest.version}", node)
+
+    async def _result(self, reference: Any, what: str, node: str) -> Any:
+        """Of a Ray task on this node, which ends if it is late or this is cancelled."""
         try:
-            return found, await wait_for(summary, f"{what}, v{newest.version} <- node {node[:8]}", deadline_s=self._limit_s)
-        except BaseException:  # late or cancelled: the task would go on, and keep its versions in the store
-            ray.cancel(summary, force=True)
+            return await wait_for(reference, f"{what} <- node {node[:8]}", deadline_s=self._limit_s)
+        except BaseException:  # the task would go on, and keep its versions in the store
+            ray.cancel(reference, force=True)
             raise
 
     # -- one node ----------------------------------------------------------------------------------------------------
@@ -208,6 +223,18 @@ def _look_at_its_error(making: asyncio.Task[Any]) -> None:
 def _sizes(snapshot: WeightSnapshot) -> list[int]:
     """Bytes of its buckets."""
     return [sum(spec.nbytes for spec in bucket) for bucket in snapshot.specs]
+
+
+def _task(function: Any, node: str, **options: Any) -> Any:
+    """The function as a Ray task on this node; empty: on any."""
+    place = NodeAffinitySchedulingStrategy(node, soft=False) if node else None
+    # No retries: for one Ray would keep the arguments in the store; if a result is lost, the node fetches all weights.
+    return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=place, **options)
+
+
+def imports() -> None:
+    """A Ray task: does nothing, in a process that has imported what `differences` needs (torch, too)."""
+    from actors.weights import bucket_delta  # noqa: F401
 
 
 def differences(count: int, *buckets: WeightBucket) -> Iterator[BucketDelta | int]:

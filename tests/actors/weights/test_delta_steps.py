@@ -28,6 +28,7 @@ class Scene:
         self.delta_bytes = delta_bytes
         self.deltas = WeightDeltas(HOME, 5.0)
         self.deltas._run = self._run  # type: ignore[method-assign]
+        self.deltas._start = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
         self.may_rebuild = asyncio.Event()
         self.may_rebuild.set()
         self.version = -1
@@ -88,20 +89,28 @@ def test_a_node_that_is_behind_has_its_differences_kept() -> None:
 
 
 class Tasks:
-    """Ray's, none of which ends by itself."""
+    """Ray's, none of which ends by itself; the process for them is there at once unless a test says otherwise."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, has_process: bool = True) -> None:
+        self.has_process = has_process
+        self.starts: list[asyncio.Future[None]] = []
         self.begun: list[asyncio.Future[Any]] = []
         self.cancelled: list[Any] = []
         monkeypatch.setattr(weight_deltas.ray, "remote", lambda function: SimpleNamespace(options=self._options))
         monkeypatch.setattr(weight_deltas.ray, "cancel", lambda reference, *, force: self.cancelled.append(reference))
 
-    def _options(self, *, num_returns: int, **_: Any) -> Any:
-        return SimpleNamespace(remote=lambda *_: [self._begin() for _ in range(num_returns)])
+    def _options(self, *, num_returns: int = 0, **_: Any) -> Any:
+        return SimpleNamespace(remote=lambda *_: [self._begin() for _ in range(num_returns)] or self._start())
 
     def _begin(self) -> asyncio.Future[Any]:
         self.begun.append(asyncio.get_running_loop().create_future())
         return self.begun[-1]
+
+    def _start(self) -> asyncio.Future[None]:
+        self.starts.append(asyncio.get_running_loop().create_future())
+        if self.has_process:
+            self.starts[-1].set_result(None)
+        return self.starts[-1]
 
 
 @pytest.mark.parametrize("limit_s", [0.05, 5.0], ids=["past its deadline", "newer weights are out"])
@@ -120,9 +129,53 @@ def test_a_task_that_nobody_waits_for_is_ended(limit_s: float, monkeypatch: pyte
             await scene.publish()
             assert scene.kept == []
         assert tasks.cancelled == [tasks.begun[1]], "of the differences of one bucket, and their bytes"
+        await scene.publish()
+        await scene.publish()
+        assert len(tasks.starts) == 2, "its process has ended with it"
         scene.deltas.close()
 
     asyncio.run(scenario())
+
+
+def test_a_process_that_starts_for_longer_than_a_step_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was ended with the delta that was late, each time anew: a run of short steps had no delta in a minute."""
+
+    async def scenario() -> None:
+        scene, tasks = Scene(), Tasks(monkeypatch, has_process=False)
+        scene.deltas = WeightDeltas(HOME, 5.0)
+        for _ in range(6):
+            await scene.publish()
+        assert len(tasks.starts) == 1 and tasks.begun == tasks.cancelled == []
+        tasks.starts[0].set_result(None)
+        await asyncio.sleep(0.01)
+        assert len(tasks.begun) == 2, "the differences of one bucket to the newest version, and their bytes"
+        for _ in range(2):
+            tasks.begun[-1].set_result(20)
+            await asyncio.sleep(0.01)
+            await scene.publish()
+        assert len(tasks.starts) == 1 and tasks.cancelled == [] and scene.kept == [5, 6, 7]
+        scene.deltas.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_process_that_does_not_start_is_tried_again_with_the_next_version(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        scene, tasks = Scene(), Tasks(monkeypatch, has_process=False)
+        scene.deltas = WeightDeltas(HOME, 0.05)
+        for _ in range(2):
+            await scene.publish()
+        await asyncio.wait({scene.deltas._steps[-1].making})
+        assert tasks.cancelled == tasks.starts and len(tasks.starts) == 1
+        tasks.has_process = True
+        await scene.publish()
+        assert len(tasks.starts) == 2 and len(tasks.begun) == 2
+        scene.deltas.close()
+
+    asyncio.run(scenario())
+    assert "weights v1 are sent whole, because their delta could not be computed: process for differences <- node aaaaaaaa" in caplog.text
 
 
 def test_what_leads_to_an_older_version_is_not_taken_for_the_newest() -> None:
