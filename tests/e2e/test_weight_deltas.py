@@ -78,12 +78,16 @@ def test_an_engine_that_takes_version_after_version_by_deltas_holds_the_learners
 
 
 def test_a_run_on_two_nodes_tells_what_it_saved(small_model: Path, tmp_path: Path) -> None:
-    """The probe of every version agrees: the engine computes with the learner's weights."""
+    """The probe of every version agrees: the engine computes with the learner's weights.
+
+    Without staleness no step begins before the engine has the weights of the one before, however short steps are.
+    """
     run_dir = tmp_path / "run"
     with ray_cluster("--num-cpus=8", "--resources={}") as cluster:
-        cluster.add_node("127.0.0.2", "--num-cpus=1")
+        cluster.add_node("127.0.0.2", "--num-cpus=2")  # the engine's, and one for which Ray keeps the process that makes weights
         words = [f"model={small_model}", f"run_dir={run_dir}", "weight_sync.deltas=true", f"steps={STEPS}"]
-        words += ["learner.learning_rate=1e-5", "checkpoint.every_steps=0", "evaluation.problems=4"]
+        words += ["max_staleness=0", "deadlines.sync_s=180", "learner.learning_rate=1e-5"]
+        words += ["checkpoint.every_steps=0", "evaluation.problems=4"]
         run = Run(run_dir, str(RECIPE), *words, address=cluster.address, **cluster.variables)
         try:
             assert run.wait(400.0) == 0, run.output()[-4000:]
