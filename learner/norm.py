@@ -1,5 +1,6 @@
-"""RMSNorm in the order of operations of Hugging Face and SGLang: normalise in float32, round, then multiply by the weight. And where some
-families have norms that Megatron's layers have no place for: over all heads of queries or keys, and after a product.
+"""RMSNorm, rounded where the engine rounds. On a CPU SGLang has Hugging Face's order: normalise in float32, round, multiply by the weight.
+Its kernels for GPUs round once, at the end. And where some families have norms that Megatron's layers have no place for: over all heads
+of queries or keys, and after a product.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from correction.engines.operators import rms_norm
@@ -15,7 +17,8 @@ from correction.engines.operators import rms_norm
 class HFRMSNorm(torch.nn.Module):
     """y = weight * (x / sqrt(mean(x^2) + eps)), the mean over the last dimension.
 
-    x / sqrt(...) is rounded to the weights' type before it is multiplied, as the other engine does: in bfloat16 that shows.
+    x / sqrt(...) is rounded to the weights' type before it is multiplied, as the engine does on a CPU: in half precision that shows. On a
+    GPU half precision has torch's own kernel, which rounds once, as the engine's does there.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any):
@@ -25,8 +28,14 @@ class HFRMSNorm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if rounds_once(x):
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         output: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return output
+
+
+def rounds_once(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype != torch.float32
 
 
 class AllHeadsNorm(HFRMSNorm):

@@ -196,6 +196,8 @@ class EngineProcess:
                 environment["TORCHDYNAMO_DISABLE"] = "1"            # functions that only GPUs need; to mark them loads the whole compiler
             environment |= {name: os.environ.get(name, value) for name, value in KEPT_KERNELS.items()}  # ray.env of the user's wins
             environment["OMP_NUM_THREADS"] = str(self._config.threads)
+            # Ranks look one after the other at what is free; on a CPU that is the host's memory, which others take and free meanwhile.
+            environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
         if self._config.tensor_parallel > 1:
             environment |= environment_of_ranks(self._config.tensor_parallel, sorted(os.sched_getaffinity(0)) if on_cpu else ())
         return environment

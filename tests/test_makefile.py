@@ -73,3 +73,17 @@ def test_a_newer_list_of_packages_installs_the_same_kind_again(folder: Path) -> 
     os.utime(folder / "constraints-gpu.txt", (2e9, 2e9))
     _, calls = make(folder, "train")
     assert ["-c constraints-gpu.txt" in call for call in calls if call.startswith("pip")] == [True]
+
+
+def test_the_suite_hides_gpus_and_what_only_a_gpu_computes_has_a_target_of_its_own(folder: Path) -> None:
+    """Other tests compare bits and start several ranks, which NCCL would not connect on one GPU. All that skip without a GPU are named."""
+    for target in ("test", "test-deep", "test-slow"):
+        _, calls = make(folder, target, has_gpu=True)
+        assert calls[-1].startswith("python -m pytest") and calls[-1].endswith("CUDA_VISIBLE_DEVICES="), target
+    make(folder, "gpu")
+    _, calls = make(folder, "test-gpu", has_gpu=True)
+    assert calls[-1].endswith("CUDA_VISIBLE_DEVICES=unset")
+    named = calls[-1].split("-m slow ")[1].split(" CUDA")[0].split()
+    tests = ROOT.glob("tests/*/test_*.py")
+    asking = {str(path.relative_to(ROOT)) for path in tests if "skipif(not torch.cuda.is_available()" in path.read_text()}
+    assert len(asking) >= 3 and [one for one in asking if not one.startswith(tuple(named))] == []

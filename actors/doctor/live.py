@@ -194,8 +194,12 @@ class _Visit:
         self._group = group
 
     async def _exported(self, group: LearnerGroup) -> WeightSnapshot | None:
-        """Export the learner's weights into the object store, with its logprobs of the first sequence."""
+        """Export the learner's weights into the object store, with its logprobs of the first sequence.
+
+        Twice: a run's first version also pays for page-locked memory and for kernels that are loaded, and the later ones are what counts.
+        """
         try:
+            await group.export(self._plan())
             return await group.export(self._plan())
         except (EvenkeelError, ray.exceptions.RayError) as error:
             self._failed("export of the learner", error)

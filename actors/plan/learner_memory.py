@@ -113,8 +113,10 @@ def layer_activations(shape: ModelShape, config: LearnerConfig) -> float:
     keys = max(shape.key_heads / ranks, 1) * shape.head_width
     # What two products read (under sequence parallelism gathered anew in the backward pass), and what each norm made of its input.
     kept = (size * (2 + shape.norms) * shape.hidden + 4 * shape.norms) * rows
-    # Rotary tables; q, k; q with k and v as the product made them; the attention's output, and as the next product reads it.
-    kept += size * (4 * shape.rotary_width + queries + keys + queries + 2 * keys + 2 * queries) + 4 * shape.heads / ranks
+    # Rotary tables; q, k; q with k and v as the product made them; the attention's output, and, unless the kernel's own is in one piece,
+    # as the next product reads it.
+    outputs = queries if _has_variable_length_kernel(config) else 2 * queries
+    kept += size * (4 * shape.rotary_width + queries + keys + queries + 2 * keys + outputs) + 4 * shape.heads / ranks
     if shape.has_head_norms:
         normalised = shape.heads + shape.key_heads if shape.family.qk_norm == "head" else 2
         kept += size * (queries + keys) + 4 * normalised / ranks
@@ -252,6 +254,11 @@ def _experts_forward_bytes(shape: ModelShape, config: LearnerConfig, rows: float
 
 def _has_grouped_kernel(config: LearnerConfig) -> bool:
     return config.resolved_device == "cuda" and config.resolved_dtype == "bfloat16"
+
+
+def _has_variable_length_kernel(config: LearnerConfig) -> bool:
+    """Whether attention is one kernel over all sequences (learner/attention.py)."""
+    return config.resolved_device == "cuda" and config.resolved_dtype != "float32"
 
 
 def _grouped_product_bytes(shape: ModelShape, config: LearnerConfig, rows: float) -> float:

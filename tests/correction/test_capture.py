@@ -42,6 +42,15 @@ def test_places_of_one_side_and_captures_without_a_common_token_are_refused() ->
         compare_captures({LOGITS: rows([0], [1.0])}, {LOGITS: rows([1], [1.0])})
 
 
+def test_what_the_engine_computes_in_one_kernel_is_compared_at_the_next_place() -> None:
+    """SGLang on a GPU has no norm of queries and keys of its own; the learner always has. Of any other place both have to tell."""
+    learner = {OperatorPlace(name, 0): rows([0], [1.0]) for name in ("q_norm", "k_norm", "rotary_q", "norm")}
+    engine = {place: value for place, value in learner.items() if place.operator in ("rotary_q", "norm")}
+    assert [str(gap.place) for gap in compare_captures(engine, learner)] == ["layers.0.norm", "layers.0.rotary_q"]
+    with pytest.raises(EngineError, match=r"captures: layers\.0\.rotary_q on one side only"):
+        compare_captures({OperatorPlace("norm", 0): rows([0], [1.0])}, learner)
+
+
 def test_a_sequence_is_found_by_some_of_its_tokens() -> None:
     sequences = [[5, 6, 7], [5, 6, 8, 9]]
     assert sequence_start(sequences, [0, 2], [5, 8]) == 3

@@ -12,6 +12,7 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from learner.families import FAMILIES
+from rollout import sglang_plugin
 from rollout.engine import RolloutEngine
 from rollout.engine_arguments import REFUSED_OF_RANKS
 from rollout.engine_config import RESERVED_ARGUMENTS
@@ -71,3 +72,15 @@ def test_what_is_refused_are_arguments_of_sglang(engine: RolloutEngine) -> None:
     from sglang.srt.server_args import ServerArgs
 
     assert set(REFUSED_OF_RANKS) | set(RESERVED_ARGUMENTS) <= set(ServerArgs.__struct_fields__)
+
+
+@pytest.mark.parametrize(("is_there", "is_for_gpus", "serves"), [(False, False, False), (True, False, True), (True, True, False)])
+def test_kernels_for_gpus_stay_away_from_an_engine_on_a_cpu(
+    is_there: bool, is_for_gpus: bool, serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After `make gpu` there is an sgl_kernel, which loads CUDA code or fails. Seen on a machine without a GPU: 'Could not load any
+    common_ops library', and no engine."""
+    monkeypatch.setattr(sglang_plugin.importlib.util, "find_spec", lambda name: object() if is_there else None)
+    monkeypatch.setattr(sglang_plugin, "installed", lambda name: "0.4.7" if is_for_gpus and name == "sglang-kernel" else "")
+    assert sglang_plugin._serves_a_cpu("sgl_kernel") is serves
+    assert sglang_plugin._serves_a_cpu("torchvision") is is_there
