@@ -75,6 +75,10 @@ def failures(seeds: Sequence[int], *, processes: int = 1) -> Iterator[tuple[int,
             yield done, found
 
 
+OUT_OF_DATE = ("TypeError: ", "AttributeError: ", "NameError: ")
+"""What a planted bug raises whose functions have other arguments or names than the product's by now."""
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """What the simulation made of a planted bug."""
@@ -88,9 +92,14 @@ class Found:
 
 
 def first_shown(bug: Bug, seeds: Sequence[int]) -> tuple[int, str] | None:
-    """Play seeds with the bug planted. Returns: the first that shows it, and what the simulation says; None if none does."""
+    """Play seeds with the bug planted. Returns: the first that shows it, and what the simulation says; None if none does.
+
+    Raises: AssertionError if what is planted no longer goes with the product's classes, and fails by itself.
+    """
     with bug():
-        return next(((seed, outcome.violation) for seed in seeds if (outcome := play(schedule_of(seed))).violation), None)
+        shown = next(((seed, outcome.violation) for seed in seeds if (outcome := play(schedule_of(seed))).violation), None)
+    assert shown is None or not shown[1].startswith(OUT_OF_DATE), f"{title(bug)}: it is out of date: {shown}"
+    return shown
 
 
 def find(bug: Bug, seeds: Sequence[int]) -> Found:
