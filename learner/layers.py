@@ -72,7 +72,7 @@ def block_spec(transformer: TransformerConfig, family: ModelFamily, layers: Laye
         vp_stage: which of the rank's chunks, if it has several.
     """
     norm, attention, column, row = {
-        # Its norms are rounded as the engine's are (learner/norm.py).
+        # Where its norms round: learner/norm.py.
         "local": (HFRMSNorm, PackedAttention, ColumnParallelLinear, RowParallelLinear),
         "batch_invariant": (HFRMSNorm, BatchInvariantAttention, BatchInvariantColumnLinear, BatchInvariantRowLinear),
         # Rounds once, at the end.

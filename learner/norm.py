@@ -1,6 +1,6 @@
-"""RMSNorm, rounded where the engine rounds. On a CPU SGLang has Hugging Face's order: normalise in float32, round, multiply by the weight.
-Its kernels for GPUs round once, at the end. And where some families have norms that Megatron's layers have no place for: over all heads
-of queries or keys, and after a product.
+"""RMSNorm. On a CPU, and in float32, in Hugging Face's order: normalise in float32, round, multiply by the weight, which `true_on_policy`
+asks of both engines. In half precision on a GPU it rounds once, at the end, as SGLang does there, and on a CPU unless `true_on_policy` is
+on. And where some families have norms that Megatron's layers have no place for: over all heads of queries or keys, and after a product.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from correction.engines.operators import rms_norm
 class HFRMSNorm(torch.nn.Module):
     """y = weight * (x / sqrt(mean(x^2) + eps)), the mean over the last dimension.
 
-    x / sqrt(...) is rounded to the weights' type before it is multiplied, as the engine does on a CPU: in half precision that shows. On a
-    GPU half precision has torch's own kernel, which rounds once, as the engine's does there.
+    x / sqrt(...) is rounded to the weights' type before it is multiplied: in half precision that shows. On a GPU half precision has torch's
+    own kernel, which rounds once.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any):

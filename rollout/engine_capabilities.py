@@ -27,7 +27,7 @@ class EngineCapabilities:
     has_plugin: bool
     """SGLang finds evenkeel's entry points: checksums, logprobs and, on a CPU, the stand-ins depend on them."""
     has_gpu_kernels: bool
-    """The real sgl_kernel package; where it is absent, CPU engines use a stand-in."""
+    """SGLang's kernels for GPUs. Engines on a CPU use a stand-in for them in any case."""
 
     @classmethod
     def of_this_machine(cls, device: str) -> EngineCapabilities:

@@ -46,6 +46,7 @@ CONTROLLER = "controller"
 """Role of the process that deals requests out to groups of ranks, and computes nothing."""
 
 _MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
+_BALANCE_CHECK = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
 
 
 class EngineProcess:
@@ -197,7 +198,7 @@ class EngineProcess:
             environment |= {name: os.environ.get(name, value) for name, value in KEPT_KERNELS.items()}  # ray.env of the user's wins
             environment["OMP_NUM_THREADS"] = str(self._config.threads)
             # Ranks look one after the other at what is free; on a CPU that is the host's memory, which others take and free meanwhile.
-            environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+            environment[_BALANCE_CHECK] = os.environ.get(_BALANCE_CHECK, "0")
         if self._config.tensor_parallel > 1:
             environment |= environment_of_ranks(self._config.tensor_parallel, sorted(os.sched_getaffinity(0)) if on_cpu else ())
         return environment

@@ -56,7 +56,7 @@ def test_every_step_says_where_it_was_run() -> None:
         assert rest != where and not re.search(r"GPU|NVIDIA|[ABHL]\d{2,3}\b", rest), f"{step}: where was it run?"
 
 
-def test_the_first_hour_says_of_each_step_what_was_seen_and_its_tests_ask_for_a_gpu() -> None:
+def test_the_first_hour_says_of_each_step_what_was_seen() -> None:
     """Commands of evenkeel are looked at by tests/test_docs.py."""
     hour = PAGE.split("## The first hour on a GPU")[1].split("\n## ")[0]
     steps = re.findall(r"^\| (\d+)\. .* \| (.*) \|$", hour, re.MULTILINE)

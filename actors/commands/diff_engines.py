@@ -19,7 +19,7 @@ from actors.doctor.start_checks import check_model_folder
 from actors.settings.true_on_policy import contract_of
 from correction.batch import PackedBatch
 from correction.engines.agreement import Agreement, compare
-from correction.engines.capture import ORDER, Capture, OperatorGap, compare_captures
+from correction.engines.capture import FUSED, ORDER, Capture, OperatorGap, compare_captures
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
 from rollout import engine_capture
@@ -109,7 +109,8 @@ def diff_engines(
     finally:
         rank.close()
     say("comparing every operator, bit by bit")
-    return EngineDiff(compare_captures(of_engine, of_learner), compare(batch, logprobs), tuple(batch.offsets.tolist()))
+    gaps = compare_captures(of_engine, of_learner, FUSED if engine.resolved_device == "cuda" else ())
+    return EngineDiff(gaps, compare(batch, logprobs), tuple(batch.offsets.tolist()))
 
 
 async def capture_engine(

@@ -196,7 +196,7 @@ class _Visit:
     async def _exported(self, group: LearnerGroup) -> WeightSnapshot | None:
         """Export the learner's weights into the object store, with its logprobs of the first sequence.
 
-        Twice: a run's first version also pays for page-locked memory and for kernels that are loaded, and the later ones are what counts.
+        Twice: a run's first version also pays for page-locked memory and for kernels that are loaded, and the later ones count.
         """
         try:
             await group.export(self._plan())

@@ -185,16 +185,19 @@ def _gate_backward_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) 
 def _after_gate_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> float:
     """The same of norms and attention. It is more where attention is much of a layer: the feed-forward part is free by then, or nearly.
 
-    A norm goes back in float32 (learner/norm.py): the gradient times its weight, what it had normalised, which float32 has kept, and their
-    product. One before the feed-forward part also has the gradient that it was given, and its own output is free. One after it is the
-    first of the layer to go back. Attention has the gradients of what it gave and of what it was given, and the residual's twice; free are
-    the norm and the copy of its output that the product after it had read.
+    A norm goes back in float32 (learner/norm.py; torch's kernel for it on a GPU takes less than is counted here): the gradient times its
+    weight, what it had normalised, which float32 has kept, and their product. One before the feed-forward part also has the gradient that
+    it was given, and its own output is free. One after it is the first of the layer to go back. Attention has the gradients of what it gave
+    and of what it was given, and the residual's twice; free are the norm and the copy of its output that the product after it had read. The
+    variable-length kernel makes no such copy, and adds up the queries' gradient in float32.
     """
     size, ranks = BYTES_OF[config.resolved_dtype], config.tensor_parallel
     hidden, freed = _hidden_bytes(shape, config, tokens), tokens * _feed_forward_activations(shape, config)
     in_norm = hidden * (2 if size == 4 else 6)
     queries, keys = shape.heads / ranks * shape.head_width, max(shape.key_heads / ranks, 1) * shape.head_width
     in_attention = tokens * size * (queries + 2 * keys) - freed - hidden
+    if _has_variable_length_kernel(config):  # it sums the queries' gradient in float32, and there is no copy of its output to be free
+        in_attention += tokens * (4 + size) * queries
     return max(in_norm - freed, in_norm if shape.family.has(FEED_FORWARD_NORM_AFTER) else 0.0, in_attention)
 
 

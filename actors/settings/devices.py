@@ -66,7 +66,7 @@ def check_shares(config: RunConfig) -> None:
         raise ConfigError(
             "weight_sync.transport = broadcast where a rank or a worker has a share of a GPU: an engine may be on the learner's own, and "
             "NCCL makes no group of two processes on one",
-            remedy="Set weight_sync.transport: object_store",
+            remedy="Set weight_sync.transport: object_store, or learner.gpus_per_rank and rollout.gpus_per_worker to 1",
         )
 
 

@@ -142,7 +142,9 @@ class WeightDeltas:
     async def _make(self, older: WeightSnapshot, newer: WeightSnapshot) -> tuple[list[Any], int]:
         if _sizes(older) != _sizes(newer):
             raise SyncError(f"weights v{newer.version} are divided into other buckets than v{older.version}")
-        starting = self._starting = self._starting or asyncio.create_task(self._start(), name="process for differences")
+        if self._starting is None or _has_failed(self._starting):
+            self._starting = asyncio.create_task(self._start(), name="process for differences")
+        starting = self._starting
         try:
             await asyncio.shield(starting)
             deltas, delta_bytes = await self._run(differences, "differences", self._home, newer, *older.buckets, *newer.buckets)
@@ -159,7 +161,8 @@ class WeightDeltas:
         return deltas, delta_bytes
 
     async def _start(self) -> None:
-        """Start the process that computes deltas; Ray runs the next tasks of this node in it."""
+        """Start the process that computes deltas. Ray runs the next tasks of this node in it, if it keeps it: on a node without a CPU to
+        spare it ends an idle process after a second, and then each delta begins with another start."""
         await self._result(_task(imports, self._home).remote(), "process for differences", self._home)
 
     async def _run(self, function: Any, what: str, node: str, newest: WeightSnapshot, *arguments: Any) -> tuple[list[Any], Any]:
@@ -218,6 +221,10 @@ def _look_at_its_error(making: asyncio.Task[Any]) -> None:
     """Retrieve the task's error, which `_make` has logged, so that asyncio doesn't log it again."""
     if not making.cancelled():
         making.exception()
+
+
+def _has_failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def _sizes(snapshot: WeightSnapshot) -> list[int]:

@@ -52,6 +52,8 @@ _ATTEMPTS = 3
 _LATE = 3  # attempts in a row, without anybody who has a version, after which its copy in the object store counts as lost
 _FINAL = (EngineError, ActorLost)  # of an engine that is gone, or its worker; what derives from them (dirty, not reached now) may pass
 _UNPROBED = 10
+_TOLD = 3  # engines whose trouble is told where several are missing
+_ENDS = 150  # characters of either end of a long error
 """Number of versions in a row whose probe wasn't answered before the next version, after which there is a warning."""
 
 
@@ -78,7 +80,7 @@ class SyncTarget:
     node: str = ""
     """Id of its node; empty: not known."""
     trouble: str = ""
-    """Why it has no newer weights: what its last attempt failed of; empty: nothing since its last receipt."""
+    """Why it has no newer weights: what its last attempt failed of, or why its engine is dirty; empty: nothing since its last receipt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +200,8 @@ class WeightSync:
                 return
             if asyncio.get_running_loop().time() > until:
                 what = f"weight sync v{version} -> workers {', '.join(missing)}"
-                why = "".join(f"; {name}: {trouble}" for name in missing if (trouble := self._targets[name].trouble))
+                told = [f"; {name}: {_brief(trouble)}" for name in missing if (trouble := self._targets[name].trouble)]
+                why = "".join(told[:_TOLD]) + (f"; and {len(told) - _TOLD} more" if len(told) > _TOLD else "")
                 raise DeadlineExceeded(f"{what}: no receipt in {deadline_s:.0f} s{why}", what=what, seconds=deadline_s)
             tasks = [t.task for t in self._targets.values() if t.task is not None and not t.task.done()]
             await (asyncio.wait(tasks, timeout=1.0) if tasks else asyncio.sleep(0.05))
@@ -361,3 +364,9 @@ class WeightSync:
                 self._mark_dirty(target, f"broadcast of v{version} failed, it goes through the object store: {error}")
             await self._broadcast.dissolve()
             return await self._learner.export(replace(plan, broadcasts=False, stores=True, checksums=True)), []
+
+
+def _brief(error: str) -> str:
+    """In one line: how it begins and how it ends; of an error in another process the traceback is in between."""
+    line = " ".join(error.split())
+    return line if len(line) <= 2 * _ENDS else f"{line[:_ENDS]} ... {line[-_ENDS:]}"

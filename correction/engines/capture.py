@@ -6,7 +6,7 @@ sides (`ORDER`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ ORDER = (
 and k_norm are there where a family has them, rotary_q and rotary_k are what enters the attention."""
 
 FUSED = frozenset({"q_norm", "k_norm"})
-"""Operators that SGLang computes on a GPU in one kernel with the rotary embedding after them: there they have no result of their own."""
+"""Operators that SGLang may compute on a GPU by one kernel for queries and keys, without calling their modules: hooks don't see them."""
 
 
 class OperatorPlace(NamedTuple):
@@ -76,16 +76,16 @@ class OperatorGap:
     """Index in the packed batch of the first row that differs."""
 
 
-def compare_captures(engine: Capture, learner: Capture) -> list[OperatorGap]:
+def compare_captures(engine: Capture, learner: Capture, fused: Collection[str] = ()) -> list[OperatorGap]:
     """Gaps in the order of computation; the first that differs is the operator where the difference begins.
 
     Args:
         engine: tokens in any order, some perhaps several times; learner: each token at most once.
-    Places that the engine fuses with the next one aren't compared: their difference is in that one.
+        fused: operators that the engine need not show. They aren't compared then: their difference is in the next one.
     Raises: EngineError if another place is on one side only, or the sides have no token in common there.
     """
     alone = engine.keys() ^ learner.keys()
-    if others := [place for place in alone if place in engine or place.operator not in FUSED]:
+    if others := [place for place in alone if place in engine or place.operator not in fused]:
         named = ", ".join(sorted(map(str, others)))
         raise EngineError(f"captures: {named} on one side only: the model's layers have other names than expected")
     return [_gap(place, engine[place], learner[place]) for place in sorted(engine, key=_order)]

@@ -52,7 +52,7 @@ def quantised(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
     height, width = (block or rows), (block or columns)
     padded = F.pad(weight.detach().float(), (0, -columns % width, 0, -rows % height))
     blocks = padded.view(-1, height, padded.shape[1] // width, width)  # [blocks, height, blocks, width]
-    largest = blocks.new_tensor(LARGEST)  # a tensor: by a number a GPU multiplies with its inverse, which rounds otherwise
+    largest = blocks.new_full((), LARGEST)  # a tensor: by a number a GPU multiplies with its inverse, which rounds otherwise
     scale = (blocks.abs().amax((1, 3), keepdim=True) / largest).clamp(min=torch.finfo(torch.float32).tiny)
     values = (blocks / scale).to(torch.float8_e4m3fn)
     return values.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous(), scale[:, 0, :, 0].contiguous()

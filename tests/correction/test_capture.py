@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from correction.engines.capture import CapturedRows, OperatorPlace, compare_captures, sequence_start
+from correction.engines.capture import FUSED, CapturedRows, OperatorPlace, compare_captures, sequence_start
 from correction.errors import EngineError
 
 LOGITS = OperatorPlace("logits")
@@ -43,12 +43,14 @@ def test_places_of_one_side_and_captures_without_a_common_token_are_refused() ->
 
 
 def test_what_the_engine_computes_in_one_kernel_is_compared_at_the_next_place() -> None:
-    """SGLang on a GPU has no norm of queries and keys of its own; the learner always has. Of any other place both have to tell."""
+    """SGLang on a GPU shows no norms of queries and keys; the learner always does. On a CPU, and of any other place, both have to."""
     learner = {OperatorPlace(name, 0): rows([0], [1.0]) for name in ("q_norm", "k_norm", "rotary_q", "norm")}
     engine = {place: value for place, value in learner.items() if place.operator in ("rotary_q", "norm")}
-    assert [str(gap.place) for gap in compare_captures(engine, learner)] == ["layers.0.norm", "layers.0.rotary_q"]
+    assert [str(gap.place) for gap in compare_captures(engine, learner, FUSED)] == ["layers.0.norm", "layers.0.rotary_q"]
+    with pytest.raises(EngineError, match=r"captures: layers\.0\.k_norm, layers\.0\.q_norm on one side only"):
+        compare_captures(engine, learner)
     with pytest.raises(EngineError, match=r"captures: layers\.0\.rotary_q on one side only"):
-        compare_captures({OperatorPlace("norm", 0): rows([0], [1.0])}, learner)
+        compare_captures({OperatorPlace("norm", 0): rows([0], [1.0])}, learner, FUSED)
 
 
 def test_a_sequence_is_found_by_some_of_its_tokens() -> None:

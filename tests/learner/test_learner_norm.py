@@ -29,7 +29,7 @@ def made(kind: type[HFRMSNorm], dtype: torch.dtype) -> HFRMSNorm:
 
 
 def test_the_kernel_is_for_half_precision_on_a_gpu_alone() -> None:
-    """A CPU has the engine's own order of roundings, float32 the learner's own gradient."""
+    """A CPU keeps Hugging Face's order of roundings, float32 the learner's own gradient."""
     assert not any(norm.rounds_once(torch.zeros(1, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float16))
     of_a_gpu = [SimpleNamespace(is_cuda=True, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
     assert [norm.rounds_once(x) for x in of_a_gpu] == [False, True, True]  # type: ignore[arg-type]

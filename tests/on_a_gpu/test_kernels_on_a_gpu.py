@@ -5,6 +5,8 @@ These need a GPU, and are skipped without one: `python -m pytest -m slow tests/o
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from correction import PRESETS, CorrectionConfig, correct, policy_loss
 from correction.engines.checksum import ROW_WORDS, tensor_checksum
 from correction.engines.float8 import BLOCK, dequantised, quantised
 from learner.experts import _by_loop, grouped_product
+from learner.norm import AllHeadsNorm, HFRMSNorm
 from tests.correction.fixtures import random_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -61,6 +64,32 @@ def test_experts_by_one_kernel(rows: list[int]) -> None:
         largest = float(truth.abs().max()) or 1.0
         off, usual = (float((one.double().cpu() - truth).abs().max()) / largest for one in (ours, theirs))
         assert off <= 4 * usual + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [HFRMSNorm, AllHeadsNorm])
+def test_norms_are_rounded_once(kind: type[HFRMSNorm], dtype: torch.dtype) -> None:
+    """The output is float64's, rounded once, but for a unit in the last place; the gradients are no further from float64 than a rounding of
+    each of their parts. Of rows that are a view of a wider product, as queries and keys are."""
+    generator, width = torch.Generator().manual_seed(4), 256
+    whole = torch.randn(65, 3 * width, generator=generator).to(dtype)
+    rows = whole[:, width : 2 * width].unflatten(1, (2, -1)) if kind is AllHeadsNorm else whole[:, width : 2 * width]
+    weight = torch.randn(width, generator=generator).to(dtype)
+    found = []
+    for device, type_of in (("cpu", torch.float64), (DEVICE, dtype)):
+        config = SimpleNamespace(params_dtype=type_of, sequence_parallel=False)
+        layer = AllHeadsNorm(config, width // 2, heads=2) if kind is AllHeadsNorm else HFRMSNorm(config, width)
+        layer.weight.data = weight.to(device, type_of)
+        x = whole.to(device, type_of)[:, width : 2 * width].view(rows.shape).requires_grad_()
+        output = layer(x)
+        slope = torch.linspace(-1, 1, output.numel(), dtype=torch.float64).view(output.shape).to(device, type_of)
+        found.append([output.detach(), *torch.autograd.grad(output, [x, layer.weight], slope)])
+    exact, there = found
+    unit = torch.finfo(dtype).eps
+    assert all(one.dtype == dtype for one in there)
+    assert bool(((there[0].cpu().double() - exact[0]).abs() <= unit * exact[0].abs() + 1e-6).all())
+    for ours, theirs in zip(there[1:], exact[1:], strict=True):
+        assert float((ours.cpu().double() - theirs).abs().max()) <= 4 * unit * float(theirs.abs().max())
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))

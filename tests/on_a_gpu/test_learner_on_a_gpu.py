@@ -45,7 +45,7 @@ def nothing_is_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "olmo2", "glm4"])
 def test_half_precision_is_near_float32_of_transformers(tmp_path: Path, family: str, dtype: str) -> None:
     """Logprobs within the probe's limits; the gradient of the mean cross-entropy within a twentieth of its length. (Routers of random
     experts choose others in half precision, on a CPU as well.)"""

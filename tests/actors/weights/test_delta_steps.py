@@ -16,6 +16,7 @@ import pytest
 from actors.carriers import WeightSnapshot
 from actors.weights import weight_deltas
 from actors.weights.weight_deltas import WeightDeltas
+from correction.errors import SyncError
 
 WHOLE = 1000
 HOME, FAR = "a" * 56, "b" * 56
@@ -176,6 +177,23 @@ def test_a_process_that_does_not_start_is_tried_again_with_the_next_version(
 
     asyncio.run(scenario())
     assert "weights v1 are sent whole, because their delta could not be computed: process for differences <- node aaaaaaaa" in caplog.text
+
+
+def test_a_start_that_failed_while_nobody_waited_is_no_later_version_s_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene, tasks = Scene(), Tasks(monkeypatch, has_process=False)
+        scene.deltas = WeightDeltas(HOME, 5.0)
+        for _ in range(3):
+            await scene.publish()
+        assert scene.kept == [], "the one that waited has been given up"
+        tasks.starts[0].set_exception(SyncError("its node is gone"))
+        await asyncio.sleep(0.01)
+        tasks.has_process = True
+        await scene.publish()
+        assert len(tasks.starts) == 2 and len(tasks.begun) == 2
+        scene.deltas.close()
+
+    asyncio.run(scenario())
 
 
 def test_what_leads_to_an_older_version_is_not_taken_for_the_newest() -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import ray
 
 from actors.processes.turns import SHARED_BY
 from actors.weights.weight_sync import SyncTarget
@@ -262,3 +263,21 @@ def test_hundreds_of_engines_leave_the_loop_to_others() -> None:
         assert [name for name, target in scene.targets.items() if target.version == 1] == list(scene.targets)
 
     play(scenario)
+
+
+def test_the_trouble_of_many_engines_is_a_sentence() -> None:
+    """Of three, each in one line: 500 tracebacks say less."""
+    traceback = "\n".join(["AttributeError", *("  File somewhere, line 1" for _ in range(1000)), "no _generation"])
+
+    async def scenario() -> None:
+        scene = Scene(**{f"w{number}": Engine(*[ray.exceptions.RayTaskError("f", traceback, AttributeError())] * 9) for number in range(5)})
+        await scene.sync.publish()
+        for target in scene.targets.values():
+            scene.sync.join(target)
+        with pytest.raises(DeadlineExceeded) as told:
+            await scene.sync.receipts(0, deadline_s=30.0)
+        said = str(told.value)
+        assert said.count("no _generation") == 3 and said.endswith("; and 2 more") and "\n" not in said and len(said) < 1500
+        await scene.sync.close()
+
+    simulate(scenario)
