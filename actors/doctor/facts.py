@@ -10,6 +10,8 @@ from actors.plan.shape import ModelShape
 from correction.errors import EvenkeelError
 
 Severity = Literal["fail", "warn", "note"]
+COMPILERS = ("gcc", "g++", "nvcc", "ninja")
+"""What SGLang compiles kernels with when an engine on a GPU first wants them; nvcc calls g++."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,5 +154,5 @@ class NodeFacts:
     """Seconds by which the node's clock is ahead of the driver's, at least: what lies between question and answer counts as none."""
     clock: tuple[float, float] = (0.0, 0.0)
     """The node's clock when the small task began and when it was done, seconds since 1970."""
-    compilers: tuple[str, ...] = ("gcc", "nvcc", "ninja")
+    compilers: tuple[str, ...] = COMPILERS
     """Those of the three that are on the node's PATH."""

@@ -22,7 +22,7 @@ from actors.cluster.hub import config_folder, obstacle_here
 from actors.config import RunConfig
 from actors.doctor.door import Door, no_way
 from actors.doctor.driver_gpus import gpus_of_driver, links_of_driver, seen_by_torch
-from actors.doctor.facts import GpuFact, NodeFacts, PaperFacts
+from actors.doctor.facts import COMPILERS, GpuFact, NodeFacts, PaperFacts
 from actors.doctor.memory_rules import could_be_given
 from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape
@@ -116,7 +116,7 @@ def this_node(model: str, *, sign: str = "", token: str = "", answer: str = "") 
         has_rdma=any(Path("/sys/class/infiniband").glob("*")),
         model_obstacle=obstacle_here(Path(model)),
         reads_run_folder=not sign or (_reads(Path(sign), token) and _writes(Path(answer), token)),
-        compilers=tuple(name for name in ("gcc", "nvcc", "ninja") if shutil.which(name)),
+        compilers=tuple(name for name in COMPILERS if shutil.which(name)),
         clock=(began, time.time()),
     )
 

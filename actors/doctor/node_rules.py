@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from actors.config import RunConfig
-from actors.doctor.facts import Complaint, NodeFacts
+from actors.doctor.facts import COMPILERS, Complaint, NodeFacts
 from actors.doctor.kernel_rules import half_precision_has_kernels, weights_stay_as_sent
 from actors.doctor.link_rules import gpus_of_a_group_are_linked, nodes_answer, ports_are_open, rdma_may_lock_memory
 from actors.doctor.memory_rules import could_be_given, gib, on_gpus
@@ -182,7 +182,7 @@ def clocks_agree(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
 
 
 def compilers_for_kernels(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    wanted = ("gcc", "nvcc", "ninja") if config.rollout.engine.resolved_device == "cuda" else ()
+    wanted = COMPILERS if config.rollout.engine.resolved_device == "cuda" else ()
     for node in nodes:
         if missing := [name for name in wanted if name not in node.compilers and node.gpus]:
             yield Complaint(

@@ -288,7 +288,7 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
          "more memory"),
         ([node(open_files=1024)], "ray.address=auto", "warn", "a process may open 1024 files", "ulimit -n"),
         ([node(clock_ahead_s=-60.0)], "", "warn", "its clock is -60 s from this one's", "NTP"),
-        ([node(compilers=("gcc",))], "", "warn", "nvcc, ninja not found", "CUDA toolkit"),
+        ([node(compilers=("gcc", "nvcc"))], "", "warn", "g++, ninja not found", "CUDA toolkit"),
     ],
 )  # fmt: skip
 def test_a_rule_about_nodes(nodes: list[NodeFacts], overrides: str, severity: str, said: str, setting: str) -> None:
