@@ -89,7 +89,7 @@ def test_engines_of_two_gpus_make_room_where_one_has_none() -> None:
         ("learner.gpus_per_rank=0.5", {}, "fail", "two of them would fit on one GPU", ""),
         ("rollout.engine.dtype=float16", {}, "fail", "rollout.engine.dtype = float16 with learner.dtype = bfloat16", ""),
         ("rollout.engine.context_length=65536", {}, "fail", "is more than the model's context of 40960", ""),
-        ("learner.recompute_activations=false", {}, "fail", "a learner rank needs 108 GiB of its 79.6 GiB", "tensor_parallel=4"),
+        ("learner.recompute_activations=false", {}, "fail", "a learner rank needs 106 GiB of its 79.6 GiB", "tensor_parallel=4"),
         ("learner.distributed_optimizer=false", {}, "warn", "keeps the whole optimizer, 45.8 GiB instead of 22.9 GiB", "true"),
         ("", {"gpus": (18 << 30,)}, "fail", "an engine has 0 MiB for its KV cache in addition to weights of 15.3 GiB", "context_length"),
         ("", {"gpus": (28 << 30,)}, "warn", "fewer than a group's 8 answers", "context_length"),
@@ -378,5 +378,7 @@ def test_the_command_says_what_stands_in_the_way(tmp_path: Path, monkeypatch: py
     bad = CliRunner().invoke(app, ["doctor", *nano, "learner.tensor_parallel=3"])
     assert bad.exit_code == 1 and "num_attention_heads = 4, num_key_value_heads = 2," in bad.stdout
     assert "the run can't work like this" in bad.stdout
-    paper_only = CliRunner().invoke(app, ["doctor", *nano, "--gpus", "H100x1"])
+    one_gpu = [*nano, "--gpus", "H100x1"]
+    assert CliRunner().invoke(app, ["doctor", *one_gpu]).exit_code == 0, "the quick start wants one GPU"
+    paper_only = CliRunner().invoke(app, ["doctor", *one_gpu, "learner.gpus_per_rank=1", "rollout.gpus_per_worker=1"])
     assert paper_only.exit_code == 1 and "the run asks for 2 GPUs, and 1 x H100 (80 GiB) are 1" in paper_only.stdout
