@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.progress import Progress
 
 from actors.cluster.hub import model_folder
+from actors.commands.questions import questions
 from actors.commands.task_config import task_config
 from actors.config import RunConfig
 from actors.doctor.start_checks import check_model_folder
@@ -21,7 +22,7 @@ from learner.hf_folder import read_config
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.config import AnswerSampling
 from rollout.sampler import Sampler
-from rollout.tasks import Task, build_task, check_task_names
+from rollout.tasks import Task, check_task_names
 from rollout.trajectory import Prompt, Trajectory
 
 
@@ -76,7 +77,7 @@ def task_for(config: RunConfig) -> tuple[Task, int]:
     check_task_names(config.rollout.task)
     longest_prompt = config.rollout.max_prompt_tokens(read_config(model).get_text_config().max_position_embeddings)
     encoder = ChatEncoder.for_task(load_tokenizer(model), config.rollout.task, longest_prompt)
-    return build_task(config.rollout.task, encoder), longest_prompt
+    return questions(config.rollout.task, config.deadlines.start_s, encoder), longest_prompt
 
 
 async def _evaluate(asker: Asker, prompts: Sequence[Prompt], config: RunConfig) -> Evaluation:

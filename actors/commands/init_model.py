@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel
 from rich.progress import Progress
 
+from actors.commands.questions import questions
 from actors.config import InitConfig, RunConfig
 from actors.settings.hub_name import HubName
 from correction.errors import ConfigError
@@ -17,7 +18,6 @@ from learner.nano import build_nano_model
 from learner.warmup import EncodedDemonstration, warm_up
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.config import TaskConfig
-from rollout.tasks import build_task
 
 _RECORD = "evenkeel_init.json"
 
@@ -78,11 +78,11 @@ def _build(config: RunConfig, init: InitConfig, folder: Path, say: Callable[[str
 
     blank = folder.with_suffix(".blank")
     shutil.rmtree(blank, ignore_errors=True)
-    unencoded = build_task(config.rollout.task).demonstrations(init.tokenizer_texts)
+    unencoded = questions(config.rollout.task, config.deadlines.start_s).demonstrations(init.tokenizer_texts)
     parameters = build_nano_model(blank, [d.prompt_text for d in unencoded], init.architecture)
     encoder = ChatEncoder.for_task(load_tokenizer(blank), config.rollout.task)
     say(f"nano model: {parameters / 1e6:.2f}M parameters, vocabulary of {len(encoder.tokenizer)}")
-    task = build_task(config.rollout.task, encoder)
+    task = questions(config.rollout.task, config.deadlines.start_s, encoder)
     worked = task.demonstrations(init.warmup.steps * init.warmup.sequences_per_step)
     say(str(task.check(demonstrations=worked)))
     learner = LearnerRank(init.learner)

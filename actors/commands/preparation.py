@@ -10,6 +10,7 @@ from pathlib import Path
 from actors.cluster.cluster import gpus_there
 from actors.cluster.hub import outline_folder
 from actors.commands.init_model import read_record
+from actors.commands.questions import DISK_OR_HUB, IF_SLOW, questions
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint
 from actors.doctor.gather import paper_facts
@@ -22,7 +23,7 @@ from actors.settings.devices import check_devices
 from correction.engines.quick_imports import uncollected
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.rewards import RewardPool
-from rollout.tasks import Demonstration, Task, build_task, check_task_names
+from rollout.tasks import Demonstration, Task, check_task_names
 
 
 @uncollected()  # it imports transformers and the task's library
@@ -34,18 +35,25 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     Returns: the resolved configuration, which is what runs; the task; and what to say about it.
     Raises: DataError, ConfigError; DiskLate.
     """
-    model, has_weights = (resumed_from, True) if resumed_from else outline_folder(config.model)
+    model, has_weights = (resumed_from, True) if resumed_from else _outline(config)
     config, of_devices = decide_devices(config)
     check_devices(config)
     look, limit_s = partial(_read_model, config, model, has_weights=has_weights, is_resumed=bool(resumed_from)), config.deadlines.disk_s
     what, disk = f"config and tokenizer of {model}", ON_DISK if resumed_from else MODEL_OR_RUN
     config, encoder, of_paper = by_disk_at_start(look, what, disk=disk, computes=True, limit_s=lambda: limit_s)
-    task = build_task(config.rollout.task, encoder)
+    task = questions(config.rollout.task, config.deadlines.start_s, encoder)
     asyncio.run(_try_reward(config, task))
     # A resumed run has had them checked; what the model was made from need not be there any more.
-    report = task.check(demonstrations=() if resumed_from else warmup_demonstrations(model))
+    report = task.check(demonstrations=() if resumed_from else warmup_demonstrations(model, config.deadlines.start_s))
     notes = [*of_devices, *(str(one) for one in of_paper)]
     return config, task, [*notes, str(report), *report.warnings, *(f"skipped {row}" for row in report.skipped[:5]), *inversions(config)]
+
+
+def _outline(config: RunConfig) -> tuple[Path, bool]:
+    """As outline_folder. Raises: as that; DiskLate."""
+    what, limit_s = f"config and tokenizer of {config.model}", config.deadlines.start_s
+    look = partial(outline_folder, config.model)
+    return by_disk_at_start(look, what, disk=DISK_OR_HUB, computes=True, remedy=IF_SLOW, limit_s=lambda: limit_s)
 
 
 def _read_model(
@@ -89,9 +97,12 @@ async def _try_reward(config: RunConfig, task: Task) -> None:
             await pool.close()
 
 
-def warmup_demonstrations(model: Path) -> tuple[Demonstration, ...]:
-    """The questions that a model of `evenkeel init-model` has seen in its supervised start; none for other models."""
+def warmup_demonstrations(model: Path, limit_s: float) -> tuple[Demonstration, ...]:
+    """The questions that a model of `evenkeel init-model` has seen in its supervised start; none for other models.
+
+    Args: limit_s: deadline of reading them, seconds.
+    """
     record = read_record(model)
     if record is None:
         return ()
-    return build_task(record.task).demonstrations(record.init.warmup.steps * record.init.warmup.sequences_per_step)
+    return questions(record.task, limit_s).demonstrations(record.init.warmup.steps * record.init.warmup.sequences_per_step)

@@ -16,8 +16,8 @@ from actors.cluster.cluster import Cluster
 from actors.cluster.head_watch import ends_with_own_ray, ends_with_the_head
 from actors.cluster.hub import config_folder, pinned
 from actors.commands.preparation import prepare
-from actors.commands.recipe import load_config
 from actors.commands.resume_point import find_resume_point, with_absolute_paths
+from actors.commands.words import recipe_of
 from actors.config import RunConfig
 from actors.doctor.gather import nodes_of_cluster, own_machine
 from actors.doctor.node_rules import on_nodes
@@ -65,7 +65,7 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
     if resume is not None:
         folder = by_disk_at_start(lambda: RunFolder.open(_fixed(resume)), f"{resume}, to be opened")
     else:
-        config = with_absolute_paths(load_config(RunConfig, recipe, overrides))
+        config = with_absolute_paths(recipe_of(recipe, overrides))
         check_ray(config.ray)
         config, of_hub = pinned(config)
         config, task, notes = prepare(config)  # before a folder is made: most mistakes show here

@@ -32,6 +32,7 @@ def by_disk_at_start(
     *,
     disk: str = ON_DISK,
     computes: bool = False,
+    remedy: str = _HANGS_AT_START,
     limit_s: Callable[[], float] = lambda: DeadlinesConfig().disk_s,
     counts_from: Callable[[], float] = lambda: 0.0,
     detail: Callable[[], str] = lambda: "",
@@ -42,6 +43,7 @@ def by_disk_at_start(
     Args:
         disk: which one may be late, in words.
         computes: the work also imports packages, or draws, so it has some minutes at least.
+        remedy: what to do if it is late.
         limit_s: returns the deadline; it may become known as the work goes on.
         counts_from: returns the time (time.monotonic) from which it counts, if that is later than the call.
         detail: returns a clause on how far the work has come, for each notice and for the error.
@@ -62,7 +64,7 @@ def by_disk_at_start(
         if time.monotonic() >= max(began, counts_from()) + deadline_s:
             so_far = f" ({clause})" if clause else ""
             error = DiskLate(f"{named}: not done in {waited_s:.0f} s{so_far}", what=named, seconds=waited_s)
-            error.remedy = _HANGS_AT_START
+            error.remedy = remedy
             raise error
         say(WaitNotice(named, round(waited_s), clause))
 

@@ -18,6 +18,7 @@ import ray
 
 from actors.commands import train
 from actors.commands.preparation import prepare
+from actors.commands.questions import questions
 from actors.commands.recipe import load_config
 from actors.commands.resume_point import find_resume_point, run_config
 from actors.commands.train import train_run
@@ -27,10 +28,12 @@ from actors.doctor import gather
 from actors.doctor.facts import NodeFacts
 from actors.metrics.step_metrics import StepMetrics
 from actors.processes import disk_at_start
+from actors.processes.disk_at_start import DiskLate
 from actors.record.checkpoint_reader import Reading
 from actors.record.run_folder import Checkpoint, RunFolder
 from correction.errors import DeadlineExceeded
 from learner import file_sums
+from rollout.config import FileTask
 from tests.actors.commands.disk_clock import notice_first
 from tests.e2e.launch import RECIPE
 
@@ -182,3 +185,21 @@ def test_a_disk_that_hangs_ends_the_command_lines_look_at_the_settings(folder: R
     monkeypatch.setattr(disk_at_start, "DeadlinesConfig", lambda: SimpleNamespace(disk_s=0.3))
     with hanging(folder.path / "config.yaml"):
         assert_ends_in_a_sentence(lambda: run_dir_of(None, [], folder.path), "the run's settings -> the run folder's disk")
+
+
+def test_questions_and_a_recipe_that_hang_are_told_and_have_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their disk is not the run's: each says which it is, and the questions' error says what to raise if the hub is only slow."""
+    rows = tmp_path / "questions.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{n}", "answer": "{n}"}}\n' for n in range(40)))
+    task = FileTask(kind="file", path=rows)
+    notice_first(monkeypatch, "the questions")
+    said = f"the questions of the task ({rows}) -> their disk, or the hub: not done in 0 s"
+    with hanging(rows), pytest.raises(DiskLate, match=f"^{re.escape(said)}.*raise deadlines.start_s"):
+        questions(task, 0.3)
+    assert questions(task, 0.3).name
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: none\n")
+    monkeypatch.setattr(disk_at_start, "DeadlinesConfig", lambda: SimpleNamespace(disk_s=0.3))
+    notice_first(monkeypatch, "the recipe")
+    with hanging(recipe), pytest.raises(DiskLate, match=re.escape(f"the recipe {recipe} -> its disk: not done in 0 s")):
+        run_dir_of(recipe, (), None)
