@@ -183,7 +183,7 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
         of(run, "sync_s", "one attempt at new weights: their way to the node, the update, the checksums"),
         Deadline("", run.receipts_s, "receipts of all workers: three attempts and their pauses"),
         of(engine, "start_s", "an engine's start, with the weights on disk"),
-        of(run, "start_s", "start of a worker that has a node; the wait for the ranks' nodes, and then the ranks' start"),
+        of(run, "start_s", "start of a worker that has a node; the wait for the ranks' nodes, and then the ranks' start; questions"),
         of(run, "batch_s", "a batch without a single finished group: two groups one after the other, and a new worker between them"),
         Deadline("", batch_call_s(run.batch_s), "the service's answer to the call for a batch, after the service's own deadline"),
         of(run, "step_s", f"an optimizer step: {scale.batch_tokens} tokens at {_LEARNER_PACE * run.tokens_per_s:g} a second"),
