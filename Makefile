@@ -4,6 +4,7 @@ BIN := .venv/bin
 RECIPE ?= recipes/nano_spell_backward.yaml
 # The plain installation lacks SGLang's GPU kernels: with it, a machine's GPUs are hidden and everything runs on the CPU.
 ON := env $$(test -e .venv/installed-gpu || echo CUDA_VISIBLE_DEVICES=)
+HIDE := env $$(test ! -e .venv/installed-gpu || echo CUDA_VISIBLE_DEVICES=)
 CHECK_PYTHON := import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 13) else f"evenkeel needs Python 3.11 or 3.12 (found {v.major}.{v.minor}): make PYTHON=python3.12 ...")
 
 .PHONY: help train gpu test test-gpu test-deep test-slow lint bench verl docs clean
@@ -46,19 +47,19 @@ train: .venv/installed  ## set up .venv, make the nano model, train it by async 
 	$(ON) $(BIN)/evenkeel train $(RECIPE)
 
 # Two processes on two cores, each of which is busy to the end. Byte code is kept, or each of some 40 processes would make it anew.
-# GPUs are hidden: these tests compare bits and start several ranks, on a CPU; `make test-gpu` has those for a GPU.
+# After `make gpu` GPUs are hidden: these tests compare bits and start several ranks, on a CPU; `make test-gpu` has those for a GPU.
 test: .venv/installed  ## set up .venv, run the test suite (10 to 16 minutes on 2 cores)
-	CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2
+	$(HIDE) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2
 
 test-gpu: .venv/installed-gpu  ## after make gpu: what only a GPU can compute, on one GPU (docs/gpu.md; 4 minutes on an H200)
 	$(BIN)/python -m pytest -m slow tests/on_a_gpu tests/learner/test_variable_length_attention.py tests/e2e/test_overlapped_updates.py
 
 # Beside `make test`, which has no time left for it. One visit has all parts: collectives, two layers against float32, an engine, a broadcast.
 test-deep: .venv/installed  ## one real visit of `evenkeel doctor --deep`, on gloo (about half a minute)
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m slow "tests/actors/doctor/test_deep_doctor.py::test_a_visit_on_gloo[dense]"
+	$(HIDE) $(BIN)/python -m pytest -m slow "tests/actors/doctor/test_deep_doctor.py::test_a_visit_on_gloo[dense]"
 
 test-slow: .venv/installed  ## the tests that the fast suite leaves out
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m slow
+	$(HIDE) $(BIN)/python -m pytest -m slow
 
 lint: .venv/installed  ## ruff and mypy (strict on correction/)
 	$(BIN)/ruff check .

@@ -77,10 +77,12 @@ def test_a_newer_list_of_packages_installs_the_same_kind_again(folder: Path) -> 
 
 def test_the_suite_hides_gpus_and_what_only_a_gpu_computes_has_a_target_of_its_own(folder: Path) -> None:
     """Other tests compare bits and start several ranks, which NCCL would not connect on one GPU. All that skip without a GPU are named."""
-    for target in ("test", "test-deep", "test-slow"):
-        _, calls = make(folder, target, has_gpu=True)
-        assert calls[-1].startswith("python -m pytest") and calls[-1].endswith("CUDA_VISIBLE_DEVICES="), target
-    make(folder, "gpu")
+    for targets in (["train"], ["gpu"]):  # the plain installation's torch sees no GPU
+        make(folder, *targets)
+        for target in ("test", "test-deep", "test-slow"):
+            _, calls = make(folder, target, has_gpu=True)
+            assert calls[-1].startswith("python -m pytest")
+            assert calls[-1].endswith("CUDA_VISIBLE_DEVICES=" if targets == ["gpu"] else "CUDA_VISIBLE_DEVICES=unset"), target
     _, calls = make(folder, "test-gpu", has_gpu=True)
     assert calls[-1].endswith("CUDA_VISIBLE_DEVICES=unset")
     named = calls[-1].split("-m slow ")[1].split(" CUDA")[0].split()

@@ -39,6 +39,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU here, so that nothing is to be refused")
+@pytest.mark.skipif(os.environ.get("CUDA_VISIBLE_DEVICES") == "", reason="Ray counts no GPUs while all are hidden")
 def test_a_rank_and_a_worker_share_one_gpu_and_each_looks_whether_it_has_it(one_gpu: None) -> None:
     """Both are placed, with 0.65 and 0.35 and no more, on GPU 0; there torch sees none, and each says so before it starts anything."""
     config = load_config(RunConfig, RECIPE, SHARES)
