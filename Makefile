@@ -51,7 +51,7 @@ train: .venv/installed  ## set up .venv, make the nano model, train it by async 
 test: .venv/installed  ## set up .venv, run the test suite (10 to 16 minutes on 2 cores)
 	$(HIDE) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2
 
-test-gpu: .venv/installed-gpu  ## after make gpu: what only a GPU can compute, on one GPU (docs/gpu.md; 4 minutes on an H200)
+test-gpu: .venv/installed-gpu  ## after make gpu: what only a GPU can compute, on one GPU (docs/gpu.md; some minutes)
 	$(BIN)/python -m pytest -m slow tests/on_a_gpu tests/learner/test_variable_length_attention.py tests/e2e/test_overlapped_updates.py
 
 # Beside `make test`, which has no time left for it. One visit has all parts: collectives, two layers against float32, an engine, a broadcast.

@@ -35,6 +35,7 @@ class HFRMSNorm(torch.nn.Module):
 
 
 def rounds_once(x: Tensor) -> bool:
+    """Whether rows get torch's own kernel: those in half precision on a GPU."""
     return x.is_cuda and x.dtype != torch.float32
 
 
