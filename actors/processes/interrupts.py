@@ -4,6 +4,8 @@ A signal's handler raises in the main thread, which unwinds as for any error. Th
 hook or a finalizer is swallowed: Python hands it to `sys.unraisablehook`, which raises it again a moment later. And a call into C may not
 come back for half a minute: so the signal is seen by a thread as well, through a wakeup descriptor, which the kernel's own handler writes
 to; when the process is still there after `GRACE_S`, or at a second signal, the thread ends it together with all that it has started.
+And a signal that the kernel gives to another thread, or gives just before the main thread begins to sleep, does not end that sleep: the
+thread wakes the main thread, by SIGALRM, until the handler has run.
 
 An event loop that handles signals itself (the controller's) takes the descriptor over; `rearm` takes it back.
 """
@@ -40,6 +42,8 @@ is_attempt = False
 """True in a process that is such an attempt (commands/attempt.py)."""
 _AGAIN_S = 0.05
 """Seconds after which a swallowed exception is raised again: the hook or finalizer that swallowed it has ended by then."""
+_WAKE_S = 0.2
+"""Seconds after which the main thread is woken if the handler has not run in it."""
 _LAST_S = 2.0
 _ENDS = threading.RLock()
 NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
@@ -85,6 +89,7 @@ class _Guard:
         self._grace_s = grace_s
         self.raised: int | None = None
         """The signal whose handler has raised."""
+        self._is_swallowed = False
         self.done_code: int | None = None
         """Exit code of what this process was to do, once all of it is done."""
         self.heard = _Heard()
@@ -107,18 +112,19 @@ class _Guard:
     def arm(self) -> None:
         for number in SIGNALS:
             signal.signal(number, self._raise)
+        signal.signal(signal.SIGALRM, self._woken)
         before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._wakeup_before = before if before != self._writer.fileno() else self._wakeup_before
 
     def close(self) -> None:
         self.forget_alarm()
+        self._is_over.set()
+        self._writer.send(b"\0")  # ends the wait of the thread
+        self._thread.join()  # before SIGALRM, by which it wakes this one, ends the process again
         sys.unraisablehook = self._hook_before
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
-        self._is_over.set()
-        self._writer.send(b"\0")  # ends the wait of the thread
-        self._thread.join()
         self._reader.close()
         self._writer.close()
 
@@ -131,28 +137,40 @@ class _Guard:
 
     def _swallowed(self, unraisable: sys.UnraisableHookArgs) -> None:
         if isinstance(unraisable.exc_value, Interrupted):
-            signal.signal(signal.SIGALRM, self._raise_again)
+            self._is_swallowed = True
+            signal.signal(signal.SIGALRM, self._woken)
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
         else:
             self._hook_before(unraisable)
 
-    def _raise_again(self, number: int, frame: FrameType | None) -> None:
-        if self.raised is not None:
+    def _woken(self, number: int, frame: FrameType | None) -> None:
+        if self.raised is not None and self._is_swallowed:
+            self._is_swallowed = False
             raise Interrupted(self.raised)
 
     def forget_alarm(self) -> None:
         """Cancel the alarm: the swallowed exception is raised elsewhere."""
-        if self.raised is not None:
+        if self._is_swallowed:
+            self._is_swallowed = False
             signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     def _watch(self) -> None:
         number = self._next_signal(None)
         if number is None:
             return
-        again = self._next_signal(self._grace_s)
+        again = self._wake_and_wait()
         if not self._is_over.is_set():
             why = "again" if again is not None else f"still busy after {self._grace_s:g} s"
             end_all(f"ended by {NAMES[number]} ({why})", code_after(number))
+
+    def _wake_and_wait(self) -> int | None:
+        """Wake the main thread until the handler has run in it, and wait for the next signal, for `_grace_s` at most."""
+        until, again = time.monotonic() + self._grace_s, None
+        while again is None and not self._is_over.is_set() and (left_s := until - time.monotonic()) > 0.0:
+            again = self._next_signal(left_s if self.raised is not None else min(_WAKE_S, left_s))
+            if self.raised is None and not self._is_over.is_set() and signal.getsignal(signal.SIGALRM) == self._woken:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+        return again
 
     def _next_signal(self, timeout_s: float | None) -> int | None:
         """Wait for the next signal that doesn't count as one with the last. Returns: its number; None when the guard is closed, or after

@@ -61,6 +61,13 @@ SWALLOWED = """
         time.sleep(0.2)        # it is raised again once
         print("unwound", flush=True)
 """
+BESIDE = """
+    import signal, threading
+    def get_one():    # the kernel gives this thread a signal, which ends no call of the main thread
+        time.sleep(0.5)
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+    threading.Thread(target=get_one).start()
+""" + ORDERLY
 SWALLOWED_TWICE = SWALLOWED.replace("    del finalizer", "    second = Finalizer()\n    del finalizer, second")
 IN_C = """
     mutex = ctypes.create_string_buffer(128)
@@ -129,6 +136,14 @@ def test_the_main_thread_unwinds(number: int) -> None:
     process, child = ended(ORDERLY, number, begin=PATIENT)
     assert process.returncode == 128 + number
     assert process.stdout == "unwound\n" and process.stderr == ""
+    assert not psutil.pid_exists(child)
+
+
+def test_a_signal_that_another_thread_gets_wakes_the_main_thread() -> None:
+    """So it is with one that comes just before the main thread begins to sleep: a hung-up terminal's did in one of a hundred cases."""
+    process, child = ended(BESIDE, begin=PATIENT)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert process.stdout == "unwound\n" and process.stderr == "", "unwound, not ended by the thread after its grace"
     assert not psutil.pid_exists(child)
 
 
