@@ -259,11 +259,14 @@ def asked(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = options(__doc__)
     parser.add_argument("--engines", type=int, nargs="*", default=[1, 2, 4], help="numbers of real engines")
     parser.add_argument("--replaying", type=int, default=50, help="receivers without an engine; 0: none")
-    parser.add_argument("--turns", type=int, default=7, help="versions for each number")
+    parser.add_argument("--turns", type=int, default=7, help="versions for each number; at least 2, for the quartiles")
     parser.add_argument("--steps", type=int, default=25, help="of the short run; 0: leave it out")
     parser.add_argument("--bucket-mib", type=int, default=USUAL_BUCKET >> 20, help="size of the buckets in which the weights travel")
     parser.add_argument("--ray-temp-dir", type=Path, help="where Ray keeps its session")
-    return parser.parse_args(words)
+    arguments = parser.parse_args(words)
+    if arguments.turns < 2:
+        parser.error(f"--turns {arguments.turns}: quartiles need at least 2 versions")
+    return arguments
 
 
 def main() -> None:
