@@ -138,6 +138,12 @@ class DeadlinesConfig(DerivedSettings):
     """Seconds after which a part that waits says what it waits for, again and again."""
 
     @property
+    def driver_s(self) -> float:
+        """Silence after which the run's process counts as hung, seconds, with --retries. No event loop of a healthy one is so late: where a
+        hanging head of Ray's blocks it, the run ends some minutes earlier (cluster/head_watch.py)."""
+        return 5 * self.part_heartbeat_s
+
+    @property
     def receipts_s(self) -> float:
         """Longest wait for receipts, seconds: an engine's three attempts at new weights, and the pauses between them."""
         return 3 * self.sync_s + 30.0

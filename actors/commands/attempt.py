@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from actors.processes import interrupts
+from actors.processes import driver_heartbeat, interrupts
 from correction.errors import ConfigError
 
 _PR_SET_PDEATHSIG = 1
@@ -20,6 +20,7 @@ def main() -> None:
         if parent == 1 or os.getppid() != parent:
             sys.exit(128 + signal.SIGTERM)
     interrupts.is_attempt = True
+    driver_heartbeat.inherit()
     from actors.cluster.address import NoClusterError
     from actors.commands.cli import main as command_line
     from actors.commands.retries import NOT_AGAIN

@@ -99,7 +99,7 @@ def train(
         typer.Option(metavar="RUN_DIR", help="Go on with an earlier run from its newest checkpoint; its folder holds the recipe."),
     ] = None,
     discard_queue: Annotated[bool, typer.Option("--discard-queue", help=_DISCARD_QUEUE)] = False,
-    retries: Annotated[int, typer.Option(min=0, help="Restart the run's process at most this many times if it dies.")] = 0,
+    retries: Annotated[int, typer.Option(min=0, help="Restart the run's process at most this many times if it dies or hangs.")] = 0,
 ) -> None:
     """Train a model by reinforcement learning, as a recipe says.
 
@@ -107,7 +107,7 @@ def train(
     is kept in a folder of its own (runs/NAME-DATE-TIME, or run_dir): settings, metrics, sampled answers, checkpoints, and report.html at
     the end. Ctrl-C ends after the step under way, SIGTERM without it, with a checkpoint; a second signal ends at once.
 
-    With --retries a run whose process dies (a crash, kill -9, no memory) goes on from its newest checkpoint, or anew if it has none.
+    With --retries a run whose process dies (a crash, kill -9, no memory) or hangs goes on from its newest checkpoint, or else anew.
     Wrong settings are not tried again, nor is a run that makes no new step.
 
     Exit codes: 0 done, or ended by Ctrl-C with a checkpoint; 1 an error, said in a sentence; 3 ended by an alarm

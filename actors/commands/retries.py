@@ -1,8 +1,8 @@
 """`evenkeel train --retries N`: a small parent that starts the run as a child, and again from its newest checkpoint when the process dies.
 
 It does nothing else: no torch, no Ray, and a thread only to look into the run folder, whose disk may hang or refuse: so there is little in
-it that could die. A signal that it gets goes on to the child,
-which is in a session of its own and gets each once. What a dead child has left (Ray's daemons, engines, reward processes) becomes a child
+it that could die. A signal that it gets goes on to the child, which is in a session of its own and gets each once. A child that hangs (it
+is stopped, or its event loop is blocked) is killed. What a dead child has left (Ray's daemons, engines, reward processes) becomes a child
 of this process, as of a small init, and is ended before the next attempt.
 """
 
@@ -23,11 +23,14 @@ from typing import TypeVar
 from actors.processes import interrupts
 from actors.processes.daemon_threads import DaemonThreads
 from actors.processes.descendants import adopted_orphans, end_new
+from actors.processes.driver_heartbeat import Listener
 from actors.processes.event_level import EventLevel
 from actors.processes.output import put
 from actors.record.run_folder import RunFolder
+from actors.record.stack_gist import FOLDER, collections
 from actors.state.json_lines import last_step
 from correction.errors import signal_name
+from rollout.stacks import stacks_of
 
 T = TypeVar("T")
 NOT_AGAIN = 78
@@ -98,15 +101,18 @@ def run_with_retries(recipe: Path | None, words: Sequence[str], run_dir: Path, *
         is_resumed = recipe is None or (retry > 0 and _has_begun(run_dir))
         arguments = ["--resume", str(run_dir), *flags, *words] if is_resumed else [str(recipe), *words, f"run_dir={run_dir}"]
         with adopted_orphans():
-            code, is_asked = _attempt(arguments)
+            code, is_asked, silent_s = _attempt(arguments, half_over=partial(_keep_stacks, run_dir))
             _end_leftovers()
+        if silent_s and is_asked:
+            _say(run_dir, "error", f"the run's process {_end_of(code, silent_s)}; it had been asked to end, and is not tried again")
         if is_asked or code in _FINAL or (code in (1, interrupts.NO_CLUSTER) and not _has_begun(run_dir)):
             break  # the last: what was wrong has been said, before there was anything to go on with
         now = Reached.of(run_dir)
-        reason = f"the run's process {_end_of(code)} after {now}"
+        reason = f"the run's process {_end_of(code, silent_s)} after {now}"
         # A kill from outside says nothing about the run, nor does a lost cluster, whose head may be started again. What ends by itself
         # twice at one place will do so again.
-        if retry > 0 and code not in (-signal.SIGKILL, interrupts.NO_CLUSTER) and not now.is_beyond(reached):
+        is_by_itself = code not in (-signal.SIGKILL, interrupts.NO_CLUSTER) or silent_s > 0.0
+        if retry > 0 and is_by_itself and not now.is_beyond(reached):
             _say(run_dir, "error", f"{reason}, as far as it had come before this retry: it makes no progress, and is not tried again")
             break
         if retry == retries:
@@ -121,9 +127,13 @@ def run_with_retries(recipe: Path | None, words: Sequence[str], run_dir: Path, *
     return code if code >= 0 else interrupts.exit_code(-code)
 
 
-def _attempt(arguments: Sequence[str]) -> tuple[int, bool]:
-    """Run one child until it ends. Returns: its exit code, negative for a signal; and whether a signal to this process asked for its
-    end."""
+def _attempt(arguments: Sequence[str], *, half_over: Callable[[int, Listener], None]) -> tuple[int, bool, float]:
+    """Run one child until it ends.
+
+    Args: half_over: called with its process id and heartbeat when half of the time for a sign of life is over.
+    Returns: its exit code, negative for a signal; whether a signal to this process asked for its end; and the seconds of silence for which
+    it was killed, 0 if it wasn't.
+    """
     asked: list[int] = []
     child: subprocess.Popen[bytes] | None = None
 
@@ -132,18 +142,49 @@ def _attempt(arguments: Sequence[str]) -> tuple[int, bool]:
         if child is not None:
             os.kill(child.pid, number)  # it may have ended, but isn't reaped yet, so the id is still its own
 
-    with interrupts.passed_on(pass_on):
-        child = subprocess.Popen([*_COMMAND, *arguments], start_new_session=True)
+    with interrupts.passed_on(pass_on), contextlib.closing(Listener()) as listener:
+        command, inherited = [*_COMMAND, *arguments], (listener.writer,)
+        child = subprocess.Popen(command, start_new_session=True, env=listener.environment, pass_fds=inherited)
+        listener.child_has_begun()
         if asked:  # while it was started
             os.kill(child.pid, asked[-1])
-        while True:
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-            if ended is not None and ended.si_pid == child.pid:
-                break
-            if ended is not None:  # an orphan of the child's has ended: reap it
-                os.waitpid(ended.si_pid, 0)
+        silent_s = _until_its_end(child.pid, listener, half_over)
         code = child.wait()
-    return code, bool(asked)
+    return code, bool(asked), silent_s
+
+
+def _until_its_end(pid: int, listener: Listener, half_over: Callable[[int, Listener], None]) -> float:
+    """Wait for the end of a child, killing it if it hangs, and leave it to be reaped. Returns: seconds of silence for which it was killed,
+    or 0."""
+    silent_s = 0.0
+    while True:
+        listens = not (silent_s or listener.is_over)
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | (os.WNOHANG if listens else 0))
+        if ended is not None and ended.si_pid == pid:
+            return silent_s
+        if ended is not None:  # an orphan of the child's has ended: reap it
+            os.waitpid(ended.si_pid, 0)
+        elif listener.hangs():
+            silent_s = listener.silent_s
+            os.kill(pid, signal.SIGKILL)
+        elif listener.is_half_over:
+            half_over(pid, listener)
+
+
+def _keep_stacks(run_dir: Path, pid: int, listener: Listener) -> None:
+    """Where a process stands that gives no sign of life, as the run's own collector, which is in it, keeps those of others."""
+    parts = [f"=== evenkeel train (process {pid})\n{stacks}" for stacks in stacks_of([pid]).values()]
+
+    def write() -> Path:
+        number = 1 + max((int(path.stem) for path in collections(run_dir)), default=0)
+        return RunFolder(run_dir).write_text(f"{FOLDER}/{number:02d}.txt", "\n".join(["a sign of life of the run's process", "", *parts]))
+
+    try:
+        where = f"where it stands is in {_by_disk(write)}"
+    except OSError as error:
+        where = f"where it stands could not be written down: {error or 'no answer'}"
+    silent = f"the run's process has given no sign of life for {listener.silent_s:.0f} s"
+    _say(run_dir, "warning", f"{silent}, and is killed after {listener.limit_s:.0f}; {where}")
 
 
 def _end_leftovers() -> None:
@@ -153,7 +194,9 @@ def _end_leftovers() -> None:
     end_new()
 
 
-def _end_of(code: int) -> str:
+def _end_of(code: int, silent_s: float) -> str:
+    if silent_s:
+        return f"hung, without a sign of life for {silent_s:.0f} s, and was killed"
     if code == interrupts.NO_CLUSTER:
         return "found no Ray cluster, or lost its own,"
     if code >= 0:

@@ -171,6 +171,7 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
     return [
         of(engine, "heartbeat_s", "an engine that answers no probe for this long is lost; so is one that fails to take weights"),
         of(run, "part_heartbeat_s", "the same of queue, service and learner ranks; for a rank the run goes back to its last checkpoint"),
+        Deadline("", run.driver_s, "a sign of life of the run's process, with --retries; if late, the next attempt takes its place"),
         of(engine, "generate_s", f"one answer: {scale.waves} x {scale.answer_tokens} tokens at {run.tokens_per_s:g} a second"),
         Deadline("", scoring_s(rollout), f"rewards of a group: {scale.scored_in_turn} completions before it, {scale.reward_s:g} s each"),
         Deadline("", group_s(rollout), "a group: answer, rewards and the way to the queue; if late, another worker samples it"),

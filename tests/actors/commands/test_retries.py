@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ import pytest
 from actors.commands import retries
 from actors.processes.interrupts import NO_CLUSTER
 from actors.record.run_folder import RunFolder
+from actors.record.stack_gist import newest_gist
 from tests.actors.processes.test_output import Disk, stream_on
 from tests.e2e.launch import ROOT, environment
 
-KILLED = -signal.SIGKILL
+KILLED, HUNG = -signal.SIGKILL, -1000
 
 
 class Attempts:
@@ -32,7 +34,7 @@ class Attempts:
         self._run_dir, self._ends, self._is_asked = run_dir, iter(ends), is_asked
         self.arguments: list[list[str]] = []
 
-    def __call__(self, arguments: Sequence[str]) -> tuple[int, bool]:
+    def __call__(self, arguments: Sequence[str], **_: Any) -> tuple[int, bool, float]:
         self.arguments.append(list(arguments))
         code, step = next(self._ends)
         if step is not None:  # it has come as far as a folder
@@ -40,7 +42,7 @@ class Attempts:
             (self._run_dir / "config.yaml").touch()
         if step:
             (self._run_dir / "ledger.jsonl").write_text(json.dumps({"step": step}) + "\n" + '{"step": 9')  # the last line is torn
-        return code, self._is_asked
+        return (KILLED, self._is_asked, 600.0) if code == HUNG else (code, self._is_asked, 0.0)
 
 
 @pytest.fixture
@@ -66,6 +68,8 @@ def tried(monkeypatch: pytest.MonkeyPatch, run_dir: Path, ends: Ends, *, is_aske
         ([(0, 9)], (0, 1)),
         ([(KILLED, 3), (1, 5), (-signal.SIGSEGV, 6), (0, 9)], (0, 4)),
         ([(KILLED, None), (KILLED, 0), (0, 9)], (0, 3)),  # before there was a folder, and then before there was a step
+        ([(HUNG, 3), (HUNG, 5), (0, 9)], (0, 3)),
+        ([(HUNG, 3), (HUNG, None)], (137, 2)),  # no step more
         ([(KILLED, 3), (retries.NOT_AGAIN, None)], (1, 2)),
         ([(1, None)], (1, 1)),  # an error before there was a folder: in what the run was given
         ([(1, 3), (1, None)], (1, 2)),  # no step more
@@ -78,7 +82,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, run_dir: Path, ends: Ends, *, is_aske
         ([(KILLED, 1), (KILLED, 2), (KILLED, 3), (KILLED, 4)], (137, 4)),
     ],
     ids=[
-        *("done", "progress", "early", "settings", "input", "no progress", "head away", "head lost", "no head"),
+        *("done", "progress", "early", "hung", "hung again", "settings", "input", "no progress", "head away", "head lost", "no head"),
         *("alarm", "SIGTERM", "SIGTERM, early", "used up"),
     ],
 )
@@ -89,6 +93,14 @@ def test_what_is_tried_again(monkeypatch: pytest.MonkeyPatch, run_dir: Path, end
 def test_an_end_that_was_asked_for_is_the_end(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> None:
     """Whatever the child's exit code: a second Ctrl-C kills it."""
     assert tried(monkeypatch, run_dir, [(KILLED, 3)], is_asked=True) == (137, 1)
+
+
+def test_one_that_hangs_when_its_end_is_asked_for_is_told(
+    monkeypatch: pytest.MonkeyPatch, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tried(monkeypatch, run_dir, [(HUNG, 3)], is_asked=True) == (137, 1)
+    reason = "the run's process hung, without a sign of life for 600 s, and was killed"
+    assert f"evenkeel: {reason}; it had been asked to end, and is not tried again\n" in capsys.readouterr().err
 
 
 def test_each_retry_is_a_line_and_an_event(monkeypatch: pytest.MonkeyPatch, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,6 +207,30 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+LIMIT_S = 4.0
+BEATS = """
+import asyncio, os, subprocess, sys, time
+from pathlib import Path
+from actors.processes import driver_heartbeat
+from rollout.stacks import register_stack_dump
+if "--resume" in sys.argv:
+    print("goes on", flush=True)
+    sys.exit(0)
+Path(sys.argv[-1].removeprefix("run_dir=")).joinpath("config.yaml").touch()
+driver_heartbeat.inherit()
+register_stack_dump()
+left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+async def train():
+    with driver_heartbeat.beating(%s):
+        await asyncio.sleep(0.1)
+        print(os.getpid(), left.pid, flush=True)
+        %s
+asyncio.run(train())
+%s
+"""
+"""One attempt, whose event loop does something; then what comes after it."""
+
+
 def parent(script: str, run_dir: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", PARENT, script, str(run_dir)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -225,6 +261,46 @@ def test_what_a_dead_child_leaves_is_ended_before_the_next(tmp_path: Path) -> No
             assert not any(psutil.pid_exists(pid) for pid in left[:-1])
     assert process.wait(60.0) == 137
     assert len(left) == 2 and not any(psutil.pid_exists(pid) for pid in left)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_CHILD_SUBREAPER is Linux's")
+@pytest.mark.parametrize("how", ["stopped", "blocked"])
+def test_a_child_that_hangs_is_killed_and_resumed(tmp_path: Path, how: str) -> None:
+    """With all that it has started. Half of the time before, its stacks are written down."""
+    process = parent(BEATS % (LIMIT_S, "time.sleep(300)" if how == "blocked" else "await asyncio.sleep(300)", ""), tmp_path)
+    assert process.stdout is not None
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    if how == "stopped":
+        os.kill(pids[0], signal.SIGSTOP)
+    said, _ = process.communicate(timeout=60.0)
+    assert said.splitlines() == [
+        f"evenkeel: the run's process has given no sign of life for 2 s, and is killed after 4; where it stands is in "
+        f"{tmp_path}/stacks/01.txt",
+        "evenkeel: the run's process hung, without a sign of life for 4 s, and was killed after step 0; it goes on from its beginning "
+        "(it has no checkpoint) in 0 s (retry 1 of 1)",
+        "goes on",
+    ]
+    assert process.returncode == 0 and not any(psutil.pid_exists(pid) for pid in pids)
+    assert len((tmp_path / "events.log").read_text().splitlines()) == 2
+    what, stands = newest_gist(tmp_path)
+    assert what.endswith("for a sign of life of the run's process:")
+    where = "<string>:17 train < " if how == "blocked" else "says nothing; state T"
+    assert stands.startswith(f"evenkeel train (process {pids[0]}): {where}")
+
+
+def test_time_in_which_the_parent_is_stopped_too_is_no_silence(tmp_path: Path) -> None:
+    """Twice the time that the child has for a sign of life. Nor is what the child does after its event loop's end."""
+    process = parent(BEATS % (LIMIT_S, f"await asyncio.sleep({2 * LIMIT_S + 2.0})", f"left.kill(); time.sleep({LIMIT_S + 2.0})"), tmp_path)
+    assert process.stdout is not None
+    both = int(process.stdout.readline().split()[0]), process.pid
+    for pid in both:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(2 * LIMIT_S)
+    for pid in reversed(both):
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(1.0)
+    said, _ = process.communicate(timeout=60.0)
+    assert (said, process.returncode) == ("", 0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")

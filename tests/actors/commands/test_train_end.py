@@ -142,7 +142,8 @@ def run_in(
     controller = SimpleNamespace(summary=None)
     nothing: Any = lambda *_, **__: None  # noqa: E731
 
-    def run(_: Any) -> RunSummary:
+    def run(_: Any, *, silence_s: float) -> RunSummary:
+        assert silence_s == config.deadlines.driver_s
         controller.summary = RunSummary(9, None, None, 60.0, stopped_early=False)
         at("the event loop's end")
         return controller.summary

@@ -36,7 +36,7 @@ def test_nodes_are_looked_at_before_the_controller_runs(tmp_path: Path, monkeypa
         assert within_s == 60.0, "packages that a node reads for the first time take longer than the doctor waits"
         return [NodeFacts(name="10.0.0.1", **HAS), NodeFacts(name="10.0.0.2", **HAS | {"reads_run_folder": sees})]
 
-    def runs(_: object) -> Any:
+    def runs(*_: object, **__: object) -> Any:
         order.append("the controller ran")
         raise DataError("and has come to its end")
 

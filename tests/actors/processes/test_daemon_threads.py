@@ -23,7 +23,7 @@ async def run():
     await asyncio.sleep(0.1)
     raise SystemExit("the disk hangs")
 
-_run_controller(SimpleNamespace(run=run))
+_run_controller(SimpleNamespace(run=run), silence_s=600.0)
 """
 
 

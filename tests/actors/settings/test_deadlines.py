@@ -9,6 +9,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from actors.cluster.head_watch import _head_hangs_s, _raylet_hangs_s
 from actors.commands.cli import app
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
@@ -56,6 +57,7 @@ def test_who_waits_for_something_waits_longer_than_it_may_take(tokens: int, size
     run, engine = config.deadlines, config.rollout.engine.deadlines
     assert engine.heartbeat_s < engine.generate_s, "a dead engine is known before its answers are late"
     assert 2 * engine.heartbeat_s < run.part_heartbeat_s < run.batch_s, "a frozen part is known long before its batch is late"
+    assert run.driver_s > max(_head_hangs_s(), _raylet_hangs_s()) + 60, "the watch over Ray, which may block the event loop, comes first"
     assert engine.generate_s < group_s(config.rollout) < 2 * group_s(config.rollout) < run.batch_s
     assert group_s(config.rollout) <= run.evaluation_s
     own_s = engine.update_s + 2 * engine.control_s
@@ -157,7 +159,7 @@ def test_the_table_has_every_key_and_says_what_is_set() -> None:
     assert not any(line.is_set for line in lines)
     assert {"learner.collective_timeout_s", "rollout.engine.weight_group_timeout_s"} <= keys
     run = with_deadlines(config, 10**9).deadlines
-    others = {run.forward_s, run.disk_s, run.receipts_s, deltas_s(run.sync_s), newer_weights_s(run.step_s, run.sync_s)}
+    others = {run.driver_s, run.forward_s, run.disk_s, run.receipts_s, deltas_s(run.sync_s), newer_weights_s(run.step_s, run.sync_s)}
     assert others | {batch_call_s(run.batch_s)} <= {line.seconds for line in lines if not line.key}
     shown = as_text(table(config.model_copy(update={"deadlines": type(config.deadlines)(sync_s=77.0)}), 10**9)).splitlines()
     assert [line.split()[:3] for line in shown if line.endswith("(set)")] == [["77", "s", "deadlines.sync_s"]]

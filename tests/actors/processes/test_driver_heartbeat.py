@@ -1,0 +1,94 @@
+"""What a run's process says to its parent of how it is. Whole processes that hang: tests/actors/commands/test_retries.py."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.commands.train import _run_controller
+from actors.processes import driver_heartbeat
+from actors.processes.driver_heartbeat import Listener
+
+
+@pytest.fixture
+def listener(monkeypatch: pytest.MonkeyPatch) -> Listener:
+    """Of this process, which is its own child."""
+    monkeypatch.setattr(driver_heartbeat, "_writer", None)
+    made = Listener()
+    monkeypatch.setenv("EVENKEEL_HEARTBEAT", made.environment["EVENKEEL_HEARTBEAT"])
+    driver_heartbeat.inherit()
+    return made
+
+
+def beats(listener: Listener) -> list[float]:
+    return [limit_s for (limit_s,) in struct.iter_unpack("d", os.read(listener._reader, 2**16))]
+
+
+def run(seconds: float, error: BaseException | None = None) -> Any:
+    async def train() -> None:
+        await asyncio.sleep(seconds)
+        if error is not None:
+            raise error
+
+    return SimpleNamespace(run=train)
+
+
+@pytest.mark.parametrize("error", [None, OSError("no space left")], ids=["ends", "fails"])
+def test_a_run_beats_from_its_event_loops_begin_to_its_end(listener: Listener, error: OSError | None) -> None:
+    assert "EVENKEEL_HEARTBEAT" not in os.environ and not os.get_inheritable(listener.writer), "it is this process's alone"
+    try:
+        _run_controller(run(0.5, error), silence_s=4.0)
+    except OSError as raised:
+        assert raised is error
+    *during, last = beats(listener)
+    assert set(during) == {4.0} and 4 <= len(during) <= 14, "one in 0.04 s"
+    assert last == math.inf
+    os.close(listener.writer)
+    listener.close()
+
+
+def test_a_run_without_such_a_parent_beats_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_heartbeat, "_writer", None)
+    monkeypatch.delenv("EVENKEEL_HEARTBEAT", raising=False)
+    driver_heartbeat.inherit()
+    before = set(os.listdir("/dev/fd"))
+    _run_controller(run(0.0), silence_s=4.0)
+    assert driver_heartbeat._writer is None and set(os.listdir("/dev/fd")) <= before
+
+
+def test_a_parent_that_reads_nothing_or_is_gone_ends_no_run(listener: Listener) -> None:
+    """A pipe holds hours of beats; what doesn't fit is left out."""
+    while True:
+        try:
+            os.write(listener.writer, bytes(8))
+        except BlockingIOError:
+            break
+    _run_controller(run(0.1), silence_s=4.0)
+    listener.close()
+    _run_controller(run(0.1), silence_s=4.0)
+    os.close(listener.writer)
+
+
+def test_silence_counts_from_the_last_beat(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first beat there is none, and half of the time is over once."""
+    monkeypatch.setattr(driver_heartbeat, "_TURN_S", 0.01)
+    assert not listener.hangs() and not listener.is_half_over
+    told = []
+    for _ in range(2):
+        for _ in range(3):
+            os.write(listener.writer, struct.pack("d", 0.035))
+        found = [(listener.hangs(), listener.is_half_over) for _ in range(4)]
+        told.append(found)
+    assert told == [[(False, False), (False, False), (False, True), (False, False)]] * 2
+    assert listener.hangs()
+    os.write(listener.writer, struct.pack("d", math.inf))
+    assert not listener.hangs() and not listener.is_over
+    listener.child_has_begun()
+    assert not listener.hangs() and listener.is_over
+    listener.close()
