@@ -32,7 +32,7 @@ class Taker(Protocol):
 T = TypeVar("T", bound=Taker)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Questions:
     """A part of an evaluation: what one call to a worker asks."""
 
@@ -40,6 +40,8 @@ class Questions:
     how: AnswerSampling
     answers: asyncio.Future[list[tuple[Trajectory, ...]]]
     """Scored answers to each prompt."""
+    losses: int = 0
+    """Engines lost while they answered it."""
 
     @property
     def size(self) -> int:

@@ -133,6 +133,7 @@ class GroupBook:
         self._strikes: Counter[int] = Counter()
         self._unreached: Counter[int] = Counter()
         self._in_a_row: dict[str, set[int]] = {}
+        """Of workers that are there: groups whose requests to it have failed since it last finished one."""
         self._latest = LatestGroups(window_s)
 
     def finished(self, group_id: int, worker: str, now: float) -> None:
@@ -164,6 +165,10 @@ class GroupBook:
         self._in_a_row.pop(worker, None)
         self._strikes.update(group_ids)
         return [group_id for group_id in group_ids if self._strikes[group_id] >= STRIKES]
+
+    def left(self, worker: str) -> None:
+        """It is gone, however it went. Its name never comes again."""
+        self._in_a_row.pop(worker, None)
 
     def were_lost(self, group_ids: Sequence[int]) -> bool:
         """Whether one of these groups was lost with an engine before."""

@@ -72,8 +72,6 @@ class RolloutPool(Membership):
         self._will_look = False
 
     def _begin_books(self) -> None:
-        self._lost_with: dict[Questions, int] = {}
-        """Part of an evaluation -> number of engines lost while they answered it."""
         window_s = max(WINDOW_S, FEWEST_FAILED * ATTEMPTS * group_s(self._config))  # enough for one worker with one slot
         self._groups = GroupBook(window_s)
         reward, notify = self._config.reward, self._observer.event
@@ -114,6 +112,10 @@ class RolloutPool(Membership):
         for worker in self._workers.values():
             worker.follow(generation)
         self._replenish()  # a loss that failed the pool has asked for nobody
+
+    def forget(self, worker: WorkerHandle) -> bool:
+        self._groups.left(worker.name)
+        return super().forget(worker)
 
     # -- workers that fail -------------------------------------------------------------------------------------------
 
@@ -216,8 +218,7 @@ class RolloutPool(Membership):
             self._observer.event("warning", f"others sample group {group_id} again, worker {worker.name} goes on: {error}")
             self._work.add_groups([ticket])
         else:
-            has_wide = isinstance(outcome, GroupFacts) and outcome.wide_bytes > 0
-            self._take(worker, ticket, outcome, payload, wide[0] if has_wide else None)
+            self._take(worker, ticket, outcome, payload, wide[0] if isinstance(outcome, GroupFacts) and outcome.wide_bytes > 0 else None)
         finally:
             worker.groups.discard(group_id)
             if found is not None and outcome is None:
@@ -318,9 +319,8 @@ class RolloutPool(Membership):
 
     def _is_too_dangerous(self, part: Questions, error: EngineError) -> bool:
         """Whether so many engines were lost with these questions that the evaluation should end before it costs another one."""
-        if not isinstance(error, EngineDirty):
-            self._lost_with[part] = self._lost_with.get(part, 0) + 1
-        return self._lost_with.get(part, 0) >= STRIKES
+        part.losses += not isinstance(error, EngineDirty)
+        return part.losses >= STRIKES
 
     async def _worked(self, worker: WorkerHandle, call: Callable[[], Any], what: str) -> Any:
         """The result of a call to a worker, which may run twice. Requests and rewards have deadlines of their own, which come first.

@@ -248,7 +248,9 @@ class CorrectionService(HeartbeatActor):
         forwards: list[Forward] = []
         while True:
             try:
-                return await self._prepare_with(groups, forwards, version, keeping)
+                prepared = await self._prepare_with(groups, forwards, version, keeping)
+                self._drawing.forget(group.group_id for group in groups)
+                return prepared
             except GroupsLost as error:  # before the learner has begun with them: others come in their places
                 for _, task in forwards:
                     task.cancel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ray
@@ -32,7 +32,7 @@ class Drawing:
     def __init__(self, books: NumberedCaller, *, dynamic_sampling: bool, bytes_per_s: float) -> None:
         self._books, self._dynamic_sampling, self._bytes_per_s = books, dynamic_sampling, bytes_per_s
         self._losses = Counter[int]()
-        """Number of losses by group id."""
+        """Number of losses by group id, of groups that are in no batch yet."""
         self.wide_of: dict[int, Any] = {}
         """References to the wide fields of the groups of the batch in preparation, by group id; empty if they have none."""
 
@@ -54,6 +54,7 @@ class Drawing:
                 else:
                     kept.append(group)
             for reason, group_ids in given_up.items():
+                self.forget(group_ids)
                 await self._books.ask("discard", group_ids, reason, what="discard of groups <- trajectory queue", deadline_s=ANSWER_S)
             groups, lost = await payloads.fetched(kept, deadline_s=payloads.fetch_s(kept, self._bytes_per_s))
             if lost:
@@ -78,6 +79,11 @@ class Drawing:
                 )
         what = f"loss of {len(why)} groups -> trajectory queue"
         await self._books.ask("lose", sorted(why), what=what, deadline_s=ANSWER_S)
+
+    def forget(self, group_ids: Iterable[int]) -> None:
+        """Called for groups that don't come again: those of a batch that is complete, and discarded ones."""
+        for group_id in group_ids:
+            self._losses.pop(group_id, None)
 
     async def _without_wide_fields(self, group: Group) -> Group:
         """The group without its wide fields, which are put into the object store. Only small groups and those of a checkpoint have any."""

@@ -113,6 +113,23 @@ def test_a_group_that_can_never_be_read_is_not_sampled_for_ever() -> None:
     assert books.lost == [[3, 4], [3, 4], [5]]
 
 
+def test_losses_of_groups_that_do_not_come_again_are_forgotten() -> None:
+    """In weeks on spot nodes each group may be lost once or twice."""
+    books = FakeBooks()
+    drawing = Drawing(books, dynamic_sampling=False, bytes_per_s=1e6)  # type: ignore[arg-type]
+
+    async def scenario() -> None:
+        for group_id in range(10_000):
+            for _ in range(2):
+                await drawing.lose({group_id: GONE})
+            drawing.forget([group_id])
+        assert not drawing._losses
+        for _ in range(2):
+            await drawing.lose({7: GONE})
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("kind", [ObjectStoreFullError, OutOfDiskError])
 def test_a_result_without_room_is_no_loss_of_a_node(kind: type[Exception]) -> None:
     """Sampled again it would find no room again, for ever, and be told as gone with its worker's node."""
