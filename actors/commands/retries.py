@@ -23,7 +23,7 @@ from typing import TypeVar
 from actors.processes import interrupts
 from actors.processes.daemon_threads import DaemonThreads
 from actors.processes.descendants import adopted_orphans, end_new
-from actors.processes.driver_heartbeat import Listener
+from actors.processes.driver_heartbeat import HeartbeatListener
 from actors.processes.event_level import EventLevel
 from actors.processes.output import put
 from actors.record.run_folder import RunFolder
@@ -127,7 +127,7 @@ def run_with_retries(recipe: Path | None, words: Sequence[str], run_dir: Path, *
     return code if code >= 0 else interrupts.exit_code(-code)
 
 
-def _attempt(arguments: Sequence[str], *, half_over: Callable[[int, Listener], None]) -> tuple[int, bool, float]:
+def _attempt(arguments: Sequence[str], *, half_over: Callable[[int, HeartbeatListener], None]) -> tuple[int, bool, float]:
     """Run one child until it ends.
 
     Args: half_over: called with its process id and heartbeat when half of the time for a sign of life is over.
@@ -142,7 +142,7 @@ def _attempt(arguments: Sequence[str], *, half_over: Callable[[int, Listener], N
         if child is not None:
             os.kill(child.pid, number)  # it may have ended, but isn't reaped yet, so the id is still its own
 
-    with interrupts.passed_on(pass_on), contextlib.closing(Listener()) as listener:
+    with interrupts.passed_on(pass_on), contextlib.closing(HeartbeatListener()) as listener:
         command, inherited = [*_COMMAND, *arguments], (listener.writer,)
         child = subprocess.Popen(command, start_new_session=True, env=listener.environment, pass_fds=inherited)
         listener.child_has_begun()
@@ -153,7 +153,7 @@ def _attempt(arguments: Sequence[str], *, half_over: Callable[[int, Listener], N
     return code, bool(asked), silent_s
 
 
-def _until_its_end(pid: int, listener: Listener, half_over: Callable[[int, Listener], None]) -> float:
+def _until_its_end(pid: int, listener: HeartbeatListener, half_over: Callable[[int, HeartbeatListener], None]) -> float:
     """Wait for the end of a child, killing it if it hangs, and leave it to be reaped. Returns: seconds of silence for which it was killed,
     or 0."""
     silent_s = 0.0
@@ -171,7 +171,7 @@ def _until_its_end(pid: int, listener: Listener, half_over: Callable[[int, Liste
             half_over(pid, listener)
 
 
-def _keep_stacks(run_dir: Path, pid: int, listener: Listener) -> None:
+def _keep_stacks(run_dir: Path, pid: int, listener: HeartbeatListener) -> None:
     """Where a process stands that gives no sign of life, as the run's own collector, which is in it, keeps those of others."""
     parts = [f"=== evenkeel train (process {pid})\n{stacks}" for stacks in stacks_of([pid]).values()]
 

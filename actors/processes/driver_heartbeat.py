@@ -23,7 +23,7 @@ _TURN_S = 1.0
 _writer: int | None = None
 
 
-class Listener:
+class HeartbeatListener:
     """The parent's side of the pipe."""
 
     def __init__(self) -> None:

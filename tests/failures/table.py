@@ -3,6 +3,8 @@
     python -m tests.failures.table --write docs/reliability.md      runs them first, some 35 minutes on two cores; a test that is skipped
                                                                     measures nothing, and the page stays as it is
     python -m tests.failures.table --measured FILE                  from what a run of tests with EVENKEEL_FAILURES=FILE has left
+    python -m tests.failures.table --measured FILE --write docs/reliability.md --keep
+                                                                    ... of some of the tests: the page's other rows stay
 """
 
 from __future__ import annotations
@@ -44,10 +46,14 @@ TESTS = (
     "tests/failures/test_full_object_store.py",
     "tests/rollout/test_engine_failures.py",
     "tests/rollout/test_rewards.py::test_calls_on_other_processes_do_not_wait_for_a_hanging_one",
+    "tests/rollout/test_reward_limits.py::test_the_whole_tree_has_the_limits",
+    "tests/rollout/test_reward_guardian.py::test_what_worker_and_guardian_leave_that_die_together_is_ended_by_the_next_worker",
     "tests/actors/on_two_nodes/test_two_callers.py",
     "tests/e2e/test_asynchronous_run.py",
     "tests/actors/queue/test_payloads_in_ray.py::test_a_finished_group_outlives_its_worker_and_goes_with_its_node",
     "tests/actors/record/test_checkpoint_disk.py::test_a_real_full_disk",
+    "tests/actors/record/test_checkpoint_disk.py::test_after_a_disk_that_hung_the_next_checkpoint_is_whole",
+    "tests/actors/record/test_run_folder.py::test_a_killed_owner_leaves_the_folder_free",
     "tests/actors/commands/test_resume_point.py::test_a_damaged_checkpoint_is_named_and_the_older_one_taken",
     "tests/actors/pool/test_faults.py",
     "tests/actors/pool/test_heartbeats_and_losses.py::test_workers_that_die_one_after_the_other_end_the_run_after_longer_and_longer_pauses",
@@ -55,14 +61,24 @@ TESTS = (
 """Those that measure."""
 
 
-def table(rows: Iterable[Measured]) -> str:
-    """In Markdown, in the order of the tests; of a fault that came more than once the slowest."""
+_MARK = "failures"
+"""Of the page's table."""
+_HEAD = ["| fault | what follows | s until work goes on | done again | how it is caused |", "|---|---|---|---|---|"]
+
+
+def by_fault(rows: Iterable[Measured]) -> dict[str, Measured]:
+    """Of a fault that came more than once the slowest."""
     slowest: dict[str, Measured] = {}
     for row in rows:
         if row.fault not in slowest or (row.seconds or 0.0) > (slowest[row.fault].seconds or 0.0):
             slowest[row.fault] = row
-    lines = ["| fault | what follows | s until work goes on | done again | how it is caused |", "|---|---|---|---|---|"]
-    for row in slowest.values():
+    return slowest
+
+
+def table(rows: Iterable[Measured]) -> str:
+    """In Markdown, in the order of the tests; of a fault that came more than once the slowest."""
+    lines = list(_HEAD)
+    for row in by_fault(rows).values():
         seconds = "-" if row.seconds is None else f"{row.seconds:.1f}"
         lines.append(f"| {row.fault} | {row.follows} | {seconds} | {row.again} | {row.how} |")
     return "\n".join(lines)
@@ -70,6 +86,14 @@ def table(rows: Iterable[Measured]) -> str:
 
 def read(path: Path) -> list[Measured]:
     return [Measured(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def rows_of(page: Path) -> list[Measured]:
+    """Those that it has already."""
+    _, _, text = page.read_text().partition(f"<!-- {_MARK} -->")
+    text, _, _ = text.partition(f"<!-- /{_MARK} -->")
+    cells = [line.strip("|").strip().split(" | ") for line in text.splitlines() if line.startswith("| ") and line not in _HEAD]
+    return [Measured(fault, follows, None if s == "-" else float(s), again, how) for fault, follows, s, again, how in cells]
 
 
 def skipped(report: Path) -> list[str]:
@@ -85,7 +109,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.failures.table", description="The table of faults and what they cost.")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="what tests have measured already; without it they are run")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table into this page, between its marks")
+    parser.add_argument("--keep", action="store_true", help="rows of PAGE that FILE doesn't have stay")
     options = parser.parse_args()
+    if options.keep and (options.measured is None or options.write is None):
+        parser.error("--keep needs --measured and --write")
     code, left_out = 0, list[str]()
     with tempfile.TemporaryDirectory() as made:
         path, report = options.measured or Path(made) / "measured.jsonl", Path(made) / "tests.xml"
@@ -93,14 +120,21 @@ def main() -> int:
             command = [sys.executable, "-m", "pytest", "-n0", "-q", "-m", "", f"--junitxml={report}", *TESTS]
             code = subprocess.run(command, env={**os.environ, FILE: str(path)}, check=False).returncode
             left_out = skipped(report) if code == 0 else []
-        found = table(read(path))
+        rows = read(path)
+    before = rows_of(options.write) if options.write is not None and options.measured is not None else []
+    absent = [] if options.keep else [row.fault for row in before if row.fault not in by_fault(rows)]
+    found = table((by_fault(before) | by_fault(rows)).values() if options.keep else rows)
     print(found)
     if options.write is None or code:
         return code
     if left_out:
         print(f"{options.write} stays as it is, or rows would vanish: these tests were skipped:", *left_out, sep="\n", file=sys.stderr)
         return 1
-    put_between(options.write, "failures", found)
+    if absent:
+        why = f"{options.write} stays as it is, or rows would vanish: {options.measured} has none of these (--keep keeps them):"
+        print(why, *absent, sep="\n", file=sys.stderr)
+        return 1
+    put_between(options.write, _MARK, found)
     return 0
 
 

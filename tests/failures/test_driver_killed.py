@@ -1,5 +1,5 @@
 """`evenkeel train --retries` goes on by itself after kill -9 of the run's process, before its first step, in the middle of training and in
-the last evaluation."""
+the last evaluation; and when that process hangs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import pytest
 
 from actors.record.completeness import left_after_training
 from actors.record.run_folder import RunFolder
+from actors.record.stack_gist import newest_gist
 from tests.e2e.launch import RECIPE, Run
 from tests.failures.books import check_books
 from tests.failures.measured import Recovery
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-STEPS, GROUPS = 6, 4
+STEPS, GROUPS, HEARTBEAT_S = 6, 4, 12
 
 
 def child_of(run: Run) -> int:
@@ -77,3 +78,27 @@ def test_a_crash_in_the_last_evaluation(small_model: Path, tmp_path: Path) -> No
         assert again.wait() == 0 and "is complete: all of its 2 steps are made, saved and evaluated" in again.output()
     finally:
         again.close()
+
+
+def test_a_driver_that_is_stopped_for_good(small_model: Path, tmp_path: Path) -> None:
+    """Its parent misses its signs of life."""
+    run_dir = tmp_path / "run"
+    words = [f"model={small_model}", f"steps={STEPS}", f"groups_per_step={GROUPS}", "checkpoint.every_steps=2", "evaluation.problems=4"]
+    run = Run(run_dir, str(RECIPE), f"run_dir={run_dir}", *words, f"deadlines.part_heartbeat_s={HEARTBEAT_S}", "--retries", "1")
+    try:
+        folder = RunFolder.view(run_dir)
+        run.wait_until(lambda: len(folder.checkpoints()) >= 1 and len(run.metrics()) >= 3, "a checkpoint, and a step after it")
+        follows = f"it is killed after {5 * HEARTBEAT_S} s, and a new process goes on from the last checkpoint, with new engines"
+        recovery = Recovery(run, f"driver stopped for good (part_heartbeat_s {HEARTBEAT_S}), with `--retries`", follows)
+        os.kill(child_of(run), signal.SIGSTOP)
+        recovery.wait()
+        assert run.wait() == 0, run.output()[-4000:]
+        check_books(run, groups_per_step=GROUPS, steps=STEPS)
+        texts = [event.text for event in folder.read_events() if "sign of life" in event.text]
+        assert texts[0].startswith("the run's process has given no sign of life for 30 s, and is killed after 60; where it stands is in")
+        assert texts[1].startswith("the run's process hung, without a sign of life for 60 s, and was killed after step ")
+        assert len(texts) == 2
+        assert "says nothing; state T (stopped)" in newest_gist(run_dir)[1]
+        assert run.orphans(30.0) == []
+    finally:
+        run.close()

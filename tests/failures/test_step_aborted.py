@@ -93,13 +93,16 @@ def test_the_last_finished_step_is_saved_without_the_one_under_way(small_model: 
         resumed = Run(folder.path, "--resume", str(folder.path), "steps=1000")
     try:
         resumed.wait_until(lambda: max(resumed.steps(), default=0) >= aborted + MORE, "two steps more")
+        began = time.monotonic()
         resumed.signal_group(signal.SIGHUP)
         assert resumed.wait() == 128 + signal.SIGHUP, resumed.output()[-4000:]
+        seconds = time.monotonic() - began
         assert resumed.orphans(30.0) == []
     finally:
         resumed.close()
     assert "interrupted (SIGHUP): ending with a checkpoint after the step under way" in resumed.events()
     assert max(resumed.steps()) == folder.checkpoints()[-1].step
     check_books(resumed, groups_per_step=GROUPS)
+    Measured("SIGHUP, as of a lost terminal", "the step under way is finished, and saved", seconds, "nothing", REAL).write()
     trained = {entry["prompt_id"] for entry in resumed.ledger() if entry["outcome"] == "trained" and entry["step"] == aborted}
     assert trained <= held

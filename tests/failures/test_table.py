@@ -13,7 +13,7 @@ import pytest
 from actors.driver.going_back import what_is_done_again
 from actors.driver.parts import StartingPoint
 from tests.failures.measured import FILE, PLAYED, REAL, Measured, done_again
-from tests.failures.table import TESTS, main, read, table
+from tests.failures.table import TESTS, main, read, rows_of, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,6 +81,33 @@ def test_no_row_vanishes_because_its_test_was_skipped(
     assert "| a fault |" in said.out and said.err.splitlines()[1].endswith("test_two::test_other: no Redis")
     monkeypatch.setattr("sys.argv", ["table", "--write", str(page), "--measured", str(measured)])
     assert main() == 0 and "| a fault | resumed | 1.0 | - |" in page.read_text()
+
+
+def test_a_file_of_some_tests_makes_no_other_row_vanish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, measured = tmp_path / "page.md", tmp_path / "measured.jsonl"
+    old = [Measured("one", "goes on", 1.0, "-", REAL), Measured("two", "waits", None, "2 groups", PLAYED)]
+    page.write_text(f"before\n<!-- failures -->\n{table(old)}\n<!-- /failures -->\n| no | row |\n")
+    before = page.read_text()
+    new = [Measured("one", "goes on at once", 3.0, "-", REAL), Measured("one", "goes on", 0.5, "-", REAL)]
+    new.append(Measured("new", "-", 2.0, "-", REAL))
+    measured.write_text("".join(json.dumps(asdict(row)) + "\n" for row in new))
+    monkeypatch.setattr("sys.argv", ["table", "--measured", str(measured), "--write", str(page)])
+    assert main() == 1 and page.read_text() == before
+    assert capsys.readouterr().err.splitlines()[1:] == ["two"]
+    monkeypatch.setattr("sys.argv", ["table", "--measured", str(measured), "--write", str(page), "--keep"])
+    assert main() == 0 and page.read_text() == before.replace(table(old), table([new[0], old[1], new[2]]))
+    monkeypatch.setattr("sys.argv", ["table", "--write", str(page), "--keep"])
+    with pytest.raises(SystemExit):
+        main()
+
+
+def test_rows_of_the_page_are_read_as_they_were_written(tmp_path: Path) -> None:
+    """No cell has what separates cells."""
+    page = ROOT / "docs" / "reliability.md"
+    rows = rows_of(page)
+    assert len(rows) > 40 and table(rows) in page.read_text()
 
 
 def test_steps_that_a_resume_by_hand_takes_back_are_counted() -> None:

@@ -23,6 +23,7 @@ from rollout.reward_cgroup import ControlGroup
 from rollout.reward_guardian import MEMORY, WORKER, end_strays, mark_of
 from rollout.rewards import RewardPool
 from rollout.trajectory import FinishReason, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
+from tests.failures.measured import REAL, Measured
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="guardians, control groups and environments of processes are Linux's")
 
@@ -139,6 +140,8 @@ def test_what_worker_and_guardian_leave_that_die_together_is_ended_by_the_next_w
 
         asyncio.run(start())
         assert wait_until(lambda: not is_running(fork) and not sleepers("69.5"))
+        follows = "the scorer ends with them; what it has forked is ended after the next worker's start"
+        Measured("rollout worker and its scorer's guardian killed together", follows, None, "as for a kill of the worker", REAL).write()
     finally:
         for pid in (fork, *sleepers("69.5")):
             if is_running(pid):

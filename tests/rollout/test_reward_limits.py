@@ -22,6 +22,7 @@ from correction.errors import ConfigError
 from rollout.reward_cgroup import ControlGroup
 from rollout.rewards import RewardPool
 from rollout.trajectory import FailureKind
+from tests.failures.measured import REAL, Measured
 from tests.rollout.reward_scene import asked, scored, user_reward
 from tests.rollout.reward_scene import user_module as user_module
 
@@ -70,12 +71,16 @@ def has_group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
 def test_the_whole_tree_has_the_limits(has_group: bool) -> None:
     """400 processes, and four of 300 MiB each under a limit of 1 GiB, which each of them keeps. The next completion is scored."""
+    began = time.monotonic()
     results = scored(user_reward("moody", deadline_s=20.0, memory_gib=1.0), "forks", "ok", "spreads", "ok")
+    seconds = time.monotonic() - began
     errors = [str(t.error) for t in results]
     assert ("ran out of memory" if has_group else "more than 128 processes") in errors[0]
     assert "took more than 1 GiB together" in errors[2]
     assert [t.is_valid for t in results] == [False, True, False, True]
     assert wait_until(lambda: not sleepers("64.5"))
+    follows = "all that it has started is ended, that answer counts as failed, with the reason; the next one is scored"
+    Measured("scorer that forks 400 processes, then one that takes 1.2 GiB (memory_gib 1)", follows, seconds, "nothing", REAL).write()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")

@@ -13,20 +13,20 @@ import pytest
 
 from actors.commands.train import _run_controller
 from actors.processes import driver_heartbeat
-from actors.processes.driver_heartbeat import Listener
+from actors.processes.driver_heartbeat import HeartbeatListener
 
 
 @pytest.fixture
-def listener(monkeypatch: pytest.MonkeyPatch) -> Listener:
+def listener(monkeypatch: pytest.MonkeyPatch) -> HeartbeatListener:
     """Of this process, which is its own child."""
     monkeypatch.setattr(driver_heartbeat, "_writer", None)
-    made = Listener()
+    made = HeartbeatListener()
     monkeypatch.setenv("EVENKEEL_HEARTBEAT", made.environment["EVENKEEL_HEARTBEAT"])
     driver_heartbeat.inherit()
     return made
 
 
-def beats(listener: Listener) -> list[float]:
+def beats(listener: HeartbeatListener) -> list[float]:
     return [limit_s for (limit_s,) in struct.iter_unpack("d", os.read(listener._reader, 2**16))]
 
 
@@ -40,7 +40,7 @@ def run(seconds: float, error: BaseException | None = None) -> Any:
 
 
 @pytest.mark.parametrize("error", [None, OSError("no space left")], ids=["ends", "fails"])
-def test_a_run_beats_from_its_event_loops_begin_to_its_end(listener: Listener, error: OSError | None) -> None:
+def test_a_run_beats_from_its_event_loops_begin_to_its_end(listener: HeartbeatListener, error: OSError | None) -> None:
     assert "EVENKEEL_HEARTBEAT" not in os.environ and not os.get_inheritable(listener.writer), "it is this process's alone"
     try:
         _run_controller(run(0.5, error), silence_s=4.0)
@@ -62,7 +62,7 @@ def test_a_run_without_such_a_parent_beats_nowhere(monkeypatch: pytest.MonkeyPat
     assert driver_heartbeat._writer is None and set(os.listdir("/dev/fd")) <= before
 
 
-def test_a_parent_that_reads_nothing_or_is_gone_ends_no_run(listener: Listener) -> None:
+def test_a_parent_that_reads_nothing_or_is_gone_ends_no_run(listener: HeartbeatListener) -> None:
     """A pipe holds hours of beats; what doesn't fit is left out."""
     while True:
         try:
@@ -75,7 +75,7 @@ def test_a_parent_that_reads_nothing_or_is_gone_ends_no_run(listener: Listener) 
     os.close(listener.writer)
 
 
-def test_silence_counts_from_the_last_beat(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_counts_from_the_last_beat(listener: HeartbeatListener, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first beat there is none, and half of the time is over once."""
     monkeypatch.setattr(driver_heartbeat, "_TURN_S", 0.01)
     assert not listener.hangs() and not listener.is_half_over

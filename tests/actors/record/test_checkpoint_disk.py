@@ -144,6 +144,8 @@ def test_after_a_disk_that_hung_the_next_checkpoint_is_whole(folder: RunFolder, 
     checkpoint = folder.checkpoints()[-1]
     assert [path.name for path in (folder.path / "checkpoints").iterdir()] == ["step_000006"]
     assert verify(checkpoint.path, read_manifest_of_files(checkpoint.path)) == []
+    follows = "that checkpoint counts as failed at its deadline; when the disk is back, the one after the next step is whole"
+    Measured("disk hangs at a checkpoint", follows, None, "nothing", "a call that doesn't return").write()
 
 
 @pytest.mark.parametrize("phase", ["seal", "flush_to_disk"])

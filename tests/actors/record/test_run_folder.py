@@ -19,6 +19,7 @@ from actors.metrics.step_metrics import StepMetrics
 from actors.record.run_folder import RunFolder
 from correction.errors import ConfigError
 from learner.file_sums import read_manifest_of_files, verify
+from tests.failures.measured import REAL, Measured
 
 ROOT = Path(__file__).parents[3]
 HOLD = """
@@ -143,6 +144,8 @@ def test_a_killed_owner_leaves_the_folder_free(tmp_path: Path, children: str) ->
     child = int(owner.stdout.readline())
     with pytest.raises(ConfigError, match=f"in use by process {owner.pid}"):
         RunFolder.open(tmp_path / "run")
+    follows = "it is refused, in a sentence that names the first one's process"
+    Measured("a second process that would train in a run's folder", follows, None, "nothing", REAL).write()
     owner.kill()
     owner.wait()
     try:

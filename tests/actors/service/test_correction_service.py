@@ -134,9 +134,10 @@ def test_groups_that_teach_nothing_are_replaced(rewards: tuple[float | None, ...
     async def scenario() -> None:
         scene = Scene(steps=1, max_staleness=0, dynamic_sampling=True)
         tickets = await scene.admit(0, GROUPS)
+        scene.service._drawing._losses[0] = 2
         waiting = asyncio.create_task(scene.next_batch(0))
         await scene.put(answered(tickets[0], rewards=rewards), *[answered(ticket) for ticket in tickets[1:]])
-        assert await scene.queue.wait_for_places(1.0) == 1
+        assert await scene.queue.wait_for_places(1.0) == 1 and not scene.service._drawing._losses
         (refill,) = await scene.admit(GROUPS, GROUPS + 1)
         assert not waiting.done()
         await scene.put(answered(refill))
@@ -325,23 +326,6 @@ def test_groups_whose_tokens_are_lost_are_sampled_again() -> None:
         trained = prepared.corrected.batch.token_ids[prepared.corrected.batch.loss_mask].tolist()
         assert trained == [token for one in finished for t in one.trajectories for token in t.response_ids]
         assert not scene.service._drawing._losses, "they don't come again"
-        await scene.service.stop()
-
-    play(scenario)
-
-
-def test_a_lost_group_that_teaches_nothing_does_not_come_again_either() -> None:
-    async def scenario() -> None:
-        scene = Scene(steps=1, max_staleness=0, dynamic_sampling=True)
-        tickets = await scene.admit(0, GROUPS)
-        waiting = asyncio.create_task(scene.next_batch(0))
-        await scene.queue.put(stored(*[answered(ticket) for ticket in tickets], lost=(1,)))
-        (again,) = await scene.queue.take_lost(1, 5.0)
-        assert scene.service._drawing._losses == {1: 1}
-        await scene.put(answered(again, rewards=(1.0, 1.0)))
-        assert await scene.queue.wait_for_places(1.0) == 1
-        assert not waiting.done() and not scene.service._drawing._losses
-        waiting.cancel()
         await scene.service.stop()
 
     play(scenario)
