@@ -86,6 +86,7 @@ def test_a_driver_that_is_stopped_for_good(small_model: Path, tmp_path: Path) ->
     words = [f"model={small_model}", f"steps={STEPS}", f"groups_per_step={GROUPS}", "checkpoint.every_steps=2", "evaluation.problems=4"]
     run = Run(run_dir, str(RECIPE), f"run_dir={run_dir}", *words, f"deadlines.part_heartbeat_s={HEARTBEAT_S}", "--retries", "1")
     try:
+        run.wait_until(lambda: run.metrics() != [], "a step")
         folder = RunFolder.view(run_dir)
         run.wait_until(lambda: len(folder.checkpoints()) >= 1 and len(run.metrics()) >= 3, "a checkpoint, and a step after it")
         follows = f"it is killed after {5 * HEARTBEAT_S} s, and a new process goes on from the last checkpoint, with new engines"
