@@ -35,6 +35,8 @@ _LOOK_S = 0.1
 _WAIT_S = 1.0
 """Seconds between looks where the kernel keeps the limits."""
 _END_S = 5.0
+_CLEAR_S = 3.0
+"""Longest wait for the ends of killed processes. A guardian hears of them at its next look, a second later at most."""
 _GRACE_S = 10.0
 """How long guardians whose worker has ended may take to end their trees: twice what one needs."""
 
@@ -268,11 +270,19 @@ def _end(find: Callable[[], set[int]], kill: Callable[[], object], send: Callabl
 
 def clear_leftovers() -> None:
     """Called after a scorer failed: kill the processes that it started, if they are so many that the next completion could start too
-    few."""
+    few. A killed process counts in a control group until its parent has heard of its end: wait for that, too."""
     tree = descendants(os.getppid()) - {os.getpid()}
-    if len(tree) > MOST_PROCESSES // 2:
+    if len(tree) <= MOST_PROCESSES // 2:
+        return
+    for pid in tree:
+        _signal(pid, signal.SIGKILL)
+    until = time.monotonic() + _CLEAR_S
+    while tree and time.monotonic() < until:
         for pid in tree:
-            _signal(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):  # the guardian's, when its own parent has ended
+                os.waitpid(pid, os.WNOHANG)
+        if tree := {pid for pid in tree if Path("/proc", str(pid)).exists()}:
+            time.sleep(_LOOK_S)
 
 
 def descendants(pid: int) -> set[int]:

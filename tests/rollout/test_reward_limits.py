@@ -27,6 +27,9 @@ from tests.rollout.reward_scene import asked, scored, user_reward
 from tests.rollout.reward_scene import user_module as user_module
 
 
+ROOT = Path(__file__).parents[2]
+
+
 def wait_until(condition: Callable[[], bool], deadline_s: float = 30.0) -> bool:
     end = time.monotonic() + deadline_s
     while not condition() and time.monotonic() < end:
@@ -81,6 +84,26 @@ def test_the_whole_tree_has_the_limits(has_group: bool) -> None:
     assert wait_until(lambda: not sleepers("64.5"))
     follows = "all that it has started is ended, that answer counts as failed, with the reason; the next one is scored"
     Measured("scorer that forks 400 processes, then one that takes 1.2 GiB (memory_gib 1)", follows, seconds, "nothing", REAL).write()
+
+
+BROOD = """
+    import os, subprocess, time
+    from pathlib import Path
+    from rollout.reward_guardian import clear_leftovers
+    if os.fork() == 0:    # the scorer, below its guardian
+        brood = [subprocess.Popen(["sleep", "68.5"]) for _ in range(70)]
+        clear_leftovers()
+        print(sum(Path("/proc", str(one.pid)).exists() for one in brood), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
+def test_what_a_failed_scorer_has_started_no_longer_counts_when_the_next_completion_is_scored() -> None:
+    """A killed process counts in its control group until its parent has heard of its end: the next one's fork would fail with EAGAIN."""
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(BROOD)], cwd=ROOT, capture_output=True, text=True, timeout=60.0, check=True)
+    assert done.stdout == "0\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
