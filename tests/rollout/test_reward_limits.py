@@ -26,7 +26,6 @@ from tests.failures.measured import REAL, Measured
 from tests.rollout.reward_scene import asked, scored, user_reward
 from tests.rollout.reward_scene import user_module as user_module
 
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -102,7 +101,8 @@ BROOD = """
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
 def test_what_a_failed_scorer_has_started_no_longer_counts_when_the_next_completion_is_scored() -> None:
     """A killed process counts in its control group until its parent has heard of its end: the next one's fork would fail with EAGAIN."""
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(BROOD)], cwd=ROOT, capture_output=True, text=True, timeout=60.0, check=True)
+    command = [sys.executable, "-c", textwrap.dedent(BROOD)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60.0, check=True)
     assert done.stdout == "0\n"
 
 
