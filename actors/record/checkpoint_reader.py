@@ -14,6 +14,7 @@ from pathlib import Path
 from actors.config import DeadlinesConfig
 from actors.processes.event_level import EventLevel
 from actors.record.run_folder import CHECKPOINT_FORMAT, Checkpoint, RunFolder
+from actors.state.json_lines import JsonLines
 from actors.state.resume import OLD_STATE, OtherVersionError, TrainingState, other_version
 from correction.errors import DataError
 from learner.file_sums import MANIFEST, read_manifest_of_files, verify
@@ -145,7 +146,7 @@ def take_back(folder: RunFolder, point: ResumePoint, task: Task) -> tuple[Resume
         said.append(
             ("warning", f"so all after step {step} is done again, up to step {newest} at least; {lines} lines of it went to rewound.jsonl")
         )
-    if lost := step - len({metrics.step for metrics in folder.read_metrics()}):
+    if lost := step - len(JsonLines(folder.metrics_path).steps()):
         said.append(("warning", f"{folder.metrics_path} is damaged: {lost} of {step} steps have no line in it, and no place in the report"))
     return point, said
 

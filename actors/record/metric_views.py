@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from actors.metrics.kinds import Kind
 from actors.metrics.step_metrics import StepMetrics, lookup
+from actors.metrics.step_number import step_of
 from actors.record.file_thread import FileThread
-from actors.state.json_lines import append_whole
+from actors.state.json_lines import JsonLines, append_whole
 from correction.errors import ConfigError, counted
 
 if TYPE_CHECKING:
@@ -153,8 +154,9 @@ def open_views(folder: RunFolder, config: MetricsConfig, notify: Callable[[str],
     Args: notify: called, in whatever thread, when one of them is dropped.
     Raises: ConfigError if Weights & Biases is asked for and not installed.
     """
-    earlier = folder.read_metrics()  # of a resumed run, and already rewound to the checkpoint that it goes on from
-    views: list[View] = [TensorBoardView(folder.tensorboard_path, resumed_from=earlier[-1].step if earlier else None)]
+    # Of a resumed run: its lines have been taken back to the checkpoint that it goes on from.
+    last = next(iter(JsonLines(folder.metrics_path).last(1, step_of)), None)
+    views: list[View] = [TensorBoardView(folder.tensorboard_path, resumed_from=last)]
     if config.wandb_project:
         of_run = folder.read_config()
         views.append(WandbView(project=config.wandb_project, name=folder.path.name, folder=folder.path, config=of_run, notify=notify))

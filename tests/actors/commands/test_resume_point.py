@@ -21,6 +21,7 @@ from actors.config import RunConfig
 from actors.metrics.step_metrics import StepMetrics
 from actors.record.checkpoint_reader import ResumePoint, take_back
 from actors.record.completeness import EVALUATION, REPORT, left_after_training
+from actors.record.metric_views import TensorBoardView, open_views
 from actors.record.run_folder import CHECKPOINT_FORMAT, RunFolder
 from actors.state.resume import OtherVersionError, open_ledger
 from correction.errors import ConfigError, DataError
@@ -320,6 +321,23 @@ def test_metrics_that_were_cut_are_told(folder: RunFolder) -> None:
     zero(folder.metrics_path)
     _, _, said = resume(RunFolder(folder.path))
     assert said == [("warning", f"{folder.metrics_path} is damaged: 2 of 2 steps have no line in it, and no place in the report")]
+
+
+def test_a_damaged_line_among_good_ones_is_told_at_each_resume_and_left_where_it_is(folder: RunFolder) -> None:
+    before = b'{"step": 1, "time/step_s": 1.5{"step": 2}\n' + folder.metrics_path.read_bytes().splitlines(keepends=True)[1]
+    folder.metrics_path.write_bytes(before)
+    for _ in range(2):
+        said = resume(folder)[2]
+        assert said == [("warning", f"{folder.metrics_path} is damaged: 1 of 2 steps have no line in it, and no place in the report")]
+        assert folder.metrics_path.read_bytes() == before
+
+
+def test_a_resume_keeps_no_numbers_of_earlier_steps(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of ten million prompts has a gigabyte of them: whatever a resume wants of these lines is the number of a step."""
+    monkeypatch.setattr(StepMetrics, "of_record", lambda record: pytest.fail(f"the numbers of step {record['step']} were parsed"))
+    config, _, said = resume(folder)
+    (view,) = open_views(folder, config.metrics, print)
+    assert isinstance(view, TensorBoardView) and view._purge == 3 and said == []
 
 
 def test_a_damaged_ledger_is_told_and_no_obstacle(folder: RunFolder) -> None:
