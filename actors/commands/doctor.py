@@ -18,6 +18,7 @@ from actors.doctor.paper_rules import enough, on_paper, worst_first
 from actors.doctor.room_rules import Request, requests
 from actors.doctor.start_checks import judged
 from actors.plan.shape import check_is_model
+from actors.processes.disk_at_start import by_disk_at_start
 from actors.settings.devices import visible_gpus
 from correction.errors import ConfigError, DataError, EvenkeelError
 
@@ -56,7 +57,7 @@ def doctor(
 
     Exit codes: 0 nothing stands in the way; 1 something can't work, or the recipe can't be read.
     """
-    if target.is_dir():
+    if by_disk_at_start(target.is_dir, f"{target}, to be opened", disk="its disk"):
         options = {"--gpus": gpus, "--deep": deep, "--cluster": cluster, "--json": as_json}
         typer.echo(_of_run(target, [*(overrides or []), *(name for name, value in options.items() if value)]))
         return
@@ -112,7 +113,8 @@ def _of_run(folder: Path, overrides: list[str]) -> str:
 
     if overrides:
         raise ConfigError(f"{folder}: a run's folder has its recipe; leave out {' '.join(overrides)}")
-    return page(diagnose(RunFolder.view(folder)))
+    view = by_disk_at_start(lambda: RunFolder.view(folder), f"{folder}, to be opened")
+    return page(diagnose(view))
 
 
 def _of_cluster(config: RunConfig, path: Path) -> tuple[list[Complaint], list[Request]]:

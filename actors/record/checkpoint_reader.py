@@ -5,14 +5,12 @@ A resume goes on from it, and a run that has lost its learner or its queue. Noth
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actors.config import DeadlinesConfig
 from actors.processes.event_level import EventLevel
+from actors.record.reading import Reading
 from actors.record.run_folder import CHECKPOINT_FORMAT, Checkpoint, RunFolder
 from actors.state.json_lines import JsonLines
 from actors.state.resume import OLD_STATE, OtherVersionError, TrainingState, other_version
@@ -20,36 +18,6 @@ from correction.errors import DataError
 from learner.file_sums import MANIFEST, read_manifest_of_files, verify
 from rollout.chat import load_tokenizer
 from rollout.tasks import Task
-
-
-class Reading:
-    """How far a checkpoint is read: threads that read tell it, and whoever waits for them looks."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._name, self._bytes, self._read = "", 0, 0
-        self.began = time.monotonic()
-
-    def begins(self, checkpoint: Checkpoint) -> None:
-        with self._lock:
-            self._name, self._bytes, self._read, self.began = checkpoint.path.name, 0, 0, time.monotonic()
-
-    def is_large(self, size: int) -> None:
-        """Args: size: bytes of all files that the manifest names."""
-        self._bytes = size
-
-    def add(self, size: int) -> None:
-        with self._lock:
-            self._read += size
-
-    def limit_s(self, deadlines: DeadlinesConfig) -> float:
-        """Longest time from `began` on: that of a checkpoint that is written, by the bytes of this one (disk_s)."""
-        return max(deadlines.disk_s, 3 * self._bytes / deadlines.bytes_per_s)
-
-    def __str__(self) -> str:
-        if not self._bytes:
-            return self._name
-        return f"{self._name}: {self._read / 1e9:.3g} of {self._bytes / 1e9:.3g} GB are read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +85,7 @@ def _verify(checkpoint: Checkpoint, reading: Reading) -> list[str]:
     if (found := manifest.get("format")) != CHECKPOINT_FORMAT:
         which = "a later version" if isinstance(found, int) and found > CHECKPOINT_FORMAT else "an earlier version"
         raise other_version(checkpoint.path, which, f"its format is {found}, this version's {CHECKPOINT_FORMAT}")
-    reading.is_large(sum(file["bytes"] for file in manifest["files"].values()))
+    reading.is_large(manifest)
     return verify(checkpoint.path, manifest, reading.add)
 
 

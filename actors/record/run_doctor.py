@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import fcntl
-import math
 import re
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from actors.config import DeadlinesConfig, RunConfig
 from actors.metrics.step_metrics import StepMetrics, shown
-from actors.metrics.step_number import step_of
+from actors.processes.disk_at_start import by_disk_at_start
 from actors.processes.event_level import EventLevel
+from actors.record.book_check import BookCheck, LinesRead, check_books
 from actors.record.completeness import left_after_training
+from actors.record.reading import Reading
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
 from actors.record.stack_gist import newest_gist
@@ -60,15 +62,6 @@ class Trouble:
     level: EventLevel
     last: RunEvent
     count: int
-
-
-@dataclass(frozen=True, slots=True)
-class BookCheck:
-    """Whether the ledger has each prompt once, and as many trained ones as the last step says. If a damaged ledger was set aside, this
-    covers the time since then."""
-
-    is_balanced: bool
-    sentence: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,30 +130,54 @@ class RunDiagnosis:
 
 
 def diagnose(folder: RunFolder) -> RunDiagnosis:
-    """Read a run's folder, while it runs or afterwards; nothing in it is changed."""
-    config, metrics, events = folder.read_config(), folder.read_metrics(), folder.read_events()
+    """Read a run's folder, while it runs or afterwards; nothing in it is changed. Each half minute stderr has what is read.
+
+    Raises: ConfigError; DiskLate if the folder's disk hangs.
+    """
+    config = by_disk_at_start(folder.read_config, "the run's config.yaml")
+    deadlines = _deadlines(config)
+    by_disk = partial(by_disk_at_start, limit_s=lambda: deadlines.disk_s)
+    metrics = by_disk(lambda: JsonLines(folder.metrics_path).last(RECENT_STEPS, StepMetrics.of_record), "the numbers of the last steps")
+    events = by_disk(folder.read_events, "the run's events")
+    saved_step, damaged = _newest_whole(folder, deadlines)
     steps = int(config.get("steps", 0))
     step = metrics[-1].step if metrics else 0
-    saved_step, damaged = _newest_whole(folder)
-    is_complete = step >= steps > 0 and all(checkpoint.step >= steps for checkpoint in folder.checkpoints()[-1:])
-    left = left_after_training(folder, steps) if is_complete and saved_step == steps else None
-    state, reason = _end(events, is_complete, is_owned(folder.path), is_nothing_left=left == ())
-    return RunDiagnosis(
-        path=folder.path,
-        state=state,
-        reason=reason,
-        step=step,
-        steps=steps,
-        saved_step=saved_step,
-        left=left,
-        damaged=damaged,
-        pace=_pace(metrics),
-        waits=_waits(events),
-        troubles=_troubles(events),
-        stacks=newest_gist(folder.path),
-        books=_books(folder.path, metrics),
-        last_events=tuple(events[-LAST_EVENTS:]),
+    lines = LinesRead()
+    books = by_disk(
+        lambda: check_books(folder, metrics[-1] if metrics else None, lines), "the run's ledger",
+        counts_from=lambda: lines.newest, detail=lambda: str(lines),
     )
+
+    def rest() -> RunDiagnosis:
+        is_complete = step >= steps > 0 and all(checkpoint.step >= steps for checkpoint in folder.checkpoints()[-1:])
+        left = left_after_training(folder, steps) if is_complete and saved_step == steps else None
+        state, reason = _end(events, is_complete, is_owned(folder.path), is_nothing_left=left == ())
+        return RunDiagnosis(
+            path=folder.path,
+            state=state,
+            reason=reason,
+            step=step,
+            steps=steps,
+            saved_step=saved_step,
+            left=left,
+            damaged=damaged,
+            pace=_pace(metrics),
+            waits=_waits(events),
+            troubles=_troubles(events),
+            stacks=newest_gist(folder.path),
+            books=books,
+            last_events=tuple(events[-LAST_EVENTS:]),
+        )
+
+    return by_disk(rest, "the run's evaluations and stacks")
+
+
+def _deadlines(config: Mapping[str, Any]) -> DeadlinesConfig:
+    """The run's own; the defaults, if another version has written its settings."""
+    try:
+        return RunConfig.model_validate(config).deadlines
+    except (ConfigError, ValueError):
+        return DeadlinesConfig()
 
 
 def page(found: RunDiagnosis) -> str:
@@ -222,13 +239,32 @@ def _end(events: Sequence[RunEvent], is_complete: bool, is_running: bool, *, is_
     return RunState.VANISHED, f"its last event is of {last.time}" if last else "it has no events"
 
 
-def _newest_whole(folder: RunFolder) -> tuple[int | None, tuple[str, ...]]:
-    """Step of the newest checkpoint whose files have the sizes and sums that its manifest says, and what is wrong with newer ones."""
+def _newest_whole(folder: RunFolder, deadlines: DeadlinesConfig) -> tuple[int | None, tuple[str, ...]]:
+    """Step of the newest checkpoint whose files have the sizes and sums that its manifest says, and what is wrong with newer ones.
+
+    All of it is read: eight times the model. Raises: DiskLate.
+    """
+    reading = Reading()
+    return by_disk_at_start(
+        lambda: _verified(folder, reading),
+        "files of the newest checkpoint",
+        limit_s=lambda: reading.limit_s(deadlines),
+        counts_from=lambda: reading.began,
+        detail=lambda: str(reading),
+    )
+
+
+def _verified(folder: RunFolder, reading: Reading) -> tuple[int | None, tuple[str, ...]]:
     damaged = []
     for checkpoint in reversed(folder.checkpoints()):
+        reading.begins(checkpoint)
         try:
-            verify(checkpoint.path, read_manifest_of_files(checkpoint.path))
+            manifest = read_manifest_of_files(checkpoint.path)
+            reading.is_large(manifest)
+            verify(checkpoint.path, manifest, reading.add)
         except (ConfigError, DataError, OSError) as error:
+            if not checkpoint.path.exists():  # removed by the run, which has gone on meanwhile and has newer ones
+                return _verified(folder, reading)
             damaged.append(str(error))
             continue
         return checkpoint.step, tuple(damaged)
@@ -264,52 +300,3 @@ def _troubles(events: Sequence[RunEvent]) -> tuple[Trouble, ...]:
         before = found.pop(kind, None)
         found[kind] = Trouble(event.level, event, 1 + (before.count if before else 0))
     return tuple(found.values())
-
-
-def _settled(record: Mapping[str, Any]) -> tuple[str, str, int]:
-    """Prompt, what became of it, and the step, of a line of the ledger."""
-    return str(record["prompt_id"]), str(record["outcome"]), step_of(record)
-
-
-def _set_aside(folder: Path) -> list[Path]:
-    """Damaged ledgers in whose place resumes have begun new ones (actors/state/ledger.py), the newest first."""
-    numbers = {path: re.fullmatch(r"ledger\.damaged(?:-(\d+))?\.jsonl", path.name) for path in folder.glob("ledger.damaged*.jsonl")}
-    known = [(int(found[1] or 1), path) for path, found in numbers.items() if found]
-    return [path for _, path in sorted(known, reverse=True)]
-
-
-def _books(folder: Path, metrics: Sequence[StepMetrics]) -> BookCheck:
-    """Of the ledger and, up to the step at which a resume began a new one, of those that were set aside: what can be read of them."""
-    aside = _set_aside(folder)
-    end = metrics[-1].step + 1 if metrics else math.inf  # later ones are settled before the step's line was written, or done again
-    seen, twice = set[str](), set[str]()
-    trained_in, begun_at, outcomes = list[int](), list[float](), Counter[str]()
-    for path in (folder / "ledger.jsonl", *aside):
-        first, before = end, outcomes["trained"]
-        for prompt, outcome, step in JsonLines(path).each(_settled):
-            if step < end:
-                first = min(first, step)
-                outcomes[outcome] += 1
-                (twice if prompt in seen else seen).add(prompt)
-        trained_in.append(outcomes["trained"] - before)
-        begun_at.append(first)
-        end = first
-    told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()) if count) or "no prompt has left the queue"
-    if twice:
-        named = ", ".join(sorted(twice)[:5])
-        return BookCheck(False, f"NOT balanced: {len(twice)} prompts stand in the ledger twice, {named} among them ({told})")
-    files = f"{' and '.join(path.name for path in aside)}, set aside as damaged by a resume"
-    total = metrics[-1].finite().get("groups/trained_total") if metrics else None
-    if total is None or int(total) == outcomes["trained"]:
-        return BookCheck(True, f"balanced: {told}, each prompt once" + (f"; {files}, counted" if aside else ""))
-    earlier = _trained_before(metrics, begun_at[0]) if aside else None
-    if earlier is not None and total - earlier == trained_in[0]:
-        lost = f"of the {int(earlier)} groups trained before, {sum(trained_in[1:])} can be read in {files}"
-        return BookCheck(True, f"balanced from step {begun_at[0]:.0f} on, with {trained_in[0]} trained; {lost} ({told}, each prompt once)")
-    in_ledger = outcomes["trained"]
-    return BookCheck(False, f"NOT balanced: the last step says {int(total)} groups trained, the ledger has {in_ledger} ({told})")
-
-
-def _trained_before(metrics: Sequence[StepMetrics], step: float) -> float | None:
-    """Groups trained until then; None: no line says it."""
-    return 0.0 if step <= 1 else next((line.get("groups/trained_total") for line in metrics if line.step == step - 1), None)

@@ -29,7 +29,7 @@ from actors.doctor.facts import NodeFacts
 from actors.metrics.step_metrics import StepMetrics
 from actors.processes import disk_at_start
 from actors.processes.disk_at_start import DiskLate
-from actors.record.checkpoint_reader import Reading
+from actors.record.reading import Reading
 from actors.record.run_folder import Checkpoint, RunFolder
 from correction.errors import DeadlineExceeded
 from learner import file_sums
@@ -172,7 +172,7 @@ def test_a_checkpoint_has_the_time_of_its_bytes() -> None:
     reading, deadlines = Reading(), RunConfig.model_fields["deadlines"].get_default(call_default_factory=True)
     reading.begins(Checkpoint(10, Path("checkpoints/step_000010")))
     assert (reading.limit_s(deadlines), str(reading)) == (deadlines.disk_s, "step_000010")
-    reading.is_large(480 * 10**9)
+    reading.is_large({"files": {"a": {"bytes": 479 * 10**9}, "b": {"bytes": 10**9}}})
     reading.add(12 * 10**9)
     assert (reading.limit_s(deadlines), str(reading)) == (14400.0, "step_000010: 12 of 480 GB are read")
     began = reading.began

@@ -15,7 +15,8 @@ from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.metrics.step_metrics import StepMetrics
 from actors.processes.wait_notice import WaitNotice
-from actors.record.run_doctor import BookCheck, RunDiagnosis, RunState, diagnose, page
+from actors.record.book_check import BookCheck
+from actors.record.run_doctor import RunDiagnosis, RunState, diagnose, page
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
 

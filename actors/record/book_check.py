@@ -1,0 +1,139 @@
+"""Whether the ledger of a run has each prompt once, read from the run's folder."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.metrics.step_metrics import StepMetrics
+from actors.metrics.step_number import step_of
+from actors.record.run_folder import RunFolder
+from actors.state.json_lines import JsonLines
+
+_CHUNK = 1 << 16
+"""Positions whose bits are kept together."""
+_LOOK = 10_000
+"""Lines between two looks at the clock."""
+_MOST_DIGITS = 18
+
+
+@dataclass(frozen=True, slots=True)
+class BookCheck:
+    """Whether the ledger has each prompt once, and as many trained ones as the last step says. If a damaged ledger was set aside, this
+    covers the time since then."""
+
+    is_balanced: bool
+    sentence: str
+
+
+class LinesRead:
+    """How much of the ledger is read, for whoever waits: ten million lines take a minute."""
+
+    def __init__(self) -> None:
+        self._count, self.newest = 0, time.monotonic()
+
+    def add(self) -> None:
+        self._count += 1
+        if self._count % _LOOK == 0:
+            self.newest = time.monotonic()
+
+    def __str__(self) -> str:
+        return f"{self._count:,} lines of the ledger are read"
+
+
+class _Seen:
+    """Prompts that have been met: a bit for each that ends in a number, as a task's do, so that ten million of them are 1.3 MB.
+
+    Their order doesn't help: groups leave the queue in another order than they came, and a ledger that was set aside is read after the
+    later one.
+    """
+
+    def __init__(self) -> None:
+        self._bits: dict[tuple[str, int], bytearray] = {}
+        self._others: set[str] = set()
+
+    def add(self, prompt_id: str) -> bool:
+        """Returns: whether it was there already."""
+        number = prompt_id[prompt_id.rfind("/") + 1 :]
+        if len(number) > _MOST_DIGITS or not number.isdecimal() or str(position := int(number)) != number:  # not 07, nor digits of Arabic
+            is_there = prompt_id in self._others
+            self._others.add(prompt_id)
+            return is_there
+        key = prompt_id[: -len(number)], position // _CHUNK
+        bits = self._bits.get(key)
+        if bits is None:
+            bits = self._bits[key] = bytearray(_CHUNK // 8)
+        byte, bit = position % _CHUNK >> 3, 1 << (position & 7)
+        is_there = bool(bits[byte] & bit)
+        bits[byte] |= bit
+        return is_there
+
+
+def check_books(folder: RunFolder, last: StepMetrics | None, read: LinesRead) -> BookCheck:
+    """Of the ledger and, up to the step at which a resume began a new one, of those that were set aside: what can be read of them.
+
+    Args:
+        last: numbers of the run's last step; None: it has none.
+        read: is told how far this is.
+    """
+    aside = _set_aside(folder.path)
+    end = last.step + 1 if last else math.inf  # later ones are settled before the step's line was written, or done again
+    seen, twice = _Seen(), set[str]()
+    trained_in, begun_at, outcomes = list[int](), list[float](), Counter[str]()
+    for path in (folder.path / "ledger.jsonl", *aside):
+        first, before = end, outcomes["trained"]
+        for prompt, outcome, step in JsonLines(path).each(_settled):
+            read.add()
+            if step < end:
+                first = min(first, step)
+                outcomes[outcome] += 1
+                if seen.add(prompt):
+                    twice.add(prompt)
+        trained_in.append(outcomes["trained"] - before)
+        begun_at.append(first)
+        end = first
+    told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()) if count) or "no prompt has left the queue"
+    if twice:
+        named = ", ".join(sorted(twice)[:5])
+        return BookCheck(False, f"NOT balanced: {len(twice)} prompts stand in the ledger twice, {named} among them ({told})")
+    files = f"{' and '.join(path.name for path in aside)}, set aside as damaged by a resume"
+    total = last.finite().get("groups/trained_total") if last else None
+    if total is None or int(total) == outcomes["trained"]:
+        return BookCheck(True, f"balanced: {told}, each prompt once" + (f"; {files}, counted" if aside else ""))
+    earlier = _trained_before(folder, begun_at[0]) if aside else None
+    if earlier is not None and total - earlier == trained_in[0]:
+        lost = f"of the {int(earlier)} groups trained before, {sum(trained_in[1:])} can be read in {files}"
+        return BookCheck(True, f"balanced from step {begun_at[0]:.0f} on, with {trained_in[0]} trained; {lost} ({told}, each prompt once)")
+    in_ledger = outcomes["trained"]
+    return BookCheck(False, f"NOT balanced: the last step says {int(total)} groups trained, the ledger has {in_ledger} ({told})")
+
+
+def _settled(record: Mapping[str, Any]) -> tuple[str, str, int]:
+    """Prompt, what became of it, and the step, of a line of the ledger."""
+    return str(record["prompt_id"]), str(record["outcome"]), step_of(record)
+
+
+def _set_aside(folder: Path) -> list[Path]:
+    """Damaged ledgers in whose place resumes have begun new ones (actors/state/ledger.py), the newest first."""
+    numbers = {path: re.fullmatch(r"ledger\.damaged(?:-(\d+))?\.jsonl", path.name) for path in folder.glob("ledger.damaged*.jsonl")}
+    known = [(int(found[1] or 1), path) for path, found in numbers.items() if found]
+    return [path for _, path in sorted(known, reverse=True)]
+
+
+def _trained_before(folder: RunFolder, step: float) -> float | None:
+    """Groups trained until then; None: no line says it."""
+    if step <= 1:
+        return 0.0
+
+    def of_that_step(record: dict[str, Any]) -> StepMetrics:
+        if step_of(record) != step - 1:
+            raise ValueError(f"not of step {step - 1}")
+        return StepMetrics.of_record(record)
+
+    return next((line.get("groups/trained_total") for line in JsonLines(folder.metrics_path).each(of_that_step)), None)

@@ -1,0 +1,41 @@
+"""How far a checkpoint is read, for whoever waits for it: a large one takes minutes, on a slow disk hours."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from actors.config import DeadlinesConfig
+from actors.record.run_folder import Checkpoint
+
+
+class Reading:
+    """How far a checkpoint is read: threads that read tell it, and whoever waits for them looks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._name, self._bytes, self._read = "", 0, 0
+        self.began = time.monotonic()
+
+    def begins(self, checkpoint: Checkpoint) -> None:
+        with self._lock:
+            self._name, self._bytes, self._read, self.began = checkpoint.path.name, 0, 0, time.monotonic()
+
+    def is_large(self, manifest: Mapping[str, Any]) -> None:
+        """Args: manifest: of the checkpoint; it has the bytes of each file."""
+        self._bytes = sum(file["bytes"] for file in manifest["files"].values())
+
+    def add(self, size: int) -> None:
+        with self._lock:
+            self._read += size
+
+    def limit_s(self, deadlines: DeadlinesConfig) -> float:
+        """Longest time from `began` on: that of a checkpoint that is written, by the bytes of this one (disk_s)."""
+        return max(deadlines.disk_s, 3 * self._bytes / deadlines.bytes_per_s)
+
+    def __str__(self) -> str:
+        if not self._bytes:
+            return self._name
+        return f"{self._name}: {self._read / 1e9:.3g} of {self._bytes / 1e9:.3g} GB are read"
