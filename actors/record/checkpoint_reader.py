@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from actors.processes.event_level import EventLevel
 from actors.record.reading import Reading
 from actors.record.run_folder import CHECKPOINT_FORMAT, Checkpoint, RunFolder
+from actors.record.set_aside import set_aside
 from actors.state.json_lines import JsonLines
 from actors.state.resume import OLD_STATE, OtherVersionError, TrainingState, other_version
 from correction.errors import DataError
@@ -89,12 +89,6 @@ def _verify(checkpoint: Checkpoint, reading: Reading) -> list[str]:
     return verify(checkpoint.path, manifest, reading.add)
 
 
-def _set_aside(checkpoint: Checkpoint) -> Path:
-    """Rename a checkpoint so that nothing reads it; no file is removed. Returns: its new path."""
-    names = (checkpoint.path.with_name(f"{checkpoint.path.name}.damaged{number}") for number in ("", *(f"-{i}" for i in range(2, 100))))
-    return checkpoint.path.rename(next(name for name in names if not name.exists()))
-
-
 def take_back(folder: RunFolder, point: ResumePoint, task: Task) -> tuple[ResumePoint, list[tuple[EventLevel, str]]]:
     """Take back what the folder has of steps after the point's, once all else has been found right.
 
@@ -106,7 +100,7 @@ def take_back(folder: RunFolder, point: ResumePoint, task: Task) -> tuple[Resume
     said = list(point.notes)
     step = point.checkpoint.step
     for checkpoint, reason in reversed(point.damaged):
-        aside = _set_aside(checkpoint)
+        aside = set_aside(checkpoint)
         said.append(("warning", f"the checkpoint of step {checkpoint.step} can't be read and is set aside as {aside.name}: {reason}"))
     lines = folder.rewind(step)
     if point.damaged:

@@ -18,6 +18,7 @@ from actors.ranks.learner_group import LearnerGroup
 from actors.record.observer import Observer
 from actors.record.patience import wait_for_disk
 from actors.record.run_folder import Checkpoint, RunFolder
+from actors.record.set_aside import KEPT, remove_oldest
 from actors.state.resume import TrainingState
 from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, EvenkeelError, LedgerError
 
@@ -175,12 +176,27 @@ class CheckpointWriter:
     async def _check_space(self, learner: LearnerGroup) -> None:
         """Raises: DataError if the disk has no room for what is to come."""
         needed = self._bytes or await learner.checkpoint_bytes(deadline_s=self._deadline_s)
-        free = (await self._by_disk("free space", shutil.disk_usage, self._folder.path)).free
+        free = await self._free()
+        for keep in range(KEPT, -1, -1):
+            if free < needed * _GROWTH and await self._remove_damaged(keep):
+                free = await self._free()
         if free < needed * _GROWTH:
             raise DataError(
                 f"{self._folder.path}: {_gib(free)} are free, but a checkpoint needs {_gib(int(needed * _GROWTH))}. Make room on that disk"
                 + (f", or resume with fewer kept (checkpoint.keep = {self._settings.keep})" if self._settings.keep > 1 else "")
             )
+
+    async def _free(self) -> int:
+        """Bytes."""
+        return (await self._by_disk("free space", shutil.disk_usage, self._folder.path)).free
+
+    async def _remove_damaged(self, keep: int) -> bool:
+        """Remove those that were set aside, but the newest `keep`, and say so. Returns: whether there were any."""
+        removed = await self._by_disk("removal of damaged ones", remove_oldest, self._folder, keep)
+        why = "a newer one is kept to be looked at" if keep else "the next checkpoint needs the room"
+        for path in removed:
+            self._observer.event("info", f"{path.name}, a damaged checkpoint that was set aside, is removed: {why}")
+        return bool(removed)
 
     async def _write(self, checkpoint: Checkpoint, learner: LearnerGroup, folder: contextlib.AsyncExitStack, began: float) -> int:
         """Returns: bytes of the checkpoint."""
@@ -195,6 +211,7 @@ class CheckpointWriter:
         self._observer.saved(final, time.monotonic() - began)
         try:
             await self._by_disk("removal of older ones", self._folder.prune_checkpoints, self._settings.keep)
+            await self._remove_damaged(KEPT)
         except (OSError, DeadlineExceeded) as error:  # the new one is there all the same
             self._observer.event("warning", f"checkpoints that are no longer needed could not be removed: {error}")
         return size
