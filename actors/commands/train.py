@@ -35,7 +35,7 @@ from actors.processes.event_level import EventLevel
 from actors.processes.output import put
 from actors.processes.supervision import HALF_OVER
 from actors.processes.wait_notice import WaitNotice
-from actors.record.checkpoint_reader import ResumePoint, take_back
+from actors.record.checkpoint_reader import ResumePoint, steps_without_a_line, take_back
 from actors.record.completeness import EVALUATION, left_after_training
 from actors.record.observer import Observer
 from actors.record.run_event import EventKind
@@ -111,6 +111,7 @@ def _made_ready(
     said: list[tuple[EventLevel, str]] = []
     if point is not None:
         point, said = take_back(folder, point, task)
+        said += steps_without_a_line(folder, point.checkpoint.step)
     elif is_resumed:
         said.append(("info", _from_the_start(folder)))
     folder.write_config(config)

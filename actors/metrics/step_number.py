@@ -12,11 +12,11 @@ _MOST_STEPS = 1 << 53
 """Whole numbers below have a double of their own, as plots need it."""
 
 
-class _Line(msgspec.Struct):
+class _StepAlone(msgspec.Struct):
     step: int
 
 
-_DECODER = msgspec.json.Decoder(_Line)
+_DECODER = msgspec.json.Decoder(_StepAlone)
 
 
 def step_of(record: Mapping[str, Any]) -> int:

@@ -108,9 +108,14 @@ def take_back(folder: RunFolder, point: ResumePoint, task: Task) -> tuple[Resume
         said.append(
             ("warning", f"so all after step {step} is done again, up to step {newest} at least; {lines} lines of it went to rewound.jsonl")
         )
-    if lost := step - len(JsonLines(folder.metrics_path).steps()):
-        said.append(("warning", f"{folder.metrics_path} is damaged: {lost} of {step} steps have no line in it, and no place in the report"))
     return point, said
+
+
+def steps_without_a_line(folder: RunFolder, step: int) -> list[tuple[EventLevel, str]]:
+    """What to say if metrics.jsonl has not all steps up to this one. It is read whole, which takes seconds for a gigabyte."""
+    if lost := step - len(JsonLines(folder.metrics_path).steps()):
+        return [("warning", f"{folder.metrics_path} is damaged: {lost} of {step} steps have no line in it, and no place in the report")]
+    return []
 
 
 def _with_prompts(folder: RunFolder, point: ResumePoint, task: Task) -> TrainingState:

@@ -18,11 +18,13 @@ from actors.commands.recipe import load_config
 from actors.commands.resume_point import find_resume_point, run_config, with_absolute_paths
 from actors.commands.train import train_run
 from actors.config import RunConfig
+from actors.driver.going_back import Rollbacks
 from actors.metrics.step_metrics import StepMetrics
 from actors.record.checkpoint_reader import ResumePoint, take_back
 from actors.record.completeness import EVALUATION, REPORT, left_after_training
 from actors.record.metric_views import TensorBoardView, open_views
 from actors.record.run_folder import CHECKPOINT_FORMAT, RunFolder
+from actors.state.json_lines import JsonLines, last_step
 from actors.state.resume import OtherVersionError, open_ledger
 from correction.errors import ConfigError, DataError
 from learner.file_sums import seal
@@ -40,7 +42,9 @@ def asks(texts: Callable[[int], str] = lambda position: prompt(position).text) -
 def resume(folder: RunFolder, *overrides: str, task: Any = None) -> tuple[RunConfig, ResumePoint, list[tuple[str, str]]]:
     config, point = find_resume_point(folder, overrides)
     assert point is not None
-    return config, *take_back(folder, point, task or asks())
+    point, said = train._made_ready(folder, config, point, task or asks(), is_resumed=True)
+    assert point is not None
+    return config, point, said
 
 
 def cut(path: Path) -> None:
@@ -338,6 +342,16 @@ def test_a_resume_keeps_no_numbers_of_earlier_steps(folder: RunFolder, monkeypat
     config, _, said = resume(folder)
     (view,) = open_views(folder, config.metrics, print)
     assert isinstance(view, TensorBoardView) and view._purge == 3 and said == []
+
+
+def test_a_return_to_a_checkpoint_in_the_running_driver_reads_no_earlier_lines(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run waits for it, and its own lines need no check."""
+    _, point = find_resume_point(folder, ())
+    folder.append_metrics(StepMetrics(3))
+    monkeypatch.setattr(JsonLines, "steps", lambda _: pytest.fail("all lines are read"))
+    monkeypatch.setattr(JsonLines, "each", lambda *_: pytest.fail("all lines are read"))
+    found, said = Rollbacks(folder, asks())._take_back(folder.path / "model", point)
+    assert (found.step, said, last_step(folder.metrics_path)) == (2, [], 2)
 
 
 def test_a_damaged_ledger_is_told_and_no_obstacle(folder: RunFolder) -> None:
