@@ -108,7 +108,7 @@ def train(
     the end. Ctrl-C ends after the step under way, SIGTERM without it, with a checkpoint; a second signal ends at once.
 
     With --retries a run whose process dies (a crash, kill -9, no memory) or hangs goes on from its newest checkpoint, or else anew.
-    Wrong settings are not tried again, nor is a run that makes no new step.
+    Wrong settings are not tried again before a first new step, nor is a run that dies twice without one.
 
     Exit codes: 0 done, or ended by Ctrl-C with a checkpoint; 1 an error, said in a sentence; 3 ended by an alarm
     (monitor.on_alarm=stop); 129 or 143 ended by SIGHUP or SIGTERM with a checkpoint: go on with --resume.

@@ -34,14 +34,18 @@ from rollout.stacks import stacks_of
 
 T = TypeVar("T")
 NOT_AGAIN = 78
-"""Exit code of an attempt with wrong settings, which another attempt would have as well; EX_CONFIG of sysexits.h."""
+"""Exit code of an attempt that was refused by its settings; EX_CONFIG of sysexits.h. Another one would be as well, unless the run has
+made a step with them: then what they ask for is away for the moment (a judge, room on a disk, a node)."""
 _COMMAND = (sys.executable, "-m", "actors.commands.attempt", "train")
 _LOOK_S = 10.0
 """For each look into the run folder."""
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 """Pause before the first retry, doubled before each further one, and the longest pause."""
-_FINAL = (0, 3, NOT_AGAIN, *(code for number in interrupts.SIGNALS for code in (-number, interrupts.exit_code(number))))
-"""Exit codes after which there is no retry: done, ended by an alarm, wrong settings, ended by one of the signals that ask for it."""
+_FINAL = (0, 3, *(code for number in interrupts.SIGNALS for code in (-number, interrupts.exit_code(number))))
+"""Exit codes after which there is no retry: done, ended by an alarm, ended by one of the signals that ask for it."""
+_MAY_PASS = (-signal.SIGKILL, interrupts.NO_CLUSTER, NOT_AGAIN)
+"""Ends that say nothing about where the run is: a kill from outside, a lost cluster, whose head may be started again, what a start lacked.
+Any other end comes again if it has come twice at one place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +98,8 @@ def run_with_retries(recipe: Path | None, words: Sequence[str], run_dir: Path, *
         discard_queue: see find_resume_point.
     Returns: the exit code for this process: that of the last attempt, as shells count.
     """
-    flags, reached = ["--discard-queue"] if discard_queue else [], Reached()
-    if recipe is None:
-        reached = Reached.of(run_dir)
+    flags, before = ["--discard-queue"] if discard_queue else [], Reached.of(run_dir)
+    reached = before if recipe is None else Reached()
     for retry in range(retries + 1):
         is_resumed = recipe is None or (retry > 0 and _has_begun(run_dir))
         arguments = ["--resume", str(run_dir), *flags, *words] if is_resumed else [str(recipe), *words, f"run_dir={run_dir}"]
@@ -108,11 +111,10 @@ def run_with_retries(recipe: Path | None, words: Sequence[str], run_dir: Path, *
         if is_asked or code in _FINAL or (code in (1, interrupts.NO_CLUSTER) and not _has_begun(run_dir)):
             break  # the last: what was wrong has been said, before there was anything to go on with
         now = Reached.of(run_dir)
+        if code == NOT_AGAIN and (before.unknown or not (now.is_beyond(before) or reached.is_beyond(before))):
+            break  # it has been said, too
         reason = f"the run's process {_end_of(code, silent_s)} after {now}"
-        # A kill from outside says nothing about the run, nor does a lost cluster, whose head may be started again. What ends by itself
-        # twice at one place will do so again.
-        is_by_itself = code not in (-signal.SIGKILL, interrupts.NO_CLUSTER) or silent_s > 0.0
-        if retry > 0 and is_by_itself and not now.is_beyond(reached):
+        if retry > 0 and (code not in _MAY_PASS or silent_s) and not now.is_beyond(reached):
             _say(run_dir, "error", f"{reason}, as far as it had come before this retry: it makes no progress, and is not tried again")
             break
         if retry == retries:
@@ -199,6 +201,8 @@ def _end_of(code: int, silent_s: float) -> str:
         return f"hung, without a sign of life for {silent_s:.0f} s, and was killed"
     if code == interrupts.NO_CLUSTER:
         return "found no Ray cluster, or lost its own,"
+    if code == NOT_AGAIN:
+        return "was refused what its settings ask for, though it has trained with them,"
     if code >= 0:
         return f"ended with exit code {code}"
     return f"was killed by {signal_name(-code)}"

@@ -70,7 +70,11 @@ def tried(monkeypatch: pytest.MonkeyPatch, run_dir: Path, ends: Ends, *, is_aske
         ([(KILLED, None), (KILLED, 0), (0, 9)], (0, 3)),  # before there was a folder, and then before there was a step
         ([(HUNG, 3), (HUNG, 5), (0, 9)], (0, 3)),
         ([(HUNG, 3), (HUNG, None)], (137, 2)),  # no step more
-        ([(KILLED, 3), (retries.NOT_AGAIN, None)], (1, 2)),
+        ([(KILLED, 0), (retries.NOT_AGAIN, None)], (1, 2)),  # it has made no step with them
+        ([(retries.NOT_AGAIN, 0)], (1, 1)),
+        ([(KILLED, 3), (retries.NOT_AGAIN, None), (retries.NOT_AGAIN, None), (0, 9)], (0, 4)),  # a judge, a disk, a node is away
+        ([(KILLED, 3), *[(retries.NOT_AGAIN, None)] * 3], (1, 4)),
+        ([(retries.NOT_AGAIN, 3), (0, 9)], (0, 2)),  # in the middle of training
         ([(1, None)], (1, 1)),  # an error before there was a folder: in what the run was given
         ([(1, 3), (1, None)], (1, 2)),  # no step more
         ([(1, 3), (NO_CLUSTER, None), (NO_CLUSTER, None), (0, 9)], (0, 4)),  # a head may be started again
@@ -82,12 +86,40 @@ def tried(monkeypatch: pytest.MonkeyPatch, run_dir: Path, ends: Ends, *, is_aske
         ([(KILLED, 1), (KILLED, 2), (KILLED, 3), (KILLED, 4)], (137, 4)),
     ],
     ids=[
-        *("done", "progress", "early", "hung", "hung again", "settings", "input", "no progress", "head away", "head lost", "no head"),
+        *("done", "progress", "early", "hung", "hung again", "settings", "settings at once", "something away", "away for good", "away later"),
+        *("input", "no progress", "head away", "head lost", "no head"),
         *("alarm", "SIGTERM", "SIGTERM, early", "used up"),
     ],
 )
 def test_what_is_tried_again(monkeypatch: pytest.MonkeyPatch, run_dir: Path, ends: Ends, expected: tuple[int, int]) -> None:
     assert tried(monkeypatch, run_dir, ends) == expected
+
+
+@pytest.mark.parametrize("recipe", [None, Path("recipe.yaml")], ids=["resume", "in another run's folder"])
+def test_steps_of_an_earlier_run_are_no_sign_that_the_settings_are_right(
+    monkeypatch: pytest.MonkeyPatch, run_dir: Path, recipe: Path | None
+) -> None:
+    """The words are new; and a recipe that is refused an earlier run's folder must not go on with that run."""
+    run_dir.mkdir()
+    (run_dir / "config.yaml").touch()
+    (run_dir / "ledger.jsonl").write_text(json.dumps({"step": 5}) + "\n")
+    attempts = Attempts(run_dir, [(retries.NOT_AGAIN, None), (0, 9)])
+    monkeypatch.setattr(retries, "_attempt", attempts)
+    assert retries.run_with_retries(recipe, ["steps=9"], run_dir, retries=3) == 1 and len(attempts.arguments) == 1
+
+
+def test_what_is_away_is_tried_again_after_longer_and_longer_pauses(
+    monkeypatch: pytest.MonkeyPatch, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(retries, "_PAUSE_S", 1.0)
+    monkeypatch.setattr(retries.time, "sleep", pauses.append)
+    monkeypatch.setattr(retries, "_attempt", Attempts(run_dir, [(KILLED, 3), *[(retries.NOT_AGAIN, None)] * 8]))
+    assert retries.run_with_retries(Path("recipe.yaml"), ["steps=9"], run_dir, retries=8) == 1
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    said = "evenkeel: the run's process was refused what its settings ask for, though it has trained with them, after step 3"
+    assert f"{said}; it goes on from its beginning (it has no checkpoint) in 2 s (retry 2 of 8)\n" in capsys.readouterr().err
+    assert f"{said.removeprefix('evenkeel: ')}, and --retries 8 have been used up" in (run_dir / "events.log").read_text()
 
 
 def test_an_end_that_was_asked_for_is_the_end(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> None:
