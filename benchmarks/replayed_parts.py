@@ -162,6 +162,10 @@ class WorkerHost:
         self._settings, self._replays = settings, (tokens, seconds, wide)
         self._workers: dict[str, RolloutWorker] = {}
 
+    async def node_id(self) -> str:
+        """None: a host's workers are on no node of their own."""
+        return ""
+
     async def start(self, name: str, version: int) -> ActorInfo:
         worker = RolloutWorker(name, self._settings)
         worker._endpoint = NoEndpoint()  # type: ignore[assignment]
@@ -198,8 +202,8 @@ class HostedCall:
         return HostedCall(self.host, self.name, self.method, num_returns)
 
     def remote(self, *arguments: Any) -> Any:
-        if self.method == "__ray_ready__":
-            return self.host.__ray_ready__.remote()
+        if self.method == "node_id":
+            return self.host.node_id.remote()
         if self.method == "start":
             return self.host.start.remote(self.name, *arguments)
         return self.host.call.options(num_returns=self.results).remote(self.name, self.method, *arguments)

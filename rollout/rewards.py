@@ -46,6 +46,16 @@ class _SettingError(RewardCallError):
     """The scorer can't be set up from its settings; the message begins with the setting's key."""
 
 
+class RewardError(ConfigError):
+    """The reward gave no score when it was tried. At a first start that is a mistake in it, until somebody says otherwise; a run that has
+    had scores knows that what the reward needs (a judge, a key, a disk, a process) is away for the moment."""
+
+    def __init__(self, *said: object, remedy: str = "", is_set_up: bool = False) -> None:
+        """Args: is_set_up: its settings could be honoured; it is the sample that got no score."""
+        super().__init__(*said, remedy=remedy)
+        self.is_set_up = is_set_up
+
+
 class RewardPool:
     """`processes` scoring processes for the groups of one rollout worker. Use it from one event loop.
 
@@ -76,7 +86,7 @@ class RewardPool:
 
         What scorers of dead workers have left here is ended, too.
 
-        Raises: ConfigError if the scorer can't be set up, or fails on the sample.
+        Raises: RewardError if the scorer can't be set up, or fails on the sample.
         """
         with contextlib.suppress(RuntimeError):  # no thread is left for it: the next start may have one
             threading.Thread(target=end_strays, daemon=True).start()
@@ -91,12 +101,12 @@ class RewardPool:
                     raise outcome
         except _SettingError as error:
             await self.close()
-            raise ConfigError(str(error)) from error
+            raise RewardError(str(error)) from error
         except RewardCallError as error:
             await self.close()
             place = self._config.path if isinstance(self._config, FunctionReward) else self._config.kind
             on = "" if sample is None else f" (tried on {sample.prompt_id} with its own answer {sample.answer!r:.60})"
-            raise ConfigError(f"rollout.reward ({place}): {error}{on}") from error
+            raise RewardError(f"rollout.reward ({place}): {error}{on}", is_set_up=True) from error
 
     async def score(self, trajectories: tuple[Trajectory, ...], prompt: Prompt) -> tuple[Trajectory, ...]:
         """The same trajectories with reward and components, or with an error where there is none; in the same order.

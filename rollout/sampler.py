@@ -57,7 +57,7 @@ class Sampler:
             version: weight version of the model folder.
             topk: the most that `group` will be asked for.
             has_weights: see RolloutEngine.start.
-        Raises: ConfigError for a reward function that fails on the sample; as RolloutEngine.start. No process is left then.
+        Raises: RewardError for a reward function that fails on the sample; as RolloutEngine.start. No process is left then.
         """
         rewards = RewardPool(config.reward, config.task)
         await rewards.check(sample)

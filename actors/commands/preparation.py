@@ -16,13 +16,14 @@ from actors.doctor.facts import Complaint
 from actors.doctor.gather import paper_facts
 from actors.doctor.paper_rules import on_paper, stop_at_failures
 from actors.doctor.start_checks import checked
+from actors.pool.scoring import PATIENCE_S
 from actors.processes.disk_at_start import MODEL_OR_RUN, ON_DISK, by_disk_at_start
 from actors.settings.deadlines import inversions
 from actors.settings.derived import derived
 from actors.settings.devices import check_devices
 from correction.engines.quick_imports import uncollected
 from rollout.chat import ChatEncoder, load_tokenizer
-from rollout.rewards import RewardPool
+from rollout.rewards import RewardError, RewardPool
 from rollout.tasks import Demonstration, Task, check_task_names
 
 
@@ -42,10 +43,10 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     what, disk = f"config and tokenizer of {model}", ON_DISK if resumed_from else MODEL_OR_RUN
     config, encoder, of_paper = by_disk_at_start(look, what, disk=disk, computes=True, limit_s=lambda: limit_s)
     task = questions(config.rollout.task, config.deadlines.start_s, encoder)
-    asyncio.run(_try_reward(config, task))
+    of_reward = asyncio.run(_try_reward(config, task, is_resumed=bool(resumed_from)))
     # A resumed run has had them checked; what the model was made from need not be there any more.
     report = task.check(demonstrations=() if resumed_from else warmup_demonstrations(model, config.deadlines.start_s))
-    notes = [*of_devices, *(str(one) for one in of_paper)]
+    notes = [*of_devices, *(str(one) for one in of_paper), *of_reward]
     return config, task, [*notes, str(report), *report.warnings, *(f"skipped {row}" for row in report.skipped[:5]), *inversions(config)]
 
 
@@ -86,15 +87,24 @@ def decide_devices(config: RunConfig) -> tuple[RunConfig, list[str]]:
     return derived(config, has_gpu=has_gpu), notes
 
 
-async def _try_reward(config: RunConfig, task: Task) -> None:
-    """Score one held-out question, so that a broken reward function shows before anything is started. Raises: ConfigError, DataError."""
+async def _try_reward(config: RunConfig, task: Task, *, is_resumed: bool) -> list[str]:
+    """Score one held-out question, so that a broken reward function shows before anything is started.
+
+    Returns: a sentence if a resumed run's function can be loaded but gives no score: it has scored before, and its judge is waited for.
+    Raises: ConfigError, DataError.
+    """
     sample = task.held_out_sample()
     if config.rollout.reward.kind == "function":
         pool = RewardPool(config.rollout.reward, config.rollout.task)
         try:
             await pool.check(sample)
+        except RewardError as error:
+            if not (is_resumed and error.is_set_up):
+                raise
+            return [f"{error}. The run has had scores, and goes on: its workers try that again for {PATIENCE_S / 60:.0f} minutes"]
         finally:
             await pool.close()
+    return []
 
 
 def warmup_demonstrations(model: Path, limit_s: float) -> tuple[Demonstration, ...]:

@@ -364,7 +364,7 @@ class Controller:
         self._pool = RolloutPool(settings, config.deadlines, self._source.queue, self._observer, config.places, self._source.outstanding)
         self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, self._held_out, self._observer, steps=config.steps)
         self._evaluations.counts_from = self._pool.attended_since
-        self._pool.start()
+        self._pool.start(has_scored=self._step > 0)
 
     def _receipt(self, receipt: SyncReceipt) -> None:
         self._pool.wake()

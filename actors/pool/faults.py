@@ -2,11 +2,13 @@
 
 * Engine lost (its process ended, or it missed its heartbeat): other workers sample its groups. A replacement starts, after a pause that
   doubles with each loss while no group is finished in between. Nodes that lost two engines are avoided.
+* Start failed: as an engine lost. The pause doubles also with each start that fails in the same place, whatever others finish.
 * Request failed (refused, malformed or late answer; an error that nobody has foreseen): another worker samples the group; after two
   failures it is discarded with the reason.
 * Data failed (no worker could sample the prompt): the group is discarded with the reason.
 * Reward failed: the trajectory is invalid; a group with fewer than two valid ones is discarded (correction service). When most groups
-  come so, work is handed out one group at a time, after pauses that double; after half an hour of pauses the run ends (scoring.py).
+  come so, work is handed out one group at a time, after pauses that double; after half an hour of pauses the run ends (scoring.py). So
+  it does when a worker that starts gets no score for its sample, in a run that has had scores: that is no engine lost.
 * Queue or reward late: the run waits and says so; nothing is killed.
 * Infrastructure (an actor can't be reached at present): the call is repeated (supervision.persistently), and the heartbeat decides whether
   the actor is lost. A group is discarded after _UNREACHED such calls.
@@ -44,10 +46,11 @@ class LossBook:
         self._in_vain: deque[float] = deque()
         """Times of the losses since a group was last finished."""
 
-    def lost(self, now: float, node: str = "") -> None:
-        """Args: now: seconds. node: its id; empty: not known."""
+    def lost(self, now: float, node: str = "", *, is_in_vain: bool = True) -> None:
+        """Args: now: seconds. node: its id; empty: not known. is_in_vain: until a group is finished, it counts against the budget."""
         self._losses.append((now, node))
-        self._in_vain.append(now)
+        if is_in_vain:
+            self._in_vain.append(now)
         self._forget(now)
 
     def worked(self) -> None:
@@ -59,12 +62,14 @@ class LossBook:
         """Losses since a group was last finished, within WINDOW_S before the last of them."""
         return len(self._in_vain)
 
-    def pause_s(self, size: int) -> float:
+    def pause_s(self, size: int, failed_starts: int = 0) -> float:
         """Seconds to wait before the next replacement starts: 0 while `in_vain` is at most the pool's size, then 2, 4, 8 ... up to 300.
 
-        Args: size: workers that the pool is to have.
+        Args:
+            size: workers that the pool is to have.
+            failed_starts: in the place of this one, in a row; from the second on they count as losses beyond the pool's size do.
         """
-        repeated = self.in_vain - size
+        repeated = max(self.in_vain - size, failed_starts - 1)
         return 0.0 if repeated <= 0 else min(_LONGEST_PAUSE_S, 2.0 ** min(repeated, 16))
 
     def check(self, size: int, last: str) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -22,11 +22,13 @@ from actors.pool.departures import Departures, first_to_leave
 from actors.pool.elastic import Elastic
 from actors.pool.faults import LossBook
 from actors.pool.rollout_worker import WorkerSettings
+from actors.pool.scoring import UnscoredStarts
 from actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
 from actors.processes.supervision import kill, unwrapped, wait_for
 from actors.processes.turns import Turns
 from actors.weights.weight_sync import WeightSync
-from correction.errors import ActorLost, DeadlineExceeded, EngineError, EvenkeelError, counted
+from correction.errors import ActorLost, DeadlineExceeded, EngineError, EvenkeelError, RequestError, counted
+from rollout.rewards import RewardError
 from rollout.trajectory import WorkerLoad
 
 log = logging.getLogger("evenkeel.pool")
@@ -50,6 +52,8 @@ class Membership(ABC):
         self._losses = LossBook()
         self._has_begun = False
         """A worker has joined."""
+        self._has_scored = False
+        """A worker has joined, with a score for its sample; or one had, before the run was resumed."""
         self._replacing = 0
         """Number of replacements that are due but not yet asked for."""
         self._progressed = self._attended = asyncio.get_running_loop().time()
@@ -66,6 +70,7 @@ class Membership(ABC):
 
     def _renew(self) -> None:
         """Clear the pool's failure, if there was one."""
+        self._unscored_starts = UnscoredStarts()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())  # it may come when nobody listens
 
@@ -75,8 +80,9 @@ class Membership(ABC):
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Ask for all workers; they join as they come."""
+    def start(self, *, has_scored: bool = False) -> None:
+        """Ask for all workers; they join as they come. Args: has_scored: the run is resumed, and its reward has scored before."""
+        self._has_scored = has_scored
         if (note := self._elastic.note) is not None:
             self._observer.event("info", note)
         self._replenish()
@@ -157,7 +163,7 @@ class Membership(ABC):
         self._replenish()
 
     def _let_go_if_drained(self, worker: WorkerHandle) -> bool:
-        """Returns: whether Ray drains its node, as far as that is known: a worker's node is known when its engine is up."""
+        """Returns: whether Ray drains its node; not asked while its engine starts."""
         if worker.info is None or worker.info.node not in self._draining:
             return False
         goes_at = self._draining[worker.info.node]
@@ -182,22 +188,23 @@ class Membership(ABC):
         for _ in range(self.target - len(self._staying())):
             self._start_worker()
 
-    def _start_worker(self, attempt: int = 1) -> None:
+    def _start_worker(self, attempt: int = 1, unscored: int = 0) -> None:
+        """Args: see WorkerHandle."""
         name = str(self._born)
         self._born += 1
         worker = workers.create(name, self._settings, self._losses.avoided(self._now()))
-        worker.attempt = attempt
+        worker.attempt, worker.unscored = attempt, unscored
         worker.follow(self._generation)
         self._workers[name] = worker
         self.spawn(self._bring_up(worker))
 
-    async def _replace(self, pause_s: float, attempt: int) -> None:
+    async def _replace(self, pause_s: float, why: str, attempt: int, unscored: int = 0) -> None:
         if pause_s:
-            self._observer.event("warning", f"workers are lost one after the other: the next replacement starts in {pause_s:.0f} s")
+            self._observer.event("warning", f"{why}: the next replacement starts in {pause_s:.0f} s")
             await asyncio.sleep(pause_s)
         self._replacing -= 1
         if len(self._staying()) < self.target:
-            self._start_worker(attempt)
+            self._start_worker(attempt, unscored)
 
     async def _bring_up(self, worker: WorkerHandle) -> None:
         try:
@@ -211,7 +218,8 @@ class Membership(ABC):
         if self._let_go_if_drained(worker):  # Ray told of its node while the engine was starting
             self._replenish()
             return
-        worker.state = WorkerState.JOINED
+        worker.state, self._has_scored = WorkerState.JOINED, True
+        self._unscored_starts.ended()
         if not self._has_begun:
             self._has_begun = True
             self._replenish()  # those that were given up before; a replacement that is due then finds its place taken
@@ -225,30 +233,45 @@ class Membership(ABC):
 
     def _lost(self, worker: WorkerHandle, reason: str, error: BaseException | None = None) -> None:
         """Give a worker up, and start another in its place unless too many were lost in vain. As long as no worker has ever been up, one
-        whose start has failed for good isn't replaced; if that holds for all, the run ends."""
+        whose start has failed for good isn't replaced; if that holds for all, the run ends. A reward that has scored before is waited
+        for."""
         if worker.state in (WorkerState.GONE, WorkerState.LEAVING) or self._is_stopping:
             return
         never_worked = worker.state is WorkerState.STARTING
+        of_reward = never_worked and self._has_scored and isinstance(error, RewardError)
         self.forget(worker)
         kill(worker.actor)
         self._lost_groups.add(worker)
         groups = counted(len(worker.groups), "group")
         self._observer.event("warning", f"rollout worker {worker.name} is gone: {reason}; others take its {groups}")
         self._progressed = self._now()
-        self._losses.lost(self._now(), worker.info.node if worker.info else "")
-        if never_worked and not self._has_begun and not self._may_start_again(worker, error):
+        self._losses.lost(self._now(), worker.sync.node, is_in_vain=not of_reward)
+        if never_worked and not of_reward and not self._has_begun and not self._may_start_again(worker, error):
             if not self._workers and not self._replacing:
                 is_known = isinstance(error, EvenkeelError) and not isinstance(error, ActorLost)
                 self.fail(error if error and is_known else EngineError(f"rollout worker {worker.name} {reason}"))
         else:
             try:
-                self._losses.check(self.target, f"rollout worker {worker.name}: {reason}")
-                self._replacing += 1
-                attempt = worker.attempt + 1 if never_worked else 1
-                self.spawn(self._replace(self._losses.pause_s(self.target), attempt))
-            except EngineError as hopeless:
+                replacement = self._after_unscored(worker, error) if of_reward else self._after_loss(worker, reason, never_worked)
+            except (EngineError, RequestError) as hopeless:
                 self.fail(hopeless)
+            else:
+                self._replacing += 1
+                self.spawn(replacement)
         self.wake()
+
+    def _after_loss(self, worker: WorkerHandle, reason: str, never_worked: bool) -> Coroutine[Any, Any, None]:
+        """Start another one in its place. Raises: EngineError if too many were lost in vain."""
+        self._losses.check(self.target, f"rollout worker {worker.name}: {reason}")
+        failed_starts = worker.attempt if never_worked else 0
+        why = f"{counted(failed_starts, 'start')} in a row failed" if failed_starts > 1 else "workers are lost one after the other"
+        return self._replace(self._losses.pause_s(self.target, failed_starts), why, failed_starts + 1)
+
+    def _after_unscored(self, worker: WorkerHandle, error: BaseException | None) -> Coroutine[Any, Any, None]:
+        """Its start failed by its reward alone. Raises: RequestError if that has been so for too long."""
+        is_alone, unscored = not any(True for _ in self._joined()), worker.unscored + 1
+        pause_s = self._unscored_starts.pause_s(error, unscored, is_alone=is_alone)
+        return self._replace(pause_s, "the reward of a worker that starts gives no score", worker.attempt, unscored)
 
     def _may_start_again(self, worker: WorkerHandle, error: BaseException | None) -> bool:
         """Whether another start may succeed: a killed process or a late start may be chance, while wrong settings raise other errors."""

@@ -78,9 +78,9 @@ class RolloutPool(Membership):
         name = reward.path if isinstance(reward, FunctionReward) else reward.kind
         self._scoring = Scoring(name, window_s, notify=notify, spawn=self.spawn, on_end=self._goes_on)
 
-    def start(self) -> None:
-        """Ask for all workers; they join as they come."""
-        super().start()
+    def start(self, *, has_scored: bool = False) -> None:
+        """As Membership."""
+        super().start(has_scored=has_scored)
         self.spawn(self._watch())
 
     async def withdraw(self) -> None:

@@ -132,6 +132,10 @@ class RolloutWorker:
         for task in self._under_way:
             task.cancel()
 
+    async def node_id(self) -> str:
+        """Ray's id of its node. Asked before the engine starts, so that a start that fails is known to have failed there."""
+        return ray.get_runtime_context().get_node_id()
+
     async def start(self, version: int) -> ActorInfo:
         """Start the engine and the reward processes, once; asked again, the answer is the same.
 

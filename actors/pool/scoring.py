@@ -27,6 +27,36 @@ def unscored(group: GroupFacts) -> str:
     return errors[-1] if not group.is_trainable and len(group.valid) + len(errors) >= LEAST_VALID else ""
 
 
+class UnscoredStarts:
+    """Starts of workers that failed by their reward alone, in a run that has had scores: waited for as groups that can't be scored are."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        """Event-loop time (s) of the first one since a worker was last up."""
+
+    def pause_s(self, error: BaseException | None, unscored: int, *, is_alone: bool) -> float:
+        """Seconds to wait before the next start: 2, 4, 8 ... up to 60.
+
+        Args:
+            error: what the reward says.
+            unscored: such starts in the place of this worker, in a row.
+            is_alone: no worker is up, so that nobody else learns when rewards work again, or that they never will.
+        Raises: RequestError once that has been so for PATIENCE_S.
+        """
+        now = asyncio.get_running_loop().time()
+        self._since = (now if self._since is None else self._since) if is_alone else None
+        if self._since is not None and now - self._since >= PATIENCE_S:
+            raise RequestError(
+                f"{error}. For {PATIENCE_S / 60:.0f} minutes no rollout worker could start because of it. Repair it and resume the run, "
+                "which goes on from its last checkpoint"
+            )
+        return min(_LONGEST_PAUSE_S, 2.0 ** min(unscored, 16))
+
+    def ended(self) -> None:
+        """A worker is up."""
+        self._since = None
+
+
 class Scoring:
     """Counts groups that can't be scored, and says how many may be handed out."""
 

@@ -74,6 +74,8 @@ class WorkerHandle:
     info: ActorInfo | None = None
     attempt: int = 1
     """Number of this start, from 1; the earlier starts in its place failed."""
+    unscored: int = 0
+    """Starts in its place that failed by their reward alone, since another one failed or succeeded; none of them counts as an attempt."""
     asked_at: float = field(default_factory=lambda: time.monotonic())
     """time.monotonic() when Ray was asked for it."""
     placed_at: float | None = None
@@ -177,8 +179,8 @@ def create(name: str, settings: WorkerSettings, avoided: Sequence[str] = ()) -> 
 
 async def started(worker: WorkerHandle, settings: WorkerSettings, deadlines: DeadlinesConfig) -> ActorInfo:
     """Wait for its node, as long as that takes, and until its engine is up. Raises: the error of its start."""
-    await persistently(
-        lambda: worker.actor.__ray_ready__.remote(),
+    worker.sync.node = await persistently(
+        lambda: worker.actor.node_id.remote(),
         f"a node with the resource {settings.resource!r} for rollout worker {worker.name}",
         deadline_s=math.inf,  # who waits for work has deadlines.no_workers_s
         notice_s=deadlines.notice_s,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -179,6 +180,29 @@ def test_bad_rows_are_skipped_counted_and_reported(recipe: Path, tmp_path: Path)
     assert f"{path}:8: its prompt has " in text and "tokens, more than the 80 that fit" in text
     assert f"{path}:41: no valid JSON" in text
     assert len({task.train_prompt(i).text for i in range(100)} | {p.text for p in task.held_out_prompts()}) == 38
+
+
+# -- reward ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_judge_that_is_down_at_a_resume_is_waited_for(recipe: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run has had scores, so it starts, and says what its workers will wait for; a new run is refused. A function that can't be loaded
+    is refused either way."""
+    from actors.commands.recipe import load_config
+    from actors.config import RunConfig
+    from rollout.rewards import RewardError
+
+    (tmp_path / "far_judge.py").write_text("def score(completion):\n    raise TimeoutError('the judge is down')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = load_config(RunConfig, recipe, ["rollout.reward.path=far_judge:score"])
+    said = "rollout.reward (far_judge:score): the reward raised TimeoutError: the judge is down (tried on held_out/"
+    with pytest.raises(RewardError, match=re.escape(said)):
+        prepare(config)
+    _, _, notes = prepare(config, resumed_from=model)
+    (note,) = [one for one in notes if one.startswith(said)]
+    assert note.endswith("The run has had scores, and goes on: its workers try that again for 30 minutes")
+    with pytest.raises(RewardError, match="far_judge has no scores; did you mean score"):
+        prepare(load_config(RunConfig, recipe, ["rollout.reward.path=far_judge:scores"]), resumed_from=model)
 
 
 # -- model -----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import pickle
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 
 from correction.errors import ConfigError
 from rollout.reward_process import RewardLoadError, build_extraction, components
-from rollout.rewards import RewardPool, _as_reply
+from rollout.rewards import RewardError, RewardPool, _as_reply
 from rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory, ids_of, logprobs_of
 from tests.failures.measured import REAL, Measured
 from tests.rollout.reward_scene import answered, asked, reward, scored, scored_each, user_reward
@@ -223,19 +224,22 @@ def test_what_has_failed_already_is_not_scored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
+    ("path", "message", "is_set_up"),
     [
-        ("user_reward:length", "No module named 'user_reward'"),
-        ("user_rewards:lenght", "did you mean length?"),
-        ("user_rewards:not_a_function", "is int, not a function"),
-        ("user_rewards:wants_more", "asks for tokenizer; it can have prompt, completion, answer, metadata"),
-        ("user_rewards:parts", "KeyError: 'bonus'"),
+        ("user_reward:length", "No module named 'user_reward'", False),
+        ("user_rewards:lenght", "did you mean length?", False),
+        ("user_rewards:not_a_function", "is int, not a function", False),
+        ("user_rewards:wants_more", "asks for tokenizer; it can have prompt, completion, answer, metadata", False),
+        ("user_rewards:parts", "KeyError: 'bonus'", True),
     ],
 )
-def test_the_check_names_the_mistake(path: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_the_check_names_the_mistake(path: str, message: str, is_set_up: bool) -> None:
+    """And whether it may be none: what a sample gets no score by can be a judge that is down. The error crosses processes."""
+    with pytest.raises(RewardError) as caught:
         asyncio.run(RewardPool(reward(kind="function", path=path)).check(asked()))
-    assert message in str(caught.value) and path in str(caught.value)
+    assert message in str(caught.value) and path in str(caught.value) and isinstance(caught.value, ConfigError)
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert caught.value.is_set_up == copied.is_set_up == is_set_up and str(copied) == str(caught.value)
 
 
 @pytest.mark.parametrize(

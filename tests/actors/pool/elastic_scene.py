@@ -46,8 +46,9 @@ class ElasticEngine:
         self.born = scene.now
         self.dies = False
 
-    async def __ray_ready__(self) -> None:
+    async def node_id(self) -> str:
         await self.node.wait()
+        return f"node{self.name}"
 
     async def start(self, *_: Any) -> ActorInfo:
         await asyncio.sleep(self.scene.engine_s)

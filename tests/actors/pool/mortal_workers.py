@@ -38,7 +38,12 @@ class Mortal:
         self.engine_silent_s = 0.0
         self.loads = 0
 
+    async def node_id(self) -> str:
+        await self.world.nodes.wait()
+        return self.world.node_of(self.name)
+
     async def start(self, *_: Any) -> ActorInfo:
+        await self.world.starts(self)
         await asyncio.sleep(START_S)
         return ActorInfo("rollout", self.name, 1, "127.0.0.1:1", node=self.world.node_of(self.name))
 
@@ -108,6 +113,9 @@ class AtOnce:
 async def nothing_special(mortal: Mortal, ticket: Ticket) -> None: ...
 
 
+async def starts_well(mortal: Mortal) -> None: ...
+
+
 class World:
     """A pool over mortal workers, with a queue that has places for `places` groups, and what it told."""
 
@@ -119,6 +127,8 @@ class World:
         self.nodes: asyncio.Event = asyncio.Event()
         self.nodes.set()
         self.node_of: Callable[[str], str] = lambda name: f"node-{name}"
+        self.starts: Callable[[Mortal], Coroutine[Any, Any, None]] = starts_well
+        """What happens before an engine's start; it may raise."""
         self.sample: Callable[[Mortal, Ticket], Coroutine[Any, Any, Outcome | None]] = nothing_special
         self.queue = TrajectoryQueueActor(groups_per_step=places, max_staleness=0)
         self.sync = AtOnce(self)
@@ -146,12 +156,10 @@ class World:
 
     def _make(self, name: str, *_: Any, **__: Any) -> FakeActor:
         self.mortals[name] = Mortal(name, self)
-        actor = FakeActor(self.mortals[name])
-        actor.__ray_ready__ = SimpleNamespace(remote=lambda: asyncio.ensure_future(self.nodes.wait()))  # type: ignore[misc]
-        return actor
+        return FakeActor(self.mortals[name])
 
-    async def begin(self) -> None:
-        self.pool.start()
+    async def begin(self, *, has_scored: bool = False) -> None:
+        self.pool.start(has_scored=has_scored)
         await self.pool.first_worker()
         await asyncio.sleep(0.001)
         self.pool.follow(self.sync)  # type: ignore[arg-type]

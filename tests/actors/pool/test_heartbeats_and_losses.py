@@ -231,9 +231,13 @@ def test_losses_are_counted_in_time_and_forgotten_with_work() -> None:
     for second in range(5):
         book.lost(float(second), "a" if second < 2 else "b")
     assert [book.pause_s(size) for size in (1, 4, 5, 40)] == [16.0, 2.0, 0.0, 0.0]
+    assert [book.pause_s(*counts) for counts in ((40, 1), (40, 2), (40, 5), (1, 2), (40, 99))] == [0.0, 2.0, 16.0, 16.0, 300.0]
     assert book.avoided(10.0) == ["a", "b"] and book.avoided(3601.5) == ["b"] and book.avoided(4000.0) == []
     book.worked()
     assert book.pause_s(1) == 0.0
+    book.lost(4000.0, "c", is_in_vain=False)
+    book.lost(4000.0, "c", is_in_vain=False)
+    assert (book.in_vain, book.avoided(4000.0)) == (0, ["c"])
     for _ in range(121):
         book.lost(5000.0)
     with pytest.raises(EngineError):
