@@ -20,6 +20,7 @@ import learner.file_sums
 import learner.model_check
 from actors.processes import interrupts
 from actors.record import checkpoint_reader, patience
+from rollout.rewards import RewardError
 from tests.simulation import parts
 from tests.simulation.disk import Disk, SimulatedFileThread
 from tests.simulation.engine import FaultyEngine, SimulatedSampler
@@ -68,8 +69,12 @@ def _handled_in(faults: Faults, loop: Any, handle: Callable[[int], None]) -> Ite
 async def _start_sampler(
     schedule: FaultSchedule, faults: Faults, model: Path, config: Any, *, version: int = 0, **_: Any
 ) -> SimulatedSampler:
+    """Raises: RewardError while no answer can be scored, in a run that has had scores. (A new one's start is refused then.)"""
     process = HERE.get()
     assert process is not None
+    if faults.has_scored and faults.judge_is_down():
+        await asyncio.sleep(process.cluster.delay(f"{process.name} sample", 0.5, 10.0))
+        raise RewardError("rollout.reward (exact_match): the reward took longer than its deadline", is_set_up=True)
     engine = FaultyEngine(process, config, version)
     await asyncio.sleep(process.cluster.delay(f"{process.name} engine", 1.0, 8.0))
     return SimulatedSampler(engine, config.sampling.samples_per_group, schedule.unscored, faults.judge_is_down)

@@ -73,6 +73,8 @@ class Faults:
         self.learner_slowness = 1.0
         self.rejected = 0
         """So many of the learner's next batches are rejected to the last token."""
+        self.has_scored = False
+        """The present driver knows that the run's reward has scored: a worker has joined, or the run is resumed after a step."""
         self.crash: Fault | None = None
         """The driver ends with this step of the loop."""
         self.interrupt: Callable[[int], None] | None = None

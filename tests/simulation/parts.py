@@ -11,7 +11,7 @@ from typing import Any
 
 import ray.exceptions
 
-from actors.carriers import Ticket
+from actors.carriers import ActorInfo, Ticket
 from actors.metrics.step_metrics import StepMetrics
 from actors.processes.supervision import abandon, wait_for
 from actors.record.patience import PatientWriter
@@ -68,6 +68,9 @@ class Notes:
     def probed(self, target: Any, version: int, difference: float) -> None:
         if difference > 0:
             self._world.books.refuse(f"{target.name} holds other weights than the learner's of version {version}, by its probe")
+
+    def joined(self, info: ActorInfo) -> None:
+        self._world.faults.has_scored = self._world.faults.has_scored or info.role == "rollout"
 
     def go_back(self, totals: Any, step: int) -> None:
         self._world.went_back()

@@ -271,6 +271,7 @@ class World:
     def _until_its_end(self, loop: VirtualLoop, point: Any) -> str:
         self.cluster.draining = {} if self.faults.drains else None
         self.faults.begin(self.cluster)
+        self.faults.has_scored = bool(point and point.checkpoint.step)
         self.faults.resize = self._resize
         stands_still = faults.DRIVER in self.cluster.may_freeze
         self.cluster.driver = Process(self.cluster, "driver", faults.DRIVER, overlaps=True) if stands_still else None
