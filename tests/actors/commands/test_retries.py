@@ -86,7 +86,8 @@ def tried(monkeypatch: pytest.MonkeyPatch, run_dir: Path, ends: Ends, *, is_aske
         ([(KILLED, 1), (KILLED, 2), (KILLED, 3), (KILLED, 4)], (137, 4)),
     ],
     ids=[
-        *("done", "progress", "early", "hung", "hung again", "settings", "settings at once", "something away", "away for good", "away later"),
+        *("done", "progress", "early", "hung", "hung again"),
+        *("settings", "settings at once", "something away", "away for good", "away later"),
         *("input", "no progress", "head away", "head lost", "no head"),
         *("alarm", "SIGTERM", "SIGTERM, early", "used up"),
     ],
