@@ -282,11 +282,11 @@ class ReplayPool(RolloutPool):
         for task in list(self._tasks):
             task.cancel()
 
-    def _start_worker(self, attempt: int = 1) -> None:
+    def _start_worker(self, attempt: int = 1, unscored: int = 0) -> None:
         name = str(self._born)
         self._born += 1
         proxy = HostedWorker(self.hosts[int(name) % len(self.hosts)], name)
         worker = WorkerHandle(name, proxy, SyncTarget(name, proxy, is_verified=True))
-        worker.attempt = attempt
+        worker.attempt, worker.unscored = attempt, unscored
         self._workers[name] = worker
         self.spawn(self._bring_up(worker))
