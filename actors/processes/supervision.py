@@ -65,11 +65,12 @@ async def wait_for(
     """
     clock = asyncio.get_running_loop().time
     began, half_over = clock(), HALF_OVER.get() if _LONG_S <= deadline_s < math.inf else None
+    said_at = began
     task = asyncio.ensure_future(_as_coroutine(awaitable))
     try:
         while True:
             counted_s = clock() - max(began, counts_from() if counts_from else began)
-            until_s = min(notice_s, deadline_s - counted_s, *([deadline_s / 2 - counted_s] if half_over else []))
+            until_s = min(said_at + notice_s - clock(), deadline_s - counted_s, *([deadline_s / 2 - counted_s] if half_over else []))
             done, _ = await asyncio.wait({task}, timeout=max(0.0, until_s))
             if done:
                 return task.result()
@@ -84,6 +85,7 @@ async def wait_for(
                 raise raises(f"{what}: not done in {deadline_s:.0f} s{clause}", what=what, seconds=waited, setting="deadlines")
             say = notice or (log.warning if waited >= usual_s else log.info)
             say(WaitNotice(what, round(waited), missing))
+            said_at = clock()
     except ray.exceptions.RayTaskError as error:
         raise unwrapped(error) from error
     except ray.exceptions.ActorUnavailableError as error:

@@ -21,10 +21,11 @@ from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
 from actors.cluster.placement import RankPlaces
 from actors.processes.part_heartbeat import sequential_actor
 from actors.processes.supervision import USUAL_START, kill, lost_if_late, persistently, wait_for
+from actors.processes.wait_notice import WaitNotice
 from actors.queue.payloads import checksums_of
 from actors.ranks.collective_calls import CollectiveCaller, all_of
 from actors.ranks.learner_rank_actor import ABORTABLE, LearnerRankActor
-from correction.errors import DeadlineExceeded, StepAborted
+from correction.errors import StepAborted
 
 if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
     from correction.config import CorrectionConfig
@@ -32,7 +33,9 @@ if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
 
 
 _SAVED_POLL_S = 0.2
-"""Seconds between two checks whether a checkpoint is written; a rank answers between two calls."""
+"""Seconds between two checks whether a checkpoint is written."""
+_NAMED = 4
+"""Most ranks that a notice names."""
 
 
 class LearnerGroup:
@@ -179,19 +182,28 @@ class LearnerGroup:
         """Bytes of a checkpoint of the present state."""
         return sum(await self._each("checkpoint_bytes", "size of a checkpoint", deadline_s))
 
-    async def saved(self, *, deadline_s: float) -> None:
-        """Wait until every rank has written what it copied. Raises: DataError if one could not; DeadlineExceeded."""
-        ends = time.monotonic() + deadline_s
-        while True:
-            is_late = time.monotonic() > ends
-            # A rank answers between two calls, so that the answer may take as long as a step.
-            if all(await self._each("is_saved", "end of a checkpoint", deadline_s + self.step_s)):
-                return
-            if is_late:
-                what = "checkpoint <- learner"
-                said = f"{what}: not on disk after {deadline_s:g} s (deadlines.checkpoint_s)"
-                raise DeadlineExceeded(said, what=what, seconds=deadline_s)
-            await asyncio.sleep(_SAVED_POLL_S)
+    async def saved(
+        self, *, deadline_s: float, what: str = "checkpoint", notice: Callable[[WaitNotice], None] | None = None
+    ) -> None:
+        """Wait until every rank has written what it copied.
+
+        Args: what: is written, in words, for messages. notice: as wait_for.
+        Raises: DataError if a rank could not; DeadlineExceeded, which names those that haven't.
+        """
+        are_written = [False for _ in self._ranks]
+
+        async def until_written() -> None:
+            while True:
+                are_written[:] = await self._each("is_saved", what, deadline_s)
+                if all(are_written):
+                    return
+                await asyncio.sleep(_SAVED_POLL_S)
+
+        async def missing() -> str:
+            late = [f"rank {number}" for number, is_written in enumerate(are_written) if not is_written]
+            return f"not written by {', '.join(late[:_NAMED])}" + (f" and {len(late) - _NAMED} more" if len(late) > _NAMED else "")
+
+        await wait_for(until_written(), f"{what} <- learner", deadline_s=deadline_s, notice=notice, detail=missing)
 
     async def restore(self, folder: Path, version: int, *, deadline_s: float) -> None:
         """Load a checkpoint, whose weights have this version, in all ranks. Calls under way are given up."""

@@ -278,10 +278,11 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         self._in_order(number, "copy for a checkpoint")
         self._learner.begin_save(folder, hf_folder)
 
+    @ray.method(concurrency_group="heartbeat")
     @names_failures
     def is_saved(self) -> bool:
-        """Whether this rank has written its part of a checkpoint. Not a collective call: each rank answers for itself, and can be asked
-        again."""
+        """Whether this rank has written its part of a checkpoint. Not a collective call: each rank answers for itself, also in the middle of
+        a step, and can be asked again."""
         return self._learner.is_saved()
 
     def checkpoint_bytes(self) -> int:

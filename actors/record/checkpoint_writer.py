@@ -217,10 +217,12 @@ class CheckpointWriter:
         return size
 
     async def _until_written(self, checkpoint: Checkpoint, learner: LearnerGroup) -> None:
-        """Wait for a slow disk, while training goes on. Raises: DeadlineExceeded after ATTEMPTS deadlines; what a rank could not write."""
+        """Wait for the ranks' disks, also while training goes on. Raises: DeadlineExceeded after ATTEMPTS deadlines; what a rank could not
+        write."""
+        what = f"checkpoint of step {checkpoint.step} (the ranks' parts)"
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return await learner.saved(deadline_s=self._deadline_s)
+                return await learner.saved(deadline_s=self._deadline_s, what=what, notice=self._observer.waiting)
             except DeadlineExceeded as error:
                 if attempt == ATTEMPTS:
                     raise

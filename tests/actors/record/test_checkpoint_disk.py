@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import os
 import shutil
 import subprocess
@@ -13,11 +15,17 @@ from typing import Any
 
 import pytest
 
+from actors.processes.supervision import HALF_OVER
+from actors.processes.wait_notice import WaitNotice
+from actors.ranks.learner_group import LearnerGroup
+from actors.ranks.learner_rank_actor import LearnerRankActor
 from actors.record import checkpoint_writer, run_folder
 from actors.record.run_folder import RunFolder
 from correction.errors import DataError, DeadlineExceeded
 from learner.file_sums import read_manifest_of_files, verify
+from tests.actors.cases import FakeActor
 from tests.actors.record.test_checkpoint_writer import Learner, WrittenState, folder, state, train, writer
+from tests.actors.simulated_time import simulate
 from tests.failures.measured import Measured
 
 __all__ = ["folder"]
@@ -115,6 +123,102 @@ def test_a_disk_that_hangs_is_a_failed_checkpoint(folder: RunFolder, monkeypatch
 
     asyncio.run(scenario())
     assert list((folder.path / "checkpoints").iterdir()) == []
+
+
+class Rank:
+    """Its part is on disk `takes_s` after it was copied. Rank 0 writes the model's folder as well."""
+
+    def __init__(self, number: int, takes_s: float) -> None:
+        self.number, self.takes_s, self.at = number, takes_s, math.inf
+
+    async def begin_save(self, number: int, folder: Path, hf: Path) -> None:
+        self.at, self.hf = asyncio.get_running_loop().time() + self.takes_s, hf
+
+    async def begun(self) -> int:
+        return 0
+
+    async def checkpoint_bytes(self) -> int:
+        return 1000
+
+    async def is_saved(self) -> bool:
+        is_saved = asyncio.get_running_loop().time() >= self.at
+        if is_saved and self.number == 0:
+            (self.hf / "config.json").write_text("{}")
+        return is_saved
+
+
+async def inline(function: Any, *arguments: Any) -> Any:
+    """In the place of asyncio.to_thread: simulated time would run on while a thread works."""
+    return function(*arguments)
+
+
+class Said(list[tuple[float, Any]]):
+    """What a run says while a checkpoint is waited for, with its time."""
+
+    def append(self, what: Any) -> None:
+        super().append((asyncio.get_running_loop().time(), what))
+
+    def notices(self) -> list[tuple[float, WaitNotice]]:
+        return [(at, what) for at, what in self if isinstance(what, WaitNotice)]
+
+
+def ranks(*take_s: float) -> LearnerGroup:
+    return LearnerGroup([FakeActor(Rank(number, one)) for number, one in enumerate(take_s)], version=0, step_s=1800.0)
+
+
+@pytest.mark.parametrize("at_end", [True, False], ids=["at the end, after Ctrl-C or SIGTERM", "while training goes on"])
+def test_a_rank_whose_disk_hangs_is_told_from_the_first_half_minute_on(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, at_end: bool
+) -> None:
+    """By its name, without half a minute of silence; with the stacks at half of each deadline; and there is an end. Before, it was silent for
+    each of nine times checkpoint_s, up to 80 minutes with 60 GB."""
+    monkeypatch.setattr(asyncio, "to_thread", inline)
+    told, stacks = Said(), Said()
+
+    async def scenario() -> None:
+        HALF_OVER.set(stacks.append)
+        one, learner = writer(folder, [], told), ranks(0.0, math.inf, 0.0)  # type: ignore[arg-type]
+        if at_end:
+            with pytest.raises(DataError, match=r"3 checkpoints in a row failed.*: checkpoint of step 5 \(the ranks' parts\) <- learner: not done"):
+                await one.insist(5, lambda: one.begin(5, learner, state))
+            return
+        await one.begin(5, learner, state)
+        while one._writing is not None:  # the next steps, a second each
+            await asyncio.sleep(1.0)
+            await one.finished(at_once=True)
+        assert one.is_due(6)
+
+    simulate(scenario)
+    name, attempts = "checkpoint of step 5 (the ranks' parts) <- learner", 9 if at_end else 3
+    assert {(notice.what, notice.detail) for _, notice in told.notices()} == {(name, "not written by rank 1")}
+    times = [0.0, *(at for at, _ in told)]
+    assert all(later - earlier < 31.0 for earlier, later in itertools.pairwise(times)), times
+    assert times[-1] == pytest.approx(600.0 * attempts, abs=31.0)
+    assert [what for _, what in stacks] == [name] * attempts
+    assert [round(at) % 600 for at, _ in stacks] == [300] * attempts
+    late = [text for _, text in told if isinstance(text, str)]
+    assert sum("still being written, and training goes on" in text and "not written by rank 1" in text for text in late) == attempts * 2 // 3
+    assert list((folder.path / "checkpoints").iterdir()) == []
+
+
+def test_a_slow_rank_is_waited_for_and_no_other_is_named(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncio, "to_thread", inline)
+    told, saved = Said(), list[str]()
+
+    async def scenario() -> None:
+        one, learner = writer(folder, saved, told), ranks(50.0, 100.0)  # type: ignore[arg-type]
+        await one.insist(5, lambda: one.begin(5, learner, state))
+        assert 100.0 <= asyncio.get_running_loop().time() < 101.0
+
+    simulate(scenario)
+    assert saved == ["step_000005"]
+    details = [(round(at), notice.seconds, notice.detail) for at, notice in told.notices()]
+    assert details == [(30, 30, "not written by rank 0, rank 1"), (60, 60, "not written by rank 1"), (90, 90, "not written by rank 1")]
+
+
+def test_a_rank_says_in_the_middle_of_a_step_whether_its_part_is_written() -> None:
+    """A call that waits for the end of a step would count a long step as a slow disk."""
+    assert LearnerRankActor.is_saved.__ray_concurrency_group__ == "heartbeat"  # type: ignore[attr-defined]
 
 
 def test_after_a_disk_that_hung_the_next_checkpoint_is_whole(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +376,7 @@ def test_a_real_full_disk(tmp_path: Path) -> None:
         (disk / "ballast").write_bytes(bytes(1 << 20))
 
         class Writes(Learner):
-            async def saved(self, *, deadline_s: float) -> None:
+            async def saved(self, **_: Any) -> None:
                 (self.hf / "config.json").write_text("{}")
                 (self.hf / "model.safetensors").write_bytes(os.urandom(3 << 19))
 

@@ -33,7 +33,7 @@ class Learner:
     async def checkpoint_bytes(self, *, deadline_s: float) -> int:
         return 1000
 
-    async def saved(self, *, deadline_s: float) -> None:
+    async def saved(self, **_: Any) -> None:
         await self.may_write.wait()
         if self.fails and (error := self.fails.pop(0)):
             raise error
