@@ -134,6 +134,8 @@ class StoredGroup:
     """Reference to the Group in the object store of the node that sampled it; the Group itself if it comes from a checkpoint."""
     wide: Any = None
     """Reference to the WideFields of its trajectories; None: they are in the Group, if there are any."""
+    source: str = ""
+    """Who sampled it, and where, for messages; empty: it comes from a checkpoint."""
 
     @property
     def group_id(self) -> int:

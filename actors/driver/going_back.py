@@ -35,7 +35,7 @@ from ray.exceptions import (
 
 from actors.driver.parts import REPLACEABLE, StartingPoint
 from actors.processes.event_level import EventLevel, Notify
-from actors.processes.part_heartbeat import raise_when_silent
+from actors.processes.part_heartbeat import Hear, raise_when_silent
 from actors.processes.supervision import first_error, kill, persistently, unless_failed
 from actors.queue.payloads import no_room
 from actors.ranks.learner_group import LearnerGroup
@@ -71,7 +71,7 @@ _ANSWER = "an answer"
 """Pseudo part: every part is alive, but the answer to a call is lost."""
 
 
-async def raise_when_lost(parts: Mapping[str, Any], heartbeat_s: float, notify: Notify) -> None:
+async def raise_when_lost(parts: Mapping[str, Any], heartbeat_s: float, notify: Hear) -> None:
     """Watch actors; never returns. Raises: ActorLost naming the first whose process ends, or sends no heartbeat for `heartbeat_s` seconds.
 
     Args:

@@ -239,7 +239,7 @@ class RolloutPool(Membership):
             self._groups.finished(ticket.group_id, worker.name, self._now())
             self._work.forget(ticket.group_id)
             self._observer.group_finished(outcome, worker.name)
-            self._outstanding.finish(group := StoredGroup(outcome, payload, wide))
+            self._outstanding.finish(group := StoredGroup(outcome, payload, wide, worker.source))
             self._delivery.add(group)
             self._scoring.finished(outcome)
         else:

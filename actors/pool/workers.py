@@ -94,6 +94,12 @@ class WorkerHandle:
     def has_node(self) -> bool:
         return self.placed_at is not None
 
+    @property
+    def source(self) -> str:
+        """Who it is and where, as StoredGroup has it."""
+        node = self.info.node if self.info is not None else ""
+        return f"rollout worker {self.name}" + (f" on node {node[:8]}" if node else "")
+
     def follow(self, generation: int) -> None:
         """Have it abort all work, and count it as without weights; see actors/driver/going_back.py."""
         if generation:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
-from actors.processes.event_level import Notify
+from actors.processes.event_level import EventLevel
 from actors.processes.supervision import HALF_OVER, first_error, kill, wait_for
+from actors.processes.wait_notice import WaitNotice
 from correction.errors import ActorLost, DeadlineExceeded, EvenkeelError
 
 GROUPS = {"heartbeat": 1}
@@ -28,6 +30,10 @@ _MISSES = 4
 """Heartbeats in a row without an answer after which a part is lost; each waits for a quarter of the limit."""
 _UNREACHED_S = 1.0
 _MOST_NOTICES = 1000
+Told = tuple[int, str | WaitNotice]
+"""What a part reports, with its number."""
+Hear = Callable[[EventLevel, str | WaitNotice], object]
+"""Takes level and text of what a part reports."""
 
 
 class SequentialHeartbeatActor:
@@ -37,7 +43,7 @@ class SequentialHeartbeatActor:
     """
 
     @ray.method(concurrency_group="heartbeat")
-    def heartbeat(self, heard: int) -> list[tuple[int, str]]:
+    def heartbeat(self, heard: int) -> list[Told]:
         """Returns: no notices; a rank has none to report."""
         return []
 
@@ -52,16 +58,16 @@ class HeartbeatActor:
     """Base of async actors that are parts of the run: answers heartbeats."""
 
     def __init__(self) -> None:
-        self._notices: deque[tuple[int, str]] = deque(maxlen=_MOST_NOTICES)
+        self._notices: deque[Told] = deque(maxlen=_MOST_NOTICES)
         self._number = 0
 
-    def report(self, text: str) -> None:
-        """Send a sentence to the run's events, with the next heartbeat."""
+    def report(self, said: str | WaitNotice) -> None:
+        """Send a sentence, or the notice of a wait, to the run's events, with the next heartbeat."""
         self._number += 1
-        self._notices.append((self._number, text))
+        self._notices.append((self._number, said))
 
     @ray.method(concurrency_group="heartbeat")
-    async def heartbeat(self, heard: int) -> list[tuple[int, str]]:
+    async def heartbeat(self, heard: int) -> list[Told]:
         """Reports after the last one heard, each with its number; at most the newest _MOST_NOTICES. Args: heard: number of the last one
         heard."""
         while self._notices and self._notices[0][0] <= heard:
@@ -69,7 +75,7 @@ class HeartbeatActor:
         return list(self._notices)
 
 
-async def raise_when_silent(parts: Mapping[str, Any], limit_s: float, notify: Notify) -> None:
+async def raise_when_silent(parts: Mapping[str, Any], limit_s: float, notify: Hear) -> None:
     """Watch actors; never returns. Raises: ActorLost naming the first that has given no sign of life for `limit_s` seconds, and is killed.
 
     Args: parts: actors by name. notify: takes level and sentence of what they report.
@@ -77,7 +83,7 @@ async def raise_when_silent(parts: Mapping[str, Any], limit_s: float, notify: No
     await first_error(_follow(name, actor, limit_s, notify) for name, actor in parts.items())
 
 
-async def _follow(name: str, actor: Any, limit_s: float, notify: Notify) -> None:
+async def _follow(name: str, actor: Any, limit_s: float, notify: Hear) -> None:
     heard = missed = 0
     while missed < _MISSES:
         try:
@@ -92,18 +98,18 @@ async def _follow(name: str, actor: Any, limit_s: float, notify: Notify) -> None
         except (EvenkeelError, RayError) as error:
             raise ActorLost(f"{name}: {error}") from error
         missed = 0
-        for number, text in notices:
+        for number, said in notices:
             heard = number
-            notify("warning", f"{name}: {text}")
+            notify("warning", replace(said, what=f"{name}: {said.what}") if isinstance(said, WaitNotice) else f"{name}: {said}")
         await asyncio.sleep(limit_s / _MISSES)
     kill(actor)
     raise ActorLost(f"{name}: it gave no sign for {limit_s:.0f} s (deadlines.part_heartbeat_s), and its process was ended")
 
 
-async def _reached(actor: Any, heard: int) -> list[tuple[int, str]]:
+async def _reached(actor: Any, heard: int) -> list[Told]:
     while True:
         try:
-            notices: list[tuple[int, str]] = await actor.heartbeat.remote(heard)
+            notices: list[Told] = await actor.heartbeat.remote(heard)
         except ActorUnavailableError:
             await asyncio.sleep(_UNREACHED_S)
         else:

@@ -64,8 +64,7 @@ async def wait_for(
     Raises: DeadlineExceeded; errors of the other process, as themselves; ActorLost if it has died or its answer was lost.
     """
     clock = asyncio.get_running_loop().time
-    began, half_over = clock(), HALF_OVER.get() if _LONG_S <= deadline_s < math.inf else None
-    said_at = began
+    began, half_over = (said_at := clock()), HALF_OVER.get() if _LONG_S <= deadline_s < math.inf else None
     task = asyncio.ensure_future(_as_coroutine(awaitable))
     try:
         while True:

@@ -25,7 +25,8 @@ import ray
 
 from actors.carriers import QueueSnapshot, StoredGroup
 from actors.processes.supervision import persistently, wait_for
-from actors.queue.trajectory_queue import ANSWER_S
+from actors.processes.wait_notice import WaitNotice
+from actors.settings.deadlines import tokens_call_s, tokens_s
 from correction.errors import ActorLost, EvenkeelError, counted
 from rollout.trajectory import Group, GroupFacts
 
@@ -33,13 +34,13 @@ if TYPE_CHECKING:  # torch
     from correction.batch import PackedBatch
     from correction.wide import WideFields
 
+_NAMED = 3
+"""Most workers, and most groups, that a notice names."""
 _INLINE_BYTES = 100 * 1024
 """Ray's max_direct_call_object_size."""
 _AT_HAND_S = 10.0
-_TOKEN_BYTES = 4096
-"""Upper bound of a token with its optional fields: the logprobs of a hundred likeliest tokens, or its experts in a hundred layers."""
 _LEAST_TOKEN_BYTES = 8
-"""Lower bound: an id and a logprob, four bytes each."""
+"""Lower bound of a token: an id and a logprob, four bytes each."""
 GONE, LATE = "gone with its node or its worker", "not there in time"
 """Reasons why an object can't be read."""
 _NO_ROOM = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
@@ -102,18 +103,19 @@ def fetch_s(groups: Sequence[StoredGroup], bytes_per_s: float) -> float:
     return tokens_s(sum(one.response_tokens for group in groups for one in group.facts.trajectories), bytes_per_s)
 
 
-def tokens_s(tokens: int, bytes_per_s: float) -> float:
-    """Seconds in which so many tokens have to arrive."""
-    return ANSWER_S + tokens * _TOKEN_BYTES / bytes_per_s
-
-
-async def fetched(groups: Sequence[StoredGroup], *, deadline_s: float) -> tuple[list[Group], dict[int, str]]:
+async def fetched(
+    groups: Sequence[StoredGroup], *, deadline_s: float, notice: Callable[[WaitNotice], None] | None = None
+) -> tuple[list[Group], dict[int, str]]:
     """The groups that can be read, in order; and for the others GONE or LATE, by group id.
 
-    Args: deadline_s: for all of them together; a pull from another node may hang.
+    Args:
+        deadline_s: for all of them together; a pull from another node may hang.
+        notice: as wait_for.
     Raises: ActorLost if the object store had no room for one: sampling it again would not help.
     """
-    found = await wait_for(_values(groups, deadline_s), f"tokens of {len(groups)} groups <- object store", deadline_s=2 * deadline_s)
+    what = f"tokens of {counted(len(groups), 'group')} <- {_sources(groups)}"
+    named: dict[str, Any] = {"notice": notice, "detail": lambda: _missing(groups)}
+    found = await wait_for(_values(groups, deadline_s), what, deadline_s=tokens_call_s(deadline_s), **named)
     lost = dict[int, str]()
     for one, value in zip(groups, found, strict=True):
         if isinstance(value, BaseException) and (needs := no_room(value)):
@@ -123,6 +125,23 @@ async def fetched(groups: Sequence[StoredGroup], *, deadline_s: float) -> tuple[
         elif isinstance(value, BaseException):
             raise value
     return [value for value in found if not isinstance(value, BaseException)], lost
+
+
+def _sources(groups: Sequence[StoredGroup]) -> str:
+    """Who sampled the groups: some of them by name."""
+    sources = list(dict.fromkeys(one.source for one in groups if one.source)) or ["object store"]
+    return ", ".join(sources[:_NAMED]) + (f" and {len(sources) - _NAMED} more" if len(sources) > _NAMED else "")
+
+
+async def _missing(groups: Sequence[StoredGroup]) -> str:
+    """A clause on the groups whose tokens are not on this node yet."""
+    of_reference = {one.payload: one for one in groups if isinstance(one.payload, ray.ObjectRef)}
+    if not of_reference:
+        return ""
+    _, late = await asyncio.to_thread(ray.wait, list(of_reference), num_returns=len(of_reference), timeout=0)
+    missing = [of_reference[one] for one in late]
+    ids = ", ".join(str(one.group_id) for one in missing[:_NAMED]) + " ..." * (len(missing) > _NAMED)
+    return f"{counted(len(missing), 'group')} not here yet: {ids} of {_sources(missing)}" if missing else ""
 
 
 async def _values(groups: Sequence[StoredGroup], limit_s: float) -> list[Any]:

@@ -25,6 +25,7 @@ from actors.processes.wait_notice import WaitNotice
 from actors.queue.payloads import checksums_of
 from actors.ranks.collective_calls import CollectiveCaller, all_of
 from actors.ranks.learner_rank_actor import ABORTABLE, LearnerRankActor
+from actors.settings.deadlines import wide_fields_call_s
 from correction.errors import StepAborted
 
 if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
@@ -98,7 +99,7 @@ class LearnerGroup:
         Raises: ActorLost also past the deadline: fields that can't be read are reported before it, so the batch itself did not come.
         """
         asks = (partial(rank.fetch.remote, batch, correction, step, limit_s, everything=everything) for rank in self._ranks)
-        what, deadline_s = "wide fields of a batch", limit_s + self.step_s
+        what, deadline_s = "wide fields of a batch", wide_fields_call_s(limit_s, self.step_s)
         reading = all_of(persistently(ask, f"{what} <- rank {i}", deadline_s=deadline_s) for i, ask in enumerate(asks))
         lost = await lost_if_late(reading)
         return {group: why for of_rank in lost for group, why in sorted(of_rank.items())}

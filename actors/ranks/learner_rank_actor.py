@@ -281,8 +281,8 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
     @ray.method(concurrency_group="heartbeat")
     @names_failures
     def is_saved(self) -> bool:
-        """Whether this rank has written its part of a checkpoint. Not a collective call: each rank answers for itself, also in the middle of
-        a step, and can be asked again."""
+        """Whether this rank has written its part of a checkpoint. Not a collective call: each rank answers for itself, in the middle of
+        a step, too, and can be asked again."""
         return self._learner.is_saved()
 
     def checkpoint_bytes(self) -> int:

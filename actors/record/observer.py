@@ -29,7 +29,7 @@ from actors.record.patience import PatientWriter, wait_for_disk
 from actors.record.probe_watch import ProbeWatch
 from actors.record.run_event import LEVEL_OF_STATE, EventKind, RunEvent
 from actors.record.run_folder import RunFolder
-from actors.record.skipped_batches import KEEP_S, keep_and_describe
+from actors.record.skipped_batches import keep_and_describe
 from actors.record.slowest import FILE, SlowestPrompts
 from actors.record.step_report import (
     FAILED_TRAJECTORIES,
@@ -45,6 +45,7 @@ from actors.record.step_report import (
     worker_metrics,
 )
 from actors.record.terminal import TerminalView
+from actors.settings.deadlines import flush_s
 from actors.settings.probe_limits import ProbeLimits
 from correction.errors import EvenkeelError, counted
 from correction.monitor import Event, State
@@ -341,7 +342,7 @@ class Observer:
     async def flush(self) -> None:
         """Wait until all reported steps are written (a cancelled wait stops no writing). Raises: DeadlineExceeded if one never is."""
         if self._writing is not None:
-            wait, limit_s = asyncio.shield(self._writing), 2 * self._config.deadlines.step_s + KEEP_S
+            wait, limit_s = asyncio.shield(self._writing), flush_s(self._config.deadlines.step_s)
             await wait_for(wait, "numbers of the last steps", deadline_s=limit_s, counts_from=lambda: self._written_at)
         limit_s = self._config.deadlines.disk_s
         await wait_for_disk(self.disk.done(), "lines of the last steps", deadline_s=limit_s, notice=self.waiting)

@@ -9,6 +9,7 @@ from typing import Any
 
 from actors.config import DeadlinesConfig
 from actors.record.run_folder import Checkpoint
+from actors.settings.deadlines import reading_s
 
 
 class Reading:
@@ -33,7 +34,7 @@ class Reading:
 
     def limit_s(self, deadlines: DeadlinesConfig) -> float:
         """Longest time from `began` on: that of a checkpoint that is written, by the bytes of this one (disk_s)."""
-        return max(deadlines.disk_s, 3 * self._bytes / deadlines.bytes_per_s)
+        return reading_s(deadlines.disk_s, self._bytes, deadlines.bytes_per_s)
 
     def __str__(self) -> str:
         if not self._bytes:

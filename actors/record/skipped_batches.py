@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.metrics.catalogue import CATALOGUE
+from actors.settings.deadlines import KEEP_S
 from learner.results import SkipReason
 from learner.tensor_files import saving
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:  # torch: seconds that the driver's start doesn't need
 
 KEPT = 8
 """Most batches that a run keeps: the first ones say most."""
-KEEP_S = 600.0
-"""Longest time to bring a batch from the object store to disk; the lines of later steps wait meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from actors.ranks.forwards import Forward, ForwardRequests, GroupsLost, with_for
 from actors.service.drawing import Drawing
 from actors.service.gap_split import GapSplit
 from actors.service.scatter import ScatterReservoir
+from actors.settings.deadlines import tokens_s
 from actors.settings.true_on_policy import compare_batch
 from correction.advantages import group_advantages
 from correction.batch import CorrectedBatch, PackedBatch
@@ -76,7 +77,7 @@ class CorrectionService(HeartbeatActor):
         register_stack_dump()
         self._config, self._queue = config, queue
         books, bytes_per_s = NumberedCaller(queue, late=self.report), config.deadlines.bytes_per_s
-        self._drawing = Drawing(books, dynamic_sampling=config.dynamic_sampling, bytes_per_s=bytes_per_s)
+        self._drawing = Drawing(books, dynamic_sampling=config.dynamic_sampling, bytes_per_s=bytes_per_s, notice=self.report)
         self._correction = self._next_correction = correction or config.correction
         self._monitor = Monitor(config.monitor.thresholds)
         if monitor_state is not None:
@@ -184,8 +185,7 @@ class CorrectionService(HeartbeatActor):
         finally:
             self._waiting_to_observe -= 1
         try:
-            found: StepValues = await wait_for(payloads.value_of(values[0]), _VALUES, deadline_s=self._config.deadlines.batch_s)
-            observation = await asyncio.to_thread(self._observe, step, version, trained, reference, found)
+            observation = await asyncio.to_thread(self._observe, step, version, trained, reference, await self._values(values))
             return replace(observation, late_s=self._clock.read())
         finally:
             self._observing.release()
@@ -213,8 +213,13 @@ class CorrectionService(HeartbeatActor):
         """True on-policy: sampled against trained logprobs of the batch of `version`. None: it isn't held. Args: values: as `observe`."""
         if (trained := self._undiagnosed.get(version)) is None:
             return None
-        found: StepValues = await wait_for(payloads.value_of(values[0]), _VALUES, deadline_s=self._config.deadlines.batch_s)
-        return await asyncio.to_thread(compare_batch, trained.corrected.batch, found)
+        return await asyncio.to_thread(compare_batch, trained.corrected.batch, await self._values(values))
+
+    async def _values(self, values: tuple[Any]) -> StepValues:
+        """What the learner computed of a batch. Args: values: as `observe`."""
+        reading, limit_s = payloads.value_of(values[0]), self._config.deadlines.batch_s
+        found: StepValues = await wait_for(reading, _VALUES, deadline_s=limit_s, notice=self.report)
+        return found
 
     async def monitor_state(self) -> dict[str, Any]:
         """What the monitor knows after the batches observed so far, for a checkpoint."""
@@ -342,7 +347,7 @@ class CorrectionService(HeartbeatActor):
 
     def _fetch_s(self, batch: PackedBatch) -> float:
         """Longest time for a batch's wide fields to come; 0: there is nothing to fetch."""
-        return payloads.tokens_s(batch.num_tokens, self._config.deadlines.bytes_per_s) if batch.wide else 0.0
+        return tokens_s(batch.num_tokens, self._config.deadlines.bytes_per_s) if batch.wide else 0.0
 
     @property
     def _advantages(self) -> Callable[[Tensor, Tensor], Tensor]:

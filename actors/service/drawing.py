@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ray
 
 from actors.carriers import DiscardReason, StoredGroup
 from actors.processes.numbered import NumberedCaller
+from actors.processes.wait_notice import WaitNotice
 from actors.queue import payloads
 from actors.queue.outstanding import worthless
 from actors.queue.trajectory_queue import ANSWER_S
@@ -29,8 +30,11 @@ something else."""
 class Drawing:
     """The correction service's side of the queue."""
 
-    def __init__(self, books: NumberedCaller, *, dynamic_sampling: bool, bytes_per_s: float) -> None:
-        self._books, self._dynamic_sampling, self._bytes_per_s = books, dynamic_sampling, bytes_per_s
+    def __init__(
+        self, books: NumberedCaller, *, dynamic_sampling: bool, bytes_per_s: float, notice: Callable[[WaitNotice], None] | None = None
+    ) -> None:
+        """Args: notice: takes a notice of tokens that are waited for; None: the log."""
+        self._books, self._dynamic_sampling, self._bytes_per_s, self._notice = books, dynamic_sampling, bytes_per_s, notice
         self._losses = Counter[int]()
         """Number of losses by group id, of groups that are in no batch yet."""
         self.wide_of: dict[int, Any] = {}
@@ -56,7 +60,8 @@ class Drawing:
             for reason, group_ids in given_up.items():
                 self.forget(group_ids)
                 await self._books.ask("discard", group_ids, reason, what="discard of groups <- trajectory queue", deadline_s=ANSWER_S)
-            groups, lost = await payloads.fetched(kept, deadline_s=payloads.fetch_s(kept, self._bytes_per_s))
+            limit_s = payloads.fetch_s(kept, self._bytes_per_s)
+            groups, lost = await payloads.fetched(kept, deadline_s=limit_s, notice=self._notice)
             if lost:
                 await self.lose(lost)
             if groups:

@@ -11,6 +11,7 @@ worker is never lost because answers, rewards, the queue or weights on their way
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from actors.config import DeadlinesConfig, RunConfig
 from actors.queue.trajectory_queue import ANSWER_S
 from correction.settings import Settings
 from learner.config import LearnerConfig
-from rollout.config import RolloutConfig
+from rollout.config import ExactMatchReward, FunctionReward, MathVerifyReward, ReasoningGymReward, RolloutConfig
 from rollout.engine_config import EngineConfig, EngineDeadlines
 
 _LEARNER_PACE = 1000
@@ -33,6 +34,10 @@ _BEYOND_S = 60.0
 """Seconds by which a collective's timeout exceeds the deadline of the driver's call that contains it: the call should time out first."""
 _ANSWERS_LATER_S = 30.0
 """Seconds by which the driver waits longer than its callee's own deadline, so that the callee's error arrives."""
+_TOKEN_BYTES = 4096
+"""Upper bound of a token with its optional fields: the logprobs of a hundred likeliest tokens, or its experts in a hundred layers."""
+KEEP_S = 600.0
+"""Longest time to bring the batch of a skipped step from the object store to disk; the lines of later steps wait meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,9 @@ class Scale:
     reward_s: float
     """Longest time to score one completion."""
     batch_tokens: int
-    """Tokens of a training batch, in all of its passes."""
+    """Tokens of a training batch's answers."""
+    passes: int
+    """How often a batch is trained on."""
     evaluation_waves: int
     """As `waves`, for all questions of an evaluation on all workers."""
 
@@ -66,7 +73,8 @@ class Scale:
             waves=1 + -(-rollout.slots_per_worker * group // running),
             scored_in_turn=_scored_in_turn(rollout),
             reward_s=rollout.reward.deadline_s,
-            batch_tokens=config.groups_per_step * group * rollout.sampling.max_tokens * config.learner.epochs_per_batch,
+            batch_tokens=config.groups_per_step * group * rollout.sampling.max_tokens,
+            passes=config.learner.epochs_per_batch,
             evaluation_waves=1 + -(-asked // (running * rollout.fewest_workers)),
         )
 
@@ -78,6 +86,7 @@ class Deadline:
     key: str
     """Dotted, as in a recipe; empty for one that is no setting."""
     seconds: float
+    """Infinite: there is none."""
     what: str
     """What it bounds, and how it was found."""
     is_set: bool = False
@@ -137,6 +146,35 @@ def batch_call_s(batch_s: float) -> float:
     return batch_s + _ANSWERS_LATER_S
 
 
+def tokens_s(tokens: int, bytes_per_s: float) -> float:
+    """Longest time for so many tokens, or their wide fields, to come through the object store."""
+    return ANSWER_S + tokens * _TOKEN_BYTES / bytes_per_s
+
+
+def tokens_call_s(limit_s: float) -> float:
+    """Wait for tokens that have `limit_s` to come: those that are late are known by then, unless the object store itself hangs."""
+    return 2 * limit_s
+
+
+def wide_fields_call_s(limit_s: float, step_s: float) -> float:
+    """Wait for a rank that has `limit_s` to read wide fields; it may have to end another call first."""
+    return limit_s + step_s
+
+
+def flush_s(step_s: float) -> float:
+    """Longest wait for a line of a step: its diagnostics, those of the step before, and a skipped batch that is kept."""
+    return 2 * step_s + KEEP_S
+
+
+def reading_s(disk_s: float, checkpoint_bytes: float, bytes_per_s: float) -> float:
+    """Longest time to read a checkpoint: that of one that is written, by its own bytes if they are more."""
+    return max(disk_s, 3 * checkpoint_bytes / bytes_per_s)
+
+
+def _batch_tokens_s(scale: Scale) -> float:
+    return tokens_s(scale.batch_tokens, scale.bytes_per_s)
+
+
 def _scored_in_turn(rollout: RolloutConfig) -> int:
     """Completions of a worker that one of its scoring processes may have before a group's last, if all slots are full."""
     return -(-rollout.slots_per_worker * rollout.sampling.samples_per_group // rollout.reward.processes)
@@ -151,6 +189,7 @@ def bucket_s(config: RunConfig) -> float:
 
 _SECTIONS: Mapping[type[Settings], str] = {
     DeadlinesConfig: "deadlines",
+    **dict.fromkeys((ReasoningGymReward, MathVerifyReward, ExactMatchReward, FunctionReward), "rollout.reward"),
     EngineConfig: "rollout.engine",
     EngineDeadlines: "rollout.engine.deadlines",
     LearnerConfig: "learner",
@@ -161,18 +200,22 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
     """The deadlines that a run would have; one that contains another comes after it."""
     whole = with_deadlines(config, model_bytes)
     scale, run, engine, rollout = Scale.of(config), whole.deadlines, whole.rollout.engine.deadlines, whole.rollout
-    sglang, ranks = rollout.engine, whole.learner
+    sglang, ranks, reward, tokens = rollout.engine, whole.learner, rollout.reward, _batch_tokens_s(scale)
     bucket = f"{config.weight_sync.bucket_bytes / 1e9:.3g} GB"
+    checkpoint_bytes = _CHECKPOINT_COPIES * model_bytes
     size, rate = f"{model_bytes / 1e9:.3g} GB", f"{run.bytes_per_s / 1e6:.4g} MB/s"
 
     def of(section: Settings, name: str, what: str) -> Deadline:
-        return Deadline(f"{_SECTIONS[type(section)]}.{name}", getattr(section, name), what, name in section.model_fields_set)
+        seconds, key = getattr(section, name), f"{_SECTIONS[type(section)]}.{name}"
+        return Deadline(key, math.inf if seconds is None else seconds, what, name in section.model_fields_set)
 
     return [
         of(engine, "heartbeat_s", "an engine that answers no probe for this long is lost; so is one that fails to take weights"),
         of(run, "part_heartbeat_s", "the same of queue, service and learner ranks; for a rank the run goes back to its last checkpoint"),
         Deadline("", run.driver_s, "a sign of life of the run's process, with --retries; if late, the next attempt takes its place"),
         of(engine, "generate_s", f"one answer: {scale.waves} x {scale.answer_tokens} tokens at {run.tokens_per_s:g} a second"),
+        of(reward, "start_deadline_s", "start of a scoring process, imports included; if late, what it was to score has failed"),
+        of(reward, "deadline_s", "the reward of one completion; if late, its process is ended, and the answer counts as failed"),
         Deadline("", scoring_s(rollout), f"rewards of a group: {scale.scored_in_turn} completions before it, {scale.reward_s:g} s each"),
         Deadline("", group_s(rollout), "a group: answer, rewards and the way to the queue; if late, another worker samples it"),
         of(engine, "control_s", f"specs, checksums, scores of an engine: {size} at five times {rate}"),
@@ -184,23 +227,33 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
         of(run, "sync_s", "one attempt at new weights: their way to the node, the update, the checksums"),
         Deadline("", run.receipts_s, "receipts of all workers: three attempts and their pauses"),
         of(engine, "start_s", "an engine's start, with the weights on disk"),
+        of(engine, "shutdown_s", "the end of an engine's processes"),
         of(run, "start_s", "start of a worker that has a node; the wait for the ranks' nodes, and then the ranks' start; questions"),
-        of(run, "batch_s", "a batch without a single finished group: two groups one after the other, and a new worker between them"),
+        Deadline("", tokens, f"a batch's tokens on their way to the service: {scale.batch_tokens}; late groups are sampled again"),
+        Deadline("", tokens_call_s(tokens), "the object store's answer about these tokens: twice as long; if late, the run goes back"),
+        of(run, "batch_s", "a batch without a finished group: two groups in turn, and a new worker between them; or its tokens"),
         Deadline("", batch_call_s(run.batch_s), "the service's answer to the call for a batch, after the service's own deadline"),
-        of(run, "step_s", f"an optimizer step: {scale.batch_tokens} tokens at {_LEARNER_PACE * run.tokens_per_s:g} a second"),
+        of(run, "step_s", f"an optimizer step: {scale.passes} x {scale.batch_tokens} tokens at {_LEARNER_PACE * run.tokens_per_s:g}/s"),
+        Deadline("", wide_fields_call_s(tokens, run.step_s), "wide fields of a batch in a rank: as long as its tokens, after another call"),
+        Deadline("", flush_s(run.step_s), "lines of the last steps: diagnostics of two, and a skipped batch that is kept"),
         Deadline("", newer_weights_s(run.step_s, run.sync_s), "an engine that joins: the next weights, if the present were broadcast only"),
         of(run, "checkpoint_s", f"a checkpoint on disk: {_CHECKPOINT_COPIES} x {size} at {rate}"),
         Deadline("", run.forward_s, "forward passes for the batch ahead: two steps and a checkpoint until they begin, and two passes"),
         Deadline("", run.disk_s, "the run folder's disk with all that waits for it: as long as three checkpoints"),
+        Deadline("", reading_s(run.disk_s, checkpoint_bytes, run.bytes_per_s), "a checkpoint that is read: as long, or as its bytes take"),
         of(ranks, "collective_timeout_s", f"a collective of the learner's ranks: {_BEYOND_S:.0f} s more than a step or a checkpoint"),
         of(run, "evaluation_s", f"an evaluation: {scale.evaluation_waves} answers in turn, and rewards; if late, it is left out"),
+        of(run, "drain_s", "groups of a rollout worker that leaves; it hands the rest back"),
+        of(run, "no_workers_s", "no rollout worker that could work; if late, the run ends"),
     ]
 
 
 def as_text(deadlines: list[Deadline]) -> str:
-    """One line for each: its seconds, its key, what it bounds."""
+    """One line for each: its seconds or "none", its key, what it bounds."""
     width = max(len(line.key) for line in deadlines)
-    rows = (f"{line.seconds:>9.0f} s  {line.key:<{width}}  {line.what}{' (set)' if line.is_set else ''}" for line in deadlines)
+    times = (f"{line.seconds:.0f} s" if line.seconds < math.inf else "none" for line in deadlines)
+    pairs = zip(times, deadlines, strict=True)
+    rows = (f"{time:>11}  {line.key:<{width}}  {line.what}{' (set)' if line.is_set else ''}" for time, line in pairs)
     return "\n".join(rows)
 
 
@@ -208,8 +261,10 @@ def inversions(config: RunConfig) -> list[str]:
     """One sentence for each deadline set in the recipe that is not longer than what it waits for may take."""
     run, sglang, ranks = config.deadlines, config.rollout.engine, config.learner
     engine = sglang.deadlines
+    tokens = tokens_call_s(_batch_tokens_s(Scale.of(config)))
+    parts = {group_s(config.rollout): "one group (answer, rewards, queue)", tokens: "the way of its tokens"}
     pairs = [
-        ("deadlines.batch_s", run.batch_s, "one group (answer, rewards, queue)", group_s(config.rollout)),
+        ("deadlines.batch_s", run.batch_s, parts[max(parts)], max(parts)),
         ("deadlines.sync_s", run.sync_s, "rollout.engine.deadlines.update_s", engine.update_s),
         ("deadlines.start_s", run.start_s, "rollout.engine.deadlines.start_s", engine.start_s),
         ("deadlines.evaluation_s", run.evaluation_s, "rollout.engine.deadlines.generate_s", engine.generate_s),
@@ -232,6 +287,7 @@ def _values(config: RunConfig, model_bytes: int) -> tuple[Mapping[str, float], M
     scale = Scale.of(config)
     least, floor = config.deadlines.derived({}), config.rollout.engine.deadlines.derived({})
     answer_s, travel_s = scale.answer_tokens / scale.tokens_per_s, model_bytes / scale.bytes_per_s
+    tokens = _batch_tokens_s(scale)
     engine = {
         "generate_s": max(floor.generate_s, scale.waves * answer_s),
         "control_s": floor.control_s + travel_s / 5,
@@ -246,8 +302,8 @@ def _values(config: RunConfig, model_bytes: int) -> tuple[Mapping[str, float], M
     run = {
         "sync_s": sync_s,
         "start_s": start_s,
-        "batch_s": max(least.batch_s, 2 * group_s(rollout) + start_s + 3 * sync_s),
-        "step_s": max(least.step_s, scale.batch_tokens / (_LEARNER_PACE * scale.tokens_per_s)),
+        "batch_s": max(least.batch_s, 2 * group_s(rollout) + start_s + 3 * sync_s, _ANSWERS_LATER_S + tokens_call_s(tokens)),
+        "step_s": max(least.step_s, scale.batch_tokens * scale.passes / (_LEARNER_PACE * scale.tokens_per_s)),
         "checkpoint_s": max(least.checkpoint_s, _CHECKPOINT_COPIES * travel_s),
         "evaluation_s": max(least.evaluation_s, evaluation_s, group_s(rollout)),
     }

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.carriers import StoredGroup
 from actors.cluster.cluster import on_drivers_node
 from actors.processes.part_heartbeat import GROUPS
-from actors.queue.payloads import GONE, fetched
+from actors.queue.payloads import GONE, _missing, fetched
 from actors.queue.queue_actor import TrajectoryQueueActor
 from actors.queue.trajectory_queue import TrajectoryQueue
 from actors.settings.environment import OF_BATCHES
@@ -116,7 +116,7 @@ def test_a_fetch_that_is_given_up_leaves_no_thread_behind(cluster: Cluster) -> N
     threads of its process for good."""
     silent = ray.remote(Silent).options(num_cpus=0, max_concurrency=2).remote()
     (ticket,) = TrajectoryQueue(groups_per_step=1, max_staleness=0).admit(prompts(0, 1))
-    waiting = StoredGroup(group(ticket).facts, silent.never.remote())
+    waiting = StoredGroup(group(ticket).facts, silent.never.remote(), source="rollout worker 3 on node ab12cd34")
 
     async def until(is_there: bool) -> None:
         ends = time.monotonic() + 60.0
@@ -127,6 +127,8 @@ def test_a_fetch_that_is_given_up_leaves_no_thread_behind(cluster: Cluster) -> N
     async def scenario() -> None:
         fetching = asyncio.create_task(fetched([waiting], deadline_s=5.0))
         await until(True)
+        there = StoredGroup(group(ticket).facts, ray.put(group(ticket)), source="rollout worker 1")
+        assert await _missing([there, waiting]) == "1 group not here yet: 0 of rollout worker 3 on node ab12cd34"
         fetching.cancel()
         with suppress(asyncio.CancelledError):
             await fetching

@@ -127,6 +127,7 @@ def test_a_large_group_of_a_worker_reaches_the_queue_in_two_objects_and_a_small_
         await pool.until_finished(2)
         first, second = await pool.queue.draw(0, 2, 5.0)
         assert (first.wide, first.facts.wide_bytes) == (None, 0) and await second.wide is not None and second.facts.wide_bytes > 0
+        assert first.source == second.source and first.source.startswith("rollout worker "), "whom notices and errors name"
         assert (await payloads.whole([first, second], deadline_s=5.0))[0] == [group(admitted(0)), wide_group(admitted(1))]
         feeding.cancel()
 

@@ -25,6 +25,9 @@ from actors.settings.deadlines import (
     inversions,
     newer_weights_s,
     table,
+    tokens_call_s,
+    tokens_s,
+    wide_fields_call_s,
     with_deadlines,
 )
 from correction.errors import ConfigError
@@ -68,7 +71,23 @@ def test_who_waits_for_something_waits_longer_than_it_may_take(tokens: int, size
     collective_s = config.learner.collective_timeout_s
     assert max(run.step_s, run.checkpoint_s) < collective_s, "the driver's call is late before a rank that waits for a slower one fails"
     assert 2 * run.step_s + run.checkpoint_s < run.forward_s and run.checkpoint_s < run.disk_s
+    tokens_ = tokens_s(64 * config.rollout.sampling.samples_per_group * tokens, run.bytes_per_s)
+    assert tokens_ < tokens_call_s(tokens_) < run.batch_s, "what is fetched of the object store is late before its batch is"
+    assert wide_fields_call_s(tokens_, run.step_s) < run.forward_s, "and before whoever asked for the forward"
     assert inversions(config) == []
+
+
+@pytest.mark.parametrize(("groups", "rate"), [(16_384, 1e8), (64, 1e5)])
+def test_a_batch_whose_tokens_take_long_is_waited_for(groups: int, rate: float) -> None:
+    """A large one, and a slow network: its groups are finished, and none more is until it is there."""
+    config = run_config(sampling={"max_tokens": 1024})
+    config = config.model_copy(update={"groups_per_step": groups, "deadlines": type(config.deadlines)(bytes_per_s=rate)})
+    run = with_deadlines(config, 10**6).deadlines
+    tokens = tokens_s(groups * config.rollout.sampling.samples_per_group * 1024, rate)
+    assert run.batch_s == tokens_call_s(tokens) + 30.0 > 3600.0
+    set_ = type(config.deadlines)(bytes_per_s=rate, batch_s=2000.0)
+    (told,) = inversions(with_deadlines(config.model_copy(update={"deadlines": set_}), 10**6))
+    assert told.startswith("deadlines.batch_s = 2000 s leaves no time beyond the way of its tokens, which may take ")
 
 
 @pytest.mark.parametrize("size", [10**9, 16 * 10**9, 61 * 10**9])
@@ -187,6 +206,16 @@ def test_what_contains_another_stands_below_it_in_the_table(tokens: int, size: i
         (at["a delta of two versions"], row("deadlines.sync_s")),
         (row(f"{engine}.start_s"), row("deadlines.start_s")),
         (row("deadlines.batch_s"), at["the service's answer to the call for a batch"]),
+        (row("rollout.reward.deadline_s"), at["rewards of a group"]),
+        (row("rollout.reward.start_deadline_s"), at["rewards of a group"]),
+        (at["a batch's tokens on their way to the service"], at["the object store's answer about these tokens"]),
+        (at["the object store's answer about these tokens"], row("deadlines.batch_s")),
+        (at["a batch's tokens on their way to the service"], at["wide fields of a batch in a rank"]),
+        (row("deadlines.step_s"), at["wide fields of a batch in a rank"]),
+        (at["wide fields of a batch in a rank"], forward),
+        (row("deadlines.step_s"), at["lines of the last steps"]),
+        (row("deadlines.checkpoint_s"), at["the run folder's disk with all that waits for it"]),
+        (at["the run folder's disk with all that waits for it"], at["a checkpoint that is read"]),
         (row("deadlines.step_s"), at["an engine that joins"]),
         (row("deadlines.step_s"), forward),
         (row("deadlines.checkpoint_s"), forward),
