@@ -82,8 +82,7 @@ async def wait_for(
             if clock() - max(began, counts_from() if counts_from else began) >= deadline_s:
                 clause = f" ({missing})" if missing else ""
                 raise raises(f"{what}: not done in {deadline_s:.0f} s{clause}", what=what, seconds=waited, setting="deadlines")
-            say = notice or (log.warning if waited >= usual_s else log.info)
-            say(WaitNotice(what, round(waited), missing))
+            (notice or (log.warning if waited >= usual_s else log.info))(WaitNotice(what, round(waited), missing))
             said_at = clock()
     except ray.exceptions.RayTaskError as error:
         raise unwrapped(error) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -16,8 +17,12 @@ class SimulatedTime(asyncio.SelectorEventLoop):
         return self.now
 
     def _run_once(self) -> None:
-        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
-            self.now = max(self.now, self._scheduled[0]._when)  # type: ignore[attr-defined]
+        timers = self._scheduled  # type: ignore[attr-defined]
+        while timers and timers[0]._cancelled:  # else time would jump to it, and the rest of the way to the next one would be real
+            heapq.heappop(timers)._scheduled = False
+            self._timer_cancelled_count -= 1  # type: ignore[attr-defined]
+        if not self._ready and timers:  # type: ignore[attr-defined]
+            self.now = max(self.now, timers[0]._when)
         super()._run_once()  # type: ignore[misc]
 
 
