@@ -177,9 +177,9 @@ def test_a_rank_whose_disk_hangs_is_told_from_the_first_half_minute_on(
 
     async def scenario() -> None:
         HALF_OVER.set(stacks.append)
-        one, learner = writer(folder, [], told), ranks(0.0, math.inf, 0.0)  # type: ignore[arg-type]
+        one, learner = writer(folder, [], told, checkpoint_s=180.0), ranks(0.0, math.inf, 0.0)  # type: ignore[arg-type]
         if at_end:
-            with pytest.raises(DataError, match=r"^3 checkpoints in a row failed.*\(the ranks' parts\) <- learner: not done in 600 s"):
+            with pytest.raises(DataError, match=r"^3 checkpoints in a row failed.*\(the ranks' parts\) <- learner: not done in 180 s"):
                 await one.insist(5, lambda: one.begin(5, learner, state))
             return
         await one.begin(5, learner, state)
@@ -193,9 +193,9 @@ def test_a_rank_whose_disk_hangs_is_told_from_the_first_half_minute_on(
     assert {(notice.what, notice.detail) for _, notice in told.notices()} == {(name, "not written by rank 1")}
     times = [0.0, *(at for at, _ in told)]
     assert all(later - earlier < 31.0 for earlier, later in itertools.pairwise(times)), times
-    assert times[-1] == pytest.approx(600.0 * attempts, abs=31.0)
+    assert times[-1] == pytest.approx(180.0 * attempts, abs=31.0)
     assert [what for _, what in stacks] == [name] * attempts
-    assert [round(at) % 600 for at, _ in stacks] == [300] * attempts
+    assert [round(at) % 180 for at, _ in stacks] == [90] * attempts
     late = [text for _, text in told if isinstance(text, str) and "still being written, and training goes on" in text]
     assert len(late) == attempts * 2 // 3 and all("not written by rank 1" in text for text in late)
     assert list((folder.path / "checkpoints").iterdir()) == []
