@@ -60,8 +60,8 @@ class Notes:
             raise AttributeError(name)
         return lambda *_, **__: None  # what is only shown to people
 
-    def event(self, level: str, text: str, kind: str = "") -> None:
-        self._world.tells(level, text)
+    def event(self, level: str, text: Any, kind: str = "") -> None:
+        self._world.tells(level, str(text))
 
     phase = waiting = doing = lambda self, said: self._world.tells("info", str(said))
 
