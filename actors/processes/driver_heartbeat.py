@@ -55,7 +55,7 @@ class HeartbeatListener:
     @property
     def is_half_over(self) -> bool:
         """Half of the time for a beat. Once in a silence."""
-        return self.limit_s / 2 <= self.silent_s < self.limit_s / 2 + _TURN_S
+        return 0.0 <= self.silent_s - self.limit_s / 2 < _TURN_S
 
     def close(self) -> None:
         os.close(self._reader)

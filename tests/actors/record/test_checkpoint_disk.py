@@ -381,8 +381,7 @@ def test_a_real_full_disk(tmp_path: Path) -> None:
                 (self.hf / "model.safetensors").write_bytes(os.urandom(3 << 19))
 
         async def scenario() -> None:
-            told: list[str] = []
-            saved: list[str] = []
+            told, saved = list[str](), list[str]()
             one, learner = writer(folder, saved, told), Writes()
             for step in (5, 6, 7):
                 if step == 7:
