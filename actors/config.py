@@ -140,7 +140,8 @@ class DeadlinesConfig(DerivedSettings):
     @property
     def driver_s(self) -> float:
         """Silence after which the run's process counts as hung, seconds, with --retries. No event loop of a healthy one is so late: where a
-        hanging head of Ray's blocks it, the run ends some minutes earlier (cluster/head_watch.py)."""
+        hanging head of Ray's blocks it, the run ends some minutes earlier (cluster/head_watch.py), unless part_heartbeat_s is below 90 or
+        Ray was told to wait longer for its head."""
         return 5 * self.part_heartbeat_s
 
     @property

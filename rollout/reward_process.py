@@ -92,9 +92,9 @@ def serve(connection: socket.socket, spec: dict[str, Any]) -> None:
         completions, shared = request.pop("completions"), pickle.dumps(request)
         for completion in completions:                              # each meets the metadata as they came, whatever a scorer does to them
             reply = score_request(score, {**pickle.loads(shared), "completion": completion})
+            _send(connection, reply)
             if "error" in reply:
                 clear_leftovers()
-            _send(connection, reply)
 
 
 def die_with_parent(parent_pid: int) -> None:

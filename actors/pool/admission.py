@@ -10,7 +10,7 @@ from typing import Any
 
 from actors.carriers import DiscardReason, StoredGroup, Ticket
 from actors.processes.supervision import patiently
-from actors.queue.trajectory_queue import ANSWER_S
+from actors.settings.deadlines import ANSWER_S
 from correction.errors import ActorLost
 from rollout.trajectory import Prompt
 

@@ -28,8 +28,7 @@ from actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
 from actors.processes.supervision import AGAIN_S, patiently, persistently, unless_failed, wait_for
 from actors.queue.outstanding import Outstanding
 from actors.queue.payloads import disregard, to_hand_on
-from actors.queue.trajectory_queue import ANSWER_S
-from actors.settings.deadlines import group_s
+from actors.settings.deadlines import ANSWER_S, group_s
 from actors.weights.weight_sync import SyncTarget
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError, counted
 from rollout.config import AnswerSampling, FunctionReward

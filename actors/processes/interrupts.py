@@ -118,13 +118,14 @@ class _Guard:
 
     def close(self) -> None:
         self.forget_alarm()
+        sys.unraisablehook = self._hook_before
+        for number in SIGNALS:
+            signal.signal(number, self._before[number])
+        signal.set_wakeup_fd(self._wakeup_before)
         self._is_over.set()
         self._writer.send(b"\0")  # ends the wait of the thread
-        self._thread.join()  # before SIGALRM, by which it wakes this one, ends the process again
-        sys.unraisablehook = self._hook_before
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._wakeup_before)
+        self._thread.join()
+        signal.signal(signal.SIGALRM, self._before[signal.SIGALRM])  # by which it woke this one: a default handler would end the process
         self._reader.close()
         self._writer.close()
 

@@ -30,9 +30,6 @@ from actors.carriers import DiscardReason, Finished, QueueContents, QueueSnapsho
 from correction.errors import DataError, LedgerError
 from rollout.trajectory import Prompt
 
-ANSWER_S = 60.0
-"""Seconds in which the queue's actor answers a call, in addition to the wait that the call asks for."""
-
 
 class GroupState(StrEnum):
     ADMITTED = "admitted"

@@ -113,7 +113,7 @@ def take_back(folder: RunFolder, point: ResumePoint, task: Task) -> tuple[Resume
 
 def steps_without_a_line(folder: RunFolder, step: int) -> list[tuple[EventLevel, str]]:
     """What to say if metrics.jsonl has not all steps up to this one. It is read whole, which takes seconds for a gigabyte."""
-    if lost := step - len(JsonLines(folder.metrics_path).steps()):
+    if lost := step - sum(1 <= one <= step for one in JsonLines(folder.metrics_path).steps()):
         return [("warning", f"{folder.metrics_path} is damaged: {lost} of {step} steps have no line in it, and no place in the report")]
     return []
 

@@ -14,7 +14,7 @@ from actors.processes.numbered import NumberedCaller
 from actors.processes.wait_notice import WaitNotice
 from actors.queue import payloads
 from actors.queue.outstanding import worthless
-from actors.queue.trajectory_queue import ANSWER_S
+from actors.settings.deadlines import ANSWER_S
 from correction.errors import ActorLost
 from rollout import wide_fields
 from rollout.trajectory import Group

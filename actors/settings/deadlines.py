@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.config import DeadlinesConfig, RunConfig
-from actors.queue.trajectory_queue import ANSWER_S
 from correction.settings import Settings
 from learner.config import LearnerConfig
 from rollout.config import ExactMatchReward, FunctionReward, MathVerifyReward, ReasoningGymReward, RolloutConfig
 from rollout.engine_config import EngineConfig, EngineDeadlines
 
+ANSWER_S = 60.0
+"""Seconds in which the trajectory queue's actor answers a call, in addition to the wait that the call asks for."""
 _LEARNER_PACE = 1000
 """Tokens a second of the slowest learner over those of one answer at deadlines.tokens_per_s: it reads many sequences at once."""
 _CHECKPOINT_COPIES = 8
