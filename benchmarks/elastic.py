@@ -45,6 +45,8 @@ RUN = [
     *("evaluation.problems=8", "evaluation.every_steps=0", "checkpoint.every_steps=0"),
 ]
 _POLL_S = 0.05
+_STOPPED_S = 2.0
+"""Less than the time after which a worker without a heartbeat is lost."""
 _LIST_NODES = """
 import json, sys, time
 import ray
@@ -184,11 +186,18 @@ class ElasticRun:
             learner.resume()
 
     def kill_a_busy_node(self) -> float:
-        """A node whose engine is up, not the first worker's. Returns: when, seconds of the timeline."""
+        """A node whose engine is up, not the first worker's. Returns: when, seconds of the timeline.
+
+        Its worker is stopped for a moment before, in which the pool gives it groups: the model's answers are so short that it might
+        have none under way.
+        """
         newest = self.timeline.all_of("first group")[-1].subject
         found = re.search(rf"rollout {newest} is up \(process (\d+)", self.events())
         assert found is not None
-        parents = psutil.Process(int(found[1])).parents()
+        worker = psutil.Process(int(found[1]))
+        parents = worker.parents()
+        worker.suspend()
+        time.sleep(_STOPPED_S)
         (socket,) = (s for s in self.nodes.values() if any(s in " ".join(parent.cmdline()) for parent in parents))
         began = self.timeline.now
         self.timeline.add("node killed", f"the node of rollout worker {newest}", newest)
