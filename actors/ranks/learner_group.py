@@ -193,9 +193,12 @@ class LearnerGroup:
         """
         are_written = [False for _ in self._ranks]
 
+        async def ask(number: int, rank: Any) -> None:  # its own answer counts at once: another rank may give none
+            are_written[number] = await persistently(rank.is_saved.remote, f"{what} <- rank {number}", deadline_s=deadline_s)
+
         async def until_written() -> None:
             while True:
-                are_written[:] = await self._each("is_saved", what, deadline_s)
+                await all_of(ask(number, rank) for number, rank in enumerate(self._ranks))
                 if all(are_written):
                     return
                 await asyncio.sleep(_SAVED_POLL_S)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import ray.exceptions
 
+from actors.processes.wait_notice import WaitNotice
 from actors.ranks.collective_calls import NumberedRank, collective
 from actors.ranks.learner_group import LearnerGroup
 from correction.config import CorrectionConfig
@@ -60,6 +61,9 @@ class Work(NumberedRank):
 
     def checkpoint_bytes(self) -> int:
         return 1
+
+    def is_saved(self) -> bool:
+        return True
 
     def fetch(self, batch: Any, correction: Any, step: int, limit_s: float, *, everything: bool) -> dict[int, str]:
         return {step: "late"}
@@ -261,6 +265,19 @@ def test_what_was_asked_before_a_restore_is_not_done_after_it() -> None:
         assert group.version == 7
 
     assert [rank.work.done for rank in played(scenario)] == [["1 step", "2 restore", "3 load"]] * 2
+
+
+def test_a_rank_that_does_not_answer_hides_no_other_one_s_checkpoint() -> None:
+    """Only the silent one has not written its part, as far as anybody knows."""
+
+    async def scenario(group: LearnerGroup, first: Rank, second: Rank) -> None:
+        second.fate = ["arguments"]
+        told: list[WaitNotice] = []
+        with pytest.raises(DeadlineExceeded) as late:
+            await group.saved(deadline_s=50.0, notice=told.append)
+        assert [notice.detail for notice in told] == ["not written by rank 1"] and "rank 0" not in str(late.value)
+
+    played(scenario)
 
 
 def test_a_question_that_is_no_collective_call_may_miss_a_rank() -> None:
