@@ -60,7 +60,6 @@ class Membership(ABC):
         self._departures = Departures(self, observer, deadlines.drain_s)
         self._draining: dict[str, float | None] = {}
         """Nodes that Ray drains: event-loop time (s) at which each goes; None: nobody says when. Ray never gives an id twice."""
-        self._lost_groups = workers.LostGroups(lambda text: observer.event("info", text))
         self._is_stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._generation = 0
@@ -69,7 +68,8 @@ class Membership(ABC):
         self._renew()
 
     def _renew(self) -> None:
-        """Clear the pool's failure, if there was one."""
+        """Clear the pool's failure, if there was one, and what waits after losses."""
+        self._lost_groups = workers.LostGroups(lambda text: self._observer.event("info", text))
         self._unscored_starts = UnscoredStarts()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())  # it may come when nobody listens
@@ -184,8 +184,8 @@ class Membership(ABC):
         return [w for w in self._workers.values() if w.state is not WorkerState.LEAVING]
 
     def _replenish(self) -> None:
-        """Ask for the workers that are missing."""
-        for _ in range(self.target - len(self._staying())):
+        """Ask for the workers that are missing. A replacement that is due keeps its place, its pause and its count of failed starts."""
+        for _ in range(self.target - len(self._staying()) - self._replacing):
             self._start_worker()
 
     def _start_worker(self, attempt: int = 1, unscored: int = 0) -> None:
@@ -199,10 +199,12 @@ class Membership(ABC):
         self.spawn(self._bring_up(worker))
 
     async def _replace(self, pause_s: float, why: str, attempt: int, unscored: int = 0) -> None:
-        if pause_s:
-            self._observer.event("warning", f"{why}: the next replacement starts in {pause_s:.0f} s")
-            await asyncio.sleep(pause_s)
-        self._replacing -= 1
+        try:
+            if pause_s:
+                self._observer.event("warning", f"{why}: the next replacement starts in {pause_s:.0f} s")
+                await asyncio.sleep(pause_s)
+        finally:
+            self._replacing -= 1
         if len(self._staying()) < self.target:
             self._start_worker(attempt, unscored)
 
@@ -222,7 +224,7 @@ class Membership(ABC):
         self._unscored_starts.ended()
         if not self._has_begun:
             self._has_begun = True
-            self._replenish()  # those that were given up before; a replacement that is due then finds its place taken
+            self._replenish()  # those that were given up before
         self._progressed = self._now()
         self._observer.joined(info)
         self.spawn(self._follow_heartbeat(worker))
@@ -245,7 +247,8 @@ class Membership(ABC):
         groups = counted(len(worker.groups), "group")
         self._observer.event("warning", f"rollout worker {worker.name} is gone: {reason}; others take its {groups}")
         self._progressed = self._now()
-        self._losses.lost(self._now(), worker.sync.node, is_in_vain=not of_reward)
+        is_judge = of_reward and not any(True for _ in self._joined())  # nobody has scores: no fault of this node
+        self._losses.lost(self._now(), "" if is_judge else worker.sync.node, is_in_vain=not of_reward)
         if never_worked and not of_reward and not self._has_begun and not self._may_start_again(worker, error):
             if not self._workers and not self._replacing:
                 is_known = isinstance(error, EvenkeelError) and not isinstance(error, ActorLost)

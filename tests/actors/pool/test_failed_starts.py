@@ -131,6 +131,53 @@ def test_one_node_that_reaches_no_judge_ends_no_run_that_works(monkeypatch: pyte
     play(scenario)
 
 
+def test_a_judge_that_is_down_for_all_is_no_fault_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only worker is replaced five times on one node, which is a good one."""
+
+    async def scenario() -> None:
+        world = World(monkeypatch, workers=1, places=30)
+        world.node_of = lambda name: "first" if name == "0" else "good"
+        await world.begin()
+        judge = DeadJudge(world, world.now + 60.0)
+        world.mortals["0"].dead.set()
+        await world.all_done(30)
+        assert len(judge.tried) >= 5 and not any(avoided(world))
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("change", ["drained", "resized"])
+def test_a_replacement_that_waits_keeps_its_place(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    """A node that is drained, or a pool that grows, asks for one worker more, not for those that wait out their pause."""
+
+    async def scenario() -> None:
+        world = World(monkeypatch, workers=3, places=5000)
+        world.node_of = lambda name: name if name in "012" else "bad" if int(name) % 2 else f"good {name}"
+        await world.begin()
+        await asyncio.sleep(1.0)
+        failed = fails_on(world, ["bad"], EngineError("CUDA error: no device"))
+        world.node_of = lambda name: name if name in "012" else "bad"
+        world.mortals["0"].dead.set()
+        await asyncio.sleep(40.0)  # in the pause of 32 s
+        before = len(world.mortals)
+        waits = list(failed)
+        if change == "drained":
+            world.pool._node_leaves("1", None)
+        else:
+            world.pool.resize(4, "a test")
+        assert len(world.mortals) == before + 1 and world.pool._replacing == 1
+        world.node_of = lambda name: "good"
+        await asyncio.sleep(80.0)
+        assert len(world.mortals) == before + 2 and world.pool._replacing == 0 and failed == waits
+        assert len(world.pool.versions()) == world.pool.target and f"{len(waits)} starts in a row failed" in pauses_said(world)[-1]
+
+    play(scenario)
+
+
+def pauses_said(world: World) -> list[str]:
+    return [event for event in world.events if "the next replacement starts in" in event]
+
+
 def avoided(world: World) -> list[list[str]]:
     """By each worker, in the order in which they were asked for."""
     strategies = [options["scheduling_strategy"] for options in world.options]
