@@ -6,6 +6,7 @@ large file leaves its sum in a file next to it (`leave_sum`), so that nobody els
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -24,6 +25,9 @@ MANIFEST = "manifest.json"
 _LEFT = ".xxh3"
 """Suffix of the files that `leave_sum` writes."""
 _CHUNK_BYTES = 4 << 20
+_DAMAGE = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP})
+"""What a disk or a file system says of data that it has lost. All else (a stale handle, a deadline, no permission, too many open files) may
+pass, and says nothing of the file."""
 _THREADS = 8
 """Files read at a time: a network file system gives one reader a part of what it has."""
 
@@ -71,14 +75,16 @@ def flush_to_disk(path: Path) -> None:
 
 
 def read_manifest_of_files(folder: Path) -> dict[str, Any]:
-    """The manifest. Raises: DataError if it is missing or damaged."""
+    """The manifest. Raises: DataError if it is missing or damaged; OSError, as all here, for what may pass."""
     path = folder / MANIFEST
     if not path.is_file():
         raise DataError(f"{folder}: not complete, it has no {MANIFEST}, which is written last")
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         is_whole = content.pop("xxh3") == _own_sum(content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path}: damaged, no manifest can be read from it ({type(error).__name__}: {error})") from error
     if not is_whole:
         raise DataError(f"{path}: damaged, its content is not what its own checksum says")
@@ -89,7 +95,8 @@ def verify(folder: Path, manifest: dict[str, Any], note: Callable[[int], object]
     """Compare every file with the manifest. Returns: files that the manifest doesn't name; nothing reads them.
 
     Args: note: takes the bytes of each piece that is read, in whatever thread reads it.
-    Raises: DataError naming the first file that is missing, of another size or content, or that could be read in place of a saved one.
+    Raises: DataError naming the first file that is missing, of another size or content, or that could be read in place of a saved one;
+        OSError naming the first that the disk doesn't give now.
     """
     files: dict[str, dict[str, Any]] = manifest["files"]
     extra = sorted({path.relative_to(folder).as_posix() for path in _files(folder)} - set(files))
@@ -101,7 +108,7 @@ def verify(folder: Path, manifest: dict[str, Any], note: Callable[[int], object]
             raise DataError(f"{path}: is not there, but the manifest has it with {expected['bytes']} bytes")
         if path.stat().st_size != expected["bytes"]:
             raise DataError(f"{path}: damaged, {path.stat().st_size} bytes long instead of {expected['bytes']}")
-    for name, found in zip(files, _side_by_side(lambda path: _sum_or_damage(path, note), [folder / name for name in files]), strict=True):
+    for name, found in zip(files, _side_by_side(lambda path: _sum_found(path, note), [folder / name for name in files]), strict=True):
         if found != files[name]:
             raise DataError(f"{folder / name}: damaged, its checksum is {found['xxh3']} instead of {files[name]['xxh3']}")
     return extra
@@ -152,11 +159,18 @@ def _left_or_found(path: Path) -> dict[str, Any]:
     return found
 
 
-def _sum_or_damage(path: Path, note: Callable[[int], object]) -> dict[str, Any]:
+def unreadable(path: Path, error: OSError) -> DataError | OSError:
+    """What a file's error is to whoever reads it: damage, or an OSError with the file's name, which one of reading has not."""
+    if error.errno in _DAMAGE or error.errno is None:  # None: of a library that reads it itself
+        return DataError(f"{path}: damaged, it can't be read ({error})")
+    return OSError(error.errno, error.strerror, str(path))
+
+
+def _sum_found(path: Path, note: Callable[[int], object]) -> dict[str, Any]:
     try:
         return sum_of(path, note)
     except OSError as error:
-        raise DataError(f"{path}: damaged, it can't be read ({error})") from error
+        raise unreadable(path, error) from error
 
 
 def _own_sum(content: dict[str, Any]) -> str:

@@ -38,7 +38,8 @@ def newest_readable(folder: RunFolder, begins: Callable[[], object] = lambda: No
     Args:
         begins: called before each checkpoint that is read.
         reading: is told how far that is.
-    Raises: OtherVersionError if another version wrote it; DataError if there is none.
+    Raises: OtherVersionError if another version wrote it; DataError if there is none; OSError naming a file that the disk doesn't give now:
+        that may pass, and no checkpoint is passed over for it.
     """
     damaged: list[tuple[Checkpoint, str]] = []
     reading = reading or Reading()
@@ -53,6 +54,12 @@ def newest_readable(folder: RunFolder, begins: Callable[[], object] = lambda: No
             raise  # the older ones are of no later version, and nothing is wrong with this one
         except DataError as error:
             damaged.append((checkpoint, str(error)))
+        except OSError as error:
+            error.add_note(
+                f"That is no damage of {checkpoint.path}, and nothing is changed: do the same once more when its disk gives the file. "
+                "To go on from the checkpoint before it, move it away"
+            )
+            raise
     raise DataError(
         f"{folder.path}: nothing to resume from: none of its checkpoints can be read ({', '.join(c.path.name for c, _ in damaged)}). "
         f"The newest: {damaged[0][1]}. Without it, start a new run"

@@ -18,7 +18,7 @@ from actors.ranks.learner_group import LearnerGroup
 from actors.record.observer import Observer
 from actors.record.patience import wait_for_disk
 from actors.record.run_folder import Checkpoint, RunFolder
-from actors.record.set_aside import KEPT, remove_oldest
+from actors.record.set_aside import KEPT, bytes_under, make_room, remove_oldest
 from actors.state.resume import TrainingState
 from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, EvenkeelError, LedgerError
 
@@ -177,9 +177,8 @@ class CheckpointWriter:
         """Raises: DataError if the disk has no room for what is to come."""
         needed = self._bytes or await learner.checkpoint_bytes(deadline_s=self._deadline_s)
         free = await self._free()
-        for keep in range(KEPT, -1, -1):
-            if free < needed * _GROWTH and await self._remove_damaged(keep):
-                free = await self._free()
+        if free < needed * _GROWTH and await self._remove_damaged("the next checkpoint needs the room", make_room, needed * _GROWTH - free):
+            free = await self._free()
         if free < needed * _GROWTH:
             raise DataError(
                 f"{self._folder.path}: {_gib(free)} are free, but a checkpoint needs {_gib(int(needed * _GROWTH))}. Make room on that disk"
@@ -190,10 +189,18 @@ class CheckpointWriter:
         """Bytes."""
         return (await self._by_disk("free space", shutil.disk_usage, self._folder.path)).free
 
-    async def _remove_damaged(self, keep: int) -> bool:
-        """Remove those that were set aside, but the newest `keep`, and say so. Returns: whether there were any."""
-        removed = await self._by_disk("removal of damaged ones", remove_oldest, self._folder, keep)
-        why = "a newer one is kept to be looked at" if keep else "the next checkpoint needs the room"
+    async def _remove_damaged(self, why: str, remove: Callable[[RunFolder, T], list[Path]], how_far: T) -> bool:
+        """Remove some of those that were set aside, and say so. Returns: whether there may be more room now. Raises: DiskLate.
+
+        Args: remove: of set_aside.py, with its second argument.
+        """
+        try:
+            removed = await self._by_disk("removal of damaged ones", remove, self._folder, how_far)
+        except DiskLate:  # an OSError, too
+            raise
+        except OSError as error:
+            self._observer.event("warning", f"damaged checkpoints that were set aside could not all be removed: {error}")
+            return True
         for path in removed:
             self._observer.event("info", f"{path.name}, a damaged checkpoint that was set aside, is removed: {why}")
         return bool(removed)
@@ -207,11 +214,11 @@ class CheckpointWriter:
                     f"{checkpoint.path}: the learner's node wrote elsewhere; run_dir has to be on a file system that all nodes share"
                 )
         final = self._folder.path / "checkpoints" / f"step_{checkpoint.step:06d}"
-        size = await self._by_disk("its size", _bytes_under, final)
+        size = await self._by_disk("its size", bytes_under, final)
         self._observer.saved(final, time.monotonic() - began)
         try:
             await self._by_disk("removal of older ones", self._folder.prune_checkpoints, self._settings.keep)
-            await self._remove_damaged(KEPT)
+            await self._remove_damaged("a newer one is kept to be looked at", remove_oldest, KEPT)
         except (OSError, DeadlineExceeded) as error:  # the new one is there all the same
             self._observer.event("warning", f"checkpoints that are no longer needed could not be removed: {error}")
         return size
@@ -243,10 +250,6 @@ class CheckpointWriter:
             f"the checkpoint of step {self._begun} failed ({self._failures} of {ATTEMPTS} in a row end the run), and is tried again after "
             f"the next step: {error}",
         )
-
-
-def _bytes_under(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _gib(size: int) -> str:

@@ -1,9 +1,13 @@
-"""Checkpoints that could not be read, and were set aside: the newest one stays, to be looked at; older ones, too, until the next save."""
+"""Checkpoints that could not be read, and were set aside: the newest one stays, to be looked at; older ones, too, until the next save.
+
+If the next checkpoint lacks room, the oldest go earlier, the newest last; but only if that makes enough.
+"""
 
 from __future__ import annotations
 
 import re
 import shutil
+from itertools import accumulate
 from pathlib import Path
 
 from actors.record.run_folder import Checkpoint, RunFolder
@@ -21,9 +25,31 @@ def set_aside(checkpoint: Checkpoint) -> Path:
 
 def remove_oldest(folder: RunFolder, keep: int) -> list[Path]:
     """Remove all that were set aside but the `keep` that were written last. Returns: those removed. Raises: OSError."""
+    oldest_first = _oldest_first(folder)
+    return _removed(oldest_first[: max(0, len(oldest_first) - keep)])
+
+
+def make_room(folder: RunFolder, lacking: float) -> list[Path]:
+    """Remove the oldest that were set aside, as many as have `lacking` bytes together; none if all of them have fewer.
+
+    Returns: those removed. Raises: OSError.
+    """
+    oldest_first = _oldest_first(folder)
+    sizes = accumulate(map(bytes_under, oldest_first))
+    return _removed(oldest_first[: next((number for number, size in enumerate(sizes, 1) if size >= lacking), 0)])
+
+
+def bytes_under(folder: Path) -> int:
+    """Bytes of all files in a folder. Raises: OSError."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _oldest_first(folder: RunFolder) -> list[Path]:
     found = [path for path in (folder.path / "checkpoints").glob("step_*.damaged*") if _NAME.fullmatch(path.name)]
-    oldest_first = [path for _, path in sorted((path.stat().st_mtime_ns, path) for path in found)]
-    removed = oldest_first[: max(0, len(oldest_first) - keep)]
-    for path in removed:
+    return [path for _, path in sorted((path.stat().st_mtime_ns, path) for path in found)]
+
+
+def _removed(paths: list[Path]) -> list[Path]:
+    for path in paths:
         shutil.rmtree(path)
-    return removed
+    return paths

@@ -25,6 +25,7 @@ from actors.state.ledger import HandOver, Ledger, LedgerMark, at_once, imbalance
 from actors.state.state_format import Columns, as_plain, of_plain
 from correction.config import CorrectionConfig
 from correction.errors import DataError
+from learner.file_sums import unreadable
 from learner.tensor_files import saving
 from rollout.trajectory import Group, Prompt
 
@@ -89,7 +90,8 @@ class TrainingState:
     def load(cls, folder: Path) -> TrainingState:
         """Read from a checkpoint's state folder; prompts have no metadata yet.
 
-        Raises: OtherVersionError if an earlier version of evenkeel has written it; DataError if it is missing, damaged or out of balance.
+        Raises: OtherVersionError if an earlier version of evenkeel has written it; DataError if it is missing, damaged or out of balance;
+            OSError for what may pass.
         """
         path = folder / STATE
         if not path.exists():
@@ -104,7 +106,9 @@ class TrainingState:
             corrections = plain.pop("replacement")
             replacement = corrections and Replacement(**{k: CorrectionConfig.model_validate(v) for k, v in corrections.items()})
             state = cls(queue=queue, ledger=ledger, replacement=replacement, **plain)
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        except OSError as error:
+            raise unreadable(path, error) from error
+        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise DataError(f"{path}: damaged, no state can be read from it ({type(error).__name__}: {error})") from error
         if found := imbalance_of(state.queue, state.ledger):
             raise DataError(f"{path}: the checkpoint has lost or doubled prompts: {found}")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -79,6 +82,25 @@ def test_a_damaged_file_is_named(folder: Path, damage: Callable[[Path], object],
     damage(path)
     with pytest.raises(DataError, match=rf"^{path}: {said}"):
         verify(folder, read_manifest_of_files(folder))
+
+
+@pytest.mark.parametrize("name", ["state/rank-0.safetensors", "manifest.json"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EUCLEAN, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.ENOTCONN, errno.EMFILE])
+def test_a_disk_that_is_away_is_no_damage(folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, name: str) -> None:
+    """What may pass names the file, and is not taken for what the disk has lost."""
+    opened, manifest = Path.open, read_manifest_of_files(folder)
+
+    def fails(path: Path, *arguments: Any, **named: Any) -> Any:
+        if path == folder / name:
+            raise OSError(number, os.strerror(number))
+        return opened(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", fails)
+    with pytest.raises((DataError, OSError)) as caught:
+        verify(folder, read_manifest_of_files(folder) if name == "manifest.json" else manifest)
+    is_damage = number in (errno.EIO, errno.EUCLEAN)
+    assert isinstance(caught.value, DataError) is is_damage and f"{folder / name}" in str(caught.value)
+    assert is_damage or getattr(caught.value, "errno", 0) == number
 
 
 def test_files_that_were_not_written_with_it(folder: Path) -> None:

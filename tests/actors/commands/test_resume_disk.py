@@ -3,6 +3,7 @@ hang."""
 
 from __future__ import annotations
 
+import errno
 import io
 import re
 import threading
@@ -203,3 +204,21 @@ def test_questions_and_a_recipe_that_hang_are_told_and_have_an_end(tmp_path: Pat
     notice_first(monkeypatch, "the recipe")
     with hanging(recipe), pytest.raises(DiskLate, match=re.escape(f"the recipe {recipe} -> its disk: not done in 0 s")):
         run_dir_of(recipe, (), None)
+
+
+def test_a_checkpoint_that_the_disk_does_not_give_now_is_waited_for(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Going on from the older one would do steps again for an error that may pass; the sentence says how to, if somebody wants it."""
+    newest, opened = folder.checkpoints()[-1], Path.open
+
+    def fails(path: Path, *arguments: Any, **named: Any) -> Any:
+        if path == newest.hf / "model.safetensors":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return opened(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", fails)
+    with pytest.raises(OSError, match="Stale file handle") as caught:
+        find_resume_point(folder, ())
+    assert caught.value.filename == f"{newest.hf}/model.safetensors" and "before it, move it away" in caught.value.__notes__[0]
+    monkeypatch.undo()
+    _, point = find_resume_point(folder, ())
+    assert point is not None and point.checkpoint == newest

@@ -307,63 +307,6 @@ def test_without_room_nothing_is_begun(folder: RunFolder, monkeypatch: pytest.Mo
     asyncio.run(scenario())
 
 
-GONE = "{}, a damaged checkpoint that was set aside, is removed: {}"
-
-
-def damaged(folder: RunFolder, *names: str) -> None:
-    """Set aside at some time, the first of the names the longest ago."""
-    for age, name in enumerate(reversed(names)):
-        path = folder.path / "checkpoints" / name
-        (path / "hf").mkdir(parents=True)
-        (path / "hf/model.safetensors").write_bytes(bytes(100))
-        os.utime(path, (1e9 - age, 1e9 - age))
-
-
-def kept(folder: RunFolder) -> list[str]:
-    return sorted(path.name for path in (folder.path / "checkpoints").iterdir())
-
-
-def test_of_damaged_checkpoints_the_newest_is_kept_once_there_is_a_whole_one(folder: RunFolder) -> None:
-    """Whatever its step: the run may have gone back far."""
-    damaged(folder, "step_000009.damaged", "step_000003.damaged", "step_000003.damaged-2", "step_000002.damaged")
-    damaged(folder, own := "step_000001.damaged.mine")
-
-    async def scenario() -> None:
-        told: list[str] = []
-        one, learner = writer(folder, [], told), Learner()
-        await one.begin(4, learner, state)  # type: ignore[arg-type]
-        assert len(kept(folder)) == 6, "while there is nothing newer they stay"
-        learner.may_write.set()
-        await one.finished()
-        assert kept(folder) == [own, "step_000002.damaged", "step_000004"]
-        gone = ["step_000009.damaged", "step_000003.damaged", "step_000003.damaged-2"]
-        assert told == [GONE.format(name, "a newer one is kept to be looked at") for name in gone]
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize(("free_after", "left"), [([0, 2000], ["step_000003.damaged"]), ([0, 0, 2000], []), ([0, 0, 0], [])])
-def test_damaged_checkpoints_make_room_for_the_next_one(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, free_after: list[int], left: list[str]
-) -> None:
-    """The oldest go first, and the newest too if that is not enough."""
-    damaged(folder, "step_000001.damaged", "step_000002.damaged", "step_000003.damaged")
-    free = iter(free_after)
-    monkeypatch.setattr(checkpoint_writer.shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free)))
-
-    async def scenario() -> None:
-        told: list[str] = []
-        one, learner = writer(folder, [], told), Learner()
-        learner.may_write.set()
-        await one.begin(4, learner, state)  # type: ignore[arg-type]
-        await one.finished()
-        is_saved = free_after[-1] > 0
-        assert kept(folder) == [*left, *["step_000004"] * is_saved] and ("Make room on that disk" in told[-1]) is not is_saved
-        assert (GONE.format("step_000003.damaged", "the next checkpoint needs the room") in told) is (not left)
-
-    asyncio.run(scenario())
-
-
 def test_a_real_full_disk(tmp_path: Path) -> None:
     """A file system of 2 MiB: two checkpoints don't find room, the third does, when something has been removed."""
     disk = tmp_path / "disk"
