@@ -47,6 +47,8 @@ class Mortal:
         await asyncio.sleep(START_S)
         return ActorInfo("rollout", self.name, 1, "127.0.0.1:1", node=self.world.node_of(self.name))
 
+    async def stop(self) -> None: ...
+
     async def load(self) -> WorkerLoad:
         self.loads += 1
         await self._living(self._answer())
