@@ -8,7 +8,7 @@ import signal
 import sys
 
 from actors.processes import driver_heartbeat, interrupts
-from correction.errors import ConfigError
+from correction.errors import ConfigError, DataError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -21,18 +21,28 @@ def main() -> None:
             sys.exit(128 + signal.SIGTERM)
     interrupts.is_attempt = True
     driver_heartbeat.inherit()
-    from actors.cluster.address import NoClusterError
     from actors.commands.cli import main as command_line
-    from actors.commands.retries import NOT_AGAIN
     from actors.processes.output import put
 
     try:
         command_line()
     except SystemExit as end:
-        if isinstance(end.__context__, ConfigError):
-            put(f"{end.code}\n", sys.stderr)
-            sys.exit(interrupts.NO_CLUSTER if isinstance(end.__context__, NoClusterError) else NOT_AGAIN)
-        raise
+        if (code := _code_for_parent(end.__context__)) is None:
+            raise
+        put(f"{end.code}\n", sys.stderr)
+        sys.exit(code)
+
+
+def _code_for_parent(error: BaseException | None) -> int | None:
+    """None: that of the command line."""
+    from actors.cluster.address import NoClusterError
+    from actors.commands.retries import AWAY, NOT_AGAIN
+
+    if isinstance(error, ConfigError):
+        return interrupts.NO_CLUSTER if isinstance(error, NoClusterError) else NOT_AGAIN
+    # Data or a model that is not there or can't be read, a disk that hangs (DiskLate is an OSError) or refuses. In training the same errors
+    # come of what the run does: a DataError of a batch, or of three failed checkpoints.
+    return AWAY if isinstance(error, (DataError, OSError)) and not interrupts.has_trained else None
 
 
 if __name__ == "__main__":

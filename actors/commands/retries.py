@@ -36,6 +36,9 @@ T = TypeVar("T")
 NOT_AGAIN = 78
 """Exit code of an attempt that was refused by its settings; EX_CONFIG of sysexits.h. Another one would be as well, unless the run has
 made a step with them: then what they ask for is away for the moment (a judge, room on a disk, a node)."""
+AWAY = 75
+"""Exit code of an attempt whose start did not get its data, its model or an answer of a disk; EX_TEMPFAIL of sysexits.h. If the run has
+made a step with them, they are away for the moment, too; if not, it is an error as any other."""
 _COMMAND = (sys.executable, "-m", "actors.commands.attempt", "train")
 _LOOK_S = 10.0
 """For each look into the run folder."""
@@ -43,7 +46,7 @@ _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 """Pause before the first retry, doubled before each further one, and the longest pause."""
 _FINAL = (0, 3, *(code for number in interrupts.SIGNALS for code in (-number, interrupts.exit_code(number))))
 """Exit codes after which there is no retry: done, ended by an alarm, ended by one of the signals that ask for it."""
-_MAY_PASS = (-signal.SIGKILL, interrupts.NO_CLUSTER, NOT_AGAIN)
+_MAY_PASS = (-signal.SIGKILL, interrupts.NO_CLUSTER, NOT_AGAIN, AWAY)
 """Ends that say nothing about where the run is: a kill from outside, a lost cluster, whose head may be started again, what a start lacked.
 Any other end comes again if it has come twice at one place."""
 
@@ -108,11 +111,13 @@ def run_with_retries(recipe: Path | None, words: Sequence[str], run_dir: Path, *
             _end_leftovers()
         if silent_s and is_asked:
             _say(run_dir, "error", f"the run's process {_end_of(code, silent_s)}; it had been asked to end, and is not tried again")
-        if is_asked or code in _FINAL or (code in (1, interrupts.NO_CLUSTER) and not _has_begun(run_dir)):
+        if is_asked or code in _FINAL or (code in (1, AWAY, interrupts.NO_CLUSTER) and not _has_begun(run_dir)):
             break  # the last: what was wrong has been said, before there was anything to go on with
         now = Reached.of(run_dir)
-        if code == NOT_AGAIN and (before.unknown or not (now.is_beyond(before) or reached.is_beyond(before))):
-            break  # it has been said, too
+        if code in (NOT_AGAIN, AWAY) and (before.unknown or not (now.is_beyond(before) or reached.is_beyond(before))):
+            if code == NOT_AGAIN:
+                break  # it has been said, too
+            code = 1
         reason = f"the run's process {_end_of(code, silent_s)} after {now}"
         if retry > 0 and (code not in _MAY_PASS or silent_s) and not now.is_beyond(reached):
             _say(run_dir, "error", f"{reason}, as far as it had come before this retry: it makes no progress, and is not tried again")
@@ -124,7 +129,7 @@ def run_with_retries(recipe: Path | None, words: Sequence[str], run_dir: Path, *
         pause_s = min(_LONGEST_PAUSE_S, _PAUSE_S * 2**retry)
         _say(run_dir, "warning", f"{reason}; it goes on from {now.where()} in {pause_s:g} s (retry {retry + 1} of {retries})")
         time.sleep(pause_s)
-    if code in (NOT_AGAIN, interrupts.NO_CLUSTER):
+    if code in (NOT_AGAIN, AWAY, interrupts.NO_CLUSTER):
         return 1
     return code if code >= 0 else interrupts.exit_code(-code)
 
@@ -203,6 +208,8 @@ def _end_of(code: int, silent_s: float) -> str:
         return "found no Ray cluster, or lost its own,"
     if code == NOT_AGAIN:
         return "was refused what its settings ask for, though it has trained with them,"
+    if code == AWAY:
+        return "did not get its data, its model or an answer of a disk at its start, though it has trained with them,"
     if code >= 0:
         return f"ended with exit code {code}"
     return f"was killed by {signal_name(-code)}"

@@ -31,6 +31,7 @@ from actors.driver.step_under_way import StepUnderWay
 from actors.metrics.held_out import Evaluation
 from actors.pool.pool import RolloutPool
 from actors.pool.rollout_worker import WorkerSettings
+from actors.processes import interrupts
 from actors.processes.ending import Ending
 from actors.processes.supervision import Stopwatch, done_or_reported, kill, together, unless_failed, unless_set, wait_for
 from actors.ranks.forwards import next_batch
@@ -146,10 +147,9 @@ class Controller:
         """To the last step and its checkpoint. Args: goes_on: in the middle of training."""
         if not self._is_begun:
             self._first_evaluation = await self._evaluations.whole("before training", self._step, self._version, self._sync)
-        self._is_begun = self._ending.is_training = True
+        self._is_begun = self._ending.is_training = interrupts.has_trained = True
         if not goes_on:
             gc.freeze()  # a full garbage collection need not walk through all that the imports made
-            self._observer.phase("training")
             self._observer.training_begins(time.monotonic() - self._began)
         prompts = map(self._task.train_prompt, itertools.count(self._source.outstanding.admitted))
         feeding = self._pool.feed(prompts, self._source.take_unfinished(), self._observer.admitted)

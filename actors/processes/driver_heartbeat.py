@@ -1,7 +1,8 @@
 """The heartbeat of a run's process under `evenkeel train --retries`: its event loop beats into a pipe, and its parent listens.
 
 Each beat says after how many seconds of silence the process counts as hung. Before the first beat and after the last one nothing is
-expected: what comes before the event loop and after it has deadlines of its own.
+expected: what comes before the event loop and after it has deadlines of its own. After the last one the child closes its end, too: a
+pipe that is full, as its parent has been stopped for hours, takes no beat, and its end is seen all the same.
 """
 
 from __future__ import annotations
@@ -72,7 +73,11 @@ def inherit() -> None:
 
 @contextlib.contextmanager
 def beating(limit_s: float) -> Iterator[None]:
-    """In this context the event loop beats, if there is somebody to listen. Args: limit_s: silence after which it counts as hung."""
+    """In this context, the only one of a process, the event loop beats, if there is somebody to listen.
+
+    Args: limit_s: silence after which it counts as hung.
+    """
+    global _writer
     if (writer := _writer) is None:
         yield
         return
@@ -81,7 +86,9 @@ def beating(limit_s: float) -> Iterator[None]:
         yield
     finally:
         task.cancel()
-        _write(writer, math.inf)
+        _write(writer, math.inf)  # a process that was forked may keep the pipe open
+        _writer = None
+        os.close(writer)
 
 
 async def _beat(writer: int, limit_s: float) -> None:

@@ -75,6 +75,10 @@ def tried(monkeypatch: pytest.MonkeyPatch, run_dir: Path, ends: Ends, *, is_aske
         ([(KILLED, 3), (retries.NOT_AGAIN, None), (retries.NOT_AGAIN, None), (0, 9)], (0, 4)),  # a judge, a disk, a node is away
         ([(KILLED, 3), *[(retries.NOT_AGAIN, None)] * 3], (1, 4)),
         ([(retries.NOT_AGAIN, 3), (0, 9)], (0, 2)),  # in the middle of training
+        ([(KILLED, 3), (retries.AWAY, None), (retries.AWAY, None), (0, 9)], (0, 4)),  # its data or its model, at a resume
+        ([(KILLED, 3), *[(retries.AWAY, None)] * 3], (1, 4)),
+        ([(retries.AWAY, None)], (1, 1)),  # as any error in what the run was given
+        ([(KILLED, 0), (retries.AWAY, None)], (1, 2)),  # it has made no step with them
         ([(1, None)], (1, 1)),  # an error before there was a folder: in what the run was given
         ([(1, 3), (1, None)], (1, 2)),  # no step more
         ([(1, 3), (NO_CLUSTER, None), (NO_CLUSTER, None), (0, 9)], (0, 4)),  # a head may be started again
@@ -88,6 +92,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, run_dir: Path, ends: Ends, *, is_aske
     ids=[
         *("done", "progress", "early", "hung", "hung again"),
         *("settings", "settings at once", "something away", "away for good", "away later"),
+        *("data away", "data away for good", "no data", "no data after a kill"),
         *("input", "no progress", "head away", "head lost", "no head"),
         *("alarm", "SIGTERM", "SIGTERM, early", "used up"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import struct
@@ -49,7 +50,6 @@ def test_a_run_beats_from_its_event_loops_begin_to_its_end(listener: HeartbeatLi
     *during, last = beats(listener)
     assert set(during) == {4.0} and 4 <= len(during) <= 14, "one in 0.04 s"
     assert last == math.inf
-    os.close(listener.writer)
     listener.close()
 
 
@@ -69,10 +69,24 @@ def test_a_parent_that_reads_nothing_or_is_gone_ends_no_run(listener: HeartbeatL
             os.write(listener.writer, bytes(8))
         except BlockingIOError:
             break
-    _run_controller(run(0.1), silence_s=4.0)
+    driver_heartbeat._write(listener.writer, 4.0)
     listener.close()
     _run_controller(run(0.1), silence_s=4.0)
-    os.close(listener.writer)
+
+
+def test_a_parent_that_was_stopped_for_hours_hears_of_the_end(listener: HeartbeatListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pipe is full, so the last beat, after which none is expected, is not in it. What the child still does has no deadline."""
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(listener.writer, struct.pack("d", 0.05))
+    _run_controller(run(0.0), silence_s=4.0)
+    monkeypatch.setattr(driver_heartbeat, "_TURN_S", 0.01)
+    turns = 0
+    while not listener.is_over and turns < 100:
+        assert not listener.hangs()
+        turns += 1
+    assert listener.is_over and turns < 100
+    listener.close()
 
 
 def test_silence_counts_from_the_last_beat(listener: HeartbeatListener, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,89 @@
+"""By which exit code an attempt of `evenkeel train --retries` says to its parent what has ended it."""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from actors.cluster.address import NoClusterError
+from actors.commands import attempt, train
+from actors.commands.retries import AWAY, NOT_AGAIN
+from actors.processes import driver_heartbeat, interrupts
+from actors.processes.disk_at_start import DiskLate
+from actors.processes.interrupts import NO_CLUSTER
+from actors.record.run_folder import RunFolder
+from correction.errors import ConfigError, DataError, EngineError, LedgerError
+
+
+@pytest.fixture
+def attempted(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Exit code of an attempt to resume the run, in this process."""
+    monkeypatch.setattr(interrupts, "is_attempt", False)
+    monkeypatch.setattr(interrupts, "has_trained", False)
+    monkeypatch.setattr(driver_heartbeat, "_writer", None)
+    monkeypatch.setattr(sys, "argv", ["evenkeel", "train", "--resume", str(folder.path)])
+    monkeypatch.setattr(attempt.sys, "platform", "other")  # this process doesn't end with its parent
+    folder.close()
+
+    def run() -> Any:
+        with pytest.raises(SystemExit) as ended:
+            attempt.main()
+        return ended.value.code
+
+    return run
+
+
+ENDS: list[tuple[Exception, Any, Any]] = [
+    (DataError("rows.jsonl: no such file"), AWAY, "evenkeel: rows.jsonl: no such file"),
+    (DiskLate("questions -> their disk: not done in 1800 s"), AWAY, "evenkeel: questions -> their disk: not done in 1800 s"),
+    (OSError(errno.ESTALE, "Stale file handle"), AWAY, "evenkeel: [Errno 116] Stale file handle"),
+    (ConfigError("no room"), NOT_AGAIN, NOT_AGAIN),
+    (NoClusterError("no cluster"), NO_CLUSTER, NO_CLUSTER),
+    (EngineError("failed"), "evenkeel: failed", "evenkeel: failed"),
+    (LedgerError("lost"), "evenkeel: lost", "evenkeel: lost"),
+]
+"""(what ends a run, exit code at its start, exit code in training); a sentence is printed by Python, and its exit code is 1."""
+
+
+@pytest.mark.parametrize(("error", "at_start", "in_training"), ENDS, ids=[type(error).__name__ for error, *_ in ENDS])
+@pytest.mark.parametrize("trains", [False, True], ids=["start", "training"])
+def test_what_a_start_lacks_is_told_from_what_training_does(
+    attempted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, trains: bool, error: Exception, at_start: Any, in_training: Any
+) -> None:
+    """A DataError of a batch, or of three failed checkpoints, comes again; one of a file that isn't there may pass."""
+
+    def train_run(*_: Any, **__: Any) -> None:
+        interrupts.has_trained = trains
+        raise error
+
+    monkeypatch.setattr(train, "train_run", train_run)
+    assert attempted() == (in_training if trains else at_start)
+
+
+@pytest.mark.parametrize("what", ["data", "model", "checkpoint"])
+def test_data_and_a_model_that_are_away_at_a_resume(
+    attempted: Callable[..., Any], folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    """Whole looks of a resume: at the questions' file, at the reference policy, at the run's own checkpoints."""
+    path = folder.path / "config.yaml"
+    content: dict[str, Any] = yaml.safe_load(path.read_text())
+    if what == "data":
+        content["rollout"]["task"] = {"kind": "file", "path": str(tmp_path / "rows.jsonl")}
+    elif what == "model":
+        content["model"] = str(tmp_path / "gone")
+        content["learner"]["report_kl_every"] = 1
+    else:
+        for checkpoint in folder.checkpoints():
+            shutil.rmtree(checkpoint.hf)
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    assert attempted() == AWAY
+    file, gone = r"rollout\.task\.path = \S+rows\.jsonl: no such file", "model = .*gone: is not there"
+    assert re.search({"data": file, "model": gone}.get(what, "is not there"), capsys.readouterr().err)
