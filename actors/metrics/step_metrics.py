@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from actors.carriers import DiscardReason
@@ -121,8 +121,8 @@ class StepMetrics(Mapping[str, float]):
             self.set(prefix + name, value)
 
     @classmethod
-    def of_record(cls, record: Mapping[str, Any]) -> StepMetrics:
-        """Read what `record` made; names that this version's catalogue doesn't list are left out.
+    def of_record(cls, record: Mapping[str, Any], *, wanted: Callable[[str], bool] = lambda name: True) -> StepMetrics:
+        """Read what `record` made; names that this version's catalogue doesn't list, or that aren't wanted, are left out.
 
         Raises: KeyError, ValueError, TypeError, AttributeError or OverflowError for anything else.
         """
@@ -130,7 +130,7 @@ class StepMetrics(Mapping[str, float]):
         values = {name: value for name, value in record.items() if name not in ("step", "non_finite")}
         values |= {name: float(word) for name, word in record.get("non_finite", {}).items()}
         for name, value in ((current_name(name), value) for name, value in values.items()):
-            if is_listed(name):
+            if wanted(name) and is_listed(name):
                 metrics.set(name, value)
         return metrics
 

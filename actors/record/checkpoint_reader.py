@@ -92,7 +92,7 @@ def _verify(checkpoint: Checkpoint, reading: Reading) -> list[str]:
     if (found := manifest.get("format")) != CHECKPOINT_FORMAT:
         which = "a later version" if isinstance(found, int) and found > CHECKPOINT_FORMAT else "an earlier version"
         raise other_version(checkpoint.path, which, f"its format is {found}, this version's {CHECKPOINT_FORMAT}")
-    reading.is_large(manifest)
+    reading.has_files(manifest)
     return verify(checkpoint.path, manifest, reading.add)
 
 

@@ -24,7 +24,7 @@ class Reading:
         with self._lock:
             self._name, self._bytes, self._read, self.began = checkpoint.path.name, 0, 0, time.monotonic()
 
-    def is_large(self, manifest: Mapping[str, Any]) -> None:
+    def has_files(self, manifest: Mapping[str, Any]) -> None:
         """Args: manifest: of the checkpoint; it has the bytes of each file."""
         self._bytes = sum(file["bytes"] for file in manifest["files"].values())
 

@@ -15,10 +15,11 @@ import yaml
 
 from actors.carriers import ScatterSample
 from actors.metrics.catalogue import CATALOGUE
-from actors.metrics.step_metrics import StepMetrics, accuracy, accuracy_of_what, by_worker, pass_at_most, with_interval
-from actors.record.report_plots import draw_plots
+from actors.metrics.step_metrics import StepMetrics, accuracy, accuracy_of_what, pass_at_most, with_interval
+from actors.record.report_plots import PLOTTED, draw_plots
 from actors.record.run_folder import RunFolder
 from actors.record.slowest import slowest_rows
+from actors.record.step_columns import StepColumns, those_of
 from actors.record.terminal import duration
 from correction.quantities import Unit
 
@@ -47,6 +48,7 @@ _SUMMARY: tuple[tuple[str, str, Callable[[Sequence[float]], float]], ...] = (
     ("steps skipped by a float16 overflow", "steps/overflowed_total", itemgetter(-1)),
 )
 """Rows of the summary: words, the metric, and what of its values in all steps."""
+_ELAPSED = "time/elapsed_s"
 
 
 def write_report(folder: RunFolder) -> Path:
@@ -54,7 +56,9 @@ def write_report(folder: RunFolder) -> Path:
 
     Returns: path of report.html in the run folder.
     """
-    steps, evaluations, events = folder.read_metrics(), folder.read_evaluations(), folder.read_events()
+    shown = those_of([*PLOTTED, *(name for _, name, _ in _SUMMARY), _ELAPSED])
+    steps = StepColumns(folder.each_step(shown))
+    evaluations, events = folder.read_evaluations(), folder.read_events()
     config, warnings = folder.read_config(), folder.read_monitor_events()
     notable = [event for event in events if event.level in ("warning", "error")]
     left_out = list[str]()
@@ -83,7 +87,7 @@ def write_report(folder: RunFolder) -> Path:
     return folder.write_text(folder.report_path.name, page)
 
 
-def summary_rows(steps: Sequence[StepMetrics], evaluations: Sequence[StepMetrics], config: dict[str, Any]) -> list[tuple[str, str]]:
+def summary_rows(steps: StepColumns, evaluations: Sequence[StepMetrics], config: dict[str, Any]) -> list[tuple[str, str]]:
     """Rows (what, value) of the table at the head of the page; a value that isn't known has no row."""
     rows: list[tuple[str, str]] = []
     for title, metrics in _first_and_last(evaluations):
@@ -91,39 +95,32 @@ def summary_rows(steps: Sequence[StepMetrics], evaluations: Sequence[StepMetrics
         rows.append((f"held-out accuracy {title}", f"{measured} (95 % Wilson), after {metrics.step} steps"))
         if (best := pass_at_most(metrics)) is not None:
             rows.append((f"held-out pass@{best[0]} {title}", with_interval(*best[1:])))
-    if not steps:
+    if (last := steps.last) is None:
         return rows
-    last = steps[-1]
-    if "time/elapsed_s" in last.finite():
-        rows.append(("wall time", duration(last["time/elapsed_s"])))
+    if _ELAPSED in last.finite():
+        rows.append(("wall time", duration(last[_ELAPSED])))
     rows.append(("steps", f"{last.step} of {config['steps']}" if "steps" in config else str(last.step)))
     for label, name, over_steps in _SUMMARY:
-        if values := _values(steps, name):
+        if values := steps.values(name):
             rows.append((label, CATALOGUE[name].text(over_steps(values))))
     return rows
 
 
-def worker_rows(steps: Sequence[StepMetrics]) -> list[tuple[str, str, str, str, str]]:
+def worker_rows(steps: StepColumns) -> list[tuple[str, str, str, str, str]]:
     """(name, first and last step, groups, tokens, time waited) of each worker, if there were two or more."""
-    seen: dict[str, list[StepMetrics]] = {}
-    for metrics in steps:
-        for name in by_worker(metrics, "tokens"):
-            seen.setdefault(name, []).append(metrics)
-    if len(seen) < 2:
+    if len(steps.workers) < 2:
         return []
-    total = sum(metrics[f"worker/tokens/{name}"] for name, theirs in seen.items() for metrics in theirs)
-    rows = []
-    for name, theirs in seen.items():
-        tokens = sum(metrics[f"worker/tokens/{name}"] for metrics in theirs)
-        waits = _values(theirs, f"worker/wait_share/{name}")
-        rows.append((
+    total = sum(worker.tokens for worker in steps.workers.values())
+    return [
+        (
             name,
-            f"{theirs[0].step} to {theirs[-1].step}",
-            CATALOGUE["worker/groups/"].number(sum(metrics.get(f"worker/groups/{name}", 0) for metrics in theirs)),
-            CATALOGUE["worker/tokens/"].number(tokens) + (f" ({Unit.SHARE.number(tokens / total)})" if total else ""),
-            CATALOGUE["worker/wait_share/"].number(statistics.fmean(waits)) if waits else "",
-        ))
-    return rows
+            f"{worker.first_step} to {worker.last_step}",
+            CATALOGUE["worker/groups/"].number(worker.groups),
+            CATALOGUE["worker/tokens/"].number(worker.tokens) + (f" ({Unit.SHARE.number(worker.tokens / total)})" if total else ""),
+            CATALOGUE["worker/wait_share/"].number(worker.waits / worker.steps_with_wait) if worker.steps_with_wait else "",
+        )
+        for name, worker in steps.workers.items()
+    ]
 
 
 def clipped_rows(folder: RunFolder, say: Callable[[str], object] = lambda _: None) -> list[tuple[str, str]]:
@@ -163,13 +160,13 @@ def _part(path: Path, load: Callable[[Path], T], say: Callable[[str], object]) -
         return None
 
 
-def _status(steps: Sequence[StepMetrics], config: dict[str, Any]) -> str:
-    if not steps:
+def _status(steps: StepColumns, config: dict[str, Any]) -> str:
+    if (last := steps.last) is None:
         return "No step is finished yet."
     total = config.get("steps")
-    if total is not None and steps[-1].step < int(total):
-        return f"Stands at step {steps[-1].step} of {total}."
-    return f"Finished after {steps[-1].step} steps."
+    if total is not None and last.step < int(total):
+        return f"Stands at step {last.step} of {total}."
+    return f"Finished after {last.step} steps."
 
 
 def _headline(evaluations: Sequence[StepMetrics]) -> dict[str, str] | None:
@@ -186,10 +183,6 @@ def _headline(evaluations: Sequence[StepMetrics]) -> dict[str, str] | None:
 def _first_and_last(evaluations: Sequence[StepMetrics]) -> list[tuple[str, StepMetrics]]:
     known = [metrics for metrics in evaluations if "held_out/accuracy" in metrics]
     return list(zip(("before", "after"), [known[0], known[-1]] if len(known) > 1 else known, strict=False))
-
-
-def _values(steps: Sequence[StepMetrics], name: str) -> list[float]:
-    return [metrics.finite()[name] for metrics in steps if name in metrics.finite()]
 
 
 def _samples(folder: RunFolder) -> list[tuple[str, str]]:

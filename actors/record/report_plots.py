@@ -22,7 +22,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from actors.carriers import ScatterSample
 from actors.metrics.catalogue import CATALOGUE
-from actors.metrics.step_metrics import StepMetrics, members, pass_at_most
+from actors.metrics.step_metrics import StepMetrics, pass_at_most
+from actors.record.curve_points import MOST_POINTS, drawn_points, running_mean
+from actors.record.step_columns import StepColumns
 from correction.monitor import Event, State
 from correction.quantities import Unit
 
@@ -191,10 +193,13 @@ _CURVES = (
         "In asynchronous training the step should be about as long as the longer of generating and training, not as both together.",
     ),
 )
+_STALENESS = "staleness/tokens/"
+PLOTTED = (*(name for curves in _CURVES for name in curves.names), _STALENESS)
+"""Metrics and families that are drawn over steps."""
 
 
 def draw_plots(
-    steps: Sequence[StepMetrics], evaluations: Sequence[StepMetrics], scatter: ScatterSample | None, warnings: Sequence[Event] = ()
+    steps: StepColumns, evaluations: Sequence[StepMetrics], scatter: ScatterSample | None, warnings: Sequence[Event] = ()
 ) -> list[Plot]:
     """All plots for which a run has numbers, the most telling ones first.
 
@@ -237,7 +242,7 @@ def draw_accuracy(evaluations: Sequence[StepMetrics]) -> Plot | None:
     return Plot("Held-out accuracy", _svg("held_out", draw), caption)
 
 
-def draw_curves(curves: _Curves, steps: Sequence[StepMetrics], warnings: Sequence[Event] = ()) -> Plot | None:
+def draw_curves(curves: _Curves, steps: StepColumns, warnings: Sequence[Event] = ()) -> Plot | None:
     """Metrics over steps, with a line at each watch and alarm; None if the run has none of them."""
     series = [entry for name in curves.names for entry in _series(name, steps)]
     if curves.is_logarithmic:
@@ -251,8 +256,9 @@ def draw_curves(curves: _Curves, steps: Sequence[StepMetrics], warnings: Sequenc
             smooth = running_mean(np.log(y) if curves.is_logarithmic else y, max(1, len(y) // 25))
             smooth = np.exp(smooth) if curves.is_logarithmic else smooth
             if len(y) > 25:  # a running mean over the faint single steps
-                axes.plot(x, y, color=colour, alpha=0.3, linewidth=0.9)
-                axes.plot(x, smooth, color=colour, label=label)
+                drawn = drawn_points(y)
+                axes.plot(x[drawn], y[drawn], color=colour, alpha=0.3, linewidth=0.9)
+                axes.plot(x[drawn], smooth[drawn], color=colour, label=label)
             else:
                 axes.plot(x, y, color=colour, label=label, marker="o" if len(y) < 3 else None, markersize=4)
         for event in warnings:
@@ -262,25 +268,24 @@ def draw_curves(curves: _Curves, steps: Sequence[StepMetrics], warnings: Sequenc
             axes.legend(ncols=4, columnspacing=1.2, **_ABOVE)
         axes.set_ylabel(curves.y_label or curves.unit)
         _value_axis(axes, curves.scale, [y for _, _, y in series])
-        _step_axis(axes, [step for _, x, _ in series for step in x])
+        _step_axis(axes, [step for _, x, _ in series for step in (x[0], x[-1])])
 
     return Plot(curves.title, _svg(curves.title, draw), curves.caption)
 
 
-def draw_staleness(steps: Sequence[StepMetrics]) -> Plot | None:
+def draw_staleness(steps: StepColumns) -> Plot | None:
     """Shares of trained tokens by staleness, one band a version."""
-    rows = [(metrics.step, found) for metrics in steps if (found := members(metrics.finite(), "staleness/tokens/"))]
-    if not rows:
+    x, found = steps.table(_STALENESS)
+    if not len(x):
         return None
-    known = {age for _, found in rows for age in found if age.rstrip("+").isdecimal()}
-    ages = sorted(known, key=lambda age: int(age.rstrip("+")))
-    counts = np.array([[found.get(age, 0.0) for _, found in rows] for age in ages])
+    ages = sorted((age for age in found if age.rstrip("+").isdecimal()), key=lambda age: int(age.rstrip("+")))
+    starts = np.arange(0, len(x), 1 + (len(x) - 1) // MOST_POINTS)  # of as many steps each, so that there are few enough
+    counts = np.array([np.add.reduceat(found[age], starts) for age in ages])
     shares = counts / np.maximum(counts.sum(axis=0), 1.0)
-    x = [step for step, _ in rows]
+    edges = np.append(x[starts], x[-1] + 1)
 
     def draw(axes: Axes) -> None:
-        edges = np.append(x, x[-1] + 1)
-        floor = np.zeros(len(x))
+        floor = np.zeros(len(starts))
         for age, share, colour in zip(ages, shares, itertools.cycle(_COLOURS), strict=False):
             top = floor + share
             axes.stairs(top, edges, baseline=floor, fill=True, color=colour, alpha=0.75, linewidth=0, label=f"staleness {age}")
@@ -328,21 +333,11 @@ def draw_scatter(sample: ScatterSample | None) -> Plot | None:
     return Plot("pi_prox against mu", _svg("scatter", draw, panels=2), caption, is_wide=True)
 
 
-def running_mean(values: np.ndarray, half_width: int) -> np.ndarray:
-    """Mean over up to 2 half_width + 1 neighbours; fewer at the ends, so that nothing is made up there. [n] -> [n]"""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    index = np.arange(len(values))
-    first, last = np.maximum(index - half_width, 0), np.minimum(index + half_width + 1, len(values))
-    return np.asarray((sums[last] - sums[first]) / (last - first))
-
-
-def _series(name: str, steps: Sequence[StepMetrics]) -> list[tuple[str, np.ndarray, np.ndarray]]:
+def _series(name: str, steps: StepColumns) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """(label, steps, values) of a metric, or of each member of a family; steps without the metric are left out."""
     if name not in CATALOGUE or not CATALOGUE[name].is_family:  # a member of a family isn't listed itself
-        found = [(metrics.step, metrics[name]) for metrics in steps if name in metrics and np.isfinite(metrics[name])]
-        return [(_label(name), np.array([x for x, _ in found]), np.array([y for _, y in found]))]
-    parts = sorted({part for metrics in steps for part in members(metrics, name)})
-    return [(part, *_series(name + part, steps)[0][1:]) for part in parts]
+        return [(_label(name), *steps.series(name))]
+    return [(part, *steps.series(name + part)) for part in steps.members(name)]
 
 
 def _label(name: str) -> str:

@@ -260,7 +260,7 @@ def _verified(folder: RunFolder, reading: Reading) -> tuple[int | None, tuple[st
         reading.begins(checkpoint)
         try:
             manifest = read_manifest_of_files(checkpoint.path)
-            reading.is_large(manifest)
+            reading.has_files(manifest)
             verify(checkpoint.path, manifest, reading.add)
         except (ConfigError, DataError, OSError) as error:
             if not checkpoint.path.exists():  # removed by the run, which has gone on meanwhile and has newer ones

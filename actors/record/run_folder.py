@@ -210,6 +210,10 @@ class RunFolder:
         """All steps so far, in order; a line that is being written is left out."""
         return JsonLines(self.metrics_path).read(StepMetrics.of_record)
 
+    def each_step(self, wanted: Callable[[str], bool]) -> Iterator[StepMetrics]:
+        """As `read_metrics`, without the others in memory. Args: wanted: whether a metric of this name is to be in it."""
+        return JsonLines(self.metrics_path).each(partial(StepMetrics.of_record, wanted=wanted))
+
     def read_evaluations(self) -> list[StepMetrics]:
         """All held-out evaluations so far, in order of their steps."""
         return sorted(JsonLines(self.evaluations_path).read(StepMetrics.of_record), key=lambda metrics: metrics.step)
@@ -237,7 +241,7 @@ class RunFolder:
     def read_clipped_tokens(self) -> dict[str, Counter[int]]:
         """By the advantage's sign: how often each token id was among a step's most often clipped ones, over all steps so far."""
         totals = {"positive": Counter[int](), "negative": Counter[int]()}
-        for record in JsonLines(self._clipped_path).read(_parse_clipped):
+        for record in JsonLines(self._clipped_path).each(_parse_clipped):
             for sign, total in totals.items():
                 total.update(record.get(sign, {}))
         return totals
@@ -357,7 +361,7 @@ class RunFolder:
         An evaluation belongs to the step at which it began; its last answers may come from newer weights. Best is the highest
         lower end of the Wilson interval, so that luck with few problems doesn't win against many.
         """
-        accuracies = {m.step: m["held_out/wilson_low"] for m in self.read_evaluations() if "held_out/wilson_low" in m}
+        accuracies = dict(JsonLines(self.evaluations_path).each(lambda line: (step_of(line), float(line["held_out/wilson_low"]))))
         evaluated = [checkpoint for checkpoint in self.checkpoints() if checkpoint.step in accuracies]
         return max(evaluated, key=lambda checkpoint: (accuracies[checkpoint.step], checkpoint.step), default=None)
 

@@ -84,7 +84,8 @@ class JsonLines:
         """Take out all lines after the last one of this step or an earlier one, whether they can be read or not. Returns: how many.
 
         The file is read from its end, as far as it is taken back; one of any length costs what it loses. A line before that can't be read
-        stays where it is, and readers leave it out.
+        stays where it is, and readers leave it out. What follows the last line end is taken out, whatever its step, even if it is a whole
+        line: nothing says that all of it is there.
 
         Args:
             to: they go to the end of this file before they leave the other; None: they are gone.

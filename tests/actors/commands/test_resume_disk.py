@@ -173,7 +173,7 @@ def test_a_checkpoint_has_the_time_of_its_bytes() -> None:
     reading, deadlines = Reading(), RunConfig.model_fields["deadlines"].get_default(call_default_factory=True)
     reading.begins(Checkpoint(10, Path("checkpoints/step_000010")))
     assert (reading.limit_s(deadlines), str(reading)) == (deadlines.disk_s, "step_000010")
-    reading.is_large({"files": {"a": {"bytes": 479 * 10**9}, "b": {"bytes": 10**9}}})
+    reading.has_files({"files": {"a": {"bytes": 479 * 10**9}, "b": {"bytes": 10**9}}})
     reading.add(12 * 10**9)
     assert (reading.limit_s(deadlines), str(reading)) == (14400.0, "step_000010: 12 of 480 GB are read")
     began = reading.began

@@ -17,6 +17,7 @@ from actors.metrics.step_metrics import MetricError, StepMetrics, is_listed, loo
 from actors.record.metric_views import TensorBoardView, open_views, views_from_an_earlier_step
 from actors.record.report import summary_rows
 from actors.record.run_folder import RunFolder, _parse_event
+from actors.record.step_columns import StepColumns
 from actors.record.step_report import _placed, diagnostic_metrics
 from actors.record.terminal import step_line
 from correction import CorrectionConfig, correct, diagnose, loss_metrics, policy_loss
@@ -146,7 +147,7 @@ def test_a_value_is_written_alike_in_a_log_line_and_in_the_report(name: str, val
     assert shown({name: value}, name) == text and shown({}, name) == "-"
     metrics = StepMetrics(1, {name: value})
     assert {part.partition(" ")[2] for part in step_line(metrics, 1).split("  ")[1:]} <= {text, f"waits {text}", f"k3 {text}", ""}
-    assert {shown_there for label, shown_there in summary_rows([metrics], [], {})} <= {text, "1"}
+    assert {shown_there for label, shown_there in summary_rows(StepColumns([metrics]), [], {})} <= {text, "1"}
 
 
 def test_absent_is_absent() -> None:

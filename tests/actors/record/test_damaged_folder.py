@@ -24,6 +24,7 @@ from actors.record.run_event import RunEvent
 from actors.record.run_folder import RunFolder
 from actors.record.slowest import SlowestPrompts, slowest_rows
 from actors.record.stack_collector import StackCollector
+from actors.record.step_columns import StepColumns
 from correction.errors import ConfigError
 from tests.actors.record.test_run_doctor import RECIPE, run_folder
 
@@ -66,7 +67,7 @@ def test_a_foreign_line_is_left_out_by_all_that_read_the_folder(tmp_path: Path, 
     StackCollector(folder, print)
     assert folder.read_monitor_events() == []
     assert "the evaluation after training" in " ".join(left_after_training(folder, 2)) or name == "evaluations.jsonl"
-    steps = folder.read_metrics()
+    steps = StepColumns(folder.read_metrics())
     summary_rows(steps, folder.read_evaluations(), folder.read_config())
     worker_rows(steps)
     draw_staleness(steps)

@@ -13,11 +13,14 @@ import torch
 
 from actors.carriers import ScatterSample
 from actors.metrics.step_metrics import StepMetrics
+from actors.record import report
+from actors.record.curve_points import MOST_POINTS, drawn_points, running_mean
 from actors.record.report import clipped_rows, summary_rows, worker_rows, write_report
 from actors.record.report_plots import _CURVES as CURVES
-from actors.record.report_plots import draw_curves, draw_plots, running_mean
+from actors.record.report_plots import draw_curves, draw_plots
 from actors.record.run_folder import RunFolder
 from actors.record.slowest import FILE, SlowestPrompts, slowest_rows
+from actors.record.step_columns import StepColumns
 from actors.service.scatter import ScatterReservoir
 from correction.monitor import Event, State
 from rollout.trajectory import FailureKind
@@ -70,12 +73,12 @@ def test_who_did_what_has_a_table_if_there_were_several(folder: RunFolder) -> No
     for step, by in enumerate(tokens, start=1):
         numbers = {f"worker/tokens/{name}": count for name, count in by.items()} | {f"worker/groups/{name}": 2 for name in by}
         folder.append_metrics(StepMetrics(step, numbers | {"worker/wait_share/0": 0.1 * step}))
-    assert worker_rows(folder.read_metrics()) == [
+    assert worker_rows(StepColumns(folder.read_metrics())) == [
         ("0", "1 to 3", "6", "60 (50%)", "20%"), ("1", "1 to 2", "4", "30 (25%)", ""), ("2", "3 to 3", "2", "30 (25%)", ""),
     ]
     page = write_report(folder).read_text()
     assert "<td>0</td><td>1 to 3</td><td>6</td><td>60 (50%)</td><td>20%</td>" in page
-    assert worker_rows([StepMetrics(1, {"worker/tokens/0": 1, "worker/groups/0": 1})]) == []
+    assert worker_rows(StepColumns([StepMetrics(1, {"worker/tokens/0": 1, "worker/groups/0": 1})])) == []
 
 
 def test_clipped_tokens_have_a_table_with_their_text(folder: RunFolder) -> None:
@@ -122,7 +125,7 @@ def test_several_answers_to_a_question_have_pass_at_k_on_the_page(folder: RunFol
         for k, p in shares.items():
             numbers |= {f"held_out/pass_at/{k}": p, f"held_out/pass_at_low/{k}": p - 0.04, f"held_out/pass_at_high/{k}": p + 0.04}
         folder.append_evaluation(StepMetrics(step, numbers))
-    rows = dict(summary_rows([], folder.read_evaluations(), {}))
+    rows = dict(summary_rows(StepColumns([]), folder.read_evaluations(), {}))
     assert rows["held-out pass@8 after"] == "0.900 [0.860, 0.940]" and "held-out pass@8 before" not in rows
     assert rows["held-out accuracy after"].startswith("0.500 [0.450, 0.550] on 512 problems x 8 answers")
     page = write_report(folder).read_text()
@@ -176,7 +179,7 @@ def test_a_run_that_has_only_begun(folder: RunFolder, steps: int) -> None:
 
 def test_pictures_take_the_colours_of_the_page(folder: RunFolder) -> None:
     fill(folder, 30)
-    for plot in draw_plots(folder.read_metrics(), folder.read_evaluations(), ScatterSample.load(folder.scatter_path)):
+    for plot in draw_plots(StepColumns(folder.read_metrics()), folder.read_evaluations(), ScatterSample.load(folder.scatter_path)):
         ElementTree.fromstring(plot.svg)    # well-formed
         assert "var(--ink)" in plot.svg and "var(--grid)" in plot.svg
         assert not re.search(r"fill: *(#000000|black)|stroke: *(#000000|black)", plot.svg), plot.title
@@ -185,7 +188,7 @@ def test_pictures_take_the_colours_of_the_page(folder: RunFolder) -> None:
 def test_pictures_of_one_page_share_no_ids(folder: RunFolder) -> None:
     """An id that two pictures have would cut curves of one with the frame of the other."""
     fill(folder, 30)
-    plots = draw_plots(folder.read_metrics(), folder.read_evaluations(), None)
+    plots = draw_plots(StepColumns(folder.read_metrics()), folder.read_evaluations(), None)
     clips = [set(re.findall(r'<clipPath id="([^"]+)"', plot.svg)) for plot in plots]
     assert sum(map(len, clips)) == len(set().union(*clips))
 
@@ -193,12 +196,12 @@ def test_pictures_of_one_page_share_no_ids(folder: RunFolder) -> None:
 def test_values_that_are_not_finite_are_left_out_of_curves(folder: RunFolder) -> None:
     fill(folder, 3)    # step 2 has an infinite gradient norm
     norm = next(curves for curves in CURVES if curves.title == "Gradient norm")
-    assert draw_curves(norm, folder.read_metrics()) is not None
-    assert draw_curves(norm, [StepMetrics(1, {"learner/grad_norm": float("nan")})]) is None
+    assert draw_curves(norm, StepColumns(folder.read_metrics())) is not None
+    assert draw_curves(norm, StepColumns([StepMetrics(1, {"learner/grad_norm": float("nan")})])) is None
 
 
 def test_summary_takes_maxima_as_maxima() -> None:
-    steps = [StepMetrics(1, {"mismatch/k3": 3e-12}), StepMetrics(2, {"mismatch/k3": 1e-12})]
+    steps = StepColumns([StepMetrics(1, {"mismatch/k3": 3e-12}), StepMetrics(2, {"mismatch/k3": 1e-12})])
     rows = dict(summary_rows(steps, [], {"steps": 2}))
     assert rows["k3 KL at staleness 0, largest of any batch"] == "3e-12 nats" and rows["steps"] == "2 of 2"
     assert not any("accuracy" in row for row in rows)
@@ -207,6 +210,43 @@ def test_summary_takes_maxima_as_maxima() -> None:
 def test_running_mean_makes_nothing_up_at_the_ends() -> None:
     assert running_mean(np.array([1.0, 2.0, 6.0, 3.0]), 1).tolist() == [1.5, 3.0, 11 / 3, 4.5]
     assert running_mean(np.array([5.0]), 3).tolist() == [5.0]
+
+
+def test_a_long_curve_is_drawn_with_its_extremes() -> None:
+    """Ten times as many points as are drawn; one of usual length whole."""
+    values = np.sin(np.arange(10 * MOST_POINTS) / 7)
+    values[[12_345, 23_456]] = 50.0, -50.0
+    drawn = drawn_points(values)
+    assert len(drawn) <= MOST_POINTS + 2 and {0, 12_345, 23_456, len(values) - 1} <= set(drawn.tolist())
+    assert np.all(np.diff(drawn) > 0) and np.diff(drawn).max() <= 40, "in order; two in each part of 20"
+    assert drawn_points(values[:MOST_POINTS]).tolist() == list(range(MOST_POINTS))
+
+
+def test_columns_keep_the_places_of_steps_without_a_value() -> None:
+    """Absent and infinite values have no place in a series, and are 0 in the table of a family that the step has."""
+    numbers: list[dict[str, float | None]] = [
+        {"learner/grad_norm": 1.0, "staleness/tokens/0": 7},
+        {"learner/grad_norm": float("inf")},
+        {"staleness/tokens/1": 5},
+        {"learner/grad_norm": 4.0},
+    ]
+    columns = StepColumns(StepMetrics(step, values) for step, values in zip((3, 4, 4, 9), numbers, strict=True))
+    assert [part.tolist() for part in columns.series("learner/grad_norm")] == [[3, 9], [1.0, 4.0]]
+    steps, counts = columns.table("staleness/tokens/")
+    assert (steps.tolist(), {age: count.tolist() for age, count in counts.items()}) == ([3, 4], {"0": [7.0, 0.0], "1": [0.0, 5.0]})
+    assert len(columns) == 4 and columns.values("reward/mean") == [] and not len(columns.table("reward/component/")[0])
+
+
+def test_a_report_holds_only_what_it_shows(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step's metrics, of which there may be hundreds, in one pass: no list of all steps."""
+    for step in range(1, 4):
+        folder.append_metrics(StepMetrics(step, {"reward/mean": 0.5, "time/train_s": 1.0, "time/reward_s": 1.0, "sync/bytes": 5.0}))
+    seen: list[StepColumns] = []
+    monkeypatch.setattr(RunFolder, "read_metrics", None)
+    monkeypatch.setattr(report, "draw_plots", lambda steps, *_: seen.append(steps) or [])
+    write_report(folder)
+    (columns,) = seen
+    assert set(columns._columns) == {"step", "reward/mean", "time/train_s"}
 
 
 def test_the_scatter_holds_trained_tokens_of_recent_steps_only(tmp_path: Path) -> None:
