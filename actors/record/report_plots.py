@@ -293,7 +293,7 @@ def draw_staleness(steps: StepColumns) -> Plot | None:
         axes.legend(ncols=4, columnspacing=1.2, **_ABOVE)
         axes.set_ylabel("share of trained tokens")
         _value_axis(axes, _Scale.SHARE, [np.array([1.0])])
-        _step_axis(axes, x)
+        _step_axis(axes, x.tolist())
 
     caption = (
         "How many versions lay between sampling a token and training on it. Nothing may be older than max_staleness; "

@@ -19,6 +19,7 @@ from actors.commands.retries import AWAY, NOT_AGAIN
 from actors.processes import driver_heartbeat, interrupts
 from actors.processes.disk_at_start import DiskLate
 from actors.processes.interrupts import NO_CLUSTER
+from actors.processes.output import refused_file
 from actors.record.run_folder import RunFolder
 from correction.errors import ConfigError, DataError, EngineError, LedgerError
 
@@ -41,10 +42,11 @@ def attempted(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Callable[..
     return run
 
 
+STALE = OSError(errno.ESTALE, "Stale file handle", "rows.jsonl")
 ENDS: list[tuple[Exception, Any, Any]] = [
     (DataError("rows.jsonl: no such file"), AWAY, "evenkeel: rows.jsonl: no such file"),
     (DiskLate("questions -> their disk: not done in 1800 s"), AWAY, "evenkeel: questions -> their disk: not done in 1800 s"),
-    (OSError(errno.ESTALE, "Stale file handle"), AWAY, "evenkeel: [Errno 116] Stale file handle"),
+    (STALE, AWAY, f"evenkeel: {refused_file(STALE)}"),
     (ConfigError("no room"), NOT_AGAIN, NOT_AGAIN),
     (NoClusterError("no cluster"), NO_CLUSTER, NO_CLUSTER),
     (EngineError("failed"), "evenkeel: failed", "evenkeel: failed"),

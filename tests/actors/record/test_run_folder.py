@@ -316,18 +316,6 @@ def test_the_best_checkpoint_stays(folder: RunFolder) -> None:
     assert [checkpoint.step for checkpoint in folder.prune_checkpoints(1)] == [30, 50]
 
 
-def test_the_best_checkpoint_is_found_without_all_numbers_of_evaluations(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked for at each save. A line without a number that can be read is no evaluation."""
-    for step in (10, 20, 30):
-        write_checkpoint(folder, step)
-        folder.append_evaluation(StepMetrics(step, {"held_out/wilson_low": 1.0 / step, "held_out/problems": 8}))
-    with folder.evaluations_path.open("a") as file:
-        file.write('{"step": 30, "held_out/wilson_low": "none"}\n{"step": 30}\n')
-    monkeypatch.setattr(StepMetrics, "of_record", None)
-    best = folder.best_checkpoint()
-    assert best is not None and best.step == 10
-
-
 def test_a_checkpoint_that_a_crash_left_half_written_is_cleared(folder: RunFolder) -> None:
     write_checkpoint(folder, 50)
     (folder.path / "checkpoints" / "step_000100.partial" / "hf").mkdir(parents=True)
