@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,11 @@ def parent(script: str, run_dir: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, **pipes, env=environment(), cwd=ROOT, start_new_session=True)  # type: ignore[call-overload,no-any-return]
 
 
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_the_child_gets_a_signal_once(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C goes to the terminal's whole foreground group, as here; the child must not take it for two, the second of which ends at once.
@@ -301,44 +307,68 @@ def test_what_a_dead_child_leaves_is_ended_before_the_next(tmp_path: Path) -> No
     assert len(left) == 2 and not any(psutil.pid_exists(pid) for pid in left)
 
 
+@dataclass(frozen=True)
+class Hung:
+    """An attempt that gives no sign of life from now on."""
+
+    run_dir: Path
+    pids: list[int]
+    """Of the child, and of what it has started."""
+    process: subprocess.Popen[str]
+
+
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Hung]:
+    """Both at once: each waits for seconds."""
+    lines = {"stopped": "await asyncio.sleep(300)", "blocked": "time.sleep(300)"}
+    folders = {how: tmp_path_factory.mktemp(how) for how in lines}
+    processes = {how: parent(BEATS % (LIMIT_S, line, ""), folders[how]) for how, line in lines.items()}
+    found = {how: Hung(folders[how], [int(pid) for pid in first_line(one).split()], one) for how, one in processes.items()}
+    os.kill(found["stopped"].pids[0], signal.SIGSTOP)
+    return found
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_CHILD_SUBREAPER is Linux's")
 @pytest.mark.parametrize("how", ["stopped", "blocked"])
-def test_a_child_that_hangs_is_killed_and_resumed(tmp_path: Path, how: str) -> None:
+def test_a_child_that_hangs_is_killed_and_resumed(hung: dict[str, Hung], how: str) -> None:
     """With all that it has started. Half of the time before, its stacks are written down."""
-    process = parent(BEATS % (LIMIT_S, "time.sleep(300)" if how == "blocked" else "await asyncio.sleep(300)", ""), tmp_path)
-    assert process.stdout is not None
-    pids = [int(pid) for pid in process.stdout.readline().split()]
-    if how == "stopped":
-        os.kill(pids[0], signal.SIGSTOP)
-    said, _ = process.communicate(timeout=60.0)
+    one = hung[how]
+    said, _ = one.process.communicate(timeout=60.0)
     assert said.splitlines() == [
         f"evenkeel: the run's process has given no sign of life for 2 s, and is killed after 4; where it stands is in "
-        f"{tmp_path}/stacks/01.txt",
+        f"{one.run_dir}/stacks/01.txt",
         "evenkeel: the run's process hung, without a sign of life for 4 s, and was killed after step 0; it goes on from its beginning "
         "(it has no checkpoint) in 0 s (retry 1 of 1)",
         "goes on",
     ]
-    assert process.returncode == 0 and not any(psutil.pid_exists(pid) for pid in pids)
-    assert len((tmp_path / "events.log").read_text().splitlines()) == 2
-    what, stands = newest_gist(tmp_path)
+    assert one.process.returncode == 0 and not any(psutil.pid_exists(pid) for pid in one.pids)
+    assert len((one.run_dir / "events.log").read_text().splitlines()) == 2
+    what, stands = newest_gist(one.run_dir)
     assert what.endswith("for a sign of life of the run's process:")
     where = "<string>:17 train < " if how == "blocked" else "says nothing; state T"
-    assert stands.startswith(f"evenkeel train (process {pids[0]}): {where}")
+    assert stands.startswith(f"evenkeel train (process {one.pids[0]}): {where}")
 
 
 def test_time_in_which_the_parent_is_stopped_too_is_no_silence(tmp_path: Path) -> None:
-    """Twice the time that the child has for a sign of life. Nor is what the child does after its event loop's end."""
-    process = parent(BEATS % (LIMIT_S, f"await asyncio.sleep({2 * LIMIT_S + 2.0})", f"left.kill(); time.sleep({LIMIT_S + 2.0})"), tmp_path)
-    assert process.stdout is not None
-    both = int(process.stdout.readline().split()[0]), process.pid
+    """Longer than the time that the child has for a sign of life. Nor is what a child does after its event loop's end: another one does
+    so meanwhile."""
+    folders = [tmp_path / name for name in ("stopped", "after")]
+    for folder in folders:
+        folder.mkdir()
+    busy_s = LIMIT_S + 2.0
+    lines = ((f"await asyncio.sleep({busy_s + 2.0})", "left.kill()"), ("", f"left.kill(); time.sleep({busy_s})"))
+    stopped, after = (parent(BEATS % (LIMIT_S, *line), folder) for line, folder in zip(lines, folders, strict=True))
+    first_line(after)
+    both = int(first_line(stopped).split()[0]), stopped.pid
     for pid in both:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(2 * LIMIT_S)
+    time.sleep(busy_s)
     for pid in reversed(both):
         os.kill(pid, signal.SIGCONT)
         time.sleep(1.0)
-    said, _ = process.communicate(timeout=60.0)
-    assert (said, process.returncode) == ("", 0)
+    for process in (stopped, after):
+        said, _ = process.communicate(timeout=60.0)
+        assert (said, process.returncode) == ("", 0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
