@@ -177,7 +177,7 @@ def prometheus(discovery: DiscoveryServer, tmp_path: Path) -> Iterator[Callable[
     process = subprocess.Popen(
         [
             TOOLS / "prometheus", f"--config.file={tmp_path / 'prometheus.yml'}", f"--storage.tsdb.path={tmp_path / 'data'}",
-            f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn",
+            f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn", "--scrape.discovery-reload-interval=100ms",
         ],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )
@@ -207,13 +207,16 @@ def until(question: Callable[[], bool], deadline_s: float = 40.0) -> bool:
 def test_a_real_prometheus_finds_workers_and_sees_them_go(
     endpoint: MetricsEndpoint, discovery: DiscoveryServer, prometheus: Callable[[str], dict[str, float]]
 ) -> None:
+    """Who comes and who goes between two looks is seen at once: Prometheus takes up what it has discovered every five seconds."""
     endpoint.add("rollout/generated_tokens_total", 1234)
-    discovery.register("rollout-0", endpoint.target, endpoint.labels)
-    assert until(lambda: prometheus('evenkeel_rollout_generated_tokens_total{role="rollout"}') == {"0": 1234.0})
-    late = MetricsEndpoint("rollout", "1")
-    discovery.register("rollout-1", late.target, late.labels)
+    early, late = MetricsEndpoint("rollout", "1"), MetricsEndpoint("rollout", "2")
+    for one in (endpoint, early):
+        discovery.register(f"rollout-{one.labels['name']}", one.target, one.labels)
     assert until(lambda: prometheus('up{job="evenkeel"}') == {"0": 1.0, "1": 1.0})
-    late.close()    # gone, but nobody has said so: the target is down
+    assert until(lambda: prometheus('evenkeel_rollout_generated_tokens_total{role="rollout"}') == {"0": 1234.0})
+    early.close()    # gone, but nobody has said so: the target is down
     assert until(lambda: prometheus('up{job="evenkeel"}') == {"0": 1.0, "1": 0.0})
     discovery.deregister("rollout-1")
-    assert until(lambda: prometheus('up{job="evenkeel"}') == {"0": 1.0})
+    discovery.register("rollout-2", late.target, late.labels)
+    assert until(lambda: prometheus('up{job="evenkeel"}') == {"0": 1.0, "2": 1.0})
+    late.close()
