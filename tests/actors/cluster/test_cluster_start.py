@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,6 +174,7 @@ def test_signals_to_our_group_are_not_for_the_daemons(monkeypatch: pytest.Monkey
             daemon = psutil.Process(started[0].pid)
             while not daemon.children():
                 assert daemon.is_running()
+                time.sleep(0.02)  # without a pause this would take the core that the daemon needs
             for process in (daemon, *daemon.children()):
                 assert os.getsid(process.pid) == os.getpgid(process.pid) == daemon.pid
                 masks = dict(re.findall(r"^Sig(Ign|Blk):\t(\w+)$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE))
