@@ -159,10 +159,10 @@ def _left_or_found(path: Path) -> dict[str, Any]:
     return found
 
 
-def unreadable(path: Path, error: OSError) -> DataError | OSError:
+def unreadable(path: Path, error: OSError, damage: str = "it can't be read") -> DataError | OSError:
     """What a file's error is to whoever reads it: damage, or an OSError with the file's name, which one of reading has not."""
     if error.errno in _DAMAGE or error.errno is None:  # None: of a library that reads it itself
-        return DataError(f"{path}: damaged, it can't be read ({error})")
+        return DataError(f"{path}: damaged, {damage} ({type(error).__name__}: {error})")
     return OSError(error.errno, error.strerror, str(path))
 
 

@@ -107,7 +107,7 @@ class TrainingState:
             replacement = corrections and Replacement(**{k: CorrectionConfig.model_validate(v) for k, v in corrections.items()})
             state = cls(queue=queue, ledger=ledger, replacement=replacement, **plain)
         except OSError as error:
-            raise unreadable(path, error) from error
+            raise unreadable(path, error, "no state can be read from it") from error
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise DataError(f"{path}: damaged, no state can be read from it ({type(error).__name__}: {error})") from error
         if found := imbalance_of(state.queue, state.ledger):

@@ -147,6 +147,7 @@ class World:
             left=lambda _: None,
             group_finished=lambda group, _: self.finished.append(group.group_id),
             lost=lambda _: None,
+            handed_back=lambda *_: None,
             event=lambda _, text: self.events.append(text),
             waiting=lambda notice: self.events.append(str(notice)),
         )
