@@ -5,15 +5,23 @@
 One thread for the engine and one for the learner, so that each side has a core. The ideal gain is that of two phases that overlap
 completely, (t_rollout + t_train) / max(t_rollout, t_train), with the phases of the synchronous run itself. A third run is synchronous with
 two threads in each phase: the other way to use two cores. Prints ratios; the first steps of each run are left out, they warm up.
+
+The ideal takes for granted that two cores compute as fast at once as each alone. On a shared machine, or with two threads of one core, they
+don't: so it also prints how fast two processes multiply matrices at once, as a share of the speed of one alone, before and after the runs.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
 import sys
 import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -62,6 +70,28 @@ def run(run_dir: Path, steps: int, *overrides: str) -> Phases:
     )
 
 
+def products_a_second(seconds: float) -> float:
+    """Products of two matrices that one thread of this process makes."""
+    torch.set_num_threads(1)
+    a, b = torch.randn(256, 1024), torch.randn(1024, 256)
+    count, began = 0, time.perf_counter()
+    while (took := time.perf_counter() - began) < seconds:
+        torch.mm(a, b)
+        count += 1
+    return count / took
+
+
+def speed_at_once(rounds: int = 5, seconds: float = 1.0) -> float:
+    """Speed of two processes that compute at once, as a share of that of one alone; median."""
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+
+        def mean_speed(processes: int, seconds: float = seconds) -> float:
+            return statistics.fmean(pool.map(products_a_second, [seconds] * processes))
+
+        mean_speed(2, 5.0)  # both start meanwhile
+        return statistics.median(mean_speed(2) / mean_speed(1) for _ in range(rounds))
+
+
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--steps", type=int, default=30, help="training steps of each run")
@@ -74,12 +104,14 @@ def main() -> None:
     one = ["rollout.engine.threads=1", "learner.threads=1"]
     two = ["rollout.engine.threads=2", "learner.threads=2"]
     kinds = {"sync": ["max_staleness=0", *one], "async": ["max_staleness=1", *one], "sync-two-threads": ["max_staleness=0", *two]}
+    at_once = [speed_at_once()]
     with tempfile.TemporaryDirectory() as folder:
 
         def side(kind: str, turn: int) -> Phases:
             return run(Path(folder) / f"{kind}-{turn}", arguments.steps, *kinds[kind], *arguments.overrides)
 
         runs = in_turns({kind: lambda turn, kind=kind: side(kind, turn) for kind in kinds}, arguments.pairs, rotate=False)
+    at_once.append(speed_at_once())
     figures: list[tuple[float, float, float]] = []
     for sync, later, wide in zip(runs["sync"], runs["async"], runs["sync-two-threads"], strict=True):
         ideal = (sync.wait_s + sync.train_s) / max(sync.wait_s, sync.train_s)
@@ -90,6 +122,7 @@ def main() -> None:
         print_run("synchronous, 2 threads a phase", wide, sync.step_s)
         print(f"  asynchronous is {gain:.2f} times as fast as synchronous; ideal {ideal:.2f}, reached {gain / ideal:.0%} of it")
         print(f"  ... and {both:.2f} times as fast as the synchronous run with both cores in each phase")
+    print(f"two processes at once compute at {at_once[0]:.2f} (after the runs: {at_once[1]:.2f}) of the speed of one alone")
     if arguments.pairs > 1:
         gain, share, both = map(statistics.median, zip(*figures, strict=True))
         print(f"median of {arguments.pairs}: gain {gain:.2f}, {share:.0%} of the ideal, {both:.2f} against both cores in each phase")
