@@ -161,9 +161,15 @@ def _left_or_found(path: Path) -> dict[str, Any]:
 
 def unreadable(path: Path, error: OSError, damage: str = "it can't be read") -> DataError | OSError:
     """What a file's error is to whoever reads it: damage, or an OSError with the file's name, which one of reading has not."""
-    if error.errno in _DAMAGE or error.errno is None:  # None: of a library that reads it itself
+    if may_pass(error) is None:  # one without a number is of a library that reads the file itself
         return DataError(f"{path}: damaged, {damage} ({type(error).__name__}: {error})")
     return OSError(error.errno, error.strerror, str(path))
+
+
+def may_pass(error: BaseException) -> OSError | None:
+    """What a disk has said, in an error or as its cause, that may pass; None: damage, or no disk's word."""
+    said = error if isinstance(error, OSError) else error.__cause__
+    return said if isinstance(said, OSError) and said.errno is not None and said.errno not in _DAMAGE else None
 
 
 def _sum_found(path: Path, note: Callable[[int], object]) -> dict[str, Any]:

@@ -6,9 +6,10 @@ import ctypes
 import os
 import signal
 import sys
+import traceback
 
 from actors.processes import driver_heartbeat, interrupts
-from correction.errors import ConfigError, DataError
+from correction.errors import ConfigError, DataError, EvenkeelError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -31,18 +32,25 @@ def main() -> None:
             raise
         put(f"{end.code}\n", sys.stderr)
         sys.exit(code)
+    except OSError as error:  # one that names no file
+        if (code := _code_for_parent(error)) is None:
+            raise
+        traceback.print_exc()
+        sys.exit(code)
 
 
 def _code_for_parent(error: BaseException | None) -> int | None:
     """None: that of the command line."""
     from actors.cluster.address import NoClusterError
     from actors.commands.retries import AWAY, NOT_AGAIN
+    from actors.processes.disk_at_start import DiskLate
 
     if isinstance(error, ConfigError):
         return interrupts.NO_CLUSTER if isinstance(error, NoClusterError) else NOT_AGAIN
-    # Data or a model that is not there or can't be read, a disk that hangs (DiskLate is an OSError) or refuses. In training the same errors
-    # come of what the run does: a DataError of a batch, or of three failed checkpoints.
-    return AWAY if isinstance(error, (DataError, OSError)) and not interrupts.has_trained else None
+    # Data or a model that is not there or can't be read, a disk that hangs or refuses; not the other deadlines, which are OSErrors, too. In
+    # training the same errors come of what the run does: a DataError of a batch, or of three failed checkpoints.
+    is_away = isinstance(error, DataError | DiskLate) or (isinstance(error, OSError) and not isinstance(error, EvenkeelError))
+    return AWAY if is_away and not interrupts.has_trained else None
 
 
 if __name__ == "__main__":

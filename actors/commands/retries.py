@@ -114,6 +114,8 @@ def run_with_retries(recipe: Path | None, words: Sequence[str], run_dir: Path, *
         if is_asked or code in _FINAL or (code in (1, AWAY, interrupts.NO_CLUSTER) and not _has_begun(run_dir)):
             break  # the last: what was wrong has been said, before there was anything to go on with
         now = Reached.of(run_dir)
+        if before.unknown and not now.unknown:
+            before = now
         if code in (NOT_AGAIN, AWAY) and (before.unknown or not (now.is_beyond(before) or reached.is_beyond(before))):
             if code == NOT_AGAIN:
                 break  # it has been said, too

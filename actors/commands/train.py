@@ -133,6 +133,7 @@ def _complete(folder: RunFolder, config: RunConfig, point: ResumePoint) -> tuple
     left, steps = left_after_training(folder, config.steps), point.checkpoint.step
     if EVALUATION in left:
         return None
+    interrupts.has_trained = True  # what fails now is no start's
     report = _report(folder) if left else folder.report_path
     said = f"{folder.path} is complete: all of its {counted(steps, 'step')} are made, saved and evaluated"
     folder.event("info", said)

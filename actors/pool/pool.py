@@ -277,7 +277,7 @@ class RolloutPool(Membership):
     def _discard(self, ticket: Ticket, reason: DiscardReason, why: str) -> None:
         self._observer.event("warning", f"group {ticket.group_id} ({ticket.prompt.prompt_id}) is discarded, {reason}: {why}")
         self._work.forget(ticket.group_id)
-        self._lost_groups.taken([ticket.group_id])  # a third loss leaves it there
+        self._lost_groups.discarded(ticket.group_id)
         self._outstanding.give_up(ticket, reason)
         self.spawn(self._queue.give_up(ticket.group_id, reason))
         self._groups.discarded(ticket.group_id, why, self._now())

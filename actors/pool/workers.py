@@ -150,14 +150,21 @@ class LostGroups:
     def taken(self, group_ids: Iterable[int]) -> None:
         """Note that other workers have these groups. Takes the same time however many wait."""
         for group_id in group_ids:
-            name = self._waiting.pop(group_id, None)
-            if name is None:
-                continue
-            self._left[name] -= 1
-            if not self._left[name]:
-                del self._left[name]
-                took_s = time.monotonic() - self._since.pop(name)
+            if (name := self._waiting.pop(group_id, None)) is not None and (took_s := self._one_less(name)) is not None:
                 self._notify(f"all groups of rollout worker {name} are under way again, {took_s:.2f} s later")
+
+    def discarded(self, group_id: int) -> None:
+        """Note that nobody is to sample this group any more."""
+        if (name := self._waiting.pop(group_id, None)) is not None:
+            self._one_less(name)
+
+    def _one_less(self, name: str) -> float | None:
+        """Returns: seconds since the worker was lost if that was the last of its groups."""
+        self._left[name] -= 1
+        if self._left[name]:
+            return None
+        del self._left[name]
+        return time.monotonic() - self._since.pop(name)
 
 
 def create(name: str, settings: WorkerSettings, avoided: Sequence[str] = ()) -> WorkerHandle:

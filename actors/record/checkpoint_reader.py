@@ -15,7 +15,7 @@ from actors.record.set_aside import set_aside
 from actors.state.json_lines import JsonLines
 from actors.state.resume import OLD_STATE, OtherVersionError, TrainingState, other_version
 from correction.errors import DataError
-from learner.file_sums import MANIFEST, read_manifest_of_files, verify
+from learner.file_sums import MANIFEST, may_pass, read_manifest_of_files, verify
 from rollout.chat import load_tokenizer
 from rollout.tasks import Task
 
@@ -52,14 +52,16 @@ def newest_readable(folder: RunFolder, begins: Callable[[], object] = lambda: No
             return ResumePoint(checkpoint, state, tuple(damaged), (("warning", note),) if foreign else ())
         except OtherVersionError:
             raise  # the older ones are of no later version, and nothing is wrong with this one
-        except DataError as error:
-            damaged.append((checkpoint, str(error)))
-        except OSError as error:
-            error.add_note(
+        except (DataError, OSError) as error:  # what reads a model's files makes a DataError of all that a disk says
+            if (said := may_pass(error)) is None:
+                damaged.append((checkpoint, str(error)))
+                continue
+            not_now = OSError(said.errno, said.strerror, said.filename or str(checkpoint.path))
+            not_now.add_note(
                 f"That is no damage of {checkpoint.path}, and nothing is changed: do the same once more when its disk gives the file. "
                 "To go on from the checkpoint before it, move it away"
             )
-            raise
+            raise not_now from error
     raise DataError(
         f"{folder.path}: nothing to resume from: none of its checkpoints can be read ({', '.join(c.path.name for c, _ in damaged)}). "
         f"The newest: {damaged[0][1]}. Without it, start a new run"

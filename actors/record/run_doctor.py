@@ -24,7 +24,7 @@ from actors.record.run_folder import RunFolder
 from actors.record.stack_gist import newest_gist
 from actors.state.json_lines import JsonLines
 from correction.errors import ConfigError, DataError
-from learner.file_sums import read_manifest_of_files, verify
+from learner.file_sums import may_pass, read_manifest_of_files, verify
 
 RECENT_STEPS = 20
 """Medians are over this many last steps."""
@@ -79,7 +79,7 @@ class RunDiagnosis:
     left: tuple[str, ...] | None
     """What is still to be done when all steps are done and saved (completeness.py); None: they aren't."""
     damaged: tuple[str, ...]
-    """A sentence for each newer checkpoint that is damaged."""
+    """A sentence for each newer checkpoint that is damaged, or can't be read now."""
     pace: dict[str, float]
     """Medians of the recent steps, by metric."""
     waits: tuple[Wait, ...]
@@ -255,7 +255,7 @@ def _newest_whole(folder: RunFolder, deadlines: DeadlinesConfig) -> tuple[int | 
 
 
 def _verified(folder: RunFolder, reading: Reading) -> tuple[int | None, tuple[str, ...]]:
-    damaged = []
+    damaged: list[str] = []
     for checkpoint in reversed(folder.checkpoints()):
         reading.begins(checkpoint)
         try:
@@ -265,6 +265,9 @@ def _verified(folder: RunFolder, reading: Reading) -> tuple[int | None, tuple[st
         except (ConfigError, DataError, OSError) as error:
             if not checkpoint.path.exists():  # removed by the run, which has gone on meanwhile and has newer ones
                 return _verified(folder, reading)
+            if may_pass(error) is not None:
+                refused = f"{checkpoint.path.name} can't be read now, which is no damage: a resume ends in this sentence until it can"
+                return checkpoint.step, (*damaged, f"{refused}: {error}")
             damaged.append(str(error))
             continue
         return checkpoint.step, tuple(damaged)

@@ -351,8 +351,9 @@ class RunFolder:
                 shutil.rmtree(leftover, ignore_errors=ignore_errors)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Complete checkpoints, oldest first."""
-        found = [(_CHECKPOINT.match(path.name), path) for path in (self.path / "checkpoints").glob("step_*")]
+        """Complete checkpoints, oldest first. Raises: OSError."""
+        folder = self.path / "checkpoints"  # glob would take one that can't be read for an empty one
+        found = [(_CHECKPOINT.match(name), folder / name) for name in (os.listdir(folder) if folder.exists() else ())]
         return sorted((Checkpoint(int(match[1]), path) for match, path in found if match), key=lambda checkpoint: checkpoint.step)
 
     def best_checkpoint(self) -> Checkpoint | None:

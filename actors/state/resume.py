@@ -100,6 +100,7 @@ class TrainingState:
             )
         try:
             plain = json.loads(path.read_text(encoding="utf-8"))
+            (folder / COLUMNS).open("rb").close()  # safetensors' own errors have no number, which tells damage from what may pass
             columns = load_file(folder / COLUMNS)
             queue = of_plain(QueueSnapshot, plain.pop("queue"), columns, _NAMES)
             ledger = of_plain(LedgerMark | None, plain.pop("ledger"), columns, _NAMES)
@@ -107,7 +108,7 @@ class TrainingState:
             replacement = corrections and Replacement(**{k: CorrectionConfig.model_validate(v) for k, v in corrections.items()})
             state = cls(queue=queue, ledger=ledger, replacement=replacement, **plain)
         except OSError as error:
-            raise unreadable(path, error, "no state can be read from it") from error
+            raise unreadable(Path(error.filename or path), error, "no state can be read from it") from error
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise DataError(f"{path}: damaged, no state can be read from it ({type(error).__name__}: {error})") from error
         if found := imbalance_of(state.queue, state.ledger):

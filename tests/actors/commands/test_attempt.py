@@ -21,7 +21,7 @@ from actors.processes.disk_at_start import DiskLate
 from actors.processes.interrupts import NO_CLUSTER
 from actors.processes.output import refused_file
 from actors.record.run_folder import RunFolder
-from correction.errors import ConfigError, DataError, EngineError, LedgerError
+from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineError, LateError, LedgerError
 
 
 @pytest.fixture
@@ -47,6 +47,8 @@ ENDS: list[tuple[Exception, Any, Any]] = [
     (DataError("rows.jsonl: no such file"), AWAY, "evenkeel: rows.jsonl: no such file"),
     (DiskLate("questions -> their disk: not done in 1800 s"), AWAY, "evenkeel: questions -> their disk: not done in 1800 s"),
     (STALE, AWAY, f"evenkeel: {refused_file(STALE)}"),
+    (DeadlineExceeded("weights -> engine: not done"), *["evenkeel: weights -> engine: not done"] * 2),
+    (LateError("no batch"), *["evenkeel: no batch"] * 2),
     (ConfigError("no room"), NOT_AGAIN, NOT_AGAIN),
     (NoClusterError("no cluster"), NO_CLUSTER, NO_CLUSTER),
     (EngineError("failed"), "evenkeel: failed", "evenkeel: failed"),
@@ -68,6 +70,18 @@ def test_what_a_start_lacks_is_told_from_what_training_does(
 
     monkeypatch.setattr(train, "train_run", train_run)
     assert attempted() == (in_training if trains else at_start)
+
+
+def test_an_error_of_a_disk_that_names_no_file_may_pass_too(
+    attempted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one of reading, after a file was opened. There is no sentence for it, so its traceback is printed."""
+
+    def train_run(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ETIMEDOUT, "Connection timed out")
+
+    monkeypatch.setattr(train, "train_run", train_run)
+    assert attempted() == AWAY and "Connection timed out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["data", "model", "checkpoint"])

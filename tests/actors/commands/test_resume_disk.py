@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -30,7 +31,9 @@ from actors.doctor.facts import NodeFacts
 from actors.metrics.step_metrics import StepMetrics
 from actors.processes import disk_at_start
 from actors.processes.disk_at_start import DiskLate
+from actors.record.checkpoint_reader import newest_readable
 from actors.record.reading import Reading
+from actors.record.run_doctor import diagnose, page
 from actors.record.run_folder import Checkpoint, RunFolder
 from correction.errors import DeadlineExceeded
 from learner import file_sums
@@ -222,3 +225,51 @@ def test_a_checkpoint_that_the_disk_does_not_give_now_is_waited_for(folder: RunF
     monkeypatch.undo()
     _, point = find_resume_point(folder, ())
     assert point is not None and point.checkpoint == newest
+
+
+@pytest.mark.parametrize("reader", ["stat", "the checksum", "who uses it"])
+@pytest.mark.parametrize("name", ["hf/config.json", "hf/model.safetensors", "state/controller.json", "state/groups.safetensors"])
+@pytest.mark.parametrize("number", [errno.EUCLEAN, errno.ESTALE])
+def test_what_a_disk_refuses_is_told_from_damage(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, number: int, name: str, reader: str
+) -> None:
+    """By its error, whoever reads the file: for damage the older checkpoint is taken; what may pass is no reason to."""
+    path, opens, stats, asked = folder.path / "checkpoints" / "step_000002" / name, io.open, Path.stat, list[str]()
+
+    def refuse(at: Any, after: int) -> None:
+        if str(at) == str(path):
+            asked.append(name)
+            if len(asked) > after:
+                raise OSError(number, "refused")
+
+    def opened(file: Any, *arguments: Any, **named: Any) -> Any:
+        refuse(file, int(reader == "who uses it"))
+        return opens(file, *arguments, **named)
+
+    def looked_at(at: Path, **named: Any) -> Any:
+        refuse(at, 0)
+        return stats(at, **named)
+
+    monkeypatch.setattr(*((Path, "stat", looked_at) if reader == "stat" else (io, "open", opened)))
+    if number == errno.EUCLEAN:
+        point = newest_readable(folder)
+        assert point.checkpoint.step == 1 and len(point.damaged) == 1
+    else:
+        with pytest.raises(OSError, match="refused") as caught:
+            newest_readable(folder)
+        assert caught.value.errno == number and "step_000002" in caught.value.filename
+        assert "That is no damage of" in caught.value.__notes__[0]
+        assert re.search("step_000002 can't be read now, which is no damage", page(diagnose(folder)))
+        assert len(folder.checkpoints()) == 2
+
+
+def test_checkpoints_that_can_t_be_listed_are_not_none(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run would begin anew."""
+
+    def refuses(at: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(at))
+
+    monkeypatch.setattr(os, "scandir", refuses)
+    monkeypatch.setattr(os, "listdir", refuses)
+    with pytest.raises(PermissionError, match="checkpoints"):
+        find_resume_point(folder, ())

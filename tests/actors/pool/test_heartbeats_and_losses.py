@@ -261,6 +261,10 @@ def test_a_lost_worker_is_made_up_for_when_the_last_of_its_groups_is_taken() -> 
     for group_id in range(100):
         lost.taken([group_id])
     assert [sentence.split()[5] for sentence in told] == ["b", "a"]
+    lost.add(WorkerHandle("d", None, SyncTarget("d", None), groups={104, 105}))
+    lost.taken([104])
+    lost.discarded(105)
+    assert len(told) == 2, "a group that is discarded is not under way again"
 
 
 def test_losses_without_work_that_are_far_apart_end_no_run() -> None:
