@@ -176,7 +176,7 @@ def test_a_missing_file_is_refused(state: TrainingState, tmp_path: Path) -> None
         TrainingState.load(tmp_path)
     state.save(tmp_path)
     (tmp_path / "controller.json").write_text("[" * 100_000)
-    with pytest.raises(DataError, match=r"groups.safetensors: damaged, no state can be read from it"):
+    with pytest.raises(DataError, match=r"controller.json: damaged, no state can be read from it"):
         TrainingState.load(tmp_path)
 
 
