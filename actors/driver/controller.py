@@ -150,10 +150,10 @@ class Controller:
         self._is_begun = self._ending.is_training = interrupts.has_trained = True
         if not goes_on:
             gc.freeze()  # a full garbage collection need not walk through all that the imports made
+            self._observer.phase("training")
             self._observer.training_begins(time.monotonic() - self._began)
         prompts = map(self._task.train_prompt, itertools.count(self._source.outstanding.admitted))
-        feeding = self._pool.feed(prompts, self._source.take_unfinished(), self._observer.admitted)
-        await unless_failed(self._train_and_save(), feeding)
+        await unless_failed(self._train_and_save(), self._pool.feed(prompts, self._source.take_unfinished(), self._observer.admitted))
         self._ending.is_training, self._is_trained = False, True
 
     async def _finish(self, after: Evaluation | None) -> RunSummary:

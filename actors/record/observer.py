@@ -229,8 +229,8 @@ class Observer:
 
     def training_begins(self, elapsed_s: float) -> None:
         """The clock of the first step starts here, that of the run `elapsed_s` ago."""
-        self.phase("training")
-        self._step_ended, self._began = time.monotonic(), time.monotonic() - elapsed_s
+        self._step_ended = time.monotonic()
+        self._began = time.monotonic() - elapsed_s
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
