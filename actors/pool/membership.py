@@ -247,8 +247,8 @@ class Membership(ABC):
         groups = counted(len(worker.groups), "group")
         self._observer.event("warning", f"rollout worker {worker.name} is gone: {reason}; others take its {groups}")
         self._progressed = self._now()
-        is_judge = of_reward and not any(True for _ in self._joined())  # nobody has scores: no fault of this node
-        self._losses.lost(self._now(), "" if is_judge else worker.sync.node, is_in_vain=not of_reward)
+        node = "" if of_reward and self._nobody_has_scores() else worker.sync.node
+        self._losses.lost(self._now(), node, is_in_vain=not of_reward)
         if never_worked and not of_reward and not self._has_begun and not self._may_start_again(worker, error):
             if not self._workers and not self._replacing:
                 is_known = isinstance(error, EvenkeelError) and not isinstance(error, ActorLost)
@@ -275,6 +275,10 @@ class Membership(ABC):
         is_alone, unscored = not any(True for _ in self._joined()), worker.unscored + 1
         pause_s = self._unscored_starts.pause_s(error, unscored, is_alone=is_alone)
         return self._replace(pause_s, "the reward of a worker that starts gives no score", worker.attempt, unscored)
+
+    def _nobody_has_scores(self) -> bool:
+        """Whether a reward that gives no score is no fault of one node."""
+        return not any(True for _ in self._joined())
 
     def _may_start_again(self, worker: WorkerHandle, error: BaseException | None) -> bool:
         """Whether another start may succeed: a killed process or a late start may be chance, while wrong settings raise other errors."""

@@ -31,7 +31,7 @@ from actors.queue.payloads import disregard, to_hand_on
 from actors.settings.deadlines import ANSWER_S, group_s
 from actors.weights.weight_sync import SyncTarget
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError, counted
-from rollout.config import AnswerSampling, FunctionReward
+from rollout.config import AnswerSampling
 from rollout.trajectory import GroupFacts, Prompt, Trajectory, UnfinishedGroup
 
 log = logging.getLogger("evenkeel.pool")
@@ -43,8 +43,7 @@ _ANSWERS = 32
 _FEW = 64
 """Up to this many workers, a change is acted on at once; in a larger pool the changes of some milliseconds are collected first."""
 _LOOK_S = 2e-5
-"""Seconds of waiting for further changes, times the number of workers. The receipts of hundreds of workers come within a second, and
-looking through all workers takes milliseconds."""
+"""Seconds of waiting for further changes, times the number of workers: looking through hundreds of them takes milliseconds."""
 
 
 class RolloutPool(Membership):
@@ -73,9 +72,7 @@ class RolloutPool(Membership):
     def _begin_books(self) -> None:
         window_s = max(WINDOW_S, FEWEST_FAILED * ATTEMPTS * group_s(self._config))  # enough for one worker with one slot
         self._groups = GroupBook(window_s)
-        reward, notify = self._config.reward, self._observer.event
-        name = reward.path if isinstance(reward, FunctionReward) else reward.kind
-        self._scoring = Scoring(name, window_s, notify=notify, spawn=self.spawn, on_end=self._goes_on)
+        self._scoring = Scoring(self._config.reward, window_s, notify=self._observer.event, spawn=self.spawn, on_end=self._goes_on)
 
     def start(self, *, has_scored: bool = False) -> None:
         """As Membership."""
@@ -364,6 +361,9 @@ class RolloutPool(Membership):
 
     def last_progress(self) -> float:
         return self._now() if self._scoring.is_pausing else super().last_progress()
+
+    def _nobody_has_scores(self) -> bool:
+        return self._scoring.is_failing or super()._nobody_has_scores()
 
     def _goes_on(self) -> None:
         """Called at the end of a pause that failing rewards have caused."""

@@ -14,6 +14,7 @@ from typing import Any
 from actors.pool.faults import LatestGroups
 from actors.processes.event_level import Notify
 from correction.errors import RequestError, counted
+from rollout.config import FunctionReward, RewardConfig
 from rollout.trajectory import LEAST_VALID, FailureKind, GroupFacts
 
 _LONGEST_PAUSE_S = 60.0
@@ -62,7 +63,7 @@ class Scoring:
 
     def __init__(
         self,
-        reward: str,
+        reward: RewardConfig,
         window_s: float,
         *,
         notify: Notify,
@@ -71,13 +72,13 @@ class Scoring:
     ) -> None:
         """
         Args:
-            reward: its name.
             window_s: seconds after which a group no longer counts.
             notify: takes level and sentence.
             spawn: starts a task for a pause.
             on_end: called at the end of each pause.
         """
-        self._reward, self._notify, self._spawn, self._on_end = reward, notify, spawn, on_end
+        self._reward = reward.path if isinstance(reward, FunctionReward) else reward.kind
+        self._notify, self._spawn, self._on_end = notify, spawn, on_end
         self._latest = LatestGroups(window_s)
         self._pauses, self._paused_s = 0, 0.0
         """Number of pauses, and their seconds, since a group was last scored."""
@@ -117,6 +118,11 @@ class Scoring:
         await asyncio.sleep(seconds)
         self.is_pausing = False
         self._on_end()
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether work is held back, because nobody's groups are scored."""
+        return self._pauses > 0
 
     def places(self, *, is_idle: bool) -> int | None:
         """How many groups may be handed out; None: all that wait. Args: is_idle: no worker has a group."""

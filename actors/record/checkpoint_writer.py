@@ -18,7 +18,7 @@ from actors.ranks.learner_group import LearnerGroup
 from actors.record.observer import Observer
 from actors.record.patience import wait_for_disk
 from actors.record.run_folder import Checkpoint, RunFolder
-from actors.record.set_aside import KEPT, bytes_under, make_room, remove_oldest
+from actors.record.set_aside import KEPT, bytes_under, superseded, to_free
 from actors.state.resume import TrainingState
 from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, EvenkeelError, LedgerError
 
@@ -177,7 +177,7 @@ class CheckpointWriter:
         """Raises: DataError if the disk has no room for what is to come."""
         needed = self._bytes or await learner.checkpoint_bytes(deadline_s=self._deadline_s)
         free = await self._free()
-        if free < needed * _GROWTH and await self._remove_damaged("the next checkpoint needs the room", make_room, needed * _GROWTH - free):
+        if free < needed * _GROWTH and await self._remove_damaged("the next checkpoint needs the room", to_free, needed * _GROWTH - free):
             free = await self._free()
         if free < needed * _GROWTH:
             raise DataError(
@@ -189,21 +189,22 @@ class CheckpointWriter:
         """Bytes."""
         return (await self._by_disk("free space", shutil.disk_usage, self._folder.path)).free
 
-    async def _remove_damaged(self, why: str, remove: Callable[[RunFolder, T], list[Path]], how_far: T) -> bool:
+    async def _remove_damaged(self, why: str, which: Callable[[RunFolder, T], list[Path]], how_far: T) -> bool:
         """Remove some of those that were set aside, and say so. Returns: whether there may be more room now. Raises: DiskLate.
 
-        Args: remove: of set_aside.py, with its second argument.
+        Args: which: of set_aside.py, with its second argument.
         """
         try:
-            removed = await self._by_disk("removal of damaged ones", remove, self._folder, how_far)
+            chosen = await self._by_disk("sizes of damaged ones", which, self._folder, how_far)
+            for path in chosen:
+                await self._by_disk("removal of a damaged one", shutil.rmtree, path)
+                self._observer.event("info", f"{path.name}, a damaged checkpoint that was set aside, is removed: {why}")
         except DiskLate:  # an OSError, too
             raise
         except OSError as error:
             self._observer.event("warning", f"damaged checkpoints that were set aside could not all be removed: {error}")
             return True
-        for path in removed:
-            self._observer.event("info", f"{path.name}, a damaged checkpoint that was set aside, is removed: {why}")
-        return bool(removed)
+        return bool(chosen)
 
     async def _write(self, checkpoint: Checkpoint, learner: LearnerGroup, folder: contextlib.AsyncExitStack, began: float) -> int:
         """Returns: bytes of the checkpoint."""
@@ -218,7 +219,7 @@ class CheckpointWriter:
         self._observer.saved(final, time.monotonic() - began)
         try:
             await self._by_disk("removal of older ones", self._folder.prune_checkpoints, self._settings.keep)
-            await self._remove_damaged("a newer one is kept to be looked at", remove_oldest, KEPT)
+            await self._remove_damaged("a newer one is kept to be looked at", superseded, KEPT)
         except (OSError, DeadlineExceeded) as error:  # the new one is there all the same
             self._observer.event("warning", f"checkpoints that are no longer needed could not be removed: {error}")
         return size

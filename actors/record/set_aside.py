@@ -6,7 +6,6 @@ If the next checkpoint lacks room, the oldest go earlier, the newest last; but o
 from __future__ import annotations
 
 import re
-import shutil
 from itertools import accumulate
 from pathlib import Path
 
@@ -23,20 +22,17 @@ def set_aside(checkpoint: Checkpoint) -> Path:
     return checkpoint.path.rename(next(name for name in names if not name.exists()))
 
 
-def remove_oldest(folder: RunFolder, keep: int) -> list[Path]:
-    """Remove all that were set aside but the `keep` that were written last. Returns: those removed. Raises: OSError."""
+def superseded(folder: RunFolder, keep: int) -> list[Path]:
+    """All that were set aside but the `keep` that were written last; oldest first. Raises: OSError."""
     oldest_first = _oldest_first(folder)
-    return _removed(oldest_first[: max(0, len(oldest_first) - keep)])
+    return oldest_first[: max(0, len(oldest_first) - keep)]
 
 
-def make_room(folder: RunFolder, lacking: float) -> list[Path]:
-    """Remove the oldest that were set aside, as many as have `lacking` bytes together; none if all of them have fewer.
-
-    Returns: those removed. Raises: OSError.
-    """
+def to_free(folder: RunFolder, lacking: float) -> list[Path]:
+    """The oldest that were set aside, as many as have `lacking` bytes together; none if all of them have fewer. Raises: OSError."""
     oldest_first = _oldest_first(folder)
     sizes = accumulate(map(bytes_under, oldest_first))
-    return _removed(oldest_first[: next((number for number, size in enumerate(sizes, 1) if size >= lacking), 0)])
+    return oldest_first[: next((number for number, size in enumerate(sizes, 1) if size >= lacking), 0)]
 
 
 def bytes_under(folder: Path) -> int:
@@ -47,9 +43,3 @@ def bytes_under(folder: Path) -> int:
 def _oldest_first(folder: RunFolder) -> list[Path]:
     found = [path for path in (folder.path / "checkpoints").glob("step_*.damaged*") if _NAME.fullmatch(path.name)]
     return [path for _, path in sorted((path.stat().st_mtime_ns, path) for path in found)]
-
-
-def _removed(paths: list[Path]) -> list[Path]:
-    for path in paths:
-        shutil.rmtree(path)
-    return paths

@@ -15,9 +15,10 @@ import pytest
 from actors.config import DeadlinesConfig
 from actors.driver import going_back
 from actors.driver.going_back import Rollbacks
+from actors.record import checkpoint_reader
 from actors.record.checkpoint_reader import newest_readable
 from actors.record.patience import PatientWriter, by_disk
-from actors.record.run_folder import RunFolder
+from actors.record.run_folder import Checkpoint, RunFolder
 from correction.errors import DataError, DeadlineExceeded
 
 
@@ -48,6 +49,30 @@ def test_a_full_disk_is_waited_for_before_the_run_goes_back(monkeypatch: pytest.
     refusals[0] = 10**6
     with pytest.raises(DataError, match=r"run: the run can't go back to its last checkpoint: .*No space left"):
         asyncio.run(rollbacks.found(Path("model"), Disk(), notify, waited_for))  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_that_can_t_be_read_just_now_is_read_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A stale handle on a network's disk is no damage: the run waits, and goes back to that checkpoint, not to the one before it."""
+    monkeypatch.setattr(going_back, "_DISK_AGAIN_S", 0.0)
+    refusals, told, disk = [2], list[str](), PatientWriter(lambda _: None)
+
+    def read(checkpoint: Checkpoint, _: Any) -> Any:
+        if refusals[0]:
+            refusals[0] -= 1
+            raise OSError(errno.ESTALE, "Stale file handle", str(checkpoint.path))
+        return SimpleNamespace(step=checkpoint.step), []
+
+    monkeypatch.setattr(checkpoint_reader, "_read", read)
+    monkeypatch.setattr(going_back, "take_back", lambda folder, point, task: (point, []))
+    with RunFolder.create(tmp_path / "run", "x") as folder:
+        for step in (1, 2):
+            with folder.checkpoint(step):
+                pass
+        rollbacks = Rollbacks(folder, None)  # type: ignore[arg-type]
+        point, _ = asyncio.run(rollbacks.found(Path("model"), disk, lambda level, text: told.append(text), waited_for))
+        assert point.step == 2 and [one.step for one in folder.checkpoints()] == [1, 2]
+    assert len(told) == 2 and all("tries again in 0 s: [Errno 116] Stale file handle" in text and "step_000002" in text for text in told)
+    disk.close(within_s=60.0)
 
 
 def test_events_are_written_while_a_checkpoint_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from actors.pool.faults import FEWEST_FAILED
 from actors.pool.scoring import PATIENCE_S
 from correction.errors import ConfigError, DeadlineExceeded, EngineError, RequestError
 from rollout.rewards import RewardError
 from tests.actors.pool.mortal_workers import START_S, Mortal, World, play
 from tests.actors.pool.pool_scene import raised
+from tests.actors.pool.test_scoring import Judge, draw_all
 
 NO_SCORE = "rollout.reward (judge:score): the reward raised TimeoutError: the judge is down (tried on held_out/0/0 with its own answer '3')"
 
@@ -142,6 +144,26 @@ def test_a_judge_that_is_down_for_all_is_no_fault_of_a_node(monkeypatch: pytest.
         world.mortals["0"].dead.set()
         await world.all_done(30)
         assert len(judge.tried) >= 5 and not any(avoided(world))
+
+    play(scenario)
+
+
+def test_nor_is_it_while_another_worker_is_up_whose_groups_are_not_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That worker's groups have shown that the judge is down for it, too, when the first start on the other node fails."""
+
+    async def scenario() -> None:
+        world = World(monkeypatch, workers=2, places=2 * FEWEST_FAILED)
+        world.node_of = lambda name: "first" if name in ("0", "1") else "good"
+        world.sample = Judge(world, back_at=world.now + 600.0).sample
+        await world.begin()
+        drawing = asyncio.ensure_future(draw_all(world))
+        while not any("could not be scored" in event for event in world.events):
+            await asyncio.sleep(1.0)
+        judge = DeadJudge(world, world.now + 300.0)
+        world.mortals["0"].dead.set()
+        await asyncio.sleep(600.0)
+        assert len(judge.tried) >= 5 and not any(avoided(world)) and not world.pool.has_failed
+        drawing.cancel()
 
     play(scenario)
 

@@ -96,3 +96,23 @@ def test_damaged_checkpoints_that_can_t_be_removed_hide_no_want_of_room(folder: 
         assert len(told) == 2 and "Make room on that disk" in told[1] and kept(folder) == ALL
 
     asyncio.run(scenario())
+
+
+def test_each_that_is_removed_is_told_also_if_the_next_one_can_t_be(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    damaged(folder, *ALL)
+    monkeypatch.setattr(checkpoint_writer.shutil, "disk_usage", lambda _: SimpleNamespace(free=800))
+    really = shutil.rmtree
+
+    def refused(path: Path) -> None:
+        if path.name == ALL[1]:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        really(path)
+
+    async def scenario() -> None:
+        told: list[str] = []
+        monkeypatch.setattr(shutil, "rmtree", refused)
+        await writer(folder, [], told).begin(4, Learner(), state)  # type: ignore[arg-type]
+        assert told[0] == GONE.format(ALL[0], "the next checkpoint needs the room")
+        assert "could not all be removed: [Errno 13] Permission denied" in told[1] and ALL[1] in told[1] and kept(folder) == ALL[1:]
+
+    asyncio.run(scenario())
