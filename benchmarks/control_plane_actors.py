@@ -1,10 +1,12 @@
 """What the control plane's own actors cost: the real queue, correction service, pool and weight sync over Ray; engines and learner replay.
 
     python benchmarks/control_plane_actors.py [--workers 10,50,100] [--groups 64] [--tokens 1000] [--rate 300000] [--steps 6] [--hosts 1]
-        [--churn 2] [--topk 20] [--expert-layers 24]
+        [--churn 2] [--topk 20] [--expert-layers 24] [--lengths RUN_DIR]
 
 The driver is a run's: controller, ledger, observer, metrics line, TensorBoard and Prometheus endpoint. Engines sleep and hand over groups
 of real size, cut from made-up buffers; a learner of one rank answers with logprobs near the sampled ones. Many workers share a process.
+Answers have lognormal lengths. With --lengths they have those of a recorded run, drawn as `evenkeel simulate --run` draws them, and prompts
+are as long as its were in the mean; with --tokens besides, answers are scaled to that mean.
 
 Printed for each number of workers and of groups, with the goals: processor seconds for each million tokens trained, process by process,
 what of them a process takes in that time without any work, and by how much its anonymous memory has grown; how long a place that has become
@@ -13,8 +15,10 @@ late the driver's event loop was; how many calls of Ray's the processes made for
 single processes would have no time left; before that, what Ray takes for a call that does nothing.
 
 With --churn engines die while the run goes on: it is printed what became of their prompts, and the run ends with an error if one was lost.
-With --topk and --expert-layers answers have wide fields: it is printed what the object store takes for them. With --profile it is printed
-in which threads, or functions of their event loops, processor seconds were spent, or what the driver's loop was doing while it was late.
+Each that joins is handed as many checksums as Qwen3-30B-A3B has tensors, and answers with its own; weights have no bytes.
+With --topk and --expert-layers answers have wide fields: it is printed what the object store takes, as a multiple of their size. With
+--profile it is printed in which threads, or functions of their event loops, processor seconds were spent, or what the driver's loop was
+doing while it was late.
 """
 
 from __future__ import annotations
@@ -34,11 +38,13 @@ import ray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from actors.simulation.costs import AnswerLengths
 from benchmarks.call_floor import CallFloor
 from benchmarks.process_use import Uses
-from benchmarks.replayed_parts import SAMPLES, WideShape
-from benchmarks.replayed_run import Figures, ReplayedRun, ReplayedShape
+from benchmarks.replayed_parts import SAMPLES, WideShape, tensor_names
+from benchmarks.replayed_run import PROMPT_TOKENS, Figures, ReplayedRun, ReplayedShape, recorded_shape
 from benchmarks.sides import ROOT, options
+from correction.errors import ConfigError
 
 _GOALS = {"driver": (0.03, 30), "queue": (0.03, 30), "service": (0.15, 120), "rank": (0.1, None)}
 """CPU seconds for a million tokens, and MB for a million tokens in flight."""
@@ -65,7 +71,8 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--workers", default="10,50,100", help="numbers of workers, one run each")
     parser.add_argument("--groups", default="64", help="numbers of groups (of 8) in a training batch, one run each")
-    parser.add_argument("--tokens", type=int, default=1000, help="mean length of an answer")
+    parser.add_argument("--tokens", type=int, help="mean length of an answer; 1000, or what --lengths has recorded")
+    parser.add_argument("--lengths", type=Path, metavar="RUN_DIR", help="folder of a run whose answers' lengths are drawn")
     parser.add_argument("--rate", type=float, default=3e5, help="tokens a second that engines and learner aim at")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--hosts", type=int, default=1, help="processes that the workers share")
@@ -75,17 +82,32 @@ def main() -> None:
     profile = parser.add_argument("--profile", choices=("threads", "functions", "late"), default="")
     profile.help = "print what of the processes takes their time, or what makes the driver's loop late"
     arguments = parser.parse_args()
+    lengths, tokens, prompt_tokens = _lengths(arguments.lengths, arguments.tokens)
     os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"  # of the actors
     with tempfile.TemporaryDirectory(prefix="ek", dir="/tmp") as folder:
         os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # as a private Ray (actors/cluster/cluster.py)
         ray.init(num_cpus=4, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, _temp_dir=folder)
         print(asyncio.run(CallFloor.measured()), flush=True)
+        print(f"lengths: {lengths.description if lengths else 'lognormal'}; mean {tokens} tokens, prompts of {prompt_tokens}", flush=True)
         for workers, groups in itertools.product(map(int, arguments.workers.split(",")), map(int, arguments.groups.split(","))):
-            more = arguments.churn, WideShape(arguments.topk, arguments.expert_layers)
-            shape = ReplayedShape(workers, groups, arguments.tokens, arguments.rate, arguments.steps, arguments.hosts, *more)
+            more = arguments.churn, WideShape(arguments.topk, arguments.expert_layers), lengths, prompt_tokens
+            shape = ReplayedShape(workers, groups, tokens, arguments.rate, arguments.steps, arguments.hosts, *more)
             found, used = asyncio.run(run(shape, profile=arguments.profile))
             _tell(shape, found, used)
         ray.shutdown()
+
+
+def _lengths(run_dir: Path | None, mean: int | None) -> tuple[AnswerLengths | None, int, int]:
+    """(recorded lengths, mean, tokens of a prompt); None: lognormal ones. A folder that has none ends the benchmark, and says why."""
+    if run_dir is None:
+        return None, mean or 1000, PROMPT_TOKENS
+    from actors.commands.measured_costs import recorded_lengths
+
+    try:
+        lengths, prompt_tokens = recorded_lengths(run_dir)
+        return *recorded_shape(lengths, mean), max(2, prompt_tokens)  # two at least: the probe has a logprob then
+    except ConfigError as error:
+        raise SystemExit(f"--lengths {error}") from None
 
 
 def _tell(shape: ReplayedShape, found: Figures, used: dict[str, tuple[float, int]]) -> None:
@@ -110,8 +132,10 @@ def _tell(shape: ReplayedShape, found: Figures, used: dict[str, tuple[float, int
     )
     print(f"  a version's probe was answered and compared {found.probes / steps:.1f} times, of {shape.workers} workers")
     if shape.wide.token_bytes:
-        carried = f"{shape.wide.token_bytes} bytes a token in wide fields, {held * shape.wide.token_bytes:.0f} MB of those in flight"
-        print(f"  {carried}; the object store has grown by {found.stored / 1e6:.0f} MB")
+        size = 2 * shape.groups * statistics.fmean(found.wide)  # of two batches
+        carried = f"{shape.wide.token_bytes} bytes a token in wide fields, {size / 1e6:.1f} MB of those in flight"
+        times = f", {found.stored / size:.2f} times their size on this node (goal at most 1)" if size else ""
+        print(f"  {carried}; the object store has grown by {found.stored / 1e6:.1f} MB{times}")
     if shape.churn:
         _tell_churn(found)
     name, (cpu_s, _) = max(((n, u) for n, u in used.items() if n in ("driver", "queue", "service")), key=lambda pair: pair[1][0])
@@ -128,7 +152,8 @@ def _tell_churn(found: Figures) -> None:
     if counts["admitted"] != counts["trained"] + counts["discarded"] + under_way:
         raise SystemExit(f"prompts were lost: {counts}, and {under_way} under way")
     print(
-        f"  {found.lost} workers died, and others joined; of {counts['admitted']} prompts {counts['trained']} were trained on, "
+        f"  {found.lost} workers died, and others joined, {found.verified} with {len(tensor_names()):,} checksums; "
+        f"of {counts['admitted']} prompts {counts['trained']} were trained on, "
         f"{counts['discarded']} discarded, {under_way} under way; copies of a version: at most {max(found.exports.values())}"
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import math
 import os
 import random
@@ -25,7 +26,8 @@ from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
 from actors.pool.pool import RolloutPool
 from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
 from actors.pool.workers import WorkerHandle
-from actors.queue.payloads import read_now
+from actors.queue.payloads import checksums_of, read_now
+from actors.simulation.costs import AnswerLengths
 from actors.weights.weight_sync import SyncTarget
 from correction.config import CorrectionConfig
 from correction.errors import ActorLost, EngineError
@@ -46,6 +48,9 @@ SAMPLES = 8
 """Answers of a group."""
 EXPERTS = 8
 """Experts of a token in each layer."""
+LAYERS, EXPERT_TENSORS, LAYER_TENSORS = 48, 3 * 128, 9
+"""Of Qwen3-30B-A3B, with 18,867 tensors in all: what a worker that joins is handed a checksum of each for. LAYER_TENSORS: attention (4
+projections, 2 norms), the router, and 2 norms."""
 
 
 @dataclass(frozen=True)
@@ -75,26 +80,50 @@ def probed(token_ids: Sequence[int]) -> list[float]:
     return [-1.0] * max(0, len(token_ids) - 1)
 
 
+@functools.cache
+def tensor_names() -> tuple[str, ...]:
+    """Of a large model with experts, as long as such names are."""
+    experts = [f"mlp.experts.{number // 3}.{('gate', 'up', 'down')[number % 3]}_proj.weight" for number in range(EXPERT_TENSORS)]
+    of_layer = [*experts, *(f"self_attn.{number}_proj.weight" for number in range(LAYER_TENSORS))]
+    layers = (f"model.layers.{layer}.{name}" for layer in range(LAYERS) for name in of_layer)
+    return "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", *layers
+
+
+@functools.lru_cache(2)
+def _made_up_checksums(version: int) -> dict[str, str]:
+    return {name: hashlib.sha256(f"{version} {name}".encode()).hexdigest() for name in tensor_names()}
+
+
+@dataclass(frozen=True)
+class ReplayedBucket:
+    """Takes the place of all WeightBuckets of a version: no bytes, but as many checksums as a large model has."""
+
+    version: int
+
+    def checksums(self) -> dict[str, str]:
+        return _made_up_checksums(self.version)
+
+
 class ReplayedEngine:
-    """Takes the place of the sampler and its engine: answers of lognormal length, at a rate that keeps the run going."""
+    """Takes the place of the sampler and its engine: its answers come at a rate that keeps the run going."""
 
     engine: ReplayedEngine
     requests_in_flight = generated_tokens = 0
     silent_s = 0.0
 
-    def __init__(self, tokens: int, seconds: float, wide: WideShape, seed: int) -> None:
-        self._tokens, self._seconds, self._wide, self._random = tokens, seconds, wide, random.Random(seed)
+    def __init__(self, lengths: AnswerLengths, token_s: float, wide: WideShape, seed: int) -> None:
+        """Args: lengths: engines of a process draw from the same."""
+        self._lengths, self._token_s, self._wide, chance = lengths, token_s, wide, random.Random(seed)
         self._began, self._dead = time.monotonic(), asyncio.Event()
-        longest = 8 * tokens
-        self._ids = ids_of(self._random.randrange(150_000) for _ in range(longest))
-        self._logprobs = logprobs_of(-self._random.random() for _ in range(longest))
+        self._ids = ids_of(chance.randrange(150_000) for _ in range(lengths.max_tokens))
+        self._logprobs = logprobs_of(-chance.random() for _ in range(lengths.max_tokens))
         self._version = 0
         self.engine = self
 
     async def group(self, prompt: Prompt, *, group_id: int, admitted_version: int, topk: int = 0, begun: Any = None) -> Group:
-        lengths = [min(len(self._ids), max(1, int(self._tokens * self._random.lognormvariate(-0.125, 0.5)))) for _ in range(SAMPLES)]
+        lengths = [self._lengths.next() for _ in range(SAMPLES)]
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._seconds * max(lengths) / self._tokens):
+            async with asyncio.timeout(self._token_s * max(lengths)):
                 await self._dead.wait()
         self.raise_if_lost()
         self.generated_tokens += sum(lengths)
@@ -143,8 +172,8 @@ class ReplayedEngine:
         if self._dead.is_set():
             raise ActorLost("the replayed engine was ended")
 
-    async def weight_checksums(self, *_: Any) -> dict[str, str]:
-        return {}
+    async def weight_checksums(self, sent: Sequence[ReplayedBucket], _: Any) -> dict[str, str]:
+        return checksums_of(*sent)
 
 
 class NoEndpoint:
@@ -158,8 +187,8 @@ class NoEndpoint:
 class WorkerHost:
     """A process with many rollout workers, real ones but for their engines; calls name the worker."""
 
-    def __init__(self, settings: WorkerSettings, tokens: int, seconds: float, wide: WideShape) -> None:
-        self._settings, self._replays = settings, (tokens, seconds, wide)
+    def __init__(self, settings: WorkerSettings, lengths: AnswerLengths, token_s: float, wide: WideShape) -> None:
+        self._settings, self._replays = settings, (lengths, token_s, wide)
         self._workers: dict[str, RolloutWorker] = {}
 
     async def node_id(self) -> str:
@@ -257,7 +286,9 @@ class ReplayedRank:
     def export(self, number: int, version: int, plan: ExportPlan) -> WeightSnapshot:
         self._in_order(number)
         self._exports[version] += 1
-        return WeightSnapshot(self._version, [ray.put([])], [[]], probed(plan.probe_ids), {}, 0.0)
+        bucket = ReplayedBucket(version)
+        checksums = bucket.checksums() if plan.checksums else {}
+        return WeightSnapshot(self._version, [ray.put(bucket)], [[]], probed(plan.probe_ids), checksums, 0.0)
 
     def exports(self) -> dict[int, int]:
         """Copies of the weights, by version."""
@@ -286,7 +317,8 @@ class ReplayPool(RolloutPool):
         name = str(self._born)
         self._born += 1
         proxy = HostedWorker(self.hosts[int(name) % len(self.hosts)], name)
-        worker = WorkerHandle(name, proxy, SyncTarget(name, proxy, is_verified=True))
+        is_first = self._born <= self._settings.rollout.first_workers  # they would show their checksums before anything is counted
+        worker = WorkerHandle(name, proxy, SyncTarget(name, proxy, is_verified=is_first))
         worker.attempt, worker.unscored = attempt, unscored
         self._workers[name] = worker
         self.spawn(self._bring_up(worker))

@@ -9,11 +9,15 @@ from __future__ import annotations
 import asyncio
 import io
 import itertools
+import os
 import random
+import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,16 +43,20 @@ from actors.record.run_event import EventKind
 from actors.record.run_folder import RunFolder
 from actors.record.terminal import TerminalView
 from actors.settings.environment import OF_BATCHES
+from actors.simulation.costs import AnswerLengths
 from actors.state.resume import open_ledger
 from actors.weights.weight_sync import SyncTarget
 from benchmarks.late_loop import LateLoop
 from benchmarks.process_use import Uses
 from benchmarks.replayed_parts import SAMPLES, ReplayedRank, ReplayPool, WideShape, WorkerHost
 from correction.config import CorrectionConfig
+from correction.errors import ConfigError
 from rollout.config import RolloutConfig
-from rollout.trajectory import Prompt
+from rollout.trajectory import GroupFacts, Prompt, SyncReceipt
 
 PROMPT_TOKENS = 200
+P50, P99 = 0.8825, 2.824
+"""Of lognormal lengths whose mean is 1 (sigma 0.5)."""
 CORRECTION = CorrectionConfig.model_validate({"preset": "tis-token"})
 WARM_UP = 2
 """Number of first steps that are left out."""
@@ -77,8 +85,12 @@ class Figures:
     """Number of workers that were killed."""
     counts: dict[str, float] = field(default_factory=dict)
     """Of the run, by name of the catalogue."""
+    verified: int = 0
+    """Number of receipts with checksums."""
     exports: dict[int, int] = field(default_factory=dict)
     """Copies that the learner made, by version."""
+    wide: list[int] = field(default_factory=list)
+    """Bytes of each group's wide fields; 0: too few for an object of their own."""
     stored: int = 0
     """Bytes by which the object store has grown."""
 
@@ -100,6 +112,15 @@ class ReplayedShape:
     churn: int = 0
     """Workers that die in the time of a step; others join in their places."""
     wide: WideShape = field(default_factory=WideShape)
+    recorded: AnswerLengths | None = None
+    """None: lengths are lognormal, of mean `tokens`."""
+    prompt_tokens: int = PROMPT_TOKENS
+
+    @property
+    def lengths(self) -> AnswerLengths:
+        if self.recorded is not None:
+            return self.recorded
+        return AnswerLengths.lognormal(max(1.0, P50 * self.tokens), P99 * self.tokens, max_tokens=8 * self.tokens)
 
     @property
     def step_s(self) -> float:
@@ -113,7 +134,7 @@ class ReplayedShape:
                 "task": {"kind": "file", "path": "none"},
                 "reward": {"kind": "exact_match"},
                 "workers": self.workers,
-                "sampling": {"samples_per_group": SAMPLES, "max_tokens": 8 * self.tokens},
+                "sampling": {"samples_per_group": SAMPLES, "max_tokens": self.lengths.max_tokens},
                 "engine": {"device": "cpu", "max_running_requests": requests, "return_routed_experts": self.wide.layers > 0},
             }
         )
@@ -123,20 +144,46 @@ class ReplayedShape:
         )  # fmt: skip
 
 
-def prompt_of(number: int) -> Prompt:
-    return Prompt(f"replayed/0/{number}", "question " * 20, tuple(range(PROMPT_TOKENS)), "answer")
+def prompt_of(number: int, tokens: int = PROMPT_TOKENS) -> Prompt:
+    return Prompt(f"replayed/0/{number}", "question " * 20, tuple(range(tokens)), "answer")
+
+
+def recorded_shape(lengths: AnswerLengths, mean: int | None) -> tuple[AnswerLengths, int]:
+    """(lengths of a recorded run as long as they were, or scaled to this mean; their mean), tokens.
+
+    Raises: ConfigError if some are longer than the run's recipe lets answers be: they would be cut, and their mean another one.
+    """
+    if (longest := max(lengths.recorded)) > lengths.max_tokens:
+        raise ConfigError(f"{lengths.description}: {longest} tokens, above the max_tokens of the run's recipe, {lengths.max_tokens}")
+    own = statistics.fmean(lengths.recorded)
+    scaled = [max(1, round(one * (mean or own) / own)) for one in lengths.recorded]
+    description = lengths.description + (f", {mean / own:.3g} times as long" if mean else "")
+    return AnswerLengths.like(scaled, description, max_tokens=max(scaled)), max(1, round(statistics.fmean(scaled)))
 
 
 class _Store:
-    """Ray's object store on this node: what its process has written to, which is never given back."""
+    """Ray's object store on this node: what of its files was written to, which is never given back.
+
+    Objects are written by the processes that make them: the store's own process (the raylet) has none of it in its memory.
+    """
 
     def __init__(self) -> None:
-        self._raylet = next(one for one in psutil.Process().children() if one.name() == "raylet")
-        self._first = self._raylet.memory_info().shared
+        raylet = next(one for one in psutil.Process().children() if one.name() == "raylet")
+        self._open = Path(f"/proc/{raylet.pid}/fd")
+        self._first = self._written()
 
     @property
     def grown(self) -> int:
-        return int(self._raylet.memory_info().shared - self._first)
+        return self._written() - self._first
+
+    def _written(self) -> int:
+        """Bytes."""
+        by_file: dict[int, int] = {}
+        for one in self._open.iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                if "plasma" in os.readlink(one):
+                    by_file[one.stat().st_ino] = 512 * one.stat().st_blocks
+        return sum(by_file.values())
 
 
 class TimedObserver(Observer):
@@ -155,6 +202,10 @@ class TimedObserver(Observer):
         super().probed(target, version, differences)
         self.figures.probes += 1
 
+    def group_finished(self, group: GroupFacts, worker: str) -> None:
+        super().group_finished(group, worker)
+        self.figures.wide.append(group.wide_bytes)
+
     def admitted(self, tickets: Sequence[Ticket]) -> None:
         super().admitted(tickets)
         if self.freed_at:
@@ -168,11 +219,12 @@ class ReplayedRun(Controller):
         """Start the parts; workers join as they come."""
         self._store = _Store()
         self.shape, self.figures, self.profile = shape, Figures(), profile
+        self._prompt = partial(prompt_of, tokens=shape.prompt_tokens)
         self._temporary = tempfile.TemporaryDirectory(prefix="ek-replayed-")
         config = shape.config
         folder = RunFolder.create(Path(self._temporary.name) / "run", "replayed")
         self.observer = TimedObserver(config, folder, self.figures, steps=config.steps)
-        task: Any = SimpleNamespace(train_prompt=prompt_of)
+        task: Any = SimpleNamespace(train_prompt=self._prompt)
         super().__init__(config, folder, task, self.observer)
         self._is_begun = True  # without an evaluation
         self.observer.serve()
@@ -184,7 +236,7 @@ class ReplayedRun(Controller):
         self.rank = ray.remote(ReplayedRank).options(num_cpus=0, runtime_env={"env_vars": OF_BATCHES}).remote(shape.step_s)
         self._learner = LearnerGroup([self.rank], version=0, step_s=600.0)
         self._begin_pool()
-        probe_ids, pool = prompt_of(0).token_ids, self._pool
+        probe_ids, pool = self._prompt(0).token_ids, self._pool
         self._sync = make_sync(config, self._learner, probe_ids, self.observer, pool, generation=0, on_receipt=self._receipt)
         self._steps.follow(self._source.service)
         self.observer.follow(self._pool, self._learner)
@@ -195,10 +247,12 @@ class ReplayedRun(Controller):
     def _begin_pool(self) -> None:
         shape, config = self.shape, self._config
         topk = shape.wide.topk
-        settings = WorkerSettings(config.rollout, Path("model"), prompt_of(0), bind="127.0.0.1", resource="rollout", topk=topk)
+        settings = WorkerSettings(config.rollout, Path("model"), self._prompt(0), bind="127.0.0.1", resource="rollout", topk=topk)
         self._pool = ReplayPool(settings, config.deadlines, self.queue, self.observer, config.places, self._source.outstanding)
         host = ray.remote(WorkerHost).options(num_cpus=0, max_concurrency=4096)
-        self._pool.hosts = [host.remote(settings, shape.tokens, shape.step_s / 4, shape.wide) for _ in range(shape.hosts)]
+        token_s = shape.step_s / 4 / shape.tokens
+        seeds = range(shape.hosts)
+        self._pool.hosts = [host.remote(settings, shape.lengths.afresh(seed), token_s, shape.wide) for seed in seeds]
         self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, [], self.observer, steps=config.steps)
 
     queue = property(lambda self: self._source.queue)
@@ -237,7 +291,7 @@ class ReplayedRun(Controller):
         return self._used
 
     async def _failing(self) -> None:
-        prompts = map(prompt_of, itertools.count())
+        prompts = map(self._prompt, itertools.count())
         await asyncio.gather(self.pool.feed(prompts, [], self.observer.admitted), self.pool.raise_on_failure())
 
     # -- the controller's loop, with notes of when it comes where ----------------------------------------------------------
@@ -285,6 +339,10 @@ class ReplayedRun(Controller):
         figures.admission_s, figures.gap_s, figures.receipts_s, figures.probes, figures.tokens = [], [], [], 0, 0
         self._counted_from = time.monotonic()
         self._learned_at = time.monotonic()
+
+    def _receipt(self, receipt: SyncReceipt) -> None:
+        super()._receipt(receipt)
+        self.figures.verified += bool(receipt.checksums)
 
     async def _receipts(self) -> None:
         began = time.monotonic()

@@ -49,19 +49,12 @@ class MeasuredRun:
         Args: cores, other_cores: see RunCosts; the learner's and the engines' threads are those of the run.
         Raises: ConfigError for a folder without enough steps, or whose pool changed its size in them.
         """
-        folder = RunFolder.view(run_dir)
-        config = load_config(RunConfig, folder.path / "config.yaml")
+        folder, config, steps = _recorded(run_dir)
         shape = shape_of(config)
-        steps = folder.read_metrics()[2 * (shape.max_staleness + 1) + 1 :]
-        steps = [step for step in steps if step.keys() >= _NEEDED]
-        if len(steps) < _FEWEST_STEPS:
-            raise ConfigError(
-                f"{run_dir}: {len(steps)} steps to measure from, without those in which the run gets going; it takes {_FEWEST_STEPS}"
-            )
         if config.rollout.is_elastic:
             shape = replace(shape, workers=_constant_workers(run_dir, steps, shape.workers))
         lengths = _lengths(folder, steps, config.rollout.sampling.max_tokens)
-        learner_tokens = statistics.fmean(step["throughput/learner_tokens_per_s"] * step["time/train_s"] for step in steps)
+        learner_tokens = _learner_tokens(steps)
         learner_token_s = _mean(steps, "time/train_s") / learner_tokens
         factors = [1 / (step["throughput/learner_tokens_per_s"] * learner_token_s) for step in steps]
         prompt_tokens = _prompt_tokens(steps, shape, learner_tokens * len(steps))
@@ -81,6 +74,29 @@ class MeasuredRun:
         )
         run = cls(shape, costs, lengths, prompt_tokens, len(steps), _mean(steps, "time/step_s"), _mean(steps, "staleness/mean"))
         return replace(run, costs=_fitted(run, _occupied_s(steps, shape)))
+
+
+def recorded_lengths(run_dir: Path) -> tuple[AnswerLengths, int]:
+    """(lengths of a run's answers, mean length of its prompts in tokens), as `MeasuredRun` has them.
+
+    Raises: ConfigError for a folder without enough steps.
+    """
+    folder, config, steps = _recorded(run_dir)
+    prompt_tokens = _prompt_tokens(steps, shape_of(config), _learner_tokens(steps) * len(steps))
+    return _lengths(folder, steps, config.rollout.sampling.max_tokens), prompt_tokens
+
+
+def _recorded(run_dir: Path) -> tuple[RunFolder, RunConfig, list[StepMetrics]]:
+    """A run's folder, its recipe, and the steps to measure from. Raises: ConfigError if they are too few."""
+    folder = RunFolder.view(run_dir)
+    config = load_config(RunConfig, folder.path / "config.yaml")
+    steps = folder.read_metrics()[2 * (config.max_staleness + 1) + 1 :]
+    steps = [step for step in steps if step.keys() >= _NEEDED]
+    if len(steps) < _FEWEST_STEPS:
+        raise ConfigError(
+            f"{run_dir}: {len(steps)} steps to measure from, without those in which the run gets going; it takes {_FEWEST_STEPS}"
+        )
+    return folder, config, steps
 
 
 def shape_of(config: RunConfig) -> RunShape:
@@ -113,6 +129,11 @@ def _mean(steps: Sequence[StepMetrics], name: str) -> float:
     """Mean of a metric over the steps that have it; 0 if none has."""
     found = [step[name] for step in steps if name in step]
     return statistics.fmean(found) if found else 0.0
+
+
+def _learner_tokens(steps: Sequence[StepMetrics]) -> float:
+    """Tokens that a step trains, prompts included; mean."""
+    return statistics.fmean(step["throughput/learner_tokens_per_s"] * step["time/train_s"] for step in steps)
 
 
 def _prompt_tokens(steps: Sequence[StepMetrics], shape: RunShape, learner_tokens: float) -> int:
