@@ -16,9 +16,10 @@ single processes would have no time left; before that, what Ray takes for a call
 
 With --churn engines die while the run goes on: it is printed what became of their prompts, and the run ends with an error if one was lost.
 Each that joins is handed as many checksums as Qwen3-30B-A3B has tensors, and answers with its own; weights have no bytes.
-With --topk and --expert-layers answers have wide fields: it is printed what the object store takes, as a multiple of their size. With
---profile it is printed in which threads, or functions of their event loops, processor seconds were spent, or what the driver's loop was
-doing while it was late.
+With --topk and --expert-layers answers have wide fields: it is printed what the object store takes for them, as a multiple of their size:
+what it has grown by, less what `evenkeel plan` counts for the tokens' other fields (with --churn it holds checksums, too). With --profile
+it is printed in which threads, or functions of their event loops, processor seconds were spent, or what the driver's loop was doing while
+it was late.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ import ray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from actors.plan.host_memory import ANSWER, CORRECTED
 from actors.simulation.costs import AnswerLengths
 from benchmarks.call_floor import CallFloor
 from benchmarks.process_use import Uses
@@ -134,8 +136,11 @@ def _tell(shape: ReplayedShape, found: Figures, used: dict[str, tuple[float, int
     if shape.wide.token_bytes:
         size = 2 * shape.groups * statistics.fmean(found.wide)  # of two batches
         carried = f"{shape.wide.token_bytes} bytes a token in wide fields, {size / 1e6:.1f} MB of those in flight"
-        times = f", {found.stored / size:.2f} times their size on this node (goal at most 1)" if size else ""
-        print(f"  {carried}; the object store has grown by {found.stored / 1e6:.1f} MB{times}")
+        rest = held * 1e6 * (ANSWER + CORRECTED)
+        print(f"  {carried}; the object store has grown by {found.stored / 1e6:.1f} MB", end="" if size else "\n")
+        if size:
+            times = max(0.0, found.stored - rest) / size
+            print(f", {rest / 1e6:.1f} of them of other fields: {times:.2f} times their size on this node (goal at most 1)")
     if shape.churn:
         _tell_churn(found)
     name, (cpu_s, _) = max(((n, u) for n, u in used.items() if n in ("driver", "queue", "service")), key=lambda pair: pair[1][0])
