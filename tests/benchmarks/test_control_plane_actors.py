@@ -180,7 +180,8 @@ def test_workers_that_die_lose_no_prompt_and_wide_fields_arrive(tmp_path: Path) 
     of a group that is more than Ray returns by value. Lengths are those of a run, scaled to a mean of 100."""
     record(tmp_path / "run", 1)
     more = ("--topk", "20", "--expert-layers", "2", "--lengths", str(tmp_path / "run"))
-    told = printed("--workers", "4", "--steps", "8", "--churn", "1", *more)
+    slowly = ("--rate", "5000")  # who joins has its checksums compared, and has to live long enough to finish a group
+    told = printed("--workers", "4", "--steps", "8", "--churn", "1", *slowly, *more)
     assert f"lengths: 120 answers of {tmp_path / 'run'}, 16.7 times as long; mean 100 tokens, prompts of 14\n" in told
     ((joined, checksums),) = re.findall(r"and others joined, (\d+) with ([\d,]+) checksums; ", told)
     assert int(joined) >= 4 and checksums == "18,867"
