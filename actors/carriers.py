@@ -33,6 +33,11 @@ class DiscardReason(StrEnum):
     LOST = "lost with several engines"
 
 
+def discarded_as(reason: str) -> str:
+    """Name of the number of groups discarded for this reason, among the queue's counts."""
+    return f"discarded ({reason})"
+
+
 @dataclass(frozen=True, slots=True)
 class ActorInfo:
     """Who an actor is and where its numbers are."""

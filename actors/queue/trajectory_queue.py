@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from actors.carriers import DiscardReason, Finished, QueueContents, QueueSnapshot, Ticket
+from actors.carriers import DiscardReason, Finished, QueueContents, QueueSnapshot, Ticket, discarded_as
 from correction.errors import DataError, LedgerError
 from rollout.trajectory import Prompt
 
@@ -234,7 +234,7 @@ class TrajectoryQueue:
     # -- looking in, saving ------------------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
-        """Groups by state and the totals since the run began."""
+        """Groups by state and the totals since the run began, of discarded ones for each reason that there was, too."""
         return {
             "admitted": self.admitted,
             "trained": self.trained,
@@ -242,6 +242,7 @@ class TrajectoryQueue:
             "in_flight": self._by_state[GroupState.ADMITTED],
             "finished": self._by_state[GroupState.FINISHED],
             "drawn": self._by_state[GroupState.DRAWN],
+            **{discarded_as(reason): groups for reason, groups in self.discarded_by_reason.items()},
         }
 
     def outstanding(self) -> list[str]:

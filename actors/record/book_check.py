@@ -21,12 +21,14 @@ _CHUNK = 1 << 16
 _LOOK = 10_000
 """Lines between two looks at the clock."""
 _MOST_DIGITS = 18
+_TOTALS = {"trained": "groups/trained_total", "discarded": "groups/discarded_total"}
+"""Numbers of a step with which the ledger's are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class BookCheck:
-    """Whether the ledger has each prompt once, and as many trained ones as the last step says. If a damaged ledger was set aside, this
-    covers the time since then."""
+    """Whether the ledger has each prompt once, and as many trained and discarded ones as the last step says. If a damaged ledger was set
+    aside, this covers the time since then."""
 
     is_balanced: bool
     sentence: str
@@ -85,9 +87,9 @@ def check_books(folder: RunFolder, last: StepMetrics | None, read: LinesRead) ->
     aside = _set_aside(folder.path)
     end = last.step + 1 if last else math.inf  # later ones are settled before the step's line was written, or done again
     seen, twice = _Seen(), set[str]()
-    trained_in, begun_at, outcomes = list[int](), list[float](), Counter[str]()
+    counted_in, begun_at, outcomes = list[Counter[str]](), list[float](), Counter[str]()
     for path in (folder.path / "ledger.jsonl", *aside):
-        first, before = end, outcomes["trained"]
+        first, before = end, _trained_and_discarded(outcomes)
         for prompt, outcome, step in JsonLines(path).each(_settled):
             read.add()
             if step < end:
@@ -95,7 +97,7 @@ def check_books(folder: RunFolder, last: StepMetrics | None, read: LinesRead) ->
                 outcomes[outcome] += 1
                 if seen.add(prompt):
                     twice.add(prompt)
-        trained_in.append(outcomes["trained"] - before)
+        counted_in.append(_trained_and_discarded(outcomes) - before)
         begun_at.append(first)
         end = first
     told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()) if count) or "no prompt has left the queue"
@@ -103,15 +105,27 @@ def check_books(folder: RunFolder, last: StepMetrics | None, read: LinesRead) ->
         named = ", ".join(sorted(twice)[:5])
         return BookCheck(False, f"NOT balanced: {len(twice)} prompts stand in the ledger twice, {named} among them ({told})")
     files = f"{' and '.join(path.name for path in aside)}, set aside as damaged by a resume"
-    total = last.finite().get("groups/trained_total") if last else None
-    if total is None or int(total) == outcomes["trained"]:
+    totals, in_ledger = _totals(last.finite()) if last else {}, _trained_and_discarded(outcomes)
+    wrong = [kind for kind, total in totals.items() if total != in_ledger[kind]]
+    if not wrong:
         return BookCheck(True, f"balanced: {told}, each prompt once" + (f"; {files}, counted" if aside else ""))
-    earlier = _trained_before(folder, begun_at[0]) if aside else None
-    if earlier is not None and total - earlier == trained_in[0]:
-        lost = f"of the {int(earlier)} groups trained before, {sum(trained_in[1:])} can be read in {files}"
-        return BookCheck(True, f"balanced from step {begun_at[0]:.0f} on, with {trained_in[0]} trained; {lost} ({told}, each prompt once)")
-    in_ledger = outcomes["trained"]
-    return BookCheck(False, f"NOT balanced: the last step says {int(total)} groups trained, the ledger has {in_ledger} ({told})")
+    earlier = _totals_before(folder, begun_at[0]) if aside else {}
+    if earlier.keys() >= totals.keys() and all(total - earlier[kind] == counted_in[0][kind] for kind, total in totals.items()):
+        since = " and ".join(f"{counted_in[0][kind]} {kind}" for kind in totals)
+        lost = " and ".join(f"{sum(counted[kind] for counted in counted_in[1:])} of {earlier[kind]} {kind}" for kind in totals)
+        told = f"{lost} before can be read in {files} ({told}, each prompt once)"
+        return BookCheck(True, f"balanced from step {begun_at[0]:.0f} on, with {since}; {told}")
+    say = " and ".join(f"{totals[kind]} groups {kind}, the ledger has {in_ledger[kind]}" for kind in wrong)
+    return BookCheck(False, f"NOT balanced: the last step says {say} ({told})")
+
+
+def _trained_and_discarded(outcomes: Counter[str]) -> Counter[str]:
+    return Counter(trained=outcomes["trained"], discarded=outcomes.total() - outcomes["trained"])
+
+
+def _totals(numbers: Mapping[str, float]) -> dict[str, int]:
+    """Groups trained and discarded since the run began, as far as the numbers of a step say it."""
+    return {kind: int(numbers[name]) for kind, name in _TOTALS.items() if name in numbers}
 
 
 def _settled(record: Mapping[str, Any]) -> tuple[str, str, int]:
@@ -126,14 +140,14 @@ def _set_aside(folder: Path) -> list[Path]:
     return [path for _, path in sorted(known, reverse=True)]
 
 
-def _trained_before(folder: RunFolder, step: float) -> float | None:
-    """Groups trained until then; None: no line says it."""
+def _totals_before(folder: RunFolder, step: float) -> dict[str, int]:
+    """Groups trained and discarded until then; empty: no line says it."""
     if step <= 1:
-        return 0.0
+        return dict.fromkeys(_TOTALS, 0)
 
     def of_that_step(record: dict[str, Any]) -> StepMetrics:
         if step_of(record) != step - 1:
             raise ValueError(f"not of step {step - 1}")
         return StepMetrics.of_record(record)
 
-    return next((line.get("groups/trained_total") for line in JsonLines(folder.metrics_path).each(of_that_step)), None)
+    return next((_totals(line.finite()) for line in JsonLines(folder.metrics_path).each(of_that_step)), {})

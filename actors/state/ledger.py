@@ -3,9 +3,9 @@
     admitted = trained + discarded + outstanding        lines of ledger.jsonl = trained + discarded
 
 One line of ledger.jsonl for each prompt that has left the queue, with what became of it. In memory are the prompts that haven't, and
-counts: a run of any length costs what is under way. The two books are compared id by id at every step and checkpoint; a prompt that one
-of them has lost, doubled or used before is an error that names it. Prompts come in the order of their ids (epoch, position), so that one
-that comes again is known without those that are gone.
+counts: a run of any length costs what is under way. The two books are compared id by id, and the discarded ones reason by reason, at
+every step and checkpoint; a prompt that one of them has lost, doubled or used before is an error that names it. Prompts come in the order
+of their ids (epoch, position), so that one that comes again is known without those that are gone.
 
 A checkpoint has the file's length and checksum (`LedgerMark`). A resume compares them and cuts off what came later, without parsing a line.
 """
@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actors.carriers import QueueSnapshot
+from actors.carriers import QueueSnapshot, discarded_as
 from actors.state.json_lines import append_whole
 from correction.errors import LedgerError
 from rollout.trajectory import PromptPlace
@@ -64,7 +64,9 @@ class Ledger:
         self._path, self._hand_over, self._writing = path, hand_over, threading.Lock()
         self._mark = LedgerMark()
         self._open: set[str] = set()
-        self._admitted = self._trained = self._discarded = 0
+        self._admitted = self._trained = 0
+        self._discarded = Counter[str]()
+        """Number of prompts by reason."""
         self._unwritten: list[bytes] = []
         """Lines of steps that are not in the file yet: still to be written, or refused by a full disk."""
         if path.is_file():
@@ -100,7 +102,7 @@ class Ledger:
         ledger._hand_over, ledger._writing = hand_over, threading.Lock()
         ledger._open = set(outstanding_ids(queue)) | {prompt_id for prompt_id, _ in queue.unreported}
         ledger._admitted, ledger._trained = queue.admitted, queue.trained
-        ledger._discarded = queue.discarded - len(queue.unreported)
+        ledger._discarded = _reported_by_reason(queue)
         return ledger, warning
 
     def settle(
@@ -117,7 +119,7 @@ class Ledger:
         Args:
             discarded: (prompt id, reason).
             outstanding: prompts that the queue holds after that.
-            counts: of the queue, at the same moment; None: not compared.
+            counts: of the queue, at the same moment, with those by reason; None: not compared.
         Raises: LedgerError naming the prompts that the books don't agree on; nothing is written then.
         """
         outcomes = [*((prompt_id, "trained") for prompt_id in trained), *discarded]
@@ -128,23 +130,20 @@ class Ledger:
         self._refuse(step, "lost: neither trained nor discarded, and no longer under way", self._open - books.keys())
         newest = _order(self._mark.last)
         self._refuse(step, f"used before ({self._mark.last} came later)", [p for p in new if _order(p) and _order(p) <= newest])
-        is_trained = sum(outcome == "trained" for _, outcome in outcomes)
+        discards = [reason for _, reason in outcomes if reason != "trained"]
+        by_reason = self._discarded + Counter(map(str, discards))
         mine = {
             "admitted": self._admitted + len(new),
-            "trained": self._trained + is_trained,
-            "discarded": self._discarded + len(outcomes) - is_trained,
+            "trained": self._trained + len(outcomes) - len(discards),
+            "discarded": by_reason.total(),
+            "outstanding": len(held),
+            **{discarded_as(reason): groups for reason, groups in by_reason.items()},
         }
         if counts is not None:
-            under_way = counts["in_flight"] + counts["finished"] + counts["drawn"]
-            for name, mine_now, queues in [*((n, mine[n], counts[n]) for n in mine), ("outstanding", len(held), under_way)]:
-                if mine_now != queues:
-                    raise LedgerError(
-                        f"step {step}: out of balance: {queues} groups {name} in the queue, {mine_now} in the ledger; of this step: "
-                        f"{listed([prompt_id for prompt_id, _ in outcomes])}; under way: {listed(held)}"
-                    )
+            _compare(step, counts, mine, outcomes, held)
         self._write([{"step": step, "prompt_id": prompt_id, "outcome": outcome} for prompt_id, outcome in outcomes])
         self._open = set(held)
-        self._admitted, self._trained, self._discarded = mine["admitted"], mine["trained"], mine["discarded"]
+        self._admitted, self._trained, self._discarded = mine["admitted"], mine["trained"], by_reason
         if new:
             self._mark = replace(self._mark, last=new[-1])
 
@@ -159,6 +158,11 @@ class Ledger:
             self._refuse(queue.version, "lost: neither trained nor discarded, and no longer under way", self._open - held)
             if found := imbalance_of(queue, self._mark):
                 raise LedgerError(f"checkpoint of version {queue.version}: {found}")
+            if self._discarded != (in_queue := _reported_by_reason(queue)):
+                raise LedgerError(
+                    f"checkpoint of version {queue.version}: discarded by reason are {dict(in_queue)} groups in the queue, "
+                    f"{dict(self._discarded)} in the ledger, not counting those that have no line yet ({_without_line(queue)})"
+                )
         self._write_out()
         if self._mark.bytes:
             with self._path.open("rb") as file:
@@ -215,13 +219,42 @@ def imbalance_of(queue: QueueSnapshot, mark: LedgerMark | None) -> str | None:
         )
     by_reason = {str(reason): groups for reason, groups in queue.discarded_by_reason.items()}
     if sum(by_reason.values()) != queue.discarded:
-        return f"{queue.discarded} groups discarded, but by reason {by_reason}"
+        return f"{queue.discarded} groups discarded, but by reason {by_reason}; without a line in the ledger yet: {_without_line(queue)}"
+    if extra := dict(Counter(str(reason) for _, reason in queue.unreported) - Counter(by_reason)):
+        return f"by reason {by_reason} groups discarded, {extra} fewer than those without a line in the ledger yet: {_without_line(queue)}"
     if mark is not None and mark.lines + mark.aside != (settled := queue.trained + queue.discarded - len(unreported)):
         return (
             f"the ledger has {mark.lines + mark.aside} lines, but {settled} prompts were trained or discarded, not counting those "
             f"that have no line yet ({listed(unreported)})"
         )
     return None
+
+
+def _reported_by_reason(queue: QueueSnapshot) -> Counter[str]:
+    """Discarded groups that have a line in the ledger."""
+    by_reason = Counter({str(reason): groups for reason, groups in queue.discarded_by_reason.items()})
+    return by_reason - Counter(str(reason) for _, reason in queue.unreported)
+
+
+def _without_line(queue: QueueSnapshot) -> str:
+    return listed([f"{prompt_id} ({reason})" for prompt_id, reason in queue.unreported])
+
+
+def _compare(
+    step: int, counts: Mapping[str, int], mine: Mapping[str, int], outcomes: Sequence[tuple[str, str]], held: Sequence[str]
+) -> None:
+    """Args: counts: the queue's. mine: the ledger's. Raises: LedgerError naming the step's prompts, if a number differs."""
+    states = {"in_flight", "finished", "drawn"}
+    queues = {name: groups for name, groups in counts.items() if name not in states}
+    queues["outstanding"] = sum(counts[name] for name in states)
+    for name in dict.fromkeys([*mine, *queues]):
+        if mine.get(name, 0) != queues.get(name, 0):
+            discarded = [f"{prompt_id} ({outcome})" for prompt_id, outcome in outcomes if outcome != "trained"]
+            trained = [prompt_id for prompt_id, outcome in outcomes if outcome == "trained"]
+            raise LedgerError(
+                f"step {step}: out of balance: {queues.get(name, 0)} groups {name} in the queue, {mine.get(name, 0)} in the ledger; "
+                f"of this step: {listed(trained)}; discarded: {listed(discarded)}; under way: {listed(held)}"
+            )
 
 
 def _difference(path: Path, mark: LedgerMark) -> str:

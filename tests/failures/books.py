@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -57,5 +58,6 @@ def check_books(run: Written, *, groups_per_step: int, steps: int | None = None)
     assert positions == list(range(state.queue.admitted)), "lost or doubled"
     trained = [entry["step"] for entry in entries if entry["outcome"] == "trained"]
     assert [trained.count(step) for step in range(1, state.step + 1)] == [groups_per_step] * state.step
-    assert (state.queue.trained, state.queue.discarded) == (len(trained), len(entries) - len(trained))
+    by_reason = Counter(entry["outcome"] for entry in entries if entry["outcome"] != "trained")
+    assert (state.queue.trained, Counter(state.queue.discarded_by_reason)) == (len(trained), by_reason)
     assert [line["groups/trained_total"] for line in run.metrics()] == [groups_per_step * line["step"] for line in run.metrics()]

@@ -28,7 +28,8 @@ def run_folder(path: Path, *, steps: int = 4, done: int = 2, saved: int | None =
     folder.write_config(load_config(RunConfig, RECIPE, [f"steps={steps}"]))
     lines = []
     for step in range(1, done + 1):
-        folder.append_metrics(StepMetrics(step, {"time/step_s": 2.0, "wait/learner_share": 0.6, "groups/trained_total": 2 * step}))
+        totals = {"groups/trained_total": 2 * step, "groups/discarded_total": 0}
+        folder.append_metrics(StepMetrics(step, {"time/step_s": 2.0, "wait/learner_share": 0.6, **totals}))
         lines += [{"step": step, "prompt_id": f"train/0/{2 * step + k}", "outcome": "trained"} for k in range(2)]
     (path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if saved is not None:
@@ -226,6 +227,7 @@ def test_waits_by_what_was_waited_for_and_warnings_by_kind(tmp_path: Path, write
     [
         ({"step": 2, "prompt_id": "train/0/2", "outcome": "trained"}, "1 prompts stand in the ledger twice, train/0/2 among them"),
         ({"step": 2, "prompt_id": "train/0/9", "outcome": "trained"}, "the last step says 4 groups trained, the ledger has 5"),
+        ({"step": 2, "prompt_id": "train/0/9", "outcome": "no usable answer"}, "the last step says 0 groups discarded, the ledger has 1"),
     ],
 )
 def test_books_that_don_t_balance(tmp_path: Path, line: dict[str, object], says: str) -> None:
@@ -238,10 +240,28 @@ def test_books_that_don_t_balance(tmp_path: Path, line: dict[str, object], says:
 
 
 @pytest.mark.parametrize(
+    ("kept", "books"),
+    [
+        (3, "balanced: 3 rewards all alike, 4 trained, each prompt once"),
+        (2, "NOT balanced: the last step says 3 groups discarded, the ledger has 2 (2 rewards all alike, 4 trained)"),
+        (0, "NOT balanced: the last step says 3 groups discarded, the ledger has 0 (4 trained)"),
+    ],
+)
+def test_a_discarded_prompt_whose_line_is_missing_is_an_imbalance(tmp_path: Path, kept: int, books: str) -> None:
+    folder = run_folder(tmp_path / "run")
+    folder.append_metrics(StepMetrics(3, {"groups/trained_total": 4, "groups/discarded_total": 3}))
+    lines = [{"step": 3, "prompt_id": f"train/0/{9 + k}", "outcome": "rewards all alike"} for k in range(kept)]
+    with (folder.path / "ledger.jsonl").open("a") as ledger:
+        ledger.writelines(json.dumps(line) + "\n" for line in lines)
+    found = after(folder)
+    assert (found.books.sentence, found.books.is_balanced) == (books, kept == 3)
+
+
+@pytest.mark.parametrize(
     ("kept", "is_told_twice", "is_balanced", "says"),
     [
         (2, False, True, "balanced: 4 trained, each prompt once; ledger.damaged.jsonl, set aside as damaged by a resume, counted"),
-        (1, False, True, "balanced from step 2 on, with 2 trained; of the 2 groups trained before, 1 can be read in ledger.damaged.jsonl"),
+        (1, False, True, "balanced from step 2 on, with 2 trained and 0 discarded; 1 of 2 trained and 0 of 0 discarded before can be read"),
         (2, True, False, "NOT balanced: 1 prompts stand in the ledger twice, train/0/2 among them (5 trained)"),
     ],
 )

@@ -1,4 +1,5 @@
-"""The books balance at every step: what is lost, doubled or used before is named; a resume cuts the file where the checkpoint was."""
+"""The books balance at every step, discarded prompts reason by reason: what is lost, doubled or used before is named; a resume cuts the
+file where the checkpoint was."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from actors.carriers import QueueSnapshot
+from actors.carriers import DiscardReason, QueueSnapshot, discarded_as
 from actors.queue.outstanding import Outstanding
 from actors.queue.trajectory_queue import TrajectoryQueue
 from actors.state import ledger as ledger_module
@@ -32,11 +33,15 @@ def names(*positions: int) -> list[str]:
     return [f"train/0/{position}" for position in positions]
 
 
-def books(admitted: int, trained: int, discarded: int, outstanding: int) -> dict[str, int]:
-    """As a queue counts; of what is outstanding one is in each state, the rest is being sampled."""
+ALIKE, FAILED = "rewards all alike", "no usable answer"
+
+
+def books(admitted: int, trained: int, discarded: int, outstanding: int, *, failed: int = 0) -> dict[str, int]:
+    """As a queue counts; of what is outstanding one is in each state, the rest is being sampled. Args: failed: of the discarded."""
     return {
         "admitted": admitted, "trained": trained, "discarded": discarded,
         "in_flight": max(0, outstanding - 2), "finished": min(outstanding, 1), "drawn": min(max(outstanding - 1, 0), 1),
+        discarded_as(ALIKE): discarded - failed, discarded_as(FAILED): failed,
     }
 
 
@@ -55,7 +60,7 @@ def ledger(path: Path) -> Ledger:
     """After two steps: 0, 1 and 2 were trained, 3 was discarded; 4 to 6 are under way."""
     ledger = Ledger(path)
     ledger.settle(1, trained=names(0, 1), outstanding=names(2, 3, 4), counts=books(5, 2, 0, 3))
-    ledger.settle(2, trained=names(2), discarded=[("train/0/3", "rewards all alike")], outstanding=names(4, 5, 6), counts=books(7, 3, 1, 3))
+    ledger.settle(2, trained=names(2), discarded=[("train/0/3", ALIKE)], outstanding=names(4, 5, 6), counts=books(7, 3, 1, 3))
     return ledger
 
 
@@ -74,9 +79,25 @@ def test_what_is_written(ledger: Ledger, path: Path) -> None:
         ([4], [], [4, 5, 6], books(7, 4, 1, 3), "train/0/4 twice in the queue's books"),
         ([4, 2], [], [5, 6], books(8, 5, 1, 2), r"train/0/2 used before \(train/0/6 came later\)"),
         ([4], [], [0, 5, 6], books(8, 4, 1, 3), r"train/0/0 used before \(train/0/6 came later\)"),
-        ([4], [], [5, 6, 7], books(9, 4, 1, 3), "9 groups admitted in the queue, 8 in the ledger; of this step: train/0/4; under way"),
+        (
+            [4], [], [5, 6, 7], books(9, 4, 1, 3),
+            "9 groups admitted in the queue, 8 in the ledger; of this step: train/0/4; discarded: none; under way",
+        ),
         ([4], [], [5, 6], books(7, 5, 1, 2), "5 groups trained in the queue, 4 in the ledger; of this step: train/0/4"),
-        ([4], [5], [6], books(7, 4, 1, 1), "1 groups discarded in the queue, 2 in the ledger; of this step: train/0/4, train/0/5"),
+        (
+            [4], [5], [6], books(7, 4, 1, 1),
+            r"1 groups discarded in the queue, 2 in the ledger; of this step: train/0/4; discarded: train/0/5 \(no usable answer\); under",
+        ),
+        (
+            [4], [5], [6], books(7, 4, 2, 1),
+            r"2 groups discarded \(rewards all alike\) in the queue, 1 in the ledger; of this step: train/0/4; "
+            r"discarded: train/0/5 \(no usable answer\); under way: train/0/6",
+        ),
+        ([4], [], [5, 6], books(7, 4, 1, 2, failed=1), r"0 groups discarded \(rewards all alike\) in the queue, 1 in the ledger"),
+        (
+            [4], [], [5, 6], books(7, 4, 1, 2) | {discarded_as("unheard of"): 1},
+            r"1 groups discarded \(unheard of\) in the queue, 0 in the ledger; of this step: train/0/4; discarded: none",
+        ),
         ([4], [], [5, 6], books(7, 4, 1, 1), "1 groups outstanding in the queue, 2 in the ledger"),
     ],
 )
@@ -84,7 +105,7 @@ def test_an_imbalance_names_the_prompts_and_writes_nothing(
     ledger: Ledger, path: Path, trained: list[int], discarded: list[int], outstanding: list[int], counts: dict[str, int], said: str
 ) -> None:
     before = path.read_text()
-    given_up = [(name, "failed") for name in names(*discarded)]
+    given_up = [(name, FAILED) for name in names(*discarded)]
     with pytest.raises(LedgerError, match=rf"step 3: out of balance: {said}"):
         ledger.settle(3, trained=names(*trained), discarded=given_up, outstanding=names(*outstanding), counts=counts)
     assert path.read_text() == before and lines_counted(ledger) == 4
@@ -141,6 +162,14 @@ def test_lines_of_somebody_else_are_found(ledger: Ledger, path: Path) -> None:
         ledger.flush()
 
 
+def test_reasons_are_counted_over_steps(ledger: Ledger) -> None:
+    """A step with the right totals and the right reasons is taken, one whose reasons were swapped with those of an earlier step is not."""
+    ledger.settle(3, trained=names(4), discarded=[("train/0/5", FAILED)], outstanding=names(6), counts=books(7, 4, 2, 1, failed=1))
+    with pytest.raises(LedgerError, match=r"3 groups discarded \(rewards all alike\) in the queue, 2 in the ledger; .* train/0/6 \("):
+        ledger.settle(4, trained=(), discarded=[("train/0/6", ALIKE)], counts=books(7, 4, 3, 0))
+    ledger.settle(4, trained=(), discarded=[("train/0/6", ALIKE)], counts=books(7, 4, 3, 0, failed=1))
+
+
 def queue_of(ledger: Ledger) -> QueueSnapshot:
     """At the fixture's second step."""
     queue = TrajectoryQueue(groups_per_step=4, max_staleness=3)
@@ -148,7 +177,7 @@ def queue_of(ledger: Ledger) -> QueueSnapshot:
     for i in range(3):
         queue._release(queue._entries[i])
     queue.trained = 3
-    queue.discard([3], "rewards all alike")
+    queue.discard([3], ALIKE)
     queue.take_discarded()
     snapshot = queue.snapshot()
     assert outstanding_ids(snapshot) == names(4, 5, 6)
@@ -164,6 +193,30 @@ def test_a_snapshot_without_a_prompt_is_no_checkpoint(ledger: Ledger) -> None:
         ledger.flush(replace(queue, trained=4, admitted=8))
     with pytest.raises(LedgerError, match=r"1 groups discarded, but by reason \{'a': 2\}"):
         ledger.flush(replace(queue, discarded_by_reason={"a": 2}))
+
+
+def test_a_snapshot_with_other_reasons_is_no_checkpoint(ledger: Ledger) -> None:
+    """Those of which the ledger hasn't heard yet are named."""
+    queue = queue_of(ledger)
+    new = replace(queue, discarded=2, in_flight=queue.in_flight[1:], unreported=(("train/0/4", FAILED),))
+    ledger.flush(replace(new, discarded_by_reason={ALIKE: 1, FAILED: 1}))
+    with pytest.raises(LedgerError, match=r"by reason are \{'odd': 1\} groups in the queue, \{'rewards all alike': 1\} in the ledger, .*4"):
+        ledger.flush(replace(new, discarded_by_reason={"odd": 1, FAILED: 1}))
+    with pytest.raises(LedgerError, match=r"discarded, \{'no usable answer': 1\} fewer than those without a line .*: train/0/4 \(no"):
+        ledger.flush(replace(new, discarded_by_reason={ALIKE: 2}))
+    with pytest.raises(LedgerError, match=r"2 groups discarded, but by reason .*: train/0/4 \(no usable answer\)"):
+        ledger.flush(replace(new, discarded_by_reason={ALIKE: 2, FAILED: 1}))
+
+
+def test_a_resume_goes_on_with_the_reasons_of_the_checkpoint(ledger: Ledger, path: Path) -> None:
+    """What the ledger hadn't heard of is not among them yet. The state is as before: it has them in the queue's part."""
+    queue = queue_of(ledger)
+    new = replace(queue, discarded=2, in_flight=queue.in_flight[1:], unreported=(("train/0/4", FAILED),))
+    again, _ = Ledger.resumed(path, replace(new, discarded_by_reason={ALIKE: 1, FAILED: 1}), ledger.flush())
+    step = {"trained": names(5), "discarded": [("train/0/4", FAILED)], "outstanding": names(6)}
+    with pytest.raises(LedgerError, match=r"2 groups discarded \(rewards all alike\) in the queue, 1 in the ledger"):
+        again.settle(3, **step, counts=books(7, 4, 2, 1))
+    again.settle(3, **step, counts=books(7, 4, 2, 1, failed=1))
 
 
 def test_a_resume_takes_back_later_steps(ledger: Ledger, path: Path) -> None:
@@ -250,10 +303,10 @@ class Books(RuleBasedStateMachine):
         if waiting:
             self.queue.put(at_hand(group(waiting[pick % len(waiting)])))
 
-    @rule(pick=st.integers(0, 9))
-    def discard(self, pick: int) -> None:
+    @rule(pick=st.integers(0, 9), reason=st.sampled_from(DiscardReason))
+    def discard(self, pick: int, reason: DiscardReason) -> None:
         if ids := sorted(self.queue._entries):
-            self.queue.discard([ids[pick % len(ids)]], "fewer than two valid trajectories")
+            self.queue.discard([ids[pick % len(ids)]], reason)
 
     @rule()
     def train(self) -> None:
