@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
-from actors.carriers import Ticket
+from actors.carriers import DiscardReason, Ticket
 from actors.driver.batch_source import BatchSource
 from actors.pool.dispatch import WaitingWork
 from actors.pool.pool import RolloutPool
@@ -63,6 +63,20 @@ def a_discarded_prompt_is_not_counted() -> Iterator[None]:
         queue.admitted -= len(group_ids)
 
     with mock.patch.object(TrajectoryQueue, "discard", forgetful):
+        yield
+
+
+@contextmanager
+def a_discarded_prompt_is_counted_for_another_reason() -> Iterator[None]:
+    """All totals are right."""
+    discard = TrajectoryQueue.discard
+
+    def mistaken(queue: TrajectoryQueue, group_ids: Sequence[int], reason: DiscardReason) -> None:
+        discard(queue, group_ids, reason)
+        queue.discarded_by_reason[reason] -= len(group_ids)
+        queue.discarded_by_reason[DiscardReason.FAILED] += len(group_ids)
+
+    with mock.patch.object(TrajectoryQueue, "discard", mistaken):
         yield
 
 
@@ -330,6 +344,7 @@ def a_rank_that_raises_is_not_lost() -> Iterator[None]:
 BUGS: tuple[Bug, ...] = (
     a_group_is_handed_out_twice,
     a_discarded_prompt_is_not_counted,
+    a_discarded_prompt_is_counted_for_another_reason,
     a_late_receipt_counts_for_the_newest_version,
     staleness_is_off_by_one,
     places_forget_what_is_not_published,
