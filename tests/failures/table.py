@@ -39,7 +39,6 @@ TESTS = (
     "tests/failures/test_nan_in_engine.py",
     "tests/failures/test_broadcast_stopped.py",
     "tests/failures/test_late_calls.py",
-    "tests/failures/test_out_of_memory.py",
     "tests/failures/test_killed_for_memory.py",
     "tests/failures/test_step_aborted.py",
     "tests/failures/test_disk_full.py",

@@ -15,7 +15,6 @@ from ray.cluster_utils import Cluster
 from actors.driver.going_back import lost_among
 from actors.processes.supervision import wait_for
 from correction.errors import ActorLost
-from tests.failures.measured import REAL, Measured
 from tests.ray_sessions import leave_ray
 
 pytestmark = pytest.mark.slow
@@ -62,4 +61,3 @@ def test_who_is_killed_for_memory_is_a_lost_part(cluster: Cluster) -> None:
     assert isinstance(error.__cause__, ray.exceptions.OutOfMemoryError | ray.exceptions.ActorDiedError)
     assert "memory" in str(error.__cause__).lower()
     assert lost == ["learner rank 0"]
-    Measured("killed by Ray's memory monitor", "as if it had been killed", None, "as for a kill", REAL).write()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from actors.carriers import ActorInfo, GroupFailure, Ticket
 from actors.config import DeadlinesConfig
 from actors.pool.pool import RolloutPool
 from actors.queue.queue_actor import TrajectoryQueueActor
+from actors.state.ledger import imbalance_of
 from rollout.config import AnswerSampling
 from rollout.trajectory import Group, GroupFacts, WorkerLoad
 from tests.actors.cases import FakeActor, group, prompt
@@ -169,14 +171,26 @@ class World:
         self.feeding = asyncio.create_task(self.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None))
 
     async def all_done(self, count: int) -> None:
-        """Until so many groups are finished or discarded. Raises: what ends the run."""
+        """Until so many groups are finished, and with the queue, or discarded; the books balance then. Raises: what ends the run."""
         while True:
             counts = self.queue._queue.counts()
-            if len(self.finished) + counts["discarded"] >= count:
+            if min(len(self.finished), counts["finished"] + counts["drawn"]) + counts["discarded"] >= count:
+                self.check_books()
                 return
             if self.pool._failure.done():
                 self.pool._failure.result()
             await asyncio.sleep(1.0)
+
+    def check_books(self) -> None:
+        """Admitted = trained + discarded (by reason) + under way, each prompt once; and the queue has what was told as finished."""
+        queue = self.queue._queue
+        under_way = [entry.ticket for entry in queue._entries.values()]
+        assert imbalance_of(replace(queue.snapshot(), in_flight=tuple(under_way), finished=()), None) is None
+        assert len(set(self.finished)) == len(self.finished), "told twice"
+        assert queue.trained == 0, "or not all of them are known by their ids"
+        known = [*(ticket.prompt.prompt_id for ticket in under_way), *(prompt_id for prompt_id, _ in queue._unreported)]
+        assert sorted(known) == sorted(prompt(i).prompt_id for i in range(queue.admitted)), "each prompt once"
+        assert {i for i, entry in queue._entries.items() if entry.group is not None} == {*self.finished}, "or one is on its way to it"
 
     @property
     def lost(self) -> list[str]:
