@@ -31,6 +31,7 @@ TESTS = (
     "tests/failures/test_head_killed.py",
     "tests/failures/test_head_returns.py",
     "tests/failures/test_frozen_engine.py",
+    "tests/failures/test_slow_engine.py",
     "tests/failures/test_worker_stopped.py",
     "tests/failures/test_rank_stopped.py",
     "tests/failures/test_node_cut_off.py",
