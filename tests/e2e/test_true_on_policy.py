@@ -6,8 +6,9 @@
 3. SGLang's scores of given tokens are those bits, too.
 4. Training steps: the logprobs that each step trains with are those that were sampled with.
 5. Seeded answers repeat, whatever runs at the same time.
-6. With the mode off the same comparison finds differences.
-7. A learner on several tensor-parallel ranks, if the engine projects in as many parts.
+6. Answers that an engine hands back end elsewhere with the tokens and logprobs that they would have had.
+7. With the mode off the same comparison finds differences.
+8. A learner on several tensor-parallel ranks, if the engine projects in as many parts.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from correction.engines.weight_bucket import WeightBucket
 from learner.config import LearnerConfig
 from learner.inputs import find_shared_prefixes
 from learner.learner_rank import LearnerRank
+from rollout.continuation import is_begun
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
 from rollout.trajectory import FinishReason, Trajectory, VersionSpan
@@ -207,6 +209,61 @@ def test_seeded_answers_depend_on_weights_prompt_and_seed_alone(
     assert len({tokens for tokens, _ in expected}) == 24, "other seeds, other answers"
     assert contents(retracted) == expected
     assert contents(engine_loop.run(together(random.Random(0)))) == expected
+
+
+@pytest.mark.parametrize("elsewhere", ["the same engine, emptied", pytest.param("a second engine", marks=pytest.mark.slow)])
+def test_answers_handed_back_end_elsewhere_as_if_nothing_had_happened(
+    exact_engine: RolloutEngine, engine_loop: BackgroundLoop, folder: Path, case: Case, elsewhere: str
+) -> None:
+    """One engine leaves in the midst of answers, others of them are at their beginning. Whoever goes on with them reads their tokens anew:
+    ids, logprobs and likeliest tokens are the bits of the answers that nobody interrupted.
+
+    The second engine has another number of threads than the first. Where the same engine stands for it, its whole KV cache is flushed
+    before, so that it has nothing of the answers but their tokens.
+    """
+    asked, dtype = random_prompts(8, seed=13, longest=150), getattr(torch, case.dtype)
+    weights = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
+
+    async def answers(engine: RolloutEngine, of: Sequence[int], begun: Sequence[list[Trajectory]] = ()) -> list[list[Trajectory]]:
+        ask: dict[str, Any] = {"max_tokens": 120, "temperature": 1.3, "samples": 3, "topk": 2, "ignore_stop": True}
+        seeds = [[100 * i, 100 * i + 1, 100 * i + 2] for i in of]
+        started = begun or [[] for _ in of]
+        return await asyncio.gather(
+            *(engine.generate(asked[i], seeds=own, begun=first, **ask) for i, own, first in zip(of, seeds, started, strict=True))
+        )
+
+    async def interrupted() -> list[list[Trajectory]]:
+        early = asyncio.ensure_future(answers(exact_engine, range(5)))
+        await exact_engine.generate([5], max_tokens=40, ignore_stop=True)
+        late = asyncio.ensure_future(answers(exact_engine, range(5, 8)))
+        await exact_engine.generate([5], max_tokens=10, ignore_stop=True)
+        try:
+            await exact_engine.hand_back()
+            return await early + await late
+        finally:
+            exact_engine.is_leaving = False
+
+    async def run() -> tuple[list[list[Trajectory]], ...]:
+        await exact_engine.update_weights(exact_engine.version + 1, [WeightBucket.of(weights)])
+        whole, begun = await answers(exact_engine, range(8)), await interrupted()
+        if elsewhere == "the same engine, emptied":
+            assert (await exact_engine._manager.flush_cache()).success
+            return whole, begun, await answers(exact_engine, range(8), begun)
+        settings = EngineConfig(device="cpu", dtype=case.dtype, threads=3 - case.threads, batch_invariant=True, **ROOM)
+        second = await RolloutEngine.start(folder, settings, name="a second engine of fixed order")
+        try:
+            return whole, begun, await answers(second, range(8), begun)
+        finally:
+            await second.shutdown()
+
+    def contents(groups: list[list[Trajectory]]) -> list[tuple[Any, ...]]:
+        return [(one.response_ids, one.behavior_logprobs, one.top_logprobs) for group in groups for one in group]
+
+    whole, begun, ended = engine_loop.run(run())
+    assert all(len(one.response_ids) == 120 and not is_begun(one) for group in whole + ended for one in group)
+    lengths = [len(one.response_ids) for group in begun for one in group if is_begun(one)]
+    assert len(lengths) == 24 and sum(20 <= length < 119 for length in lengths) >= 15 and min(lengths) < 20, lengths
+    assert contents(ended) == contents(whole)
 
 
 def train(engine: RolloutEngine, learner: LearnerRank, loop: BackgroundLoop, steps: int) -> list[int]:
