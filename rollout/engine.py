@@ -10,6 +10,7 @@ import contextlib
 import math
 import uuid
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +154,9 @@ class RolloutEngine(UpdatableEngine):
             if not todo or self.is_leaving:
                 return found
             answers = await self._request(inputs, samplings, deadline_s, "generate", **options, **routed)
-        for i, read, answer in zip(todo, inputs, answers, strict=True):
-            rest = trajectory_of(answer, read, self.name, prompt_id=prompt_id, topk=topk, experts=experts)
+        of_answer = partial(trajectory_of, engine_name=self.name, prompt_id=prompt_id, topk=topk, experts=experts)
+        rests = await asyncio.to_thread(lambda: list(map(of_answer, answers, inputs)))
+        for i, rest in zip(todo, rests, strict=True):
             whole = continued(found[i], rest) if found[i].response_ids else rest
             found[i] = kept(whole, self.longest_prompt) if self.is_leaving and is_begun(whole) else whole
         return found

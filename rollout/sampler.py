@@ -5,6 +5,7 @@ What it is not: it doesn't choose prompts (actors.pool.pool does), and hands not
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Sequence
@@ -102,11 +103,11 @@ class Sampler:
         sampled_at = time.monotonic()
         generate_s = sampled_at - began + (begun.generate_s if begun is not None else 0.0)
         if self.engine.is_leaving and any(map(is_begun, sampled)):
-            return UnfinishedGroup(group_id, sampled, generate_s)
+            return UnfinishedGroup(group_id, tuple(sampled), generate_s)
         return Group(
             group_id=group_id,
             prompt=prompt,
-            trajectories=await self._rewards.score(sampled, prompt),
+            trajectories=await self._rewards.score(await self._with_texts(sampled), prompt),
             admitted_version=admitted_version,
             generate_s=generate_s,
             reward_s=time.monotonic() - sampled_at,
@@ -120,7 +121,7 @@ class Sampler:
         sampled = await self._sample(prompt, samples=how.samples, temperature=how.temperature, top_p=how.top_p, has_routes=False)
         if self.engine.is_leaving and any(map(is_begun, sampled)):
             raise EngineError(f"{self.engine.name} is shutting down: ask another worker")
-        return await self._rewards.score(sampled, prompt)
+        return await self._rewards.score(await self._with_texts(sampled), prompt)
 
     async def _sample(
         self,
@@ -132,8 +133,7 @@ class Sampler:
         topk: int = 0,
         has_routes: bool = True,
         begun: Sequence[Trajectory] = (),
-    ) -> tuple[Trajectory, ...]:
-        """With their texts, which are for the scorer and for people: tokens and logprobs stay as they were sampled."""
+    ) -> list[Trajectory]:
         with self._busy:
             trajectories = await self.engine.generate(
                 prompt.token_ids,
@@ -148,7 +148,13 @@ class Sampler:
                 begun=begun,
             )
         self.generated_tokens += sum(len(one.response_ids) for one in trajectories) - sum(len(one.response_ids) for one in begun)
-        return tuple(replace(one, text=self._tokenizer.decode(list(one.response_ids), skip_special_tokens=True)) for one in trajectories)
+        return trajectories
+
+    async def _with_texts(self, trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
+        """With their texts, which are for the scorer and for people: tokens and logprobs stay as they were sampled."""
+        decode = self._tokenizer.decode
+        texts = await asyncio.to_thread(lambda: [decode(list(one.response_ids), skip_special_tokens=True) for one in trajectories])
+        return tuple(replace(one, text=text) for one, text in zip(trajectories, texts, strict=True))
 
     @property
     def busy_s(self) -> float:

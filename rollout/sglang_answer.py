@@ -1,14 +1,17 @@
-"""A trajectory from SGLang's answer to one request, checked: an answer of another form than in the pinned version is refused."""
+"""A trajectory from SGLang's answer to one request, checked: an answer of another form than in the pinned version is refused.
+
+For a long answer with wide fields this takes a good part of a second, so the engine does it in a thread.
+"""
 
 from __future__ import annotations
 
-import base64
 import math
 from array import array
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pybase64
 
 from correction.errors import RequestError
 from rollout.trajectory import (
@@ -83,7 +86,7 @@ def _version_spans(meta: dict[str, Any], tokens: int, engine_name: str) -> tuple
 
 def _top_logprobs(meta: dict[str, Any], tokens: int, topk: int, engine_name: str) -> TopLogprobs:
     rows = meta.get("output_top_logprobs") or ()
-    found = TopLogprobs.of(topk, ([(entry[0], entry[1]) for entry in row] for row in rows))
+    found = TopLogprobs.of(topk, rows)
     if len(rows) != tokens or len(found.ids) != tokens * topk or not all(map(math.isfinite, found.logprobs)):
         raise RequestError(
             f"{engine_name}: {tokens} tokens came with {len(rows)} rows and {len(found.ids)} entries of the top {topk} logprobs, or one is "
@@ -93,8 +96,8 @@ def _top_logprobs(meta: dict[str, Any], tokens: int, topk: int, engine_name: str
 
 
 def _routed_experts(meta: dict[str, Any], tokens: int, shape: ExpertShape, engine_name: str) -> RoutedExperts:
-    """SGLang sends int32 [prompt + response - 1, layers, k], base64."""
-    wide = np.frombuffer(base64.b64decode(meta.get("routed_experts") or ""), np.int32)
+    """SGLang sends int32 [prompt + response - 1, layers, k], base64: tens of MB, over which Python's own decoder holds the interpreter."""
+    wide = np.frombuffer(pybase64.b64decode(meta.get("routed_experts") or ""), np.int32)
     expected = (int(meta["prompt_tokens"]) + tokens - 1) * shape.layers * shape.k
     if len(wide) != expected or wide.min() < 0 or wide.max() >= shape.experts:
         raise RequestError(

@@ -94,6 +94,10 @@ class Drawing:
         """The group without its wide fields, which are put into the object store. Only small groups and those of a checkpoint have any."""
         if not wide_fields.has_wide_fields(group):
             return group
-        light, fields = wide_fields.split_wide_fields(group)
-        self.wide_of[group.group_id] = await asyncio.to_thread(ray.put, fields)
+
+        def put_apart() -> tuple[Group, Any]:
+            light, fields = wide_fields.split_wide_fields(group)
+            return light, ray.put(fields)
+
+        light, self.wide_of[group.group_id] = await asyncio.to_thread(put_apart)
         return light

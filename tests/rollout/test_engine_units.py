@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import threading
 from array import array
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,13 +22,14 @@ from correction.engines import checksum
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import ConfigError, RequestError, SyncError
+from rollout import engine as engine_module
 from rollout.config import AnswerSampling, SamplingConfig
 from rollout.engine import RolloutEngine
 from rollout.engine_capabilities import EngineCapabilities
 from rollout.engine_config import EngineConfig
 from rollout.sampler import Sampler
 from rollout.sglang_answer import trajectory_of
-from rollout.trajectory import ExpertShape, FailureKind, FinishReason, Prompt, Trajectory, VersionSpan
+from rollout.trajectory import ExpertShape, FailureKind, FinishReason, Group, Prompt, Trajectory, VersionSpan
 from rollout.weight_update import UpdateCheck
 
 
@@ -190,10 +192,8 @@ def test_trajectory_reads_routes_of_all_tokens_but_the_last() -> None:
     assert unread.failure is FailureKind.ENGINE
 
 
-def test_answers_that_nothing_is_trained_on_come_without_wide_fields() -> None:
-    """An engine that was started for routes, asked for a group with the 2 likeliest tokens and for an evaluation's answers: SGLang is asked
-    for the group's wide fields alone. (It sends routes to whom it is asked by; a real one does in test_engine_moe.py.)"""
-    asked: list[dict[str, Any]] = []
+def routed_sampler(asked: list[dict[str, Any]], tokenizer: Any) -> Sampler:
+    """A sampler whose engine was started for routes: it notes what SGLang is `asked` for, and gets answers of 4 tokens."""
 
     async def sglang(*, input_ids: list[list[int]], **options: Any) -> list[dict[str, object]]:
         asked.append(options)
@@ -215,8 +215,15 @@ def test_answers_that_nothing_is_trained_on_come_without_wide_fields() -> None:
     )
     config = EngineConfig(device="cpu", prefix_cache=False, return_routed_experts=True)
     engine = RolloutEngine("engine", config, process, 100, 3, ExpertShape(layers=2, experts=6, k=1))
-    tokenizer, rewards = SimpleNamespace(decode=lambda *_, **__: "text"), SimpleNamespace(score=score)
-    sampler = Sampler(engine, tokenizer, rewards, SamplingConfig(samples_per_group=2, max_tokens=4))  # type: ignore[arg-type]
+    rewards: Any = SimpleNamespace(score=score)
+    return Sampler(engine, tokenizer, rewards, SamplingConfig(samples_per_group=2, max_tokens=4))
+
+
+def test_answers_that_nothing_is_trained_on_come_without_wide_fields() -> None:
+    """An engine that was started for routes, asked for a group with the 2 likeliest tokens and for an evaluation's answers: SGLang is asked
+    for the group's wide fields alone. (It sends routes to whom it is asked by; a real one does in test_engine_moe.py.)"""
+    asked: list[dict[str, Any]] = []
+    sampler = routed_sampler(asked, SimpleNamespace(decode=lambda *_, **__: "text"))
     prompt = Prompt("train/0/0", "3 + 4 =", (7, 8, 9), "7")
     group: Any = asyncio.run(sampler.group(prompt, group_id=0, admitted_version=3, topk=2))
     answers = asyncio.run(sampler.answer(prompt, AnswerSampling(samples=2, temperature=1.0)))
@@ -224,6 +231,27 @@ def test_answers_that_nothing_is_trained_on_come_without_wide_fields() -> None:
     assert [(one.routed_experts, one.top_logprobs) for one in answers] == [(None, None)] * 2
     assert [(one.text, len(one.response_ids), one.version_spans) for one in answers] == [("text", 4, (VersionSpan(3, 0, 4),))] * 2
     assert [("return_routed_experts" in one, "top_logprobs_num" in one) for one in asked] == [(True, True), (False, False)]
+
+
+def test_reading_answers_leaves_the_event_loop_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds for a group of long answers with wide fields. Meanwhile the loop has heartbeats to answer, and SGLang to serve."""
+    threads: dict[str, set[int]] = {}
+
+    def noted(place: str, found: Any) -> Any:
+        threads.setdefault(place, set()).add(threading.get_ident())
+        return found
+
+    monkeypatch.setattr(engine_module, "trajectory_of", lambda *args, **named: noted("tokens", trajectory_of(*args, **named)))
+    sampler = routed_sampler([], SimpleNamespace(decode=lambda *_, **__: noted("text", "seven")))
+    prompt = Prompt("train/0/0", "3 + 4 =", (7, 8, 9), "7")
+
+    async def scenario() -> None:
+        group = await sampler.group(prompt, group_id=0, admitted_version=3, topk=2)
+        answers = await sampler.answer(prompt, AnswerSampling(samples=2, temperature=1.0))
+        assert isinstance(group, Group) and [one.text for one in (*group.trajectories, *answers)] == ["seven"] * 4
+
+    asyncio.run(scenario())
+    assert threads.keys() == {"tokens", "text"} and threading.get_ident() not in set().union(*threads.values())
 
 
 @pytest.mark.parametrize(

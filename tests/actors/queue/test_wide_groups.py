@@ -7,7 +7,9 @@ from __future__ import annotations
 import asyncio
 import pickle
 import random
+import threading
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +22,9 @@ from actors.pool.rollout_worker import RolloutWorker
 from actors.queue import payloads
 from actors.queue.trajectory_queue import TrajectoryQueue
 from correction.batch import PackedBatch
-from correction.errors import DataError
+from correction.errors import DataError, LateError
 from learner.config import LearnerConfig
+from rollout import wide_fields
 from rollout.config import TrainOverlong
 from rollout.packing import pack_groups
 from rollout.trajectory import Group, RoutedExperts, TopLogprobs
@@ -98,31 +101,88 @@ def test_a_worker_takes_large_groups_apart_alone() -> None:
     assert light.trajectories[0].routed_experts is None and join_wide_fields(light, found) == large
 
 
+class WideSampler:
+    """Of the groups that it samples all but number 0 have wide fields."""
+
+    engine = SimpleNamespace(requests_in_flight=0)
+
+    async def group(self, prompt: Any, *, group_id: int, admitted_version: int, **_: Any) -> Group:
+        ticket = Ticket(group_id, prompt, admitted_version)
+        return wide_group(ticket) if group_id else group(ticket)
+
+
+def wide_worker(*, has_wide_fields: bool = True, counted: Callable[[str, float], object] = lambda *_: None) -> RolloutWorker:
+    """Args: counted: takes what the worker adds to its metrics."""
+    worker = RolloutWorker("0", SimpleNamespace(topk=0, has_wide_fields=has_wide_fields))  # type: ignore[arg-type]
+    worker._sampler, worker._endpoint = WideSampler(), SimpleNamespace(add=counted, set=lambda *_: None)  # type: ignore[assignment]
+    return worker
+
+
+def test_taking_groups_apart_leaves_the_event_loop_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the worker that sampled them, and in the service, which gets small ones whole. Long prompts with routed experts take 50 ms."""
+    threads: dict[str, list[int]] = {"split": [], "put": []}
+
+    def noted(name: str, found: Any) -> Any:
+        threads[name].append(threading.get_ident())
+        return found
+
+    monkeypatch.setattr(wide_fields, "split_wide_fields", lambda one: noted("split", split_wide_fields(one)))
+    monkeypatch.setattr(ray, "put", lambda content: noted("put", content))
+
+    async def scenario() -> None:
+        scene = Scene(preset="tis-token", learner=LearnerConfig(routing_replay="rollout"))
+        admitted = await scene.admit(0, GROUPS)
+        assert (await wide_worker().generate_group(admitted[1]))[1:] == (wide_group(admitted[1]), None)
+        waiting = asyncio.create_task(scene.next_batch(0))
+        await scene.queue.put([StoredGroup(one.facts, one) for one in map(wide_group, admitted)])
+        batch = (await waiting).corrected.batch
+        assert differences(packed([wide_group(t) for t in admitted]), batch.with_wide_fields()) in ([], ["advantages"])
+        await scene.service.stop()
+
+    play(scenario)
+    assert len(threads["split"]) == 1 + GROUPS and len(threads["put"]) >= GROUPS
+    assert threading.get_ident() not in {*threads["split"], *threads["put"]}
+
+
+def test_a_group_that_is_withdrawn_while_it_is_taken_apart_was_never_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end, counted = threading.Event(), threading.Event(), []
+
+    def slow(one: Group) -> Any:
+        begun.set()
+        assert may_end.wait(60)
+        return split_wide_fields(one)
+
+    monkeypatch.setattr(wide_fields, "split_wide_fields", slow)
+
+    async def scenario() -> None:
+        worker = wide_worker(counted=lambda *what: counted.append(what))
+        calls = [asyncio.ensure_future(worker.generate_group(ticket)) for ticket in tickets(3)[1:]]
+        assert await asyncio.to_thread(begun.wait, 60)
+        await worker.abort(1)
+        await worker.follow(1)
+        with pytest.raises(LateError, match="was withdrawn"):
+            await calls[0]
+        with pytest.raises(LateError, match="was withdrawn"):
+            await calls[1]
+        may_end.set()
+        assert worker._groups == {} and not worker._under_way and counted == []
+
+    asyncio.run(scenario())
+
+
 def test_a_large_group_of_a_worker_reaches_the_queue_in_two_objects_and_a_small_one_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the real worker and pool. Of a worker whose groups have no wide fields there is no third result at all."""
     monkeypatch.setattr(payloads, "_INLINE_BYTES", 60)
 
-    class WideSampler:
-        engine = SimpleNamespace(requests_in_flight=0)
-
-        async def group(self, prompt: Any, *, group_id: int, admitted_version: int, **_: Any) -> Group:
-            ticket = Ticket(group_id, prompt, admitted_version)
-            return wide_group(ticket) if group_id else group(ticket)
-
     async def scenario() -> None:
-        asked = []
-        for has_wide_fields in (True, False):
-            worker = RolloutWorker("0", SimpleNamespace(topk=0, has_wide_fields=has_wide_fields))  # type: ignore[arg-type]
-            worker._sampler, worker._endpoint = WideSampler(), SimpleNamespace(add=lambda *_: None, set=lambda *_: None)  # type: ignore[assignment]
-            asked.append(await worker.generate_group(tickets(2)[1]))
+        asked = [await wide_worker(has_wide_fields=wide).generate_group(tickets(2)[1]) for wide in (True, False)]
         (facts, light, found), (_, whole) = asked
         assert join_wide_fields(light, found) == whole and facts.wide_bytes == sum(one.nbytes for one in found)
 
         pool = PoolScene(monkeypatch)
         pool.pool._results = 3
         monkeypatch.setattr(PoolWorker, "generate_group", lambda self, ticket, _: worker_with_wide_fields.generate_group(ticket))
-        worker_with_wide_fields = RolloutWorker("0", SimpleNamespace(topk=0, has_wide_fields=True))  # type: ignore[arg-type]
-        worker_with_wide_fields._sampler, worker_with_wide_fields._endpoint = WideSampler(), worker._endpoint  # type: ignore[assignment]
+        worker_with_wide_fields = wide_worker()
         feeding = await pool.begin()
         await pool.until_finished(2)
         first, second = await pool.queue.draw(0, 2, 5.0)
