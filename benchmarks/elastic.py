@@ -159,15 +159,16 @@ class ElasticRun:
         gone = {moment.subject for kind in ("leaves", "lost") for moment in self.timeline.all_of(kind)}
         return len({moment.subject for moment in self.timeline.all_of("first group")} - gone)
 
-    def learner(self) -> psutil.Process:
-        found = re.search(r"learner 0 is up \(process (\d+)", self.events())
+    def part(self, name: str) -> psutil.Process:
+        """The process of a part of the run, as its events name it."""
+        found = re.search(rf"{name} is up \(process (\d+)", self.events())
         assert found is not None
         return psutil.Process(int(found[1]))
 
     @contextlib.contextmanager
     def slow_learner(self, share: float) -> Iterator[None]:
         """Within the block the learner's process runs for only this share of the time."""
-        learner, is_over = self.learner(), threading.Event()
+        learner, is_over = self.part("learner 0"), threading.Event()
 
         def hold() -> None:
             while not is_over.is_set():
@@ -192,9 +193,7 @@ class ElasticRun:
         have none under way.
         """
         newest = self.timeline.all_of("first group")[-1].subject
-        found = re.search(rf"rollout {newest} is up \(process (\d+)", self.events())
-        assert found is not None
-        worker = psutil.Process(int(found[1]))
+        worker = self.part(f"rollout {newest}")
         parents = worker.parents()
         worker.suspend()
         time.sleep(_STOPPED_S)
@@ -203,6 +202,28 @@ class ElasticRun:
         self.timeline.add("node killed", f"the node of rollout worker {newest}", newest)
         self.cluster.kill_node(socket)
         return began
+
+    def end_a_busy_worker(self, name: str, drain_s: float) -> None:
+        """Send a worker's process a SIGTERM in the midst of its groups.
+
+        Its engine is stopped from a moment before until it was told to hand them back: the model's answers are so short that it would end
+        them in any time that it is given for them.
+        Args: drain_s: the run's.
+        """
+        worker = self.part(f"rollout {name}")
+        engine = [one for one in worker.children(recursive=True) if one.cmdline()[:1] and one.cmdline()[0].startswith("sglang::scheduler")]
+        assert engine
+        for process in engine:
+            process.suspend()
+        try:
+            time.sleep(_STOPPED_S)
+            worker.send_signal(signal.SIGTERM)
+            self.until("its leave", lambda: any(moment.subject == name for moment in self.timeline.all_of("leaves")), 60)
+            time.sleep(drain_s + _STOPPED_S)
+        finally:
+            for process in engine:
+                with contextlib.suppress(psutil.NoSuchProcess):  # a pool that did not wait for it has ended the worker
+                    process.resume()
 
     def stop(self, limit_s: float = 240.0) -> int:
         """After the step under way, by Ctrl-C. Returns: the exit code."""

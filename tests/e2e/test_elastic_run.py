@@ -1,23 +1,23 @@
 """A real run whose pool follows the load, on a cluster that Ray's own autoscaler grows and shrinks: 1, 2 and 1 rollout nodes.
 
 Behaviours locked here: while the learner waits the pool asks for a second worker, whose node comes by that demand; a worker's process that
-gets a SIGTERM leaves in order and is replaced; when the learner becomes slow the pool shrinks, and the node goes; the books balance, and no
-prompt is trained twice.
+gets a SIGTERM in the midst of its groups hands them back, leaves in order and is replaced, while others go on with them; when the learner
+becomes slow the pool shrinks, and the node goes; the books balance, and no prompt is trained twice.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Iterator
 
 import pytest
 
 from benchmarks.elastic import MODEL, RUN, ElasticRun, Timeline, grown, is_balanced, prompts_of, shrunk, started
 from benchmarks.sides import NANO_RECIPE, evenkeel, steps_of
+from rollout.trajectory import PromptPlace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
+DRAIN_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +25,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ElasticRun]:
     folder = tmp_path_factory.mktemp("elastic")
     model = f"model={folder / 'model'}"
     evenkeel("init-model", NANO_RECIPE, model, *MODEL)
-    with started(2, folder, [str(NANO_RECIPE), model, *MODEL, *RUN], Timeline(shows=False)) as run:
+    with started(2, folder, [str(NANO_RECIPE), model, *MODEL, *RUN, f"deadlines.drain_s={DRAIN_S}"], Timeline(shows=False)) as run:
         grown(run, 2)
-        found = re.search(r"rollout 1 is up \(process (\d+)", run.events())
-        assert found is not None
-        os.kill(int(found[1]), signal.SIGTERM)
+        run.end_a_busy_worker("1", drain_s=DRAIN_S)
         run.until("worker 2 in its place", lambda: any(m.subject == "2" for m in run.timeline.all_of("first group")), 300)
         shrunk(run)
         assert run.stop() == 0, run.events()[-3000:]
@@ -53,6 +51,17 @@ def test_a_process_that_is_told_to_end_leaves_in_order(ended: ElasticRun) -> Non
     assert len(leaves) == 1 and "told to end (SIGTERM)" in leaves[0].text
     assert any(moment.subject == "1" for moment in ended.timeline.all_of("left"))
     assert ended.timeline.all_of("lost") == [] and "did not leave in order" not in ended.events()
+
+
+def test_what_it_had_under_way_goes_on_elsewhere(ended: ElasticRun) -> None:
+    """All groups that had been admitted when it left were trained later, those that it handed back among them."""
+    (left,) = [moment for moment in ended.timeline.all_of("left") if moment.subject == "1"]
+    found = re.search(r"(\d+) groups? go on elsewhere from \d+ tokens", left.text)
+    assert found is not None and int(found[1]) > 0, left.text
+    counted = next(line for line in steps_of(ended.run_dir) if line.get("pool/handed_back_total", 0) > 0)
+    assert counted["pool/handed_back_total"] == int(found[1])
+    places = {PromptPlace.parse(prompt_id) for prompt_id in prompts_of(ended.run_dir)}
+    assert {PromptPlace("train", 0, number) for number in range(int(counted["groups/admitted_total"]))} <= places
 
 
 def test_the_books_balance(ended: ElasticRun) -> None:
