@@ -1,8 +1,9 @@
 """Counts of lost workers and failed groups, and what follows from them. Without Ray; callers pass the time.
 
 * Engine lost (its process ended, or it missed its heartbeat): other workers sample its groups. A replacement starts, after a pause that
-  doubles with each loss while no group is finished in between. Nodes that lost two engines are avoided.
-* Start failed: as an engine lost. The pause doubles also with each start that fails in the same place, whatever others finish.
+  doubles with each loss while no group is finished in between; and, whatever is finished, with each loss within an hour beyond 10 (or 3
+  times the pool's size): an engine that comes up and dies again and again costs the others little. Nodes that lost two engines are avoided.
+* Start failed: as an engine lost in vain. The pause doubles also with each start that fails in the same place, whatever others finish.
 * Request failed (refused, malformed or late answer; an error that nobody has foreseen): another worker samples the group; after two
   failures it is discarded with the reason.
 * Data failed (no worker could sample the prompt): the group is discarded with the reason.
@@ -19,7 +20,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from correction.errors import EngineError, RequestError
+from correction.errors import EngineError, RequestError, counted
 
 WINDOW_S = 3600.0
 """Seconds after which a loss no longer counts."""
@@ -45,12 +46,22 @@ class LossBook:
         self._losses: deque[tuple[float, str]] = deque()
         self._in_vain: deque[float] = deque()
         """Times of the losses since a group was last finished."""
+        self._after_start: deque[float] = deque()
+        """Times of the losses of engines that had been up."""
 
-    def lost(self, now: float, node: str = "", *, is_in_vain: bool = True) -> None:
-        """Args: now: seconds. node: its id; empty: not known. is_in_vain: until a group is finished, it counts against the budget."""
+    def lost(self, now: float, node: str = "", *, is_in_vain: bool = True, was_up: bool = True) -> None:
+        """
+        Args:
+            now: seconds.
+            node: its id; empty: not known.
+            is_in_vain: until a group is finished, it counts against the budget.
+            was_up: its start had not failed; starts that fail have a pause of their own, which ends with the first that succeeds.
+        """
         self._losses.append((now, node))
         if is_in_vain:
             self._in_vain.append(now)
+        if was_up:
+            self._after_start.append(now)
         self._forget(now)
 
     def worked(self) -> None:
@@ -65,12 +76,27 @@ class LossBook:
     def pause_s(self, size: int, failed_starts: int = 0) -> float:
         """Seconds to wait before the next replacement starts: 0 while `in_vain` is at most the pool's size, then 2, 4, 8 ... up to 300.
 
+        Losses of engines that had been up, within WINDOW_S, do the same beyond the budget (see `check`), also if groups are finished.
         Args:
             size: workers that the pool is to have.
             failed_starts: in the place of this one, in a row; from the second on they count as losses beyond the pool's size do.
         """
-        repeated = max(self.in_vain - size, failed_starts - 1)
+        repeated = max(self._beyond(size, failed_starts).values())
         return 0.0 if repeated <= 0 else min(_LONGEST_PAUSE_S, 2.0 ** min(repeated, 16))
+
+    def why_pause(self, size: int, failed_starts: int = 0) -> str:
+        """What makes the pause as long as it is, in words. Args: as `pause_s`."""
+        beyond = self._beyond(size, failed_starts)
+        return max(beyond, key=lambda why: beyond[why])
+
+    def _beyond(self, size: int, failed_starts: int) -> dict[str, int]:
+        """How many losses there are beyond those after which a replacement starts at once, by what is counted."""
+        window = f"{counted(len(self._after_start), 'rollout worker')} lost within {WINDOW_S / 60:.0f} minutes"
+        return {
+            f"{counted(failed_starts, 'start')} in a row failed": failed_starts - 1,
+            "workers are lost one after the other": self.in_vain - size,
+            window: len(self._after_start) - _budget(size),
+        }
 
     def check(self, size: int, last: str) -> None:
         """Raises: EngineError after more than 10 losses (or 3 times the pool's size, if that is more) within WINDOW_S without one finished
@@ -80,8 +106,7 @@ class LossBook:
             size: workers that the pool is to have.
             last: why the last one was lost, in words.
         """
-        budget = max(_LEAST_BUDGET, 3 * size)
-        if self.in_vain > budget:
+        if self.in_vain > _budget(size):
             raise EngineError(
                 f"{self.in_vain} rollout workers were lost one after the other, all within {WINDOW_S / 60:.0f} minutes, and not one group "
                 f"was finished in between, so a new worker would most likely be lost as well. The last loss: {last}"
@@ -96,8 +121,14 @@ class LossBook:
     def _forget(self, now: float) -> None:
         while self._losses and now - self._losses[0][0] > WINDOW_S:
             self._losses.popleft()
-        while self._in_vain and now - self._in_vain[0] > WINDOW_S:
-            self._in_vain.popleft()
+        for times in (self._in_vain, self._after_start):
+            while times and now - times[0] > WINDOW_S:
+                times.popleft()
+
+
+def _budget(size: int) -> int:
+    """Losses within WINDOW_S that a pool of so many workers may have. Spot nodes come and go; not each engine more than three times."""
+    return max(_LEAST_BUDGET, 3 * size)
 
 
 class LatestGroups:

@@ -248,7 +248,7 @@ class Membership(ABC):
         self._observer.event("warning", f"rollout worker {worker.name} is gone: {reason}; others take its {groups}")
         self._progressed = self._now()
         node = "" if of_reward and self._nobody_has_scores() else worker.sync.node
-        self._losses.lost(self._now(), node, is_in_vain=not of_reward)
+        self._losses.lost(self._now(), node, is_in_vain=not of_reward, was_up=not never_worked)
         if never_worked and not of_reward and not self._has_begun and not self._may_start_again(worker, error):
             if not self._workers and not self._replacing:
                 is_known = isinstance(error, EvenkeelError) and not isinstance(error, ActorLost)
@@ -267,8 +267,8 @@ class Membership(ABC):
         """Start another one in its place. Raises: EngineError if too many were lost in vain."""
         self._losses.check(self.target, f"rollout worker {worker.name}: {reason}")
         failed_starts = worker.attempt if never_worked else 0
-        why = f"{counted(failed_starts, 'start')} in a row failed" if failed_starts > 1 else "workers are lost one after the other"
-        return self._replace(self._losses.pause_s(self.target, failed_starts), why, failed_starts + 1)
+        counts = self.target, failed_starts
+        return self._replace(self._losses.pause_s(*counts), self._losses.why_pause(*counts), failed_starts + 1)
 
     def _after_unscored(self, worker: WorkerHandle, error: BaseException | None) -> Coroutine[Any, Any, None]:
         """Its start failed by its reward alone. Raises: RequestError if that has been so for too long."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from actors.weights.weight_sync import SyncTarget
 from correction.errors import EngineError, LateError
 from rollout.config import AnswerSampling
 from tests.actors.cases import CountingName, group, prompt
-from tests.actors.pool.mortal_workers import GROUP_S, Mortal, Outcome, World, play
+from tests.actors.pool.mortal_workers import GROUP_S, START_S, Mortal, Outcome, World, play
 from tests.actors.processes.test_supervision import errors_of_ray
 from tests.failures.measured import PLAYED, Measured
 
@@ -122,6 +123,34 @@ def test_workers_that_die_one_after_the_other_end_the_run_after_longer_and_longe
         assert [event.rpartition(" in ")[2] for event in pauses] == [f"{2**i} s" for i in range(1, 9)]
         fault = "11 workers of a pool of two (3 x the pool, if that is above 10) lost in an hour, and not one group finished"
         Measured(fault, "replacements start after longer and longer pauses, and then the run ends in a sentence", None, "-", PLAYED).write()
+
+    play(scenario)
+
+
+def test_an_engine_that_dies_after_each_start_comes_back_later_and_later_while_the_other_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the only node there is. At once it would start 45 times in this hour, and as often in the next; the run goes on all the same."""
+
+    async def scenario() -> None:
+        world = World(monkeypatch, workers=2, places=20_000)
+        world.node_of = lambda name: "the only one"
+        born: list[float] = []
+
+        async def dies_soon(mortal: Mortal) -> None:
+            born.append(world.now)
+            if mortal.name != "1":
+                asyncio.get_running_loop().call_later(START_S + 20.0, mortal.dead.set)
+
+        world.starts = dies_soon
+        await world.begin()
+        await asyncio.sleep(3600.0)
+        between = [later - earlier - START_S - 20.0 for earlier, later in itertools.pairwise(born[1:])]
+        assert between[:18] == pytest.approx([0.0] * 10 + [2.0**i for i in range(1, 9)], abs=0.1)
+        assert min(between[18:]) > 250.0 and len(born) < 26
+        assert "11 rollout workers lost within 60 minutes: the next replacement starts in 2 s" in world.events
+        in_an_hour = len(born)
+        await asyncio.sleep(5000.0)
+        assert len(born) - in_an_hour < 30 and not world.pool.has_failed
+        assert len(world.mortals["1"].finished) > 800
 
     play(scenario)
 
@@ -243,6 +272,21 @@ def test_losses_are_counted_in_time_and_forgotten_with_work() -> None:
     with pytest.raises(EngineError):
         book.check(40, "it died")
     book.check(41, "it died")
+
+
+def test_a_large_pool_that_loses_its_usual_share_is_not_slowed() -> None:
+    """180 of 64 workers in an hour, as on a bad spot market. Starts that fail have a pause of their own, and don't count."""
+    book = LossBook()
+    for number in range(400):
+        book.lost(20.0 * number, "a")
+        book.lost(20.0 * number, "a", was_up=False)
+        book.worked()
+        assert (book.pause_s(64), book.pause_s(64, 3)) == (0.0, 4.0)
+    for _ in range(12):  # to 193 within an hour, both of its ends counted
+        book.lost(20.0 * 399)
+        book.worked()
+    assert (book.pause_s(64), book.pause_s(65), book.pause_s(64, 3)) == (2.0, 0.0, 4.0)
+    assert [book.why_pause(64, failed) for failed in (1, 3)] == ["193 rollout workers lost within 60 minutes", "3 starts in a row failed"]
 
 
 def test_a_lost_worker_is_made_up_for_when_the_last_of_its_groups_is_taken() -> None:
