@@ -59,7 +59,7 @@ class Membership(ABC):
         self._progressed = self._attended = asyncio.get_running_loop().time()
         self._departures = Departures(self, observer, deadlines.drain_s)
         self._draining: dict[str, float | None] = {}
-        """Nodes that Ray drains: event-loop time (s) at which each goes; None: nobody says when. Ray never gives an id twice."""
+        """Nodes that Ray drains: event-loop time (s) at which each goes; None: nobody says when. Until they are gone."""
         self._is_stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._generation = 0
@@ -87,7 +87,7 @@ class Membership(ABC):
             self._observer.event("info", note)
         self._replenish()
         if ray.is_initialized():
-            self.spawn(preemption.watch_nodes(self._node_leaves))
+            self.spawn(preemption.watch_nodes(self._node_leaves, self._node_is_gone))
 
     def follow(self, sync: WeightSync) -> None:
         """From now on joined workers get their weights through `sync`."""
@@ -161,6 +161,9 @@ class Membership(ABC):
         for worker in self._staying():
             self._let_go_if_drained(worker)
         self._replenish()
+
+    def _node_is_gone(self, node: str) -> None:
+        self._draining.pop(node, None)
 
     def _let_go_if_drained(self, worker: WorkerHandle) -> bool:
         """Returns: whether Ray drains its node; not asked while its engine starts."""

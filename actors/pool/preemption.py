@@ -19,11 +19,12 @@ _POLL_S = 1.0
 _RPC_S = 5.0
 
 
-async def watch_nodes(on_drain: Callable[[str, float | None], None]) -> None:
+async def watch_nodes(on_drain: Callable[[str, float | None], None], on_gone: Callable[[str], None] = lambda node: None) -> None:
     """Report each node that Ray drains, once; never returns.
 
     Args:
         on_drain: takes the node's id and the seconds until it goes; None: nobody says when.
+        on_gone: takes the id of a node that Ray drains no more: it is gone. Spot nodes come and go for weeks.
     """
     reported: set[str] = set()
     while True:
@@ -31,11 +32,13 @@ async def watch_nodes(on_drain: Callable[[str, float | None], None]) -> None:
             draining = await asyncio.to_thread(_draining_nodes)
         except Exception as error:  # the head may be busy, or restarting: the next answer is as good
             log.debug("nodes that Ray drains: %s", error)
-            draining = {}
-        for node in draining.keys() - reported:
-            reported.add(node)
-            deadline_ms = draining[node]
-            on_drain(node, max(0.0, deadline_ms / 1000 - time.time()) if deadline_ms else None)
+        else:
+            for node in draining.keys() - reported:
+                deadline_ms = draining[node]
+                on_drain(node, max(0.0, deadline_ms / 1000 - time.time()) if deadline_ms else None)
+            for node in reported - draining.keys():
+                on_gone(node)
+            reported = set(draining)
         await asyncio.sleep(_POLL_S)
 
 

@@ -311,7 +311,7 @@ class Observer:
             await previous
         now = await unless_set(self._no_waiting, loads) or {}
         metrics.update(rollout_metrics(finished, now, self._loads, metrics["time/step_s"]))
-        self._loads = {**(self._loads or {}), **now}
+        self._loads = {name: load for name, load in ((self._loads or {}) | now).items() if name in self._workers}  # some may have left
         try:
             what = f"diagnostics of step {metrics.step} <- correction service"
             found = await wait_for(unless_set(self._no_waiting, observed), what, deadline_s=self._config.deadlines.step_s)

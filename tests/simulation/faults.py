@@ -307,6 +307,8 @@ class Faults:
 
 def _end_of(node: Node, cluster: SimulatedRay, *, hangs: bool = False) -> None:
     node.is_gone, node.hangs, node.gone_at = True, hangs, cluster.loop.time()
+    if cluster.draining is not None:  # Ray drains no node that is gone
+        cluster.draining.pop(node.name, None)
     for worker in cluster.alive(WORKER):
         if worker.node is node:
             worker.kill()

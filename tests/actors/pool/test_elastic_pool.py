@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -208,24 +209,54 @@ def test_a_worker_whose_engine_starts_on_a_node_that_is_drained_never_joins(monk
     simulate(scenario)
 
 
-def test_each_node_that_ray_drains_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def while_ray_drains(monkeypatch: pytest.MonkeyPatch, answers: list[Any], watch: Coroutine[Any, Any, None]) -> None:
+    """Have Ray answer so, one after the other, and the last one again, while somebody watches."""
+    asked: list[Any] = []
+
+    def draining() -> Any:
+        asked.append(answers[min(len(asked), len(answers) - 1)])
+        if isinstance(asked[-1], Exception):
+            raise asked[-1]
+        return asked[-1]
+
+    monkeypatch.setattr("actors.pool.preemption._draining_nodes", draining)
+    monkeypatch.setattr("actors.pool.preemption._POLL_S", 0.01)
+    watching = asyncio.create_task(watch)
+    while len(asked) < len(answers) + 2:
+        await asyncio.sleep(0.01)
+    watching.cancel()
+
+
+def test_each_node_that_ray_drains_is_told_of_once_and_forgotten_when_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that doesn't come says nothing of it."""
+    told: list[tuple[str, float | None]] = []
+    gone: list[str] = []
+    busy = ConnectionError("the head is busy")
+    answers = [{}, {"a": 0}, busy, {"a": 0, "b": 1}, busy, {"b": 1}, {"b": 1}, busy, {}]
+
+    watch = watch_nodes(lambda node, left_s: told.append((node, left_s)), gone.append)
+    asyncio.run(while_ray_drains(monkeypatch, answers, watch))
+    assert told == [("a", None), ("b", 0.0)], "a: nobody says when; b: long ago"
+    assert gone == ["a", "b"]
+
+
+def test_a_pool_keeps_of_drained_nodes_those_that_are_not_gone_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spot nodes come and go for weeks."""
+
     async def scenario() -> None:
-        answers: list[Any] = [{}, {"a": 0}, ConnectionError("the head is busy"), {"a": 0, "b": 1}, {"b": 1}]
-        told: list[tuple[str, float | None]] = []
+        scene = ElasticScene(monkeypatch, workers=2)
+        monkeypatch.setattr("actors.pool.membership.ray.is_initialized", lambda: True)
+        kept: list[set[str]] = []
 
-        def draining() -> Any:
-            answer = answers.pop(0) if answers else {}
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
+        async def look() -> None:
+            while True:
+                kept.append(set(scene.pool._draining))
+                await asyncio.sleep(0.005)
 
-        monkeypatch.setattr("actors.pool.preemption._draining_nodes", draining)
-        monkeypatch.setattr("actors.pool.preemption._POLL_S", 0.01)
-        watching = asyncio.create_task(watch_nodes(lambda node, left_s: told.append((node, left_s))))
-        while answers:
-            await asyncio.sleep(0.01)
-        watching.cancel()
-        assert told == [("a", None), ("b", 0.0)], "a: nobody says when; b: long ago"
+        scene.pool.start()
+        await while_ray_drains(monkeypatch, [{f"n{number}": 0, f"n{number + 1}": 0} for number in range(9)], look())
+        assert max(map(len, kept)) <= 3 and kept[-1] == {"n8", "n9"}
+        await scene.pool.stop()
 
     asyncio.run(scenario())
 

@@ -21,7 +21,7 @@ from actors.record.step_report import trajectories_text
 from correction.monitor import Event, State
 from learner.results import SkipReason
 from rollout.config import AnswerSampling
-from rollout.trajectory import FailureKind, SyncReceipt, Trajectory
+from rollout.trajectory import FailureKind, SyncReceipt, Trajectory, WorkerLoad
 from tests.actors.cases import facts, prompts, trajectory
 from tests.actors.driver.test_evaluation import Answers
 from tests.actors.metrics.test_metrics import scalars
@@ -245,6 +245,30 @@ def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypat
     assert 'evenkeel_worker_tokens{worker="0"} 15.0' in page and 'worker="1"' not in page
     seen.observer.close()
     assert scalars(seen.folder.tensorboard_path, "worker/tokens/1") == [(1, 20)]
+
+
+def test_the_load_of_a_worker_that_has_left_is_not_kept(seen: Seen) -> None:
+    """It answered as the step ended, and left before the step's line, which waits for diagnostics of the step before."""
+
+    async def scenario() -> None:
+        observer = seen.observer
+        observer._discovery = SimpleNamespace(register=lambda *_: None, deregister=lambda _: None, close=lambda: None)  # type: ignore[assignment]
+        for name in ("0", "1"):
+            observer.joined(ActorInfo("rollout", name, 1, "127.0.0.1:1"))
+        answered, load = asyncio.get_running_loop().create_future(), WorkerLoad(1.0, 2.0, 3, 4)
+        answered.set_result({"0": load, "1": load})
+        before = asyncio.create_task(asyncio.sleep(0.01))
+        metrics, nothing = StepMetrics(1, {"time/step_s": 1.0}), asyncio.sleep(0, None)
+        observer._writing = asyncio.create_task(observer._write_when_known(metrics, {}, {}, answered, nothing, before))
+        await asyncio.sleep(0)
+        observer.left("1")
+        await observer.flush()
+        assert observer._loads == {"0": load}
+        observer.left("0")
+        assert observer._loads == {}
+
+    asyncio.run(scenario())
+    assert seen.line(1)["rollout/requests_in_flight"] == 8.0, "both had some as the step ended"
 
 
 def test_lines_are_written_though_the_wait_for_them_is_cancelled(seen: Seen) -> None:
