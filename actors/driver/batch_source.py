@@ -18,13 +18,13 @@ from actors.config import RunConfig
 from actors.driver.going_back import lost_among, while_they_answer
 from actors.driver.parts import QUEUE, SERVICE, StartingPoint, make_queue, start_service
 from actors.pool.pool import RolloutPool
-from actors.processes.supervision import kill, persistently, unless_set
+from actors.processes.supervision import kill, lost_if_late, persistently, unless_set, wait_for
 from actors.queue.outstanding import Outstanding
 from actors.queue.payloads import whole_snapshot
 from actors.record.observer import Observer
 from actors.record.patience import ByDisk
 from actors.record.run_folder import RunFolder
-from actors.settings.deadlines import batch_call_s
+from actors.settings.deadlines import batch_call_s, new_parts_s
 from actors.state.ledger import Ledger
 from actors.state.resume import open_ledger
 from correction.config import CorrectionConfig
@@ -130,7 +130,7 @@ class BatchSource:
     async def compared(self, version: int, values: Any) -> Agreement | None:
         """As the service's. Whoever watches the parts replaces one that dies meanwhile; the next one, which lacks the batch, is asked then.
 
-        Raises: as `ask`, if all parts are there.
+        Raises: as `ask`, if all parts are there; ActorLost if the next one is late.
         """
         while True:
             asked, parts = self.service, self.parts
@@ -142,8 +142,18 @@ class BatchSource:
                 if not lost and self.service is asked:
                     raise
             kill(*lost)  # so that a part that was only out of reach is replaced, too
-            while self.service is asked:
+            await lost_if_late(self._until_replaced(asked, f"comparison of the batch of version {version} <- a new correction service"))
+
+    async def _until_replaced(self, service: Any, what: str) -> None:
+        """Wait for another one. Args: what: the wait's name. Raises: DeadlineExceeded."""
+
+        async def is_replaced() -> None:
+            while self.service is service:
                 await asyncio.sleep(_LOOK_S)
+
+        deadlines = self._config.deadlines
+        limit_s, notice_s = new_parts_s(deadlines.start_s), deadlines.notice_s
+        await wait_for(is_replaced(), what, deadline_s=limit_s, notice_s=notice_s, notice=self._observer.waiting)
 
     async def next(self, version: int, pool: RolloutPool) -> PreparedBatch | ForwardRequest:
         """The batch of a version, or what the learner has to compute for it first. Args: pool: its last progress starts the deadline."""

@@ -222,7 +222,7 @@ class Controller:
             self._step_under_way = None
         await self._evaluations.abandon()
         await self._pool.withdraw()
-        self._kept, self._parts = await end_parts(self._parts, getattr(self, "_learner", None), lost)
+        self._kept, self._parts = await end_parts(self._parts, getattr(self, "_learner", None), lost, self._observer.waiting)
         if hasattr(self, "_sync"):
             await self._sync.close()
         await done_or_reported(self._checkpoints.finished(), "checkpoint under way", _END_S, self._warn)

@@ -36,12 +36,14 @@ from ray.exceptions import (
 from actors.driver.parts import REPLACEABLE, StartingPoint
 from actors.processes.event_level import EventLevel, Notify
 from actors.processes.part_heartbeat import Hear, raise_when_silent
-from actors.processes.supervision import first_error, kill, persistently, unless_failed
+from actors.processes.supervision import first_error, kill, persistently, unless_failed, wait_for
+from actors.processes.wait_notice import WaitNotice
 from actors.queue.payloads import no_room
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.checkpoint_reader import ResumePoint, newest_readable, take_back
 from actors.record.patience import ByDisk, PatientWriter
 from actors.record.run_folder import RunFolder
+from actors.settings.deadlines import REPLACEMENT_PAUSE_S
 from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, RankFailed
 from rollout.tasks import Task
 
@@ -53,8 +55,7 @@ most likely die, too."""
 ROLLBACKS_S = 3600.0
 _FREE_REPLACEMENTS = 10
 """Replacements of queue and service within ROLLBACKS_S without a pause. After each further one the next starts later: 2, 4, 8 ... up to
-_LONGEST_PAUSE_S seconds."""
-_LONGEST_PAUSE_S = 60.0
+REPLACEMENT_PAUSE_S seconds."""
 _LOOK_S = 1.0
 """Seconds between two checks whether a part's process is there."""
 _ANSWER_S = 10.0
@@ -148,7 +149,10 @@ async def while_they_answer(
 
 
 async def end_parts(
-    parts: Mapping[str, Any], learner: LearnerGroup | None, lost: Sequence[str]
+    parts: Mapping[str, Any],
+    learner: LearnerGroup | None,
+    lost: Sequence[str],
+    notice: Callable[[WaitNotice], None] | None = None,
 ) -> tuple[LearnerGroup | None, dict[str, Any]]:
     """Kill all parts. The learner's ranks are kept if none of them is lost and all finish their calls in time (_IDLE_S).
 
@@ -157,6 +161,7 @@ async def end_parts(
         parts: actors by name.
         learner: the run's. After a start that failed, the parts may contain other ranks than its own, or none.
         lost: names of parts.
+        notice: takes each notice of the wait for the ranks; None: the log.
     Returns: the learner if it is kept, and the parts that are left.
     """
     ranks = learner.ranks if learner is not None else {}
@@ -166,8 +171,10 @@ async def end_parts(
         return None, {}
     answers = asyncio.gather(*(_is_gone(rank) for rank in ranks.values()))
     try:
-        are_idle = not any(gone is not False for gone in await asyncio.wait_for(answers, max(_IDLE_S, learner.start_took_s)))
-    except TimeoutError:
+        limit_s = max(_IDLE_S, learner.start_took_s)
+        found = await wait_for(answers, "calls under way <- learner ranks, which may stay", deadline_s=limit_s, notice=notice)
+        are_idle = not any(gone is not False for gone in found)
+    except DeadlineExceeded:
         are_idle = False
     if are_idle:
         return learner, dict(ranks)
@@ -218,7 +225,7 @@ class Rollbacks:
         number = len(self._replaced)
         if number <= _FREE_REPLACEMENTS:
             return
-        pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (number - _FREE_REPLACEMENTS))
+        pause_s = min(REPLACEMENT_PAUSE_S, 2.0 ** (number - _FREE_REPLACEMENTS))
         notify("warning", f"queue or service were lost {number} times in {ROLLBACKS_S / 60:.0f} minutes: new ones in {pause_s:.0f} s")
         await asyncio.sleep(pause_s)
 

@@ -58,7 +58,7 @@ class Departures:
         """Wait until a worker's process gets a SIGTERM."""
         with suppress(EvenkeelError, RayError):  # the heartbeat deals with a worker that dies
             what = f"end notice <- rollout worker {worker.name}"
-            await wait_for(worker.actor.end_notice.remote(), what, deadline_s=math.inf, notice=log.debug)
+            await wait_for(worker.actor.end_notice.remote(), what, deadline_s=math.inf, notice=log.debug, usual_s=math.inf)
             on_notice(worker)
 
     async def _leave(self, worker: WorkerHandle, within_s: float) -> None:

@@ -13,12 +13,13 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeVar
 
 import ray
 import ray.exceptions
 
-from actors.processes.wait_notice import WaitNotice
+from actors.processes.wait_notice import NO_DEADLINE, WaitNotice
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EvenkeelError
 
 log = logging.getLogger("evenkeel")
@@ -28,8 +29,9 @@ USUAL_START = 1 / 3
 """Share of the start deadline. If the start of an engine or a rank takes longer, its notices become warnings."""
 
 HALF_OVER: ContextVar[Callable[[str], None] | None] = ContextVar("half_over", default=None)
-"""Called, in tasks of this context, with the name of each long wait that has used half of its deadline."""
-_LONG_S = 60.0
+"""Called, in tasks of this context, with the name of each long wait that has used half of its deadline. One that has none is long after
+_ENDLESS_S, or after `usual_s` if that is later; its name has NO_DEADLINE behind it."""
+_LONG_S, _ENDLESS_S = 60.0, 600.0
 _DETAIL_S = 5.0
 """Longest wait, seconds, for the clause that says what is missing."""
 AGAIN_S = (1.0, 2.0, 4.0, 8.0, 15.0)
@@ -56,7 +58,7 @@ async def wait_for(
         deadline_s: seconds until DeadlineExceeded.
         notice_s: seconds between notices while waiting.
         notice: takes each notice; None: the log, as information until `usual_s`, as a warning from then on.
-        usual_s: notices of shorter waits are information, those of longer ones warnings.
+        usual_s: notices of shorter waits are information, those of longer ones warnings. Infinite: to wait is no symptom (HALF_OVER).
         detail: asked for one clause on what exactly is missing, before each notice.
         counts_from: time of the event loop, seconds, from which the deadline counts if it is later than the call: that of the last
             progress. Notices count from the call.
@@ -64,17 +66,17 @@ async def wait_for(
     Raises: DeadlineExceeded; errors of the other process, as themselves; ActorLost if it has died or its answer was lost.
     """
     clock = asyncio.get_running_loop().time
-    began, half_over = (said_at := clock()), HALF_OVER.get() if _LONG_S <= deadline_s < math.inf else None
+    began, (half_s, half_over) = (said_at := clock()), _half(what, deadline_s, usual_s)
     task = asyncio.ensure_future(_as_coroutine(awaitable))
     try:
         while True:
             counted_s = clock() - max(began, counts_from() if counts_from else began)
-            until_s = min(said_at + notice_s - clock(), deadline_s - counted_s, *([deadline_s / 2 - counted_s] if half_over else []))
+            until_s = min(said_at + notice_s - clock(), deadline_s - counted_s, *([half_s - counted_s] if half_over else []))
             done, _ = await asyncio.wait({task}, timeout=max(0.0, until_s))
             if done:
                 return task.result()
-            if half_over and clock() - max(began, counts_from() if counts_from else began) >= deadline_s / 2:
-                half_over(what)
+            if half_over and clock() - max(began, counts_from() if counts_from else began) >= half_s:
+                half_over()
                 half_over = None
                 continue
             waited = clock() - began
@@ -95,6 +97,15 @@ async def wait_for(
             task.cancel()
         elif not task.cancelled():
             task.exception()  # read, or asyncio would report it: this wait may be cancelled just when the task fails
+
+
+def _half(what: str, deadline_s: float, usual_s: float) -> tuple[float, Callable[[], None] | None]:
+    """When half of a wait is over, in seconds, and what is called then."""
+    tell, has_deadline = HALF_OVER.get(), deadline_s < math.inf
+    half_s = deadline_s / 2 if has_deadline else max(_ENDLESS_S, usual_s)
+    if tell is None or deadline_s < _LONG_S or half_s == math.inf:
+        return half_s, None
+    return half_s, partial(tell, what + NO_DEADLINE * (not has_deadline))
 
 
 async def persistently(call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, **named: Any) -> T:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+NO_DEADLINE = " (no deadline)"
+"""Behind the name of a wait that has no end, where its stacks are told of."""
+
 
 @dataclass(frozen=True, slots=True)
 class WaitNotice:

@@ -85,7 +85,7 @@ class RunDiagnosis:
     waits: tuple[Wait, ...]
     troubles: tuple[Trouble, ...]
     stacks: tuple[str, ...]
-    """Where each process stood the last time that a wait had used half of its deadline."""
+    """Where each process stood the last time that a wait had used half of its deadline, or was long without one."""
     books: BookCheck
     last_events: tuple[RunEvent, ...]
 

@@ -1,5 +1,5 @@
-"""When a wait has used half of its deadline, writes the stacks of all processes of the run into its folder: they show who waits for
-whom."""
+"""When a wait has used half of its deadline, or is long without one, writes the stacks of all processes of the run into its folder: they
+show who waits for whom."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.processes.event_level import Notify
 from actors.processes.supervision import wait_for
+from actors.processes.wait_notice import NO_DEADLINE
 from actors.record.run_folder import RunFolder
 from actors.record.stack_gist import FOLDER, collections
 from correction.errors import EvenkeelError
@@ -43,7 +44,7 @@ class StackCollector:
         self._collecting: asyncio.Task[None] | None = None
 
     def half_over(self, what: str) -> None:
-        """Called when a wait has used half of its deadline. Args: what: its name."""
+        """Called when a wait has used half of its deadline, or is long without one. Args: what: its name."""
         now, kind = time.monotonic(), re.sub(r"\d+", "", what)
         next_s, apart_s = self._next.get(kind, (now, _APART_S))
         if now < next_s or now - self._last_s < _LEAST_APART_S:
@@ -62,7 +63,8 @@ class StackCollector:
         except (EvenkeelError, RayError, OSError) as error:
             self._notify("warning", f"no stacks of the run's processes: {error}")
         else:
-            self._notify("info", f"half of the time for {what} is over: where every process stands is in {path}")
+            when = f"a long wait for {what}" if what.endswith(NO_DEADLINE) else f"half of the time for {what} is over"
+            self._notify("info", f"{when}: where every process stands is in {path}")
 
     async def _of_all_nodes(self) -> list[str]:
         """The cluster's head, which lists them, may be what hangs."""

@@ -37,6 +37,8 @@ _ANSWERS_LATER_S = 30.0
 """Seconds by which the driver waits longer than its callee's own deadline, so that the callee's error arrives."""
 _TOKEN_BYTES = 4096
 """Upper bound of a token with its optional fields: the logprobs of a hundred likeliest tokens, or its experts in a hundred layers."""
+REPLACEMENT_PAUSE_S = 60.0
+"""Longest pause before queue and service are replaced."""
 KEEP_S = 600.0
 """Longest time to bring the batch of a skipped step from the object store to disk; the lines of later steps wait meanwhile."""
 
@@ -142,6 +144,11 @@ def newer_weights_s(step_s: float, sync_s: float) -> float:
     return 2 * step_s + 4 * sync_s
 
 
+def new_parts_s(start_s: float) -> float:
+    """Longest wait for a new queue and service in place of lost ones: the pause before them, and their start."""
+    return REPLACEMENT_PAUSE_S + start_s
+
+
 def batch_call_s(batch_s: float) -> float:
     """Wait for the service's answer to the call for a batch. The service's own deadline, which says what is missing, comes first."""
     return batch_s + _ANSWERS_LATER_S
@@ -230,6 +237,7 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
         of(engine, "start_s", "an engine's start, with the weights on disk"),
         of(engine, "shutdown_s", "the end of an engine's processes"),
         of(run, "start_s", "start of a worker that has a node; the wait for the ranks' nodes, and then the ranks' start; questions"),
+        Deadline("", new_parts_s(run.start_s), "new queue and service in place of lost ones; if late, the run goes back"),
         Deadline("", tokens, f"a batch's tokens on their way to the service: {scale.batch_tokens}; late groups are sampled again"),
         Deadline("", tokens_call_s(tokens), "the object store's answer about these tokens: twice as long; if late, the run goes back"),
         of(run, "batch_s", "a batch without a finished group: two groups in turn, and a new worker between them; or its tokens"),

@@ -15,6 +15,7 @@ from correction.errors import ActorLost
 from tests.actors.cases import FakeActor
 from tests.actors.driver.test_controller import controller, source
 from tests.actors.driver.test_controller_goes_back import GoneBack
+from tests.actors.simulated_time import simulate
 
 
 class ComparingService:
@@ -63,6 +64,23 @@ def test_a_service_that_dies_as_it_compares_a_batch_is_replaced_and_the_step_goe
         assert run._observer.events == [  # type: ignore[attr-defined]
             "step 3: its batch is gone with the correction service, and can't be compared bit by bit"
         ]
+
+
+def test_a_service_that_nobody_replaces_takes_the_run_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the longest pause before a replacement, and a start; until then it is said what is waited for."""
+    monkeypatch.setattr("ray.kill", lambda _: None)
+    notices: list[str] = []
+
+    async def scenario() -> None:
+        run = comparing_run(ComparingService(ActorDiedError()))
+        run._source._observer.waiting = lambda notice: notices.append(str(notice))  # type: ignore[method-assign]
+        comparing = asyncio.wait_for(run._source.compared(2, "values"), 9000.0)
+        with pytest.raises(ActorLost, match=r"^comparison of the batch of version 2 <- a new correction service: not done in 660 s"):
+            await comparing
+        assert asyncio.get_running_loop().time() == pytest.approx(660.0, abs=1.0)
+
+    simulate(scenario)
+    assert {notice.partition(" s for ")[2] for notice in notices} == {"comparison of the batch of version 2 <- a new correction service"}
 
 
 def test_a_comparison_whose_answer_is_lost_though_all_parts_are_there_takes_the_run_back() -> None:

@@ -126,6 +126,22 @@ def test_a_busy_learner_is_waited_for_as_long_as_its_start_took(monkeypatch: pyt
     assert (kept is learner) == stays
 
 
+def test_the_wait_for_a_busy_learner_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as its start took: minutes, with a large model."""
+    monkeypatch.setattr("actors.processes.supervision.ray.kill", lambda _: None)
+    told: list[str] = []
+
+    async def scenario() -> None:
+        learner = LearnerGroup([Part("silent")], version=3, step_s=1.0)
+        learner.start_took_s = 400.0
+        learner.ranks["learner rank 0"].__ray_ready__.remote = lambda: asyncio.sleep(100.0)  # in a step
+        kept, _ = await end_parts(dict(learner.ranks), learner, ["queue"], lambda notice: told.append(str(notice)))
+        assert kept is learner
+
+    simulate(scenario)
+    assert told == [f"waiting {seconds} s for calls under way <- learner ranks, which may stay" for seconds in (30, 60, 90)]
+
+
 def test_a_learner_of_a_start_that_failed_is_not_taken_for_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run has the one before in its hand, whose ranks have been ended."""
     killed: list[Any] = []

@@ -15,6 +15,7 @@ from actors.carriers import DiscardReason, GroupFailure, Ticket
 from actors.config import DeadlinesConfig
 from actors.pool.dispatch import WaitingWork
 from actors.pool.faults import GroupBook
+from actors.processes.supervision import HALF_OVER
 from correction.errors import DeadlineExceeded, RequestError, counted
 from tests.actors.pool.mortal_workers import GROUP_S, START_S, Mortal, Outcome, World, play
 from tests.failures.measured import PLAYED, Measured
@@ -59,6 +60,7 @@ def test_fifteen_minutes_without_workers(monkeypatch: pytest.MonkeyPatch) -> Non
     """The run says what it waits for, nobody's deadline counts meanwhile, and it goes on when a node comes."""
 
     async def scenario() -> None:
+        HALF_OVER.set(lambda what: stacks.append((what, world.now - began)))
         world = World(monkeypatch, workers=2, places=8)
         await world.begin()
         await asyncio.sleep(GROUP_S / 2)
@@ -78,7 +80,10 @@ def test_fifteen_minutes_without_workers(monkeypatch: pytest.MonkeyPatch) -> Non
         follows = "the run waits, says for what, and goes on when nodes come: from then on an engine's start and a group"
         Measured("all workers lost, and no node for 15 minutes", follows, world.now - began - 900.0, world.sampled_again, PLAYED).write()
 
+    stacks: list[tuple[str, float]] = []
     play(scenario)
+    assert sum(what.endswith(" <- a rollout worker with weights v0 (no deadline)") for what, _ in stacks) == 1, "and two for a node"
+    assert [at for _, at in stacks] == pytest.approx([600.0] * 3, abs=1.0)
 
 
 def test_without_workers_a_run_ends_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:

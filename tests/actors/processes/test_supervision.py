@@ -6,16 +6,19 @@ import asyncio
 import gc
 import inspect
 import logging
+import math
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
 
 import pytest
 import ray.exceptions
 
-from actors.processes.supervision import Stopwatch, persistently, together, unwrapped, wait_for
+from actors.processes.supervision import HALF_OVER, Stopwatch, persistently, together, unwrapped, wait_for
 from actors.processes.wait_notice import WaitNotice
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, SyncError, counted
 from tests.actors.simulated_time import simulate
@@ -172,6 +175,32 @@ def test_a_deadline_counts_from_the_last_progress() -> None:
         assert clock() - began == pytest.approx(35.0)
 
     simulate(scenario)
+
+
+@pytest.mark.parametrize(
+    ("wait", "told"),
+    [
+        ({"deadline_s": 3000.0}, [("a node", 1500.0)]),
+        ({"deadline_s": 50.0}, []),
+        ({"deadline_s": math.inf}, [("a node (no deadline)", 600.0)]),
+        ({"deadline_s": math.inf, "notice_s": 7.0}, [("a node (no deadline)", 600.0)]),
+        ({"deadline_s": math.inf, "usual_s": 1200.0}, [("a node (no deadline)", 1200.0)]),
+        ({"deadline_s": math.inf, "usual_s": math.inf}, []),
+        ({"deadline_s": math.inf, "counts_from": lambda: 400.0}, [("a node (no deadline)", 1000.0)]),
+    ],
+    ids=["half of it", "short", "endless", "endless with notices", "endless, usually long", "endless as a matter of course", "progress"],
+)
+def test_a_long_wait_asks_for_stacks_once(wait: dict[str, Any], told: list[tuple[str, float]]) -> None:
+    found: list[tuple[str, float]] = []
+
+    async def scenario() -> None:
+        clock = asyncio.get_running_loop().time
+        HALF_OVER.set(lambda what: found.append((what, clock())))
+        with suppress(DeadlineExceeded):
+            await wait_for(late(5000.0), "a node", **{"notice": lambda _: None, **wait})
+
+    simulate(scenario)
+    assert found == told
 
 
 def test_a_wait_cancelled_as_its_task_fails_leaves_nothing_unseen() -> None:

@@ -44,6 +44,8 @@ def test_the_gist_names_the_functions_in_which_each_process_stood(tmp_path: Path
         "ray::LearnerRankActor.step (process 12): c10d:5 all_reduce < step:300 _gather",
         "sglang::scheduler (process 13): says nothing; state T (stopped)",
     )
+    (tmp_path / "stacks/03.txt").write_text("the first rollout worker (no deadline)\n")
+    assert newest_gist(tmp_path) == ("03.txt, in a long wait for the first rollout worker (no deadline):",)
     assert newest_gist(tmp_path / "none") == ()
 
 
@@ -114,7 +116,7 @@ def test_collections_are_few_and_in_files_of_their_own(tmp_path: Path, monkeypat
     async def scenario() -> None:
         collector = StackCollector(folder, lambda _, text: events.append(text))
         for number in range(26):
-            for what in (f"wait {number}", f"wait {number} again", "another one at the same time"):
+            for what in (f"wait {number}{' (no deadline)' * (number == 1)}", f"wait {number} again", "another one at the same time"):
                 collector.half_over(what)
                 assert collector._collecting is not None
                 await collector._collecting
