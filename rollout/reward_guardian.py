@@ -21,15 +21,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollout.reward_cgroup import ControlGroup
+from rollout.reward_usage import WrittenBytes, open_files, takes_more
 
-MEMORY, PROCESSES = 97, 98
-"""Exit codes of a guardian that ended its scorer because the tree used more memory, or had more processes, than allowed."""
+WRITTEN, FILES, MEMORY, PROCESSES = 95, 96, 97, 98
+"""Exit codes of a guardian that ended its scorer because the tree wrote more bytes, or had more open files, memory or processes, than
+allowed."""
 WORKER = "EVENKEEL_REWARD_WORKER"
 """Environment variable of a guardian and of all processes below it. Names the worker that they belong to (`mark_of`)."""
 MOST_PROCESSES = 128
 """Most processes of a scorer: itself and all that it started."""
 _MOST_FILES = 4096
+MOST_FILES_TOGETHER = 4 * _MOST_FILES
+"""Most open files of a scorer and all that it started: 128 for each of MOST_PROCESSES."""
 _LARGEST_FILE_BYTES = 4 << 30
+MOST_WRITTEN_BYTES = 2 * _LARGEST_FILE_BYTES
+"""Most bytes that a scorer and all that it started may write for one completion (`WrittenBytes`)."""
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_S = 0.1
 _WAIT_S = 1.0
@@ -43,7 +49,8 @@ _GRACE_S = 10.0
 
 def limit_process(memory_bytes: int | None) -> None:
     """Limit this process, and each process that it starts separately: private writable memory (what a library merely reserves or maps
-    doesn't count; the guardian watches shared memory), open files, and the size of a file. There are no core dumps."""
+    doesn't count; the guardian watches shared memory), open files, and the size of a file; the guardian watches what all of them have and
+    write together. There are no core dumps."""
     import resource
 
     def lower(kind: int, limit: int) -> None:
@@ -64,17 +71,29 @@ def become_reaper() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def guard(scorer: int, leash: int, parent: int, memory_bytes: int | None, group: ControlGroup | None) -> int:
+def guard(
+    scorer: int,
+    leash: int,
+    parent: int,
+    memory_bytes: int | None,
+    group: ControlGroup | None,
+    *,
+    begun: int | None = None,
+    written_bytes: int = MOST_WRITTEN_BYTES,
+) -> int:
     """Wait until the scorer or the worker ends or a limit is passed; then kill the whole tree. Returns: the scorer's exit code if it ended,
-    MEMORY or PROCESSES if a limit was passed, else 0.
+    WRITTEN, FILES, MEMORY or PROCESSES if a limit was passed, else 0.
 
     Args:
         scorer: process id of a child.
         leash: file descriptor that becomes readable when the worker lets go.
         parent: process id of the worker.
-        group: keeps the limits once it holds the scorer. Until then, and without a group, this function checks them.
+        group: keeps memory and processes once it holds the scorer. Until then, and without a group, this function checks them, too.
+        begun: event counter (eventfd) that the scorer adds to as it begins a completion; None: it is at its first and only one.
+        written_bytes: most for one completion.
     """
     code = None
+    written = WrittenBytes(lambda: _everyone(os.getpid()), has_begun=begun is None)
     with contextlib.suppress(OSError):
         watched = [leash, os.pidfd_open(scorer)]
         while code is None and os.getppid() == parent:
@@ -85,8 +104,13 @@ def guard(scorer: int, leash: int, parent: int, memory_bytes: int | None, group:
             code = _ended(scorer)
             if group is not None and group.ran_out_of_memory():
                 code = MEMORY
-            elif code is None and not is_kept:
-                code = _beyond_limits(memory_bytes)
+            elif code is None:
+                tree = descendants(os.getpid())
+                code = None if is_kept else _beyond_limits(tree, memory_bytes)
+                if code is None and open_files(tree) > MOST_FILES_TOGETHER:
+                    code = FILES
+                if written.bytes(has_begun=_has_begun(begun)) > written_bytes:
+                    code = code or WRITTEN
     end_tree(group)
     return 0 if code is None else code
 
@@ -104,22 +128,30 @@ def _ended(scorer: int) -> int | None:
     return found
 
 
-def _beyond_limits(memory_bytes: int | None) -> int | None:
-    tree = descendants(os.getpid())
+def _beyond_limits(tree: set[int], memory_bytes: int | None) -> int | None:
     if len(tree) > MOST_PROCESSES:
         return PROCESSES
-    return MEMORY if memory_bytes is not None and _takes_more(tree, memory_bytes) else None
+    return MEMORY if memory_bytes is not None and takes_more(tree, memory_bytes) else None
 
 
-def _takes_more(tree: set[int], memory_bytes: int) -> bool:
-    """Whether private and shared memory of these processes together exceed the limit. A single process that shares none has a limit of its
-    own (`limit_process`)."""
-    sizes = [_resident_bytes(pid) for pid in tree]
-    private, mapped = sum(own for own, _ in sizes), sum(shared for _, shared in sizes)
-    if private + mapped <= memory_bytes or (len(tree) == 1 and not mapped):
-        return False
-    # A page that several processes have mapped was counted for each. To count it once the kernel walks through all pages, so only now.
-    return private + sum(map(_share_of_shared_bytes, tree)) > memory_bytes
+def limit_passed(code: int, memory_gib: float | None, written_bytes: int) -> str | None:
+    """Which limit an exit code of `guard` speaks of, and what helps; None: of none."""
+    return {
+        MEMORY: f"all that it started took more than {memory_gib or 0:g} GiB together, rollout.reward.memory_gib",
+        PROCESSES: f"it had started more than {MOST_PROCESSES} processes",
+        FILES: f"it and all that it started had more than {MOST_FILES_TOGETHER} open files together; have it close those that it has read",
+        WRITTEN: (
+            f"it and all that it started wrote more than {written_bytes / 2**30:g} GiB of files for one answer; have it write less, and "
+            "remove what it has left on the disk"
+        ),
+    }.get(code)
+
+
+def _has_begun(begun: int | None) -> bool:
+    """Whether the scorer has begun a completion since this was asked last."""
+    with contextlib.suppress(BlockingIOError):
+        return begun is not None and os.eventfd_read(begun) > 0
+    return False
 
 
 def end_tree(group: ControlGroup | None = None) -> None:
@@ -287,22 +319,27 @@ def clear_leftovers() -> None:
 
 def descendants(pid: int) -> set[int]:
     """Ids of all processes below a process, as the kernel lists them (Linux), zombies left out."""
-    found: set[int] = set()
+    return {one for one in _everyone(pid)[1:] if not _is_zombie(one)}
+
+
+def _everyone(pid: int) -> list[int]:
+    """Ids of a process and all below it, zombies too, parents before their children."""
+    found = {pid: None}
     waiting = [pid]
     while waiting:
         for child in _children(waiting.pop()):
             if child not in found:
-                found.add(child)
+                found[child] = None
                 waiting.append(child)
-    return {one for one in found if not _is_zombie(one)}
+    return list(found)
 
 
 def _children(pid: int) -> list[int]:
     found: list[int] = []
     with contextlib.suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):
-                found += map(int, (thread / "children").read_text().split())
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb", buffering=0) as file:
+                found += map(int, file.read().split())
     return found
 
 
@@ -313,32 +350,11 @@ def _is_zombie(pid: int) -> bool:
 def _parent(pid: int) -> int | None:
     """Id of a process's parent; None if the process has ended."""
     try:
-        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            state, parent, _ = file.read().rpartition(b")")[2].split(maxsplit=2)
     except OSError:
         return None
-    return None if state in "ZX" else int(parent)
-
-
-def _resident_bytes(pid: int) -> tuple[int, int]:
-    """Bytes of private memory, and of shared memory without a file (mmap, shm_open)."""
-    sizes = _sizes(Path(f"/proc/{pid}/status"), "RssAnon", "RssShmem")
-    return sizes["RssAnon"], sizes["RssShmem"]
-
-
-def _share_of_shared_bytes(pid: int) -> int:
-    """Bytes of shared memory without a file, each page divided by the number of processes that have mapped it."""
-    return _sizes(Path(f"/proc/{pid}/smaps_rollup"), "Pss_Shmem")["Pss_Shmem"]
-
-
-def _sizes(path: Path, *names: str) -> dict[str, int]:
-    """Bytes by name, from lines such as `RssAnon:  12 kB`; 0 for names that are missing, or if the process has ended."""
-    found = dict.fromkeys(names, 0)
-    with contextlib.suppress(OSError, ValueError):
-        for line in path.read_text().splitlines():
-            name, _, size = line.partition(":")
-            if name in found:
-                found[name] = int(size.split()[0]) * 1024
-    return found
+    return None if state in b"ZX" else int(parent)
 
 
 def _signal(pid: int, number: int) -> None:

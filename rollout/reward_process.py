@@ -65,23 +65,23 @@ def main(fd: int, leash: int, parent_pid: int) -> int:
     memory_bytes = None if spec["memory_gib"] is None else int(spec["memory_gib"] * 2**30)
     group = ControlGroup.make(memory_bytes, MOST_PROCESSES) if spec["control_group"] else None
     become_reaper()
-    guardian = os.getpid()
+    guardian, begun = os.getpid(), os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     scorer = os.fork()
     if scorer:
         connection.close()
-        return guard(scorer, leash, parent_pid, memory_bytes, group)
+        return guard(scorer, leash, parent_pid, memory_bytes, group, begun=begun, written_bytes=spec["written_bytes"])
     os.close(leash)
     die_with_parent(guardian)
     if group is not None:
         with contextlib.suppress(OSError):  # the guardian sees that it isn't in, and keeps the limits itself
             group.join()
     limit_process(memory_bytes)
-    serve(connection, spec)
+    serve(connection, spec, begun)
     return 0
 
 
-def serve(connection: socket.socket, spec: dict[str, Any]) -> None:
-    """Answer requests until the socket is closed."""
+def serve(connection: socket.socket, spec: dict[str, Any], begun: int) -> None:
+    """Answer requests until the socket is closed. Args: begun: event counter (eventfd) by which the guardian hears of each completion."""
     try:
         score = build_scorer(spec)
     except RewardLoadError as error:
@@ -91,6 +91,8 @@ def serve(connection: socket.socket, spec: dict[str, Any]) -> None:
     while (request := _receive(connection)) is not None:
         completions, shared = request.pop("completions"), pickle.dumps(request)
         for completion in completions:                              # each meets the metadata as they came, whatever a scorer does to them
+            with contextlib.suppress(OSError):  # full, or closed by the scorer: the guardian counts on from the completion before
+                os.eventfd_write(begun, 1)
             reply = score_request(score, {**pickle.loads(shared), "completion": completion})
             _send(connection, reply)
             if "error" in reply:

@@ -16,7 +16,7 @@ from rollout.trajectory import FinishReason, Prompt, Trajectory, VersionSpan, id
 
 CHAIN_SUM = ReasoningGymTask(dataset="chain_sum")
 USER_REWARDS = """
-    import asyncio, json, mmap, os, pickle, signal, struct, subprocess, sys, time
+    import asyncio, json, mmap, os, pickle, resource, signal, struct, subprocess, sys, time
 
     class Touch:
         def __init__(self, path): self.path = path
@@ -100,6 +100,63 @@ USER_REWARDS = """
         if completion == "file":
             with open("large", "wb") as file: file.truncate(5 << 30)
         return os.getpid()
+
+    def aside(does):
+        pid = os.fork()
+        if pid == 0:
+            does()
+            os._exit(0)
+        return pid
+    def opens(count):
+        each = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 96
+        def open_some():
+            kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(each)]
+            time.sleep(60)
+        return [aside(open_some) for _ in range(count // each + 1)]
+    def writes(folder="."):
+        with open(f"{folder}/{os.getpid()}-{time.monotonic_ns()}", "wb", buffering=0) as file:
+            for _ in range(30): file.write(bytes(1 << 20))
+    def busy(completion):
+        if completion == "many files": opens(17_000)
+        if completion == "some files":
+            children = opens(8_000)
+            time.sleep(2.5)
+            for child in children: os.kill(child, signal.SIGKILL)
+            for child in children: os.waitpid(child, 0)
+            return os.getpid()
+        if completion == "at once":
+            for _ in range(3): aside(lambda: (writes(), time.sleep(60)))
+        if completion == "one after the other":
+            for _ in range(3): os.waitpid(aside(writes), 0)
+        if completion == "grandchildren":
+            os.waitpid(aside(lambda: [os.waitpid(aside(writes), 0) for _ in range(3)]), 0)
+        if completion == "orphans":
+            for _ in range(3): os.waitpid(aside(lambda: aside(writes)), 0)
+        if completion == "unheard of":
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+            for _ in range(3):
+                aside(lambda: (writes(), time.sleep(2)))
+                try: os.wait()
+                except ChildProcessError: time.sleep(2)
+        if completion == "mapped":
+            for _ in range(3):
+                with open(str(time.monotonic_ns()), "w+b") as file:
+                    file.truncate(30 << 20)
+                    mapped = mmap.mmap(file.fileno(), 0)
+                    for at in range(0, 30 << 20, 4096): mapped[at] = 1
+        if completion == "in memory":
+            for _ in range(3): aside(lambda: writes(os.environ["TMPDIR"]))
+        if completion == "little":
+            os.waitpid(aside(writes), 0)
+            time.sleep(1.5)
+            return os.getpid()
+        if completion == "pipes":
+            with open("/dev/null", "wb", buffering=0) as nowhere:
+                for _ in range(300): nowhere.write(bytes(1 << 20))
+            subprocess.run("head -c 300m /dev/zero | cat > /dev/null", shell=True, check=True)
+            time.sleep(1.5)
+            return os.getpid()
+        time.sleep(60)
     def modules(completion): return float("torch" in sys.modules or "sglang" in sys.modules or "ray" in sys.modules)
     def wants_more(completion, tokenizer): return 0.0
     not_a_function = 3

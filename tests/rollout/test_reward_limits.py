@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import pytest
 
 import rollout.rewards
 from rollout.reward_cgroup import ControlGroup
+from rollout.reward_usage import WrittenBytes, _is_in_memory
 from rollout.rewards import RewardError, RewardPool
 from rollout.trajectory import FailureKind
 from tests.failures.measured import REAL, Measured
@@ -118,6 +120,97 @@ def test_no_file_grows_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     (t,) = scored(user_reward("moody", deadline_s=20.0), "file")
     assert t.error is not None and ("File too large" in t.error or "SIGXFSZ" in t.error)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
+def test_open_files_of_the_whole_tree_are_limited(has_group: bool) -> None:
+    """Five processes with 4000 each, of which each keeps its own limit. With two of them it may."""
+    some, many, after = scored(user_reward("busy", deadline_s=60.0), "some files", "many files", "some files")
+    assert some.error is None and after.error is None
+    assert many.error is not None and "had more than 16384 open files together" in many.error
+
+
+@pytest.fixture
+def few_bytes(has_group: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 MiB may be written for a completion, instead of 8 GiB."""
+    specification = rollout.rewards.reward_specification
+    monkeypatch.setattr(rollout.rewards, "reward_specification", lambda *of: specification(*of) | {"written_bytes": 64 << 20})
+    monkeypatch.chdir(tmp_path)
+
+
+WAYS = ("at once", "one after the other", "grandchildren", "orphans", "unheard of", "mapped")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
+@pytest.mark.parametrize("way", WAYS)
+def test_what_the_whole_tree_writes_is_limited(few_bytes: None, way: str) -> None:
+    """Three files of 30 MiB, by processes that live on, or have ended: waited for, without a parent, or by one that never hears of it."""
+    before, written = scored(user_reward("busy", deadline_s=60.0), "little", way)
+    assert before.error is None
+    assert written.error is not None and "wrote more than 0.0625 GiB of files for one answer" in written.error
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
+def test_what_is_written_to_a_temporary_folder_in_memory_counts(few_bytes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not _is_in_memory("/dev/shm"):
+        pytest.skip("/dev/shm is no tmpfs here")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        (written,) = scored(user_reward("busy", deadline_s=60.0), "in memory")
+        piped, little = scored(user_reward("busy", deadline_s=60.0), "pipes", "little")
+    assert written.error is not None and "wrote more than 0.0625 GiB of files for one answer" in written.error
+    assert piped.error is None and little.error is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
+def test_each_completion_may_write_anew_and_pipes_are_no_files(few_bytes: None) -> None:
+    found = scored(user_reward("busy", deadline_s=60.0), "little", "little", "little", "pipes", "little")
+    assert [t.error for t in found] == [None] * 5 and len({t.reward for t in found}) == 1, "by one process"
+
+
+class Numbers:
+    """In the place of /proc/PID/io: write_bytes, cancelled_write_bytes and wchar of processes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.of = {1: (0, 0, 0)}
+        self.others: list[dict[int, tuple[int, int, int]]] = []
+        """What looks see first."""
+        self.fuller = 0
+        monkeypatch.setattr("rollout.reward_usage._written_by", lambda pid: self._looked_at.get(pid, (0, 0, 0)))
+        monkeypatch.setattr("rollout.reward_usage._used_bytes", lambda _: self.fuller)
+
+    def find(self) -> list[int]:
+        self._looked_at = self.others.pop(0) if self.others else self.of
+        return list(self._looked_at)
+
+
+def test_what_counts_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel's numbers, look by look."""
+    numbers = Numbers(monkeypatch)
+    written = WrittenBytes(numbers.find)
+    numbers.of = {1: (0, 0, 0), 2: (900, 0, 900)}
+    assert written.bytes(has_begun=False) == 0, "as it was set up"
+    numbers.of = {1: (0, 0, 0), 2: (950, 0, 950)}
+    assert written.bytes(has_begun=True) == 50
+    numbers.of = {1: (0, 0, 0), 2: (1050, 80, 1050)}
+    assert written.bytes(has_begun=False) == 70, "80 were gone before they reached the disk"
+    numbers.of = {1: (0, 0, 0), 2: (1050, 180, 1050)}
+    assert written.bytes(has_begun=False) == 0
+    numbers.of = {1: (0, 0, 0), 2: (1090, 180, 1090)}
+    assert written.bytes(has_begun=False) == 40, "since there was least"
+    numbers.of = {1: (0, 0, 0), 2: (1090, 180, 1090), 3: (5, 0, 5)}
+    assert written.bytes(has_begun=True) == 5
+    numbers.of = {1: (0, 0, 0), 2: (1095, 180, 1095)}
+    numbers.others = [{1: (0, 0, 0), 2: (1090, 180, 1090)}]
+    assert written.bytes(has_begun=False) == 5, "3 was just being waited for by 2"
+    numbers.of = {1: (0, 0, 0), 2: (1095, 180, 1095), 4: (60, 50, 60)}
+    assert written.bytes(has_begun=False) == 15
+    numbers.of = {1: (0, 0, 0), 2: (1096, 180, 1096)}
+    assert written.bytes(has_begun=False) == 15, "what 4 has written is nobody's, and at least what is missing now counts on"
+    numbers.of = {1: (0, 0, 0), 2: (1096, 180, 5096)}
+    assert written.bytes(has_begun=False) == 15, "through a pipe"
+    numbers.fuller = 300
+    assert written.bytes(has_begun=False) == 315, "into a temporary folder in memory"
 
 
 PARENT = """
