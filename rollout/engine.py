@@ -124,8 +124,7 @@ class RolloutEngine(UpdatableEngine):
             temperature: of the behaviour policy; 0 is greedy, and its logprobs are those of temperature 1.
             top_p: for answers that nothing is trained on: below 1 tokens come from the likeliest ones that hold this share, while their
                 logprobs stay those of the whole distribution.
-            samples: answers to this prompt. They share its keys and values: the prompt is prefilled once, before them (with 8 samples
-                of 256 prompt tokens on a CPU that halves the time; SGLang's own n > 1 does the same, but can't be aborted).
+            samples: answers to this prompt, which is prefilled once, before them (as by SGLang's own n > 1, which can't be aborted).
             seeds: one for each sample, in [0, 2^63): its tokens then depend on the weights, the prompt and the seed alone, as far as the
                 logits do (with batch_invariant to the last bit). Unset: random ones.
             topk: most likely tokens to report at each position, with their logprobs, in addition to the sampled one; see check_topk.
