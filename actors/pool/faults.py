@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 
+from actors.settings.deadlines import REPLACEMENT_PAUSE_S
 from correction.errors import EngineError, RequestError, counted
 
 WINDOW_S = 3600.0
@@ -76,26 +77,26 @@ class LossBook:
     def pause_s(self, size: int, failed_starts: int = 0) -> float:
         """Seconds to wait before the next replacement starts: 0 while `in_vain` is at most the pool's size, then 2, 4, 8 ... up to 300.
 
-        Losses of engines that had been up, within WINDOW_S, do the same beyond the budget (see `check`), also if groups are finished.
+        Losses of engines that had been up, within WINDOW_S, do so up to REPLACEMENT_PAUSE_S beyond the budget (see `check`), also if groups
+        are finished: those are of use while they live.
         Args:
             size: workers that the pool is to have.
             failed_starts: in the place of this one, in a row; from the second on they count as losses beyond the pool's size do.
         """
-        repeated = max(self._beyond(size, failed_starts).values())
-        return 0.0 if repeated <= 0 else min(_LONGEST_PAUSE_S, 2.0 ** min(repeated, 16))
+        return max(self._pauses_s(size, failed_starts).values())
 
     def why_pause(self, size: int, failed_starts: int = 0) -> str:
         """What makes the pause as long as it is, in words. Args: as `pause_s`."""
-        beyond = self._beyond(size, failed_starts)
-        return max(beyond, key=lambda why: beyond[why])
+        pauses_s = self._pauses_s(size, failed_starts)
+        return max(pauses_s, key=lambda why: pauses_s[why])
 
-    def _beyond(self, size: int, failed_starts: int) -> dict[str, int]:
-        """How many losses there are beyond those after which a replacement starts at once, by what is counted."""
+    def _pauses_s(self, size: int, failed_starts: int) -> dict[str, float]:
+        """By what is counted."""
         window = f"{counted(len(self._after_start), 'rollout worker')} lost within {WINDOW_S / 60:.0f} minutes"
         return {
-            f"{counted(failed_starts, 'start')} in a row failed": failed_starts - 1,
-            "workers are lost one after the other": self.in_vain - size,
-            window: len(self._after_start) - _budget(size),
+            f"{counted(failed_starts, 'start')} in a row failed": _pause_s(failed_starts - 1, _LONGEST_PAUSE_S),
+            "workers are lost one after the other": _pause_s(self.in_vain - size, _LONGEST_PAUSE_S),
+            window: _pause_s(len(self._after_start) - _budget(size), REPLACEMENT_PAUSE_S),
         }
 
     def check(self, size: int, last: str) -> None:
@@ -124,6 +125,11 @@ class LossBook:
         for times in (self._in_vain, self._after_start):
             while times and now - times[0] > WINDOW_S:
                 times.popleft()
+
+
+def _pause_s(beyond: int, longest_s: float) -> float:
+    """Args: beyond: losses beyond those after which a replacement starts at once."""
+    return min(longest_s, 2.0 ** min(beyond, 16)) if beyond > 0 else 0.0
 
 
 def _budget(size: int) -> int:

@@ -38,7 +38,7 @@ _ANSWERS_LATER_S = 30.0
 _TOKEN_BYTES = 4096
 """Upper bound of a token with its optional fields: the logprobs of a hundred likeliest tokens, or its experts in a hundred layers."""
 REPLACEMENT_PAUSE_S = 60.0
-"""Longest pause before queue and service are replaced."""
+"""Longest pause before queue and service are replaced, or an engine of a pool that loses many while it works."""
 KEEP_S = 600.0
 """Longest time to bring the batch of a skipped step from the object store to disk; the lines of later steps wait meanwhile."""
 
