@@ -157,6 +157,8 @@ class _Reward(Settings):
     """Scoring processes of each rollout worker: how many completions it scores at the same time."""
     memory_gib: PositiveFloat | None = 4.0
     """Memory of a scoring process and all that it starts, GiB. Beyond it the scoring call fails, and not the machine; empty: no limit."""
+    written_gib: PositiveFloat | None = 8.0
+    """What a scoring process and all that it starts may write to files for one completion, GiB; empty: no limit."""
 
 
 class ReasoningGymReward(_Reward):
@@ -229,8 +231,7 @@ _BIASING = {
 
 
 class SamplingConfig(Settings):
-    """How the engines sample while training: from the whole distribution. Parameters that would bias every ratio (top_p, top_k, min_p,
-    penalties, min_tokens) are refused."""
+    """How engines sample while training: from the whole distribution. What would bias ratios (top_p, top_k, min_p ...) is refused."""
 
     temperature: PositiveFloat = Field(default=1.0, le=100.0)
     """Logits are divided by it, in the engine and in the learner alike."""
@@ -324,8 +325,7 @@ class RolloutConfig(PoolSizeConfig):
     """Share of a GPU that a worker asks for; below 1 a learner's rank, or another worker, fits on it too. Not used on a CPU. With
     engine.tensor_parallel above 1 it must be 1, for each rank."""
     slots: PositiveInt | None = None
-    """Most groups that a worker has under way; it takes the next one when one is finished. Unset: twice as many as max_running_requests
-    has room for, so that the places of a group's first answers don't stay empty until its last one is done."""
+    """Most groups that a worker has under way. Unset: twice as many as max_running_requests has room for, so that no place stays empty."""
     task: TaskConfig
     """Where the questions come from."""
     reward: RewardConfig

@@ -16,6 +16,7 @@ from typing import Any
 
 from correction.engines.quick_imports import uncollected
 from correction.errors import ConfigError, DataError, EngineDirty, EvenkeelError, RequestError
+from rollout.answer_thread import in_answer_thread
 from rollout.continuation import continued, is_begun, kept, unsampled
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineProcess
@@ -154,7 +155,7 @@ class RolloutEngine(UpdatableEngine):
                 return found
             answers = await self._request(inputs, samplings, deadline_s, "generate", **options, **routed)
         of_answer = partial(trajectory_of, engine_name=self.name, prompt_id=prompt_id, topk=topk, experts=experts)
-        rests = await asyncio.to_thread(lambda: list(map(of_answer, answers, inputs)))
+        rests = await in_answer_thread(lambda: list(map(of_answer, answers, inputs)))
         for i, rest in zip(todo, rests, strict=True):
             whole = continued(found[i], rest) if found[i].response_ids else rest
             found[i] = kept(whole, self.longest_prompt) if self.is_leaving and is_begun(whole) else whole

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollout.reward_cgroup import ControlGroup
-from rollout.reward_usage import WrittenBytes, open_files, takes_more
+from rollout.reward_usage import WrittenBytes, opens_more, takes_more
 
 WRITTEN, FILES, MEMORY, PROCESSES = 95, 96, 97, 98
 """Exit codes of a guardian that ended its scorer because the tree wrote more bytes, or had more open files, memory or processes, than
@@ -32,10 +32,8 @@ MOST_PROCESSES = 128
 """Most processes of a scorer: itself and all that it started."""
 _MOST_FILES = 4096
 MOST_FILES_TOGETHER = 4 * _MOST_FILES
-"""Most open files of a scorer and all that it started: 128 for each of MOST_PROCESSES."""
+"""Most open files of a scorer and all that it started, each counted once, however many of them have it open."""
 _LARGEST_FILE_BYTES = 4 << 30
-MOST_WRITTEN_BYTES = 2 * _LARGEST_FILE_BYTES
-"""Most bytes that a scorer and all that it started may write for one completion (`WrittenBytes`)."""
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_S = 0.1
 _WAIT_S = 1.0
@@ -79,7 +77,7 @@ def guard(
     group: ControlGroup | None,
     *,
     begun: int | None = None,
-    written_bytes: int = MOST_WRITTEN_BYTES,
+    written_bytes: int | None = None,
 ) -> int:
     """Wait until the scorer or the worker ends or a limit is passed; then kill the whole tree. Returns: the scorer's exit code if it ended,
     WRITTEN, FILES, MEMORY or PROCESSES if a limit was passed, else 0.
@@ -90,7 +88,7 @@ def guard(
         parent: process id of the worker.
         group: keeps memory and processes once it holds the scorer. Until then, and without a group, this function checks them, too.
         begun: event counter (eventfd) that the scorer adds to as it begins a completion; None: it is at its first and only one.
-        written_bytes: most for one completion.
+        written_bytes: most for one completion; None: no limit.
     """
     code = None
     written = WrittenBytes(lambda: _everyone(os.getpid()), has_begun=begun is None)
@@ -107,9 +105,9 @@ def guard(
             elif code is None:
                 tree = descendants(os.getpid())
                 code = None if is_kept else _beyond_limits(tree, memory_bytes)
-                if code is None and open_files(tree) > MOST_FILES_TOGETHER:
+                if code is None and opens_more(tree, MOST_FILES_TOGETHER):
                     code = FILES
-                if written.bytes(has_begun=_has_begun(begun)) > written_bytes:
+                if written_bytes is not None and written.bytes(has_begun=_has_begun(begun)) > written_bytes:
                     code = code or WRITTEN
     end_tree(group)
     return 0 if code is None else code
@@ -134,14 +132,14 @@ def _beyond_limits(tree: set[int], memory_bytes: int | None) -> int | None:
     return MEMORY if memory_bytes is not None and takes_more(tree, memory_bytes) else None
 
 
-def limit_passed(code: int, memory_gib: float | None, written_bytes: int) -> str | None:
+def limit_passed(code: int, memory_gib: float | None, written_gib: float | None) -> str | None:
     """Which limit an exit code of `guard` speaks of, and what helps; None: of none."""
     return {
         MEMORY: f"all that it started took more than {memory_gib or 0:g} GiB together, rollout.reward.memory_gib",
         PROCESSES: f"it had started more than {MOST_PROCESSES} processes",
         FILES: f"it and all that it started had more than {MOST_FILES_TOGETHER} open files together; have it close those that it has read",
         WRITTEN: (
-            f"it and all that it started wrote more than {written_bytes / 2**30:g} GiB of files for one answer; have it write less, and "
+            f"it and all that it started wrote more than {written_gib or 0:g} GiB of files for one answer, rollout.reward.written_gib; "
             "remove what it has left on the disk"
         ),
     }.get(code)

@@ -63,13 +63,14 @@ def main(fd: int, leash: int, parent_pid: int) -> int:
     if spec is None:
         return 0
     memory_bytes = None if spec["memory_gib"] is None else int(spec["memory_gib"] * 2**30)
+    written_bytes = None if spec["written_gib"] is None else int(spec["written_gib"] * 2**30)
     group = ControlGroup.make(memory_bytes, MOST_PROCESSES) if spec["control_group"] else None
     become_reaper()
     guardian, begun = os.getpid(), os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     scorer = os.fork()
     if scorer:
         connection.close()
-        return guard(scorer, leash, parent_pid, memory_bytes, group, begun=begun, written_bytes=spec["written_bytes"])
+        return guard(scorer, leash, parent_pid, memory_bytes, group, begun=begun, written_bytes=written_bytes)
     os.close(leash)
     die_with_parent(guardian)
     if group is not None:

@@ -25,9 +25,10 @@ def takes_more(tree: set[int], memory_bytes: int) -> bool:
     return private + sum(map(_share_of_shared_bytes, tree)) > memory_bytes
 
 
-def open_files(tree: Iterable[int]) -> int:
-    """Open files of these processes together; one that several have inherited counts for each, as it does against their own limits."""
-    return sum(map(_open_files, tree))
+def opens_more(tree: set[int], files: int) -> bool:
+    """Whether these processes together have more files open; one that several have inherited, or opened each for itself, counts once."""
+    # Their names are read only if there are so many that they may be too many.
+    return sum(map(_open_files, tree)) > files and len(set().union(*map(_names_of_open_files, tree))) > files
 
 
 class WrittenBytes:
@@ -45,7 +46,7 @@ class WrittenBytes:
     What can't be known: that, and what such a process wrote after that look, or in a life between two looks; what one wrote whose numbers
     this user may not read (setuid), until it has been waited for; bytes reserved and never written (fallocate); files in memory elsewhere
     than in the temporary folder, such as /dev/shm. Those that are mapped are shared memory, and a control group counts all of them as
-    memory.
+    memory. And on a tmpfs that becomes fuller by others' files, what a program prints counts as far as these have grown.
 
     It begins anew with each completion: a scorer lives as long as its worker, and the numbers don't say which of its files on the disk it
     has deleted. So what is left behind by one completion after the other isn't added up, nor is what it writes before the first of them: it
@@ -131,6 +132,15 @@ def _open_files(pid: int) -> int:
     with contextlib.suppress(OSError):
         return os.stat(f"/proc/{pid}/fd").st_size or len(os.listdir(f"/proc/{pid}/fd"))  # Linux before 6.2 has no size of it
     return 0
+
+
+def _names_of_open_files(pid: int) -> set[str]:
+    found = set[str]()
+    with contextlib.suppress(OSError):
+        for number in os.listdir(folder := f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(f"{folder}/{number}"))
+    return found
 
 
 def _resident_bytes(pid: int) -> tuple[int, int]:

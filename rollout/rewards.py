@@ -24,7 +24,7 @@ import psutil
 
 from correction.errors import ConfigError, signal_name
 from rollout.config import FunctionReward, ReasoningGymReward, ReasoningGymTask, RewardConfig, TaskConfig
-from rollout.reward_guardian import MOST_WRITTEN_BYTES, WORKER, end_orphans, end_strays, limit_passed, mark_of
+from rollout.reward_guardian import WORKER, end_orphans, end_strays, limit_passed, mark_of
 from rollout.reward_process import LENGTH, SINGLE, are_parts, pack_message, shortened
 from rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory
 
@@ -169,7 +169,7 @@ def reward_specification(config: RewardConfig, task: TaskConfig | None) -> dict[
 
     Raises: ConfigError if a reasoning_gym reward has no reasoning_gym task.
     """
-    spec = config.model_dump() | {"control_group": True, "written_bytes": MOST_WRITTEN_BYTES}
+    spec = config.model_dump() | {"control_group": True}
     if isinstance(config, ReasoningGymReward):
         if isinstance(task, ReasoningGymTask):
             spec |= {"dataset": task.dataset, "options": task.options}
@@ -353,7 +353,7 @@ class _ScoringProcess:
             code = child.wait(timeout=_END_S / 2)
         except subprocess.TimeoutExpired:
             return "it closed its socket"
-        if reason := limit_passed(code, self._spec["memory_gib"], self._spec["written_bytes"]):
+        if reason := limit_passed(code, self._spec["memory_gib"], self._spec["written_gib"]):
             return reason
         return f"signal {signal_name(-code)}" if code < 0 else f"exit code {code}"
 

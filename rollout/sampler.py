@@ -5,7 +5,6 @@ What it is not: it doesn't choose prompts (actors.pool.pool does), and hands not
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from correction.errors import EngineError
+from rollout.answer_thread import in_answer_thread
 from rollout.chat import load_tokenizer
 from rollout.config import AnswerSampling, RolloutConfig, SamplingConfig
 from rollout.continuation import is_begun
@@ -153,7 +153,7 @@ class Sampler:
     async def _with_texts(self, trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
         """With their texts, which are for the scorer and for people: tokens and logprobs stay as they were sampled."""
         decode = self._tokenizer.decode
-        texts = await asyncio.to_thread(lambda: [decode(list(one.response_ids), skip_special_tokens=True) for one in trajectories])
+        texts = await in_answer_thread(lambda: [decode(list(one.response_ids), skip_special_tokens=True) for one in trajectories])
         return tuple(replace(one, text=text) for one, text in zip(trajectories, texts, strict=True))
 
     @property

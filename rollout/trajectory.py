@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -101,10 +101,10 @@ class TopLogprobs:
     """[T * K] float32: their logprobs, under the sampling temperature."""
 
     @classmethod
-    def of(cls, k: int, rows: Sequence[Sequence[tuple[Any, ...]]]) -> TopLogprobs:
+    def of(cls, k: int, rows: Iterable[Iterable[tuple[Any, ...]]]) -> TopLogprobs:
         """From entries (logprob, token id, ...), row by row."""
-        ids = ids_of([entry[1] for row in rows for entry in row])
-        return cls(k, ids, logprobs_of([entry[0] for row in rows for entry in row]))
+        entries = [entry for row in rows for entry in row]
+        return cls(k, ids_of([entry[1] for entry in entries]), logprobs_of([entry[0] for entry in entries]))
 
     @property
     def positions(self) -> int:

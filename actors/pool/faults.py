@@ -28,6 +28,8 @@ WINDOW_S = 3600.0
 _LONGEST_PAUSE_S = 300.0
 _LEAST_BUDGET = 10
 _LOSSES_OF_A_NODE = 2
+_TOGETHER_S = 15.0
+"""Seconds within which engines of one node are lost with it."""
 ATTEMPTS = 2
 """Failed requests of one group after which it is discarded."""
 STRIKES = 3
@@ -47,8 +49,8 @@ class LossBook:
         self._losses: deque[tuple[float, str]] = deque()
         self._in_vain: deque[float] = deque()
         """Times of the losses since a group was last finished."""
-        self._after_start: deque[float] = deque()
-        """Times of the losses of engines that had been up."""
+        self._after_start: deque[tuple[float, str]] = deque()
+        """Times and nodes of the losses of engines that had been up; those of one node within _TOGETHER_S are one."""
 
     def lost(self, now: float, node: str = "", *, is_in_vain: bool = True, was_up: bool = True) -> None:
         """
@@ -61,8 +63,8 @@ class LossBook:
         self._losses.append((now, node))
         if is_in_vain:
             self._in_vain.append(now)
-        if was_up:
-            self._after_start.append(now)
+        if was_up and not any(at > now - _TOGETHER_S and node and where == node for at, where in self._after_start):
+            self._after_start.append((now, node))
         self._forget(now)
 
     def worked(self) -> None:
@@ -74,7 +76,7 @@ class LossBook:
         """Losses since a group was last finished, within WINDOW_S before the last of them."""
         return len(self._in_vain)
 
-    def pause_s(self, size: int, failed_starts: int = 0) -> float:
+    def pause_s(self, size: int, failed_starts: int = 0, *, is_alone: bool = False) -> float:
         """Seconds to wait before the next replacement starts: 0 while `in_vain` is at most the pool's size, then 2, 4, 8 ... up to 300.
 
         Losses of engines that had been up, within WINDOW_S, do so up to REPLACEMENT_PAUSE_S beyond the budget (see `check`), also if groups
@@ -82,21 +84,22 @@ class LossBook:
         Args:
             size: workers that the pool is to have.
             failed_starts: in the place of this one, in a row; from the second on they count as losses beyond the pool's size do.
+            is_alone: no worker is up: of those that had been up only losses in vain count, since the run waits for the next one.
         """
-        return max(self._pauses_s(size, failed_starts).values())
+        return max(self._pauses_s(size, failed_starts, is_alone=is_alone).values())
 
     def why_pause(self, size: int, failed_starts: int = 0) -> str:
         """What makes the pause as long as it is, in words. Args: as `pause_s`."""
-        pauses_s = self._pauses_s(size, failed_starts)
+        pauses_s = self._pauses_s(size, failed_starts, is_alone=False)
         return max(pauses_s, key=lambda why: pauses_s[why])
 
-    def _pauses_s(self, size: int, failed_starts: int) -> dict[str, float]:
+    def _pauses_s(self, size: int, failed_starts: int, *, is_alone: bool) -> dict[str, float]:
         """By what is counted."""
-        window = f"{counted(len(self._after_start), 'rollout worker')} lost within {WINDOW_S / 60:.0f} minutes"
+        window = f"{len(self._after_start)} losses of rollout workers within {WINDOW_S / 60:.0f} minutes"
         return {
             f"{counted(failed_starts, 'start')} in a row failed": _pause_s(failed_starts - 1, _LONGEST_PAUSE_S),
             "workers are lost one after the other": _pause_s(self.in_vain - size, _LONGEST_PAUSE_S),
-            window: _pause_s(len(self._after_start) - _budget(size), REPLACEMENT_PAUSE_S),
+            window: _pause_s(0 if is_alone else len(self._after_start) - _budget(size), REPLACEMENT_PAUSE_S),
         }
 
     def check(self, size: int, last: str) -> None:
@@ -122,9 +125,10 @@ class LossBook:
     def _forget(self, now: float) -> None:
         while self._losses and now - self._losses[0][0] > WINDOW_S:
             self._losses.popleft()
-        for times in (self._in_vain, self._after_start):
-            while times and now - times[0] > WINDOW_S:
-                times.popleft()
+        while self._in_vain and now - self._in_vain[0] > WINDOW_S:
+            self._in_vain.popleft()
+        while self._after_start and now - self._after_start[0][0] > WINDOW_S:
+            self._after_start.popleft()
 
 
 def _pause_s(beyond: int, longest_s: float) -> float:

@@ -102,6 +102,7 @@ class Membership(ABC):
             "the first rollout worker",
             deadline_s=self._no_workers_s,
             notice=log.debug,  # each worker's own start gives notice
+            usual_s=self._deadlines.start_s,
         )
 
     def versions(self) -> dict[str, int]:
@@ -270,8 +271,8 @@ class Membership(ABC):
         """Start another one in its place. Raises: EngineError if too many were lost in vain."""
         self._losses.check(self.target, f"rollout worker {worker.name}: {reason}")
         failed_starts = worker.attempt if never_worked else 0
-        counts = self.target, failed_starts
-        return self._replace(self._losses.pause_s(*counts), self._losses.why_pause(*counts), failed_starts + 1)
+        pause_s = self._losses.pause_s(self.target, failed_starts, is_alone=not any(True for _ in self._joined()))
+        return self._replace(pause_s, self._losses.why_pause(self.target, failed_starts), failed_starts + 1)
 
     def _after_unscored(self, worker: WorkerHandle, error: BaseException | None) -> Coroutine[Any, Any, None]:
         """Its start failed by its reward alone. Raises: RequestError if that has been so for too long."""

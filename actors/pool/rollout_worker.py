@@ -28,6 +28,7 @@ from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError, RequestError, SyncError
 from correction.schedule import needs_topk
+from rollout.answer_thread import in_answer_thread
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.sampler import Sampler
 from rollout.stacks import register_stack_dump
@@ -230,7 +231,7 @@ class RolloutWorker:
             return group, *self._nothing
         answer: Answer = group.facts, group
         if self._settings.has_wide_fields:  # in a thread: with prompts of 16,000 tokens it takes 50 ms
-            answer = await asyncio.to_thread(payloads.split_answer, group)
+            answer = await in_answer_thread(lambda: payloads.split_answer(group))
         self._count(group.trajectories)
         self._endpoint.add("rollout/finished_groups_total", 1)
         return answer

@@ -16,7 +16,7 @@ from rollout.trajectory import FinishReason, Prompt, Trajectory, VersionSpan, id
 
 CHAIN_SUM = ReasoningGymTask(dataset="chain_sum")
 USER_REWARDS = """
-    import asyncio, json, mmap, os, pickle, resource, signal, struct, subprocess, sys, time
+    import asyncio, json, mmap, os, pickle, resource, signal, socket, struct, subprocess, sys, time
 
     class Touch:
         def __init__(self, path): self.path = path
@@ -110,7 +110,7 @@ USER_REWARDS = """
     def opens(count):
         each = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 96
         def open_some():
-            kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(each)]
+            kept = [socket.socket(socket.AF_UNIX) for _ in range(each)]
             time.sleep(60)
         return [aside(open_some) for _ in range(count // each + 1)]
     def writes(folder="."):
@@ -118,8 +118,9 @@ USER_REWARDS = """
             for _ in range(30): file.write(bytes(1 << 20))
     def busy(completion):
         if completion == "many files": opens(17_000)
-        if completion == "some files":
-            children = opens(8_000)
+        if completion in ("some files", "shared files"):
+            kept = [socket.socket(socket.AF_UNIX) for _ in range(300 * (completion == "shared files"))]
+            children = [aside(lambda: time.sleep(60)) for _ in range(60)] if kept else opens(8_000)
             time.sleep(2.5)
             for child in children: os.kill(child, signal.SIGKILL)
             for child in children: os.waitpid(child, 0)

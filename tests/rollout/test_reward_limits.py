@@ -124,9 +124,9 @@ def test_no_file_grows_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
 def test_open_files_of_the_whole_tree_are_limited(has_group: bool) -> None:
-    """Five processes with 4000 each, of which each keeps its own limit. With two of them it may."""
-    some, many, after = scored(user_reward("busy", deadline_s=60.0), "some files", "many files", "some files")
-    assert some.error is None and after.error is None
+    """Five processes with 4000 each, of which each keeps its own limit. With two of them it may; or with 300 that 60 have inherited."""
+    some, many, shared = scored(user_reward("busy", deadline_s=60.0), "some files", "many files", "shared files")
+    assert some.error is None and shared.error is None
     assert many.error is not None and "had more than 16384 open files together" in many.error
 
 
@@ -134,7 +134,7 @@ def test_open_files_of_the_whole_tree_are_limited(has_group: bool) -> None:
 def few_bytes(has_group: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 MiB may be written for a completion, instead of 8 GiB."""
     specification = rollout.rewards.reward_specification
-    monkeypatch.setattr(rollout.rewards, "reward_specification", lambda *of: specification(*of) | {"written_bytes": 64 << 20})
+    monkeypatch.setattr(rollout.rewards, "reward_specification", lambda *of: specification(*of) | {"written_gib": 1 / 16})
     monkeypatch.chdir(tmp_path)
 
 

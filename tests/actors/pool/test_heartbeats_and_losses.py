@@ -146,7 +146,7 @@ def test_an_engine_that_dies_after_each_start_comes_back_later_and_later_while_t
         between = [later - earlier - START_S - 20.0 for earlier, later in itertools.pairwise(born[1:])]
         assert between == pytest.approx([0.0] * 10 + [2.0**i for i in range(1, 6)] + [60.0] * (len(between) - 15), abs=0.1)
         assert 30 < len(born) < 36
-        assert "11 rollout workers lost within 60 minutes: the next replacement starts in 2 s" in world.events
+        assert "11 losses of rollout workers within 60 minutes: the next replacement starts in 2 s" in world.events
         in_an_hour = len(born)
         await asyncio.sleep(5000.0)
         assert len(born) - in_an_hour < 40 and not world.pool.has_failed
@@ -274,6 +274,18 @@ def test_losses_are_counted_in_time_and_forgotten_with_work() -> None:
     book.check(41, "it died")
 
 
+def test_a_node_s_engines_that_are_lost_with_it_are_one_loss() -> None:
+    book = LossBook()
+    for at in range(0, 3000, 300):  # ten nodes of eight engines
+        for engine in range(8):
+            book.lost(at + engine, f"node {at}")
+            book.worked()
+    assert book.pause_s(2) == 0.0
+    book.lost(3000.0, "another")
+    book.worked()
+    assert book.pause_s(2) == 2.0
+
+
 def test_a_large_pool_that_loses_its_usual_share_is_not_slowed() -> None:
     """180 of 64 workers in an hour, as on a bad spot market. Starts that fail have a pause of their own, and don't count."""
     book = LossBook()
@@ -286,7 +298,9 @@ def test_a_large_pool_that_loses_its_usual_share_is_not_slowed() -> None:
         book.lost(20.0 * 399)
         book.worked()
     assert (book.pause_s(64), book.pause_s(65), book.pause_s(64, 3)) == (2.0, 0.0, 4.0)
-    assert [book.why_pause(64, failed) for failed in (1, 3)] == ["193 rollout workers lost within 60 minutes", "3 starts in a row failed"]
+    assert book.pause_s(64, is_alone=True) == 0.0, "the whole run would wait"
+    window = "193 losses of rollout workers within 60 minutes"
+    assert [book.why_pause(64, failed) for failed in (1, 3)] == [window, "3 starts in a row failed"]
 
 
 def test_a_lost_worker_is_made_up_for_when_the_last_of_its_groups_is_taken() -> None:
