@@ -3,7 +3,7 @@
     python benchmarks/resume.py [--prompts 10000000] [--groups 512] [--keep FOLDER]
 
 For each of the three numbers a run folder is written that is as a killed run leaves it: one prompt a line in ledger.jsonl, one step of
-`--groups` prompts a line in metrics.jsonl (a value of each metric, 12 KB) and in answer_lengths.jsonl, a checkpoint (model, optimizer, queue
+`--groups` prompts a line in metrics.jsonl (each metric, 12 KB) and in answer_lengths.jsonl, a checkpoint (model, optimizer, queue
 with two steps of groups under way, half of them finished), one step after it, and torn last lines. What writes them is what writes a run's:
 Ledger, RunFolder, TrajectoryQueue, TrainingState, LearnerRank; model and task are the nano recipe's. The queue gets its counts at once
 instead of ten million groups one by one.
