@@ -112,7 +112,7 @@ def test_a_first_worker_that_is_killed_or_late_while_it_starts_is_replaced_twice
 
 def quick_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     real = LossBook.pause_s
-    monkeypatch.setattr(LossBook, "pause_s", lambda book, *counts: real(book, *counts) / 100.0)
+    monkeypatch.setattr(LossBook, "pause_s", lambda book, *counts, **named: real(book, *counts, **named) / 100.0)
 
 
 @pytest.mark.parametrize("last_s", [0.0, 0.2], ids=["together", "one after the others"])
