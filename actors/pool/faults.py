@@ -88,9 +88,9 @@ class LossBook:
         """
         return max(self._pauses_s(size, failed_starts, is_alone=is_alone).values())
 
-    def why_pause(self, size: int, failed_starts: int = 0) -> str:
+    def why_pause(self, size: int, failed_starts: int = 0, *, is_alone: bool = False) -> str:
         """What makes the pause as long as it is, in words. Args: as `pause_s`."""
-        pauses_s = self._pauses_s(size, failed_starts, is_alone=False)
+        pauses_s = self._pauses_s(size, failed_starts, is_alone=is_alone)
         return max(pauses_s, key=lambda why: pauses_s[why])
 
     def _pauses_s(self, size: int, failed_starts: int, *, is_alone: bool) -> dict[str, float]:

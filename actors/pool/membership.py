@@ -271,8 +271,9 @@ class Membership(ABC):
         """Start another one in its place. Raises: EngineError if too many were lost in vain."""
         self._losses.check(self.target, f"rollout worker {worker.name}: {reason}")
         failed_starts = worker.attempt if never_worked else 0
-        pause_s = self._losses.pause_s(self.target, failed_starts, is_alone=not any(True for _ in self._joined()))
-        return self._replace(pause_s, self._losses.why_pause(self.target, failed_starts), failed_starts + 1)
+        is_alone = not any(True for _ in self._joined())
+        pause_s = self._losses.pause_s(self.target, failed_starts, is_alone=is_alone)
+        return self._replace(pause_s, self._losses.why_pause(self.target, failed_starts, is_alone=is_alone), failed_starts + 1)
 
     def _after_unscored(self, worker: WorkerHandle, error: BaseException | None) -> Coroutine[Any, Any, None]:
         """Its start failed by its reward alone. Raises: RequestError if that has been so for too long."""

@@ -299,6 +299,7 @@ def test_a_large_pool_that_loses_its_usual_share_is_not_slowed() -> None:
         book.worked()
     assert (book.pause_s(64), book.pause_s(65), book.pause_s(64, 3)) == (2.0, 0.0, 4.0)
     assert book.pause_s(64, is_alone=True) == 0.0, "the whole run would wait"
+    assert book.why_pause(64, 2, is_alone=True) == "2 starts in a row failed"
     window = "193 losses of rollout workers within 60 minutes"
     assert [book.why_pause(64, failed) for failed in (1, 3)] == [window, "3 starts in a row failed"]
 
