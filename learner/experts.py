@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from learner.megatron import SequentialMLP
+from learner.megatron import MoELayer, SequentialMLP
 
 
 def grouped_product(x: Tensor, weights: Sequence[Tensor], rows: Tensor) -> Tensor:
@@ -75,3 +75,16 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # Megatron has no ty
         inner = self.config.activation_func(gate) * linear
         inner = (inner * weights.unsqueeze(-1)).to(inner.dtype)
         return grouped_product(inner, [expert.linear_fc2.weight for expert in self.local_experts], rows_of_experts), None
+
+
+def keep_no_routes(layer: MoELayer) -> None:
+    """Have a layer forget the tokens' routes when it has used them.
+
+    Megatron keeps them until its next pass. With recomputed activations they hold on to the layer's input and its gradient: two tensors
+    [tokens, hidden] of each layer, 3 GB of Qwen3-30B-A3B's 48 with 8,192 tokens in bfloat16.
+    """
+    layer.register_forward_hook(_forget_routes)
+
+
+def _forget_routes(layer: MoELayer, *_: Any) -> None:
+    layer.token_dispatcher.probs = layer.token_dispatcher.routing_map = None

@@ -31,6 +31,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.module import Float16Module, param_is_not_shared
     from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -52,6 +53,7 @@ __all__ = [
     "Float16Module",
     "GPTModel",
     "IdentityOp",
+    "MoELayer",
     "ModuleSpec",
     "OptimizerConfig",
     "OptimizerParamScheduler",

@@ -12,12 +12,14 @@ from correction.engines.operators import silu
 from correction.errors import DataError
 from learner import layers
 from learner.config import LearnerConfig
+from learner.experts import keep_no_routes
 from learner.families import family_of, rope_scaling
 from learner.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     Float16Module,
     GPTModel,
+    MoELayer,
     TransformerConfig,
     gather_from_sequence_parallel_region,
 )
@@ -90,6 +92,9 @@ def _chunk(hf_config: Any, config: LearnerConfig, placement: Placement, transfor
     )
     model.real_vocab_size = hf_config.vocab_size
     model.to(placement.device)
+    for layer in model.decoder.layers:
+        if isinstance(layer.mlp, MoELayer):
+            keep_no_routes(layer.mlp)
     if config.routing_replay != "none":
         for layer in model.decoder.layers:
             RouterChoice(layer.layer_number - 1, smallest_type(hf_config.num_experts)).attach(layer)

@@ -5,8 +5,9 @@ after its next forward pass if it has work, and by sampling if it has none. Whil
 answers what it is asked about itself. Any sign of the scheduler counts as an answer.
 
 A scheduler that gives none may be in a long forward pass: a prefill of a large model takes a CPU a minute. So a scheduler that computes has
-ten times as long. One that doesn't compute has stopped, or waits for something that never comes. If the owner itself was stopped for a
-while, that counts as one missed probe at most, so no engine is lost by it.
+ten times as long. So has one that waits for a kernel: SGLang compiles many of a GPU's when it first wants them, in processes of their own,
+and of the engines of a machine that want the same one all but one wait for a lock. One that does neither has stopped, or waits for something
+that never comes. If the owner itself was stopped for a while, that counts as one missed probe at most, so no engine is lost by it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _PROBES = 6
 _LEAST_SHARE = 0.05
 """Share of a processor: a process that uses more counts as computing."""
 _LOOK_S = 0.1
+_COMPILERS = frozenset({"nvcc", "cicc", "ptxas", "cudafe++", "cc1plus", "ninja"})
+"""Processes of which at least one runs while a kernel is compiled (by ninja, with nvcc)."""
 
 
 async def until_lost(
@@ -35,6 +38,7 @@ async def until_lost(
     *,
     limit_s: float,
     is_excused: Callable[[], bool],
+    compiles: Callable[[], bool] = lambda: False,
     silent: Callable[[float], None] = lambda _: None,
 ) -> str:
     """Returns why, when the engine has missed its heartbeat.
@@ -44,6 +48,7 @@ async def until_lost(
         cpu_s: processor seconds that each of its ranks has used. One rank that stands still holds up all others, whatever they do.
         limit_s: seconds without an answer after which an engine that computes nothing is lost.
         is_excused: whether the engine waits for others and can't answer; such a wait has a deadline of its own.
+        compiles: whether a kernel is compiled on this machine, for which an engine that computes nothing may be waiting.
         silent: called after each probe with the part of limit_s, in seconds, that an engine without a sign of life has used up.
     """
     missed = stood = 0
@@ -56,7 +61,7 @@ async def until_lost(
             continue
         missed += 1
         least_s = min(now - before for before, now in zip(used_s, cpu_s(), strict=True))
-        computes = least_s > _LEAST_SHARE * limit_s / MISSES
+        computes = least_s > _LEAST_SHARE * limit_s / MISSES or compiles()
         stood = 0 if computes else stood + 1
         silent(limit_s * max(stood / MISSES, missed / _MISSES_AT_WORK))
         of = "its processes" if len(used_s) == 1 else f"one of its {len(used_s)} ranks"
@@ -119,3 +124,8 @@ def processor_seconds(pids: Iterable[int]) -> list[float]:
             times = psutil.Process(pid).cpu_times()
             found[-1] = times.user + times.system
     return found
+
+
+def kernels_are_compiled() -> bool:
+    """Whether a compiler of kernels runs on this machine, whoever started it: an engine that stands still may wait for what it makes."""
+    return any(process.info["name"] in _COMPILERS for process in psutil.process_iter(["name"]))

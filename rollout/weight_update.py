@@ -20,7 +20,7 @@ from correction.errors import DeadlineExceeded, EngineError, EvenkeelError, Sync
 from rollout import weight_transfer
 from rollout.engine_config import EngineConfig, UpdateMode
 from rollout.engine_process import CONTROLLER, EngineProcess
-from rollout.heartbeat import SchedulerProbe, processor_seconds, until_lost
+from rollout.heartbeat import SchedulerProbe, kernels_are_compiled, processor_seconds, until_lost
 from rollout.sglang_plugin.hooks import CHECKSUMS, FAILURE, PROCESSOR, RECEIPT, SPECS
 from rollout.trajectory import SyncReceipt
 from rollout.weight_parts import RankParts
@@ -67,6 +67,7 @@ class UpdatableEngine:
                 lambda: processor_seconds(pid for role, pid in process.pids.items() if role != CONTROLLER),
                 limit_s=limit_s,
                 is_excused=lambda: self._interruptions > 0,
+                compiles=kernels_are_compiled,
                 silent=silent,
             )
         )

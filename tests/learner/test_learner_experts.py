@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from correction.correct import defer
 from learner.experts import GroupedExperts, _by_kernel, _by_loop, grouped_product
 from learner.megatron import SequentialMLP
-from tests.learner.learner_cases import learner_on
+from tests.learner.learner_cases import TIS, learner_on, random_batch
 from tests.learner.moe_cases import EXPERTS, save_moe
 
 RUNS = [[3, 0, 5, 2], [0, 0, 0, 7], [1, 1, 1, 1]]
@@ -63,3 +65,16 @@ def test_experts_at_once_equal_megatron_s_one_by_one(tmp_path: Path, rows: list[
             assert bias is None
             found.append([output, *torch.autograd.grad(output.square().sum(), [hidden, weights, *parameters])])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_nothing_of_a_pass_is_alive_after_a_step(tmp_path: Path, recompute: bool) -> None:
+    """No tensor with a row for each token. Megatron's dispatcher would keep its routes, and with recomputed activations their layer's input
+    and its gradient."""
+    batch = random_batch()
+    with learner_on(save_moe(tmp_path / "m"), recompute_activations=recompute, shared_prompts=False) as learner:
+        learner.step(defer(batch, TIS), TIS, step=0)
+        gc.collect()
+        rows = batch.num_tokens - (len(batch.offsets) - 1)  # nothing is predicted from a sequence's last token
+        left = [tuple(x.shape) for x in gc.get_objects() if isinstance(x, Tensor) and x.dim() > 1 and x.shape[0] == rows]
+    assert left == []

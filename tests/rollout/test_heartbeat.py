@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
-from rollout.heartbeat import until_lost
+from rollout import heartbeat
+from rollout.heartbeat import kernels_are_compiled, until_lost
 from tests.actors.simulated_time import simulate
 
 LIMIT_S = 30.0
@@ -40,14 +44,23 @@ class FrozenFrom:
         return [share * self.now for share in (self.share, *self.others)]
 
 
-def lost_at(engine: FrozenFrom, *, is_excused: Callable[[], bool] = lambda: False, within_s: float = 2000.0) -> tuple[float, str] | None:
+def lost_at(
+    engine: FrozenFrom,
+    *,
+    is_excused: Callable[[], bool] = lambda: False,
+    compiles: Callable[[], bool] = lambda: False,
+    within_s: float = 2000.0,
+) -> tuple[float, str] | None:
     """(seconds, why), or None if it still counts as living after `within_s`."""
     found: list[tuple[float, str]] = []
 
     async def scenario() -> None:
         try:
             async with asyncio.timeout(within_s):
-                why = await until_lost(engine.probe, engine.cpu_s, limit_s=LIMIT_S, is_excused=is_excused, silent=engine.silent)
+                watch = until_lost(
+                    engine.probe, engine.cpu_s, limit_s=LIMIT_S, is_excused=is_excused, compiles=compiles, silent=engine.silent
+                )
+                why = await watch
                 found.append((engine.now, why))
         except TimeoutError:
             return
@@ -76,6 +89,26 @@ def test_a_rank_that_stands_is_not_excused_by_one_that_computes() -> None:
     found = lost_at(FrozenFrom(freezes_at=100.0, share=1.0, others=[0.0]))
     assert found is not None and 130.0 <= found[0] <= 135.0 and "one of its 2 ranks computed nothing" in found[1]
     assert lost_at(FrozenFrom(freezes_at=100.0, wakes_at=350.0, share=1.0, others=[0.06])) is None
+
+
+def test_an_engine_that_waits_for_a_kernel_has_ten_times_as_long() -> None:
+    """SGLang compiles kernels in processes of their own when an engine first wants them, and its other engines wait for the lock. Seen on an
+    H200: three engines began at once, and one was lost after 30 s for another's compiler."""
+    assert lost_at(FrozenFrom(freezes_at=100.0, wakes_at=350.0), compiles=lambda: True) is None
+    found = lost_at(FrozenFrom(freezes_at=100.0), compiles=lambda: True)
+    assert found is not None and 400.0 <= found[0] <= 405.0
+
+
+def test_a_compiler_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever started it. (Of a real one's name there could be somebody else's.)"""
+    monkeypatch.setattr(heartbeat, "_COMPILERS", frozenset({"cicc-of-a-test"}))
+    compiler = tmp_path / "cicc-of-a-test"
+    shutil.copy(shutil.which("sleep") or "/bin/sleep", compiler)
+    assert not kernels_are_compiled()
+    with subprocess.Popen([compiler, "60"]) as process:
+        assert kernels_are_compiled()
+        process.kill()
+    assert not kernels_are_compiled()
 
 
 def test_two_missed_probes_are_none() -> None:
