@@ -6,7 +6,7 @@ answers what it is asked about itself. Any sign of the scheduler counts as an an
 
 A scheduler that gives none may be in a long forward pass: a prefill of a large model takes a CPU a minute. So a scheduler that computes has
 ten times as long. So has one that waits for a kernel: SGLang compiles many of a GPU's when it first wants them, in processes of their own,
-and of the engines of a machine that want the same one all but one wait for a lock. One that does neither has stopped, or waits for something
+and of a machine's engines that want the same one all but one wait for a lock. One that does neither has stopped, or waits for something
 that never comes. If the owner itself was stopped for a while, that counts as one missed probe at most, so no engine is lost by it.
 """
 

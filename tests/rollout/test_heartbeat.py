@@ -92,8 +92,7 @@ def test_a_rank_that_stands_is_not_excused_by_one_that_computes() -> None:
 
 
 def test_an_engine_that_waits_for_a_kernel_has_ten_times_as_long() -> None:
-    """SGLang compiles kernels in processes of their own when an engine first wants them, and its other engines wait for the lock. Seen on an
-    H200: three engines began at once, and one was lost after 30 s for another's compiler."""
+    """Which other processes compile, perhaps another engine's. Seen on an H200: of three engines that began at once one was lost."""
     assert lost_at(FrozenFrom(freezes_at=100.0, wakes_at=350.0), compiles=lambda: True) is None
     found = lost_at(FrozenFrom(freezes_at=100.0), compiles=lambda: True)
     assert found is not None and 400.0 <= found[0] <= 405.0
