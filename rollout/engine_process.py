@@ -21,11 +21,13 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 import uuid
 import warnings
 from collections.abc import Awaitable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
@@ -37,7 +39,7 @@ from rollout import sglang_plugin
 from rollout.engine_capabilities import EngineCapabilities
 from rollout.engine_config import EngineConfig
 from rollout.engine_ranks import environment_of_ranks, free_ports
-from rollout.sglang_plugin import served_models
+from rollout.sglang_plugin import last_error, served_models
 from rollout.sglang_plugin.attention_kernel import check_compiler
 from rollout.sglang_plugin.hooks import VARIABLE, PluginSettings
 
@@ -60,6 +62,7 @@ class EngineProcess:
         """Role ("scheduler") -> process id; a tensor-parallel engine has several."""
         self._config = config
         self._engine_id = uuid.uuid4().hex
+        self._last_error = Path(tempfile.gettempdir()) / f"evenkeel-{self._engine_id}.error"
         self._strangers: set[psutil.Process] = set()
         """Children that this process had before the engine."""
         self._loop = asyncio.get_running_loop()
@@ -77,7 +80,7 @@ class EngineProcess:
     async def start(self, arguments: dict[str, Any]) -> None:
         """Build the engine.
 
-        Raises: EngineError if SGLang gives up (its log lines say why), DeadlineExceeded after deadlines.start_s; no process is left.
+        Raises: EngineError if SGLang gives up, with its exception, DeadlineExceeded after deadlines.start_s; no process is left.
         """
         started: asyncio.Future[Any] = self._loop.create_future()
         self._thread = threading.Thread(target=self._own_engine, args=(arguments, started), name=f"sglang-{self.name}", daemon=True)
@@ -166,7 +169,8 @@ class EngineProcess:
         except BaseException as error:                              # SystemExit too: SGLang raises it for bad arguments
             failure: BaseException = error
             if not isinstance(error, EvenkeelError):
-                failure = EngineError(f"{self.name}: SGLang did not start: {error}. Its log lines above say why")
+                said = last_error.read(self._last_error) or str(error)
+                failure = EngineError(f"{self.name}: SGLang did not start: {said}. Its log lines say more")
                 failure.__cause__ = error
             self._loop.call_soon_threadsafe(_fail, started, failure)
         else:
@@ -177,6 +181,7 @@ class EngineProcess:
         on_cpu = self._config.resolved_device == "cpu"
         settings = PluginSettings(
             engine_id=self._engine_id,
+            last_error=str(self._last_error),
             attention="stock" if self._config.attention_backend == "stock" or self._config.attention_data_parallel > 1 else "batched",
             batch_invariant=self._config.batch_invariant,
             projection_parts=self._config.projection_parts,
@@ -214,7 +219,8 @@ class EngineProcess:
 
     def _note_death(self, role: str, pid: int, descriptor: int) -> None:
         self._loop.remove_reader(descriptor)
-        self.declare_lost(f"the {role} process (pid {pid}) ended")
+        said = last_error.read(self._last_error)
+        self.declare_lost(f"the {role} process (pid {pid}) ended" + (f": {said}" if said else ""))
 
     def _processes(self) -> list[psutil.Process]:
         """The living processes of this engine, also of one that failed to start and never reported its process ids."""
@@ -244,6 +250,7 @@ class EngineProcess:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
             psutil.wait_procs(living, timeout=max(0.0, deadline - time.monotonic()))
+        self._last_error.unlink(missing_ok=True)
         multiprocessing.active_children()                           # its side effect: ended children are reaped
 
 

@@ -14,6 +14,7 @@ import importlib.util
 import multiprocessing
 import os
 import sys
+from pathlib import Path
 
 from rollout.engine_capabilities import GPU_KERNELS, installed
 
@@ -51,7 +52,7 @@ def register() -> None:
     """Entry point `sglang.srt.plugins`: uses SGLang's registries and hooks only."""
     # Imported here: SGLang loads this module while its own are half imported.
     from correction.engines import matrix_products
-    from rollout.sglang_plugin import attention, batch_invariant, experts, float8, gpu_share, hooks, seeded_sampler, weights
+    from rollout.sglang_plugin import attention, batch_invariant, experts, float8, gpu_share, hooks, last_error, seeded_sampler, weights
     from rollout.stacks import register_stack_dump
 
     if _is_child():
@@ -60,6 +61,8 @@ def register() -> None:
         gc.enable()
     register_stack_dump()
     settings = hooks.PluginSettings.from_environment()
+    if settings.last_error and _is_child():
+        last_error.keep(Path(settings.last_error))
     if serves_on_cpu():
         attention.register(settings.attention)
         hooks.use_plain_host_memory()

@@ -42,6 +42,8 @@ class PluginSettings(BaseModel):
 
     engine_id: str = ""
     """Marks the processes of one engine: they carry it in their environment."""
+    last_error: str = ""
+    """File for the exception of which a process of the engine dies."""
     attention: Literal["batched", "stock"] = "batched"
     """On a CPU: our kernel for all sequences at once, or SGLang's loop over them."""
     batch_invariant: bool = False

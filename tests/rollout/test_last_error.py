@@ -1,0 +1,24 @@
+"""Of what a process of SGLang died, as its owner reads it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from rollout.sglang_plugin import last_error
+
+
+def test_the_first_deadly_exception_is_kept(tmp_path: Path) -> None:
+    """Its last line. Ranks that fail after it fail because of it, and other errors end nothing."""
+    file, sglang = tmp_path / "engine.error", logging.getLogger("sglang")
+    before = list(sglang.handlers)
+    last_error.keep(file)
+    try:
+        scheduler = logging.getLogger("sglang.srt.managers.scheduler")
+        scheduler.error("a request was refused")
+        assert last_error.read(file) == ""
+        scheduler.error("Scheduler hit an exception: Traceback (most recent call last):\n  File ...\nRuntimeError: Not enough memory\n")
+        scheduler.error("Scheduler hit an exception: Traceback (most recent call last):\nConnectionError: rank 0 is gone")
+        assert last_error.read(file) == "RuntimeError: Not enough memory"
+    finally:
+        sglang.handlers[:] = before
