@@ -19,9 +19,8 @@ class _Keeper(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         lines = record.getMessage().strip().splitlines()
         if _MARK in record.getMessage():
-            with contextlib.suppress(OSError):  # the first rank that fails: the others fail because of it
-                with self._file.open("x") as kept:
-                    kept.write(lines[-1].strip()[:_LONGEST])
+            with contextlib.suppress(OSError), self._file.open("x") as kept:  # the first that fails: others fail because of it
+                kept.write(lines[-1].strip()[:_LONGEST])
 
 
 def keep(file: Path) -> None:

@@ -239,7 +239,7 @@ def test_folder_that_sglang_cannot_serve(tiny_model: Path, tmp_path: Path, engin
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     before = {p.pid for p in living_descendants(os.getpid())}
-    with pytest.raises(EngineError, match="broken engine: SGLang did not start: .*SafetensorError"):
+    with pytest.raises(EngineError, match=r"broken engine: SGLang did not start: .*SafetensorError"):
         engine_loop.run(RolloutEngine.start(folder, EngineConfig(device="cpu", max_total_tokens=4096), name="broken engine"))
     left = [p.pid for p in living_descendants(os.getpid()) if p.pid not in before and "resource_tracker" not in " ".join(p.cmdline())]
     assert wait_until_gone(left, 30.0) == []
