@@ -20,7 +20,8 @@ from actors.processes.supervision import kill, unwrapped, wait_for
 from correction.errors import DeadlineExceeded, EvenkeelError, counted
 
 log = logging.getLogger("evenkeel.pool")
-_HAND_BACK_S = 10.0
+_LEAST_HAND_BACK_S = 10.0
+"""Long answers with routed experts take seconds a group to read and to send."""
 
 
 class DepartingPool(Protocol):
@@ -49,10 +50,11 @@ class Departures:
             end.
         """
         within_s = self._drain_s if left_s is None else min(self._drain_s, left_s / 2)
+        hand_back_s = max(_LEAST_HAND_BACK_S, self._drain_s if left_s is None else left_s - within_s)
         worker.state, worker.leaves = WorkerState.LEAVING, True
         under_way = f"with {counted(len(worker.groups), 'group')} under way and {within_s:.0f} s for them"
         self._observer.event("info", f"rollout worker {worker.name} leaves, {under_way}: {why}")
-        self._pool.spawn(self._leave(worker, within_s))
+        self._pool.spawn(self._leave(worker, within_s, hand_back_s))
 
     async def wait_for_end_notice(self, worker: WorkerHandle, on_notice: Callable[[WorkerHandle], None]) -> None:
         """Wait until a worker's process gets a SIGTERM."""
@@ -61,10 +63,10 @@ class Departures:
             await wait_for(worker.actor.end_notice.remote(), what, deadline_s=math.inf, notice=log.debug, usual_s=math.inf)
             on_notice(worker)
 
-    async def _leave(self, worker: WorkerHandle, within_s: float) -> None:
+    async def _leave(self, worker: WorkerHandle, within_s: float, hand_back_s: float) -> None:
         try:
             if worker.info is not None:
-                await self._finish(worker, within_s)
+                await self._finish(worker, within_s, hand_back_s)
         except (EvenkeelError, RayError) as error:
             log.warning("rollout worker %s did not leave in order, its groups are sampled anew: %s", worker.name, unwrapped(error))
         finally:
@@ -75,7 +77,7 @@ class Departures:
             rest = f"; {counted(groups, 'group')} go on elsewhere from {tokens} tokens" if groups else ""
             self._observer.event("info", f"rollout worker {worker.name} has left{rest}")
 
-    async def _finish(self, worker: WorkerHandle, within_s: float) -> None:
+    async def _finish(self, worker: WorkerHandle, within_s: float, hand_back_s: float) -> None:
         def is_idle() -> bool:
             return not worker.groups and not worker.questions
 
@@ -83,8 +85,8 @@ class Departures:
         with suppress(DeadlineExceeded):
             await wait_for(self._pool.until(is_idle), f"groups of {name}", deadline_s=within_s, notice=log.debug)
         if not is_idle():
-            await wait_for(worker.actor.hand_back.remote(), f"groups handed back <- {name}", deadline_s=_HAND_BACK_S)
-            await wait_for(self._pool.until(is_idle), f"groups handed back <- {name}", deadline_s=_HAND_BACK_S, notice=log.debug)
+            await wait_for(worker.actor.hand_back.remote(), f"groups handed back <- {name}", deadline_s=hand_back_s)
+            await wait_for(self._pool.until(is_idle), f"groups handed back <- {name}", deadline_s=hand_back_s, notice=log.debug)
         await wait_for(worker.actor.stop.remote(), f"end of {name}", deadline_s=STOP_S)
 
 

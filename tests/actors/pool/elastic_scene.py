@@ -71,6 +71,7 @@ class ElasticEngine:
         if self.dies:
             raise ray.exceptions.ActorDiedError()
         n = before + int((self.scene.now - began) / self.scene.group_s * TOKENS)
+        await asyncio.sleep(self.scene.hand_back_s)
         spans = (*begun.version_spans, VersionSpan(self.scene.sync.version, before, n))
         half = replace(begun, response_ids=ids_of([7] * n), behavior_logprobs=logprobs_of([-1.0] * n), version_spans=spans)
         return UnfinishedGroup(ticket.group_id, (half, half), 0.0), None
@@ -117,6 +118,7 @@ class ElasticScene:
         **rollout: int,
     ) -> None:
         self.group_s, self.engine_s, self.nodes = group_s, 5.0, nodes
+        self.hand_back_s = 0.0
         self.engines: list[ElasticEngine] = []
         self.sampled: list[tuple[int, str, int]] = []
         """(group, worker that ended it, tokens that it had been handed)."""

@@ -44,18 +44,21 @@ def test_a_worker_that_leaves_ends_what_it_can_and_gets_nothing_new(monkeypatch:
     simulate(scenario)
 
 
-def test_what_is_not_ended_in_time_goes_on_elsewhere_from_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups take 100 s, the worker has 20: about 25 tokens of each answer have been sampled, and none of them is sampled again."""
+@pytest.mark.parametrize("hand_back_s", [0.0, 18.0])
+def test_what_is_not_ended_in_time_goes_on_elsewhere_from_its_tokens(monkeypatch: pytest.MonkeyPatch, hand_back_s: float) -> None:
+    """Groups take 100 s, the worker has 20: about 25 tokens of each answer have been sampled, and none of them is sampled again. Long
+    answers are long on their way, for which it has as long again."""
 
     async def scenario() -> None:
         scene = ElasticScene(monkeypatch, workers=2, group_s=100.0)
+        scene.hand_back_s = hand_back_s
         feeding = await scene.begin()
         await scene.until(lambda: len(scene.joined()) == 2 and len(scene.engines[1].under_way) == 4)
         await asyncio.sleep(5.0)
         began = scene.now
         scene.pool.resize(1, "the test says so")
         await scene.until(lambda: scene.left == ["1"])
-        assert 19.9 < scene.engines[1].ended[0] - began < 22.0, "it works as long as it may"
+        assert 19.9 < scene.engines[1].ended[0] - began - hand_back_s < 22.0, "it works as long as it may"
         assert scene.handed_back[0] == 4 and 4 * 2 * 24 <= scene.handed_back[1] <= 4 * 2 * 27
         assert [worker.groups for worker in scene.pool._joined()] == [set(range(8))], "they go on at once"
         await scene.step()
