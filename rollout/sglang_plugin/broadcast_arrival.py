@@ -45,7 +45,7 @@ def _wait_for_gpu(group: dist.ProcessGroup, timeout_s: float) -> None:
 
     Raises: TimeoutError; RuntimeError with what torch's watchdog says of the group.
     """
-    received = torch.cuda.Event()
+    received: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     received.record()
     deadline = time.monotonic() + timeout_s
     while not received.query():  # also when the communicator was aborted: the watchdog notes why before that

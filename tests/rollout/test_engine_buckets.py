@@ -125,7 +125,7 @@ def test_a_bucket_that_the_gpu_never_gets_is_a_failed_update_to_sglang(
     aborted = threading.Event()
     backend = SimpleNamespace(get_error=lambda: ErrorType.TIMEOUT)
     unused = dict.fromkeys(("model_config", "get_model", "update_model_fields", "recapture_cuda_graph", "get_model_runner"))
-    updater = WeightUpdater(tp_rank=0, device="meta", gpu_id=0, custom_weight_loaders={}, **unused)  # type: ignore[arg-type]
+    updater = WeightUpdater(tp_rank=0, device="meta", gpu_id=0, custom_weight_loaders={}, **unused)
     updater._model_update_group["weights-1"] = SimpleNamespace(_get_backend=lambda _: backend, abort=aborted.set)
     runner = SimpleNamespace(weight_updater=updater)
     manager: Any = weight_updater.SchedulerWeightUpdaterManager(
