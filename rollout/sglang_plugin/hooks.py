@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, UntypedStorage
 
 from correction.engines import host_memory
+from rollout.sglang_plugin.broadcast_arrival import received_in
 
 # Actions that the plugin adds to SGLang's request `check_weights`
 SPECS = "evenkeel.specs"
@@ -88,6 +89,7 @@ def register(group_timeout_s: float) -> None:
     HookRegistry.register("torch.distributed.rendezvous._create_c10d_store", _store_on_its_address, HookType.REPLACE)
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     HookRegistry.register(f"{updater}._update_weights_from_flattened_bucket", keep_mapped, HookType.BEFORE)
+    HookRegistry.register(f"{updater}.receive_weights_from_distributed", received_in(group_timeout_s), HookType.AROUND)
 
 
 def _store_on_its_address(host: str, port: int, rank: int, world_size: int, timeout: timedelta, *_: Any, **__: Any) -> Any:

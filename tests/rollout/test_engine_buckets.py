@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,3 +107,36 @@ def test_weights_by_broadcast_while_requests_run(
     assert engine_loop.run(engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
     assert [size for _, size in calls] == [bucket.nbytes for bucket in buckets] and len(weights) > 2 * len(calls)
     assert [dtype for dtype, _ in calls] == [torch.float32, torch.uint8, torch.uint8]
+
+
+@pytest.mark.parametrize("load_format", ["flattened_bucket", None])
+def test_a_bucket_that_the_gpu_never_gets_is_a_failed_update_to_sglang(
+    load_format: str | None, engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its own functions, hooked, as on a GPU: nothing is loaded, and the version stays. Torch's meta device stands for a GPU's, whose
+    event comes after an abort, too."""
+    from sglang.srt.managers.scheduler_components import weight_updater
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    from torch._C._distributed_c10d import ErrorType
+
+    work = SimpleNamespace(wait=lambda: None)  # NCCL's `wait` returns at once, too
+    monkeypatch.setattr(dist, "broadcast", lambda *_, async_op=False, **__: work if async_op else None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: True))
+    aborted = threading.Event()
+    backend = SimpleNamespace(get_error=lambda: ErrorType.TIMEOUT)
+    unused = dict.fromkeys(("model_config", "get_model", "update_model_fields", "recapture_cuda_graph", "get_model_runner"))
+    updater = WeightUpdater(tp_rank=0, device="meta", gpu_id=0, custom_weight_loaders={}, **unused)
+    updater._model_update_group["weights-1"] = SimpleNamespace(_get_backend=lambda _: backend, abort=aborted.set)
+    runner = SimpleNamespace(weight_updater=updater)
+    manager: Any = weight_updater.SchedulerWeightUpdaterManager(
+        tp_worker=SimpleNamespace(model_runner=runner, weight_update_runners=lambda: pytest.fail("about to be loaded")),
+        **dict.fromkeys(("draft_worker", "tp_cpu_group", "memory_saver_adapter", "flush_cache", "is_fully_idle", "scheduler")),
+    )
+    manager._session = weight_updater._WeightUpdateSession(selector="all")
+    request = SimpleNamespace(
+        names=["a"], dtypes=["float32"], shapes=[[2]], group_name="weights-1", load_format=load_format, selector="all"
+    )
+    answer = manager.update_weights_from_distributed(request)
+    said = "weight group weights-1: a bucket was not received: NCCL's communicator has failed (TIMEOUT)"
+    assert (answer.success, answer.message) == (False, f"Failed to receive weights: {said}")
+    assert aborted.wait(10)
