@@ -51,6 +51,14 @@ def test_a_resume_looks_at_the_folder_that_it_goes_on_in(tmp_path: Path, monkeyp
     assert looked_at == [Path("/"), model]
 
 
+@pytest.mark.parametrize(("model", "is_shared"), [(QWEN3_30B_A3B, True), (QWEN3_8B, False)])
+def test_the_model_decides_whether_a_pair_s_optimizer_is_shared(model: dict[str, Any], is_shared: bool, tmp_path: Path) -> None:
+    """Two tensor-parallel ranks hold the same experts, and of a dense model nothing twice."""
+    words = [f"model={save_config(tmp_path, model)}", *["learner.data_parallel=1", "learner.expert_parallel=1"]]
+    config = derived(load_config(RunConfig, RECIPES / "qwen3_30b_a3b_4nodes.yaml", words), has_gpu=True)
+    assert judged(config, meant=[H100])[0].learner.distributed_optimizer is is_shared
+
+
 @pytest.mark.parametrize(
     ("model", "overrides", "said", "setting"),
     [

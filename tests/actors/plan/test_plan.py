@@ -289,6 +289,9 @@ def test_layouts_that_fit_come_first_and_divide_the_model() -> None:
     assert {one.config.world_size for one in found} == {4}
     assert all(not obstacles(shape, one.config) for one in found)
     assert found[0].memory == rank_memory(shape, found[0].config, longest=8192)
+    experts = layouts(ModelShape.of(QWEN3_30B_A3B), LearnerConfig(device="cuda", dtype="bfloat16"), 4, gpu, longest=8192, loads_other=False)
+    assert 1 in {one.config.data_parallel for one in experts if one.config.distributed_optimizer}, "pairs that hold the same experts"
+    assert all(one.config.distributed_optimizer == one.config.has_copies(has_experts=True) for one in experts)
     odd = replace(shape, heads=6, key_heads=3)
     assert {one.config.tensor_parallel for one in layouts(odd, LearnerConfig(), 4, gpu, longest=1, loads_other=False)} == {1}
 
@@ -339,6 +342,30 @@ def test_the_command_plans_the_other_recipes(name: str, model: dict[str, Any], g
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0 and done.stdout.rstrip().endswith("ready"), done.output
     assert all(text in done.stdout for text in shown), done.stdout
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+@pytest.mark.parametrize(
+    ("name", "model", "gpus"),
+    [
+        ("qwen3_0.6b_1gpu", QWEN3_06B, "A10Gx1"),
+        ("qwen3_0.6b_1gpu", QWEN3_06B, "L4x1"),
+        ("qwen3_0.6b_1gpu", QWEN3_06B, "RTX4090x1"),
+        ("qwen3_8b_8gpu", QWEN3_8B, "H100x8"),
+        ("qwen3_30b_a3b_4nodes", QWEN3_30B_A3B, "H200x8x4"),
+    ],
+)
+def test_both_commands_find_nothing_against_a_recipe_on_the_gpus_that_it_names(
+    command: str, name: str, model: dict[str, Any], gpus: str, tmp_path: Path
+) -> None:
+    from typer.testing import CliRunner
+
+    from actors.commands.cli import app
+
+    words = [command, str(RECIPES / f"{name}.yaml"), f"model={save_config(tmp_path, model)}", "--gpus", gpus, "--json"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert [one for one in json.loads(done.stdout)["findings"] if one["level"] != "note"] == []
 
 
 def test_the_engines_of_an_elastic_pool_are_those_it_begins_with(tmp_path: Path) -> None:
