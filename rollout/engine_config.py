@@ -269,14 +269,7 @@ class EngineConfig(Settings):
                 "max_total_tokens": self.cpu_cache_tokens(context),
             }
         else:
-            optional = {
-                "attention_backend": self.attention_backend,
-                "max_total_tokens": self.max_total_tokens,
-                "mem_fraction_static": self.memory_fraction,
-            }
-            arguments |= {name: value for name, value in optional.items() if value is not None} | (_RUNNER if has_experts else {})
-            if self.gpu_share < 1:                                  # the plugin sizes the cache; SGLang wants a value
-                arguments |= _OF_A_SHARE | {"mem_fraction_static": self.memory_fraction or self.gpu_share}
+            arguments |= self._gpu_arguments(has_experts=has_experts)
         if self.tensor_parallel > 1:
             arguments["tp_size"] = self.tensor_parallel
         if self.expert_parallel > 1:
@@ -294,3 +287,14 @@ class EngineConfig(Settings):
                 # Others re-arrange weights and scales after loading, which then aren't those that were sent.
                 arguments |= {} if on_cpu else {"fp8_gemm_runner_backend": "triton"}
         return arguments | self.engine_args
+
+    def _gpu_arguments(self, *, has_experts: bool) -> dict[str, Any]:
+        optional = {
+            "attention_backend": self.attention_backend,
+            "max_total_tokens": self.max_total_tokens,
+            "mem_fraction_static": self.memory_fraction,
+        }
+        arguments = {name: value for name, value in optional.items() if value is not None} | (_RUNNER if has_experts else {})
+        if self.gpu_share < 1:                                      # the plugin sizes the cache; SGLang wants a value
+            arguments |= _OF_A_SHARE | {"mem_fraction_static": self.memory_fraction or self.gpu_share}
+        return arguments

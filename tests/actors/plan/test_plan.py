@@ -344,30 +344,6 @@ def test_the_command_plans_the_other_recipes(name: str, model: dict[str, Any], g
     assert all(text in done.stdout for text in shown), done.stdout
 
 
-@pytest.mark.parametrize("command", ["plan", "doctor"])
-@pytest.mark.parametrize(
-    ("name", "model", "gpus"),
-    [
-        ("qwen3_0.6b_1gpu", QWEN3_06B, "A10Gx1"),
-        ("qwen3_0.6b_1gpu", QWEN3_06B, "L4x1"),
-        ("qwen3_0.6b_1gpu", QWEN3_06B, "RTX4090x1"),
-        ("qwen3_8b_8gpu", QWEN3_8B, "H100x8"),
-        ("qwen3_30b_a3b_4nodes", QWEN3_30B_A3B, "H200x8x4"),
-    ],
-)
-def test_both_commands_find_nothing_against_a_recipe_on_the_gpus_that_it_names(
-    command: str, name: str, model: dict[str, Any], gpus: str, tmp_path: Path
-) -> None:
-    from typer.testing import CliRunner
-
-    from actors.commands.cli import app
-
-    words = [command, str(RECIPES / f"{name}.yaml"), f"model={save_config(tmp_path, model)}", "--gpus", gpus, "--json"]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
-    assert [one for one in json.loads(done.stdout)["findings"] if one["level"] != "note"] == []
-
-
 def test_the_engines_of_an_elastic_pool_are_those_it_begins_with(tmp_path: Path) -> None:
     """Two to four engines: the run begins with two."""
     import yaml
