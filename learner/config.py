@@ -32,7 +32,7 @@ class LearnerConfig(DerivedSettings):
     """Copies of the model that share a batch; each rank takes whole sequences of about equal cost."""
     distributed_optimizer: bool = False
     """Divide Adam's averages and the master weights over the data-parallel ranks, instead of keeping all on each: with R ranks 1/R of the
-    memory. Unset: on for a run on GPUs with data_parallel above 1."""
+    memory; experts over those that hold the same ones. Unset: on for a run on GPUs where several ranks hold the same."""
     tensor_parallel: int = Field(default=1, ge=1, le=10**4)
     """Ranks over which one copy's matrices are split."""
     sequence_parallel: bool = False
@@ -226,6 +226,15 @@ class LearnerConfig(DerivedSettings):
     def world_size(self) -> int:
         """Ranks in all."""
         return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def expert_copies(self) -> int:
+        """Ranks of a stage that hold the same experts: data-parallel and tensor-parallel ones, of which each has whole experts."""
+        return self.data_parallel * self.tensor_parallel // self.expert_parallel
+
+    def has_copies(self, *, has_experts: bool) -> bool:
+        """Whether several ranks hold the same parameters, over which an optimizer can be divided. Args: has_experts: of the model."""
+        return self.data_parallel > 1 or (has_experts and self.expert_copies > 1)
 
     @property
     def total_optimizer_steps_per_batch(self) -> int:

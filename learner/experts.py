@@ -63,6 +63,15 @@ def _by_loop(x: Tensor, weights: Sequence[Tensor], rows: Tensor) -> Tensor:
 class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # Megatron has no types
     """SequentialMLP with its products grouped: gated feed-forward parts without biases, whole on their rank."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Arguments: SequentialMLP's."""
+        super().__init__(*args, **options)
+        if self.config.tensor_model_parallel_size > 1:
+            # Each tensor-parallel rank sends rows of its own to its experts, whose gradients are sums over these ranks, too. Megatron marks
+            # experts as such where expert_parallel is above 1 alone; others it would take for matrices of one tensor-parallel rank.
+            for parameter in self.parameters():
+                parameter.allreduce = False
+
     def forward(self, rows: Tensor, rows_of_experts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """
         Args:

@@ -62,7 +62,7 @@ class RolloutEngine(UpdatableEngine):
             has_weights: False: only config.json is read, and the engine is dirty until its first update.
         Raises: DataError for a folder without a model, ConfigError, EngineError, DeadlineExceeded; no process is left then.
         """
-        vocab_size, model_context, experts = _read_model_config(Path(model_folder), config)
+        vocab_size, model_context, has_experts, experts = _read_model_config(Path(model_folder), config)
         if config.context_length is not None and config.context_length > model_context:
             raise ConfigError(
                 f"rollout.engine.context_length = {config.context_length}: the model in {model_folder} was made for {model_context} "
@@ -74,7 +74,8 @@ class RolloutEngine(UpdatableEngine):
                 f"experts that SGLang reports (its models of {' and '.join(UNREPORTED_ROUTES)} don't). Set learner.routing_replay: none"
             )
         process = EngineProcess(name, config)
-        await process.start(config.sglang_arguments(str(model_folder), model_context, version, has_weights=has_weights))
+        of_model = {"has_weights": has_weights, "has_experts": has_experts}
+        await process.start(config.sglang_arguments(str(model_folder), model_context, version, **of_model))
         engine = cls(name, config, process, vocab_size, version, experts if config.return_routed_experts else None)
         if not has_weights:
             engine._dirty = "it has had no weights yet"
@@ -255,8 +256,11 @@ class RolloutEngine(UpdatableEngine):
             raise DataError(f"{self.name}: temperature = {temperature}: give a finite number, 0 for greedy, 1.0 for the model itself")
 
 
-def _read_model_config(folder: Path, engine: EngineConfig) -> tuple[int, int, ExpertShape | None]:
-    """(vocabulary, context length, experts that can be reported) of a Hugging Face folder. Raises: DataError, ConfigError."""
+def _read_model_config(folder: Path, engine: EngineConfig) -> tuple[int, int, bool, ExpertShape | None]:
+    """(vocabulary, context length, whether it has experts, those that can be reported) of a Hugging Face folder.
+
+    Raises: DataError, ConfigError.
+    """
     with uncollected():
         from transformers import AutoConfig
 
@@ -273,7 +277,7 @@ def _read_model_config(folder: Path, engine: EngineConfig) -> tuple[int, int, Ex
         _require_divisible(folder, config, engine)
     reports = has_experts and config.model_type not in UNREPORTED_ROUTES
     experts = ExpertShape(config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) if reports else None
-    return int(config.vocab_size), int(config.max_position_embeddings), experts
+    return int(config.vocab_size), int(config.max_position_embeddings), has_experts, experts
 
 
 def _require_divisible(folder: Path, config: Any, engine: EngineConfig) -> None:

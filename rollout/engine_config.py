@@ -43,6 +43,16 @@ _OF_A_SHARE = {"chunked_prefill_size": PREFILL_TOKENS, "disable_prefill_cuda_gra
 """Arguments of an engine with a share of a GPU, so that all of its memory can be counted (correction/engines/gpu_share.py): a small
 prefill chunk, and no CUDA graphs of prefill, of which that chunk would have 42, 336 MiB by SGLang's own estimate."""
 
+_RUNNER = {"moe_runner_backend": "triton"}
+"""Argument of an engine of experts on a GPU: kernels that leave weights as files have them, and as updates write them. SGLang's auto is the
+same on all GPUs but sm_10x (Blackwell), of bfloat16 (layers/quantization/unquant.py) and of float8 in blocks (fp8.py, as long as no
+moe_a2a_backend is DeepEP's, which is refused). There it is flashinfer_trtllm (arg_groups/model_overrides/qwen3_moe.py), which lays weights
+out in blocks of its own."""
+_NO_FLOAT32 = (
+    "rollout.engine.dtype = float32 with device = cuda: SGLang's attention kernels for GPUs compute in half precision alone. Set "
+    "learner.dtype and rollout.engine.dtype to bfloat16, or device: cpu"
+)
+
 
 class EngineDeadlines(DerivedSettings):
     """Longest waits of one engine, seconds. Unset ones grow with the model's bytes and the answers' length (settings/deadlines.py)."""
@@ -72,7 +82,7 @@ class EngineConfig(Settings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the engine computes; auto is cuda where this machine, or the cluster of ray.address, has a GPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of weights and KV cache; auto is the learner's, and without a learner bfloat16 on cuda and float32 on a CPU."""
+    """Type of weights and KV cache; auto is the learner's (learner.dtype), also for evaluate and filter."""
     quantization: Literal["none", "float8_block"] = "none"
     """float8_block: the engine gets its projections in float8 e4m3, with a scale for each 128 x 128 of the learner's bfloat16 weights. Half
     the bytes of a version and of the engine's weights, more mismatch to correct. Not for true_on_policy."""
@@ -169,11 +179,8 @@ class EngineConfig(Settings):
 
     @model_validator(mode="after")
     def _refuse_float32_on_gpus(self) -> EngineConfig:
-        if self.device == "cuda" and self.dtype == "float32":
-            raise ValueError(
-                "rollout.engine.dtype = float32 with device = cuda: SGLang's attention kernels for GPUs compute in half precision alone. "
-                "Set learner.dtype and rollout.engine.dtype to bfloat16, or device: cpu"
-            )
+        if self.device == "cuda" and self.dtype == "float32":           # a device of auto is asked for when the engine starts
+            raise ValueError(_NO_FLOAT32)
         return self
 
     @model_validator(mode="after")
@@ -224,15 +231,21 @@ class EngineConfig(Settings):
         tokens."""
         return self.max_total_tokens or min(self.max_running_requests * context, 65_536)
 
-    def sglang_arguments(self, model_folder: str, model_context: int, version: int, *, has_weights: bool = True) -> dict[str, Any]:
+    def sglang_arguments(
+        self, model_folder: str, model_context: int, version: int, *, has_weights: bool = True, has_experts: bool = False
+    ) -> dict[str, Any]:
         """Keyword arguments for sglang.Engine.
 
         Args:
             model_context: context length from the model's config, tokens.
             version: weight version of the folder.
             has_weights: False: only the folder's config is read. Only such an engine can be quantised, because the folder's weights aren't.
+            has_experts: the model is a mixture of experts.
+        Raises: ConfigError for float32 on a GPU.
         """
         on_cpu = self.resolved_device == "cpu"
+        if not on_cpu and self.resolved_dtype == "float32":
+            raise ConfigError(_NO_FLOAT32)
         context = self.context_length or model_context
         arguments: dict[str, Any] = {
             "model_path": model_folder,
@@ -256,14 +269,7 @@ class EngineConfig(Settings):
                 "max_total_tokens": self.cpu_cache_tokens(context),
             }
         else:
-            optional = {
-                "attention_backend": self.attention_backend,
-                "max_total_tokens": self.max_total_tokens,
-                "mem_fraction_static": self.memory_fraction,
-            }
-            arguments |= {name: value for name, value in optional.items() if value is not None}
-            if self.gpu_share < 1:                                  # the plugin sizes the cache; SGLang wants a value
-                arguments |= _OF_A_SHARE | {"mem_fraction_static": self.memory_fraction or self.gpu_share}
+            arguments |= self._gpu_arguments(has_experts=has_experts)
         if self.tensor_parallel > 1:
             arguments["tp_size"] = self.tensor_parallel
         if self.expert_parallel > 1:
@@ -281,3 +287,14 @@ class EngineConfig(Settings):
                 # Others re-arrange weights and scales after loading, which then aren't those that were sent.
                 arguments |= {} if on_cpu else {"fp8_gemm_runner_backend": "triton"}
         return arguments | self.engine_args
+
+    def _gpu_arguments(self, *, has_experts: bool) -> dict[str, Any]:
+        optional = {
+            "attention_backend": self.attention_backend,
+            "max_total_tokens": self.max_total_tokens,
+            "mem_fraction_static": self.memory_fraction,
+        }
+        arguments = {name: value for name, value in optional.items() if value is not None} | (_RUNNER if has_experts else {})
+        if self.gpu_share < 1:                                      # the plugin sizes the cache; SGLang wants a value
+            arguments |= _OF_A_SHARE | {"mem_fraction_static": self.memory_fraction or self.gpu_share}
+        return arguments

@@ -336,8 +336,8 @@ def diff_engines(
         ),
     ] = True,
     dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Number format in which both engines hold the model and compute.")
-    ] = "float32",
+        Literal["auto", "float32", "bfloat16"], typer.Option(help="Number format of both engines; auto: bfloat16 on a GPU, else float32.")
+    ] = "auto",
     prompts: Annotated[int, typer.Option(min=1, help="How many random prompts SGLang answers at the same time.")] = 6,
     tokens: Annotated[int, typer.Option(min=2, help="How many tokens it samples for each of them.")] = 16,
 ) -> None:

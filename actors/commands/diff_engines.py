@@ -80,7 +80,7 @@ def diff_engines(
     model: Path,
     *,
     true_on_policy: bool,
-    dtype: Literal["float32", "bfloat16"],
+    dtype: Literal["auto", "float32", "bfloat16"],
     prompts: int,
     tokens: int,
     seed: int = 0,
@@ -89,6 +89,7 @@ def diff_engines(
     """Sample with SGLang, compute the same tokens with Megatron, and compare what each operator made of them.
 
     Args:
+        dtype: of both engines; auto is bfloat16 on a GPU, where SGLang has no float32, and float32 on a CPU.
         prompts: of random tokens and random lengths, in flight together.
         tokens: sampled for each.
         say: called with what is done next.

@@ -16,7 +16,8 @@ from actors.config import RunConfig
 from actors.doctor.start_checks import check_model_folder
 from actors.driver.evaluation import evaluate
 from actors.metrics.held_out import Evaluation
-from actors.settings.devices import check_engine_device
+from actors.settings.derived import with_engine_types
+from actors.settings.devices import check_engine_device, visible_gpus
 from correction.errors import DataError
 from learner.hf_folder import read_config
 from rollout.chat import ChatEncoder, load_tokenizer
@@ -47,6 +48,7 @@ def evaluate_folder(
     model = model_folder(model)
     config = task_config(model, task, overrides, problems=problems)
     built, longest_prompt = task_for(config)
+    config = with_engine_types(config, has_gpu=visible_gpus() > 0)
     prompts = built.held_out_prompts()[:problems]
     if not prompts:
         raise DataError(

@@ -22,6 +22,8 @@ from rich.progress import Progress
 from actors.cluster.hub import model_folder
 from actors.commands.evaluate import Asker, task_for
 from actors.config import RunConfig
+from actors.settings.derived import with_engine_types
+from actors.settings.devices import visible_gpus
 from actors.state.json_lines import JsonLines
 from correction.errors import ConfigError, DataError
 from rollout.config import AnswerSampling, FileTask, ReasoningGymReward, ReasoningGymTask
@@ -85,6 +87,7 @@ def filter_questions(config: RunConfig, output: Path, bounds: Bounds, *, questio
     """
     config = config.model_copy(update={"model": model_folder(config.model)})
     task, _ = task_for(config)
+    config = with_engine_types(config, has_gpu=visible_gpus() > 0)
     if task.questions_per_epoch is None and questions is None:
         raise ConfigError(f"evenkeel filter: {task.name} makes questions without end; say how many to ask with --questions")
     positions = list(_distinct_positions(task, questions))

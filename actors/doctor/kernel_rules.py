@@ -16,9 +16,13 @@ from actors.plan.shape import ModelShape
 RUNNER = "moe_runner_backend"
 PRODUCTS = "fp8_gemm_runner_backend"
 _KEPT_BY = ("auto", "triton")
-"""SGLang's runners of experts that leave their weights as files have them; auto does so on all GPUs but Blackwell."""
+"""SGLang's runners of experts that leave their weights as files have them; auto does so on all GPUs but Blackwell. Engines on GPUs get
+triton where a recipe says nothing (rollout/engine_config.py)."""
 _ROUNDED_ANEW_BY = ("auto", "deep_gemm")
 """Products of float8 whose scales are powers of two on Blackwell (fp8_utils.py, requant_block_scale_ue8m0_for_deepgemm); ours is triton."""
+_GB10 = 121
+"""An architecture where deep_gemm's are so, too: DEEPGEMM_SCALE_UE8M0 covers sm_120 and sm_121, and of these sm_120 is left out when it
+comes to weights (model_loader/utils.py, should_deepgemm_weight_requant_ue8m0). auto is CUTLASS's on both, which leaves them alone."""
 _BLACKWELL = 10
 """Major number of its architectures for data centres: sm_100, sm_103 (arg_groups/model_overrides/qwen3_moe.py)."""
 _HALF, _FLOAT8 = 80, 89
@@ -65,11 +69,12 @@ def weights_stay_as_sent(shape: ModelShape, config: RunConfig, architectures: Co
     if shape.experts and _runner(config) == "auto" and any(number // 10 == _BLACKWELL for number in numbers):
         yield Complaint(
             "fail",
-            "on Blackwell SGLang lays the weights of experts out for other kernels, where new weights as files have them have no place",
-            f"Set rollout.engine.engine_args.{RUNNER}: triton",
+            f"rollout.engine.engine_args.{RUNNER} = auto: on Blackwell SGLang lays the weights of experts out for other kernels, where new "
+            "weights as files have them have no place",
+            "Set it to triton, or leave it out",
         )
     products = config.rollout.engine.engine_args.get(PRODUCTS, "triton")
-    if config.rollout.engine.has_float8 and products in _ROUNDED_ANEW_BY and any(number // 10 == _BLACKWELL for number in numbers):
+    if config.rollout.engine.has_float8 and any(_rounds_anew(products, number) for number in numbers):
         yield Complaint(
             "fail",
             f"rollout.engine.engine_args.{PRODUCTS} = {products}: on Blackwell SGLang rounds the scales of float8 anew for it, and an "
@@ -77,6 +82,11 @@ def weights_stay_as_sent(shape: ModelShape, config: RunConfig, architectures: Co
             "Set it to triton, or leave it out",
         )
     yield from _types_stay(config, numbers)
+
+
+def _rounds_anew(products: str, number: int) -> bool:
+    """Whether these products of float8 have scales of their own on an architecture."""
+    return (products in _ROUNDED_ANEW_BY and number // 10 == _BLACKWELL) or (products == "deep_gemm" and number == _GB10)
 
 
 def _types_stay(config: RunConfig, numbers: list[int]) -> Iterator[Complaint]:
@@ -96,7 +106,7 @@ def _types_stay(config: RunConfig, numbers: list[int]) -> Iterator[Complaint]:
 
 
 def _runner(config: RunConfig) -> str:
-    return str(config.rollout.engine.engine_args.get(RUNNER, "auto"))
+    return str(config.rollout.engine.engine_args.get(RUNNER, "triton"))
 
 
 def _numbers(architectures: Collection[str]) -> list[int]:

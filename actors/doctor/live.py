@@ -39,12 +39,15 @@ from actors.weights.broadcast_group import BroadcastGroup
 from actors.weights.weight_sync import SyncTarget
 from correction.engines.rendezvous import keep_nccl_on
 from correction.errors import DeadlineExceeded, EvenkeelError, SyncError
+from rollout.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt
 
 _TOKENS = 48
 """Tokens of each random sequence that both sides compute the logprobs of."""
 _REQUESTS, _ANSWER = 8, 64
 """Requests in flight during a weight update, and tokens of each answer."""
+_GRAPHS = ("cuda_graph_max_bs_decode", "cuda_graph_bs_decode", "cuda_graph_config")
+"""Arguments of SGLang that say which graphs of decoding it captures."""
 _TENSOR_BYTES = {"cuda": 256 << 20, "cpu": 8 << 20}
 START_S = 240.0
 """Longest wait for room, the model of two layers, ranks or engine, seconds: imports from a cold disk, kernels that are compiled."""
@@ -68,8 +71,7 @@ class CheckedEngine:
             keep_nccl_on(node_address(), psutil.net_if_addrs())
         self._folder = tempfile.TemporaryDirectory(prefix="evenkeel-doctor-")
         folder = write_config(Path(self._folder.name), content)
-        limit_s = min(rollout.engine.weight_group_timeout_s, broadcast_s(config))
-        engine = rollout.engine.model_copy(update={"context_length": None, "weight_group_timeout_s": limit_s})
+        engine = checked_engine(rollout.engine, min(rollout.engine.weight_group_timeout_s, broadcast_s(config)))
         self._engine = await RolloutEngine.start(folder, engine, name="the engine", has_weights=False)
 
     async def take(self, version: int, buckets: Sequence[Any]) -> SyncReceipt:
@@ -97,6 +99,18 @@ class CheckedEngine:
     async def stop(self) -> None:
         await self._engine.shutdown()
         self._folder.cleanup()
+
+
+def checked_engine(engine: EngineConfig, group_timeout_s: float) -> EngineConfig:
+    """The run's engine with the context of the two-layer model, and on a GPU with no more requests than the check has.
+
+    SGLang captures a graph of decoding for each of its sizes up to max_running_requests of a group of ranks (get_batch_sizes_to_capture):
+    of 1, 2, 4 and 8 requests here instead of 36 sizes up to 256, while somebody waits. Where a recipe names the graphs, they stay.
+    """
+    values: dict[str, Any] = {"context_length": None, "weight_group_timeout_s": group_timeout_s}
+    if engine.resolved_device == "cuda" and not engine.engine_args.keys() & set(_GRAPHS):
+        values["max_running_requests"] = min(engine.max_running_requests, _REQUESTS * engine.attention_data_parallel)
+    return engine.model_copy(update=values)
 
 
 def deep_facts(config: RunConfig, content: Mapping[str, Any], notify: Callable[[str], None] = lambda _: None) -> DeepFacts:

@@ -133,13 +133,16 @@ def context_is_the_models(facts: PaperFacts, config: RunConfig) -> Iterator[Comp
 
 def optimizer_is_shared(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     learner = config.learner
-    if learner.resolved_device != "cuda" or learner.data_parallel == 1 or learner.distributed_optimizer:
+    if learner.resolved_device != "cuda" or learner.distributed_optimizer or not learner.has_copies(has_experts=facts.shape.experts > 0):
         return
     shared = learner.model_copy(update={"distributed_optimizer": True})
     before, after = (rank_memory(facts.shape, one, longest=1).optimizer for one in (learner, shared))
+    whose = f"{learner.data_parallel} data-parallel ranks keeps the whole optimizer"
+    if learner.data_parallel == 1:
+        whose = f"{learner.expert_copies} ranks with the same experts keeps the whole optimizer of these"
     yield Complaint(
         "warn",
-        f"every one of {learner.data_parallel} data-parallel ranks keeps the whole optimizer, {gib(before)} instead of {gib(after)}",
+        f"every one of {whose}, {gib(before)} instead of {gib(after)}",
         "Set learner.distributed_optimizer: true",
     )
 

@@ -17,6 +17,7 @@ from actors.doctor.gather import paper_facts
 from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape, check_is_model
 from actors.settings.deadlines import bytes_of, with_deadlines
+from actors.settings.derived import with_optimizer
 from actors.settings.hub_name import HubName
 from correction.errors import DataError, EvenkeelError
 from learner.hf_folder import read_config, read_json, shapes_of
@@ -49,7 +50,7 @@ def checked(
     lacking: list[EvenkeelError] | None = None,
 ) -> RunConfig:
     """The configuration as the run would be given it, if the model's folder goes with it: what true on-policy sets
-    (actors/settings/true_on_policy.py), and every deadline.
+    (actors/settings/true_on_policy.py), whether ranks share the optimizer, and every deadline.
 
     Args:
         config: with devices and types (actors/settings/derived.py).
@@ -76,7 +77,15 @@ def checked(
                 check_weights(folder, model)
     with _kept(refused):
         config = resolved(config, folder)
+    config = with_optimizer(config, has_experts=_has_experts(folder))
     return with_deadlines(config, _weight_bytes(folder, has_weights=has_weights))
+
+
+def _has_experts(folder: Path) -> bool:
+    """False of what the learner doesn't train, which is said elsewhere."""
+    with contextlib.suppress(DataError):
+        return ModelShape.read(folder).experts > 0
+    return False
 
 
 def _weight_bytes(folder: Path, *, has_weights: bool) -> int:

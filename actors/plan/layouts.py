@@ -100,6 +100,7 @@ def _possible(shape: ModelShape, config: LearnerConfig, ranks: int, gpus_per_nod
         for pipeline in (size for size in sizes if tensor * size <= ranks and ranks % (tensor * size) == 0):
             data = ranks // (tensor * pipeline)
             for expert in (size for size in sizes if size == 1 or (shape.experts and data * tensor % size == 0)):
+                is_shared = data > 1 or (shape.experts > 0 and data * tensor > expert)
                 for recompute in (False, True):
                     values = {
                         "tensor_parallel": tensor,
@@ -108,7 +109,7 @@ def _possible(shape: ModelShape, config: LearnerConfig, ranks: int, gpus_per_nod
                         "virtual_pipeline": 1,
                         "expert_parallel": expert,
                         "data_parallel": data,
-                        "distributed_optimizer": data > 1,
+                        "distributed_optimizer": is_shared,
                         "recompute_activations": recompute,
                     }
                     try:

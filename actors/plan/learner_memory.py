@@ -96,8 +96,7 @@ def state_bytes(shape: ModelShape, config: LearnerConfig, stage: int = 0) -> tup
     shared, experts = shape.split(config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)[stage]
     size, of_optimizer = BYTES_OF[config.resolved_dtype], 8 if config.resolved_dtype == "float32" else 12
     if config.distributed_optimizer:
-        of_experts = config.data_parallel * config.tensor_parallel // config.expert_parallel
-        optimizer = of_optimizer * (-(-shared // config.data_parallel) + -(-experts // of_experts))
+        optimizer = of_optimizer * (-(-shared // config.data_parallel) + -(-experts // config.expert_copies))
     else:
         optimizer = of_optimizer * (shared + experts)
     return size * (shared + experts), 4 * (shared + experts), optimizer

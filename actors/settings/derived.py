@@ -38,25 +38,54 @@ def derived(config: RunConfig, *, has_gpu: bool) -> RunConfig:
     return config.model_copy(update={"learner": learner, "rollout": rollout})
 
 
+def with_optimizer(config: RunConfig, *, has_experts: bool) -> RunConfig:
+    """The configuration with the optimizer divided over ranks that hold the same experts, where a recipe says nothing of it.
+
+    Args:
+        config: with devices and types, as `derived` leaves it.
+        has_experts: the model is a mixture of experts.
+    """
+    if config.learner.resolved_device == "cpu":
+        return config
+    values = _unset(config.learner, distributed_optimizer=config.learner.has_copies(has_experts=has_experts))
+    return config.model_copy(update={"learner": with_values(config.learner, values, "learner")})
+
+
 def _learner(learner: LearnerConfig, has_gpu: bool) -> LearnerConfig:
     device = _device(learner.device, has_gpu)
     values: dict[str, Any] = {"device": device}
     if learner.dtype == "auto":
         values["dtype"] = dtype_of(learner.dtype, device)
     if device == "cuda":
-        values |= _unset(learner, distributed_optimizer=learner.data_parallel > 1, tokens_per_microbatch=GPU_TOKENS_PER_MICROBATCH)
+        values |= _unset(learner, tokens_per_microbatch=GPU_TOKENS_PER_MICROBATCH)
+        if learner.has_copies(has_experts=False) or not learner.has_copies(has_experts=True):  # otherwise by the model
+            values |= _unset(learner, distributed_optimizer=learner.data_parallel > 1)
     return with_values(learner, values, "learner")
 
 
 def _engine(engine: EngineConfig, learner: LearnerConfig, share: float, has_gpu: bool) -> EngineConfig:
-    device = _device(engine.device, has_gpu)
-    values: dict[str, Any] = {"device": device}
-    if engine.dtype == "auto":
-        values["dtype"] = learner.dtype
-    if device == "cuda":
+    values = _engine_types(engine, learner.dtype, has_gpu)
+    if values["device"] == "cuda":
         values |= _unset(engine, max_running_requests=GPU_RUNNING_REQUESTS)
         values["gpu_share"] = share
     return with_values(engine, values, "rollout.engine")
+
+
+def with_engine_types(config: RunConfig, *, has_gpu: bool) -> RunConfig:
+    """The configuration for an engine of its own, without a run: device and type are those of a run's engines, sizes stay as they are.
+
+    Args:
+        has_gpu: whether this machine has a GPU.
+    Raises: ConfigError as `derived`.
+    """
+    learner, engine = config.learner, config.rollout.engine
+    dtype = dtype_of(learner.dtype, _device(learner.device, has_gpu))
+    engine = with_values(engine, _engine_types(engine, dtype, has_gpu), "rollout.engine")
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
+
+
+def _engine_types(engine: EngineConfig, learner_dtype: str, has_gpu: bool) -> dict[str, Any]:
+    return {"device": _device(engine.device, has_gpu), "dtype": learner_dtype if engine.dtype == "auto" else engine.dtype}
 
 
 def _device(asked: Literal["auto", "cpu", "cuda"], has_gpu: bool) -> Device:

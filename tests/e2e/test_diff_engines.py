@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
+from actors.commands.cli import app
 from actors.commands.diff_engines import EngineDiff, capture_engine
 from correction.batch import PackedBatch
 from correction.engines.agreement import compare
 from correction.engines.capture import Capture, compare_captures
+from correction.errors import DataError
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
 from rollout.engine_config import EngineConfig
@@ -105,6 +108,23 @@ def test_the_operator_that_is_switched_off_is_named(
     if name != "log_softmax":
         at = next(gap for gap in found.gaps if str(gap.place) == place)
         assert 0 < at.largest < 1e-3 and 0 < at.differing <= at.rows
+
+
+@pytest.mark.parametrize(("has_gpu", "dtype"), [(False, "float32"), (True, "bfloat16")])
+def test_unless_asked_for_another_the_type_is_that_of_the_device(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool, dtype: str
+) -> None:
+    """SGLang computes no attention in float32 on a GPU."""
+    found: list[str] = []
+
+    async def capture(model: Path, config: EngineConfig, **_: object) -> None:
+        found.append(config.resolved_dtype)
+        raise DataError("enough is known")
+
+    monkeypatch.setattr("actors.commands.diff_engines.capture_engine", capture)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    done = CliRunner().invoke(app, ["diff-engines", str(folder), "--no-true-on-policy"])
+    assert found == [dtype] and "enough is known" in str(done.exception)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from learner.families import FAMILIES
 from rollout.engine import _read_model_config
 from rollout.engine_config import EngineConfig
 from rollout.engine_ranks import obstacles
+from tests.tiny_models import save_tiny_model
 
 OVER_ALL_HEADS = {kind for kind, family in FAMILIES.items() if family.qk_norm == "all_heads"}
 
@@ -42,6 +43,14 @@ WITHOUT_KEY_HEADS = {"model_type": "gpt_neox", "num_attention_heads": 8, "hidden
 def save(folder: Path, config: dict[str, Any]) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_an_engine_is_told_of_experts_of_every_family(tmp_path: Path, kind: str) -> None:
+    """Mixtral's config calls their number otherwise."""
+    folder = save_tiny_model(tmp_path, kind, tie=False)
+    _, _, has_experts, _ = _read_model_config(folder, EngineConfig(device="cuda"))
+    assert has_experts == (FAMILIES[kind].experts is not None)
 
 
 def test_a_config_without_key_value_heads_has_as_many_as_heads(tmp_path: Path) -> None:

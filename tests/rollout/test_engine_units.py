@@ -103,6 +103,30 @@ def test_arguments_on_a_cpu_and_on_cuda() -> None:
     assert EngineConfig(device="cpu", engine_args={"chunked_prefill_size": 64}).sglang_arguments("f", 64, 0)["chunked_prefill_size"] == 64
 
 
+@pytest.mark.parametrize("quantization", ["none", "float8_block"])
+def test_experts_on_a_gpu_have_kernels_that_leave_their_weights_as_they_are_sent(quantization: str) -> None:
+    """On Blackwell SGLang's own choice doesn't. What a recipe says is handed on (`doctor` judges it)."""
+    on_gpu: dict[str, Any] = {"device": "cuda", "quantization": quantization}
+    runner = "moe_runner_backend"
+    for settings, has_experts, given in (
+        (on_gpu, True, "triton"),
+        (on_gpu, False, None),
+        (on_gpu | {"engine_args": {runner: "auto"}}, True, "auto"),
+        ({"device": "cpu", "dtype": "bfloat16", "quantization": quantization}, True, None),
+    ):
+        config = EngineConfig.model_validate(settings)
+        assert config.sglang_arguments("folder", 64, 0, has_weights=False, has_experts=has_experts).get(runner) == given
+
+
+def test_float32_on_a_gpu_is_refused_also_where_only_the_start_knows_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`evaluate`, `filter` and `diff-engines` decide no devices; a run has decided by then."""
+    config = EngineConfig(dtype="float32")
+    assert config.sglang_arguments("folder", 64, 0)["dtype"] == "float32"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.dtype = float32 with device = cuda: SGLang's attention kernels"):
+        config.sglang_arguments("folder", 64, 0)
+
+
 def test_arguments_of_an_engine_without_weights() -> None:
     assert "load_format" not in EngineConfig(device="cpu").sglang_arguments("folder", 64, 0)
     assert EngineConfig(device="cpu").sglang_arguments("folder", 64, 0, has_weights=False)["load_format"] == "dummy"

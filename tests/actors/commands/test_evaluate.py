@@ -6,10 +6,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from actors.commands import evaluate as command
+from actors.config import RunConfig
+from correction.errors import ConfigError
+from rollout.engine_config import EngineConfig
 from rollout.tasks import build_task
 from rollout.trajectory import Prompt, Trajectory
 from tests.actors.cases import trajectory
@@ -18,8 +22,11 @@ from tests.actors.cases import trajectory
 class Unscored:
     """In the place of the engine and its scorers: each answer has failed, by the JSON in it."""
 
-    def __init__(self, *_: object) -> None:
-        pass
+    def __init__(self, config: RunConfig, *_: object) -> None:
+        self.engines.append(config.rollout.engine)
+
+    engines: ClassVar[list[EngineConfig]] = []
+    """Those that were asked for."""
 
     @asynccontextmanager
     async def started(self, sample: Prompt) -> AsyncIterator[None]:
@@ -35,3 +42,23 @@ def test_half_a_surrogate_pair_in_an_error_is_written_as_its_escape(tmp_path: Pa
     samples = tmp_path / "answers.txt"
     result = command.evaluate_folder(tmp_path, "spell_backward", [], problems=2, samples=samples, say=lambda _: None)
     assert result.failed == 2 and samples.read_text(encoding="utf-8").count(r"no such key: \ud83d)") == 2
+
+
+@pytest.mark.parametrize(("gpus", "found"), [(0, ("cpu", "float16")), (1, ("cuda", "float16"))])
+def test_the_engine_has_the_type_that_the_learner_s_weights_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, found: tuple[str, str]
+) -> None:
+    """As in a run, where a recipe says float16 of the learner alone; float32 on a GPU is refused before an engine starts."""
+    monkeypatch.setattr(command, "Asker", Unscored)
+    monkeypatch.setattr(command, "task_for", lambda config: (build_task(config.rollout.task), 100))
+    monkeypatch.setattr(command, "visible_gpus", lambda: gpus)
+
+    def ask(*words: str) -> EngineConfig:
+        command.evaluate_folder(tmp_path, "spell_backward", words, problems=2, samples=None, say=lambda _: None)
+        return Unscored.engines[-1]
+
+    engine = ask("learner.dtype=float16")
+    assert (engine.device, engine.dtype) == found
+    if gpus:
+        with pytest.raises(ConfigError, match=r"rollout\.engine\.dtype = float32 with device = cuda"):
+            ask("learner.dtype=float32")

@@ -203,3 +203,14 @@ def test_what_can_not_be_asked_or_written_is_refused_before_anything_is_asked(
     with pytest.raises(DataError, match=r"training question \d: made is date .*which a line of JSON can't hold"):
         filter_questions(recipe(*words), tmp_path / "kept.jsonl", Bounds.of(1, 1, None), questions=None, say=print)
     assert seen == [] and not (tmp_path / "kept.asked.jsonl").exists()
+
+
+def test_float32_on_a_gpu_is_refused_before_an_engine_starts(
+    tmp_path: Path, asked: Callable[[Rewards], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a run, whose engines have the learner's type."""
+    seen = asked(lambda prompt: [1.0])
+    monkeypatch.setattr(command, "visible_gpus", lambda: 1)
+    with pytest.raises(ConfigError, match=r"rollout.engine.dtype = float32 with device = cuda"):
+        filter_questions(generated("learner.dtype=float32"), tmp_path / "kept.jsonl", Bounds.of(1, 1, None), questions=1, say=print)
+    assert seen == []

@@ -13,10 +13,28 @@ from actors.config import RunConfig
 from actors.doctor import live
 from actors.doctor.deep_facts import DeepFacts
 from actors.doctor.deep_rules import in_the_deep
-from actors.doctor.live import PART_S, START_S, _Visit
+from actors.doctor.live import PART_S, START_S, _Visit, checked_engine
 from actors.doctor.on_ranks import collectives
 from tests.actors.doctor.test_deep_doctor import BY_BROADCAST, eight
 from tests.actors.known_models import QWEN3_8B
+
+
+@pytest.mark.parametrize(
+    ("overrides", "requests"),
+    [
+        ("", 8),
+        ("rollout.engine.tensor_parallel=2 rollout.engine.attention_data_parallel=2", 16),
+        ("rollout.engine.max_running_requests=4", 4),
+        ("rollout.engine.engine_args.cuda_graph_max_bs_decode=64", 256),
+        ("rollout.engine.device=cpu learner.device=cpu learner.dtype=float32", 64),
+    ],
+)
+def test_the_checked_engine_captures_no_more_graphs_than_the_check_has_requests(overrides: str, requests: int) -> None:
+    """SGLang captures those up to max_running_requests of a group of ranks; 36 sizes up to 256, while somebody waits."""
+    engine = eight(*overrides.split()).rollout.engine
+    checked = checked_engine(engine, 7.0)
+    assert checked.max_running_requests == requests
+    assert (checked.weight_group_timeout_s, checked.context_length, checked.dtype) == (7.0, None, engine.dtype)
 
 
 class Silent:

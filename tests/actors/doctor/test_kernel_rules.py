@@ -20,7 +20,7 @@ from tests.actors.doctor.test_doctor import DENSE, EXPERTS, FLOAT8, HEAD, RANKS,
 from tests.actors.known_models import QWEN3_30B_A3B, save_config
 
 RUNNER = "rollout.engine.engine_args.moe_runner_backend"
-REMEDY = f"Set {RUNNER}: triton"
+REMEDY = "Set it to triton, or leave it out"
 B200 = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
 BLACKWELL = [node(gpus=(B200,) * 8, architectures=("sm_100",))]
 HALF = "learner.dtype=float16"
@@ -33,10 +33,11 @@ def failures(found: list[Complaint]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("runner", "setting"),
-    [("", [REMEDY]), (f"{RUNNER}=auto", [REMEDY]), (f"{RUNNER}=triton", []), (f"{RUNNER}=cutlass", ["Set it to triton"])],
+    [("", []), (f"{RUNNER}=auto", [REMEDY]), (f"{RUNNER}=triton", []), (f"{RUNNER}=cutlass", ["Set it to triton"])],
 )
 def test_experts_on_blackwell_want_another_runner(runner: str, setting: list[str]) -> None:
-    """Whoever asks: for GPUs of a plan, for those of nodes, for those that torch doesn't see there, for those of a cluster file."""
+    """Than SGLang's auto, and an engine gets it. Whoever asks: for GPUs of a plan, for those of nodes, for those that torch doesn't see
+    there, for those of a cluster file."""
     words, kind = runner.split(), Gpus.parse("B200x8x4")
     config = recipe("qwen3_30b_a3b_4nodes", *words)
     facts = PaperFacts(EXPERTS, (kind.memory,), (kind.architecture,))
@@ -59,7 +60,15 @@ def test_a_runner_that_lays_experts_out_otherwise_is_refused_everywhere(runner: 
 
 @pytest.mark.parametrize(
     ("products", "architecture", "is_refused"),
-    [("auto", "sm_100", True), ("deep_gemm", "sm_103", True), ("triton", "sm_100", False), ("deep_gemm", "sm_90", False)],
+    [
+        ("auto", "sm_100", True),
+        ("deep_gemm", "sm_103", True),
+        ("triton", "sm_100", False),
+        ("deep_gemm", "sm_90", False),
+        ("deep_gemm", "sm_121", True),
+        ("auto", "sm_121", False),
+        ("deep_gemm", "sm_120", False),
+    ],
 )
 def test_scales_that_would_be_rounded_anew_are_refused(products: str, architecture: str, is_refused: bool) -> None:
     named = f"rollout.engine.engine_args.fp8_gemm_runner_backend={products}"
@@ -153,7 +162,8 @@ def test_every_gpu_by_name_has_an_architecture() -> None:
 
 
 def test_both_commands_know_the_gpus_kind(tmp_path: Path) -> None:
-    words = [str(RECIPES / "qwen3_30b_a3b_4nodes.yaml"), f"model={save_config(tmp_path, QWEN3_30B_A3B)}", "--gpus", "B200x8x4"]
+    model = f"model={save_config(tmp_path, QWEN3_30B_A3B)}"
+    words = [str(RECIPES / "qwen3_30b_a3b_4nodes.yaml"), model, f"{RUNNER}=auto", "--gpus", "B200x8x4"]
     for command in ("doctor", "plan"):
         done = CliRunner().invoke(app, [command, *words])
         assert "on Blackwell SGLang lays the weights of experts out" in " ".join(done.stdout.split()), done.output

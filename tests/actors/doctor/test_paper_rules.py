@@ -187,6 +187,16 @@ def test_a_kl_that_is_reported_fits_where_training_fits() -> None:
     assert [one for one in on_paper(facts, config) if one.severity != "note"] == []
 
 
+def test_ranks_that_hold_the_same_experts_can_share_their_optimizer() -> None:
+    """Of two tensor-parallel ranks each has all experts where expert_parallel is 1, and half of them where it is 2."""
+    said = {"learner.expert_parallel=1 learner.distributed_optimizer=false": ["Set learner.distributed_optimizer: true"]}
+    for words in (*said, "learner.expert_parallel=1 learner.distributed_optimizer=true", "learner.expert_parallel=2"):
+        config = recipe("qwen3_30b_a3b_4nodes", "learner.data_parallel=1", *words.split())
+        found = [one for one in on_paper(PaperFacts(EXPERTS, (H100.memory,)), config) if "keeps the whole optimizer" in one.sentence]
+        assert [one.setting for one in found] == said.get(words, [])
+        assert all("every one of 2 ranks with the same experts keeps the whole optimizer of these" in one.sentence for one in found)
+
+
 @pytest.mark.parametrize(
     ("words", "model", "gpu"),
     [

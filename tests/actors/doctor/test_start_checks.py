@@ -24,7 +24,7 @@ from actors.plan.shape import ModelShape
 from actors.settings.derived import derived
 from correction.errors import ConfigError, DataError, EvenkeelError
 from learner.config import LearnerConfig
-from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B, save_config
+from tests.actors.known_models import QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, save_config
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -49,6 +49,34 @@ def test_a_resume_looks_at_the_folder_that_it_goes_on_in(tmp_path: Path, monkeyp
     assert paper_facts(config, model).closed_folder == "/"
     assert paper_facts(config, model, is_resumed=True).closed_folder == ""
     assert looked_at == [Path("/"), model]
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+@pytest.mark.parametrize(
+    ("name", "model", "gpus"),
+    [
+        ("qwen3_0.6b_1gpu", QWEN3_06B, "A10Gx1"),
+        ("qwen3_0.6b_1gpu", QWEN3_06B, "L4x1"),
+        ("qwen3_0.6b_1gpu", QWEN3_06B, "RTX4090x1"),
+        ("qwen3_8b_8gpu", QWEN3_8B, "H100x8"),
+        ("qwen3_30b_a3b_4nodes", QWEN3_30B_A3B, "H200x8x4"),
+    ],
+)
+def test_both_commands_find_nothing_against_a_recipe_on_the_gpus_that_it_names(
+    command: str, name: str, model: dict[str, Any], gpus: str, tmp_path: Path
+) -> None:
+    words = [command, str(RECIPES / f"{name}.yaml"), f"model={save_config(tmp_path, model)}", "--gpus", gpus, "--json"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert [one for one in json.loads(done.stdout)["findings"] if one["level"] != "note"] == []
+
+
+@pytest.mark.parametrize(("model", "is_shared"), [(QWEN3_30B_A3B, True), (QWEN3_8B, False)])
+def test_the_model_decides_whether_a_pair_s_optimizer_is_shared(model: dict[str, Any], is_shared: bool, tmp_path: Path) -> None:
+    """Two tensor-parallel ranks hold the same experts, and of a dense model nothing twice."""
+    words = [f"model={save_config(tmp_path, model)}", *["learner.data_parallel=1", "learner.expert_parallel=1"]]
+    config = derived(load_config(RunConfig, RECIPES / "qwen3_30b_a3b_4nodes.yaml", words), has_gpu=True)
+    assert judged(config, meant=[H100])[0].learner.distributed_optimizer is is_shared
 
 
 @pytest.mark.parametrize(

@@ -289,6 +289,9 @@ def test_layouts_that_fit_come_first_and_divide_the_model() -> None:
     assert {one.config.world_size for one in found} == {4}
     assert all(not obstacles(shape, one.config) for one in found)
     assert found[0].memory == rank_memory(shape, found[0].config, longest=8192)
+    experts = layouts(ModelShape.of(QWEN3_30B_A3B), LearnerConfig(device="cuda", dtype="bfloat16"), 4, gpu, longest=8192, loads_other=False)
+    assert 1 in {one.config.data_parallel for one in experts if one.config.distributed_optimizer}, "pairs that hold the same experts"
+    assert all(one.config.distributed_optimizer == one.config.has_copies(has_experts=True) for one in experts)
     odd = replace(shape, heads=6, key_heads=3)
     assert {one.config.tensor_parallel for one in layouts(odd, LearnerConfig(), 4, gpu, longest=1, loads_other=False)} == {1}
 

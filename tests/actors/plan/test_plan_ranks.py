@@ -37,6 +37,8 @@ def bytes_of_a_rank(rank: int, ranks: int, port: int, folder: Path, split: dict[
         ("qwen3", {"data_parallel": 2, "distributed_optimizer": True, "dtype": "bfloat16"}),
         ("qwen3_moe", {"data_parallel": 2, "expert_parallel": 2, "dtype": "bfloat16"}),
         ("qwen3_moe", {"data_parallel": 2, "expert_parallel": 2, "distributed_optimizer": True, "dtype": "bfloat16"}),
+        ("qwen3_moe", {"tensor_parallel": 2, "sequence_parallel": True, "dtype": "bfloat16"}),
+        ("qwen3_moe", {"tensor_parallel": 2, "sequence_parallel": True, "distributed_optimizer": True, "dtype": "bfloat16"}),
     ],
 )
 def test_every_rank_holds_what_was_planned(tmp_path: Path, family: str, split: dict[str, Any]) -> None:

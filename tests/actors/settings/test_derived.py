@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from actors.commands.preparation import decide_devices
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.settings.derived import derived
+from actors.settings.derived import derived, with_engine_types, with_optimizer
 from actors.settings.devices import check_types
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
@@ -44,6 +45,33 @@ def test_a_gpu_gets_bfloat16_on_both_sides_and_sizes_that_suit_it() -> None:
     assert (learner.distributed_optimizer, learner.tokens_per_microbatch, engine.max_running_requests) == (True, 8192, 256)
     assert engine.sglang_arguments("m", 4096, 0)["dtype"] == "bfloat16"
     assert derived(config("learner.data_parallel=1"), has_gpu=True).learner.distributed_optimizer is False
+
+
+def open_learner(**given: Any) -> RunConfig:
+    """A recipe whose learner says this and nothing else."""
+    recipe = config()
+    rollout = recipe.rollout.model_dump(exclude={"engine"})
+    fields = recipe.model_dump(exclude={"learner", "rollout"}) | {"learner": given, "rollout": rollout}
+    return derived(RunConfig.model_validate(fields), has_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "of_experts", "of_dense"),
+    [
+        ({"tensor_parallel": 2, "sequence_parallel": True}, True, False),
+        ({"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}, False, False),
+        ({"tensor_parallel": 2, "sequence_parallel": True, "distributed_optimizer": False}, False, False),
+        ({"tensor_parallel": 2, "sequence_parallel": True, "device": "cpu", "dtype": "bfloat16"}, False, False),
+        ({"data_parallel": 2, "expert_parallel": 2}, True, True),
+        ({}, False, False),
+    ],
+)
+def test_an_optimizer_is_shared_where_ranks_hold_the_same_experts_too(given: dict[str, Any], of_experts: bool, of_dense: bool) -> None:
+    """Whether there are experts is the model's to say, and is known later than the devices."""
+    for has_experts, wanted in ((True, of_experts), (False, of_dense)):
+        found = with_optimizer(open_learner(**given), has_experts=has_experts)
+        assert found.learner.distributed_optimizer is wanted
+        assert with_optimizer(found, has_experts=not has_experts) == found, "once decided it stays"
 
 
 def test_what_the_recipe_says_stays_also_where_it_is_the_default() -> None:
@@ -80,6 +108,29 @@ def test_a_worker_with_a_part_of_a_gpu_has_an_engine_with_that_part_of_its_memor
 def test_a_gpu_refuses_what_its_kernels_cant_do(overrides: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         derived(config(overrides), has_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "has_gpu", "found"),
+    [
+        ("", True, ("cuda", "bfloat16")),
+        ("", False, ("cpu", "float32")),
+        ("learner.dtype=float16", True, ("cuda", "float16")),
+        ("learner.dtype=bfloat16", False, ("cpu", "bfloat16")),
+        ("rollout.engine.device=cpu", True, ("cpu", "bfloat16")),
+        ("rollout.engine.dtype=float16", True, ("cuda", "float16")),
+    ],
+)
+def test_an_engine_without_a_run_has_the_types_of_a_run_s(overrides: str, has_gpu: bool, found: tuple[str, str]) -> None:
+    plain = config(overrides)
+    alone = with_engine_types(plain, has_gpu=has_gpu)
+    engine = alone.rollout.engine
+    assert (engine.device, engine.dtype) == found
+    assert engine.dtype == derived(plain, has_gpu=has_gpu).rollout.engine.dtype
+    decided = {"device", "dtype"}
+    assert engine.model_dump(exclude=decided) == plain.rollout.engine.model_dump(exclude=decided) and alone.learner == plain.learner
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.dtype = float32 with device = cuda"):
+        with_engine_types(config("learner.dtype=float32"), has_gpu=True)
 
 
 def test_layers_for_gpus_wait_for_the_device_to_be_known() -> None:
