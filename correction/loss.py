@@ -17,7 +17,7 @@ from .batch import CorrectedBatch, FinalDecision
 from .choices import Level, ProximalSource, Ratio
 from .config import CorrectionConfig
 from .correct import early_proximal, probability_factor
-from .decision import BatchView, Decision, decide, divergence_of_tokens, drop_broken_units, unit_advantages, unit_weights
+from .decision import BatchView, Decision, decide, divergence_of_tokens, drop_broken_units, unit_advantages
 from .denominators import global_counts, kept_local_factor
 from .divergence import Estimator, estimate
 from .errors import DataError
@@ -142,7 +142,7 @@ def policy_loss(
         "entropy_loss": -bonus.detach().sum(),
         "kl": kl_tokens.detach().sum(dtype=torch.float64),
         **_token_sums(view, keep, tokens, weights, entropy, _moved(config)),
-        **_global_sums(view, late, keep, config, schedule),
+        **_global_sums(view, corrected, late, keep, config, schedule),
     }
     partials = torch.stack([torch.as_tensor(sums.get(name, 0.0), dtype=torch.float64, device=policy.device) for name in PARTIALS])
     decided = FinalDecision(keep, weights, late.counts, coefficients, tokens.is_clipped)
@@ -355,12 +355,18 @@ def _token_sums(
     return sums
 
 
-def _global_sums(view: BatchView, late: Decision, keep: Tensor, config: CorrectionConfig, schedule: Schedule) -> dict[str, Tensor]:
+def _global_sums(
+    view: BatchView, corrected: CorrectedBatch, late: Decision, keep: Tensor, config: CorrectionConfig, schedule: Schedule
+) -> dict[str, Tensor]:
     """Sums behind policy_scale; absent where the service has settled it already."""
     sums: dict[str, Tensor] = {}
     if schedule.normalization is Stage.LATE:
-        by_unit = late.by_unit or unit_weights(view, config)  # early weights, of which those that are kept late are averaged
-        units = weight_sums(by_unit.weights, view.mask, keep, by_unit.segments, config.normalize.population)
+        segments = view.levels.at(config.importance.level)
+        if late.by_unit is not None:
+            weights = late.by_unit.weights
+        else:  # early ones, of which those that are kept late are averaged; each token has its unit's, so that the largest is it
+            weights = segments.maximum(corrected.importance_weights if corrected.plain_weights is None else corrected.plain_weights)
+        units = weight_sums(weights, view.mask, keep, segments, config.normalize.population)
         sums["normalizer_weight"], sums["normalizer_units"] = units[0], units[1]
     if schedule.kept_count is Stage.LATE:
         sequences = view.levels.at(Level.SEQUENCE)
