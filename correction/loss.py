@@ -53,7 +53,6 @@ PARTIALS = (
     "drift_k1",
     "drift_k3",
     "weight",
-    "weight_square",
     "entropy",
     "kl",
     "normalizer_weight",
@@ -168,16 +167,23 @@ def late_normalizer(partials: Tensor) -> float:
     return normalizer(value["normalizer_weight"], value["normalizer_units"])
 
 
+def broken_tokens(partials: Tensor) -> int:
+    """Tokens of the loss mask with a value that is not finite, counted in each pass that the partials are of."""
+    return int(partials[PARTIALS.index("broken_tokens")])
+
+
 def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]:
-    """The numbers of LOSS_METRICS, from the partials summed over a batch's micro-batches and ranks. What has no tokens is absent."""
+    """The numbers of LOSS_METRICS, from the partials summed over a batch's micro-batches and ranks. What has no tokens is absent.
+
+    A batch that is gone through several times counts in every pass; `diagnose` looks at the first one.
+    """
     value = dict(zip(PARTIALS, partials.tolist(), strict=True))
     scaled = value["policy_loss"] * policy_scale(partials, config)
-    metrics = {"loss": scaled + value["kl_loss"] + value["entropy_loss"], "policy_loss": scaled, "broken_tokens": value["broken_tokens"]}
+    metrics = {"loss": scaled + value["kl_loss"] + value["entropy_loss"], "policy_loss": scaled}
     if config.kl.coefficient > 0:
         metrics["kl_loss"] = value["kl_loss"]
     trained = value["tokens"] + value["broken_tokens"]
     if trained > 0:
-        metrics["kept_share"] = value["kept_tokens"] / trained
         metrics["clip_share"] = value["clipped_tokens"] / trained
     if value["tokens"] > 0:
         metrics["ratio_mean"] = value["ratio"] / value["tokens"]
@@ -191,8 +197,6 @@ def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]
         if config.objective.kind == "score" and (config.objective.lower is not None or config.objective.upper is not None):
             metrics["bounded_share"] = value["bounded_tokens"] / value["kept_tokens"]
         metrics["importance_weight_raw_mean"] = value["weight"] / value["kept_tokens"]
-        if value["weight_square"] > 0:
-            metrics["importance_weight_ess"] = value["weight"] ** 2 / (value["kept_tokens"] * value["weight_square"])
     return metrics
 
 
@@ -336,7 +340,6 @@ def _token_sums(
 ) -> dict[str, Tensor]:
     """Args: moved: whose log is the drift."""
     drift = view.log_ratio(moved)
-    kept_weights = torch.where(keep, weights, 0).double()
     sums = {
         "tokens": view.mask.sum(),
         "kept_tokens": keep.sum(),
@@ -345,8 +348,7 @@ def _token_sums(
         "ratio": torch.where(view.mask, bounded_exp(tokens.log_ratio), 0).sum(dtype=torch.float64),
         "drift_k1": estimate(drift, Estimator.K1).sum(),
         "drift_k3": estimate(drift, Estimator.K3).sum(),
-        "weight": kept_weights.sum(),
-        "weight_square": kept_weights.square().sum(),
+        "weight": torch.where(keep, weights, 0).double().sum(),
     }
     if tokens.is_bounded is not None:
         sums["bounded_tokens"] = (keep & tokens.is_bounded).sum()
