@@ -224,6 +224,8 @@ class CorrectedBatch:
     """True: the parts on rho run inside the training forward, with proximal = detached current logprobs."""
     counts: DecisionCounts | None = None
     """Counts of the parts that ran in the service; None for a share of a batch, which has no counts of its own."""
+    plain_weights: Tensor | None = None
+    """[N] float32: importance_weights without config.modulation, which a late mean weight leaves out; None: they are the same."""
 
     def select(self, sequences: Sequence[int]) -> CorrectedBatch:
         """The given sequences alone; scales stay those of the global batch."""
@@ -235,6 +237,7 @@ class CorrectedBatch:
             keep_mask=self.keep_mask[index],
             token_scale=self.token_scale[index],
             counts=None,
+            plain_weights=None if self.plain_weights is None else self.plain_weights[index],
         )
 
     def to(self, device: torch.device | str) -> CorrectedBatch:
@@ -244,6 +247,7 @@ class CorrectedBatch:
             importance_weights=self.importance_weights.to(device),
             keep_mask=self.keep_mask.to(device),
             token_scale=self.token_scale.to(device),
+            plain_weights=None if self.plain_weights is None else self.plain_weights.to(device),
         )
 
     def holding(self, read: Mapping[Any, Any]) -> CorrectedBatch:

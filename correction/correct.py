@@ -143,13 +143,15 @@ def _prepare(
         warnings.warn("correction: every token of the batch was rejected; its policy loss is 0", stacklevel=3)
     if reduce is None:  # a shard's counts say nothing of the batch
         _warn_of_narrow_bounds(batch, early.proximal, early.counts, config)
+    modulated = _modulate_early(weights, batch, early.proximal, config)
     corrected = CorrectedBatch(
         batch=batch,
-        importance_weights=_modulate_early(weights, batch, early.proximal, config),
+        importance_weights=modulated,
         keep_mask=early.keep,
         token_scale=torch.empty_like(weights),
         is_deferred=is_deferred,
         counts=early.counts,
+        plain_weights=weights if modulated is not weights and schedule.normalization is Stage.LATE else None,
     )
     return replace(corrected, token_scale=_batch_scale(corrected, config, schedule, totals[_COUNTED:], num_prompts))
 

@@ -2,8 +2,6 @@
 
 A `BatchView` is a batch with the policies that are known at this point. `decide` runs the parts of one stage (schedule.py); both stages
 together decide everything exactly once. What was decided is counted here as well, and travels with the batch: nobody decides it again.
-The one exception is loss.py: it computes early weights a second time, by `unit_weights`, where rejection is late, for the mean of those
-that are kept then.
 """
 
 from __future__ import annotations

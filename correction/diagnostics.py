@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .batch import CorrectedBatch, DecisionCounts, FinalDecision, PackedBatch, batch_slices
+from .batch_numbers import kept_numbers, staleness_numbers
 from .choices import Level, Ratio
 from .decision import BatchView
 from .divergence import Estimator, estimate
@@ -79,8 +80,8 @@ def diagnostic_sums(
 def diagnostics_of(sums: DiagnosticSums) -> dict[str, float]:
     """The numbers of a batch, from the sums of all its shards."""
     added = sums.added
-    numbers = {"broken_tokens": added["broken"]} | _staleness_numbers(sums) | gap_family(sums) | _target_numbers(sums)
-    numbers |= _rejection_numbers(sums)
+    numbers = kept_numbers(tokens=added["tokens"], kept=added["kept"], broken=added["broken"])
+    numbers |= _staleness_numbers(sums) | gap_family(sums) | _target_numbers(sums) | _rejection_numbers(sums)
     for name in ("bucket", "bucket_behavior"):
         numbers |= _bucket_numbers(name, sums)
     if "spurious_objective" in added and added["fresh/n"] + added["stale/n"] > 0:
@@ -204,7 +205,6 @@ def _rejection_numbers(all_sums: DiagnosticSums) -> dict[str, float]:
     if tokens == 0:
         return {}
     numbers = {
-        "kept_share": kept / tokens,
         "rejected_share": (tokens - kept) / tokens,
         "rejected_sequence_share": 1 - sums["kept_sequences"] / sums["sequences"],
     }
@@ -353,12 +353,13 @@ def _staleness_sums(spans: TokenSpans, num_sequences: int) -> DiagnosticSums:
 def _staleness_numbers(sums: DiagnosticSums) -> dict[str, float]:
     if "staleness" not in sums.histograms:
         return {}
-    total = sums.histograms["staleness"]
-    share = sums.added["mixed_sequences"] / sums.added["sampled_sequences"]
-    numbers = {"staleness_max": float(len(total) - 1), "mixed_version_share": share}
+    added, by_age = sums.added, {float(age): n for age, n in enumerate(sums.histograms["staleness"])}
+    tokens = sum(by_age.values())
+    numbers = staleness_numbers(by_age, sequences=added["sampled_sequences"], mixed=added["mixed_sequences"])
     for name in ("staleness", "staleness_in_flight", "staleness_in_queue"):
-        by_version = [count / sum(total) for count in sums.histograms[name]]
-        numbers[f"{name}_mean"] = sum(versions * share for versions, share in enumerate(by_version))
+        by_version = [count / tokens for count in sums.histograms[name]]
+        if name != "staleness":
+            numbers[f"{name}_mean"] = sum(versions * share for versions, share in enumerate(by_version))
         numbers |= {f"{name}_share_{versions}": share for versions, share in enumerate(by_version)}
     return numbers
 

@@ -13,6 +13,20 @@ def signal_name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"SIG{number}"
 
 
+def one_line(error: BaseException, *, last: bool = False, named: bool = False) -> str:
+    """The first line of an error's text, for a sentence that gives it as the reason; the name of its class if it has no text.
+
+    Args:
+        last: the last line instead: of a traceback as text, Ray's for instance, the one with the error.
+        named: the name of the class, a colon and the line.
+    """
+    name, lines = type(error).__name__, str(error).strip().splitlines()
+    if not lines:
+        return name
+    line = lines[-1 if last else 0]
+    return f"{name}: {line}" if named else line
+
+
 class EvenkeelError(Exception):
     """Root of all errors that evenkeel raises on purpose. Picklable: it crosses processes."""
 

@@ -17,7 +17,7 @@ from .batch import CorrectedBatch, FinalDecision
 from .choices import Level, ProximalSource, Ratio
 from .config import CorrectionConfig
 from .correct import early_proximal, probability_factor
-from .decision import BatchView, Decision, decide, divergence_of_tokens, drop_broken_units, unit_advantages, unit_weights
+from .decision import BatchView, Decision, decide, divergence_of_tokens, drop_broken_units, unit_advantages
 from .denominators import global_counts, kept_local_factor
 from .divergence import Estimator, estimate
 from .errors import DataError
@@ -53,7 +53,6 @@ PARTIALS = (
     "drift_k1",
     "drift_k3",
     "weight",
-    "weight_square",
     "entropy",
     "kl",
     "normalizer_weight",
@@ -142,7 +141,7 @@ def policy_loss(
         "entropy_loss": -bonus.detach().sum(),
         "kl": kl_tokens.detach().sum(dtype=torch.float64),
         **_token_sums(view, keep, tokens, weights, entropy, _moved(config)),
-        **_global_sums(view, late, keep, config, schedule),
+        **_global_sums(view, corrected, late, keep, config, schedule),
     }
     partials = torch.stack([torch.as_tensor(sums.get(name, 0.0), dtype=torch.float64, device=policy.device) for name in PARTIALS])
     decided = FinalDecision(keep, weights, late.counts, coefficients, tokens.is_clipped)
@@ -168,16 +167,23 @@ def late_normalizer(partials: Tensor) -> float:
     return normalizer(value["normalizer_weight"], value["normalizer_units"])
 
 
+def broken_tokens(partials: Tensor) -> int:
+    """Tokens of the loss mask with a value that is not finite, counted in each pass that the partials are of."""
+    return int(partials[PARTIALS.index("broken_tokens")])
+
+
 def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]:
-    """The numbers of LOSS_METRICS, from the partials summed over a batch's micro-batches and ranks. What has no tokens is absent."""
+    """The numbers of LOSS_METRICS, from the partials summed over a batch's micro-batches and ranks. What has no tokens is absent.
+
+    A batch that is gone through several times counts in every pass; `diagnose` looks at the first one.
+    """
     value = dict(zip(PARTIALS, partials.tolist(), strict=True))
     scaled = value["policy_loss"] * policy_scale(partials, config)
-    metrics = {"loss": scaled + value["kl_loss"] + value["entropy_loss"], "policy_loss": scaled, "broken_tokens": value["broken_tokens"]}
+    metrics = {"loss": scaled + value["kl_loss"] + value["entropy_loss"], "policy_loss": scaled}
     if config.kl.coefficient > 0:
         metrics["kl_loss"] = value["kl_loss"]
     trained = value["tokens"] + value["broken_tokens"]
     if trained > 0:
-        metrics["kept_share"] = value["kept_tokens"] / trained
         metrics["clip_share"] = value["clipped_tokens"] / trained
     if value["tokens"] > 0:
         metrics["ratio_mean"] = value["ratio"] / value["tokens"]
@@ -191,8 +197,6 @@ def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]
         if config.objective.kind == "score" and (config.objective.lower is not None or config.objective.upper is not None):
             metrics["bounded_share"] = value["bounded_tokens"] / value["kept_tokens"]
         metrics["importance_weight_raw_mean"] = value["weight"] / value["kept_tokens"]
-        if value["weight_square"] > 0:
-            metrics["importance_weight_ess"] = value["weight"] ** 2 / (value["kept_tokens"] * value["weight_square"])
     return metrics
 
 
@@ -336,7 +340,6 @@ def _token_sums(
 ) -> dict[str, Tensor]:
     """Args: moved: whose log is the drift."""
     drift = view.log_ratio(moved)
-    kept_weights = torch.where(keep, weights, 0).double()
     sums = {
         "tokens": view.mask.sum(),
         "kept_tokens": keep.sum(),
@@ -345,8 +348,7 @@ def _token_sums(
         "ratio": torch.where(view.mask, bounded_exp(tokens.log_ratio), 0).sum(dtype=torch.float64),
         "drift_k1": estimate(drift, Estimator.K1).sum(),
         "drift_k3": estimate(drift, Estimator.K3).sum(),
-        "weight": kept_weights.sum(),
-        "weight_square": kept_weights.square().sum(),
+        "weight": torch.where(keep, weights, 0).double().sum(),
     }
     if tokens.is_bounded is not None:
         sums["bounded_tokens"] = (keep & tokens.is_bounded).sum()
@@ -355,12 +357,18 @@ def _token_sums(
     return sums
 
 
-def _global_sums(view: BatchView, late: Decision, keep: Tensor, config: CorrectionConfig, schedule: Schedule) -> dict[str, Tensor]:
+def _global_sums(
+    view: BatchView, corrected: CorrectedBatch, late: Decision, keep: Tensor, config: CorrectionConfig, schedule: Schedule
+) -> dict[str, Tensor]:
     """Sums behind policy_scale; absent where the service has settled it already."""
     sums: dict[str, Tensor] = {}
     if schedule.normalization is Stage.LATE:
-        by_unit = late.by_unit or unit_weights(view, config)  # early weights, of which those that are kept late are averaged
-        units = weight_sums(by_unit.weights, view.mask, keep, by_unit.segments, config.normalize.population)
+        segments = view.levels.at(config.importance.level)
+        if late.by_unit is not None:
+            weights = late.by_unit.weights
+        else:  # early ones, of which those that are kept late are averaged; each token has its unit's, so that the largest is it
+            weights = segments.maximum(corrected.importance_weights if corrected.plain_weights is None else corrected.plain_weights)
+        units = weight_sums(weights, view.mask, keep, segments, config.normalize.population)
         sums["normalizer_weight"], sums["normalizer_units"] = units[0], units[1]
     if schedule.kept_count is Stage.LATE:
         sequences = view.levels.at(Level.SEQUENCE)

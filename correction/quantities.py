@@ -228,14 +228,14 @@ DIAGNOSTICS = {
     "drift_k3_kl": _Q(
         _U.NATS,
         "drift k3",
-        "KL(proximal || target), estimator k3: how far the optimizer moved the policy within the batch; absent where the proximal policy "
-        "isn't the learner's.",
+        "KL(proximal || target), estimator k3, in the first pass of each token: how far the batch's earlier optimizer steps had moved the "
+        "policy; absent where the proximal policy isn't the learner's.",
     ),
     "drift_from_behavior_k3_kl": _Q(
         _U.NATS,
         "drift from behaviour, k3",
-        "KL(behaviour || target), estimator k3: drift, mismatch and staleness together, in bypass and with interpolated proximal logprobs, "
-        "where the drift alone isn't known; `diagnose` has it with several optimizer steps per batch alone.",
+        "KL(behaviour || target), estimator k3, in the first pass of each token: drift, mismatch and staleness together, in bypass and "
+        "with interpolated proximal logprobs, where the drift alone isn't known; absent with one optimizer step per batch.",
     ),
     "bad_update_share": _Q(_U.SHARE, "bad updates", "Tokens with negative advantage and mu - pi >= 0.5.", TRAINED, ".2%"),
     "broken_tokens": _Q(_U.TOKENS, "broken tokens", "Tokens of the loss mask with a value that is not finite."),
@@ -344,8 +344,20 @@ LOSS_METRICS = {
     "kl_loss": _Q(_U.ONE, "KL loss", "The KL penalty's part of the loss; absent without one."),
     "ratio_mean": _Q(_U.ONE, "mean ratio", "Mean of the ratio that the objective watches."),
     "drift_k1_kl": _Q(_U.NATS, "drift k1", "KL(proximal || target), estimator k1, where the learner's own policy is the proximal one."),
+    "drift_k3_kl": _Q(
+        _U.NATS,
+        "drift k3",
+        "KL(proximal || target), estimator k3, over all passes of the batch: how far the optimizer moved the policy within it; absent "
+        "where the proximal policy isn't the learner's.",
+    ),
     "drift_from_behavior_k1_kl": _Q(
         _U.NATS, "drift from behaviour, k1", "KL(behaviour || target), estimator k1, in bypass and with interpolated proximal logprobs."
+    ),
+    "drift_from_behavior_k3_kl": _Q(
+        _U.NATS,
+        "drift from behaviour, k3",
+        "KL(behaviour || target), estimator k3, over all passes of the batch: drift, mismatch and staleness together, in bypass and with "
+        "interpolated proximal logprobs, where the drift alone isn't known.",
     ),
     "entropy": _Q(
         _U.NATS,
@@ -363,12 +375,8 @@ LOSS_METRICS = {
     ),
     "bounded_share": _Q(_U.SHARE, "coefficients cut", "Kept tokens whose coefficient was cut to a bound; absent without bounds.", KEPT),
     "importance_weight_raw_mean": _Q(_U.ONE, "mean raw weight", "Mean importance weight of the kept tokens, before a late normaliser."),
-    **{
-        name: DIAGNOSTICS[name]
-        for name in ("broken_tokens", "kept_share", "drift_k3_kl", "drift_from_behavior_k3_kl", "importance_weight_ess")
-    },
 }
-"""The numbers of `loss_metrics`; those that `diagnose` gives too are the same quantities."""
+"""The numbers of `loss_metrics`, over all passes of a batch. Two names are in DIAGNOSTICS, too: the drift over the first passes alone."""
 
 
 def current_name(name: str) -> str:

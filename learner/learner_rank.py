@@ -26,7 +26,7 @@ from correction.engines.operators import head_logits
 from correction.engines.processor import Processor
 from correction.engines.weight_bucket import WeightBucket
 from correction.errors import ConfigError, DataError
-from correction.loss import loss_metrics, policy_scale
+from correction.loss import broken_tokens, loss_metrics, policy_scale
 from learner import checkpoint, convert, export, hf_folder, model, model_capture, parallel
 from learner.abort import Abort
 from learner.config import LearnerConfig
@@ -185,11 +185,8 @@ class LearnerRank:
         if self.config.reset_optimizer_on_switch:
             state.optimizer.follow(correction_config.model_dump_json())
 
-        def loss_of(sums: Tensor) -> float:
-            return loss_metrics(sums, correction_config)["loss"]
-
         scale = partial(policy_scale, config=correction_config)
-        done = [self._train(share, objective, scale, loss_of, watch) for _, share in shares]
+        done = [self._train(share, objective, scale, lambda sums: loss_metrics(sums, correction_config)["loss"], watch) for _, share in shares]
         first_epoch = len(shares) // self.config.epochs_per_batch
         logprobs, entropies, decided = first_values(corrected, shares[:first_epoch], [one[0] for one in done])
         trained = entropies[corrected.batch.loss_mask]
@@ -209,6 +206,7 @@ class LearnerRank:
             tokens=corrected.batch.num_tokens,
             trained_tokens=int(corrected.batch.loss_mask.sum()),
             kept_tokens=int(decided.keep_mask.sum()),
+            broken_tokens=sum(broken_tokens(one[0].sums) for one in done[:first_epoch] if one[0].sums is not None),
             optimizer_steps=sum(update.skipped is None for update in updates),
             skipped=tuple(update.skipped for update in updates if update.skipped is not None),
             loss_scale=state.optimizer.loss_scale,

@@ -48,7 +48,7 @@ class StepResult:
     loss: float
     """Mean over the optimizer steps of the batch's loss."""
     metrics: dict[str, float]
-    """The objective's own numbers (correction.loss_metrics), from sums over all optimizer steps."""
+    """The objective's own numbers (correction.loss_metrics), from sums over all optimizer steps: of all passes over the batch."""
     values: Any
     """StepValues; where the result is another process's, a reference to them."""
     entropy: float | None
@@ -66,6 +66,8 @@ class StepResult:
     """In the loss mask."""
     kept_tokens: int
     """Trained tokens that were left in the loss at their first forward pass; 0: all were rejected."""
+    broken_tokens: int
+    """Trained tokens with a value that was not finite in that pass."""
     optimizer_steps: int
     """Updates made."""
     skipped: tuple[SkipReason, ...]
@@ -107,6 +109,7 @@ class StepResult:
             tokens=0,
             trained_tokens=0,
             kept_tokens=0,
+            broken_tokens=0,
             optimizer_steps=0,
             skipped=(SkipReason.NO_GRADIENT,) * updates,
             loss_scale=loss_scale,

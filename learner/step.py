@@ -47,39 +47,28 @@ class PhaseTimer:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The result of the micro-batches of one optimizer step, or of one forward pass."""
+    """The result of one optimizer step or forward pass: of the whole batch, on the CPU and complete on every rank. Before the ranks have
+    gathered it, that of one micro-batch of this rank, on its device."""
 
     sums: Tensor | None
     """The objective's sums, over micro-batches and ranks; None without an objective."""
     logprobs: Tensor
-    """[N] float32, CPU, of the whole batch: complete on every rank."""
+    """[N] float32, detached."""
     entropies: Tensor
     """[N], likewise."""
-    microbatches: int
+    microbatches: int = 1
     decided: FinalDecision | None = None
-    """What the whole batch was trained with; None without an objective, or with one that decides nothing."""
+    """What the tokens were trained with; None without an objective, or with one that decides nothing."""
     routed_experts: Tensor | None = None
     """[N, layers, k], CPU: where the tokens were sent, in a forward that keeps it."""
     routing_agreement: float | None = None
     """Share of tokens and layers in which the routers' own choice was the one taken."""
 
-
-@dataclass(frozen=True, slots=True)
-class MicrobatchOutput:
-    """The result of one micro-batch of this rank, detached."""
-
-    logprobs: Tensor
-    """[n] float32, of the micro-batch's tokens."""
-    entropies: Tensor
-    """[n], likewise."""
-    sums: Tensor | None
-    decided: FinalDecision | None
-
     @classmethod
-    def of(cls, values: TokenValues, loss: MicrobatchLoss | None) -> MicrobatchOutput:
+    def of_microbatch(cls, values: TokenValues, loss: MicrobatchLoss | None) -> Pass:
         """Args: loss: None without an objective."""
         sums, decided = (loss.sums, loss.decided) if loss else (None, None)
-        return cls(values.logprobs.detach(), values.entropies.detach(), sums, decided)
+        return cls(sums, values.logprobs.detach(), values.entropies.detach(), decided=decided)
 
 
 def run_microbatches(
@@ -109,7 +98,7 @@ def run_microbatches(
             Routes.of(its.routed_experts, len(its.token_ids), placement, shares_rows=config.sequence_parallel, keeps_taken=keep_routes)
             for _, its in microbatches
         ]
-    outputs: list[MicrobatchOutput] = []
+    outputs: list[Pass] = []
 
     def forward_step(data: Iterator[tuple[Microbatch, Routes]], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         abort.before_microbatch()
@@ -119,7 +108,7 @@ def run_microbatches(
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             values = token_values(model, hidden, inputs, microbatch.batch, placement, config)
             result = objective(microbatch, values) if objective else None
-            outputs.append(MicrobatchOutput.of(values, result))
+            outputs.append(Pass.of_microbatch(values, result))
             return result.loss if result else values.logprobs.new_zeros(()), torch.zeros((), dtype=torch.int), {}
 
         return hidden, finish
@@ -195,9 +184,7 @@ def _share_of_this_rank(
     return parts, [(one.to(placement.device), its.to(placement.device)) for one, its in zip(chosen, inputs, strict=True)]
 
 
-def _gather(
-    outputs: Sequence[MicrobatchOutput], parts: Sequence[Sequence[int]], corrected: CorrectedBatch, placement: Placement
-) -> Pass:
+def _gather(outputs: Sequence[Pass], parts: Sequence[Sequence[int]], corrected: CorrectedBatch, placement: Placement) -> Pass:
     """Each rank of the last stage fills in its own tokens; adding up completes the batch, exactly, because all others are 0."""
     values = torch.zeros(6, corrected.batch.num_tokens, dtype=torch.float32, device=placement.device)
     sums = counts = labels = None

@@ -27,9 +27,9 @@ from actors.cluster.security import loopback_only, protect_token, require_authen
 from actors.config import RunConfig
 from actors.processes import interrupts
 from actors.processes.descendants import adopted_orphans, command_of, descendants, end, end_new
-from actors.processes.part_heartbeat import GROUPS
+from actors.processes.part_heartbeat import CONCURRENCY_GROUPS
 from actors.settings.devices import check_gpus_to_come, check_rollout_resource, visible_gpus
-from correction.errors import ConfigError, EngineError, counted
+from correction.errors import ConfigError, EngineError, counted, one_line
 
 log = logging.getLogger("evenkeel.cluster")
 
@@ -111,12 +111,13 @@ class Cluster:
                 return
             except (ValueError, PermissionError) as error:  # trying again changes nothing
                 self._clear()
-                raise ConfigError(f"{what}: {_first_line(error)}; `evenkeel config --section ray` explains the settings") from error
+                reason = f"{what}: {one_line(error, named=True)}"
+                raise ConfigError(f"{reason}; `evenkeel config --section ray` explains the settings") from error
             except Exception as error:
                 logs = self._clear()
                 interrupts.check()
                 took_s = time.monotonic() - began
-                reason = f"{what} failed after {took_s:.0f} s: {_first_line(error)} ({_load()})"
+                reason = f"{what} failed after {took_s:.0f} s: {one_line(error, named=True)} ({_load()})"
                 if not left or took_s > deadline_s:
                     remedy = (
                         "Start it (deploy/README.md), or leave ray.address empty for a private one"
@@ -200,7 +201,7 @@ def on_drivers_node(actor: type, *, max_concurrency: int, environment: Mapping[s
     """A HeartbeatActor, to be started on the driver's node: a rollout node may leave, and must not take the run's state with it."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     variables = {"env_vars": dict(environment or {})}
-    made = ray.remote(concurrency_groups=GROUPS)(actor)  # type: ignore[call-overload]
+    made = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(actor)  # type: ignore[call-overload]
     return made.options(num_cpus=0, max_concurrency=max_concurrency, scheduling_strategy=here, runtime_env=variables)
 
 
@@ -293,10 +294,6 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
     finally:
         for name in added:
             del os.environ[name]
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error).strip() else type(error).__name__
 
 
 def _load() -> str:

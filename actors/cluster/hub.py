@@ -16,7 +16,7 @@ from typing import Any
 
 from actors.config import RunConfig
 from actors.settings.hub_name import HubName
-from correction.errors import DataError
+from correction.errors import DataError, one_line
 from rollout.config import HuggingFaceTask
 
 _FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
@@ -194,7 +194,7 @@ def _in_words(name: HubName) -> Iterator[None]:
             reason, remedy = f"{at} can't be reached", "Try again (files that are complete are kept), or set model to a folder that has it"
         raise DataError(f"{model}: not complete in the cache, {constants.HF_HUB_CACHE}, and {reason}. {remedy}") from error
     except httpx.HTTPError as error:  # errors.HfHubHTTPError too
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = one_line(error)
         raise DataError(
             f"{model}: not complete in the cache, {constants.HF_HUB_CACHE}, and {at} doesn't provide it ({reason}). Try again: files "
             "that are complete are kept; if you know that the cache is complete, set HF_HUB_OFFLINE=1"

@@ -13,7 +13,7 @@ from rich.progress import Progress
 from actors.commands.questions import questions
 from actors.config import InitConfig, RunConfig
 from actors.settings.hub_name import HubName
-from correction.errors import ConfigError
+from correction.errors import ConfigError, one_line
 from learner.nano import build_nano_model
 from learner.warmup import EncodedDemonstration, warm_up
 from rollout.chat import ChatEncoder, load_tokenizer
@@ -61,7 +61,7 @@ def read_record(folder: Path) -> InitRecord | None:
     try:
         return InitRecord.model_validate_json(path.read_text()) if path.exists() else None
     except ValueError as error:  # pydantic's, of JSON or of keys that this version doesn't have
-        reason = str(error).splitlines()[0]
+        reason = one_line(error)
         raise ConfigError(f"{path}: not what this version writes about a model that it makes ({reason}). Make the model anew") from error
 
 

@@ -10,7 +10,7 @@ import typer
 
 from actors.metrics.step_metrics import shown
 from actors.settings.hub_name import HubName
-from correction.errors import ConfigError, DataError
+from correction.errors import ConfigError, DataError, one_line
 
 if TYPE_CHECKING:
     from actors.record.run_folder import Checkpoint, RunFolder
@@ -86,7 +86,7 @@ def _upload(folder: Path, repository: str, card: str, *, is_public: bool) -> str
     except HFValidationError as error:
         raise ConfigError(f"evenkeel push: {repository} is no name of a repository: {error}") from error
     except (httpx.HTTPError, OfflineModeIsEnabled, LocalTokenNotFoundError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = one_line(error)
         raise DataError(
             f"{repository}: {api.endpoint} doesn't take it ({reason}). Log in with a token that may write there (hf auth login, or "
             "HF_TOKEN), and see that HF_HUB_OFFLINE isn't set; what was sent by then stays there"

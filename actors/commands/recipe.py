@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from actors.commands.config_explain import explain_lines, field_discriminator, inner_models, nearest_key, numberless
-from correction.errors import ConfigError
+from correction.errors import ConfigError, one_line
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -50,7 +50,7 @@ def load_config(model_class: type[Model], recipe: Path | None, overrides: Sequen
             _assign(tree, key, value)
         data = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{recipe or 'command line'}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{recipe or 'command line'}: {one_line(error)}") from error
     try:
         return model_class.model_validate(data)
     except ValidationError as error:

@@ -23,7 +23,7 @@ from actors.doctor.paper_rules import worst_first
 from actors.plan.gpus import ARCHITECTURES, MEMORY_MIB, gpu_of_instance
 from actors.plan.shape import ModelShape
 from actors.settings.devices import gpus_asked, most_workers_setting, room_for_engines, whole_gpus, workers_with_a_unit
-from correction.errors import ConfigError
+from correction.errors import ConfigError, one_line
 
 _START = re.compile(r"\bray start\b")
 
@@ -76,7 +76,7 @@ class ClusterFile:
             is_fixed = content["provider"]["type"] == "local"
             kinds = _hosts(content, starts, resource) if is_fixed else _types(content, resource)
         except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = one_line(error, named=True)
             raise ConfigError(f"{path}: no cluster file of `ray up` ({reason}); deploy/ has three to begin with") from error
         return cls(path, kinds, content.get("max_workers"), starts["head"] + starts["worker"], is_fixed)
 

@@ -30,6 +30,7 @@ from actors.processes.daemon_threads import DaemonThreads
 from actors.processes.disk_at_start import by_disk_at_start
 from actors.settings.devices import visible_gpus
 from correction.engines.torch_build import has_cuda
+from correction.errors import one_line
 from rollout.engine_capabilities import has_plugin
 
 _PACKAGES = (
@@ -270,7 +271,7 @@ def _answer(call: Any, until: float, within_s: float) -> NodeFacts:
     except ray.exceptions.GetTimeoutError:
         return NodeFacts(name="", silence=_late(within_s))
     except ray.exceptions.RayError as error:
-        return NodeFacts(name="", silence=_last_line(error), has_failed=True)
+        return NodeFacts(name="", silence=one_line(error, last=True, named=True), has_failed=True)
     return found
 
 
@@ -298,15 +299,11 @@ def _with_way(facts: NodeFacts, call: Any, until: float, within_s: float) -> Nod
     except ray.exceptions.GetTimeoutError:
         return replace(facts, way_not_known=_late(within_s))
     except ray.exceptions.RayError as error:
-        return replace(facts, way_not_known=_last_line(error))
+        return replace(facts, way_not_known=one_line(error, last=True, named=True))
 
 
 def _late(within_s: float) -> str:
     return f"no answer in {within_s:g} s"
-
-
-def _last_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
 
 
 def _with_resources(facts: NodeFacts, node: Mapping[str, Any], free: Mapping[str, float], unit: str, drivers: str) -> NodeFacts:

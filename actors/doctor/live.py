@@ -38,7 +38,7 @@ from actors.settings.environment import worker_environment
 from actors.weights.broadcast_group import BroadcastGroup
 from actors.weights.weight_sync import SyncTarget
 from correction.engines.rendezvous import keep_nccl_on
-from correction.errors import DeadlineExceeded, EvenkeelError, SyncError
+from correction.errors import DeadlineExceeded, EvenkeelError, SyncError, one_line
 from rollout.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt
 
@@ -312,7 +312,7 @@ class _Visit:
 
     def _failed(self, what: str, error: BaseException) -> None:
         late = f"{error.reason} (doctor --deep waits no longer)" if isinstance(error, DeadlineExceeded) else ""
-        self._broken.append((what, late or _last_line(error)))
+        self._broken.append((what, late or one_line(error, last=True)))
 
     async def _end(self, places: RankPlaces | None, engine: Any) -> None:
         if engine is not None:
@@ -353,15 +353,11 @@ def broadcast_s(config: RunConfig) -> float:
 def why_no_broadcast(error: BaseException, config: RunConfig) -> str:
     """The error in a sentence; for one of a deadline with the setting of that deadline."""
     if not isinstance(error, DeadlineExceeded):
-        return _last_line(error)
+        return one_line(error, last=True)
     limit = f"deadlines.sync_s = {config.deadlines.sync_s:g}"
     if broadcast_s(config) < config.deadlines.sync_s:
         limit = f"the doctor's own limit, below {limit}"
     return f"{error.reason}; a weight group has {broadcast_s(config):g} s here ({limit})"
-
-
-def _last_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def slowest(found: Sequence[CollectiveFact]) -> list[CollectiveFact]:

@@ -209,14 +209,20 @@ DIAGNOSTIC_PLACES: dict[str, str | None] = {
     "reference_kl": "learner/reference_kl",
     **dict.fromkeys(("drift_k3_kl", "drift_from_behavior_k3_kl", "staleness_mean", "staleness_max", "mixed_version_share")),
 }
-"""Diagnostics with a place of their own in the catalogue, by their name in correction.quantities; None: another source has that
-number: the drift is the loss's, staleness is told of each group's facts, at steps that aren't diagnosed as well."""
+"""Diagnostics with a place of their own in the catalogue, by their name in correction.quantities; None: a run doesn't show it: it has the
+loss's drift, over all passes, and STALENESS_PLACES, at steps that aren't diagnosed as well."""
+STALENESS_PLACES = {
+    "staleness_mean": "staleness/mean",
+    "staleness_max": "staleness/max",
+    "mixed_version_share": "staleness/mixed_version_share",
+}
+"""Places of correction.batch_numbers.staleness_numbers, which a run makes of each group's facts."""
 LOSS_PLACES: dict[str, str | None] = {
     **{quantity: metric.name for quantity, metric in _PLACED_LOSS.items()},
     "penalty_kl": "learner/reference_kl",
-    **dict.fromkeys(("loss", "entropy", "broken_tokens", "kept_share", "importance_weight_ess")),
+    **dict.fromkeys(("loss", "entropy")),
 }
-"""The same for the numbers of the loss. Loss and entropy are the StepResult's, the others the diagnostics'."""
+"""The same for the numbers of the loss. Loss and entropy are the StepResult's."""
 
 
 def _in_group(group: str, quantities: Mapping[str, Quantity], places: Mapping[str, str | None]) -> list[Metric]:

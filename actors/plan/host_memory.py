@@ -16,7 +16,7 @@ from actors.plan.traffic import PACKED, batch_tokens, checkpoint_bytes, fetched_
 from actors.settings.devices import held_by
 from correction.errors import counted
 
-DIAGNOSTICS = 105
+DIAGNOSED = 105
 """Bytes a token of a batch that the service takes for a while, besides what is counted: benchmarks/control_plane_actors.py found it 330 MiB
 larger with two batches of 1.55 million tokens (223 bytes for each token of one of them), of which 118 are counted below."""
 MODULES = 400 << 20
@@ -85,7 +85,7 @@ def of_driver(shape: ModelShape, config: RunConfig) -> dict[str, int]:
     keys = key_bytes(shape, config)
     waiting = (config.max_staleness + 1) * tokens * (ANSWER + wide_bytes(shape, config))
     return {
-        "correction service": tokens * (2 * ANSWER + 3 * CORRECTED + DIAGNOSTICS) + 5 * keys,
+        "correction service": tokens * (2 * ANSWER + 3 * CORRECTED + DIAGNOSED) + 5 * keys,
         BATCHES: 2 * (tokens * CORRECTED + keys),
         FOR_CHECKPOINTS: waiting,
         "answers put together for a checkpoint": waiting,

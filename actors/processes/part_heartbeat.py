@@ -21,7 +21,7 @@ from actors.processes.supervision import HALF_OVER, first_error, kill, wait_for
 from actors.processes.wait_notice import WaitNotice
 from correction.errors import ActorLost, DeadlineExceeded, EvenkeelError
 
-GROUPS = {"heartbeat": 1}
+CONCURRENCY_GROUPS = {"heartbeat": 1}
 """Concurrency groups of a part's actor."""
 OUT_OF_TURN = "out_of_turn"
 """Concurrency group for calls that must not wait for a part's other calls, which run one after the other. Its own calls run one after the
@@ -51,7 +51,8 @@ class SequentialHeartbeatActor:
 def sequential_actor(actor: type[SequentialHeartbeatActor]) -> Any:
     """As ray.remote, but with calls out of order: in order, a heartbeat would wait for an earlier call whose arguments are still on their
     way."""
-    return ray.remote(concurrency_groups={**GROUPS, OUT_OF_TURN: 1}, allow_out_of_order_execution=True)(actor)  # type: ignore[call-overload]
+    groups = {**CONCURRENCY_GROUPS, OUT_OF_TURN: 1}
+    return ray.remote(concurrency_groups=groups, allow_out_of_order_execution=True)(actor)  # type: ignore[call-overload]
 
 
 class HeartbeatActor:

@@ -20,7 +20,7 @@ import ray
 import ray.exceptions
 
 from actors.processes.wait_notice import NO_DEADLINE, WaitNotice
-from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EvenkeelError
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EvenkeelError, one_line
 
 log = logging.getLogger("evenkeel")
 T = TypeVar("T")
@@ -236,8 +236,7 @@ def unwrapped(error: BaseException) -> BaseException:
 
 def _reason(error: BaseException) -> str:
     """The first line of what Ray says, for an error whose name alone says little."""
-    said = str(error).strip().splitlines()
-    return f": {said[0][:200]}" if said and not isinstance(error, ray.exceptions.RayActorError) else ""
+    return f": {one_line(error)[:200]}" if str(error).strip() and not isinstance(error, ray.exceptions.RayActorError) else ""
 
 
 async def _as_coroutine(awaitable: Awaitable[T]) -> T:

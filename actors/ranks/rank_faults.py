@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from correction.errors import EvenkeelError, RankFailed
+from correction.errors import EvenkeelError, RankFailed, one_line
 
 log = logging.getLogger("evenkeel.ranks")
 M = TypeVar("M", bound=Callable[..., Any])
@@ -40,8 +40,7 @@ def as_rank_failure(error: BaseException, rank: str, method: str) -> BaseExcepti
         return error
     import torch  # not in the driver; a rank has it by now
 
-    said = str(error).strip().partition("\n")[0][:_LONGEST]
-    what, plain = f"{type(error).__name__}: {said}" if said else type(error).__name__, said.lower()
+    what, plain = one_line(error, named=True)[:_LONGEST], one_line(error)[:_LONGEST].lower()
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in plain for sign in _OUT_OF_MEMORY):
         failure = RankFailed(f"{rank}: out of memory in {method} ({what})", remedy=_REMEDY, rank=rank)
     elif isinstance(error, torch.AcceleratorError | torch.distributed.DistError) or any(sign in plain for sign in _FAILED):

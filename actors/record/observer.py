@@ -287,7 +287,7 @@ class Observer:
         if self._config.metrics.trajectories_per_step:
             text = trajectories_text(batch.groups, batch.examples, step=step.number)
             self.disk.file(self._folder.write_trajectories, step.number, text)
-        own = undiagnosed(result, self._config.learner.epochs_per_batch)
+        own = undiagnosed(result)
         self._writing = asyncio.create_task(self._write_when_known(metrics, own, step.groups, step.loads, observed, self._writing))
 
     async def _keep_skipped(self, step: int, batch: PreparedBatch, result: Any, previous: asyncio.Task[None] | None = None) -> None:

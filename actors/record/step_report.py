@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from actors.carriers import Example, PreparedBatch
-from actors.metrics.catalogue import DIAGNOSTIC_PLACES, LOSS_PLACES, SKIPPED
+from actors.metrics.catalogue import DIAGNOSTIC_PLACES, LOSS_PLACES, SKIPPED, STALENESS_PLACES
+from correction.batch_numbers import kept_numbers, staleness_numbers
 from learner.results import SkipReason
 from rollout.config import OverlongConfig
 from rollout.overlong import is_left_out
@@ -74,11 +74,10 @@ def _trained_metrics(trained: Sequence[AnswerFacts], version: int) -> dict[str, 
     ages, by_age = _token_ages(trained, version), Counter[int]()
     for age, n in ages.items():
         by_age[min(age, _OLDEST)] += n
+    told = staleness_numbers(ages, sequences=len(trained), mixed=sum(t.is_mixed for t in trained))
     return {
         "length/trained_tokens": statistics.fmean(t.response_tokens for t in trained),
-        "staleness/mean": sum(age * n for age, n in ages.items()) / sum(ages.values()),
-        "staleness/max": max(ages),
-        "staleness/mixed_version_share": sum(t.is_mixed for t in trained) / len(trained),
+        **_placed("staleness/", told, STALENESS_PLACES),
         **{f"staleness/tokens/{age}{'+' if age == _OLDEST else ''}": float(n) for age, n in sorted(by_age.items())},
     }
 
@@ -109,16 +108,13 @@ def learner_metrics(result: StepResult) -> dict[str, float | None]:
     }
 
 
-def undiagnosed(result: StepResult, epochs: int) -> dict[str, float]:
+def undiagnosed(result: StepResult) -> dict[str, float]:
     """Numbers of a step's tokens that the learner itself has, for a step that the correction service doesn't diagnose. Empty without
-    tokens.
-
-    Args: epochs: passes over the batch; a broken token was counted in each of them.
-    """
+    tokens."""
     if not result.trained_tokens:
         return {}
-    broken = math.ceil(result.metrics.get("broken_tokens", 0.0) / epochs)
-    return diagnostic_metrics({"kept_share": result.kept_tokens / result.trained_tokens, "broken_tokens": broken})
+    told = kept_numbers(tokens=result.trained_tokens, kept=result.kept_tokens, broken=result.broken_tokens)
+    return diagnostic_metrics(told)
 
 
 def learner_share(phases: Mapping[str, float], tokens: int, seconds: float) -> dict[str, float | None]:

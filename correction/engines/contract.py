@@ -8,7 +8,7 @@ from typing import Any
 
 from correction.errors import ConfigError
 
-FAMILIES = ("qwen3", "qwen2", "llama")
+COMPARED_FAMILIES = ("qwen3", "qwen2", "llama")
 """Dense architectures (model_type) whose layers the two engines compute in the same order."""
 DTYPES = ("float32", "bfloat16")
 MOST_THREADS = 2
@@ -101,8 +101,9 @@ def _model_problems(model: Mapping[str, Any]) -> list[str]:
             f"model: {kind} has {experts} experts: rows grouped by expert, and ties of the router, have no batch-invariant operators yet. "
             "Take a dense model"
         )
-    elif kind not in FAMILIES:
-        found.append(f"model: model_type = {kind}: the order of its layers was compared for {', '.join(FAMILIES)} only. Take one of them")
+    elif kind not in COMPARED_FAMILIES:
+        compared = ", ".join(COMPARED_FAMILIES)
+        found.append(f"model: model_type = {kind}: the order of its layers was compared for {compared} only. Take one of them")
     if model.get("use_sliding_window"):
         found.append("model: use_sliding_window = true: the batch-invariant attention has no window. Take a model with full attention")
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from correction import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, CorrectionConfig, correct, defer, diagnose, loss_metrics, policy_loss
+from correction import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, CorrectionConfig, correct, defer, diagnose, policy_loss
 from correction.errors import DataError
 from tests.correction.fixtures import MU, PROX, THETA, flat_log, random_batch, worked_example
 
@@ -168,7 +168,7 @@ def test_what_a_top_k_criterion_drops_is_what_the_loss_dropped():
     early = diagnose(batch, corrected, target)
     trained = policy_loss(corrected, target, config, target_topk_logprobs=table)
     seen = diagnose(batch, corrected, target, decided=trained.decided)
-    kept = loss_metrics(trained.partials, config)["kept_share"]
+    kept = int(trained.decided.keep_mask.sum()) / int(batch.loss_mask.sum())
     assert 0.1 < kept < 0.9 and early["rejected_share"] == 0
     assert seen["kept_share"] == kept and seen["rejected_by_topk_tv_token_q"] == pytest.approx(1 - kept)
 

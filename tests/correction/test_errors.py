@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineError, EvenkeelError, LateError, signal_name
+from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineError, EvenkeelError, LateError, one_line, signal_name
 
 
 @pytest.mark.parametrize("kind", [ConfigError, DataError, EngineError, LateError])
@@ -31,3 +31,19 @@ def test_every_signal_has_a_name() -> None:
     """Python has none for most real-time signals."""
     assert [signal_name(number) for number in (9, 11, 40)] == ["SIGKILL", "SIGSEGV", "SIG40"]
     assert all(signal_name(number) for number in range(1, signal.NSIG))
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "last"),
+    [
+        ("a = 3", "a = 3", "a = 3"),
+        ("\n  a = 3  \nTraceback\n  b = 4\n\n", "a = 3  ", "  b = 4"),
+        ("", "OSError", "OSError"),
+        (" \n", "OSError", "OSError"),
+    ],
+)
+def test_an_error_in_one_line(text: str, first: str, last: str) -> None:
+    error = OSError(text)
+    assert (one_line(error), one_line(error, last=True)) == (first, last)
+    named = ["OSError" if line == "OSError" else f"OSError: {line}" for line in (first, last)]
+    assert [one_line(error, named=True), one_line(error, last=True, named=True)] == named

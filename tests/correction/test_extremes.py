@@ -59,7 +59,7 @@ def test_everything_vetoed_is_zero_loss_without_nan(way):
     out = policy_loss(corrected, leaf, config)
     out.loss.backward()
     assert float(out.loss.detach()) == 0 and not leaf.grad.any() and math.isfinite(policy_scale(out.partials, config))
-    assert loss_metrics(out.partials, config)["kept_share"] == 0
+    assert diagnose(batch, corrected, leaf, decided=out.decided)["kept_share"] == 0
 
 
 @pytest.mark.parametrize("preset", NAMES)

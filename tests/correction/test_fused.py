@@ -5,7 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from correction import PRESETS, CorrectionConfig, correct, defer, loss_metrics, needs_proximal_forward, policy_loss, policy_scale
+from correction import (
+    PARTIALS,
+    PRESETS,
+    CorrectionConfig,
+    correct,
+    defer,
+    loss_metrics,
+    needs_proximal_forward,
+    policy_loss,
+    policy_scale,
+)
+from correction.choices import Level
+from correction.segments import Levels
 from tests.correction.fixtures import random_batch
 
 VARIANTS = [
@@ -66,3 +78,30 @@ def test_what_is_no_single_factor_needs_the_forward():
     assert needs_proximal_forward(CorrectionConfig(preset="mis-full"), 2)
     assert not needs_proximal_forward(CorrectionConfig(preset="bypass"), 2)
     assert not needs_proximal_forward(CorrectionConfig(preset="a-3po"), 2)
+
+
+MEAN_KNOWN_LATE = {"preset": "mis-full", "importance": {"level": "sequence"}, "normalize": {"population": "kept"},
+                   "rejection": [{"ratio": "q", "level": "sequence", "lower": 0.5, "upper": 2.0}]}  # fmt: skip
+"""Weights on rho are settled early, and a criterion on q says which of them are averaged."""
+
+
+@pytest.mark.parametrize("level", ["token", "turn", "sequence", "geometric"])
+@pytest.mark.parametrize("modulation", [{}, {"probability_below": 0.2, "noise_std": 0.2}], ids=["plain", "modulated"])
+def test_the_late_mean_is_of_the_weights_that_were_decided_early(level, modulation):
+    """Injected distortions are no part of it, and neither is what a token's logprob of the training forward would make of its unit's."""
+    settings = MEAN_KNOWN_LATE | {"importance": {"level": level}}
+    config, plain = CorrectionConfig(**settings, modulation=modulation), CorrectionConfig(**settings)
+    for seed in range(3):
+        batch, target = random_batch(seed, sequences=30)
+        broken = target.clone()
+        broken[batch.offsets[1:4] - 1] = torch.nan  # the last token of each sequence is trained
+        weights = correct(batch, plain).importance_weights
+        corrected = correct(batch, config)
+        out = policy_loss(corrected.select(range(batch.num_sequences)), broken, config)
+        keep = out.decided.keep_mask
+        assert 0 < int(keep.sum()) < int(batch.loss_mask.sum())
+        units = Levels(batch).at(Level(level))
+        kept = units.any(keep)
+        found = dict(zip(PARTIALS, out.partials.tolist(), strict=True))
+        assert found["normalizer_units"] == int(kept.sum())
+        assert found["normalizer_weight"] == pytest.approx(float(units.maximum(weights)[kept].sum()), rel=1e-12)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from correction.batch import PackedBatch
+from correction.batch_numbers import kept_numbers
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer, for_step
 from correction.diagnostics import diagnose
@@ -356,6 +357,19 @@ def test_epochs_go_through_the_batch_again_in_another_order(tmp_path: Path) -> N
     assert result.optimizer_steps == 4
     assert sorted(shares[0] + shares[1]) == sorted(shares[2] + shares[3]) == list(range(batch.num_sequences))
     assert {tuple(shares[0]), tuple(shares[1])} != {tuple(shares[2]), tuple(shares[3])}
+
+
+def test_a_broken_token_is_counted_once_however_often_the_batch_is_gone_through(tmp_path: Path) -> None:
+    """As the correction service counts it, whose number takes the place of the learner's at steps that are diagnosed."""
+    with learner_on(save_model(tmp_path / "m"), optimizer_steps_per_batch=2, epochs_per_batch=3) as learner:
+        batch = off_policy_batch(learner)
+        behavior = batch.behavior_logprobs.clone()
+        behavior[batch.loss_mask.nonzero()[:2]] = math.nan
+        corrected = correct(replace(batch, behavior_logprobs=behavior), TIS)
+        result = learner.step(corrected, TIS, step=0)
+    told = diagnose(corrected.batch, corrected, result.target_logprobs, decided=result.decided)
+    numbers = kept_numbers(tokens=result.trained_tokens, kept=result.kept_tokens, broken=result.broken_tokens)
+    assert numbers == {name: told[name] for name in ("broken_tokens", "kept_share")} and result.broken_tokens == 2
 
 
 def test_a_deferred_batch_has_one_optimizer_step(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ class SimulatedLearner:
             tokens=len(batch.token_ids),
             trained_tokens=int(batch.loss_mask.sum()),
             kept_tokens=0 if is_rejected else int(batch.loss_mask.sum()),
+            broken_tokens=0,
             optimizer_steps=int(not is_rejected),
             skipped=(SkipReason.NO_GRADIENT,) * is_rejected,
             loss_scale=None,

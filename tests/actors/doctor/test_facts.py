@@ -216,6 +216,17 @@ def test_a_way_that_was_not_tried_to_its_end_is_not_known(quiet: QuietRay, tmp_p
     assert told.severity == "warn" and "10.0.0.2 can reach a free port" in told.sentence and f"in {within_s:g} s" in told.sentence
 
 
+class Wordless(ray.exceptions.RayError):
+    def __str__(self) -> str:
+        return ""
+
+
+def test_a_node_whose_task_fails_without_a_word_is_told_by_the_error_s_name(quiet: QuietRay, tmp_path: Path) -> None:
+    quiet.silent = {"2": Wordless()}
+    found = nodes_of_cluster(eight("ray.address=auto", f"model={save_config(tmp_path / 'm', QWEN3_8B)}"), tmp_path)
+    assert [node.silence for node in found] == ["", "Wordless", ""]
+
+
 def test_a_node_whose_task_fails_is_a_finding_too(quiet: QuietRay, tmp_path: Path) -> None:
     quiet.silent = {"2": ray.exceptions.RaySystemError("a trace\nModuleNotFoundError: No module named 'actors'")}
     config = eight("ray.address=auto", f"model={save_config(tmp_path / 'm', QWEN3_8B)}")

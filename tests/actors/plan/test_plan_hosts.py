@@ -19,7 +19,7 @@ from actors.doctor.node_rules import stores_hold_the_weights
 from actors.plan import host_memory
 from actors.plan.engine_memory import engine_memory
 from actors.plan.gpus import Gpus
-from actors.plan.host_memory import CORRECTED, CUDA, DIAGNOSTICS, MODULES, OF_ENGINES, OF_LEARNER, HostMemory, hosts, of_engines
+from actors.plan.host_memory import CORRECTED, CUDA, DIAGNOSED, MODULES, OF_ENGINES, OF_LEARNER, HostMemory, hosts, of_engines
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import batch_tokens, checkpoint_bytes, key_bytes, prompt_tokens, wide_bytes
 from actors.settings.derived import derived
@@ -81,7 +81,7 @@ def seen(what: str, tokens: int, environment: dict[str, str]) -> list[float]:
 
 def test_what_the_service_takes_of_a_batch_is_what_a_process_was_seen_to_take() -> None:
     """Packed, corrected and looked at, at its most: 115 to 149 bytes a token, as its heap has holes or not; 8 + 34 + 105 are counted."""
-    counted = host_memory.ANSWER + CORRECTED + DIAGNOSTICS
+    counted = host_memory.ANSWER + CORRECTED + DIAGNOSED
     _, most = seen("bytes", 1_000_000, OF_SERVICE)
     assert 0.7 * counted < most < 1.1 * counted
 
@@ -137,7 +137,7 @@ def test_several_nodes_have_a_role_each() -> None:
     assert learner.parts["copy for a checkpoint"] == (whole - folder) // 2 + folder
     assert engines.parts["versions fetched to the object store"] == 2 * folder
     tokens, keys = batch_tokens(EXPERTS, config), key_bytes(EXPERTS, config)
-    assert driver.parts["correction service"] == tokens * (2 * 8 + 3 * 34 + DIAGNOSTICS) + 5 * keys, "keys stand for routes"
+    assert driver.parts["correction service"] == tokens * (2 * 8 + 3 * 34 + DIAGNOSED) + 5 * keys, "keys stand for routes"
     assert driver.parts["batches in the object store"] == 2 * (tokens * 34 + keys) and keys == 4 * (tokens - 1024 * 16384)
     routes, waiting = 48 * 8, config.max_staleness + 1
     assert engines.parts["wide fields in the object store"] == waiting * tokens * routes // 2, "of 16 engines, once"

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.carriers import StoredGroup
 from actors.cluster.cluster import on_drivers_node
-from actors.processes.part_heartbeat import GROUPS
+from actors.processes.part_heartbeat import CONCURRENCY_GROUPS
 from actors.queue.payloads import GONE, _missing, fetched
 from actors.queue.queue_actor import TrajectoryQueueActor
 from actors.queue.trajectory_queue import TrajectoryQueue
@@ -67,7 +67,8 @@ def test_a_finished_group_outlives_its_worker_and_goes_with_its_node(cluster: Cl
     are lost: said by their ids, and no others; the small ones came with their references."""
     node = cluster.add_node(num_cpus=2, resources={"rollout": 2})
     head = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # where a run has it: on the driver's node
-    queues = ray.remote(concurrency_groups=GROUPS)(TrajectoryQueueActor).options(num_cpus=0, max_concurrency=100, scheduling_strategy=head)
+    queues = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(TrajectoryQueueActor)
+    queues = queues.options(num_cpus=0, max_concurrency=100, scheduling_strategy=head)
     queue = queues.remote(groups_per_step=4, max_staleness=0)
     here = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
     sampling = ray.remote(Sampling).options(num_cpus=0, max_concurrency=10, scheduling_strategy=here)

@@ -25,6 +25,7 @@ class Scene:
         self.events: list[Event] = []
         self.observation = observation
         self.observed: Any = None
+        self.is_cancelled = False
         self.reporter = StepReporter(self, on_observed=lambda observation: self.events.extend(observation.events))  # type: ignore[arg-type]
         self.reporter.follow(FakeActor(SimpleNamespace(observe=self._observe)))
 
@@ -48,7 +49,11 @@ class Scene:
 
     async def work(self, seconds: float) -> str:
         self.log.append("work")
-        await asyncio.sleep(seconds)
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            self.is_cancelled = True
+            raise
         self.log.append("done")
         return "result"
 
@@ -97,7 +102,7 @@ def test_a_flush_reports_what_is_unreported_whatever_has_ended_the_work(after_s:
         await scene.reporter.flush()
         assert scene.log == ["end 3", "reported 3", "flush"]
         await scene.reporter.flush()
-        assert scene.log[3:] == ["flush"]
+        assert scene.log.count("reported 3") == 1
 
     asyncio.run(scenario())
 
@@ -114,7 +119,7 @@ def test_what_can_not_be_reported_ends_the_run() -> None:
         with pytest.raises(OSError, match="no space left"):
             await scene.reporter.report_during(scene.work(0.3), after_s=0.0)
         await asyncio.sleep(0)
-        assert scene.log == ["end 3", "work"], "the work is cancelled with it"
+        assert scene.is_cancelled, "the work ends with it"
 
     asyncio.run(scenario())
 
