@@ -33,6 +33,14 @@ class DiscardReason(StrEnum):
     LOST = "lost with several engines"
 
 
+class ScalingCause(StrEnum):
+    """Why the pool changes its size; changes are counted by it."""
+
+    LEARNER_WAITS = "learner_waits"
+    WORKERS_WAIT = "workers_wait"
+    NO_LONGER_NEEDED = "no_longer_needed"
+
+
 def discarded_as(reason: str) -> str:
     """Name of the number of groups discarded for this reason, among the queue's counts."""
     return f"discarded ({reason})"

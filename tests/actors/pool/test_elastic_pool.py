@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from actors.carriers import Ticket
+from actors.carriers import ScalingCause, Ticket
 from actors.pool.departures import first_to_leave
 from actors.pool.preemption import watch_nodes
-from actors.pool.scaling import Cause
 from actors.processes.supervision import HALF_OVER
 from rollout.config import AnswerSampling
 from rollout.trajectory import FinishReason, Trajectory, UnfinishedGroup, VersionSpan, ids_of, logprobs_of
@@ -296,7 +295,7 @@ def test_the_pool_follows_a_learner_that_becomes_slower(monkeypatch: pytest.Monk
         for _ in range(40):
             await scene.step()
         assert scene.pool.target == 3 and scene.joined() == ["0", "1", "2"]
-        assert [(d.target, d.cause) for d in scene.decisions] == [(3, Cause.LEARNER_WAITS)]
+        assert [(d.target, d.cause) for d in scene.decisions] == [(3, ScalingCause.LEARNER_WAITS)]
         for _ in range(20):
             await scene.step()
         assert len(scene.decisions) == 1, "at constant load it stays"
@@ -304,7 +303,7 @@ def test_the_pool_follows_a_learner_that_becomes_slower(monkeypatch: pytest.Monk
         for _ in range(20):
             await scene.step()
         assert scene.pool.target == 1 and len(scene.joined()) == 1 and len(scene.left) == 2
-        assert {d.cause for d in scene.decisions[1:]} == {Cause.WORKERS_WAIT}
+        assert {d.cause for d in scene.decisions[1:]} == {ScalingCause.WORKERS_WAIT}
         scene.assert_balanced()
         feeding.cancel()
 
