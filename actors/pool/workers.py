@@ -31,7 +31,7 @@ from actors.pool.scaling import ScalingDecision
 from actors.processes.event_level import EventLevel
 from actors.processes.supervision import HALF_OVER, USUAL_START, kill, persistently, unwrapped, wait_for
 from actors.processes.turns import Turns
-from actors.processes.wait_notice import WaitNotice
+from actors.processes.wait_notice import LongWait, WaitNotice
 from actors.weights.weight_sync import SyncTarget
 from correction.errors import DeadlineExceeded, EvenkeelError
 from rollout.heartbeat import MISSES
@@ -250,7 +250,7 @@ async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
         else:
             missed = 0
         if silent_s >= limit_s / 2 and not is_reported and (half_over := HALF_OVER.get()) is not None:
-            half_over(what)
+            half_over(LongWait(what))
         is_reported = silent_s >= limit_s / 2
     return f"missed its heartbeat: its process answered none of {missed} probes in {limit_s:g} s"
 

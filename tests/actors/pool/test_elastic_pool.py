@@ -13,6 +13,7 @@ from actors.carriers import ScalingCause, Ticket
 from actors.pool.departures import first_to_leave
 from actors.pool.preemption import watch_nodes
 from actors.processes.supervision import HALF_OVER
+from actors.processes.wait_notice import LongWait
 from rollout.config import AnswerSampling
 from rollout.trajectory import FinishReason, Trajectory, UnfinishedGroup, VersionSpan, ids_of, logprobs_of
 from tests.actors.cases import prompt
@@ -100,9 +101,9 @@ def test_waiting_for_a_node_is_no_failure_however_long(monkeypatch: pytest.Monke
         await scene.until(lambda: scene.joined() == ["0", "1"])
         feeding.cancel()
 
-    stacks: list[str] = []
+    stacks: list[LongWait] = []
     simulate(scenario)
-    assert stacks == [f"{NODE} 1 (no deadline)"], "once; and not for a SIGTERM to a worker that is up, which is waited for as long as it is"
+    assert stacks == [LongWait(f"{NODE} 1", has_deadline=False)], "once; and not for a SIGTERM to a worker that is up, which is waited for as long as it is"
 
 
 def test_the_first_node_may_be_long_in_coming_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,9 +116,9 @@ def test_the_first_node_may_be_long_in_coming_too(monkeypatch: pytest.MonkeyPatc
         assert scene.now > 3600 and scene.killed == []
         feeding.cancel()
 
-    stacks: list[str] = []
+    stacks: list[LongWait] = []
     simulate(scenario)
-    assert stacks == ["the first rollout worker (no deadline)", f"{NODE} 0 (no deadline)"]
+    assert stacks == [LongWait("the first rollout worker", has_deadline=False), LongWait(f"{NODE} 0", has_deadline=False)]
 
 
 def test_an_engine_that_does_not_start_on_its_node_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from actors.processes.supervision import HALF_OVER
-from actors.processes.wait_notice import WaitNotice
+from actors.processes.wait_notice import LongWait, WaitNotice
 from actors.ranks.learner_group import LearnerGroup
 from actors.ranks.learner_rank_actor import LearnerRankActor
 from actors.record import checkpoint_writer, run_folder
@@ -194,7 +194,7 @@ def test_a_rank_whose_disk_hangs_is_told_from_the_first_half_minute_on(
     times = [0.0, *(at for at, _ in told)]
     assert all(later - earlier < 31.0 for earlier, later in itertools.pairwise(times)), times
     assert times[-1] == pytest.approx(180.0 * attempts, abs=31.0)
-    assert [what for _, what in stacks] == [name] * attempts
+    assert [wait for _, wait in stacks] == [LongWait(name)] * attempts
     assert [round(at) % 180 for at, _ in stacks] == [90] * attempts
     late = [text for _, text in told if isinstance(text, str) and "still being written, and training goes on" in text]
     assert len(late) == attempts * 2 // 3 and all("not written by rank 1" in text for text in late)
