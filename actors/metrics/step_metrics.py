@@ -143,8 +143,8 @@ class StepMetrics(Mapping[str, float]):
         metrics = cls(step_of(record))
         values = {name: value for name, value in record.items() if name not in ("step", "non_finite")}
         values |= {name: float(word) for name, word in record.get("non_finite", {}).items()}
-        for name, value in listed_today(values).items():
-            if wanted(name):
+        for name, value in ((current_name(name), value) for name, value in values.items()):
+            if wanted(name) and is_listed(name):
                 metrics.set(name, value)
         return metrics
 

@@ -92,7 +92,7 @@ class Observer:
     def _take_totals(self, totals: Mapping[str, float]) -> None:
         self._totals = listed_today(totals)
         # Kept apart: they grow when a step is diagnosed, which may be after the next step has begun.
-        self._raised = {kind + one: self._totals.pop(kind + one) for kind in _EVENT_COUNTERS.values() for one in members(self._totals, kind)}
+        self._raised = {kind + it: self._totals.pop(kind + it) for kind in _EVENT_COUNTERS.values() for it in members(self._totals, kind)}
 
     def go_back(self, totals: Mapping[str, float], step: int) -> None:
         """Called when the run goes back to an earlier step, with that step's totals; the folder has been cut back."""
