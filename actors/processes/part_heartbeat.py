@@ -18,8 +18,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 
 from actors.processes.event_level import EventLevel
 from actors.processes.supervision import HALF_OVER, first_error, kill, wait_for
-from actors.processes.wait_notice import LongWait
-from actors.processes.wait_notice import WaitNotice
+from actors.processes.wait_notice import LongWait, WaitNotice
 from correction.errors import ActorLost, DeadlineExceeded, EvenkeelError
 
 GROUPS = {"heartbeat": 1}

@@ -103,7 +103,8 @@ def test_waiting_for_a_node_is_no_failure_however_long(monkeypatch: pytest.Monke
 
     stacks: list[LongWait] = []
     simulate(scenario)
-    assert stacks == [LongWait(f"{NODE} 1", has_deadline=False)], "once; and not for a SIGTERM to a worker that is up, which is waited for as long as it is"
+    once = "and not for a SIGTERM to a worker that is up, which is waited for as long as it is"
+    assert stacks == [LongWait(f"{NODE} 1", has_deadline=False)], once
 
 
 def test_the_first_node_may_be_long_in_coming_too(monkeypatch: pytest.MonkeyPatch) -> None:
