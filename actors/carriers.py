@@ -1,5 +1,5 @@
 """What actors and driver send each other. What crosses packages too is in theirs: rollout/trajectory.py, learner/results.py,
-correction/batch.py, correction/engines/. tests/test_layers.py lists the few that are elsewhere, with reasons.
+correction/batch.py, correction/engines/. tests/test_carriers.py lists the few that are elsewhere, with reasons.
 
 Frozen: nothing is changed after it was handed over, and tensors are read-only by agreement.
 """
@@ -73,7 +73,9 @@ class Ticket:
     """A place in the queue: the right to sample one group."""
 
     group_id: int
+    """Running number of admission; unique in a run."""
     prompt: Prompt
+    """What the group is sampled for."""
     admitted_version: int
     """Version of the published weights when it was admitted."""
 
@@ -84,6 +86,7 @@ class BegunTicket(Ticket):
     Ticket."""
 
     begun: UnfinishedGroup
+    """The answers so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +98,15 @@ class QueueSnapshot:
     admitted: int
     """Number of groups since the run began, as in the next two fields; also the id of the next group."""
     trained: int
+    """Groups trained on."""
     discarded: int
+    """Groups thrown away."""
     in_flight: tuple[Ticket, ...]
     """Admitted and not finished: sampled again after a restart."""
     finished: tuple[Group, ...]
     """Finished and not trained, drawn ones included."""
     discarded_by_reason: dict[DiscardReason, int] = field(default_factory=dict)
+    """The same by reason; empty in checkpoints of earlier versions."""
     unreported: tuple[tuple[str, DiscardReason], ...] = ()
     """Discarded, as (prompt id, reason), and not yet in the ledger."""
 
@@ -124,6 +130,7 @@ class QueueContents:
     advance: tuple[int, int] | None = None
     """Version of the learner after that batch, and the published one; None: the batch is still being trained."""
     discarded_by_reason: dict[DiscardReason, int] = field(default_factory=dict)
+    """Groups thrown away since the run began."""
     unreported: tuple[tuple[str, DiscardReason], ...] = ()
     """Discarded, as (prompt id, reason), and not yet in the ledger."""
 
@@ -143,6 +150,7 @@ class StoredGroup:
     """A finished group as actors send it: its facts by value, its tokens by reference."""
 
     facts: GroupFacts
+    """Everything but the tokens."""
     payload: Any
     """Reference to the Group in the object store of the node that sampled it; the Group itself if it comes from a checkpoint."""
     wide: Any = None
@@ -164,6 +172,7 @@ class Example:
     """An answer for people to read."""
 
     prompt: Prompt
+    """What was asked."""
     text: str
     """The response of the answer that its group calls `example`."""
 
@@ -173,7 +182,9 @@ class GroupFailure:
     """A worker could not sample a group. Its engine goes on."""
 
     group_id: int
+    """That of its ticket."""
     reason: str
+    """Why, for people."""
     is_final: bool
     """No other worker could sample it either, because of the prompt."""
 
@@ -189,7 +200,9 @@ class ForwardRequest:
     number: int = 0
     """Number of this request, given by ForwardRequests.ask; the answer repeats it."""
     wants_proximal: bool = False
+    """Log pi_prox of each token."""
     wants_reference: bool = False
+    """Logprobs of the frozen reference policy."""
     scored_since: int | None = None
     """Oldest version of the batch's tokens, if each is to be scored at the weights that sampled it; the ranks then free copies of older
     versions. None: not wanted."""
@@ -290,6 +303,7 @@ class ExportPlan:
     """What one pass over the learner's weights does with them."""
 
     bucket_bytes: int
+    """Size up to which tensors share a bucket; a larger one has one of its own."""
     stores: bool = True
     """Put them into the object store."""
     broadcasts: bool = False
@@ -307,6 +321,7 @@ class WeightSnapshot:
     """The weights of one version, on their way to the engines."""
 
     version: int
+    """Number of updates that made them."""
     buckets: list[Any]
     """References to WeightBuckets; empty when they were broadcast only."""
     specs: list[list[WeightSpec]]
