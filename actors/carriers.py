@@ -191,27 +191,58 @@ class GroupFailure:
 
 @dataclass(frozen=True, slots=True)
 class ForwardRequest:
-    """What a batch in preparation needs from the learner, at the weights from which its update will start."""
+    """What a batch in preparation needs from the learner, at the weights from which its update will start: one of the four below."""
 
     version: int
     """Version of the weights from which the update will start."""
-    batch: Any = None
-    """Reference to a PackedBatch; None if nothing is scored."""
-    number: int = 0
+    number: int = field(default=0, kw_only=True)
     """Number of this request, given by ForwardRequests.ask; the answer repeats it."""
-    wants_proximal: bool = False
-    """Log pi_prox of each token."""
-    wants_reference: bool = False
-    """Logprobs of the frozen reference policy."""
-    scored_since: int | None = None
-    """Oldest version of the batch's tokens, if each is to be scored at the weights that sampled it; the ranks then free copies of older
-    versions. None: not wanted."""
-    kept_since: int | None = None
-    """If set, the ranks keep a copy of their present weights, and free copies of versions older than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequest(ForwardRequest):
+    """Logprobs of a batch's tokens."""
+
+    batch: Any
+    """Reference to a PackedBatch."""
+    wants_proximal: bool
+    """Those of the weights of `version`."""
+    wants_reference: bool
+    """Those of the frozen reference policy."""
     fetch_s: float = 0.0
     """Seconds in which the ranks read the batch's wide fields first; 0: there are none to read."""
-    trained_by: CorrectionConfig | None = None
-    """If set, the batch is the CorrectedBatch of the next step, made by this correction, and nothing is scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRequest(ForwardRequest):
+    """Logprobs of a batch's tokens, each at the weights that sampled it, and of all at the present ones."""
+
+    batch: Any
+    """Reference to a PackedBatch."""
+    oldest: int
+    """Oldest version of its tokens; the ranks free copies of older ones."""
+    fetch_s: float = 0.0
+    """As of a ScoringRequest."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRequest(ForwardRequest):
+    """The ranks keep a copy of their present weights."""
+
+    oldest: int
+    """The ranks free copies of versions older than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchRequest(ForwardRequest):
+    """The ranks read the wide fields of the batch that they train next; nothing is computed."""
+
+    batch: Any
+    """Reference to a CorrectedBatch."""
+    correction: CorrectionConfig
+    """The correction that made it."""
+    fetch_s: float
+    """Seconds that this may take."""
 
 
 @dataclass(frozen=True, slots=True)
