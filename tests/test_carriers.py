@@ -35,7 +35,7 @@ UNSEEN = {"ExpertShape": "what an engine reads routed experts by, in one process
 """Carriers that no annotation of a call leads to."""
 OF_THE_DOCTOR = {
     "CheckedEngine": "lives for one check, and is called by the file that it stands in",
-    "Listener": "a socket on another node, likewise; it is handed nothing",
+    "PortListener": "a socket on another node, likewise; it is handed nothing",
 }
 """Ray actors that are no part of a run."""
 
