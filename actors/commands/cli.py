@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from actors.commands.capabilities import capabilities
-from actors.commands.chatter import quiet
 from actors.commands.doctor import doctor
 from actors.commands.plan import plan
 from actors.commands.push import push
+from actors.commands.quiet_libraries import quiet
 from actors.commands.simulate import simulate
 from actors.processes import interrupts
 from actors.processes.output import prepare_streams, put, refused_file
