@@ -176,7 +176,7 @@ class Controller:
 
     async def _train_and_save(self) -> None:
         await self._train()
-        await self._checkpoints.insist(self._step, self._save)
+        await self._checkpoints.save_with_retries(self._step, self._save)
         await self._by_disk(self._observer.disk.result(self._source.ledger.flush), "the ledger's lines")
 
     async def _go_back(self) -> None:

@@ -108,7 +108,7 @@ def _half(what: str, deadline_s: float, usual_s: float) -> tuple[float, Callable
     return half_s, partial(tell, LongWait(what, has_deadline))
 
 
-async def persistently(call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, **named: Any) -> T:
+async def call_with_retries(call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, **named: Any) -> T:
     """As wait_for, of a call that may run twice: asked again, with growing pauses, while its actor is alive but can't be reached.
 
     Args:
@@ -126,20 +126,20 @@ async def persistently(call: Callable[[], Awaitable[T]], what: str, *, deadline_
     return await wait_for(call(), what, deadline_s=deadline_s, **named)
 
 
-async def patiently(
+async def call_until_answered(
     call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, late: Callable[[str], None] = log.warning, **named: Any
 ) -> T:
-    """As `persistently`, but past each deadline it says so and asks again instead of raising.
+    """As `call_with_retries`, but past each deadline it says so and asks again instead of raising.
 
     Args:
         call: may run twice.
         late: called each time.
-    Raises: as `persistently`, but for the deadline. The end of the wait is the caller's.
+    Raises: as `call_with_retries`, but for the deadline. The end of the wait is the caller's.
     """
     waited_s = 0.0
     while True:
         try:
-            return await persistently(call, what, deadline_s=deadline_s, **named)
+            return await call_with_retries(call, what, deadline_s=deadline_s, **named)
         except DeadlineExceeded:
             waited_s += deadline_s
             late(f"{what}: late, no answer in {waited_s:.0f} s; it is asked again")

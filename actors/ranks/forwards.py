@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from actors.carriers import FetchRequest, ForwardRequest, KeepRequest, PreparedBatch, ScoringRequest, SplitRequest
-from actors.processes.supervision import persistently, wait_for
+from actors.processes.supervision import call_with_retries, wait_for
 from correction.errors import DeadlineExceeded, EvenkeelError
 
 if TYPE_CHECKING:  # torch and Megatron: not in the driver
@@ -83,7 +83,7 @@ async def next_batch(
             results, lost = (None, None, None), error.why
         answer = partial(service.forwarded.remote, found.number, *results, time.monotonic() - began, lost)
         what = f"logprobs at version {found.version} -> correction service"
-        await while_moving(partial(persistently, answer, what, deadline_s=deadline_s))
+        await while_moving(partial(call_with_retries, answer, what, deadline_s=deadline_s))
     return found
 
 

@@ -360,7 +360,7 @@ def test_a_flush_that_nobody_waits_for_any_more_is_over_before_the_ledger_is_cut
 
         monkeypatch.setattr(ledger, "_append", slow)
         monkeypatch.setattr(run, "_train", nothing)
-        monkeypatch.setattr(run._checkpoints, "insist", nothing)
+        monkeypatch.setattr(run._checkpoints, "save_with_retries", nothing)
         ledger.settle(1, trained=["train/0/0"])
         saving = asyncio.create_task(run._train_and_save())
         await asyncio.to_thread(is_writing.wait, 20.0)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from actors.processes.supervision import HALF_OVER, Stopwatch, persistently, together, unwrapped, wait_for
+from actors.processes.supervision import HALF_OVER, Stopwatch, call_with_retries, together, unwrapped, wait_for
 from actors.processes.wait_notice import LongWait, WaitNotice
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, SyncError, counted
 from tests.actors.simulated_time import simulate
@@ -142,10 +142,10 @@ def test_what_can_not_be_reached_is_asked_again(failures: int, seconds: float | 
         began = asyncio.get_running_loop().time()
         if seconds is None:
             with pytest.raises(ActorUnavailable):
-                await persistently(call, "counts <- queue", deadline_s=5.0)
+                await call_with_retries(call, "counts <- queue", deadline_s=5.0)
             assert asyncio.get_running_loop().time() - began == pytest.approx(30.0)
         else:
-            assert await persistently(call, "counts <- queue", deadline_s=5.0) == "done"
+            assert await call_with_retries(call, "counts <- queue", deadline_s=5.0) == "done"
             assert asyncio.get_running_loop().time() - began == pytest.approx(seconds)
 
     simulate(scenario)
@@ -160,7 +160,7 @@ def test_what_is_lost_is_not_asked_again() -> None:
         raise ray.exceptions.ActorDiedError()
 
     with pytest.raises(ActorLost):
-        asyncio.run(persistently(call, "counts <- queue", deadline_s=5.0))
+        asyncio.run(call_with_retries(call, "counts <- queue", deadline_s=5.0))
     assert len(calls) == 1
 
 
