@@ -1,5 +1,5 @@
 """What actors and driver send each other. What crosses packages too is in theirs: rollout/trajectory.py, learner/results.py,
-correction/batch.py, correction/engines/. tests/test_layers.py lists the few that are elsewhere, with reasons.
+correction/batch.py, correction/engines/. tests/test_carriers.py lists the few that are elsewhere, with reasons.
 
 Frozen: nothing is changed after it was handed over, and tensors are read-only by agreement.
 """
@@ -31,6 +31,14 @@ class DiscardReason(StrEnum):
     FAILED = "no usable answer"
     """Found by the rollout pool, like the next one."""
     LOST = "lost with several engines"
+
+
+class ScalingCause(StrEnum):
+    """Why the pool changes its size; changes are counted by it."""
+
+    LEARNER_WAITS = "learner_waits"
+    WORKERS_WAIT = "workers_wait"
+    NO_LONGER_NEEDED = "no_longer_needed"
 
 
 def discarded_as(reason: str) -> str:
@@ -65,7 +73,9 @@ class Ticket:
     """A place in the queue: the right to sample one group."""
 
     group_id: int
+    """Running number of admission; unique in a run."""
     prompt: Prompt
+    """What the group is sampled for."""
     admitted_version: int
     """Version of the published weights when it was admitted."""
 
@@ -76,6 +86,7 @@ class BegunTicket(Ticket):
     Ticket."""
 
     begun: UnfinishedGroup
+    """The answers so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +98,15 @@ class QueueSnapshot:
     admitted: int
     """Number of groups since the run began, as in the next two fields; also the id of the next group."""
     trained: int
+    """Groups trained on."""
     discarded: int
+    """Groups thrown away."""
     in_flight: tuple[Ticket, ...]
     """Admitted and not finished: sampled again after a restart."""
     finished: tuple[Group, ...]
     """Finished and not trained, drawn ones included."""
     discarded_by_reason: dict[DiscardReason, int] = field(default_factory=dict)
+    """The same by reason; empty in checkpoints of earlier versions."""
     unreported: tuple[tuple[str, DiscardReason], ...] = ()
     """Discarded, as (prompt id, reason), and not yet in the ledger."""
 
@@ -116,6 +130,7 @@ class QueueContents:
     advance: tuple[int, int] | None = None
     """Version of the learner after that batch, and the published one; None: the batch is still being trained."""
     discarded_by_reason: dict[DiscardReason, int] = field(default_factory=dict)
+    """Groups thrown away since the run began."""
     unreported: tuple[tuple[str, DiscardReason], ...] = ()
     """Discarded, as (prompt id, reason), and not yet in the ledger."""
 
@@ -135,6 +150,7 @@ class StoredGroup:
     """A finished group as actors send it: its facts by value, its tokens by reference."""
 
     facts: GroupFacts
+    """Everything but the tokens."""
     payload: Any
     """Reference to the Group in the object store of the node that sampled it; the Group itself if it comes from a checkpoint."""
     wide: Any = None
@@ -156,6 +172,7 @@ class Example:
     """An answer for people to read."""
 
     prompt: Prompt
+    """What was asked."""
     text: str
     """The response of the answer that its group calls `example`."""
 
@@ -165,32 +182,67 @@ class GroupFailure:
     """A worker could not sample a group. Its engine goes on."""
 
     group_id: int
+    """That of its ticket."""
     reason: str
+    """Why, for people."""
     is_final: bool
     """No other worker could sample it either, because of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardRequest:
-    """What a batch in preparation needs from the learner, at the weights from which its update will start."""
+    """What a batch in preparation needs from the learner, at the weights from which its update will start: one of the four below."""
 
     version: int
     """Version of the weights from which the update will start."""
-    batch: Any = None
-    """Reference to a PackedBatch; None if nothing is scored."""
-    number: int = 0
+    number: int = field(default=0, kw_only=True)
     """Number of this request, given by ForwardRequests.ask; the answer repeats it."""
-    wants_proximal: bool = False
-    wants_reference: bool = False
-    scored_since: int | None = None
-    """Oldest version of the batch's tokens, if each is to be scored at the weights that sampled it; the ranks then free copies of older
-    versions. None: not wanted."""
-    kept_since: int | None = None
-    """If set, the ranks keep a copy of their present weights, and free copies of versions older than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequest(ForwardRequest):
+    """Logprobs of a batch's tokens."""
+
+    batch: Any
+    """Reference to a PackedBatch."""
+    wants_proximal: bool
+    """Those of the weights of `version`."""
+    wants_reference: bool
+    """Those of the frozen reference policy."""
     fetch_s: float = 0.0
     """Seconds in which the ranks read the batch's wide fields first; 0: there are none to read."""
-    trained_by: CorrectionConfig | None = None
-    """If set, the batch is the CorrectedBatch of the next step, made by this correction, and nothing is scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRequest(ForwardRequest):
+    """Logprobs of a batch's tokens, each at the weights that sampled it, and of all at the present ones."""
+
+    batch: Any
+    """Reference to a PackedBatch."""
+    oldest: int
+    """Oldest version of its tokens; the ranks free copies of older ones."""
+    fetch_s: float = 0.0
+    """As of a ScoringRequest."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRequest(ForwardRequest):
+    """The ranks keep a copy of their present weights."""
+
+    oldest: int
+    """The ranks free copies of versions older than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchRequest(ForwardRequest):
+    """The ranks read the wide fields of the batch that they train next; nothing is computed."""
+
+    batch: Any
+    """Reference to a CorrectedBatch."""
+    correction: CorrectionConfig
+    """The correction that made it."""
+    fetch_s: float
+    """Seconds that this may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +334,7 @@ class ExportPlan:
     """What one pass over the learner's weights does with them."""
 
     bucket_bytes: int
+    """Size up to which tensors share a bucket; a larger one has one of its own."""
     stores: bool = True
     """Put them into the object store."""
     broadcasts: bool = False
@@ -299,6 +352,7 @@ class WeightSnapshot:
     """The weights of one version, on their way to the engines."""
 
     version: int
+    """Number of updates that made them."""
     buckets: list[Any]
     """References to WeightBuckets; empty when they were broadcast only."""
     specs: list[list[WeightSpec]]

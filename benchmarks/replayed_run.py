@@ -30,8 +30,8 @@ from actors.carriers import PreparedBatch, Ticket
 from actors.config import CheckpointConfig, EarlyWarningConfig, RunConfig
 from actors.driver.batch_source import BatchSource
 from actors.driver.controller import Controller
+from actors.driver.empty_steps import EmptySteps
 from actors.driver.evaluation import Evaluations
-from actors.driver.fruitless import FruitlessSteps
 from actors.driver.parts import make_sync
 from actors.pool.rollout_worker import WorkerSettings
 from actors.processes.loop_clock import LoopClock
@@ -228,7 +228,7 @@ class ReplayedRun(Controller):
         super().__init__(config, folder, task, self.observer)
         self._is_begun = True  # without an evaluation
         self.observer.serve()
-        self._fruitless = FruitlessSteps(config.max_staleness, self.observer.event)
+        self._empty_steps = EmptySteps(config.max_staleness, self.observer.event)
         ledger = open_ledger(folder.path / "ledger.jsonl", None, self.observer.event, self.observer.disk.do)
         self._source = BatchSource(config, self._point, ledger, self.observer)
         self._parts |= self._source.parts

@@ -214,6 +214,7 @@ class CorrectedBatch:
     """
 
     batch: PackedBatch
+    """What was corrected."""
     importance_weights: Tensor
     """[N] float32, detached; 1 where no weight applies. Batch normalisation is already in."""
     keep_mask: Tensor
@@ -291,7 +292,9 @@ class BatchSlice:
     """Sequences first to last, exclusive, of a batch."""
 
     sequences: slice
+    """First to last of S, exclusive."""
     tokens: slice
+    """Their tokens, of N."""
 
     def of_batch(self, batch: PackedBatch) -> PackedBatch:
         """The part's own batch, its offsets counted from its first token."""

@@ -12,8 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from .choices import Ratio, RejectionLevel, Statistic
+
 BUCKET_EDGES = (0.1, 0.25, 0.5, 0.75)
 """Edges of the proximal probability in `bucket_`; the paper prints its own only in a figure."""
+NUMBER = r"\d+"
+"""Members of a family that are numbered."""
 PERCENTS = (1, 10, 50, 90, 99)
 """Percentiles of log rho, in `log_ratio_quantile_`."""
 
@@ -69,6 +73,8 @@ class Quantity:
     """Of a share: what of, such as "trained tokens" (those of the loss mask, rejected or not)."""
     digits: str = ""
     """Format specification of a value; empty: that of its unit."""
+    members: str = ""
+    """Of a family: regular expression of the last part of its members' names; empty: users choose them, as those of reward parts."""
 
     def number(self, value: float) -> str:
         """A value as the terminal, logs, events and the report show it, without its unit."""
@@ -316,13 +322,20 @@ DIAGNOSTICS = {
 
 DIAGNOSTIC_FAMILIES = {
     "rejected_by_": _Q(
-        _U.SHARE, "rejected by", "Tokens outside one criterion, by its label (the second one of a label ends in _2).", TRAINED
+        _U.SHARE,
+        "rejected by",
+        "Tokens outside one criterion, by its label (the second one of a label ends in _2).",
+        TRAINED,
+        members="_".join(f"({'|'.join(kind)})" for kind in (Statistic, RejectionLevel, Ratio)) + f"(_{NUMBER})?",
     ),
-    "staleness_share_": _Q(_U.SHARE, "tokens of staleness", "Trained tokens of this staleness.", TRAINED),
-    "staleness_in_flight_share_": _Q(_U.SHARE, "tokens with updates in flight", "Trained tokens with so many updates in flight.", TRAINED),
-    "staleness_in_queue_share_": _Q(
-        _U.SHARE, "tokens with updates in the queue", "Trained tokens with so many updates in the queue.", TRAINED
-    ),
+    **{
+        f"staleness{where}_share_": _Q(_U.SHARE, f"tokens {label}", f"Trained tokens {tokens}.", TRAINED, members=NUMBER)
+        for where, label, tokens in (
+            ("", "of staleness", "of this staleness"),
+            ("_in_flight", "with updates in flight", "with so many updates in flight"),
+            ("_in_queue", "with updates in the queue", "with so many updates in the queue"),
+        )
+    },
 }
 """Numbers whose last part is a criterion's label or a number of versions."""
 

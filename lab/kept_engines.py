@@ -30,7 +30,7 @@ from torch import Tensor
 from actors.commands.init_model import init_model_folder
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.queue.outstanding import worthless
+from actors.queue.outstanding import discard_reason
 from correction.advantages import group_advantages
 from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
@@ -226,7 +226,7 @@ class KeptEngines:
             groups = await asyncio.gather(*(self._group(self._task.train_prompt(place), version, topk) for place in places))
             sampled += groups
             for group in groups:
-                is_useless = worthless(group.facts, dynamic_sampling=self.config.dynamic_sampling)
+                is_useless = discard_reason(group.facts, dynamic_sampling=self.config.dynamic_sampling)
                 (spare if is_useless else kept).append(group)
             if len(kept) == wanted:
                 break

@@ -25,18 +25,17 @@ from learner.megatron import (
     param_is_not_tensor_parallel_duplicate,
 )
 from learner.model import unwrap
-from learner.results import SkipReason
+from learner.results import ParameterGroup, SkipReason
 
 GROUPS = {
-    "router": ".router.",
-    "norms": "layernorm",
-    "attention": ".self_attention.",
-    "mlp": ".mlp.",
-    "embedding": "embedding.",
-    "lm_head": "output_layer.",
+    ParameterGroup.ROUTER: ".router.",
+    ParameterGroup.NORMS: "layernorm",
+    ParameterGroup.ATTENTION: ".self_attention.",
+    ParameterGroup.MLP: ".mlp.",
+    ParameterGroup.EMBEDDING: "embedding.",
+    ParameterGroup.LM_HEAD: "output_layer.",
 }
-"""Groups of parameters with gradient norms of their own -> a part of their Megatron names; the first group that fits counts. Experts belong
-to mlp; a head that is tied to the embedding belongs to embedding."""
+"""Groups of parameters -> a part of their Megatron names; the first group that fits counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +193,10 @@ class GuardedOptimizer:
                 part = part.to(next(self._chunks[0].parameters()).device)
                 dist.all_reduce(part, group=group)
             sums += part.cpu()
-        return {name: math.sqrt(sums[0, i]) for name, i in index.items() if sums[1, i]}
+        return {name.value: math.sqrt(sums[0, i]) for name, i in index.items() if sums[1, i]}  # plain strings, as files hold them
 
     @cached_property
-    def _groups(self) -> dict[int, str]:
+    def _groups(self) -> dict[int, ParameterGroup]:
         """id() of the tensor that Adam updates -> the group of its parameter."""
         names = {parameter: name for chunk in self._chunks for name, parameter in unwrap(chunk).named_parameters()}
         return {id(place.master): _group_of(names[parameter]) for parameter, place in self._places.items()}
@@ -277,7 +276,7 @@ class GuardedOptimizer:
                 clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optimizer.config.clip_grad, norm)
 
 
-def _group_of(name: str) -> str:
+def _group_of(name: str) -> ParameterGroup:
     """The group of a Megatron parameter."""
     return next(group for group, part in GROUPS.items() if part in name)
 

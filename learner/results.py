@@ -39,6 +39,19 @@ class SkipReason(StrEnum):
     """The gradient was 0 everywhere: no token was left to train on, or the advantages of all were 0."""
 
 
+class ParameterGroup(StrEnum):
+    """A group of parameters whose gradient has a norm of its own."""
+
+    ROUTER = "router"
+    NORMS = "norms"
+    ATTENTION = "attention"
+    MLP = "mlp"
+    """Experts included."""
+    EMBEDDING = "embedding"
+    """With a head that is tied to it."""
+    LM_HEAD = "lm_head"
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What one batch did to the weights. Equal on all ranks."""
@@ -56,7 +69,7 @@ class StepResult:
     grad_norms: tuple[float, ...]
     """Norm of the whole gradient before clipping, for each optimizer step whose gradient did not overflow."""
     group_norms: dict[str, float]
-    """Norm of the gradient of each group of parameters (learner.optimizer.GROUPS) before clipping, mean over those optimizer steps; not
+    """Norm of the gradient of each ParameterGroup before clipping, mean over those optimizer steps; not
     finite where a skipped step's was not."""
     learning_rate: float
     """Learning rate of the last update."""

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from correction.engines.processor import Processor
@@ -51,33 +51,16 @@ class Prompt:
     """The task's own entry (reasoning-gym scorers need it)."""
 
 
-class PromptPlace(NamedTuple):
-    """Where a prompt of a task comes from; its id is the text."""
-
-    source: str
-    epoch: int
-    position: int
-    """In the epoch."""
-
-    @classmethod
-    def parse(cls, prompt_id: str) -> PromptPlace | None:
-        """None for an id of another form."""
-        source, *numbers = prompt_id.split("/")
-        if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
-            return None
-        return cls(source, *map(int, numbers))
-
-    def __str__(self) -> str:
-        return "/".join(map(str, self))
-
-
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
     """Response tokens [start, end) that weights of one version sampled."""
 
     version: int
+    """That of the weights."""
     start: int
+    """First token, counted from the start of the response."""
     end: int
+    """One past the last token."""
 
 
 def ids_of(tokens: Iterable[int]) -> array[int]:
@@ -95,6 +78,7 @@ class TopLogprobs:
     """The K most likely tokens at each of T positions, row after row; compact, because a trajectory may have K times 10,000 of them."""
 
     k: int
+    """K."""
     ids: array[int]
     """[T * K] 32-bit token ids, the most likely first."""
     logprobs: array[float]
@@ -117,7 +101,9 @@ class RoutedExperts:
     """Experts that each of T tokens was sent to when the model read it, in each layer."""
 
     layers: int
+    """Those of the model that have experts."""
     k: int
+    """Experts that a token is sent to in a layer."""
     ids: array[int]
     """[T * layers * k] expert numbers, of 8 bits for up to 256 experts and of 16 for more."""
 
@@ -132,7 +118,9 @@ class ExpertShape:
     """A model's mixture of experts."""
 
     layers: int
+    """Those that have experts."""
     experts: int
+    """In each of these layers."""
     k: int
     """Experts that a token is sent to."""
 
@@ -163,7 +151,7 @@ class _Answer:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFacts(_Answer):
-    """A trajectory without its tokens: sent by value, while the tokens are sent by reference."""
+    """A Trajectory without its tokens: sent by value, while the tokens are sent by reference."""
 
     response_tokens: int
     version_spans: tuple[VersionSpan, ...]
@@ -190,6 +178,7 @@ class Trajectory(_Answer):
     version_spans: tuple[VersionSpan, ...]
     """In order, without gaps, over all response tokens."""
     finish_reason: FinishReason
+    """Why it ends where it does."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values were found in the prefix cache."""
     retractions: int = 0
@@ -215,6 +204,7 @@ class Trajectory(_Answer):
 
     @property
     def response_tokens(self) -> int:
+        """Number of sampled tokens."""
         return len(self.response_ids)
 
     @property
@@ -274,11 +264,12 @@ class _Answers(Generic[A]):
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts(_Answers[AnswerFacts]):
-    """A group without its tokens, as AnswerFacts."""
+    """A Group without its tokens, as AnswerFacts."""
 
     group_id: int
     prompt_id: str
     trajectories: tuple[AnswerFacts, ...]
+    """[G], in the order of their seeds."""
     admitted_version: int
     generate_s: float = 0.0
     reward_s: float = 0.0
@@ -289,14 +280,8 @@ class GroupFacts(_Answers[AnswerFacts]):
         """Pickle as plain tuples: facts cross four processes, and each dataclass in them would be pickled by slow Python code."""
         answers = [
             (
-                one.response_tokens,
-                [(span.version, span.start, span.end) for span in one.version_spans],
-                one.finish_reason,
-                one.reward,
-                one.reward_components,
-                one.error,
-                one.failure,
-                one.read_again_tokens,
+                one.response_tokens, [(span.version, span.start, span.end) for span in one.version_spans], one.finish_reason,
+                one.reward, one.reward_components, one.error, one.failure, one.read_again_tokens,
             )
             for one in self.trajectories
         ]
@@ -317,7 +302,9 @@ class Group(_Answers[Trajectory]):
     group_id: int
     """Running number of admission; unique in a run."""
     prompt: Prompt
+    """What all of them answer."""
     trajectories: tuple[Trajectory, ...]
+    """[G], in the order of their seeds."""
     admitted_version: int
     """Learner's version when the group was admitted; no token is older."""
     generate_s: float = 0.0
@@ -327,6 +314,7 @@ class Group(_Answers[Trajectory]):
 
     @property
     def prompt_id(self) -> str:
+        """Id of its Prompt."""
         return self.prompt.prompt_id
 
     @property
@@ -340,6 +328,7 @@ class UnfinishedGroup:
     """What a worker that leaves hands back of a group: finished and unfinished answers."""
 
     group_id: int
+    """That of its ticket."""
     answers: tuple[Trajectory, ...]
     """In the order of their seeds: whole ones, and those that another engine goes on with (rollout/continuation.py)."""
     generate_s: float = 0.0
@@ -360,7 +349,9 @@ class WorkerLoad:
     up_s: float
     """Seconds since its engine was up."""
     generated_tokens: int
+    """Response tokens sampled since its start."""
     requests_in_flight: int
+    """Requests that its engine is working on."""
     silent_s: float = 0.0
     """Seconds of heartbeat_s that its engine has used up without a sign of life."""
 
@@ -377,13 +368,19 @@ class SyncReceipt:
     """An engine's confirmation that it holds the weights of a version. The engine fills in the first fields, its worker the others."""
 
     version: int
+    """That of the weights."""
     mode: UpdateMode
+    """What became of requests in flight: computed anew or kept (rollout.engine.weight_update_mode)."""
     buckets: int
+    """Number of buckets in which the weights came."""
     tensors: int
+    """Number of tensors in them."""
     bytes: int
+    """Bytes of these tensors."""
     pause_s: float
     """Seconds from the engine's answer that it has stopped until it was told to go on. No token was sampled meanwhile."""
     worker: str = ""
+    """Name of the rollout worker."""
     seconds: float = 0.0
     """How long the worker took, checksums included. If the weights came from the object store the driver replaces this by its own wait,
     which includes the call and its answer on their way."""

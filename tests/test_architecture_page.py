@@ -12,7 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.test_layers import ENGINES, MAY_IMPORT, imported_modules, imports, module_name, ray_actors, source_files
+from tests.test_carriers import ray_actors
+from tests.test_layers import ENGINES, MAY_IMPORT, imported_modules, imports, module_name, source_files
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()

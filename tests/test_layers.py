@@ -7,9 +7,10 @@ Read off the syntax trees, so that nothing has to be imported.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -34,13 +35,13 @@ def source_files(package: str) -> list[Path]:
     return files
 
 
-_READ = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_READ = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Assign)
 _STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 
 @cache
 def nodes(path: Path) -> list[ast.AST]:
-    """Imports, classes and functions of a file, wherever they stand in it. Each file is read by a dozen tests."""
+    """Imports, classes, functions and assignments of a file, wherever they stand in it. Each file is read by a dozen tests."""
     waiting: list[ast.AST] = [ast.parse(path.read_text())]
     found = []
     while waiting:  # no expression holds a statement, and most nodes are expressions
@@ -209,111 +210,22 @@ def test_no_class_name_twice() -> None:
     assert twice == {}
 
 
-CARRIERS = ("actors/carriers.py", "rollout/trajectory.py", "learner/results.py")
-"""What crosses a process or a package stands in its package's one file. A packed batch and what is made of it: correction/batch.py."""
-ELSEWHERE = {
-    "correction/batch.py": "correction's own: what its functions take and give",
-    "correction/engines/agreement.py": "correction's; the service makes one of two engines' logprobs",
-    "correction/engines/weight_spec.py": "what both engines call a tensor",
-    "correction/engines/processor.py": "what an engine or a learner computes with: both sides say it",
-    "correction/monitor.py": "Event: the monitor makes it, an Observation takes it along",
-    "correction/wide.py": "WidePlace: says, in a packed batch, where wide fields are",
-    "actors/pool/rollout_worker.py": "WorkerSettings: what one worker is made with, next to the class that takes it",
-}
-OF_THE_DOCTOR = {
-    "CheckedEngine": "lives for one check, and is called by the file that it stands in",
-    "Listener": "a socket on another node, likewise; it is handed nothing",
-}
-"""Ray actors that are no part of a run."""
-
-
-def dataclasses(path: Path) -> dict[str, bool]:
-    """Each dataclass of a file, and whether it is frozen."""
-    classes = [node for node in nodes(path) if isinstance(node, ast.ClassDef)]
-    marks = [(node.name, ast.unparse(mark)) for node in classes for mark in node.decorator_list]
-    return {name: "frozen=True" in mark for name, mark in marks if mark.startswith("dataclass")}
-
-
-def ray_actors() -> dict[str, Path]:
-    """Classes that the packages have Ray make actors of, with their files: what is given to ray.remote by name, or to a function that hands
-    its own argument on to it."""
-    trees = [ast.parse(path.read_text()) for path in source_files("actors")]
-    inside = [(node, {one.arg for one in node.args.args}) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    makers = {"ray.remote"} | {node.name for node, arguments in inside if arguments & set(first_arguments(node, {"ray.remote"}))}
-    homes = {name: path for path in source_files("actors") for name in classes(path)}
-    return {name: homes[name] for tree in trees for name in first_arguments(tree, makers) if name in homes}
-
-
-def first_arguments(tree: ast.AST, functions: set[str]) -> Iterator[str]:
-    """Names that stand first in calls to these functions, or to what such a call returns."""
-    for call in ast.walk(tree):
-        if isinstance(call, ast.Call) and call.args and isinstance(name := call.args[0], ast.Name):
-            function = call.func.func if isinstance(call.func, ast.Call) else call.func
-            if ast.unparse(function) in functions:
-                yield name.id
-
-
-def class_of(path: Path, name: str) -> ast.ClassDef:
-    (found,) = [node for node in nodes(path) if isinstance(node, ast.ClassDef) and node.name == name]
-    return found
-
-
-def names_in(expressions: Iterable[ast.expr | None]) -> set[str]:
-    return {part.id for one in expressions if one is not None for part in ast.walk(one) if isinstance(part, ast.Name)}
-
-
-def names_in_calls(path: Path, actor: str) -> set[str]:
-    """Names in the annotations of an actor's public methods, and of its `__init__`."""
-    methods = [node for node in class_of(path, actor).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    public = [node for node in methods if not node.name.startswith("_") or node.name == "__init__"]
-    given = [one.annotation for node in public for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-    return names_in([*given, *(node.returns for node in public)])
-
-
-def names_in_fields(path: Path, name: str) -> set[str]:
-    """Names in the annotations of a class's fields, and of its bases."""
-    found = class_of(path, name)
-    return names_in([*found.bases, *(one.annotation for one in found.body if isinstance(one, ast.AnnAssign))])
-
-
-def within(names: set[str], homes: dict[str, Path]) -> set[str]:
-    """Those of the names that have a home, and all that lie in their fields, at any depth."""
-    found: set[str] = set()
-    waiting = names & homes.keys()
-    while waiting:
-        found.add(name := waiting.pop())
-        waiting |= (names_in_fields(homes[name], name) & homes.keys()) - found
-    return found
-
-
-@pytest.mark.parametrize("name", [*CARRIERS, "correction/batch.py"])
-def test_what_is_handed_over_is_frozen(name: str) -> None:
-    found = dataclasses(ROOT / name)
-    assert len(found) > 2 and all(found.values()), found
-
-
-def test_a_call_to_an_actor_carries_what_stands_in_the_files_of_carriers() -> None:
-    """Itself, or in a field of what it carries. A field that says Any holds a reference to an object of the store."""
-    homes = {name: path for package in PACKAGES for path in source_files(package) for name in dataclasses(path)}
-    actors = ray_actors()
-    assert set(OF_THE_DOCTOR) < set(actors)
-    all_carried: set[str] = set()
-    for actor in actors.keys() - OF_THE_DOCTOR:
-        carried = within(names_in_calls(actors[actor], actor), homes)
-        assert carried, f"{actor}: no dataclass was seen: the test would pass for nothing"
-        assert {name: home for name in carried if (home := str(homes[name].relative_to(ROOT))) not in (*CARRIERS, *ELSEWHERE)} == {}, actor
-        assert {name for name in carried if not dataclasses(homes[name])[name]} == set(), f"{actor}: not frozen"
-        all_carried |= carried
-    assert {"VersionSpan", "Event", "WidePlace"} <= all_carried, "what lies in fields was not seen"
-    assert {str(homes[name].relative_to(ROOT)) for name in all_carried} >= set(ELSEWHERE), "a reason for what nobody carries"
-
-
-def test_every_part_with_a_heartbeat_is_among_the_actors() -> None:
-    """Every Ray actor of a run has one, but for the rollout worker, whose engine has a heartbeat of its own."""
+@pytest.mark.parametrize(
+    ("call", "callers"),
+    [
+        (r"\.generate", {"rollout/sampler.py", "actors/doctor/live.py", "actors/commands/diff_engines.py"}),
+        (r"(?<!engine)\.score", {"rollout/sampler.py"}),
+    ],
+)
+def test_prompts_are_sampled_and_scored_in_one_place(call: str, callers: set[str]) -> None:
+    """By rollout.sampler.Sampler, for training, evaluations and tests; two commands look at an engine alone, without rewards. An engine's
+    own `score` is another thing: logprobs of given tokens."""
     found = {
-        node.name
-        for path in source_files("actors")
-        for node in nodes(path)
-        if isinstance(node, ast.ClassDef) and {"HeartbeatActor", "SequentialHeartbeatActor"} & set(map(ast.unparse, node.bases))
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in source_files(package)
+        if re.search(call + r"\b", text := path.read_text())
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and re.search(call + "$", ast.unparse(node.func))
     }
-    assert found | {"RolloutWorker"} == ray_actors().keys() - OF_THE_DOCTOR
+    assert found == callers

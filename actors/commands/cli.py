@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from actors.commands.capabilities import capabilities
-from actors.commands.chatter import quiet
 from actors.commands.doctor import doctor
 from actors.commands.plan import plan
 from actors.commands.push import push
+from actors.commands.quiet_libraries import quiet
 from actors.commands.simulate import simulate
 from actors.processes import interrupts
 from actors.processes.output import prepare_streams, put, refused_file
@@ -117,7 +117,7 @@ def train(
     words = [*([str(recipe)] if recipe and resume else []), *(overrides or [])]
     if (recipe is None or discard_queue) and resume is None:
         raise ConfigError("evenkeel train needs a recipe, such as recipes/nano_spell_backward.yaml, or --resume RUN_DIR")
-    from actors.commands.words import run_dir_of
+    from actors.commands.train_arguments import run_dir_of
 
     run_dir = run_dir_of(recipe, words, resume)  # a typo shows before the imports, which take seconds
     if retries:

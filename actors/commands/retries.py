@@ -26,6 +26,7 @@ from actors.processes.descendants import adopted_orphans, end_new
 from actors.processes.driver_heartbeat import HeartbeatListener
 from actors.processes.event_level import EventLevel
 from actors.processes.output import put
+from actors.processes.wait_notice import LongWait
 from actors.record.run_folder import RunFolder
 from actors.record.stack_gist import FOLDER, collections
 from actors.state.json_lines import last_step
@@ -186,7 +187,8 @@ def _keep_stacks(run_dir: Path, pid: int, listener: HeartbeatListener) -> None:
 
     def write() -> Path:
         number = 1 + max((int(path.stem) for path in collections(run_dir)), default=0)
-        return RunFolder(run_dir).write_text(f"{FOLDER}/{number:02d}.txt", "\n".join(["a sign of life of the run's process", "", *parts]))
+        wait = LongWait("a sign of life of the run's process")
+        return RunFolder(run_dir).write_text(f"{FOLDER}/{number:02d}.txt", "\n".join([str(wait), "", *parts]))
 
     try:
         where = f"where it stands is in {_by_disk(write)}"

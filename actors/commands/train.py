@@ -17,7 +17,7 @@ from actors.cluster.head_watch import ends_with_own_ray, ends_with_the_head
 from actors.cluster.hub import config_folder, pinned
 from actors.commands.preparation import prepare
 from actors.commands.resume_point import find_resume_point, with_absolute_paths
-from actors.commands.words import recipe_of
+from actors.commands.train_arguments import recipe_of
 from actors.config import RunConfig
 from actors.doctor.gather import nodes_of_cluster, own_machine
 from actors.doctor.node_rules import on_nodes

@@ -20,10 +20,10 @@ import psutil
 
 from actors.cluster.hub import config_folder, obstacle_here
 from actors.config import RunConfig
-from actors.doctor.door import Door, no_way
 from actors.doctor.driver_gpus import gpus_of_driver, links_of_driver, seen_by_torch
 from actors.doctor.facts import COMPILERS, GpuFact, NodeFacts, PaperFacts
 from actors.doctor.memory_rules import could_be_given
+from actors.doctor.port_check import OpenPort, why_unreachable
 from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape
 from actors.processes.daemon_threads import DaemonThreads
@@ -191,7 +191,7 @@ def nodes_of_cluster(
     import ray
 
     until = time.monotonic() + within_s
-    door: Door | None = None
+    port: OpenPort | None = None
     token = uuid.uuid4().hex if folder else ""
     sign = folder / f"{_SIGN}.{token}" if folder else None  # another doctor may use the folder now
     if sign is not None:
@@ -207,9 +207,9 @@ def nodes_of_cluster(
         }
         free = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
         drivers = ray.get_runtime_context().get_node_id()
-        behind, door = _door_of(alive, config, until) if len(alive) > 1 else ("", None)  # while they answer: it may take all the time
+        behind, port = _port_of(alive, config, until) if len(alive) > 1 else ("", None)  # while they answer: it may take all the time
         others = [node for node in alive if node["NodeID"] != behind] if len(alive) > 1 else []
-        ways = {node["NodeID"]: _task(no_way, node).remote(door.address) if door is not None else None for node in others}
+        ways = {node["NodeID"]: _task(why_unreachable, node).remote(port.address) if port is not None else None for node in others}
         found = []
         for node in alive:
             facts = _with_skew(_answer(asked[node["NodeID"]], until, within_s), began)
@@ -221,8 +221,8 @@ def nodes_of_cluster(
             found.append(_with_resources(facts, node, free.get(node["NodeID"], {}), config.ray.rollout_resource, drivers))
         return found
     finally:
-        if door is not None:
-            door.close()
+        if port is not None:
+            port.close()
         if sign is not None:
             with contextlib.suppress(TimeoutError, RuntimeError):  # a disk that hangs, no thread left: the files stay
                 DaemonThreads().submit(_remove, sign).result(_REMOVAL_S)
@@ -242,11 +242,11 @@ def _task(function: Callable[..., object], node: Mapping[str, Any]) -> Any:
     return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
 
 
-def _door_of(nodes: Sequence[Mapping[str, Any]], config: RunConfig, until: float) -> tuple[str, Door | None]:
+def _port_of(nodes: Sequence[Mapping[str, Any]], config: RunConfig, until: float) -> tuple[str, OpenPort | None]:
     """The node with the most of what a rank asks for, where rank 0 may be, and a listening port there; None: none could be opened."""
     kind = "GPU" if config.learner.resolved_device == "cuda" else "CPU"
     likely = max(nodes, key=lambda node: node["Resources"].get(kind, 0.0))["NodeID"]
-    return likely, Door.on(likely, within_s=_left_s(until))
+    return likely, OpenPort.on(likely, within_s=_left_s(until))
 
 
 def _answer_file(sign: Path | None, node: Mapping[str, Any]) -> str:

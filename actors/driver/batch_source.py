@@ -18,7 +18,7 @@ from actors.config import RunConfig
 from actors.driver.going_back import lost_among, while_they_answer
 from actors.driver.parts import QUEUE, SERVICE, StartingPoint, make_queue, start_service
 from actors.pool.pool import RolloutPool
-from actors.processes.supervision import kill, lost_if_late, persistently, unless_set, wait_for
+from actors.processes.supervision import call_with_retries, kill, lost_if_late, unless_set, wait_for
 from actors.queue.outstanding import Outstanding
 from actors.queue.payloads import whole_snapshot
 from actors.record.observer import Observer
@@ -84,7 +84,7 @@ class BatchSource:
         """
         contents = self.outstanding.contents(update.group_ids if update is not None else (), advance)
         what = "contents -> trajectory queue"
-        await persistently(lambda: self.queue.fill.remote(contents), what, deadline_s=self._config.deadlines.start_s)
+        await call_with_retries(lambda: self.queue.fill.remote(contents), what, deadline_s=self._config.deadlines.start_s)
 
     def take_unfinished(self) -> list[Ticket]:
         """Groups of the starting point that the pool has to sample; empty at a second call."""
@@ -159,7 +159,7 @@ class BatchSource:
         """The batch of a version, or what the learner has to compute for it first. Args: pool: its last progress starts the deadline."""
         deadlines, delays = self._config.deadlines, self.outstanding.delays
         delays.asked()
-        found: PreparedBatch | ForwardRequest = await persistently(
+        found: PreparedBatch | ForwardRequest = await call_with_retries(
             lambda: self.service.next_batch.remote(version),
             f"batch of version {version} <- correction service",
             deadline_s=batch_call_s(deadlines.batch_s),

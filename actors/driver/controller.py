@@ -22,8 +22,8 @@ from actors.cluster.placement import reserve, still_there
 from actors.config import RunConfig
 from actors.driver.alarms import AlarmResponse
 from actors.driver.batch_source import BatchSource
+from actors.driver.empty_steps import EmptySteps
 from actors.driver.evaluation import Evaluations
-from actors.driver.fruitless import FruitlessSteps
 from actors.driver.going_back import Rollbacks, end_parts, lost_among, raise_when_lost, what_goes_on, what_is_done_again, what_is_lost
 from actors.driver.parts import REPLACEABLE, StartingPoint, make_sync, start_learner
 from actors.driver.run_summary import RunSummary
@@ -176,7 +176,7 @@ class Controller:
 
     async def _train_and_save(self) -> None:
         await self._train()
-        await self._checkpoints.insist(self._step, self._save)
+        await self._checkpoints.save_with_retries(self._step, self._save)
         await self._by_disk(self._observer.disk.result(self._source.ledger.flush), "the ledger's lines")
 
     async def _go_back(self) -> None:
@@ -259,7 +259,7 @@ class Controller:
         counts, discarded = await self._source.settle(self._step + 1, batch, version=self._version, published=self._sync.version)
         self._step, self._step_under_way = self._step + 1, None
         self._steps.end_step(partial(self._observer.end_step, *of_step, counts, discarded))
-        self._fruitless.note(self._step, batch, result)
+        self._empty_steps.note(self._step, batch, result)
 
     def _on_sigterm(self) -> None:
         """Called at SIGTERM, whose sender may kill in a few seconds: abort the step under way, so that finished steps are saved."""
@@ -334,7 +334,7 @@ class Controller:
         self._start_pool()
 
     async def _make_queue(self) -> None:
-        self._fruitless = FruitlessSteps(self._config.max_staleness, self._observer.event)
+        self._empty_steps = EmptySteps(self._config.max_staleness, self._observer.event)
         self._checkpoints.saved_step = self._step
         self._source = await BatchSource.opened(self._config, self._point, self._folder, self._observer, self._by_disk)
         self._parts |= self._source.parts

@@ -36,7 +36,7 @@ from ray.exceptions import (
 from actors.driver.parts import REPLACEABLE, StartingPoint
 from actors.processes.event_level import EventLevel, Notify
 from actors.processes.part_heartbeat import Hear, raise_when_silent
-from actors.processes.supervision import first_error, kill, persistently, unless_failed, wait_for
+from actors.processes.supervision import call_with_retries, first_error, kill, unless_failed, wait_for
 from actors.processes.wait_notice import WaitNotice
 from actors.queue.payloads import no_room
 from actors.ranks.learner_group import LearnerGroup
@@ -126,18 +126,18 @@ def lost_answer(error: BaseException) -> str:
 async def while_they_answer(
     parts: Mapping[str, Any], call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, notify: Notify
 ) -> T:
-    """As `persistently`; past the deadline the call is made again if all parts answer `__ray_ready__`, up to _ATTEMPTS times in all.
+    """As `call_with_retries`; past the deadline the call is made again if all parts answer `__ray_ready__`, up to _ATTEMPTS times in all.
 
     Args:
         parts: actors by name.
         deadline_s: of each attempt.
         notify: takes level and sentence, at each further attempt.
-    Raises: as `persistently`; ActorLost if a part doesn't answer within _ANSWER_S after the deadline; it is killed.
+    Raises: as `call_with_retries`; ActorLost if a part doesn't answer within _ANSWER_S after the deadline; it is killed.
     """
     attempts = 0
     while True:
         try:
-            return await persistently(call, what, deadline_s=deadline_s)
+            return await call_with_retries(call, what, deadline_s=deadline_s)
         except DeadlineExceeded as error:
             attempts += 1
             if attempts == _ATTEMPTS:  # an actor whose method hangs may still answer __ray_ready__

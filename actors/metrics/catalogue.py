@@ -1,14 +1,15 @@
 """The one catalogue of metrics: every number that a run shows is listed here once, with its unit, reduction and way of writing.
 
-Names are paths: `group/quantity`, with the unit as a suffix where it isn't plain. A family is a declared prefix whose last part is open
-("reward/component/" + the name that a reward function chose). What a number of the correction or the loss means stands in
-correction/quantities.py; its metric is made from that.
+Names are paths: `group/quantity`, with the unit as a suffix where it isn't plain. A family is a declared prefix with its members
+("learner/skipped_updates/" + a SkipReason); where users choose these it is open ("reward/component/", "worker/tokens/"). What a number of
+the correction or the loss means stands in correction/quantities.py; its metric is made from that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from actors.carriers import ScalingCause
 from actors.metrics.kinds import Metric, Reduction
 from actors.metrics.kinds import by_k as _by_k
 from actors.metrics.kinds import by_worker as _by_worker
@@ -18,6 +19,8 @@ from actors.metrics.kinds import gauge_of as _of
 from actors.metrics.kinds import histogram as _histogram
 from actors.metrics.kinds import score as _score
 from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS, Quantity, Unit
+from correction.symptoms import SYMPTOMS
+from learner.results import ParameterGroup, SkipReason
 
 _U, _R = Unit, Reduction
 SKIPPED = "learner/skipped_updates/"
@@ -231,13 +234,16 @@ def _in_group(group: str, quantities: Mapping[str, Quantity], places: Mapping[st
 
 
 _CORRECTION = [*_PLACED_DIAGNOSTICS.values(), *_in_group("correction/", DIAGNOSTICS | DIAGNOSTIC_FAMILIES, DIAGNOSTIC_PLACES)]
+_SYMPTOMS = [symptom.name for symptom in SYMPTOMS]
 _MONITOR = [
     _gauge(
         "monitor/level", _U.ONE, _R.MAX, "early warning",
         "State of the worst symptom of the early warning: 0 ok, 1 watch, 2 alarm; docs/correction.md lists the symptoms.",
     ),
-    _counter("monitor/watches_total/", "watches", "Times that a symptom became a watch."),
-    _counter("monitor/alarms_total/", "alarms", "Times that a symptom became an alarm; somebody should look at the run."),
+    _counter("monitor/watches_total/", "watches", "Times that a symptom became a watch.", members=_SYMPTOMS),
+    _counter(
+        "monitor/alarms_total/", "alarms", "Times that a symptom became an alarm; somebody should look at the run.", members=_SYMPTOMS
+    ),
     _counter(
         "monitor/left_out_total", "steps not diagnosed",
         "Steps without diagnostics, because these take longer than a step and another one was waiting for its turn.",
@@ -261,6 +267,7 @@ _LEARNER = [
     _gauge(
         "learner/group_grad_norm/", _U.ONE, _R.LAST, "gradient norm of",
         "L2 norm before clipping of the gradient of a group of parameters: embedding, attention, mlp, router, norms, lm_head.",
+        members=ParameterGroup,
     ),
     _gauge("learner/learning_rate", _U.ONE, _R.LAST, "learning rate", "Learning rate of the step."),
     _of(LOSS_METRICS["entropy"], "learner/entropy", _R.MEAN),
@@ -277,6 +284,7 @@ _LEARNER = [
     _gauge(
         SKIPPED, _U.ONE, _R.LAST, "updates left out",
         "Updates of the batch that were left out, by reason: not_finite (loss or gradient), overflow (float16), no_gradient (it was 0).",
+        members=SkipReason,
     ),
     _gauge("learner/microbatches", _U.ONE, _R.SUM, "micro-batches", "Micro-batches of the batch, all ranks together."),
     *_in_group("loss/", LOSS_METRICS, LOSS_PLACES),
@@ -334,7 +342,8 @@ _ROLLOUT = [
         "Rollout workers that the run wants: the configured number, or what the load has led to (rollout.max_workers).",
     ),
     _counter(
-        "pool/scaled_total/", "changes of size", "Times that the load changed the wanted number of rollout workers, by cause.", part="cause"
+        "pool/scaled_total/", "changes of size", "Times that the load changed the wanted number of rollout workers, by cause.",
+        part="cause", members=ScalingCause,
     ),
     _counter("pool/handed_back_total", "groups handed back", "Groups that a worker which left handed back; another one went on with them."),
     _counter("pool/handed_back_tokens_total", "tokens handed back", "Response tokens of those groups, sampled before.", _U.TOKENS),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from correction.quantities import Quantity, Unit
+from correction.quantities import NUMBER, Quantity, Unit
 
 
 class Kind(StrEnum):
@@ -65,6 +66,10 @@ class Metric(Quantity):
     def is_family(self) -> bool:
         return self.name.endswith(("/", "_"))
 
+    def has_member(self, last: str) -> bool:
+        """Whether a family has a member whose name ends in `last`; one whose members users choose has any."""
+        return not self.members or re.fullmatch(self.members, last) is not None
+
     @property
     def prometheus_name(self) -> str:
         """Conventional name: evenkeel_ prefix, base unit as suffix, _total on counters (the client library appends that)."""
@@ -85,11 +90,15 @@ def gauge_of(quantity: Quantity, name: str, reduction: Reduction = Reduction.LAS
         kind=Kind.GAUGE,
         reduction=reduction,
         digits=quantity.digits,
+        members=quantity.members,
     )
 
 
-def gauge(name: str, unit: Unit, reduction: Reduction, label: str, help: str, of: str = "", *, digits: str = "") -> Metric:
-    return gauge_of(Quantity(unit, label, help, of, digits), name, reduction)
+def gauge(
+    name: str, unit: Unit, reduction: Reduction, label: str, help: str, of: str = "", *, digits: str = "", members: Iterable[str] = ()
+) -> Metric:
+    """Args: members: of a family, the last parts of its members' names; none: users choose them."""
+    return gauge_of(Quantity(unit, label, help, of, digits, "|".join(members)), name, reduction)
 
 
 def score(name: str, unit: Unit, reduction: Reduction, label: str, help: str) -> Metric:
@@ -97,12 +106,15 @@ def score(name: str, unit: Unit, reduction: Reduction, label: str, help: str) ->
     return gauge(name, unit, reduction, label, help, digits=_SCORE)
 
 
-def counter(name: str, label: str, help: str, unit: Unit = Unit.ONE, *, part: str = "part") -> Metric:
-    return Metric(unit, label, help, name=name, kind=Kind.COUNTER, reduction=Reduction.SUM, part=part, digits=_WHOLE)
+def counter(name: str, label: str, help: str, unit: Unit = Unit.ONE, *, part: str = "part", members: Iterable[str] = ()) -> Metric:
+    """Args: members: as for `gauge`."""
+    names = "|".join(members)
+    return Metric(unit, label, help, name=name, kind=Kind.COUNTER, reduction=Reduction.SUM, part=part, digits=_WHOLE, members=names)
 
 
 def histogram(name: str, unit: Unit, label: str, help: str) -> Metric:
-    return Metric(unit, label, help, name=name, kind=Kind.HISTOGRAM, reduction=Reduction.SUM)
+    """A family by whole numbers, the last of which may be of all that is larger ("8+")."""
+    return Metric(unit, label, help, name=name, kind=Kind.HISTOGRAM, reduction=Reduction.SUM, members=NUMBER + r"\+?")
 
 
 def by_worker(name: str, unit: Unit, reduction: Reduction, label: str, help: str) -> Metric:
@@ -111,5 +123,13 @@ def by_worker(name: str, unit: Unit, reduction: Reduction, label: str, help: str
 
 def by_k(name: str, label: str, help: str) -> Metric:
     return Metric(
-        Unit.SHARE, label, help, name=f"held_out/{name}/", kind=Kind.GAUGE, reduction=Reduction.LAST, part="k", digits=_SCORE
+        Unit.SHARE,
+        label,
+        help,
+        name=f"held_out/{name}/",
+        kind=Kind.GAUGE,
+        reduction=Reduction.LAST,
+        part="k",
+        digits=_SCORE,
+        members=NUMBER,
     )

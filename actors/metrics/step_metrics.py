@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from actors.carriers import DiscardReason
 from actors.metrics.catalogue import CATALOGUE
@@ -25,6 +25,7 @@ DISCARD_COUNTERS = {
     DiscardReason.LOST: "groups/failed_total",
 }
 """By the reason for which a group was discarded."""
+T = TypeVar("T")
 _JOINED_FAMILIES = [metric for metric in CATALOGUE.values() if metric.name.endswith("_")]
 
 
@@ -33,16 +34,17 @@ class MetricError(EvenkeelError, LookupError):
 
 
 def lookup(name: str) -> Metric:
-    """The catalogue's entry for a name, that of its family for an open one.
+    """The catalogue's entry for a name; for a member of a family, the family's.
 
-    Raises: MetricError naming the nearest listed metric.
+    Raises: MetricError naming the nearest listed metric, or the members of the family.
     """
     metric = _find(name)
     if metric is None:
         nearest = difflib.get_close_matches(name, CATALOGUE, n=1, cutoff=0.0)[0]
+        family = _family_of(name) if name not in CATALOGUE else None
+        near = f"the nearest one is {nearest!r}" if family is None else f"members of {family.name!r} are {family.members}"
         raise MetricError(
-            f"metric {name!r} is not in the catalogue (actors/metrics/catalogue.py); the nearest one is {nearest!r}. "
-            f"Use that, or list the new one."
+            f"metric {name!r} is not in the catalogue (actors/metrics/catalogue.py); {near}. Use that, or list the new one."
         )
     return metric
 
@@ -52,23 +54,35 @@ def is_listed(name: str) -> bool:
     return _find(name) is not None
 
 
+def listed_today(numbers: Mapping[str, T]) -> dict[str, T]:
+    """Numbers of an earlier version's run by their names of today, without those that this version's catalogue doesn't list."""
+    named = ((current_name(name), number) for name, number in numbers.items())
+    return {name: number for name, number in named if is_listed(name)}
+
+
 def _find(name: str) -> Metric | None:
     metric = CATALOGUE.get(name)
     if metric is not None:
         return None if metric.is_family else metric
+    family = _family_of(name)
+    return family if family is not None and family.has_member(name[len(family.name) :]) else None
+
+
+def _family_of(name: str) -> Metric | None:
+    """The family in which a name would be, whether it has such a member or not."""
     if (family := CATALOGUE.get(name[: name.rfind("/") + 1])) is not None:  # a run of hundreds of workers has thousands of such names
         return family
     return next((one for one in _JOINED_FAMILIES if name.startswith(one.name) and "/" not in name[len(one.name) :]), None)
 
 
 def member(name: str) -> str:
-    """The open part of a family member's name ("accuracy" of "reward/component/accuracy"), "" for a plain metric."""
+    """The last part of a family member's name ("accuracy" of "reward/component/accuracy"), "" for a plain metric."""
     metric = lookup(name)
     return name[len(metric.name) :] if metric.is_family else ""
 
 
 def members(metrics: Mapping[str, float], family: str) -> dict[str, float]:
-    """Values of a family of the catalogue, by the open part of their names. Raises: KeyError for a name that is no family there."""
+    """Values of a family of the catalogue, by the last part of their names. Raises: KeyError for a name that is no family there."""
     declared = CATALOGUE[family]
     return {name[len(family) :]: value for name, value in metrics.items() if name.startswith(family) and _find(name) is declared}
 
@@ -116,7 +130,7 @@ class StepMetrics(Mapping[str, float]):
         self._values[name] = value if isinstance(value, int) else number    # counts stay whole numbers in metrics.jsonl
 
     def update(self, values: Mapping[str, float | None], *, prefix: str = "") -> None:
-        """Record many numbers, each under `prefix` + its name; with the prefix of a family any name goes."""
+        """Record many numbers, each under `prefix` + its name; with a family's prefix under those of its members."""
         for name, value in values.items():
             self.set(prefix + name, value)
 
@@ -157,8 +171,7 @@ def pass_at_most(metrics: Mapping[str, float]) -> tuple[int, float, float, float
     """(k, pass@k, its 95 % interval from, to) of the largest k that an evaluation has with its interval; None where each problem was asked
     once."""
     by_k, low, high = (members(metrics, f"held_out/pass_at{end}/") for end in ("", "_low", "_high"))
-    whole = [k for k in by_k.keys() & low.keys() & high.keys() if k.isdecimal()]
-    return max(((int(k), by_k[k], low[k], high[k]) for k in whole), default=None)
+    return max(((int(k), by_k[k], low[k], high[k]) for k in by_k.keys() & low.keys() & high.keys()), default=None)
 
 
 def accuracy(metrics: Mapping[str, float]) -> str:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from actors.carriers import DiscardReason, StoredGroup, Ticket
-from actors.processes.supervision import patiently
+from actors.processes.supervision import call_until_answered
 from actors.settings.deadlines import ANSWER_S
 from correction.errors import ActorLost
 from rollout.trajectory import Prompt
@@ -30,7 +30,7 @@ class PatientQueue:
         limit_s = waits_s + ANSWER_S
         call = getattr(self.actor, method)
         what = f"{method} <- trajectory queue"
-        return await patiently(lambda: call.remote(*arguments), what, deadline_s=limit_s, notice_s=limit_s, late=self._late)
+        return await call_until_answered(lambda: call.remote(*arguments), what, deadline_s=limit_s, notice_s=limit_s, late=self._late)
 
     async def put(self, groups: list[StoredGroup]) -> None:
         """Hand over finished groups. Raises: ActorLost."""

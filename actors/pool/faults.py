@@ -11,8 +11,8 @@
   come so, work is handed out one group at a time, after pauses that double; after half an hour of pauses the run ends (scoring.py). So
   it does when a worker that starts gets no score for its sample, in a run that has had scores: that is no engine lost.
 * Queue or reward late: the run waits and says so; nothing is killed.
-* Infrastructure (an actor can't be reached at present): the call is repeated (supervision.persistently), and the heartbeat decides whether
-  the actor is lost. A group is discarded after _UNREACHED such calls.
+* Infrastructure (an actor can't be reached at present): the call is repeated (supervision.call_with_retries), and the heartbeat decides
+  whether the actor is lost. A group is discarded after _UNREACHED such calls.
 """
 
 from __future__ import annotations

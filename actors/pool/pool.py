@@ -25,7 +25,7 @@ from actors.pool.membership import Membership
 from actors.pool.rollout_worker import GroupOutcome, WorkerSettings
 from actors.pool.scoring import Scoring
 from actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
-from actors.processes.supervision import AGAIN_S, patiently, persistently, unless_failed, wait_for
+from actors.processes.supervision import AGAIN_S, call_until_answered, call_with_retries, unless_failed, wait_for
 from actors.queue.outstanding import Outstanding
 from actors.queue.payloads import disregard, to_hand_on
 from actors.settings.deadlines import ANSWER_S, group_s
@@ -179,7 +179,7 @@ class RolloutPool(Membership):
         try:
             if self._groups.were_lost([group_id]):  # on a worker that died together with others, without it
                 sign = f"sign of life <- rollout worker {worker.name}"
-                await persistently(lambda: worker.actor.load.remote(), sign, deadline_s=ANSWER_S)
+                await call_with_retries(lambda: worker.actor.load.remote(), sign, deadline_s=ANSWER_S)
             await self._turns.mine()  # a step hands out all of its groups together
             if not self._is_current(worker):  # meanwhile a version was published, or the worker lost
                 raise EngineDirty(f"rollout worker {worker.name} no longer holds the published weights")
@@ -257,7 +257,7 @@ class RolloutPool(Membership):
         """Have a worker abort a group that nobody waits for any more. Its slot stays taken until then, or until the worker is lost."""
         what = f"abort of group {group_id} -> rollout worker {worker.name}"
         try:
-            await patiently(lambda: worker.actor.abort.remote(group_id), what, deadline_s=ANSWER_S, late=log.info)
+            await call_until_answered(lambda: worker.actor.abort.remote(group_id), what, deadline_s=ANSWER_S, late=log.info)
         except EngineError as error:
             if not isinstance(error, ActorUnavailable):
                 self._engine_failed(worker, error)

@@ -50,8 +50,8 @@ from rollout.weight_update import require_checksums
 log = logging.getLogger("evenkeel.pool")
 T = TypeVar("T")
 GroupOutcome = GroupFacts | GroupFailure | UnfinishedGroup
-Answer = tuple[Any, ...]
-"""(GroupOutcome, Group | None); with wide fields also those of its trajectories, or None (payloads.py)."""
+Answer = tuple[GroupOutcome, *tuple[Any, ...]]
+"""The second is a Group | None; with wide fields there is a third, those of its trajectories, or None (payloads.py)."""
 UNANSWERED = (RequestError, DataError, DeadlineExceeded)
 """Errors of one request after which the engine goes on."""
 _ABORT_S = 10.0

@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from enum import StrEnum
 
+from actors.carriers import ScalingCause
 from correction.errors import counted
 
 LEARNER_WAITS = 0.15
@@ -29,14 +29,6 @@ _WINDOW = 4
 """Steps that a decision looks at; none is made before so many have passed since the last change."""
 _SETTLING = 1
 """Steps left out after a change: engines fill, or what those that left had made is trained."""
-
-
-class Cause(StrEnum):
-    """Why a pool changes; counted by it."""
-
-    LEARNER_WAITS = "learner_waits"
-    WORKERS_WAIT = "workers_wait"
-    NO_LONGER_NEEDED = "no_longer_needed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +63,7 @@ class ScalingDecision:
     """A new size."""
 
     target: int
-    cause: Cause
+    cause: ScalingCause
     reason: str
     """For people, with the numbers."""
 
@@ -101,16 +93,16 @@ def decide(load: StepLoad, target: int, limits: PoolLimits) -> ScalingDecision |
         wanted = math.ceil(present / max(1e-9, 1.0 - load.learner_waits) - 1e-9)
         wanted = min(wanted, max(2 * present, present + 2), limits.most)
         if load.workers_wait < WORKERS_WAIT and wanted > target and present >= target:  # what is on its way may be enough
-            return ScalingDecision(wanted, Cause.LEARNER_WAITS, said)
+            return ScalingDecision(wanted, ScalingCause.LEARNER_WAITS, said)
         return None
     needed = present
     if load.workers_wait > WORKERS_WAIT:
         needed = math.ceil(_HEADROOM * present * (1.0 - load.workers_wait) - 1e-9)
     needed = max(limits.lowest, min(needed, limits.most))
     if needed < present:
-        return ScalingDecision(needed, Cause.WORKERS_WAIT, said)
+        return ScalingDecision(needed, ScalingCause.WORKERS_WAIT, said)
     if needed < target:
-        return ScalingDecision(needed, Cause.NO_LONGER_NEEDED, f"{said}, and {target - needed} on the way")
+        return ScalingDecision(needed, ScalingCause.NO_LONGER_NEEDED, f"{said}, and {target - needed} on the way")
     return None
 
 

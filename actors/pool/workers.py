@@ -29,9 +29,9 @@ from actors.config import DeadlinesConfig
 from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
 from actors.pool.scaling import ScalingDecision
 from actors.processes.event_level import EventLevel
-from actors.processes.supervision import HALF_OVER, USUAL_START, kill, persistently, unwrapped, wait_for
+from actors.processes.supervision import HALF_OVER, USUAL_START, call_with_retries, kill, unwrapped, wait_for
 from actors.processes.turns import Turns
-from actors.processes.wait_notice import WaitNotice
+from actors.processes.wait_notice import LongWait, WaitNotice
 from actors.weights.weight_sync import SyncTarget
 from correction.errors import DeadlineExceeded, EvenkeelError
 from rollout.heartbeat import MISSES
@@ -192,7 +192,7 @@ def create(name: str, settings: WorkerSettings, avoided: Sequence[str] = ()) -> 
 
 async def started(worker: WorkerHandle, settings: WorkerSettings, deadlines: DeadlinesConfig) -> ActorInfo:
     """Wait for its node, as long as that takes, and until its engine is up. Raises: the error of its start."""
-    worker.sync.node = await persistently(
+    worker.sync.node = await call_with_retries(
         lambda: worker.actor.node_id.remote(),
         f"a node with the resource {settings.resource!r} for rollout worker {worker.name}",
         deadline_s=math.inf,  # who waits for work has deadlines.no_workers_s
@@ -200,7 +200,7 @@ async def started(worker: WorkerHandle, settings: WorkerSettings, deadlines: Dea
         usual_s=USUAL_START * deadlines.start_s,
     )
     worker.placed_at = time.monotonic()
-    info: ActorInfo = await persistently(
+    info: ActorInfo = await call_with_retries(
         lambda: worker.actor.start.remote(0),
         f"start of rollout worker {worker.name}",
         deadline_s=deadlines.start_s,
@@ -250,7 +250,7 @@ async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
         else:
             missed = 0
         if silent_s >= limit_s / 2 and not is_reported and (half_over := HALF_OVER.get()) is not None:
-            half_over(what)
+            half_over(LongWait(what))
         is_reported = silent_s >= limit_s / 2
     return f"missed its heartbeat: its process answered none of {missed} probes in {limit_s:g} s"
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from actors.processes.supervision import patiently
+from actors.processes.supervision import call_until_answered
 from correction.errors import LateError
 
 
@@ -24,10 +24,10 @@ class NumberedCaller:
         self._calls = 0
 
     async def ask(self, method: str, *arguments: Any, what: str, deadline_s: float, **named: Any) -> Any:
-        """Call a method of the actor, and repeat the call until it answers. Args, raises: as `patiently`."""
+        """Call a method of the actor, and repeat the call until it answers. Args, raises: as `call_until_answered`."""
         self._calls += 1
         call = partial(getattr(self._actor, method).remote, *arguments, number=self._calls)
-        return await patiently(call, what, deadline_s=deadline_s, late=self._late, **named)
+        return await call_until_answered(call, what, deadline_s=deadline_s, late=self._late, **named)
 
 
 class NumberedCalls:

@@ -18,7 +18,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 
 from actors.processes.event_level import EventLevel
 from actors.processes.supervision import HALF_OVER, first_error, kill, wait_for
-from actors.processes.wait_notice import WaitNotice
+from actors.processes.wait_notice import LongWait, WaitNotice
 from correction.errors import ActorLost, DeadlineExceeded, EvenkeelError
 
 CONCURRENCY_GROUPS = {"heartbeat": 1}
@@ -94,7 +94,7 @@ async def _follow(name: str, actor: Any, limit_s: float, notify: Hear) -> None:
             if missed == _MISSES // 2:
                 notify("warning", f"{name}: no heartbeat for {limit_s / 2:.0f} s; it is ended after {limit_s:.0f} s")
                 if (half_over := HALF_OVER.get()) is not None:
-                    half_over(f"heartbeat <- {name}")
+                    half_over(LongWait(f"heartbeat <- {name}"))
             continue
         except (EvenkeelError, RayError) as error:
             raise ActorLost(f"{name}: {error}") from error

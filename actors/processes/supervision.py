@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import ray
 import ray.exceptions
 
-from actors.processes.wait_notice import NO_DEADLINE, WaitNotice
+from actors.processes.wait_notice import LongWait, WaitNotice
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EvenkeelError, one_line
 
 log = logging.getLogger("evenkeel")
@@ -28,9 +28,9 @@ U = TypeVar("U")
 USUAL_START = 1 / 3
 """Share of the start deadline. If the start of an engine or a rank takes longer, its notices become warnings."""
 
-HALF_OVER: ContextVar[Callable[[str], None] | None] = ContextVar("half_over", default=None)
-"""Called, in tasks of this context, with the name of each long wait that has used half of its deadline. One that has none is long after
-_ENDLESS_S, or after `usual_s` if that is later; its name has NO_DEADLINE behind it."""
+HALF_OVER: ContextVar[Callable[[LongWait], None] | None] = ContextVar("half_over", default=None)
+"""Called, in tasks of this context, with each long wait that has used half of its deadline. One that has none is long after _ENDLESS_S, or
+after `usual_s` if that is later."""
 _LONG_S, _ENDLESS_S = 60.0, 600.0
 _DETAIL_S = 5.0
 """Longest wait, seconds, for the clause that says what is missing."""
@@ -105,10 +105,10 @@ def _half(what: str, deadline_s: float, usual_s: float) -> tuple[float, Callable
     half_s = deadline_s / 2 if has_deadline else max(_ENDLESS_S, usual_s)
     if tell is None or deadline_s < _LONG_S or half_s == math.inf:
         return half_s, None
-    return half_s, partial(tell, what + NO_DEADLINE * (not has_deadline))
+    return half_s, partial(tell, LongWait(what, has_deadline))
 
 
-async def persistently(call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, **named: Any) -> T:
+async def call_with_retries(call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, **named: Any) -> T:
     """As wait_for, of a call that may run twice: asked again, with growing pauses, while its actor is alive but can't be reached.
 
     Args:
@@ -126,20 +126,20 @@ async def persistently(call: Callable[[], Awaitable[T]], what: str, *, deadline_
     return await wait_for(call(), what, deadline_s=deadline_s, **named)
 
 
-async def patiently(
+async def call_until_answered(
     call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, late: Callable[[str], None] = log.warning, **named: Any
 ) -> T:
-    """As `persistently`, but past each deadline it says so and asks again instead of raising.
+    """As `call_with_retries`, but past each deadline it says so and asks again instead of raising.
 
     Args:
         call: may run twice.
         late: called each time.
-    Raises: as `persistently`, but for the deadline. The end of the wait is the caller's.
+    Raises: as `call_with_retries`, but for the deadline. The end of the wait is the caller's.
     """
     waited_s = 0.0
     while True:
         try:
-            return await persistently(call, what, deadline_s=deadline_s, **named)
+            return await call_with_retries(call, what, deadline_s=deadline_s, **named)
         except DeadlineExceeded:
             waited_s += deadline_s
             late(f"{what}: late, no answer in {waited_s:.0f} s; it is asked again")

@@ -1,11 +1,21 @@
-"""The notice of a wait that goes on."""
+"""What is said of a wait that goes on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-NO_DEADLINE = " (no deadline)"
-"""Behind the name of a wait that has no end, where its stacks are told of."""
+
+@dataclass(frozen=True, slots=True)
+class LongWait:
+    """A wait so long that the stacks of all processes are wanted."""
+
+    what: str
+    """As in a WaitNotice."""
+    has_deadline: bool = True
+    """Half of its deadline has passed; False: it has none."""
+
+    def __str__(self) -> str:
+        return f"half of the time for {self.what} is over" if self.has_deadline else f"a long wait for {self.what} (no deadline)"
 
 
 @dataclass(frozen=True, slots=True)

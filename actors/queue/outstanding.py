@@ -17,7 +17,7 @@ from correction.errors import LedgerError
 from rollout.trajectory import GroupFacts
 
 
-def worthless(group: GroupFacts, *, dynamic_sampling: bool) -> DiscardReason | None:
+def discard_reason(group: GroupFacts, *, dynamic_sampling: bool) -> DiscardReason | None:
     """Why a group is not worth training; None: it is."""
     if not group.is_trainable:
         return DiscardReason.INVALID
@@ -37,7 +37,7 @@ class Outstanding:
         """Tickets of all groups under way, in the order of admission; keys are prompt ids here and in the next three."""
         self._finished: dict[str, StoredGroup] = {}
         """Sampled groups that are worth training."""
-        self._worthless: dict[str, DiscardReason] = {}
+        self._to_discard: dict[str, DiscardReason] = {}
         """Sampled groups that are not, with the reason; their tokens are not needed."""
         self._unreported: dict[str, DiscardReason] = dict(snapshot.unreported) if snapshot else {}
         """Discarded groups that no finished step has recorded yet, with the reason."""
@@ -67,8 +67,8 @@ class Outstanding:
             self.delays.forget(group.facts.group_id)
             return
         self.delays.finished(group.facts)
-        if reason := worthless(group.facts, dynamic_sampling=self._dynamic_sampling):
-            self._worthless[group.prompt_id] = reason
+        if reason := discard_reason(group.facts, dynamic_sampling=self._dynamic_sampling):
+            self._to_discard[group.prompt_id] = reason
         else:
             self._finished.setdefault(group.prompt_id, group)
 
@@ -85,7 +85,7 @@ class Outstanding:
     def give_up(self, ticket: Ticket, reason: DiscardReason) -> None:
         """Note that no worker could sample this group."""
         prompt_id = ticket.prompt.prompt_id
-        if prompt_id in self._tickets and prompt_id not in self._finished and prompt_id not in self._worthless:
+        if prompt_id in self._tickets and prompt_id not in self._finished and prompt_id not in self._to_discard:
             self._unreported.setdefault(prompt_id, reason)
 
     def settle(self, version: int, published: int, *, trained: Sequence[str], discarded: Iterable[tuple[str, DiscardReason]]) -> None:
@@ -109,13 +109,13 @@ class Outstanding:
         if (ticket := self._tickets.pop(prompt_id, None)) is not None:
             self.delays.forget(ticket.group_id)
         self._finished.pop(prompt_id, None)
-        self._worthless.pop(prompt_id, None)
+        self._to_discard.pop(prompt_id, None)
         self._unreported.pop(prompt_id, None)
 
     @property
     def in_flight(self) -> list[Ticket]:
         """Tickets of groups that are being sampled or wait to be sampled."""
-        others = self._finished.keys() | self._worthless.keys() | self._unreported.keys()
+        others = self._finished.keys() | self._to_discard.keys() | self._unreported.keys()
         return [ticket for prompt_id, ticket in self._tickets.items() if prompt_id not in others]
 
     @property
@@ -125,7 +125,7 @@ class Outstanding:
     @property
     def given_up(self) -> list[tuple[int, DiscardReason]]:
         """(group id, reason) of groups that won't be trained, and that no finished step has recorded as discarded yet."""
-        reasons = self._unreported | self._worthless
+        reasons = self._unreported | self._to_discard
         return [(self._tickets[prompt_id].group_id, reason) for prompt_id, reason in reasons.items() if prompt_id in self._tickets]
 
     def contents(self, drawn: Sequence[int] = (), advance: tuple[int, int] | None = None) -> QueueContents:
@@ -134,7 +134,7 @@ class Outstanding:
         Args: drawn, advance: as in QueueContents.
         Raises: LedgerError naming the prompts that haven't left, if admitted, trained, discarded and present groups don't add up.
         """
-        unreported = self._unreported | self._worthless
+        unreported = self._unreported | self._to_discard
         held = tuple(ticket for prompt_id, ticket in self._tickets.items() if prompt_id not in unreported)
         by_reason = self._reported + Counter(unreported.values())
         if self.admitted != (known := self._trained + by_reason.total() + len(held)):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from actors.carriers import QueueSnapshot, StoredGroup
-from actors.processes.supervision import persistently, wait_for
+from actors.processes.supervision import call_with_retries, wait_for
 from actors.processes.wait_notice import WaitNotice
 from actors.settings.deadlines import tokens_call_s, tokens_s
 from correction.errors import ActorLost, EvenkeelError, counted
@@ -225,7 +225,7 @@ async def whole_snapshot(
     """
     snapshot: QueueSnapshot
     what = "snapshot <- trajectory queue"
-    snapshot, held, tickets = await persistently(lambda: queue.snapshot.remote(), what, deadline_s=deadline_s)
+    snapshot, held, tickets = await call_with_retries(lambda: queue.snapshot.remote(), what, deadline_s=deadline_s)
     groups, lost = await whole(held, deadline_s=deadline_s if tokens_s is None else tokens_s)
     gone = frozenset(lost)
     again = [ticket for ticket in tickets if ticket.group_id in gone]

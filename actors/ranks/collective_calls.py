@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 import ray
 
-from actors.processes.supervision import persistently
+from actors.processes.supervision import call_with_retries
 from actors.ranks.rank_faults import as_rank_failure
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, StepAborted
 
@@ -109,8 +109,8 @@ class CollectiveCaller:
             deadline_s: of each attempt, from the end of the call before.
             results: number of results of a rank; the first is fetched, for the others references are returned.
         Returns: for each rank the list of its results.
-        Raises: the first error of any rank, as `persistently`; ActorLost while a rank may have missed a call, and for a call that a rank
-            has not begun by the deadline; StepAborted after `refuse`.
+        Raises: the first error of any rank, as `call_with_retries`; ActorLost while a rank may have missed a call, and for a call that a
+            rank has not begun by the deadline; StepAborted after `refuse`.
         """
         asking = asyncio.ensure_future(self._ask_in_order(method, arguments, what, deadline_s, results))
         self._asking.add(asking)
@@ -120,8 +120,8 @@ class CollectiveCaller:
     async def settled(self, *, deadline_s: float) -> None:
         """Wait until the ranks have run all calls. Raises: ActorLost if one of them has missed one."""
         async with self._one_at_a_time:
-            asked = {name: rank.calls.remote for name, rank in self._ranks.items()}
-            done = await all_of(persistently(call, f"count of its calls <- {name}", deadline_s=deadline_s) for name, call in asked.items())
+            asked = {f"count of its calls <- {name}": rank.calls.remote for name, rank in self._ranks.items()}
+            done = await all_of(call_with_retries(call, what, deadline_s=deadline_s) for what, call in asked.items())
             if self._missed or any(calls != self.calls for calls in done):
                 raise ActorLost(self._missed or f"learner: of {self.calls} collective calls its ranks have had {done}")
 
@@ -150,7 +150,7 @@ class CollectiveCaller:
     async def _ask_out_of_turn(self, method: str, *arguments: Any) -> list[Any]:
         """Answers of all ranks to a call that they can answer while a collective call runs."""
         calls = {name: partial(getattr(rank, method).remote, *arguments) for name, rank in self._ranks.items()}
-        return await all_of(persistently(call, f"{method} <- {name}", deadline_s=_ANSWER_S) for name, call in calls.items())
+        return await all_of(call_with_retries(call, f"{method} <- {name}", deadline_s=_ANSWER_S) for name, call in calls.items())
 
     async def _ask_in_order(self, method: str, arguments: tuple[Any, ...], what: str, deadline_s: float, results: int) -> list[list[Any]]:
         async with self._one_at_a_time:
@@ -165,7 +165,7 @@ class CollectiveCaller:
                 for name, rank in self._ranks.items()
             }
             try:
-                return await all_of(persistently(call, f"{what} <- {name}", deadline_s=deadline_s) for name, call in calls.items())
+                return await all_of(call_with_retries(call, f"{what} <- {name}", deadline_s=deadline_s) for name, call in calls.items())
             except ActorUnavailable as error:
                 self._missed = str(error)
                 raise
@@ -180,7 +180,7 @@ class CollectiveCaller:
 
     async def _not_begun(self) -> list[str]:
         """Names of the ranks that answer and have not begun the last call."""
-        asks = (persistently(rank.begun.remote, f"last call <- {name}", deadline_s=_ANSWER_S) for name, rank in self._ranks.items())
+        asks = (call_with_retries(rank.begun.remote, f"last call <- {name}", deadline_s=_ANSWER_S) for name, rank in self._ranks.items())
         begun = await asyncio.gather(*asks, return_exceptions=True)
         return [name for name, number in zip(self._ranks, begun, strict=True) if isinstance(number, int) and number < self.calls]
 

@@ -16,10 +16,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import ray
-
-from actors.carriers import ForwardRequest, PreparedBatch
-from actors.processes.supervision import persistently, wait_for
+from actors.carriers import FetchRequest, ForwardRequest, KeepRequest, PreparedBatch, ScoringRequest, SplitRequest
+from actors.processes.supervision import call_with_retries, wait_for
 from correction.errors import DeadlineExceeded, EvenkeelError
 
 if TYPE_CHECKING:  # torch and Megatron: not in the driver
@@ -78,23 +76,46 @@ async def next_batch(
                     raise
 
     while isinstance(found := await while_moving(ask), ForwardRequest):
-        began, scores_all, lost = time.monotonic(), found.scored_since is not None, dict[int, str]()
-        if found.fetch_s:
-            limit_s = found.fetch_s
-            lost = await learner.fetch(found.batch, found.trained_by, step=step, limit_s=limit_s, everything=scores_all)
-        proximal = reference = at_sampling = None
-        if found.kept_since is not None:
-            await learner.keep_weights(found.version, oldest=found.kept_since)
-        if found.wants_proximal and not lost:
-            proximal = await learner.proximal(found.batch, version=found.version)
-        if found.wants_reference and not lost:
-            reference = await learner.reference_logprobs(found.batch, version=found.version)
-        if found.scored_since is not None and not lost:
-            at_sampling = await learner.at_sampling(found.batch, version=found.version, oldest=found.scored_since)
-        answer = partial(service.forwarded.remote, found.number, proximal, reference, at_sampling, time.monotonic() - began, lost)
+        began = time.monotonic()
+        try:
+            results, lost = await _results(found, learner, step), dict[int, str]()
+        except GroupsLost as error:
+            results, lost = (None, None, None), error.why
+        answer = partial(service.forwarded.remote, found.number, *results, time.monotonic() - began, lost)
         what = f"logprobs at version {found.version} -> correction service"
-        await while_moving(partial(persistently, answer, what, deadline_s=deadline_s))
+        await while_moving(partial(call_with_retries, answer, what, deadline_s=deadline_s))
     return found
+
+
+async def _results(request: ForwardRequest, learner: LearnerGroup, step: int) -> tuple[Any, Any, Any]:
+    """What the learner computes for a request, each a reference: proximal and reference logprobs, and those at sampling; None: not wanted.
+
+    Raises: GroupsLost, before anything is computed.
+    """
+    version, proximal, reference = request.version, None, None
+    match request:
+        case KeepRequest(oldest=oldest):
+            await learner.keep_weights(version, oldest=oldest)
+        case FetchRequest(batch=batch, correction=correction, fetch_s=limit_s):
+            _check(await learner.fetch(batch, correction, step=step, limit_s=limit_s, everything=False))
+        case SplitRequest(batch=batch, oldest=oldest, fetch_s=limit_s):
+            if limit_s:
+                _check(await learner.fetch(batch, None, step=step, limit_s=limit_s, everything=True))
+            return None, None, await learner.at_sampling(batch, version=version, oldest=oldest)
+        case ScoringRequest(batch=batch, wants_proximal=wants_proximal, wants_reference=wants_reference, fetch_s=limit_s):
+            if limit_s:
+                _check(await learner.fetch(batch, None, step=step, limit_s=limit_s, everything=False))
+            if wants_proximal:
+                proximal = await learner.proximal(batch, version=version)
+            if wants_reference:
+                reference = await learner.reference_logprobs(batch, version=version)
+    return proximal, reference, None
+
+
+def _check(lost: Mapping[int, str]) -> None:
+    """Raises: GroupsLost if there are any."""
+    if lost:
+        raise GroupsLost(lost)
 
 
 async def with_forwards(batch: PackedBatch, forwards: Sequence[Forward]) -> tuple[PackedBatch, float]:
@@ -136,18 +157,15 @@ class ForwardRequests:
         self._answers: dict[int, asyncio.Future[tuple[dict[str, Any], float]]] = {}
         self._changed = asyncio.Event()
 
-    async def ask(self, wanted: ForwardRequest, batch: PackedBatch | None = None, *, deadline_s: float) -> tuple[dict[str, Any], float]:
+    async def ask(self, wanted: ForwardRequest, *, deadline_s: float) -> tuple[dict[str, Any], float]:
         """Have the learner do what a request names, and wait for the results.
 
-        Args: batch: goes into the object store, and into the request; None: the request names one, or nothing is scored.
-        Returns: the results by the field of PackedBatch; with scored_since under AT_SAMPLING and NOW, [N] float32; and the learner's
+        Returns: the results by the field of PackedBatch; of a SplitRequest under AT_SAMPLING and NOW, [N] float32; and the learner's
         seconds.
         Raises: DeadlineExceeded if the learner doesn't come to that version; GroupsLost.
         """
         self._number += 1
         request = replace(wanted, number=self._number)
-        if batch is not None:
-            request = replace(request, batch=await asyncio.to_thread(ray.put, batch))
         answer = self._answers[request.number] = asyncio.get_running_loop().create_future()
         self._waiting.append(request)
         self._changed.set()

@@ -20,7 +20,7 @@ import ray
 from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
 from actors.cluster.placement import RankPlaces
 from actors.processes.part_heartbeat import sequential_actor
-from actors.processes.supervision import USUAL_START, kill, lost_if_late, persistently, wait_for
+from actors.processes.supervision import USUAL_START, call_with_retries, kill, lost_if_late, wait_for
 from actors.processes.wait_notice import WaitNotice
 from actors.queue.payloads import checksums_of
 from actors.ranks.collective_calls import CollectiveCaller, all_of
@@ -100,7 +100,7 @@ class LearnerGroup:
         """
         asks = (partial(rank.fetch.remote, batch, correction, step, limit_s, everything=everything) for rank in self._ranks)
         what, deadline_s = "wide fields of a batch", wide_fields_call_s(limit_s, self.step_s)
-        reading = all_of(persistently(ask, f"{what} <- rank {i}", deadline_s=deadline_s) for i, ask in enumerate(asks))
+        reading = all_of(call_with_retries(ask, f"{what} <- rank {i}", deadline_s=deadline_s) for i, ask in enumerate(asks))
         lost = await lost_if_late(reading)
         return {group: why for of_rank in lost for group, why in sorted(of_rank.items())}
 
@@ -194,7 +194,7 @@ class LearnerGroup:
         are_written = [False for _ in self._ranks]
 
         async def ask(number: int, rank: Any) -> None:  # its own answer counts at once: another rank may give none
-            are_written[number] = await persistently(rank.is_saved.remote, f"{what} <- rank {number}", deadline_s=deadline_s)
+            are_written[number] = await call_with_retries(rank.is_saved.remote, f"{what} <- rank {number}", deadline_s=deadline_s)
 
         async def until_written() -> None:
             while True:
@@ -234,4 +234,4 @@ class LearnerGroup:
     async def _each(self, method: str, what: str, deadline_s: float) -> list[Any]:
         """All ranks' answers to a call that is not collective, and may be repeated."""
         asks = (getattr(rank, method).remote for rank in self._ranks)
-        return await all_of(persistently(ask, f"{what} <- rank {i}", deadline_s=deadline_s) for i, ask in enumerate(asks))
+        return await all_of(call_with_retries(ask, f"{what} <- rank {i}", deadline_s=deadline_s) for i, ask in enumerate(asks))

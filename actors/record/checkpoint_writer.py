@@ -119,7 +119,7 @@ class CheckpointWriter:
         self._writing = None
         self._failures, self.saved_step = 0, self._begun
 
-    async def insist(self, step: int, save: Callable[[], Awaitable[None]]) -> None:
+    async def save_with_retries(self, step: int, save: Callable[[], Awaitable[None]]) -> None:
         """At the run's end: have a checkpoint of this step on disk. Raises: as `begin`."""
         await self.finished()
         while self.saved_step < step:

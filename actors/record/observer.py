@@ -15,7 +15,7 @@ from actors.carriers import ActorInfo, DiscardReason, Observation, PreparedBatch
 from actors.config import RunConfig
 from actors.metrics.exporter import DiscoveryServer, MetricsEndpoint, listen_address
 from actors.metrics.held_out import Evaluation
-from actors.metrics.step_metrics import DISCARD_COUNTERS, StepMetrics, members, shown
+from actors.metrics.step_metrics import DISCARD_COUNTERS, StepMetrics, listed_today, members, shown
 from actors.pool.scaling import ScalingDecision
 from actors.processes.event_level import EventLevel
 from actors.processes.loop_clock import LoopClock
@@ -90,9 +90,9 @@ class Observer:
         self._views = open_views(folder, config.metrics, partial(self.event, "warning"))  # last: a view that fails at once reports an event
 
     def _take_totals(self, totals: Mapping[str, float]) -> None:
-        self._totals = dict(totals)
+        self._totals = listed_today(totals)
         # Kept apart: they grow when a step is diagnosed, which may be after the next step has begun.
-        self._raised = {kind + one: self._totals.pop(kind + one) for kind in _EVENT_COUNTERS.values() for one in members(totals, kind)}
+        self._raised = {kind + it: self._totals.pop(kind + it) for kind in _EVENT_COUNTERS.values() for it in members(self._totals, kind)}
 
     def go_back(self, totals: Mapping[str, float], step: int) -> None:
         """Called when the run goes back to an earlier step, with that step's totals; the folder has been cut back."""

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.processes.event_level import Notify
 from actors.processes.supervision import wait_for
-from actors.processes.wait_notice import NO_DEADLINE
+from actors.processes.wait_notice import LongWait
 from actors.record.run_folder import RunFolder
 from actors.record.stack_gist import FOLDER, collections
 from correction.errors import EvenkeelError
@@ -40,31 +40,30 @@ class StackCollector:
         self._number = max((int(path.stem) for path in collections(folder.path)), default=0)
         self._last_s = -_LEAST_APART_S
         self._next: dict[str, tuple[float, float]] = {}
-        """Kind of wait (its name without numbers) -> when it may have the next collection, and the pause after that."""
+        """Kind of wait (what is said of it, without numbers) -> when it may have the next collection, and the pause after that."""
         self._collecting: asyncio.Task[None] | None = None
 
-    def half_over(self, what: str) -> None:
-        """Called when a wait has used half of its deadline, or is long without one. Args: what: its name."""
-        now, kind = time.monotonic(), re.sub(r"\d+", "", what)
+    def half_over(self, wait: LongWait) -> None:
+        """Called once in a long wait."""
+        now, kind = time.monotonic(), re.sub(r"\d+", "", str(wait))
         next_s, apart_s = self._next.get(kind, (now, _APART_S))
         if now < next_s or now - self._last_s < _LEAST_APART_S:
             return
         self._next[kind] = now + apart_s, min(2 * apart_s, _LONGEST_APART_S)
         self._number, self._last_s = self._number + 1, now
-        self._collecting = asyncio.create_task(self._collect(self._number, what))
+        self._collecting = asyncio.create_task(self._collect(self._number, wait))
 
-    async def _collect(self, number: int, what: str) -> None:
+    async def _collect(self, number: int, wait: LongWait) -> None:
         try:
             parts = await asyncio.to_thread(_own)
             parts += await self._of_all_nodes()
-            text = "\n".join([what, "", *parts])
+            text = "\n".join([str(wait), "", *parts])
             path = await asyncio.to_thread(self._folder.write_text, f"{FOLDER}/{number:02d}.txt", text)
             await asyncio.to_thread((path.parent / f"{number - _KEPT:02d}.txt").unlink, missing_ok=True)
         except (EvenkeelError, RayError, OSError) as error:
             self._notify("warning", f"no stacks of the run's processes: {error}")
         else:
-            when = f"a long wait for {what}" if what.endswith(NO_DEADLINE) else f"half of the time for {what} is over"
-            self._notify("info", f"{when}: where every process stands is in {path}")
+            self._notify("info", f"{wait}: where every process stands is in {path}")
 
     async def _of_all_nodes(self) -> list[str]:
         """The cluster's head, which lists them, may be what hangs."""

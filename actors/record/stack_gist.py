@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from actors.processes.wait_notice import NO_DEADLINE
-
 FOLDER = "stacks"
 _FRAME = re.compile(r'File "(.*?)", line (\d+) in (.+)')
 _SERVES = " in run_forever", " in actor_method_executor"
@@ -29,9 +27,7 @@ def newest_gist(run_dir: Path) -> tuple[str, ...]:
 def gist(text: str, name: str) -> tuple[str, ...]:
     """Where each process stood, innermost function first: its main thread, or, of one that serves calls, the thread that does."""
     what, *parts = re.split(r"^=== ", text, flags=re.MULTILINE)
-    what = what.strip()
-    when = f"in a long wait for {what}" if what.endswith(NO_DEADLINE) else f"when half of the time was over for {what}"
-    return (f"{name}, {when}:", *map(_line, parts))
+    return (f"{name} ({what.strip()}):", *map(_line, parts))
 
 
 def _line(part: str) -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from torch import Tensor
 
-from actors.carriers import Example, ForwardRequest, Observation, PreparedBatch, ScatterSample
+from actors.carriers import Example, FetchRequest, ForwardRequest, Observation, PreparedBatch, ScatterSample, ScoringRequest
 from actors.config import RunConfig
 from actors.processes.loop_clock import LoopClock
 from actors.processes.numbered import NumberedCaller
@@ -296,7 +296,7 @@ class CorrectionService(HeartbeatActor):
         correct_s = time.monotonic() - began
         stored = await asyncio.to_thread(ray.put, corrected)
         if fetch_s := self._fetch_s(batch):
-            wanted = ForwardRequest(version, stored, trained_by=self._correction, fetch_s=fetch_s)
+            wanted = FetchRequest(version, stored, self._correction, fetch_s)
             await self._forwards.ask(wanted, deadline_s=self._config.deadlines.forward_s)
             corrected = replace(corrected, batch=replace(corrected.batch, wide=None))  # diagnostics need no tensor that it names
         self._undiagnosed[version] = _Undiagnosed(corrected, split, self._correction)
@@ -360,10 +360,11 @@ class CorrectionService(HeartbeatActor):
             return {}, 0.0
         if not (self._needs_forward and self._replays_engine):
             packed = replace(packed, wide=None)
-        wanted = ForwardRequest(
+        wanted = ScoringRequest(
             version,
+            await asyncio.to_thread(ray.put, packed),
             wants_proximal=self._needs_forward,
             wants_reference=self._wants_reference(version),
             fetch_s=self._fetch_s(packed),
         )
-        return await self._forwards.ask(wanted, packed, deadline_s=self._config.deadlines.forward_s)
+        return await self._forwards.ask(wanted, deadline_s=self._config.deadlines.forward_s)

@@ -13,7 +13,7 @@ from actors.carriers import DiscardReason, StoredGroup
 from actors.processes.numbered import NumberedCaller
 from actors.processes.wait_notice import WaitNotice
 from actors.queue import payloads
-from actors.queue.outstanding import worthless
+from actors.queue.outstanding import discard_reason
 from actors.settings.deadlines import ANSWER_S
 from correction.errors import ActorLost
 from rollout import wide_fields
@@ -53,7 +53,7 @@ class Drawing:
                 continue
             kept, given_up = list[StoredGroup](), dict[DiscardReason, list[int]]()
             for group in drawn:
-                if reason := worthless(group.facts, dynamic_sampling=self._dynamic_sampling):
+                if reason := discard_reason(group.facts, dynamic_sampling=self._dynamic_sampling):
                     given_up.setdefault(reason, []).append(group.group_id)
                 else:
                     kept.append(group)

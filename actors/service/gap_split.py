@@ -12,10 +12,11 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import ray
 import torch
 from torch import Tensor
 
-from actors.carriers import ForwardRequest
+from actors.carriers import KeepRequest, SplitRequest
 from actors.ranks.forwards import AT_SAMPLING, NOW, ForwardRequests
 from correction.batch import PackedBatch
 from correction.variance_split import split_numbers
@@ -56,7 +57,7 @@ class GapSplit:
 
     async def keep(self, version: int) -> float:
         """Have the ranks keep a copy of their weights, which are of `version`. Returns: the seconds that it took."""
-        wanted = ForwardRequest(version, kept_since=version - self._max_staleness)
+        wanted = KeepRequest(version, oldest=version - self._max_staleness)
         _, seconds = await self._forwards.ask(wanted, deadline_s=self._deadline_s)
         return seconds
 
@@ -66,8 +67,9 @@ class GapSplit:
         if (sample := await asyncio.to_thread(self._sample, batch, version)) is None:
             return {}, 0.0
         oldest = version + self._every - self._max_staleness
-        wanted = ForwardRequest(version, scored_since=oldest, fetch_s=self._fetch_s(sample))
-        found, seconds = await self._forwards.ask(wanted, sample, deadline_s=self._deadline_s)
+        stored = await asyncio.to_thread(ray.put, sample)
+        wanted = SplitRequest(version, stored, oldest=oldest, fetch_s=self._fetch_s(sample))
+        found, seconds = await self._forwards.ask(wanted, deadline_s=self._deadline_s)
         return await asyncio.to_thread(_numbers, sample, found[AT_SAMPLING], found[NOW], version), seconds
 
     def _sample(self, batch: PackedBatch, version: int) -> PackedBatch | None:

@@ -35,7 +35,7 @@ import ray
 
 from actors.carriers import ExportPlan, WeightSnapshot
 from actors.config import WeightSyncConfig
-from actors.processes.supervision import abandon, persistently, wait_for
+from actors.processes.supervision import abandon, call_with_retries, wait_for
 from actors.processes.turns import Turns
 from actors.ranks.learner_group import LearnerGroup
 from actors.settings.deadlines import deltas_s
@@ -245,7 +245,7 @@ class WeightSync:
                     continue
                 version, is_asked = published.version, True
                 self._end_probe(target)
-                receipt = await persistently(
+                receipt = await call_with_retries(
                     partial(target.actor.update_weights.remote, version, buckets, checksums, self._generation),
                     f"weight sync v{version} -> rollout worker {target.name}",
                     deadline_s=self._sync_s,

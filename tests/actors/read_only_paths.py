@@ -36,7 +36,7 @@ from learner.results import StepValues
 from rollout.trajectory import Group, TopLogprobs
 from rollout.weight_update import require_checksums
 from tests.actors.read_only_memory import read_only
-from tests.actors.service.service_scene import GROUPS, Learner, Scene, answered, play
+from tests.actors.service.service_scene import GROUPS, Learner, ServiceScene, answered, play
 from tests.learner.learner_cases import VOCAB, grouped_batch, learner_on, off_policy_batch
 from tests.learner.moe_cases import random_routes
 
@@ -84,7 +84,7 @@ def serve(preset: str, steps: int) -> None:
     async def scenario() -> None:
         correction = CorrectionConfig.model_validate({"preset": preset, "kl": {"coefficient": 0.1}})
         learner, monitor = LearnerConfig(optimizer_steps_per_batch=steps), EarlyWarningConfig(split_every=1)
-        scene = Scene(correction=correction, learner=learner, monitor=monitor)
+        scene = ServiceScene(correction=correction, learner=learner, monitor=monitor)
         scene.learner = FarLearner()
         k = needs_topk(correction)
         for version in range(2):

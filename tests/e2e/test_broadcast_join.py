@@ -83,7 +83,7 @@ def compute_until(path: str) -> Any:
     return compute
 
 
-class Scene:
+class JoinScene:
     def __init__(self, group: LearnerGroup, model: Path) -> None:
         self.group, self.model = group, model
         self.dirty: list[str] = []
@@ -136,10 +136,10 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene_of(model: Path, *, workers: int) -> AsyncIterator[Scene]:
+async def scene_of(model: Path, *, workers: int) -> AsyncIterator[JoinScene]:
     config = LearnerConfig(device="cpu", learning_rate=1e-2)
     group, _ = await LearnerGroup.start(RankPlaces(config, {}), model, version=0, bind="127.0.0.1", start_s=300.0, step_s=120.0)
-    scene = Scene(group, model)
+    scene = JoinScene(group, model)
     try:
         await scene.start(workers)
         await scene.sync.publish()

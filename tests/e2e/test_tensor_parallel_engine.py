@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @dataclass(frozen=True)
-class Scene:
+class SplitEngineScene:
     engine: RolloutEngine
     learner: LearnerRank
     loop: BackgroundLoop
@@ -90,18 +90,20 @@ class Scene:
 
 
 @pytest.fixture(scope="module", params=CASES)
-def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engine_loop: BackgroundLoop) -> Iterator[Scene]:
+def scene(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engine_loop: BackgroundLoop
+) -> Iterator[SplitEngineScene]:
     family, shape, settings = CASES[request.param]
     folder = save_tiny_model(save_tiny_tokenizer(tmp_path_factory.mktemp("ranks")), family, **shape)
     config = EngineConfig(device="cpu", max_total_tokens=16_384, max_running_requests=32, tensor_parallel=RANKS, **settings)
     with learner_on(folder, learning_rate=2e-3) as learner:
         engine = engine_loop.run(RolloutEngine.start(folder, config, name="engine of two ranks", has_weights=False))
         engine_loop.run(engine.update_weights(1, copies(learner)))
-        yield Scene(engine, learner, engine_loop, folder)
+        yield SplitEngineScene(engine, learner, engine_loop, folder)
         engine_loop.run(engine.shutdown())
 
 
-def test_what_two_ranks_sample_is_the_learner_s(scene: Scene) -> None:
+def test_what_two_ranks_sample_is_the_learner_s(scene: SplitEngineScene) -> None:
     """Across an update that comes as tensors, in shared memory that both ranks read."""
     engine, learner, first = scene.engine, scene.learner, scene.engine.version + 1
     assert len([role for role in engine.process_ids if role.startswith("scheduler")]) == RANKS
@@ -117,7 +119,7 @@ def test_what_two_ranks_sample_is_the_learner_s(scene: Scene) -> None:
     assert scene.loop.run(engine.weight_checksums(stepped)) == learner.weight_checksums()
 
 
-def test_what_a_rank_holds_of_a_group_s_attention_is_what_plan_says(scene: Scene) -> None:
+def test_what_a_rank_holds_of_a_group_s_attention_is_what_plan_says(scene: SplitEngineScene) -> None:
     """Each group has all heads, each rank the whole embedding; the rest is cut over all ranks."""
     groups = scene.engine.config.attention_data_parallel
     if groups == 1:
@@ -131,7 +133,7 @@ def test_what_a_rank_holds_of_a_group_s_attention_is_what_plan_says(scene: Scene
         assert held == ModelShape.read(scene.folder).weight_bytes("float32", RANKS, attention_groups=groups)
 
 
-def test_experts_are_told_by_their_numbers_in_the_files(scene: Scene, tmp_path: Path) -> None:
+def test_experts_are_told_by_their_numbers_in_the_files(scene: SplitEngineScene, tmp_path: Path) -> None:
     """Whichever rank holds them: what is replayed is what Hugging Face's routers choose with these weights."""
     if not scene.engine.config.return_routed_experts:
         pytest.skip("a dense model")
@@ -144,7 +146,7 @@ def test_experts_are_told_by_their_numbers_in_the_files(scene: Scene, tmp_path: 
     assert numbers == set(range(8)), "of both ranks"
 
 
-def test_both_ranks_are_members_of_a_broadcast(scene: Scene) -> None:
+def test_both_ranks_are_members_of_a_broadcast(scene: SplitEngineScene) -> None:
     engine, version = scene.engine, scene.engine.version + 1
     stepped = scene.step(scene.batch_of(version - 1, seed=2))
     specs = [bucket.specs for bucket in stepped]
@@ -173,7 +175,7 @@ def test_both_ranks_are_members_of_a_broadcast(scene: Scene) -> None:
     assert scene.loop.run(engine.weight_checksums(stepped)) == scene.learner.weight_checksums()
 
 
-def test_one_rank_that_dies_takes_the_engine_with_it(scene: Scene) -> None:
+def test_one_rank_that_dies_takes_the_engine_with_it(scene: SplitEngineScene) -> None:
     """The last test of an engine: calls that wait, and later ones, are told; no process is left after the shutdown."""
     engine, weights = scene.engine, copies(scene.learner)
     pids = engine.process_ids

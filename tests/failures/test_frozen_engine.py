@@ -34,7 +34,7 @@ def stop_the_learner(run: Run) -> None:
     os.kill(rank, signal.SIGCONT)
     recovery.wait()
     title, *stands = newest_gist(run.run_dir)
-    assert "half of the time was over for learner step" in title
+    assert "half of the time for learner step" in title
     told = {line.partition(" (process ")[0]: line for line in stands}
     assert any("LearnerRankActor" in name and "state T (stopped)" in line for name, line in told.items()), stands
     assert any("RolloutWorker" in name for name in told) and any("sglang::scheduler" in name for name in told), stands

@@ -14,10 +14,10 @@ from correction.errors import ConfigError, DataError
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.config import FileTask, HuggingFaceTask, ReasoningGymTask
 from rollout.gym_entry import as_json, from_json
+from rollout.prompt_place import PromptPlace
 from rollout.questions import hash_share, text_key
 from rollout.reward_process import create_reasoning_gym
 from rollout.tasks import Demonstration, build_task
-from rollout.trajectory import PromptPlace
 from tests.rollout.row_files import numbered, write_rows
 
 TWO_TERMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}

@@ -43,7 +43,7 @@ HALVES: dict[int, torch.Tensor] = {}
 """Memory that two processes would share, by its address."""
 
 
-class Scene:
+class TransferScene:
     """A worker whose engine's SGLang keeps what it was asked, and what it read of each bucket while the next one was prepared."""
 
     def __init__(
@@ -107,7 +107,7 @@ def test_a_slow_network_lengthens_no_pause(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(rollout_worker, "time", SimpleNamespace(monotonic=now, time=now))
         paused = []
         for delay_s in (0.0, 5.0):
-            scene = Scene(monkeypatch, load_s=0.1)
+            scene = TransferScene(monkeypatch, load_s=0.1)
             buckets = [scene.arrives(bucket, delay_s * i / 2) for i, bucket in enumerate(BUCKETS)]
             monkeypatch.setattr(scene.engine, "weight_checksums", lambda *_: asyncio.sleep(0.0, SUMS))
             receipt = await scene.worker.update_weights(1, buckets, SUMS)
@@ -135,7 +135,7 @@ def test_the_pause_begins_when_sampling_has_stopped(monkeypatch: pytest.MonkeyPa
     async def takes(seconds: float) -> None:
         now[0] += seconds
 
-    scene = Scene(monkeypatch)
+    scene = TransferScene(monkeypatch)
     monkeypatch.setattr(weight_update, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(weight_transfer, "pause_and_begin", lambda *_: takes(0.5))
     monkeypatch.setattr(weight_transfer, "send", lambda *_, **__: takes(0.25))
@@ -152,7 +152,7 @@ def test_the_next_bucket_is_prepared_while_one_is_loaded(monkeypatch: pytest.Mon
 
     async def scenario() -> None:
         HALVES.clear()
-        scene = Scene(monkeypatch, waits_for_next=True)
+        scene = TransferScene(monkeypatch, waits_for_next=True)
         for _ in range(2):
             scene.events.clear()
             await asyncio.wait_for(scene.engine.update_weights(1, BUCKETS), 20.0)
@@ -169,7 +169,7 @@ def test_weights_that_arrive_wrong_do_not_stop_the_engine(monkeypatch: pytest.Mo
     """One bit differs; or a tensor is none of this model's, in a bucket that an iterator brings first."""
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch)
+        scene = TransferScene(monkeypatch)
         other = WeightBucket.of({"layer0": torch.arange(4.0) + 1e-6 if wrong == "bytes" else torch.zeros(5)})
         message = "layer0 arrived with other bytes" if wrong == "bytes" else r"layer0 is float32 \[5\].*still serves its old weights"
         with pytest.raises(SyncError, match=message):
@@ -188,7 +188,7 @@ def test_weights_that_never_arrive_leave_the_engine_as_it_was(monkeypatch: pytes
         yield BUCKETS[0]
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch, update_s=2.0)
+        scene = TransferScene(monkeypatch, update_s=2.0)
         with pytest.raises(DeadlineExceeded, match=r"v0 -> v1, retract: the weights were not there in 2 s; The engine still serves"):
             await scene.engine.update_weights(1, nothing())
         assert scene.events == [] and scene.engine.version == 0
@@ -202,7 +202,7 @@ def test_an_update_whose_weights_come_after_a_newer_one_is_left_out(monkeypatch:
     """The sync has given it up: it must not take the engine back to an older version."""
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch)
+        scene = TransferScene(monkeypatch)
         late = asyncio.create_task(scene.worker.update_weights(1, [scene.arrives(bucket, 0.2) for bucket in BUCKETS], {}))
         await asyncio.sleep(0.05)
         await scene.worker.update_weights(2, [scene.arrives(bucket) for bucket in BUCKETS], {})
@@ -217,7 +217,7 @@ def test_a_call_for_older_weights_that_comes_late_itself_is_refused(monkeypatch:
     """It was given up long ago, and runs after newer ones are in. In another generation of the run the same number is another version."""
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch)
+        scene = TransferScene(monkeypatch)
         await scene.worker.update_weights(2, [scene.arrives(bucket) for bucket in BUCKETS], {})
         with pytest.raises(SyncError, match="weights v1 were asked for after v2; those stay"):
             await scene.worker.update_weights(1, [scene.arrives(bucket) for bucket in BUCKETS], {})

@@ -162,7 +162,7 @@ def a_new_queue_has_the_batch_in_training_once_more() -> Iterator[None]:
 @contextmanager
 def a_new_queue_has_the_discarded_groups_back() -> Iterator[None]:
     """Others were admitted in their places."""
-    with mock.patch("actors.queue.outstanding.worthless", lambda *_, **__: ""):
+    with mock.patch("actors.queue.outstanding.discard_reason", lambda *_, **__: ""):
         yield
 
 

@@ -24,7 +24,7 @@ from actors.commands.questions import questions
 from actors.commands.recipe import load_config
 from actors.commands.resume_point import find_resume_point, run_config
 from actors.commands.train import train_run
-from actors.commands.words import run_dir_of
+from actors.commands.train_arguments import run_dir_of
 from actors.config import RunConfig
 from actors.doctor import gather
 from actors.doctor.facts import NodeFacts

@@ -11,11 +11,11 @@ import pytest
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.doctor.door import Listener, no_way
 from actors.doctor.driver_gpus import links_of_driver
 from actors.doctor.facts import GpuFact, Link, NodeFacts
 from actors.doctor.link_rules import gpus_of_a_group_are_linked, ports_are_open, rdma_may_lock_memory
 from actors.doctor.node_rules import NODE_RULES
+from actors.doctor.port_check import PortListener, why_unreachable
 from actors.settings.derived import derived
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -123,16 +123,16 @@ def test_a_port_is_needed_where_a_rank_or_an_engine_may_be(facts: dict[str, Any]
 
 def test_a_listener_is_reached_and_what_is_not_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.metrics.exporter.node_address", lambda: "127.0.0.1")
-    listener = Listener()
+    listener = PortListener()
     address = listener.open()
-    assert [no_way(address), no_way(address)] == ["", ""]
+    assert [why_unreachable(address), why_unreachable(address)] == ["", ""]
     listener._socket.close()
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))  # and nobody listens
-        assert "refused" in no_way(reserved.getsockname())
-    monkeypatch.setattr("actors.doctor.door._CONNECT_S", 0.2)
+        assert "refused" in why_unreachable(reserved.getsockname())
+    monkeypatch.setattr("actors.doctor.port_check._CONNECT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert "timed out" in no_way(silent.getsockname())
+        assert "timed out" in why_unreachable(silent.getsockname())
 
 
 def test_what_nvidia_smi_says_of_links(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ import pytest
 import ray
 
 from actors.doctor import gather
-from actors.doctor.door import Listener
 from actors.doctor.driver_gpus import gpus_of_driver
 from actors.doctor.facts import GpuFact, NodeFacts
 from actors.doctor.gather import nodes_of_cluster, this_node
 from actors.doctor.node_rules import on_nodes
+from actors.doctor.port_check import PortListener
 from rollout.engine_capabilities import TESTED_SGLANG
 from tests.actors.doctor.test_doctor import DENSE, H100, NO_FOLDER, eight
 from tests.actors.known_models import QWEN3_8B, save_config
@@ -121,7 +121,7 @@ class QuietRay:
         return SimpleNamespace(options=on)
 
     def _called(self, kind: Callable[..., Any], node: str) -> Callable[..., Any]:
-        if kind is Listener:
+        if kind is PortListener:
             opened = (node, lambda: (f"10.0.0.{node}", 40_123))
             return lambda: SimpleNamespace(node=node, open=SimpleNamespace(remote=lambda: opened))
         if kind is this_node:

@@ -187,12 +187,12 @@ def test_a_signal_while_the_learner_waits_for_its_batch_saves_at_once() -> None:
         run = controller(observer)
         saved: list[int] = []
 
-        async def insist(step: int, save: Any) -> None:
+        async def save_with_retries(step: int, save: Any) -> None:
             saved.append(step)
 
         run._ending.is_training = True
         run._source, run._learner = source(run, FakeActor(Starved())), SimpleNamespace(abort=nothing)  # type: ignore[assignment]
-        run._checkpoints = SimpleNamespace(finished=nothing, insist=insist, saved_step=1)  # type: ignore[assignment]
+        run._checkpoints = SimpleNamespace(finished=nothing, save_with_retries=save_with_retries, saved_step=1)  # type: ignore[assignment]
         with run._ending.handled():
             await run._train_and_save()
         assert saved == [2] and run._step == 2
@@ -226,7 +226,7 @@ def test_sigterm_saves_without_the_step_under_way_and_ctrl_c_with_it(number: int
         async def abort() -> None:
             is_aborted.set()
 
-        async def insist(step: int, save: Any) -> None:
+        async def save_with_retries(step: int, save: Any) -> None:
             saved.append(step)
 
         async def settle(*_: Any, **__: Any) -> tuple[dict[str, int], list[Any]]:
@@ -236,9 +236,9 @@ def test_sigterm_saves_without_the_step_under_way_and_ctrl_c_with_it(number: int
         run._source, run._learner = source(run, FakeActor(Service())), SimpleNamespace(abort=abort)  # type: ignore[assignment]
         run._source.settle, run._learn_and_publish = settle, learn  # type: ignore[method-assign]
         run._steps = SimpleNamespace(report_during=lambda work, **_: work, end_step=lambda _: None)  # type: ignore[assignment]
-        run._fruitless = SimpleNamespace(note=lambda *_: None)  # type: ignore[assignment]
+        run._empty_steps = SimpleNamespace(note=lambda *_: None)  # type: ignore[assignment]
         run._checkpoints = SimpleNamespace(  # type: ignore[assignment]
-            finished=nothing, insist=insist, saved_step=1, is_due=lambda step: False
+            finished=nothing, save_with_retries=save_with_retries, saved_step=1, is_due=lambda step: False
         )
         with run._ending.handled():
             await run._train_and_save()

@@ -70,10 +70,10 @@ def playing(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 def empty_step(run: Controller, step: int) -> None:
     """One of whose batch nothing was left."""
-    run._fruitless.note(step, SimpleNamespace(groups=()), SimpleNamespace(trained_tokens=0))  # type: ignore[arg-type]
+    run._empty_steps.note(step, SimpleNamespace(groups=()), SimpleNamespace(trained_tokens=0))  # type: ignore[arg-type]
 
 
-def test_fruitless_steps_are_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_steps_are_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """max_staleness + 3 in a row end a run. What is sampled again after a return are other answers: those before don't count."""
 
     async def scenario() -> None:
@@ -360,7 +360,7 @@ def test_a_flush_that_nobody_waits_for_any_more_is_over_before_the_ledger_is_cut
 
         monkeypatch.setattr(ledger, "_append", slow)
         monkeypatch.setattr(run, "_train", nothing)
-        monkeypatch.setattr(run._checkpoints, "insist", nothing)
+        monkeypatch.setattr(run._checkpoints, "save_with_retries", nothing)
         ledger.settle(1, trained=["train/0/0"])
         saving = asyncio.create_task(run._train_and_save())
         await asyncio.to_thread(is_writing.wait, 20.0)

@@ -22,6 +22,7 @@ from actors.record.step_report import _placed, diagnostic_metrics
 from actors.record.terminal import step_line
 from correction import CorrectionConfig, correct, diagnose, loss_metrics, policy_loss
 from correction.errors import ConfigError
+from correction.parts import CriterionConfig
 from correction.quantities import DIAGNOSTICS, LOSS_METRICS, Quantity, Unit, of_family
 from tests.correction.fixtures import random_batch
 
@@ -55,7 +56,31 @@ def test_an_unlisted_name_is_an_error_that_names_the_nearest(name: str, nearest:
     assert f"{name!r} is not in the catalogue" in str(caught.value) and f"nearest one is {nearest!r}" in str(caught.value)
 
 
-def test_families_are_open_at_the_end() -> None:
+@pytest.mark.parametrize(
+    ("name", "members"),
+    [
+        ("pool/scaled_total/nonsense", "learner_waits|workers_wait|no_longer_needed"),
+        ("monitor/alarms_total/no_symptom", "mismatch_k3_kl|k3_kl|ess_token"),
+        ("learner/skipped_updates/typo", "not_finite|overflow|no_gradient"),
+        ("learner/group_grad_norm/hed", "router|norms|attention|mlp|embedding|lm_head"),
+        ("correction/rejected_by_typo", "token|turn|sequence|geometric|maximum"),
+        ("correction/staleness_share_x", r"\d+"),
+        ("staleness/tokens/x", r"\d+\+?"),
+    ],
+)
+def test_a_family_of_our_own_numbers_has_the_members_that_are_listed(name: str, members: str) -> None:
+    """An error names them. The line of a run that has such a number is read without it."""
+    with pytest.raises(MetricError) as caught:
+        StepMetrics(1, {name: 1.0})
+    assert f"{name!r} is not in the catalogue" in str(caught.value) and members in str(caught.value)
+    assert dict(StepMetrics.of_record({"step": 1, name: 1.0, "reward/mean": 1.0})) == {"step": 1, "reward/mean": 1.0}
+
+
+def test_families_whose_members_users_choose_are_open() -> None:
+    assert {name for name, metric in CATALOGUE.items() if metric.is_family and not metric.members} == {
+        "reward/component/", *(f"worker/{quantity}/" for quantity in ("tokens", "groups", "wait_share", "weight_version")),
+    }
+    assert CriterionConfig(upper=2.0).label == "ratio_token_rho" and is_listed("correction/rejected_by_binary_kl_max_sequence_q_2")
     assert lookup("reward/component/format").name == "reward/component/" and member("reward/component/format") == "format"
     assert member("reward/mean") == ""
     assert member("correction/rejected_by_k3_token_rho") == "k3_token_rho" and not is_listed("correction/rejected_by_")

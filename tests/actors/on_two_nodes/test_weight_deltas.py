@@ -63,7 +63,7 @@ class Learner:
         return {node for places in found.values() for node in places["node_ids"]}
 
 
-class Scene:
+class DeltaScene:
     """Two engines on the far node and one on the learner's; every update is compared by checksums."""
 
     def __init__(self, nodes: Nodes) -> None:
@@ -115,7 +115,7 @@ class Scene:
 
 def play(nodes: Nodes, scenario: Any) -> None:
     async def whole() -> None:
-        scene = Scene(nodes)
+        scene = DeltaScene(nodes)
         await scene.start()
         await scenario(scene)
         await scene.close()
@@ -144,7 +144,7 @@ def random_bytes(size: int, seed: int) -> torch.Tensor:
 
 
 def test_only_the_differences_cross_the_network_and_a_node_makes_a_version_once(nodes: Nodes) -> None:
-    async def scenario(scene: Scene) -> None:
+    async def scenario(scene: DeltaScene) -> None:
         for _ in range(4):
             before = stored_bytes(scene.far)
             found = await scene.step()
@@ -161,7 +161,7 @@ def test_only_the_differences_cross_the_network_and_a_node_makes_a_version_once(
 def test_who_was_busy_meanwhile_and_who_comes_read_what_the_node_has_made(nodes: Nodes) -> None:
     """The busy engine skips versions 1 and 2, the other does not exist yet."""
 
-    async def scenario(scene: Scene) -> None:
+    async def scenario(scene: DeltaScene) -> None:
         slow = scene.targets.pop("b")
         scene.sync.leave("b")
         for _ in range(2):
@@ -180,7 +180,7 @@ def test_who_was_busy_meanwhile_and_who_comes_read_what_the_node_has_made(nodes:
 def test_a_node_that_is_behind_takes_several_steps_in_one(nodes: Nodes) -> None:
     """Its first whole version took so long that three newer ones were out."""
 
-    async def scenario(scene: Scene) -> None:
+    async def scenario(scene: DeltaScene) -> None:
         assert scene.sync._deltas is not None
         first = scene.sync._deltas._copies.pop(scene.far.node_id)
         snapshot = scene.sync._versions.newest.snapshot  # type: ignore[union-attr]
@@ -206,7 +206,7 @@ def test_a_node_that_is_behind_takes_several_steps_in_one(nodes: Nodes) -> None:
 
 
 def test_what_does_not_lead_to_the_learners_bytes_leads_to_the_whole_and_then_to_differences_again(nodes: Nodes) -> None:
-    async def scenario(scene: Scene) -> None:
+    async def scenario(scene: DeltaScene) -> None:
         assert scene.sync._deltas is not None
         copy = scene.sync._deltas._copies[scene.far.node_id]
         copy.buckets = [ray.put(WeightBucket.of({name: one + 1})) for name, one in scene.learner.weights.items()]
@@ -226,7 +226,7 @@ def test_what_does_not_lead_to_the_learners_bytes_leads_to_the_whole_and_then_to
 def test_a_node_on_which_nothing_can_be_made_fetches_the_whole(nodes: Nodes) -> None:
     """Ray knows of no such node, as of one that has just gone; the engine of it is there all the same."""
 
-    async def scenario(scene: Scene) -> None:
+    async def scenario(scene: DeltaScene) -> None:
         scene.targets["a"].node = "f" * 56
         for _ in range(2):
             found = await scene.step()
@@ -236,7 +236,7 @@ def test_a_node_on_which_nothing_can_be_made_fetches_the_whole(nodes: Nodes) -> 
 
 
 def test_a_node_without_engines_is_forgotten(nodes: Nodes) -> None:
-    async def scenario(scene: Scene) -> None:
+    async def scenario(scene: DeltaScene) -> None:
         assert scene.sync._deltas is not None and set(scene.sync._deltas._copies) == {scene.far.node_id}
         for name in ("a", "b"):
             scene.sync.leave(name)

@@ -33,7 +33,7 @@ def raised(error: Exception) -> ray.exceptions.RayTaskError:
 class Worker:
     """Samples at once, unless its turn in `faults` says what to raise or to wait for."""
 
-    def __init__(self, name: str, scene: Scene) -> None:
+    def __init__(self, name: str, scene: PoolScene) -> None:
         self.name, self.scene = name, scene
         self.sampled: list[int] = []
         self.answered = 0
@@ -89,7 +89,7 @@ class Sync:
         self.left.append(name)
 
 
-class Scene:
+class PoolScene:
     """A pool with its queue, and what it reported."""
 
     def __init__(

@@ -40,7 +40,7 @@ class Queue:
             raise ray.exceptions.ActorDiedError()
 
 
-class Scene:
+class DeliveryScene:
     def __init__(self, *, failing: Sequence[int] = ()) -> None:
         self.queue = Queue(failing)
         self.told: list[str] = []
@@ -64,7 +64,7 @@ def test_while_the_learner_is_at_work_groups_wait_a_moment_for_others() -> None:
     came. Order is kept."""
 
     async def scenario() -> None:
-        scene = Scene()
+        scene = DeliveryScene()
         for i in range(32):
             scene.finish(i)
             await asyncio.sleep(1 / 30)
@@ -78,7 +78,7 @@ def test_while_the_learner_waits_no_group_does_but_for_a_call_under_way() -> Non
     """The first goes at once; what finishes during its call goes with the next. A learner that begins to wait ends the moment."""
 
     async def scenario() -> None:
-        scene, clock = Scene(), asyncio.get_running_loop().time
+        scene, clock = DeliveryScene(), asyncio.get_running_loop().time
         scene.finish(0)
         await asyncio.sleep(0.02)
         assert scene.queue.calls == []
@@ -104,7 +104,7 @@ def test_the_groups_of_a_call_that_fails_go_with_the_next_one() -> None:
     """A queue that lives takes them then; one that is dead is replaced, and its successor is told of all that is under way."""
 
     async def scenario() -> None:
-        scene = Scene(failing=[1])
+        scene = DeliveryScene(failing=[1])
         with scene.delivery.urgent():
             scene.finish(0)
             await asyncio.sleep(0.001)

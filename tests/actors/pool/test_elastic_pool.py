@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from actors.carriers import Ticket
+from actors.carriers import ScalingCause, Ticket
 from actors.pool.departures import first_to_leave
 from actors.pool.preemption import watch_nodes
-from actors.pool.scaling import Cause
 from actors.processes.supervision import HALF_OVER
+from actors.processes.wait_notice import LongWait
 from rollout.config import AnswerSampling
 from rollout.trajectory import FinishReason, Trajectory, UnfinishedGroup, VersionSpan, ids_of, logprobs_of
 from tests.actors.cases import prompt
@@ -104,9 +104,10 @@ def test_waiting_for_a_node_is_no_failure_however_long(monkeypatch: pytest.Monke
         await scene.until(lambda: scene.joined() == ["0", "1"])
         feeding.cancel()
 
-    stacks: list[str] = []
+    stacks: list[LongWait] = []
     simulate(scenario)
-    assert stacks == [f"{NODE} 1 (no deadline)"], "once; and not for a SIGTERM to a worker that is up, which is waited for as long as it is"
+    once = "and not for a SIGTERM to a worker that is up, which is waited for as long as it is"
+    assert stacks == [LongWait(f"{NODE} 1", has_deadline=False)], once
 
 
 def test_the_first_node_may_be_long_in_coming_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +120,9 @@ def test_the_first_node_may_be_long_in_coming_too(monkeypatch: pytest.MonkeyPatc
         assert scene.now > 3600 and scene.killed == []
         feeding.cancel()
 
-    stacks: list[str] = []
+    stacks: list[LongWait] = []
     simulate(scenario)
-    assert stacks == ["the first rollout worker (no deadline)", f"{NODE} 0 (no deadline)"]
+    assert stacks == [LongWait("the first rollout worker", has_deadline=False), LongWait(f"{NODE} 0", has_deadline=False)]
 
 
 def test_an_engine_that_does_not_start_on_its_node_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +300,7 @@ def test_the_pool_follows_a_learner_that_becomes_slower(monkeypatch: pytest.Monk
         for _ in range(40):
             await scene.step()
         assert scene.pool.target == 3 and scene.joined() == ["0", "1", "2"]
-        assert [(d.target, d.cause) for d in scene.decisions] == [(3, Cause.LEARNER_WAITS)]
+        assert [(d.target, d.cause) for d in scene.decisions] == [(3, ScalingCause.LEARNER_WAITS)]
         for _ in range(20):
             await scene.step()
         assert len(scene.decisions) == 1, "at constant load it stays"
@@ -307,7 +308,7 @@ def test_the_pool_follows_a_learner_that_becomes_slower(monkeypatch: pytest.Monk
         for _ in range(20):
             await scene.step()
         assert scene.pool.target == 1 and len(scene.joined()) == 1 and len(scene.left) == 2
-        assert {d.cause for d in scene.decisions[1:]} == {Cause.WORKERS_WAIT}
+        assert {d.cause for d in scene.decisions[1:]} == {ScalingCause.WORKERS_WAIT}
         scene.assert_balanced()
         feeding.cancel()
 

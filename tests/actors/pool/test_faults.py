@@ -16,6 +16,7 @@ from actors.config import DeadlinesConfig
 from actors.pool.dispatch import WaitingWork
 from actors.pool.faults import GroupBook
 from actors.processes.supervision import HALF_OVER
+from actors.processes.wait_notice import LongWait
 from correction.errors import DeadlineExceeded, RequestError, counted
 from tests.actors.pool.mortal_workers import GROUP_S, START_S, Mortal, Outcome, World, play
 from tests.failures.measured import PLAYED, Measured
@@ -60,7 +61,7 @@ def test_fifteen_minutes_without_workers(monkeypatch: pytest.MonkeyPatch) -> Non
     """The run says what it waits for, nobody's deadline counts meanwhile, and it goes on when a node comes."""
 
     async def scenario() -> None:
-        HALF_OVER.set(lambda what: stacks.append((what, world.now - began)))
+        HALF_OVER.set(lambda wait: stacks.append((wait, world.now - began)))
         world = World(monkeypatch, workers=2, places=8)
         await world.begin()
         await asyncio.sleep(GROUP_S / 2)
@@ -80,9 +81,10 @@ def test_fifteen_minutes_without_workers(monkeypatch: pytest.MonkeyPatch) -> Non
         follows = "the run waits, says for what, and goes on when nodes come: from then on an engine's start and a group"
         Measured("all workers lost, and no node for 15 minutes", follows, world.now - began - 900.0, world.sampled_again, PLAYED).write()
 
-    stacks: list[tuple[str, float]] = []
+    stacks: list[tuple[LongWait, float]] = []
     play(scenario)
-    assert sum(what.endswith(" <- a rollout worker with weights v0 (no deadline)") for what, _ in stacks) == 1, "and two for a node"
+    for_weights = [wait for wait, _ in stacks if wait.what.endswith(" <- a rollout worker with weights v0") and not wait.has_deadline]
+    assert len(for_weights) == 1, "and two for a node"
     assert [at for _, at in stacks] == pytest.approx([600.0] * 3, abs=1.0)
 
 

@@ -14,6 +14,7 @@ from actors.carriers import Ticket
 from actors.pool.faults import LossBook
 from actors.pool.workers import LostGroups, WorkerHandle
 from actors.processes.supervision import HALF_OVER
+from actors.processes.wait_notice import LongWait
 from actors.weights.weight_sync import SyncTarget
 from correction.errors import EngineError, LateError
 from rollout.config import AnswerSampling
@@ -160,7 +161,7 @@ def test_a_frozen_worker_is_condemned_by_its_heartbeat(monkeypatch: pytest.Monke
     stacks: list[float] = []
 
     async def scenario() -> None:
-        HALF_OVER.set(lambda what: stacks.append(world.now - froze) if what == "heartbeat <- rollout worker 0" else None)
+        HALF_OVER.set(lambda wait: stacks.append(world.now - froze) if wait.what == "heartbeat <- rollout worker 0" else None)
         world = World(monkeypatch, workers=2, places=8)
         await world.begin()
         await asyncio.sleep(1.0)
@@ -184,7 +185,7 @@ def test_a_frozen_worker_is_condemned_by_its_heartbeat(monkeypatch: pytest.Monke
 
 def test_stacks_are_asked_for_once_each_time_an_engine_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its worker answers, and says for how long the engine has not: half of its time is 15 s."""
-    stacks: list[str] = []
+    stacks: list[LongWait] = []
 
     async def scenario() -> None:
         HALF_OVER.set(stacks.append)
@@ -196,7 +197,7 @@ def test_stacks_are_asked_for_once_each_time_an_engine_is_silent(monkeypatch: py
         assert world.lost == []
 
     play(scenario)
-    assert stacks == ["heartbeat <- rollout worker 1"] * 2
+    assert stacks == [LongWait("heartbeat <- rollout worker 1")] * 2
 
 
 def test_a_worker_that_has_just_finished_something_is_not_asked_whether_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,14 +19,14 @@ from correction.errors import DeadlineExceeded, EngineDirty, EngineError
 from rollout.config import AnswerSampling
 from rollout.trajectory import WorkerLoad
 from tests.actors.cases import CallResult, FakeActor, prompt
-from tests.actors.pool.pool_scene import DEAD, Scene, hang, play, raised
+from tests.actors.pool.pool_scene import DEAD, PoolScene, hang, play, raised
 from tests.actors.processes.turn_counter import TurnCounter
 
 
 @pytest.mark.parametrize("fault", [DEAD, raised(EngineError("the scheduler is gone"))], ids=["process dead", "engine dead"])
 def test_groups_of_a_lost_worker_are_sampled_by_its_replacement(monkeypatch: pytest.MonkeyPatch, fault: Exception) -> None:
     async def scenario() -> None:
-        scene = Scene(monkeypatch, faults={"0": fault})
+        scene = PoolScene(monkeypatch, faults={"0": fault})
         await scene.begin()
         await scene.until_finished(8)
         assert sorted(scene.finished) == list(range(8)) and sorted(scene.workers["1"].sampled) == list(range(8))
@@ -44,7 +44,7 @@ def test_a_dirty_engine_is_synced_again_and_its_worker_stays(monkeypatch: pytest
     """Eight groups (four parts of an evaluation) fail with it at once: one sync, and no work before its receipt."""
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch, faults={"0": raised(EngineDirty("the update to v1 failed"))}, places=8 if kind == "group" else 0)
+        scene = PoolScene(monkeypatch, faults={"0": raised(EngineDirty("the update to v1 failed"))}, places=8 if kind == "group" else 0)
         await scene.begin()
         asking = asyncio.create_task(scene.pool.answer([prompt(i) for i in range(128)], AnswerSampling())) if kind == "evaluation" else None
         while not scene.sync.dirty:
@@ -67,7 +67,7 @@ def test_a_dirty_engine_is_synced_again_and_its_worker_stays(monkeypatch: pytest
 
 def test_an_engine_that_stays_dirty_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        scene = Scene(monkeypatch, faults={"0": raised(EngineDirty("the update to v1 failed"))}, places=1)
+        scene = PoolScene(monkeypatch, faults={"0": raised(EngineDirty("the update to v1 failed"))}, places=1)
         await scene.begin()
         for resync in range(1, 4):
             while len(scene.sync.dirty) < resync:
@@ -85,7 +85,7 @@ def test_a_wait_for_the_published_weights_says_so_and_ends(monkeypatch: pytest.M
     """Eight groups wait for one worker: that is said once each time, and at the deadline the error names groups, version and workers."""
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch, behind={"0"}, worker_s=0.7)
+        scene = PoolScene(monkeypatch, behind={"0"}, worker_s=0.7)
         await scene.begin()
         missing = r"\(1 worker joined, 0 of them with these weights, 0 starting\)"
         what = r"8 groups \(the oldest is 0\) <- a rollout worker with weights v0: not done in 1 s " + missing
@@ -101,7 +101,7 @@ def test_loads_are_asked_for_at_once_and_a_worker_that_hangs_is_left_out(monkeyp
     async def scenario() -> None:
         monkeypatch.setattr(actors.pool.workers, "_LOAD_S", 0.3)
         together = asyncio.Barrier(3)
-        scene = Scene(monkeypatch, workers=4, faults={"2": hang} | dict.fromkeys("013", together.wait))
+        scene = PoolScene(monkeypatch, workers=4, faults={"2": hang} | dict.fromkeys("013", together.wait))
         scene.pool.start()
         while len(scene.joined) < 4:
             await asyncio.sleep(0.01)
@@ -121,7 +121,7 @@ def test_after_a_step_the_loads_come_with_the_receipts_of_its_version(monkeypatc
         def asks(name: str) -> Callable[[], Awaitable[None]]:
             return lambda: asyncio.sleep(0, asked.append(name))
 
-        scene = Scene(monkeypatch, workers=3, places=0, faults={name: asks(name) for name in "012"})
+        scene = PoolScene(monkeypatch, workers=3, places=0, faults={name: asks(name) for name in "012"})
         await scene.begin()
         while len(scene.joined) < 3:
             await asyncio.sleep(0.01)
@@ -154,7 +154,7 @@ def test_calls_that_begin_together_are_made_a_few_to_a_turn_of_the_event_loop(mo
         async def note() -> None:
             made.append(counter.turn)
 
-        scene = Scene(monkeypatch, workers=8, places=24, faults=dict.fromkeys(map(str, range(8)), note))
+        scene = PoolScene(monkeypatch, workers=8, places=24, faults=dict.fromkeys(map(str, range(8)), note))
         scene.pool.start()
         while len(scene.joined) < 8:
             await asyncio.sleep(0.01)
@@ -175,7 +175,7 @@ def test_groups_that_wait_for_their_turn_are_not_sent_to_a_worker_that_failed(mo
     """Nor do they get a strike: they never were on it."""
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch, places=0)
+        scene = PoolScene(monkeypatch, places=0)
         (await scene.begin()).cancel()
         worker, calls = scene.pool._workers["0"], list[int]()
 
@@ -204,7 +204,7 @@ def test_a_group_that_was_finished_before_the_worker_died_goes_to_the_queue(monk
     """The driver has it and delivers it, with or without the worker: others sample what was under way, and that alone."""
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch, places=3)
+        scene = PoolScene(monkeypatch, places=3)
         at_its_end: list[int] = []
 
         async def finish_one_and_die() -> None:
@@ -228,7 +228,7 @@ def test_groups_of_a_call_to_the_queue_that_failed_are_handed_over_again(monkeyp
     """All eight were on board; the queue lives, as the next call shows, and has each of them once."""
 
     async def scenario() -> None:
-        scene, failed = Scene(monkeypatch), list[list[int]]()
+        scene, failed = PoolScene(monkeypatch), list[list[int]]()
         put = scene.queue.put
 
         async def fails_once(groups: list[StoredGroup]) -> None:
@@ -265,7 +265,7 @@ def test_what_a_failed_call_would_have_returned_is_looked_at(monkeypatch: pytest
 
     async def scenario() -> None:
         looked_at = numbers_looked_at(monkeypatch)
-        scene = Scene(monkeypatch, faults={"0": raised(EngineError("the scheduler is gone"))}, places=1)
+        scene = PoolScene(monkeypatch, faults={"0": raised(EngineError("the scheduler is gone"))}, places=1)
         await scene.begin()
         await scene.until_finished(1)
         assert scene.workers["1"].sampled == [0] and sorted(looked_at) == [0, 0, 0, 1, 1]
@@ -278,7 +278,7 @@ def test_an_answer_that_comes_after_the_work_was_withdrawn_reaches_no_queue(monk
 
     async def scenario() -> None:
         go_on, looked_at = asyncio.Event(), numbers_looked_at(monkeypatch)
-        scene = Scene(monkeypatch, faults={"0": go_on.wait}, places=1)
+        scene = PoolScene(monkeypatch, faults={"0": go_on.wait}, places=1)
         await scene.begin()
         while not scene.pool._workers["0"].groups:
             await asyncio.sleep(0.01)
@@ -300,7 +300,7 @@ def test_what_a_call_takes_besides_sampling_is_recorded(monkeypatch: pytest.Monk
     """The worker's groups say that they were sampled and scored in no time; its calls take 0.3 s."""
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch, faults={"0": lambda: asyncio.sleep(0.3)}, places=2)
+        scene = PoolScene(monkeypatch, faults={"0": lambda: asyncio.sleep(0.3)}, places=2)
         await scene.begin()
         await scene.until_finished(2)
         assert scene.pool._outstanding.delays.read()["time/call_s"] >= 0.3
@@ -310,7 +310,7 @@ def test_what_a_call_takes_besides_sampling_is_recorded(monkeypatch: pytest.Monk
 
 def test_other_workers_take_over_without_waiting_for_the_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        scene = Scene(monkeypatch, workers=2, faults={"0": DEAD}, behind={"2"})
+        scene = PoolScene(monkeypatch, workers=2, faults={"0": DEAD}, behind={"2"})
         await scene.begin()
         await scene.until_finished(8)
         assert sorted(scene.workers["1"].sampled) == list(range(8))
@@ -324,7 +324,7 @@ def test_other_workers_take_over_without_waiting_for_the_replacement(monkeypatch
 
 def test_work_goes_only_to_engines_that_hold_the_published_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        scene = Scene(monkeypatch, workers=2, behind={"0"})
+        scene = PoolScene(monkeypatch, workers=2, behind={"0"})
         await scene.begin()
         while len(scene.joined) < 2:
             await asyncio.sleep(0.01)
@@ -337,7 +337,7 @@ def test_work_goes_only_to_engines_that_hold_the_published_weights(monkeypatch: 
 
 def test_work_is_spread_by_load(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        scene = Scene(monkeypatch, workers=2, faults={"0": hang, "1": hang})
+        scene = PoolScene(monkeypatch, workers=2, faults={"0": hang, "1": hang})
         scene.pool.start()
         while len(scene.joined) < 2:
             await asyncio.sleep(0.01)
@@ -354,7 +354,7 @@ def test_the_next_prompts_are_made_while_the_engines_are_at_work(monkeypatch: py
     """As many as were admitted last, so that the next places don't wait for them; and no more, since the source may be long to read."""
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch, faults={"0": hang})
+        scene = PoolScene(monkeypatch, faults={"0": hang})
         scene.pool.start()
         while not scene.joined:
             await asyncio.sleep(0.01)

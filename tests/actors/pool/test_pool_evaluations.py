@@ -13,7 +13,7 @@ from actors.pool.dispatch import Questions
 from correction.errors import EngineError
 from rollout.config import AnswerSampling
 from tests.actors.cases import prompt
-from tests.actors.pool.pool_scene import Scene, play, raised
+from tests.actors.pool.pool_scene import PoolScene, play, raised
 
 
 def engine_dead() -> Exception:
@@ -28,7 +28,7 @@ def test_an_evaluation_outlives_a_worker(monkeypatch: pytest.MonkeyPatch, fault:
         raise fault()  # one that the test kept would keep what its traceback names
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch, workers=2)
+        scene = PoolScene(monkeypatch, workers=2)
         feeding = await scene.begin()
         await scene.until_finished(8)
         feeding.cancel()
@@ -43,7 +43,7 @@ def test_an_evaluation_outlives_a_worker(monkeypatch: pytest.MonkeyPatch, fault:
 
 def test_an_evaluation_is_spread_over_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        scene = Scene(monkeypatch, workers=2)
+        scene = PoolScene(monkeypatch, workers=2)
         feeding = await scene.begin()
         await scene.until_finished(8)
         feeding.cancel()
@@ -60,7 +60,7 @@ def test_a_mistake_in_an_evaluation_is_its_own(monkeypatch: pytest.MonkeyPatch) 
     """Whoever asked gets the error; the run, which can do without this evaluation, goes on, and nothing of it waits."""
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch, workers=2, places=0, faults=dict.fromkeys("01", raised(KeyError("text"))))
+        scene = PoolScene(monkeypatch, workers=2, places=0, faults=dict.fromkeys("01", raised(KeyError("text"))))
         await scene.begin()
         with pytest.raises(ray.exceptions.RayTaskError, match="KeyError"):
             await scene.pool.answer([prompt(i) for i in range(2000)], AnswerSampling())

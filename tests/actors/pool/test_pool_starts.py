@@ -11,14 +11,14 @@ from actors.pool.faults import LossBook
 from actors.queue.outstanding import Outstanding
 from correction.errors import ActorLost, ConfigError, DeadlineExceeded, EngineError, EvenkeelError
 from tests.actors.cases import FakeActor
-from tests.actors.pool.pool_scene import DEAD, Scene, Sync, Worker, play, raised
+from tests.actors.pool.pool_scene import DEAD, PoolScene, Sync, Worker, play, raised
 
 
 def test_a_mistake_in_our_own_code_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling again would fail again: what is neither a dead process nor an engine's failure is raised."""
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch, faults={"0": raised(KeyError("text"))})
+        scene = PoolScene(monkeypatch, faults={"0": raised(KeyError("text"))})
         await scene.begin()
         with pytest.raises(ray.exceptions.RayTaskError, match="KeyError"):
             await asyncio.wait_for(scene.pool.raise_on_failure(), 5.0)
@@ -28,7 +28,7 @@ def test_a_mistake_in_our_own_code_ends_the_run(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_a_run_has_gone_back_for_does_not_fail_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        scene = Scene(monkeypatch, faults={"0": raised(ray.exceptions.OutOfDiskError("full"))})
+        scene = PoolScene(monkeypatch, faults={"0": raised(ray.exceptions.OutOfDiskError("full"))})
         await scene.begin()
         with pytest.raises(ray.exceptions.RayTaskError):
             await asyncio.wait_for(scene.pool.raise_on_failure(), 5.0)
@@ -46,7 +46,7 @@ def test_a_copy_of_weights_that_are_withdrawn_fails_nobody(monkeypatch: pytest.M
     """The ranks are ended while it is under way: that is no loss of its own, and must not take the run back a second time."""
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch)
+        scene = PoolScene(monkeypatch)
         (await scene.begin()).cancel()
         await scene.pool.withdraw()
         scene.pool.weights_lost(ActorLost("copy of the weights v1 <- rank 0: the actor died"))
@@ -64,7 +64,7 @@ def test_a_run_that_goes_back_asks_for_the_workers_that_it_lacks(monkeypatch: py
 
     async def scenario() -> None:
         late = DeadlineExceeded("start of a rollout worker: not done in 150 s")
-        scene = Scene(monkeypatch, start_faults=dict.fromkeys("0123", raised(late)))
+        scene = PoolScene(monkeypatch, start_faults=dict.fromkeys("0123", raised(late)))
         with pytest.raises(EvenkeelError, match="not done in 150 s"):
             await scene.begin()
         assert not scene.pool._workers
@@ -78,7 +78,7 @@ def test_a_run_that_goes_back_asks_for_the_workers_that_it_lacks(monkeypatch: py
 
 def test_a_first_worker_that_cannot_start_ends_the_run_with_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        scene = Scene(monkeypatch, start_faults={"0": raised(ConfigError("rollout.reward (x:y): it raised"))})
+        scene = PoolScene(monkeypatch, start_faults={"0": raised(ConfigError("rollout.reward (x:y): it raised"))})
         with pytest.raises(EvenkeelError, match=r"rollout.reward \(x:y\): it raised"):
             await scene.begin()
 
@@ -99,10 +99,10 @@ def test_a_first_worker_that_is_killed_or_late_while_it_starts_is_replaced_twice
     """That may have been chance, or a busy machine; the third time it is the end of the run, by a sentence that is no part's death."""
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch, start_faults={"0": fault})
+        scene = PoolScene(monkeypatch, start_faults={"0": fault})
         (await scene.begin()).cancel()
         assert scene.joined == ["1"] and scene.killed == ["0"]
-        scene = Scene(monkeypatch, start_faults=dict.fromkeys("0123", fault))
+        scene = PoolScene(monkeypatch, start_faults=dict.fromkeys("0123", fault))
         with pytest.raises(kind, match=said) as end:
             await scene.begin()
         assert not isinstance(end.value, ActorLost) and list(scene.workers) == ["0", "1", "2"]
@@ -121,7 +121,7 @@ def test_each_of_four_workers_has_three_attempts_at_its_start(monkeypatch: pytes
     quick_pauses(monkeypatch)
 
     async def scenario() -> None:
-        scene = Scene(monkeypatch, workers=4)
+        scene = PoolScene(monkeypatch, workers=4)
 
         async def late(worker: Worker, *_: object) -> None:
             await asyncio.sleep(last_s if worker.name == "3" else 0.0)
@@ -141,7 +141,7 @@ def test_workers_given_up_before_a_first_one_is_up_are_asked_for_again_then(monk
 
     async def scenario() -> None:
         late = raised(DeadlineExceeded("the engine's start: not done in 150 s"))
-        scene = Scene(monkeypatch, workers=2, start_faults={"0": raised(ConfigError("no such model")), "1": late, "2": late})
+        scene = PoolScene(monkeypatch, workers=2, start_faults={"0": raised(ConfigError("no such model")), "1": late, "2": late})
         (await scene.begin()).cancel()
         await asyncio.sleep(0.1)
         assert scene.joined == ["3", "4"] and not scene.pool.has_failed

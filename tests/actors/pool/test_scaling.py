@@ -7,8 +7,9 @@ import random
 
 import pytest
 
+from actors.carriers import ScalingCause
 from actors.pool.elastic import limits_of
-from actors.pool.scaling import LEARNER_WAITS, WORKERS_WAIT, Cause, PoolLimits, ScalingRule, StepLoad, decide, fed_by_admission
+from actors.pool.scaling import LEARNER_WAITS, WORKERS_WAIT, PoolLimits, ScalingRule, StepLoad, decide, fed_by_admission
 from rollout.config import RolloutConfig
 
 WIDE = PoolLimits(lowest=1, highest=64, fed=64)
@@ -83,7 +84,7 @@ def test_the_pool_does_not_grow_beyond_what_admission_feeds() -> None:
     """(max_staleness 1 + 1) x 16 groups x 8 samples are 256 requests; engines of 64 places: 4 workers."""
     assert fed_by_admission(32, 8, 64) == 4 and fed_by_admission(33, 8, 64) == 5
     decision = decide(load(3, learner_waits=0.9), 3, PoolLimits(1, 64, 4))
-    assert decision is not None and (decision.target, decision.cause) == (4, Cause.LEARNER_WAITS)
+    assert decision is not None and (decision.target, decision.cause) == (4, ScalingCause.LEARNER_WAITS)
     assert decide(load(4, learner_waits=0.9), 4, PoolLimits(1, 64, 4)) is None
     assert PoolLimits(6, 64, 4).most == 6, "what the recipe asks for at least, it gets"
 
@@ -98,7 +99,7 @@ def test_limits_come_from_places_and_slots() -> None:
 
 def test_a_node_on_its_way_that_is_not_needed_any_more_is_given_up() -> None:
     decision = decide(load(2, learner_waits=0.05, workers_wait=0.1), 4, WIDE)
-    assert decision is not None and (decision.target, decision.cause) == (2, Cause.NO_LONGER_NEEDED)
+    assert decision is not None and (decision.target, decision.cause) == (2, ScalingCause.NO_LONGER_NEEDED)
     assert "2 on the way" in decision.reason
     assert decide(load(2, learner_waits=0.6), 4, WIDE) is None, "wanted: 5, but at most 4 at a time; they are on their way"
 
@@ -110,7 +111,7 @@ def test_the_pool_grows_no_further_while_a_worker_is_on_its_way() -> None:
     grown = decide(load(4, learner_waits=0.3), 4, WIDE)
     assert grown is not None and grown.target == 6
     shrunk = decide(load(3, workers_wait=0.5), 4, WIDE)
-    assert shrunk is not None and (shrunk.target, shrunk.cause) == (2, Cause.WORKERS_WAIT)
+    assert shrunk is not None and (shrunk.target, shrunk.cause) == (2, ScalingCause.WORKERS_WAIT)
 
 
 def test_a_decision_says_what_it_was_made_of() -> None:

@@ -18,6 +18,7 @@ from actors.cluster.cluster import on_drivers_node
 from actors.processes.numbered import NumberedCaller
 from actors.processes.part_heartbeat import HeartbeatActor, raise_when_silent
 from actors.processes.supervision import HALF_OVER
+from actors.processes.wait_notice import LongWait
 from correction.errors import ActorLost
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate
@@ -54,7 +55,7 @@ class Freezable(HeartbeatActor):
 )
 def test_a_part_that_gives_no_sign_is_ended(monkeypatch: pytest.MonkeyPatch, part: Freezable, is_lost: bool) -> None:
     """At half of the time the stacks are asked for. Before, a frozen queue was noticed when a batch was late: hours with long answers."""
-    killed, stacks, told = list[Any](), list[str](), list[str]()
+    killed, stacks, told = list[Any](), list[LongWait](), list[str]()
     monkeypatch.setattr("ray.kill", lambda actor: killed.append(actor.instance))
 
     async def scenario() -> None:
@@ -71,7 +72,7 @@ def test_a_part_that_gives_no_sign_is_ended(monkeypatch: pytest.MonkeyPatch, par
 
     simulate(scenario)
     assert killed == [part] * is_lost
-    assert stacks == ["heartbeat <- trajectory queue"] and "no heartbeat for 60 s" in told[0] and len(told) == 1
+    assert stacks == [LongWait("heartbeat <- trajectory queue")] and "no heartbeat for 60 s" in told[0] and len(told) == 1
 
 
 def test_what_a_part_has_to_tell_comes_with_its_heartbeat_once() -> None:

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from actors.processes.supervision import HALF_OVER, Stopwatch, persistently, together, unwrapped, wait_for
-from actors.processes.wait_notice import WaitNotice
+from actors.processes.supervision import HALF_OVER, Stopwatch, call_with_retries, together, unwrapped, wait_for
+from actors.processes.wait_notice import LongWait, WaitNotice
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, SyncError, counted
 from tests.actors.simulated_time import simulate
 
@@ -142,10 +142,10 @@ def test_what_can_not_be_reached_is_asked_again(failures: int, seconds: float | 
         began = asyncio.get_running_loop().time()
         if seconds is None:
             with pytest.raises(ActorUnavailable):
-                await persistently(call, "counts <- queue", deadline_s=5.0)
+                await call_with_retries(call, "counts <- queue", deadline_s=5.0)
             assert asyncio.get_running_loop().time() - began == pytest.approx(30.0)
         else:
-            assert await persistently(call, "counts <- queue", deadline_s=5.0) == "done"
+            assert await call_with_retries(call, "counts <- queue", deadline_s=5.0) == "done"
             assert asyncio.get_running_loop().time() - began == pytest.approx(seconds)
 
     simulate(scenario)
@@ -160,7 +160,7 @@ def test_what_is_lost_is_not_asked_again() -> None:
         raise ray.exceptions.ActorDiedError()
 
     with pytest.raises(ActorLost):
-        asyncio.run(persistently(call, "counts <- queue", deadline_s=5.0))
+        asyncio.run(call_with_retries(call, "counts <- queue", deadline_s=5.0))
     assert len(calls) == 1
 
 
@@ -180,22 +180,22 @@ def test_a_deadline_counts_from_the_last_progress() -> None:
 @pytest.mark.parametrize(
     ("wait", "told"),
     [
-        ({"deadline_s": 3000.0}, [("a node", 1500.0)]),
+        ({"deadline_s": 3000.0}, [(LongWait("a node"), 1500.0)]),
         ({"deadline_s": 50.0}, []),
-        ({"deadline_s": math.inf}, [("a node (no deadline)", 600.0)]),
-        ({"deadline_s": math.inf, "notice_s": 7.0}, [("a node (no deadline)", 600.0)]),
-        ({"deadline_s": math.inf, "usual_s": 1200.0}, [("a node (no deadline)", 1200.0)]),
+        ({"deadline_s": math.inf}, [(LongWait("a node", has_deadline=False), 600.0)]),
+        ({"deadline_s": math.inf, "notice_s": 7.0}, [(LongWait("a node", has_deadline=False), 600.0)]),
+        ({"deadline_s": math.inf, "usual_s": 1200.0}, [(LongWait("a node", has_deadline=False), 1200.0)]),
         ({"deadline_s": math.inf, "usual_s": math.inf}, []),
-        ({"deadline_s": math.inf, "counts_from": lambda: 400.0}, [("a node (no deadline)", 1000.0)]),
+        ({"deadline_s": math.inf, "counts_from": lambda: 400.0}, [(LongWait("a node", has_deadline=False), 1000.0)]),
     ],
     ids=["half of it", "short", "endless", "endless with notices", "endless, usually long", "endless as a matter of course", "progress"],
 )
-def test_a_long_wait_asks_for_stacks_once(wait: dict[str, Any], told: list[tuple[str, float]]) -> None:
-    found: list[tuple[str, float]] = []
+def test_a_long_wait_asks_for_stacks_once(wait: dict[str, Any], told: list[tuple[LongWait, float]]) -> None:
+    found: list[tuple[LongWait, float]] = []
 
     async def scenario() -> None:
         clock = asyncio.get_running_loop().time
-        HALF_OVER.set(lambda what: found.append((what, clock())))
+        HALF_OVER.set(lambda wait: found.append((wait, clock())))
         with suppress(DeadlineExceeded):
             await wait_for(late(5000.0), "a node", **{"notice": lambda _: None, **wait})
 

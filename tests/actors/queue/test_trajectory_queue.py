@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from actors.carriers import QueueContents, StoredGroup, Ticket
-from actors.queue.outstanding import Outstanding, worthless
+from actors.queue.outstanding import Outstanding, discard_reason
 from actors.queue.trajectory_queue import TrajectoryQueue
 from correction.errors import DataError, LedgerError
 from tests.actors.cases import at_hand, group, prompt, prompts, with_tokens
@@ -65,7 +65,7 @@ class QueueLife(RuleBasedStateMachine):
     def draw(self) -> None:
         """The service takes what is there, and discards some of it, which frees their places."""
         for drawn in self.queue.draw(self.preparing, self.queue.groups_per_step - len(self.drawn)):
-            if reason := worthless(drawn.facts, dynamic_sampling=True):
+            if reason := discard_reason(drawn.facts, dynamic_sampling=True):
                 self.queue.discard([drawn.group_id], reason)
                 self.gone.append(drawn.prompt_id)
             else:

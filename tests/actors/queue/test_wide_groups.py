@@ -30,10 +30,10 @@ from rollout.packing import pack_groups
 from rollout.trajectory import Group, RoutedExperts, TopLogprobs
 from rollout.wide_fields import join_wide_fields, split_wide_fields
 from tests.actors.cases import group, prompt, prompts, trajectory
-from tests.actors.pool.pool_scene import Scene as PoolScene
+from tests.actors.pool.pool_scene import PoolScene
 from tests.actors.pool.pool_scene import Worker as PoolWorker
 from tests.actors.queue.test_wide_fields import differences
-from tests.actors.service.service_scene import GROUPS, Scene, answered, play
+from tests.actors.service.service_scene import GROUPS, ServiceScene, answered, play
 from tests.learner.learner_cases import VOCAB
 from tests.learner.moe_cases import EXPERTS, LAYERS
 from tests.learner.moe_cases import TOPK as TOPK_EXPERTS
@@ -130,7 +130,7 @@ def test_taking_groups_apart_leaves_the_event_loop_alone(monkeypatch: pytest.Mon
     monkeypatch.setattr(ray, "put", lambda content: noted("put", content))
 
     async def scenario() -> None:
-        scene = Scene(preset="tis-token", learner=LearnerConfig(routing_replay="rollout"))
+        scene = ServiceScene(preset="tis-token", learner=LearnerConfig(routing_replay="rollout"))
         admitted = await scene.admit(0, GROUPS)
         assert (await wide_worker().generate_group(admitted[1]))[1:] == (wide_group(admitted[1]), None)
         waiting = asyncio.create_task(scene.next_batch(0))
@@ -221,7 +221,7 @@ def test_a_group_whose_wide_fields_are_lost_is_sampled_again_before_the_step(mon
     async def scenario() -> None:
         for preset, steps in (("tis-token", 1), ("decoupled-ppo", 2)):
             learner = LearnerConfig(routing_replay="rollout", optimizer_steps_per_batch=steps)
-            scene = Scene(preset=preset, learner=learner)
+            scene = ServiceScene(preset=preset, learner=learner)
             monkeypatch.setattr(scene.learner, "proximal", without_routes(scene.learner.proximal))
             scene.learner.lost = {2}
             admitted = await scene.admit(0, GROUPS)

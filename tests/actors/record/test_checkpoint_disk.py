@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from actors.processes.supervision import HALF_OVER
-from actors.processes.wait_notice import WaitNotice
+from actors.processes.wait_notice import LongWait, WaitNotice
 from actors.ranks.learner_group import LearnerGroup
 from actors.ranks.learner_rank_actor import LearnerRankActor
 from actors.record import checkpoint_writer, run_folder
@@ -114,7 +114,7 @@ def test_a_disk_that_hangs_is_a_failed_checkpoint(folder: RunFolder, monkeypatch
         waits = r"3 checkpoints in a row failed, the last after step 5: checkpoint of step 5 \(.*\) -> the run folder's disk: not done in"
         try:
             with pytest.raises(DataError, match=waits):
-                await asyncio.wait_for(one.insist(5, lambda: one.begin(5, learner, state)), 10.0)  # type: ignore[arg-type]
+                await asyncio.wait_for(one.save_with_retries(5, lambda: one.begin(5, learner, state)), 10.0)  # type: ignore[arg-type]
         finally:
             is_back.set()
         assert len(told) == 2 and f"checkpoint of step 5 ({part}) -> the run folder's disk: not done in" in told[0]
@@ -180,7 +180,7 @@ def test_a_rank_whose_disk_hangs_is_told_from_the_first_half_minute_on(
         one, learner = writer(folder, [], told, checkpoint_s=180.0), ranks(0.0, math.inf, 0.0)  # type: ignore[arg-type]
         if at_end:
             with pytest.raises(DataError, match=r"^3 checkpoints in a row failed.*\(the ranks' parts\) <- learner: not done in 180 s"):
-                await one.insist(5, lambda: one.begin(5, learner, state))
+                await one.save_with_retries(5, lambda: one.begin(5, learner, state))
             return
         await one.begin(5, learner, state)
         while one._writing is not None:  # the next steps, a second each
@@ -194,7 +194,7 @@ def test_a_rank_whose_disk_hangs_is_told_from_the_first_half_minute_on(
     times = [0.0, *(at for at, _ in told)]
     assert all(later - earlier < 31.0 for earlier, later in itertools.pairwise(times)), times
     assert times[-1] == pytest.approx(180.0 * attempts, abs=31.0)
-    assert [what for _, what in stacks] == [name] * attempts
+    assert [wait for _, wait in stacks] == [LongWait(name)] * attempts
     assert [round(at) % 180 for at, _ in stacks] == [90] * attempts
     late = [text for _, text in told if isinstance(text, str) and "still being written, and training goes on" in text]
     assert len(late) == attempts * 2 // 3 and all("not written by rank 1" in text for text in late)
@@ -207,7 +207,7 @@ def test_a_slow_rank_is_waited_for_and_no_other_is_named(folder: RunFolder, monk
 
     async def scenario() -> None:
         one, learner = writer(folder, saved, told), ranks(50.0, 100.0)  # type: ignore[arg-type]
-        await one.insist(5, lambda: one.begin(5, learner, state))
+        await one.save_with_retries(5, lambda: one.begin(5, learner, state))
         assert 100.0 <= asyncio.get_running_loop().time() < 101.0
 
     simulate(scenario)

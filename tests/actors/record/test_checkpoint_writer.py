@@ -241,9 +241,9 @@ def test_at_the_end_a_checkpoint_is_insisted_on(folder: RunFolder) -> None:
         one, learner = writer(folder, saved), Learner(fails=[None, LATE, None])
         learner.may_write.set()
         await one.begin(3, learner, state)  # type: ignore[arg-type]
-        await one.insist(5, lambda: one.begin(5, learner, state))  # type: ignore[arg-type]
+        await one.save_with_retries(5, lambda: one.begin(5, learner, state))  # type: ignore[arg-type]
         assert saved == ["step_000003", "step_000005"]
-        await one.insist(5, lambda: pytest.fail("it is there"))
+        await one.save_with_retries(5, lambda: pytest.fail("it is there"))
 
     asyncio.run(scenario())
 

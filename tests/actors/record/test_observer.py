@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.carriers import ActorInfo, DiscardReason, Example, Observation
+from actors.carriers import ActorInfo, DiscardReason, Example, Observation, ScalingCause
 from actors.driver.evaluation import evaluate
 from actors.metrics.step_metrics import StepMetrics, by_worker
-from actors.pool.scaling import Cause, ScalingDecision
+from actors.pool.scaling import ScalingDecision
 from actors.record.run_folder import RunFolder
 from actors.record.step_report import trajectories_text
 from correction.monitor import Event, State
@@ -185,9 +185,9 @@ def test_what_the_learner_gives_as_the_reason_is_what_is_told(seen: Seen, monkey
 
 def test_changes_of_the_pools_size_are_told_and_counted_by_cause(seen: Seen) -> None:
     observer = seen.observer
-    observer.scaled(ScalingDecision(3, Cause.LEARNER_WAITS, "the learner waited for 62%"))
-    observer.scaled(ScalingDecision(1, Cause.WORKERS_WAIT, "3 workers waited for 80%"))
-    observer.scaled(ScalingDecision(2, Cause.LEARNER_WAITS, "the learner waited for 30%"))
+    observer.scaled(ScalingDecision(3, ScalingCause.LEARNER_WAITS, "the learner waited for 62%"))
+    observer.scaled(ScalingDecision(1, ScalingCause.WORKERS_WAIT, "3 workers waited for 80%"))
+    observer.scaled(ScalingDecision(2, ScalingCause.LEARNER_WAITS, "the learner waited for 30%"))
     observer.handed_back(4, 120)
     observer.handed_back(1, 5)
     totals = observer.totals()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from actors.processes.supervision import HALF_OVER, wait_for
+from actors.processes.wait_notice import LongWait
 from actors.record import stack_collector
 from actors.record.run_folder import RunFolder
 from actors.record.stack_collector import StackCollector
@@ -20,7 +21,7 @@ from correction.errors import DeadlineExceeded
 from rollout.stacks import register_stack_dump
 from tests.actors.simulated_time import simulate
 
-TEXT = """learner step 3 <- rank 0
+TEXT = """half of the time for learner step 3 <- rank 0 is over
 
 === ray::LearnerRankActor.step (process 12)
 Thread 0x00007fc1 (most recent call first):
@@ -40,12 +41,12 @@ def test_the_gist_names_the_functions_in_which_each_process_stood(tmp_path: Path
     (tmp_path / "stacks/01.txt").write_text("of another wait\n")
     (tmp_path / "stacks/02.txt").write_text(TEXT)
     assert newest_gist(tmp_path) == (
-        "02.txt, when half of the time was over for learner step 3 <- rank 0:",
+        "02.txt (half of the time for learner step 3 <- rank 0 is over):",
         "ray::LearnerRankActor.step (process 12): c10d:5 all_reduce < step:300 _gather",
         "sglang::scheduler (process 13): says nothing; state T (stopped)",
     )
-    (tmp_path / "stacks/03.txt").write_text("the first rollout worker (no deadline)\n")
-    assert newest_gist(tmp_path) == ("03.txt, in a long wait for the first rollout worker (no deadline):",)
+    (tmp_path / "stacks/03.txt").write_text("the first rollout worker (no deadline)\n")  # as earlier versions wrote
+    assert newest_gist(tmp_path) == ("03.txt (the first rollout worker (no deadline)):",)
     assert newest_gist(tmp_path / "none") == ()
 
 
@@ -75,13 +76,13 @@ def test_an_actor_with_a_heartbeat_stands_where_its_call_stands(tmp_path: Path) 
 
 def test_a_long_wait_is_told_once_when_half_of_its_deadline_is_over() -> None:
     """Neither one that ends before, nor a short one, nor one that was asked for elsewhere."""
-    told: list[tuple[str, float]] = []
+    told: list[tuple[LongWait, float]] = []
 
     async def scenario() -> None:
         clock = asyncio.get_running_loop().time
         with pytest.raises(DeadlineExceeded):
             await wait_for(asyncio.sleep(1000), "elsewhere", deadline_s=100.0)
-        HALF_OVER.set(lambda what: told.append((what, clock() - began)))
+        HALF_OVER.set(lambda wait: told.append((wait, clock() - began)))
         began = clock()
         await wait_for(asyncio.sleep(40), "quick", deadline_s=100.0)
         with pytest.raises(DeadlineExceeded):
@@ -91,7 +92,7 @@ def test_a_long_wait_is_told_once_when_half_of_its_deadline_is_over() -> None:
             await wait_for(asyncio.sleep(1000), "long", deadline_s=100.0, notice_s=7.0, notice=lambda _: None)
 
     simulate(scenario)
-    assert told == [("long", pytest.approx(50.0, abs=0.01))]
+    assert told == [(LongWait("long"), pytest.approx(50.0, abs=0.01))]
 
 
 def test_collections_are_few_and_in_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,14 +117,15 @@ def test_collections_are_few_and_in_files_of_their_own(tmp_path: Path, monkeypat
     async def scenario() -> None:
         collector = StackCollector(folder, lambda _, text: events.append(text))
         for number in range(26):
-            for what in (f"wait {number}{' (no deadline)' * (number == 1)}", f"wait {number} again", "another one at the same time"):
-                collector.half_over(what)
+            waits = LongWait(f"wait {number}", number != 1), LongWait(f"wait {number} again"), LongWait("another one at the same time")
+            for wait in waits:
+                collector.half_over(wait)
                 assert collector._collecting is not None
                 await collector._collecting
             now[0] += min(130.0 * 2**number, 3700.0)
         now[0] = 1e6
         for what in ("learner step 7", "heartbeat of worker 3", "learner step 8"):
-            collector.half_over(what)
+            collector.half_over(LongWait(what))
             await collector._collecting
             now[0] += 20.0
         assert collector._number == 28, "another kind need not wait for the first one's pause"
@@ -132,7 +134,7 @@ def test_collections_are_few_and_in_files_of_their_own(tmp_path: Path, monkeypat
     files = sorted(path.name for path in (tmp_path / "stacks").iterdir())
     assert files == [f"{number:02d}.txt" for number in range(9, 29)] and len(events) == 28
     text = (tmp_path / "stacks/09.txt").read_text()
-    assert text.startswith("wait 8\n\n") and "=== a process of n1\nstands" in text
+    assert text.startswith("half of the time for wait 8 is over\n\n") and "=== a process of n1\nstands" in text
     assert StackCollector(folder, print)._number == 28, "a resume goes on counting"
 
 
@@ -146,7 +148,7 @@ def test_a_head_that_hangs_leaves_the_drivers_own_stacks(tmp_path: Path, monkeyp
 
     async def scenario() -> None:
         collector = StackCollector(folder, folder.event)
-        collector.half_over("a batch <- trajectory queue")
+        collector.half_over(LongWait("a batch <- trajectory queue"))
         assert collector._collecting is not None
         try:
             async with asyncio.timeout(60.0):
@@ -156,6 +158,6 @@ def test_a_head_that_hangs_leaves_the_drivers_own_stacks(tmp_path: Path, monkeyp
 
     asyncio.run(scenario())
     text = (folder.path / "stacks/01.txt").read_text()
-    assert text.startswith("a batch <- trajectory queue\n") and f"(process {os.getpid()})\n" in text
+    assert text.startswith("half of the time for a batch <- trajectory queue is over\n") and f"(process {os.getpid()})\n" in text
     assert "=== other processes: list of nodes <- head of the Ray cluster: not done in 0 s" in text
     folder.close()

@@ -87,7 +87,7 @@ def test_a_wait_that_is_half_over_leaves_the_stacks_of_the_runs_own_processes(
         finally:
             other.kill()
     text = (folder.path / "stacks" / "01.txt").read_text()
-    assert text.startswith("a step <- rank 0\n") and " in stands_here\n" in text
+    assert text.startswith("half of the time for a step <- rank 0 is over\n") and " in stands_here\n" in text
     assert f"(process {stopped_pid})\nsays nothing; state T (stopped)\n" in text
     assert f"(process {theirs})" not in text and f"(process {busy_pid})" in text
     gist = "\n".join(newest_gist(folder.path))

@@ -16,7 +16,7 @@ from tests.actors.cases import FakeActor
 EVENT = Event(step=3, name="k3_kl", state=State.ALARM, value=1.0, growth=2.0, message="m")
 
 
-class Scene:
+class ReporterScene:
     """A reporter whose observer and service keep a log. Its order is the contract: the learner has its work first, lines come in the order
     of steps, and none is missing at a flush."""
 
@@ -63,7 +63,7 @@ def test_a_step_is_reported_when_the_next_one_is_under_way_and_once(after_s: flo
     """The learner has its work first; a terminal that shows the step before last for as long as a batch takes would mislead."""
 
     async def scenario() -> None:
-        scene = Scene()
+        scene = ReporterScene()
         scene.end(3)
         assert await scene.reporter.report_during(scene.work(0.3), after_s=after_s) == "result"
         assert scene.log == ["end 3", "work", "reported 3", "done"]
@@ -77,7 +77,7 @@ def test_without_such_a_moment_it_is_reported_before_the_next_one_ends() -> None
     """Lines are written in the order of steps, and the service holds the batch of the step before, no older one."""
 
     async def scenario() -> None:
-        scene = Scene()
+        scene = ReporterScene()
         scene.end(3)
         await scene.reporter.report_during(scene.work(0.0), after_s=10.0)
         scene.end(4)
@@ -91,7 +91,7 @@ def test_a_flush_reports_what_is_unreported_whatever_has_ended_the_work(after_s:
     """What came just before the end of a run is what one wants to read."""
 
     async def scenario() -> None:
-        scene = Scene()
+        scene = ReporterScene()
         scene.end(3)
 
         async def fails() -> None:
@@ -109,7 +109,7 @@ def test_a_flush_reports_what_is_unreported_whatever_has_ended_the_work(after_s:
 
 def test_what_can_not_be_reported_ends_the_run() -> None:
     async def scenario() -> None:
-        scene = Scene()
+        scene = ReporterScene()
 
         def full(*_: Any) -> None:
             raise OSError("no space left on device")
@@ -129,7 +129,7 @@ def test_what_the_early_warning_says_is_handed_on_once_it_is_known(is_known: boo
     observation = Observation({}, (EVENT,), State.ALARM, 0.0) if is_known else None
 
     async def scenario() -> None:
-        scene = Scene(observation)
+        scene = ReporterScene(observation)
         scene.end(3)
         await scene.reporter.flush()
         assert await scene.observed is observation

@@ -99,7 +99,7 @@ def answered(ticket: Ticket, *, rewards: Sequence[float | None] = (0.0, 1.0)) ->
     return replace(group(ticket), trajectories=tuple(answers))
 
 
-class Scene:
+class ServiceScene:
     def __init__(
         self,
         *,

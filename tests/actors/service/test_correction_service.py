@@ -28,7 +28,7 @@ from correction.errors import ActorLost, DeadlineExceeded, LateError
 from rollout.config import MaskOverlong
 from rollout.trajectory import FinishReason
 from tests.actors.cases import group, prompt, stored, trajectory
-from tests.actors.service.service_scene import GROUPS, ROLLOUT, Scene, answered, code, play, routes
+from tests.actors.service.service_scene import GROUPS, ROLLOUT, ServiceScene, answered, code, play, routes
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 2, 0], [2, 3, 0, 1]])
@@ -36,7 +36,7 @@ def test_proximal_logprobs_land_at_their_tokens(order: list[int]) -> None:
     """Two forwards of two groups each, in the order of arrival; the batch is in the order of admission."""
 
     async def scenario() -> None:
-        scene = Scene(correction=CorrectionConfig.model_validate({"preset": "decoupled-ppo", "kl": {"coefficient": 0.1}}))
+        scene = ServiceScene(correction=CorrectionConfig.model_validate({"preset": "decoupled-ppo", "kl": {"coefficient": 0.1}}))
         tickets = await scene.admit(0, GROUPS)
         waiting = asyncio.create_task(scene.next_batch(0))
         await scene.put(*[answered(tickets[i]) for i in order[:2]])
@@ -63,7 +63,7 @@ def test_proximal_logprobs_land_at_their_tokens(order: list[int]) -> None:
 
 def test_forwards_wait_for_the_learner_to_reach_their_version() -> None:
     async def scenario() -> None:
-        scene = Scene()
+        scene = ServiceScene()
         tickets = await scene.admit(0, 2 * GROUPS)
         await scene.put(*[answered(ticket) for ticket in tickets])
         first = await scene.next_batch(0)
@@ -86,7 +86,7 @@ def test_forwards_wait_for_the_learner_to_reach_their_version() -> None:
 
 def test_one_optimizer_step_needs_no_forward() -> None:
     async def scenario() -> None:
-        scene = Scene(steps=1)
+        scene = ServiceScene(steps=1)
         tickets = await scene.admit(0, GROUPS)
         await scene.put(*[answered(ticket) for ticket in tickets])
         prepared = await scene.next_batch(0)
@@ -101,7 +101,7 @@ def test_which_groups_fill_a_synchronous_batch_does_not_depend_on_arrival(seed: 
     """The first ones of the stream that are worth training, in their order, whichever is finished or discarded first."""
     uniform, order = {1, 2, 4, 5, 6, 9, 13}, random.Random(seed)
 
-    async def sample(scene: Scene) -> None:
+    async def sample(scene: ServiceScene) -> None:
         under_way: list[Ticket] = []
         while True:
             places = await scene.queue.wait_for_places(0.0)
@@ -113,7 +113,7 @@ def test_which_groups_fill_a_synchronous_batch_does_not_depend_on_arrival(seed: 
             await asyncio.sleep(0.02 * order.random())
 
     async def scenario() -> None:
-        scene = Scene(steps=1, max_staleness=0, dynamic_sampling=True)
+        scene = ServiceScene(steps=1, max_staleness=0, dynamic_sampling=True)
         sampling = asyncio.create_task(sample(scene))
         batches = []
         for version in range(3):
@@ -132,7 +132,7 @@ def test_groups_that_teach_nothing_are_replaced(rewards: tuple[float | None, ...
     """Their places go to new prompts of the same version, and the batch is as large as ever."""
 
     async def scenario() -> None:
-        scene = Scene(steps=1, max_staleness=0, dynamic_sampling=True)
+        scene = ServiceScene(steps=1, max_staleness=0, dynamic_sampling=True)
         tickets = await scene.admit(0, GROUPS)
         scene.service._drawing._losses[0] = 2
         waiting = asyncio.create_task(scene.next_batch(0))
@@ -156,7 +156,7 @@ def test_a_batch_of_answers_that_were_all_cut_is_one_without_tokens(steps: int) 
 
     async def scenario() -> None:
         masked = ROLLOUT.model_copy(update={"overlong": MaskOverlong()})
-        scene = Scene(steps=steps, rollout=masked)
+        scene = ServiceScene(steps=steps, rollout=masked)
         whole = [answered(ticket) for ticket in await scene.admit(0, GROUPS)]
         cut = [replace(g, trajectories=tuple(replace(t, finish_reason=FinishReason.LENGTH) for t in g.trajectories)) for g in whole]
         waiting = asyncio.create_task(scene.next_batch(0))
@@ -174,7 +174,7 @@ def test_a_batch_that_is_asked_for_twice_is_one_batch() -> None:
     """Its answer was lost on the way, before or after the service had it: the groups are drawn once, and the batch after it begun once."""
 
     async def scenario() -> None:
-        scene = Scene(steps=1)
+        scene = ServiceScene(steps=1)
         tickets = await scene.admit(0, 2 * GROUPS)
         asked = [asyncio.create_task(scene.service.next_batch(0)) for _ in range(2)]
         await scene.put(*map(answered, tickets[:GROUPS]))
@@ -195,7 +195,7 @@ def test_a_batch_that_is_asked_for_twice_is_one_batch() -> None:
 
 def test_a_batch_that_is_not_whole_names_what_is_missing() -> None:
     async def scenario() -> None:
-        scene = Scene(deadlines=DeadlinesConfig(batch_s=0.3))
+        scene = ServiceScene(deadlines=DeadlinesConfig(batch_s=0.3))
         tickets = await scene.admit(0, GROUPS)
         await scene.put(answered(tickets[1]))
         with pytest.raises(DeadlineExceeded, match=r"batch of version 0 .*1 of 4 groups drawn, 3 being sampled"):
@@ -218,7 +218,7 @@ def test_a_queue_that_does_not_answer_is_asked_again_and_named(monkeypatch: pyte
         monkeypatch.setattr(drawing, "_POLL_S", 0.1)
         monkeypatch.setattr(drawing, "ANSWER_S", 0.4)
         monkeypatch.setattr(supervision, "_DETAIL_S", 0.2)
-        scene = Scene(deadlines=DeadlinesConfig(batch_s=2.0))
+        scene = ServiceScene(deadlines=DeadlinesConfig(batch_s=2.0))
         monkeypatch.setattr(scene.queue, "draw", silent)
         monkeypatch.setattr(scene.queue, "waiting_for", silent)
         with pytest.raises(DeadlineExceeded, match=r"^batch of version 0 <- trajectory queue: not done in 2 s"):
@@ -238,7 +238,7 @@ def test_a_queue_that_is_late_costs_nothing_but_time(monkeypatch: pytest.MonkeyP
     async def scenario() -> None:
         monkeypatch.setattr(drawing, "_POLL_S", 0.1)
         monkeypatch.setattr(drawing, "ANSWER_S", 0.1)
-        scene = Scene(steps=1, dynamic_sampling=True)
+        scene = ServiceScene(steps=1, dynamic_sampling=True)
         real, held = getattr(scene.queue, method), list[int]()
 
         async def late(*arguments: Any, **named: Any) -> Any:
@@ -262,7 +262,7 @@ def test_a_queue_that_is_late_costs_nothing_but_time(monkeypatch: pytest.MonkeyP
 
 def test_a_learner_that_comes_too_late_is_named() -> None:
     async def scenario() -> None:
-        scene = Scene(deadlines=DeadlinesConfig(batch_s=30.0, step_s=0.125, checkpoint_s=0.5))
+        scene = ServiceScene(deadlines=DeadlinesConfig(batch_s=30.0, step_s=0.125, checkpoint_s=0.5))
         tickets = await scene.admit(0, 2 * GROUPS)
         await scene.put(*[answered(ticket) for ticket in tickets])
         await scene.next_batch(0)
@@ -278,7 +278,7 @@ def test_without_a_proximal_policy_there_may_be_several_optimizer_steps(settings
     """No forward, and nothing left to the first of the steps: the learner refuses a deferred batch that has more than one."""
 
     async def scenario() -> None:
-        scene = Scene(steps=2, correction=CorrectionConfig.model_validate(settings))
+        scene = ServiceScene(steps=2, correction=CorrectionConfig.model_validate(settings))
         prepared = await scene.batch(0)
         assert scene.learner.asked == [] and not prepared.corrected.is_deferred
         await scene.service.stop()
@@ -290,7 +290,7 @@ def test_a_switch_takes_the_next_batch_that_is_begun() -> None:
     """The batch under way keeps its correction, and every batch says which one it has; the forward comes and goes with the need for it."""
 
     async def scenario() -> None:
-        scene = Scene(steps=2, preset="bypass")
+        scene = ServiceScene(steps=2, preset="bypass")
         await scene.batch(0)    # and 1 is being prepared
         replacement = CorrectionConfig.model_validate({"preset": "mis-token"})
         await scene.service.switch(replacement)
@@ -311,7 +311,7 @@ def test_groups_whose_tokens_are_lost_are_sampled_again() -> None:
     """The batch waits for them: it has the same groups as without the loss, and the queue's counts balance all along."""
 
     async def scenario() -> None:
-        scene = Scene(steps=1, max_staleness=0)
+        scene = ServiceScene(steps=1, max_staleness=0)
         tickets = await scene.admit(0, GROUPS)
         waiting = asyncio.create_task(scene.next_batch(0))
         finished = [answered(ticket) for ticket in tickets]
@@ -349,7 +349,7 @@ def test_packing_and_correcting_leave_the_event_loop_alone(monkeypatch: pytest.M
         for place, name in places:
             monkeypatch.setattr(place, name, noting(name, getattr(place, name)))
         for steps in (1, 2):
-            scene = Scene(steps=steps, monitor=EarlyWarningConfig(detailed=False, split_every=1))
+            scene = ServiceScene(steps=steps, monitor=EarlyWarningConfig(detailed=False, split_every=1))
             tickets = await scene.admit(0, 2 * GROUPS)  # all at version 0: the second batch is stale
             for version in range(2):
                 waiting = asyncio.create_task(scene.next_batch(version))
@@ -364,7 +364,7 @@ def test_packing_and_correcting_leave_the_event_loop_alone(monkeypatch: pytest.M
 
 def test_the_text_that_is_kept_is_of_the_answer_whose_length_is_told() -> None:
     async def scenario() -> None:
-        scene = Scene(steps=1)
+        scene = ServiceScene(steps=1)
         tickets = await scene.admit(0, GROUPS)
         waiting = asyncio.create_task(scene.next_batch(0))
         given_up, *answers = (trajectory(prompt(0), (7,) * n, reward=[None, 0.0, 1.0][n]) for n in range(3))
@@ -382,7 +382,7 @@ def test_what_the_driver_gets_does_not_grow_with_the_answers() -> None:
     """Ids, rewards, lengths and spans: a batch of answers a hundred times as long is as large, but for the digits of its numbers."""
 
     async def size(length: int) -> int:
-        scene = Scene(steps=1, metrics=MetricsConfig(trajectories_per_step=0))
+        scene = ServiceScene(steps=1, metrics=MetricsConfig(trajectories_per_step=0))
         tickets = await scene.admit(0, GROUPS)
         waiting = asyncio.create_task(scene.next_batch(0))
         answers = {r: [trajectory(prompt(i), range(length), reward=float(r)) for i in range(GROUPS)] for r in range(2)}

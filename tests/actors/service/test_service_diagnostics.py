@@ -25,7 +25,7 @@ from correction.monitor import MonitorConfig, State
 from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS
 from learner.config import LearnerConfig
 from learner.results import StepValues
-from tests.actors.service.service_scene import GROUPS, Scene, answered, no_decision, play
+from tests.actors.service.service_scene import GROUPS, ServiceScene, answered, no_decision, play
 
 
 def test_the_kl_to_the_start_model_is_told_now_and_then_and_is_no_part_of_the_batch() -> None:
@@ -33,7 +33,7 @@ def test_the_kl_to_the_start_model_is_told_now_and_then_and_is_no_part_of_the_ba
     tokens, by hand: the target's logprob is -0.9, the reference's 2 (-1 - id / 10,000)."""
 
     async def prepared(every: int, preset: str, steps: int) -> tuple[list[PreparedBatch], list[dict[str, float]]]:
-        scene = Scene(preset=preset, learner=LearnerConfig(report_kl_every=every, optimizer_steps_per_batch=steps))
+        scene = ServiceScene(preset=preset, learner=LearnerConfig(report_kl_every=every, optimizer_steps_per_batch=steps))
         batches = [await scene.batch(version) for version in range(3)]
         told = [(await scene.observe(batch)).diagnostics for batch in batches[1:]]  # the service keeps those of two versions
         await scene.service.stop()
@@ -67,7 +67,7 @@ def test_diagnostics_are_of_the_batch_that_was_trained_last() -> None:
     """Proximal equals behaviour plus 0.1 on every token: k1 = -0.1 and k3 = exp(0.1) - 1 - 0.1 by their definitions."""
 
     async def scenario() -> None:
-        scene = Scene(steps=1)
+        scene = ServiceScene(steps=1)
         prepared = await scene.batch(0)
         nothing = FinalDecision(torch.zeros(1).bool(), torch.ones(1), no_counts(prepared.correction))
         values = StepValues(torch.zeros(1), nothing, torch.zeros(1))
@@ -89,7 +89,7 @@ def test_what_was_dropped_and_why_is_what_the_learner_says(criterion: dict[str, 
 
     async def scenario() -> None:
         settings = {"preset": "bypass", "topk": 4, "rejection": [criterion]}
-        scene = Scene(steps=1, correction=CorrectionConfig.model_validate(settings))
+        scene = ServiceScene(steps=1, correction=CorrectionConfig.model_validate(settings))
         prepared = await scene.batch(0)
         keep = torch.arange(prepared.corrected.batch.num_tokens) % 4 == 0
         keep &= prepared.corrected.batch.loss_mask
@@ -110,7 +110,7 @@ def test_diagnostics_do_not_hold_up_the_next_batch(monkeypatch: pytest.MonkeyPat
     """Diagnostics that last until the next batch is there: on the event loop, or in the way of the batch, they would wait for ever."""
 
     async def scenario() -> None:
-        scene = Scene(steps=1)
+        scene = ServiceScene(steps=1)
         first = await scene.batch(0)
         next_is_there = threading.Event()
 
@@ -132,7 +132,7 @@ def test_a_batch_is_let_go_once_it_is_diagnosed() -> None:
     """Not when the next one is there: that may be a while, and a batch can be large."""
 
     async def scenario() -> None:
-        scene = Scene(steps=1)
+        scene = ServiceScene(steps=1)
         prepared = await scene.batch(0)
         tensor = weakref.ref(prepared.corrected.batch.behavior_logprobs)
         await scene.observe(prepared)
@@ -153,7 +153,7 @@ def test_the_monitor_follows_steps_and_warns(monkeypatch: pytest.MonkeyPatch) ->
     thresholds = MonitorConfig(skip_steps=0, baseline_steps=8, level_steps=3, jump_steps=3, trend_steps=8, patience=1)
 
     async def scenario() -> None:
-        scene = Scene(steps=1, monitor=EarlyWarningConfig(thresholds=thresholds))
+        scene = ServiceScene(steps=1, monitor=EarlyWarningConfig(thresholds=thresholds))
         events = []
         for version in range(13):
             observation = await scene.observe(await scene.batch(version), gap=0.1 if version >= 10 else 0.01)
@@ -174,10 +174,10 @@ def test_a_resumed_service_warns_where_the_first_would_have() -> None:
     warning = EarlyWarningConfig(thresholds=thresholds, detailed=False)
 
     async def scenario() -> None:
-        first = Scene(steps=1, monitor=warning)
+        first = ServiceScene(steps=1, monitor=warning)
         for version in range(9):
             await first.observe(await first.batch(version), gap=0.01)
-        second = Scene(steps=1, monitor=warning, monitor_state=await first.service.monitor_state())
+        second = ServiceScene(steps=1, monitor=warning, monitor_state=await first.service.monitor_state())
         await first.service.stop()
         steps = []
         for version in range(4):
@@ -196,7 +196,7 @@ def test_a_switch_begins_what_it_changes_anew() -> None:
     warning = EarlyWarningConfig(thresholds=thresholds, detailed=False)
 
     async def scenario() -> None:
-        scene = Scene(steps=1, preset="mis-token", monitor=warning)
+        scene = ServiceScene(steps=1, preset="mis-token", monitor=warning)
         for version in range(3):
             await scene.observe(await scene.batch(version), gap=0.01)
         await scene.service.switch(CorrectionConfig.model_validate({"preset": "mis-geometric"}))
@@ -213,7 +213,7 @@ def test_what_the_step_clipped_and_how_sure_it_was_of_it_is_told() -> None:
     """Entropies come from the learner with the logprobs: those of rejected and of clipped tokens, and the clipped tokens' ids."""
 
     async def scenario() -> None:
-        scene = Scene()
+        scene = ServiceScene()
         prepared = await scene.batch(0)
         batch, corrected = prepared.corrected.batch, prepared.corrected
         clipped = torch.zeros_like(batch.loss_mask)
@@ -239,7 +239,7 @@ def test_the_gap_of_stale_tokens_is_split_at_their_own_weights() -> None:
     """Every third batch: versions 1 and 2 are kept before batch 3, no others; its tokens of version 2 are scored there and now."""
 
     async def scenario() -> None:
-        scene = Scene(max_staleness=2, monitor=EarlyWarningConfig(detailed=False, split_every=3))
+        scene = ServiceScene(max_staleness=2, monitor=EarlyWarningConfig(detailed=False, split_every=3))
         kept = []
         tickets = {version: await scene.admit(version * GROUPS, (version + 1) * GROUPS) for version in range(3)}
         for version in range(4):
@@ -275,7 +275,7 @@ def test_one_batch_waits_for_its_diagnostics_and_the_next_is_left_out(monkeypatc
     """Three steps while the first is diagnosed: of the second the numbers come later, of the third none, and its batch is let go."""
 
     async def scenario() -> None:
-        scene = Scene(steps=1)
+        scene = ServiceScene(steps=1)
         go_on = threading.Event()
         diagnosed: list[int] = []
 

@@ -14,7 +14,7 @@ from actors.processes.wait_notice import WaitNotice
 from actors.queue import payloads
 from actors.record.run_event import RunEvent
 from tests.actors.cases import FakeActor, prompt
-from tests.actors.service.service_scene import GROUPS, Scene, answered
+from tests.actors.service.service_scene import GROUPS, ServiceScene, answered
 from tests.actors.simulated_time import simulate
 
 
@@ -24,7 +24,7 @@ def test_the_run_hears_whose_tokens_the_service_waits_for() -> None:
     told = list[Any]()
 
     async def scenario() -> None:
-        scene = Scene(deadlines=DeadlinesConfig(batch_s=1e4))
+        scene = ServiceScene(deadlines=DeadlinesConfig(batch_s=1e4))
         tickets = await scene.admit(0, GROUPS)
         asking = asyncio.create_task(scene.next_batch(0))
         parts = {"correction service": FakeActor(scene.service)}

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
+from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.metrics.step_metrics import StepMetrics
+from actors.record.run_folder import RunFolder
 from actors.settings.true_on_policy import check_batch, checked, compare_batch, metrics_of, resolved
 from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
@@ -39,6 +42,18 @@ def test_the_switch_sets_both_sides(tmp_path: Path) -> None:
     config = resolved(run_config(tmp_path))
     assert config.learner.batch_invariant and config.rollout.engine.batch_invariant
     assert config.rollout.engine.dtype == config.learner.dtype == "float32"
+
+
+def test_the_run_folder_shows_what_the_switch_has_set(tmp_path: Path) -> None:
+    """Not in the user's file: in that of the run, as a resume reads it."""
+    config = resolved(run_config(tmp_path, learner={"dtype": "bfloat16"}, run_dir=tmp_path / "run"))
+    with RunFolder.create(tmp_path / "run", "x") as folder:
+        folder.write_config(config)
+    written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    shown = {side["batch_invariant"] for side in (written["learner"], written["rollout"]["engine"])}
+    assert shown == {True} and written["rollout"]["engine"]["dtype"] == written["learner"]["dtype"] == "bfloat16"
+    again = load_config(RunConfig, tmp_path / "run" / "config.yaml")
+    assert again == config == resolved(again)
 
 
 @pytest.mark.parametrize("difference", ["stop", "correct"])

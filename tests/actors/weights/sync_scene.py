@@ -100,7 +100,7 @@ class Engine:
             await part
 
 
-class Scene:
+class SyncScene:
     """A sync with a learner and named engines, and what it reported."""
 
     def __init__(
@@ -156,6 +156,6 @@ def play(scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 30.0))  # type: ignore[arg-type]
 
 
-def plans(scene: Scene) -> list[tuple[int, bool, bool]]:
+def plans(scene: SyncScene) -> list[tuple[int, bool, bool]]:
     """(version, into the store, by broadcast) of each pass over the weights."""
     return [(version, plan.stores, plan.broadcasts) for version, plan in scene.learner.exported]

@@ -19,7 +19,7 @@ from correction.errors import SyncError
 from learner.broadcast import WeightBroadcaster
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate
-from tests.actors.weights.sync_scene import Engine, Learner, Scene, plans, play
+from tests.actors.weights.sync_scene import Engine, Learner, SyncScene, plans, play
 
 
 class Joining(Engine):
@@ -41,7 +41,7 @@ class Joining(Engine):
         self.left.append(name)
 
 
-def late(scene: Scene, engine: Engine, name: str = "late") -> SyncTarget:
+def late(scene: SyncScene, engine: Engine, name: str = "late") -> SyncTarget:
     target = scene.targets[name] = SyncTarget(name, FakeActor(engine))
     scene.sync.join(target)
     return target
@@ -57,7 +57,7 @@ def test_a_publish_does_not_wait_for_the_rendezvous() -> None:
     engine = Joining(None, come.wait())
 
     async def scenario() -> None:
-        scene = Scene(transport="broadcast", w=engine)
+        scene = SyncScene(transport="broadcast", w=engine)
         await scene.join()
         other = Joining()
         late(scene, other)
@@ -84,7 +84,7 @@ def test_who_joins_does_not_end_the_others_group_before_it_is_verified() -> None
     old, slow, quick = Joining(), Joining(script=(verified.wait(),)), Joining()
 
     async def scenario() -> None:
-        scene = Scene(transport="broadcast", w=old)
+        scene = SyncScene(transport="broadcast", w=old)
         await scene.join()
         late(scene, slow)
         await scene.sync.receipts(0, deadline_s=5.0, is_one_enough=True)
@@ -109,7 +109,7 @@ def test_no_group_ends_in_the_middle_of_a_broadcast() -> None:
     engine, other = Joining(script=(None, arrives.wait())), Joining()
 
     async def scenario() -> None:
-        scene = Scene(transport="broadcast", w=engine)
+        scene = SyncScene(transport="broadcast", w=engine)
         await scene.join()
         publishing = asyncio.create_task(scene.publish(1))
         await asyncio.sleep(0.01)
@@ -140,7 +140,7 @@ def test_a_member_that_does_not_come_is_tried_again_with_the_next_version() -> N
     tries: list[str] = []
 
     async def scenario() -> None:
-        scene = Scene(transport="broadcast", w=engine)
+        scene = SyncScene(transport="broadcast", w=engine)
         scene.learner.rank_zero = FakeActor(Lonely())
         await scene.sync.publish()
         scene.sync.join(scene.targets["w"])
@@ -169,7 +169,7 @@ def test_a_member_that_dies_in_the_rendezvous_is_left_out_of_the_next() -> None:
     engine, dying = Joining(), Dying()
 
     async def scenario() -> None:
-        scene = Scene(transport="broadcast", w=engine)
+        scene = SyncScene(transport="broadcast", w=engine)
         await scene.join()
         late(scene, dying)
         await asked(dying, 1)
@@ -192,7 +192,7 @@ def test_a_member_that_is_mended_stays_in_its_group() -> None:
     engine, other = Joining(script=(None, mended.wait())), Joining()
 
     async def scenario() -> None:
-        scene = Scene(transport="broadcast", w=engine, other=other)
+        scene = SyncScene(transport="broadcast", w=engine, other=other)
         await scene.join()
         scene.sync.resync(scene.targets["w"], "the update to v0 failed")
         await asyncio.sleep(0.01)
@@ -229,7 +229,7 @@ def test_the_end_of_a_run_ends_the_building() -> None:
     engine = Joining(asyncio.Event().wait())
 
     async def scenario() -> None:
-        scene = Scene(transport="broadcast", w=engine)
+        scene = SyncScene(transport="broadcast", w=engine)
         await scene.sync.publish()
         scene.sync.join(scene.targets["w"])
         await asked(engine, 1)

@@ -9,7 +9,7 @@ import pytest
 from actors.weights.weight_sync import SyncTarget
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate
-from tests.actors.weights.sync_scene import Engine, Scene, plans, play
+from tests.actors.weights.sync_scene import Engine, SyncScene, plans, play
 
 
 def test_a_probe_is_not_answered_by_newer_weights_while_a_broadcast_reaches_another_engine() -> None:
@@ -17,7 +17,7 @@ def test_a_probe_is_not_answered_by_newer_weights_while_a_broadcast_reaches_anot
 
     async def scenario() -> None:
         quick, slow = Engine(), Engine()
-        scene = Scene(transport="broadcast", quick=quick, slow=slow)
+        scene = SyncScene(transport="broadcast", quick=quick, slow=slow)
         await scene.join()
         await asyncio.sleep(0.01)
         waits = asyncio.Event()
@@ -43,11 +43,11 @@ def test_all_ranks_of_the_engines_are_counted_in_a_broadcast_group(ranks: int, t
         async def join_weight_group(self, host: str, port: int, rank: int, world_size: int, name: str) -> None:
             scene.learner.group.append((rank, world_size))
 
-    scene: Scene
+    scene: SyncScene
 
     async def scenario() -> None:
         nonlocal scene
-        scene = Scene(transport="broadcast", ranks=ranks, one=CountingEngine(), other=CountingEngine())
+        scene = SyncScene(transport="broadcast", ranks=ranks, one=CountingEngine(), other=CountingEngine())
         await scene.join()
         await scene.publish(1)
         assert scene.learner.group == told
@@ -60,7 +60,7 @@ def test_a_broadcast_makes_one_pass_and_no_copy_in_the_store() -> None:
     engines = {"a": Engine(), "b": Engine()}
 
     async def scenario() -> None:
-        scene = Scene(transport="broadcast", **engines)
+        scene = SyncScene(transport="broadcast", **engines)
         await scene.join()
         for version in (1, 2):
             await scene.publish(version)
@@ -75,7 +75,7 @@ def test_versions_that_have_to_last_are_also_stored() -> None:
     """An engine that joins while the learner stands at a version that isn't published gets the last one, at once."""
 
     async def scenario() -> None:
-        scene = Scene(transport="broadcast", every_steps=2, a=Engine())
+        scene = SyncScene(transport="broadcast", every_steps=2, a=Engine())
         await scene.join()
         await scene.publish(2)
         scene.learner.version = 3
@@ -92,7 +92,7 @@ def test_an_engine_that_needs_what_was_broadcast_has_it_copied_once_for_all() ->
     late = [Engine() for _ in range(8)]
 
     async def scenario() -> None:
-        scene = Scene(transport="broadcast", w=Engine())
+        scene = SyncScene(transport="broadcast", w=Engine())
         await scene.join()
         await scene.publish(1)
         for i, engine in enumerate(late):
@@ -108,7 +108,7 @@ def test_every_pass_over_the_weights_is_in_the_engines_numbers() -> None:
     """Also the copy for those who come late: an engine in float8 takes nothing else."""
 
     async def scenario() -> None:
-        scene = Scene(transport="broadcast", float8=True, w=Engine())
+        scene = SyncScene(transport="broadcast", float8=True, w=Engine())
         await scene.join()
         await scene.publish(1)
         scene.sync.join(SyncTarget("late", FakeActor(Engine())))
@@ -124,7 +124,7 @@ def test_when_the_learner_has_trained_on_the_next_version_is_also_stored() -> No
     late = Engine()
 
     async def scenario() -> None:
-        scene = Scene(transport="broadcast", w=Engine())
+        scene = SyncScene(transport="broadcast", w=Engine())
         await scene.join()
         await scene.publish(1)
         scene.learner.version = 2
@@ -143,7 +143,7 @@ def test_a_wait_for_weights_that_are_never_published_has_a_name_and_an_end(caplo
     """Who joins while the learner trains on waits for what comes after that; the learner's own deadlines come long before this one."""
 
     async def scenario() -> None:
-        scene = Scene(transport="broadcast", w=Engine())
+        scene = SyncScene(transport="broadcast", w=Engine())
         await scene.join()
         await scene.publish(1)
         scene.learner.version = 2

@@ -22,7 +22,7 @@ WHOLE = 1000
 HOME, FAR = "a" * 56, "b" * 56
 
 
-class Scene:
+class DeltaStepScene:
     """One node apart from the learner's. What a task finds is there at once; weights are when they may be."""
 
     def __init__(self, delta_bytes: int = 20) -> None:
@@ -58,7 +58,7 @@ def test_differences_that_every_node_is_past_go_from_the_store() -> None:
     """Twenty bytes each are less than the whole for fifty versions: without that the store would hold so many."""
 
     async def scenario() -> None:
-        scene = Scene()
+        scene = DeltaStepScene()
         scene.deltas.taken(FAR, await scene.publish())
         for _ in range(10):
             snapshot = await scene.publish()
@@ -75,7 +75,7 @@ def test_a_node_that_is_behind_has_its_differences_kept() -> None:
     """As far as they are fewer bytes than the whole."""
 
     async def scenario() -> None:
-        scene = Scene(delta_bytes=300)
+        scene = DeltaStepScene(delta_bytes=300)
         scene.may_rebuild.clear()
         scene.deltas.taken(FAR, await scene.publish())
         for _ in range(3):
@@ -119,7 +119,7 @@ def test_a_task_that_nobody_waits_for_is_ended(limit_s: float, monkeypatch: pyte
     """It would hold two versions in the store, and a step later another one would run at the same time."""
 
     async def scenario() -> None:
-        scene, tasks = Scene(), Tasks(monkeypatch)
+        scene, tasks = DeltaStepScene(), Tasks(monkeypatch)
         scene.deltas = WeightDeltas(HOME, limit_s)
         for _ in range(2):
             await scene.publish()
@@ -142,7 +142,7 @@ def test_a_process_that_starts_for_longer_than_a_step_is_waited_for(monkeypatch:
     """It was ended with the delta that was late, each time anew: a run of short steps had no delta in a minute."""
 
     async def scenario() -> None:
-        scene, tasks = Scene(), Tasks(monkeypatch, has_process=False)
+        scene, tasks = DeltaStepScene(), Tasks(monkeypatch, has_process=False)
         scene.deltas = WeightDeltas(HOME, 5.0)
         for _ in range(6):
             await scene.publish()
@@ -164,7 +164,7 @@ def test_a_process_that_does_not_start_is_tried_again_with_the_next_version(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
-        scene, tasks = Scene(), Tasks(monkeypatch, has_process=False)
+        scene, tasks = DeltaStepScene(), Tasks(monkeypatch, has_process=False)
         scene.deltas = WeightDeltas(HOME, 0.05)
         for _ in range(2):
             await scene.publish()
@@ -181,7 +181,7 @@ def test_a_process_that_does_not_start_is_tried_again_with_the_next_version(
 
 def test_a_start_that_failed_while_nobody_waited_is_no_later_version_s_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        scene, tasks = Scene(), Tasks(monkeypatch, has_process=False)
+        scene, tasks = DeltaStepScene(), Tasks(monkeypatch, has_process=False)
         scene.deltas = WeightDeltas(HOME, 5.0)
         for _ in range(3):
             await scene.publish()
@@ -200,7 +200,7 @@ def test_what_leads_to_an_older_version_is_not_taken_for_the_newest() -> None:
     """An engine would sample at version 1 under the name of version 2."""
 
     async def scenario() -> None:
-        scene = Scene()
+        scene = DeltaStepScene()
         scene.may_rebuild.clear()
         scene.deltas.taken(FAR, await scene.publish())
         await scene.publish()
@@ -218,7 +218,7 @@ def test_differences_that_do_not_pay_are_not_sought_for_ever(caplog: pytest.LogC
     """As with high learning rates in float32; one version in between that pays begins the count anew."""
 
     async def scenario() -> None:
-        scene = Scene(delta_bytes=WHOLE)
+        scene = DeltaStepScene(delta_bytes=WHOLE)
         for size in (WHOLE, WHOLE, WHOLE, 20, WHOLE, WHOLE, WHOLE):
             scene.delta_bytes = size
             await scene.publish()

@@ -21,14 +21,14 @@ from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, Eng
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate
-from tests.actors.weights.sync_scene import SUMS, Engine, Scene, play
+from tests.actors.weights.sync_scene import SUMS, Engine, SyncScene, play
 
 
 def test_an_engine_that_fails_twice_is_tried_again_with_checksums() -> None:
     engine = Engine(None, SyncError("bucket 2 of 3"), ray.exceptions.RayTaskError("f", "traceback", EngineDirty("no answer")))
 
     async def scenario() -> None:
-        scene = Scene(w=engine)
+        scene = SyncScene(w=engine)
         await scene.join()
         await scene.publish(1)
         with pytest.raises(DeadlineExceeded):
@@ -61,7 +61,7 @@ def test_an_engine_that_is_gone_is_given_up_at_once(error: Exception, attempts: 
     engine = Engine(*[error] * calls)
 
     async def scenario() -> None:
-        scene = Scene(w=engine)
+        scene = SyncScene(w=engine)
         await scene.sync.publish()
         scene.sync.join(scene.targets["w"])
         while not scene.failures:
@@ -77,7 +77,7 @@ def test_an_engine_that_can_not_be_reached_for_a_moment_takes_its_weights_then()
     engine = Engine(*[ray.exceptions.ActorUnavailableError("for now", None)] * 4)
 
     async def scenario() -> None:
-        scene = Scene(w=engine)
+        scene = SyncScene(w=engine)
         await scene.sync.publish()
         scene.sync.join(scene.targets["w"])
         await scene.sync.receipts(0, deadline_s=60.0)
@@ -100,7 +100,7 @@ def test_a_wait_for_receipts_says_what_the_attempts_failed_of(error: Exception, 
     engine = Engine(*[error] * tries)
 
     async def scenario() -> None:
-        scene = Scene(w=engine)
+        scene = SyncScene(w=engine)
         await scene.sync.publish()
         scene.sync.join(scene.targets["w"])
         with pytest.raises(DeadlineExceeded, match=f"(?s)^weight sync v0 -> workers w: no receipt in 30 s; w: .*{why}"):
@@ -121,7 +121,7 @@ def test_weights_that_do_not_come_are_no_engines_fault(caplog: pytest.LogCapture
     engine = Engine(None, *[late] * 8)
 
     async def scenario() -> None:
-        scene = Scene(w=engine)
+        scene = SyncScene(w=engine)
         await scene.join()
         await scene.publish(1)
         await scene.sync.receipts(1, deadline_s=60.0)
@@ -141,7 +141,7 @@ def test_weights_that_nobody_can_read_are_exported_once_more_for_all(others_have
     slow = [Engine(None, *[late] * 5) for _ in range(4)]
 
     async def scenario() -> None:
-        scene = Scene(**{f"slow{i}": engine for i, engine in enumerate(slow)}, **({"quick": Engine()} if others_have_them else {}))
+        scene = SyncScene(**{f"slow{i}": engine for i, engine in enumerate(slow)}, **({"quick": Engine()} if others_have_them else {}))
         await scene.join()
         await scene.publish(1)
         await scene.sync.receipts(1, deadline_s=60.0)
@@ -155,7 +155,7 @@ def test_weights_that_nobody_can_read_and_the_learner_no_longer_has_take_the_run
     late = ray.exceptions.RayTaskError("f", "traceback", LateError("could not be read from the object store (ObjectLostError)"))
 
     async def scenario() -> None:
-        scene = Scene(every_steps=2, w=Engine(None, *[late] * 3))
+        scene = SyncScene(every_steps=2, w=Engine(None, *[late] * 3))
         await scene.join()
         await scene.publish(1)
         scene.learner.version = 2
@@ -170,7 +170,7 @@ def test_a_learner_that_fails_is_no_engines_fault() -> None:
     """Who joins needs checksums of what is published; the learner's error is no reason to replace the engine."""
 
     async def scenario() -> None:
-        scene = Scene(w=Engine())
+        scene = SyncScene(w=Engine())
         await scene.sync.publish()
         assert scene.sync._versions.newest is not None
         scene.sync._versions.newest.snapshot.checksums.clear()
@@ -195,7 +195,7 @@ def test_a_learner_that_is_lost_in_a_copy_takes_the_run_back_and_costs_no_engine
     """One who joins needs a version that was broadcast only; a rank that has missed a call is called no more before a restore."""
 
     async def scenario() -> None:
-        scene = Scene(transport="broadcast", a=Engine(), b=Engine())
+        scene = SyncScene(transport="broadcast", a=Engine(), b=Engine())
         await scene.join()
         await scene.publish(1)
         asked: list[ExportPlan] = []
@@ -217,7 +217,7 @@ def test_a_copy_that_fails_costs_no_engine_however_often(caplog: pytest.LogCaptu
     """The learner is slow, or the object store full: the engine that waits is not the one to replace."""
 
     async def scenario() -> None:
-        scene = Scene(transport="broadcast", a=Engine(), b=Engine())
+        scene = SyncScene(transport="broadcast", a=Engine(), b=Engine())
         await scene.join()
         await scene.publish(1)
         whole, asked = scene.learner.export, list[float]()
@@ -245,7 +245,7 @@ def test_checksums_that_are_lost_are_made_again() -> None:
     """By a task of Ray's: its loss is not the learner's."""
 
     async def scenario() -> None:
-        scene = Scene(w=Engine())
+        scene = SyncScene(w=Engine())
         whole, asked = scene.learner.checksums, list[int]()
 
         async def checksums(buckets: Sequence[Any], *, deadline_s: float) -> dict[str, str]:
@@ -275,7 +275,7 @@ def test_a_receipt_of_withdrawn_weights_does_not_count() -> None:
     generations: list[int] = []
 
     async def scenario() -> None:
-        scene = Scene(w=Late())
+        scene = SyncScene(w=Late())
         scene.sync._generation = 2
         await scene.join()
         assert scene.dirty == [
@@ -289,7 +289,7 @@ def test_a_receipt_of_withdrawn_weights_does_not_count() -> None:
 
 def test_an_engine_that_fails_three_times_is_given_up() -> None:
     async def scenario() -> None:
-        scene = Scene(w=Engine(*[SyncError("the disk of the engine is full")] * 3))
+        scene = SyncScene(w=Engine(*[SyncError("the disk of the engine is full")] * 3))
         await scene.sync.publish()
         scene.sync.join(scene.targets["w"])
         while not scene.failures:
@@ -305,7 +305,7 @@ def test_an_engine_that_says_it_is_dirty_gets_everything_again_with_checksums() 
     engine = Engine()
 
     async def scenario() -> None:
-        scene = Scene(w=engine)
+        scene = SyncScene(w=engine)
         await scene.join()
         target = scene.targets["w"]
         scene.sync.resync(target, "the update to v0 failed")
@@ -323,7 +323,7 @@ def test_an_engine_marked_dirty_during_an_update_is_clean_only_after_the_next() 
     engine = Engine(None, gate.wait())
 
     async def scenario() -> None:
-        scene = Scene(w=engine)
+        scene = SyncScene(w=engine)
         await scene.join()
         await scene.publish(1)
         await asyncio.sleep(0.01)
@@ -338,7 +338,7 @@ def test_an_engine_marked_dirty_during_an_update_is_clean_only_after_the_next() 
 
 def test_wrong_tensors_count_as_a_failure() -> None:
     async def scenario() -> None:
-        scene = Scene(w=Engine(checksums={"a": "1", "b": "3"}))
+        scene = SyncScene(w=Engine(checksums={"a": "1", "b": "3"}))
         await scene.sync.publish()
         scene.sync.join(scene.targets["w"])
         while not scene.failures:
@@ -352,7 +352,7 @@ def test_an_engine_that_hangs_is_tried_again_at_the_deadline() -> None:
     engine = Engine(None, 60.0)
 
     async def scenario() -> None:
-        scene = Scene(sync_s=0.2, w=engine)
+        scene = SyncScene(sync_s=0.2, w=engine)
         await scene.join()
         await scene.publish(1)
         await scene.sync.receipts(1, deadline_s=5.0)
@@ -365,7 +365,7 @@ def test_a_sync_that_breaks_is_told() -> None:
     """An error that is nobody's failure to take weights must not leave an engine without work and without a reason."""
 
     async def scenario() -> None:
-        scene = Scene(w=Engine(KeyError("bug")))
+        scene = SyncScene(w=Engine(KeyError("bug")))
         await scene.sync.publish()
         scene.sync.join(scene.targets["w"])
         while not scene.failures:
@@ -379,7 +379,7 @@ def test_a_broadcast_that_fails_goes_through_the_object_store_and_the_next_one_w
     good, bad = Engine(), Engine(None, ray.exceptions.RayTaskError("f", "traceback", SyncError("member gone")))
 
     async def scenario() -> None:
-        scene = Scene(transport="broadcast", good=good, bad=bad)
+        scene = SyncScene(transport="broadcast", good=good, bad=bad)
         await scene.join()
         await scene.publish(1)
         await scene.sync.receipts(1, deadline_s=5.0)

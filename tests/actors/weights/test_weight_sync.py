@@ -21,7 +21,7 @@ from correction.errors import DeadlineExceeded, SyncError
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate
-from tests.actors.weights.sync_scene import SUMS, Engine, Scene, play
+from tests.actors.weights.sync_scene import SUMS, Engine, SyncScene, play
 
 
 def test_receipts_are_awaited_of_those_who_are_there_or_of_one() -> None:
@@ -29,7 +29,7 @@ def test_receipts_are_awaited_of_those_who_are_there_or_of_one() -> None:
 
     async def scenario() -> None:
         never = asyncio.get_running_loop().create_future()
-        scene = Scene(a=Engine(0.05), b=Engine(never), late=Engine(never))
+        scene = SyncScene(a=Engine(0.05), b=Engine(never), late=Engine(never))
         await scene.sync.publish()
         for name in "ab":
             scene.sync.join(scene.targets[name])
@@ -52,7 +52,7 @@ def test_a_receipt_says_how_long_the_driver_waited_for_it() -> None:
     taken: list[SyncReceipt] = []
 
     async def scenario() -> None:
-        scene = Scene(w=Engine(2.0))
+        scene = SyncScene(w=Engine(2.0))
         scene.sync._callbacks = replace(scene.sync._callbacks, receipt=taken.append)
         await scene.join()
 
@@ -64,7 +64,7 @@ def test_checksums_are_compared_once_after_a_join() -> None:
     engine = Engine()
 
     async def scenario() -> None:
-        scene = Scene(w=engine)
+        scene = SyncScene(w=engine)
         await scene.join()
         for version in (1, 2):
             await scene.publish(version)
@@ -81,7 +81,7 @@ def test_a_slow_engine_skips_to_the_newest_version_and_holds_up_nobody() -> None
     async def scenario() -> None:
         gate = asyncio.Event()
         slow, quick = Engine(None, gate.wait()), Engine()
-        scene = Scene(slow=slow, quick=quick)
+        scene = SyncScene(slow=slow, quick=quick)
         await scene.join()
         for version in (1, 2, 3):
             await scene.publish(version)
@@ -99,7 +99,7 @@ def test_a_probe_that_waits_in_a_full_engine_holds_up_neither_receipt_nor_update
     async def scenario() -> None:
         engine = Engine()
         engine.probes = [asyncio.Event().wait()]  # for ever
-        scene = Scene(w=engine)
+        scene = SyncScene(w=engine)
         await scene.join()
         assert scene.receipts == [("w", 0)] and scene.differences == []
         await scene.publish(1)
@@ -117,7 +117,7 @@ def test_many_probes_in_a_row_that_find_no_place_are_told(caplog: pytest.LogCapt
     async def scenario() -> None:
         engine = Engine()
         engine.probes = [asyncio.Event().wait() for _ in range(11)]
-        scene = Scene(w=engine)
+        scene = SyncScene(w=engine)
         await scene.join()
         for version in range(1, 11):
             await scene.publish(version)
@@ -131,7 +131,7 @@ def test_many_probes_in_a_row_that_find_no_place_are_told(caplog: pytest.LogCapt
 
 def test_a_wait_for_receipts_names_the_missing() -> None:
     async def scenario() -> None:
-        scene = Scene(quick=Engine(), slow=Engine(None, 60.0))
+        scene = SyncScene(quick=Engine(), slow=Engine(None, 60.0))
         await scene.join()
         await scene.publish(1)
         with pytest.raises(DeadlineExceeded, match=r"^weight sync v1 -> workers slow: no receipt in 0 s$"):
@@ -143,7 +143,7 @@ def test_a_wait_for_receipts_names_the_missing() -> None:
 
 def test_an_engine_that_left_is_waited_for_no_longer() -> None:
     async def scenario() -> None:
-        scene = Scene(a=Engine(), b=Engine(None, 60.0))
+        scene = SyncScene(a=Engine(), b=Engine(None, 60.0))
         await scene.join()
         await scene.publish(1)
         scene.sync.leave("b")
@@ -159,7 +159,7 @@ def test_those_who_join_or_are_dirty_read_what_was_published_and_the_learner_doe
     old = [Engine() for _ in range(3)]
 
     async def scenario() -> None:
-        scene = Scene(**{f"old{i}": engine for i, engine in enumerate(old)})
+        scene = SyncScene(**{f"old{i}": engine for i, engine in enumerate(old)})
         await scene.join()
         await scene.publish(1)
         await scene.sync.receipts(1, deadline_s=5.0)
@@ -187,7 +187,7 @@ def test_a_version_is_handed_out_only_when_it_is_published() -> None:
     late = Engine()
 
     async def scenario() -> None:
-        scene = Scene(w=Engine())
+        scene = SyncScene(w=Engine())
         await scene.join()
         scene.learner.gate = asyncio.Event()
         publishing = asyncio.create_task(scene.publish(1))
@@ -208,7 +208,7 @@ def test_a_newer_version_that_comes_while_checksums_are_made_is_the_one_that_is_
     late = Engine()
 
     async def scenario() -> None:
-        scene = Scene(w=Engine())
+        scene = SyncScene(w=Engine())
         await scene.join()
         await scene.publish(1)
         await scene.sync.receipts(1, deadline_s=5.0)
@@ -237,7 +237,7 @@ def test_comparison_names_what_differs() -> None:
 
 def test_hundreds_of_engines_leave_the_loop_to_others() -> None:
     """A few are asked in a turn of the event loop, in their order: a call costs half a millisecond."""
-    scene, turns, asked = Scene(**{f"e{i}": Engine() for i in range(200)}), 0, []
+    scene, turns, asked = SyncScene(**{f"e{i}": Engine() for i in range(200)}), 0, []
 
     class Noting(FakeActor):
         def __getattr__(self, name: str) -> Any:
@@ -270,7 +270,8 @@ def test_the_trouble_of_many_engines_is_a_sentence() -> None:
     traceback = "\n".join(["AttributeError", *("  File somewhere, line 1" for _ in range(1000)), "no _generation"])
 
     async def scenario() -> None:
-        scene = Scene(**{f"w{number}": Engine(*[ray.exceptions.RayTaskError("f", traceback, AttributeError())] * 9) for number in range(5)})
+        fails = [ray.exceptions.RayTaskError("f", traceback, AttributeError())] * 9
+        scene = SyncScene(**{f"w{number}": Engine(*fails) for number in range(5)})
         await scene.sync.publish()
         for target in scene.targets.values():
             scene.sync.join(target)

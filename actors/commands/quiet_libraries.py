@@ -1,4 +1,4 @@
-"""Keeps third parties' chatter off the terminal; their warnings are about things that a user can't change."""
+"""Keeps warnings and logs of libraries off the terminal: they are about things that a user can't change."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _BEYOND_STALENESS = 3
 """Number of skipped steps in a row that are allowed beyond max_staleness."""
 
 
-class FruitlessSteps:
+class EmptySteps:
     """Counts the steps in a row from which nothing was learned."""
 
     def __init__(self, max_staleness: int, notify: Notify) -> None:

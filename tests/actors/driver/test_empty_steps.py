@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actors.carriers import Ticket
-from actors.driver.fruitless import FruitlessSteps
+from actors.driver.empty_steps import EmptySteps
 from correction.errors import DataError
 from rollout.trajectory import FinishReason
 from tests.actors.cases import group, prompt
@@ -29,7 +29,7 @@ ALL_ALIKE = SimpleNamespace(trained_tokens=27, kept_tokens=27)
 
 def test_each_is_told_with_its_reason_and_its_remedy() -> None:
     told: list[tuple[str, str]] = []
-    steps = FruitlessSteps(1, lambda *event: told.append(event))
+    steps = EmptySteps(1, lambda *event: told.append(event))
     steps.note(3, batch(), CUT)  # type: ignore[arg-type]
     steps.note(4, batch(), REJECTED)  # type: ignore[arg-type]
     (level, cut), (_, rejected) = told
@@ -42,7 +42,7 @@ def test_each_is_told_with_its_reason_and_its_remedy() -> None:
 def test_too_many_in_a_row_end_the_run_and_one_that_teaches_something_forgives_them(max_staleness: int, most: int) -> None:
     """Three beyond those in which the tokens of older weights are used up."""
     told: list[str] = []
-    steps = FruitlessSteps(max_staleness, lambda _, text: told.append(text))
+    steps = EmptySteps(max_staleness, lambda _, text: told.append(text))
     for round_ in (LEARNED, ALL_ALIKE):
         for number in range(most - 1):
             steps.note(number, batch(), REJECTED)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ _CONNECT_S = 3.0
 _SIGN = b"."
 
 
-class Listener:
+class PortListener:
     """Listens on a free port, and accepts connections. Used as a Ray actor."""
 
     def open(self) -> tuple[str, int]:
@@ -29,20 +29,20 @@ class Listener:
                 caller.sendall(_SIGN)
 
 
-class Door:
-    """Where a Listener is."""
+class OpenPort:
+    """A free port of a node, with a PortListener."""
 
     def __init__(self, listener: Any, address: tuple[str, int]) -> None:
         self._listener, self.address = listener, address
 
     @classmethod
-    def on(cls, node_id: str, *, within_s: float) -> Door | None:
+    def on(cls, node_id: str, *, within_s: float) -> OpenPort | None:
         """None if the listener can't be started on the node, or not in time; the node's facts say why."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        listener: Any = ray.remote(Listener).options(num_cpus=0, scheduling_strategy=there).remote()
+        listener: Any = ray.remote(PortListener).options(num_cpus=0, scheduling_strategy=there).remote()
         try:
             address: tuple[str, int] = ray.get(listener.open.remote(), timeout=within_s)
             return cls(listener, address)
@@ -56,8 +56,8 @@ class Door:
         ray.kill(self._listener)
 
 
-def no_way(address: tuple[str, int]) -> str:
-    """Why a Listener could not be reached; empty: it could."""
+def why_unreachable(address: tuple[str, int]) -> str:
+    """Why a PortListener could not be reached; empty: it could."""
     try:
         with socket.create_connection(address, timeout=_CONNECT_S) as there:
             there.settimeout(_CONNECT_S)
