@@ -16,7 +16,7 @@ def kept_numbers(*, tokens: float, kept: float, broken: float) -> dict[str, floa
     return {"broken_tokens": broken} | ({"kept_share": kept / tokens} if tokens > 0 else {})
 
 
-def staleness_numbers(by_age: Mapping[float, float], *, sequences: float, mixed: float) -> dict[str, float]:
+def staleness_numbers(by_age: Mapping[int, float] | Mapping[float, float], *, sequences: float, mixed: float) -> dict[str, float]:
     """How old a batch was when it was trained; empty without sampled tokens.
 
     Args:
