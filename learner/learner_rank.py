@@ -184,9 +184,8 @@ class LearnerRank:
         objective = correction_objective(correction_config)
         if self.config.reset_optimizer_on_switch:
             state.optimizer.follow(correction_config.model_dump_json())
-
-        scale = partial(policy_scale, config=correction_config)
-        done = [self._train(share, objective, scale, lambda sums: loss_metrics(sums, correction_config)["loss"], watch) for _, share in shares]
+        scale, loss_of = partial(policy_scale, config=correction_config), lambda sums: loss_metrics(sums, correction_config)["loss"]
+        done = [self._train(share, objective, scale, loss_of, watch) for _, share in shares]
         first_epoch = len(shares) // self.config.epochs_per_batch
         logprobs, entropies, decided = first_values(corrected, shares[:first_epoch], [one[0] for one in done])
         trained = entropies[corrected.batch.loss_mask]
