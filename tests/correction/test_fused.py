@@ -81,7 +81,7 @@ def test_what_is_no_single_factor_needs_the_forward():
 
 
 MEAN_KNOWN_LATE = {"preset": "mis-full", "importance": {"level": "sequence"}, "normalize": {"population": "kept"},
-                   "rejection": [{"ratio": "q", "level": "sequence", "lower": 0.5, "upper": 2.0}]}  # fmt: skip
+                   "rejection": [{"ratio": "q", "level": "token", "lower": 0.5, "upper": 2.0}]}  # fmt: skip
 """Weights on rho are settled early, and a criterion on q says which of them are averaged."""
 
 
