@@ -1,7 +1,6 @@
 """Every number that `diagnose` and `loss_metrics` give: its name, unit, label and meaning. A name that isn't listed here doesn't exist.
 
-A run's metrics of these numbers (actors/metrics/catalogue.py) are made from their quantities here, and add at most one sentence
-on what holds in a run alone.
+A run's metrics of these numbers (actors/metrics/catalogue.py) are made from these, and add at most a sentence on what holds in a run.
 rho = pi_prox / mu, a ratio of the sampled token's probabilities, is 1 where nothing differs.
 """
 
