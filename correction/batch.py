@@ -256,12 +256,14 @@ class CorrectedBatch:
         return replace(self, batch=self.batch.holding(read))
 
     def to_padded(self, attention_mask: Tensor) -> dict[str, Tensor]:
-        """The decisions as padded tensors [B, T], in addition to those that a trainer has: importance_weights, keep_mask, token_scale.
+        """The decisions as padded tensors [B, T], in addition to those that a trainer has: importance_weights, keep_mask, token_scale, and
+        plain_weights where there are any.
 
         Args:
             attention_mask: [B, T], the one that the batch was made with.
         """
-        return {name: to_padded(getattr(self, name), attention_mask) for name in ("importance_weights", "keep_mask", "token_scale")}
+        names = ("importance_weights", "keep_mask", "token_scale", *(("plain_weights",) if self.plain_weights is not None else ()))
+        return {name: to_padded(getattr(self, name), attention_mask) for name in names}
 
     @classmethod
     def from_padded(
@@ -272,19 +274,21 @@ class CorrectedBatch:
         importance_weights: Tensor,
         keep_mask: Tensor,
         token_scale: Tensor,
+        plain_weights: Tensor | None = None,
         is_deferred: bool = False,
     ) -> CorrectedBatch:
         """The inverse of `to_padded`, for some of the rows in any order; scales stay those of the global batch.
 
         Args:
             batch: of these rows, packed with attention_mask [B, T].
-            importance_weights, keep_mask, token_scale: [B, T], rows of `to_padded`.
+            importance_weights, keep_mask, token_scale, plain_weights: [B, T], rows of `to_padded`.
         Raises: DataError if a shape differs.
         """
         weights, keep, scale = (pack_like(values, attention_mask) for values in (importance_weights, keep_mask.bool(), token_scale))
         if weights.shape[0] != batch.num_tokens:
             raise DataError(f"CorrectedBatch.from_padded: attention_mask has {weights.shape[0]} tokens, and batch {batch.num_tokens}")
-        return cls(batch, weights, keep, scale, is_deferred=is_deferred)
+        plain = None if plain_weights is None else pack_like(plain_weights, attention_mask)
+        return cls(batch, weights, keep, scale, is_deferred=is_deferred, plain_weights=plain)
 
 
 @dataclass(frozen=True, slots=True)

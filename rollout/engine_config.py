@@ -60,7 +60,8 @@ class EngineDeadlines(DerivedSettings):
     DERIVED: ClassVar[frozenset[str]] = frozenset({"start_s", "generate_s", "update_s", "control_s"})
 
     heartbeat_s: float = Field(default=30.0, gt=0)
-    """An engine that answers no probe for this long, and computes nothing, is lost. An engine that answers is lost only by update_s."""
+    """An engine that answers no probe for this long, and computes nothing, is lost; one that computes, or may wait for the compiler of a
+    kernel, after ten times as long. An engine that answers is lost only by update_s."""
     start_s: float = Field(default=300.0, gt=0)
     """From the first import to the first answer; a large model on a cold disk needs more."""
     generate_s: float = Field(default=120.0, gt=0)

@@ -69,7 +69,8 @@ async def until_lost(
             return f"it missed its heartbeat: no answer to {missed} probes, and {of} computed nothing in the last {limit_s:g} s"
         if missed >= _MISSES_AT_WORK:
             waited_s = missed * limit_s / MISSES
-            return f"it missed its heartbeat: no answer to {missed} probes in {waited_s:.0f} s, though its processes compute"
+            why = "though its processes compute or a kernel is compiled"
+            return f"it missed its heartbeat: no answer to {missed} probes in {waited_s:.0f} s, {why}"
 
 
 class SchedulerProbe:

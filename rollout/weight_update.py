@@ -67,7 +67,7 @@ class UpdatableEngine:
                 lambda: processor_seconds(pid for role, pid in process.pids.items() if role != CONTROLLER),
                 limit_s=limit_s,
                 is_excused=lambda: self._interruptions > 0,
-                compiles=kernels_are_compiled,
+                compiles=kernels_are_compiled if self.config.resolved_device == "cuda" else lambda: False,
                 silent=silent,
             )
         )

@@ -138,7 +138,7 @@ class NodeFacts:
     """Bytes that a process may lock (ulimit -l)."""
     has_rdma: bool = False
     """A card for InfiniBand or RoCE is there."""
-    no_way: str = ""
+    why_unreachable: str = ""
     """Why a free port of another node, where the learner's rank 0 may be, could not be reached; empty: it could, or way_not_known."""
     way_not_known: str = ""
     """Why it isn't known whether it could; empty: it is, or there is no other node."""

@@ -295,7 +295,7 @@ def _with_way(facts: NodeFacts, call: Any, until: float, within_s: float) -> Nod
     if call is None:
         return replace(facts, way_not_known=_NO_LISTENER)
     try:
-        return replace(facts, no_way=str(ray.get(call, timeout=_left_s(until))))
+        return replace(facts, why_unreachable=str(ray.get(call, timeout=_left_s(until))))
     except ray.exceptions.GetTimeoutError:
         return replace(facts, way_not_known=_late(within_s))
     except ray.exceptions.RayError as error:

@@ -86,12 +86,12 @@ def ports_are_open(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     """Rank 0 listens on ports that the system gives it: for the other ranks, and for a weight group."""
     network = _talks_over_the_network(nodes, config)
     for node in nodes:
-        if node.no_way:
+        if node.why_unreachable:
             needed = network and _may_hold_a_rank_or_an_engine(node, config)
             unless = "It has no room for ranks or engines, which" if network else "A learner on several nodes, or a broadcast,"
             yield Complaint(
                 "fail" if needed else "warn",
-                f"{node.name} can't reach a free port of a node where the learner's rank 0 may be: {node.no_way}. "
+                f"{node.name} can't reach a free port of a node where the learner's rank 0 may be: {node.why_unreachable}. "
                 + ("Ranks and weight groups meet at such ports" if needed else f"{unless} would need it"),
                 "Open all TCP ports between the nodes (security group, firewall)",
             )

@@ -50,7 +50,7 @@ class Departures:
             end.
         """
         within_s = self._drain_s if left_s is None else min(self._drain_s, left_s / 2)
-        hand_back_s = max(_LEAST_HAND_BACK_S, self._drain_s if left_s is None else left_s - within_s)
+        hand_back_s = max(_LEAST_HAND_BACK_S, self._drain_s if left_s is None else min(self._drain_s, left_s - within_s))
         worker.state, worker.leaves = WorkerState.LEAVING, True
         under_way = f"with {counted(len(worker.groups), 'group')} under way and {within_s:.0f} s for them"
         self._observer.event("info", f"rollout worker {worker.name} leaves, {under_way}: {why}")

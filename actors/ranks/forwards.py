@@ -109,6 +109,8 @@ async def _results(request: ForwardRequest, learner: LearnerGroup, step: int) ->
                 proximal = await learner.proximal(batch, version=version)
             if wants_reference:
                 reference = await learner.reference_logprobs(batch, version=version)
+        case _:
+            raise TypeError(f"no request of the service: {type(request).__name__}")
     return proximal, reference, None
 
 

@@ -17,14 +17,24 @@ class _Keeper(logging.Handler):
         self._file = file
 
     def emit(self, record: logging.LogRecord) -> None:
-        lines = record.getMessage().strip().splitlines()
-        if _MARK in record.getMessage():
-            with contextlib.suppress(OSError), self._file.open("x") as kept:  # the first that fails: others fail because of it
-                kept.write(lines[-1].strip()[:_LONGEST])
+        try:
+            if _MARK in (message := record.getMessage()):
+                with contextlib.suppress(OSError), self._file.open("x") as kept:  # the first that fails: others fail because of it
+                    kept.write(_exception(message)[:_LONGEST])
+        except Exception:
+            self.handleError(record)
+
+
+def _exception(message: str) -> str:
+    """The first line of a traceback's exception, which may be followed by pages of advice."""
+    lines = message.strip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
+    after = lines[frames[-1] + 1 :] if frames else lines[-1:]
+    return next((line for line in after if line and not line.startswith(" ")), lines[-1]).strip()
 
 
 def keep(file: Path) -> None:
-    """Have the last line of a deadly exception's traceback written into this file, by this process."""
+    """Have a deadly exception written into this file by this process: its class and the first line of what it says."""
     logging.getLogger("sglang").addHandler(_Keeper(file))
 
 

@@ -108,6 +108,20 @@ def test_what_was_decided_travels_with_a_trainers_rows():
         CorrectedBatch.from_padded(share, real, **columns)
 
 
+def test_a_late_mean_is_that_of_the_plain_weights_after_a_trainers_rows():
+    """Distortions that are injected into the weights are no part of it, here as there."""
+    rejection = [{"ratio": "q", "level": "token", "lower": 0.5, "upper": 2.0}]
+    late = {"normalize": {"population": "kept"}, "rejection": rejection, "modulation": {"noise_std": 0.2}}
+    config = CorrectionConfig(preset="mis-full", importance={"level": "sequence"}, **late)
+    batch, target = random_batch(9)
+    corrected = correct(batch, config)
+    real, arguments = padded(batch)
+    again = CorrectedBatch.from_padded(from_padded(**arguments), real, **corrected.to_padded(real))
+    torch.testing.assert_close(policy_loss(again, target, config).partials, policy_loss(corrected, target, config).partials)
+    without = replace(again, plain_weights=None)
+    assert not torch.equal(policy_loss(without, target, config).partials, policy_loss(corrected, target, config).partials)
+
+
 @pytest.mark.parametrize("name", ["behavior_logprobs", "proximal_logprobs", "reference_logprobs"])
 def test_logprobs_that_can_not_be_are_refused(name):
     batch, _ = random_batch(2)

@@ -9,7 +9,7 @@ from rollout.sglang_plugin import last_error
 
 
 def test_the_first_deadly_exception_is_kept(tmp_path: Path) -> None:
-    """Its last line. Ranks that fail after it fail because of it, and other errors end nothing."""
+    """Its class and the first line of what it says. Ranks that fail after it fail because of it, and other errors end nothing."""
     file, sglang = tmp_path / "engine.error", logging.getLogger("sglang")
     before = list(sglang.handlers)
     last_error.keep(file)
@@ -17,8 +17,12 @@ def test_the_first_deadly_exception_is_kept(tmp_path: Path) -> None:
         scheduler = logging.getLogger("sglang.srt.managers.scheduler")
         scheduler.error("a request was refused")
         assert last_error.read(file) == ""
-        scheduler.error("Scheduler hit an exception: Traceback (most recent call last):\n  File ...\nRuntimeError: Not enough memory\n")
+        scheduler.error(
+            "Scheduler hit an exception: Traceback (most recent call last):\n"
+            '  File "runner.py", line 1, in capture\n    raise Exception(\n'
+            "RuntimeError: Capture failed: out of memory\nPossible solutions:\n  1. set --mem-fraction-static\nOpen an issue\n"
+        )
         scheduler.error("Scheduler hit an exception: Traceback (most recent call last):\nConnectionError: rank 0 is gone")
-        assert last_error.read(file) == "RuntimeError: Not enough memory"
+        assert last_error.read(file) == "RuntimeError: Capture failed: out of memory"
     finally:
         sglang.handlers[:] = before

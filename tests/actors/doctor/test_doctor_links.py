@@ -103,7 +103,7 @@ def test_locked_memory_is_for_cards_that_read_memory_themselves(
     ],
 )
 def test_a_port_that_a_node_cannot_reach(overrides: list[str], severity: str, why: str) -> None:
-    closed = node(name="b", no_way="10.0.0.1:40123: timed out")
+    closed = node(name="b", why_unreachable="10.0.0.1:40123: timed out")
     (found,) = ports_are_open([node(), closed], eight(*overrides))
     assert found.severity == severity and found.sentence.startswith("b can't reach a free port of a node where") and why in found.sentence
 
@@ -113,7 +113,7 @@ def test_a_port_that_a_node_cannot_reach(overrides: list[str], severity: str, wh
 )
 def test_a_port_is_needed_where_a_rank_or_an_engine_may_be(facts: dict[str, Any], severity: str) -> None:
     """A head without GPUs runs the driver's side alone, which needs none of rank 0's ports: the run must not be refused for it."""
-    closed = node(name="head", no_way="10.0.0.1:40123: timed out", **facts)
+    closed = node(name="head", why_unreachable="10.0.0.1:40123: timed out", **facts)
     (found,) = ports_are_open([node(), closed], eight(BROADCAST))
     assert (found.severity, "It has no room for ranks or engines" in found.sentence) == (severity, severity == "warn")
     on_cpus = derived(load_config(RunConfig, RECIPES / "nano_chain_sum.yaml", [BROADCAST]), has_gpu=False)

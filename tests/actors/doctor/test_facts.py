@@ -181,7 +181,8 @@ def test_nodes_that_never_answer_are_named_after_15_s_in_all(quiet: QuietRay, tm
     assert all(node.reads_run_folder and node.offered_gpus == 4.0 for node in found)
     assert [node.is_drivers for node in found] == [False, True, False], "told by Ray, also where nobody answers"
     told = ["", "2 came to 10.0.0.1", "3 came to 10.0.0.1"]
-    assert [node.no_way for node in found if not node.silence] == [told[int(n) - 1] * ("1" not in silent) for n in "123" if n not in silent]
+    unreached = [told[int(n) - 1] * ("1" not in silent) for n in "123" if n not in silent]
+    assert [node.why_unreachable for node in found if not node.silence] == unreached
     unmade = ["" if n == "1" or "1" not in silent else "no listener could be started there in time" for n in "123" if n not in silent]
     assert [node.way_not_known for node in found if not node.silence] == unmade
     of_silent = [one for one in on_nodes(found, config, DENSE) for n in silent if f"10.0.0.{n}" in one.sentence]
@@ -209,7 +210,7 @@ def test_a_way_that_was_not_tried_to_its_end_is_not_known(quiet: QuietRay, tmp_p
     quiet.dropped = {"2"}
     config = eight("ray.address=auto", f"model={save_config(tmp_path / 'm', QWEN3_8B)}")
     found = nodes_of_cluster(config, tmp_path, within_s=within_s)
-    assert [(node.no_way, node.way_not_known) for node in found] == [
+    assert [(node.why_unreachable, node.way_not_known) for node in found] == [
         ("", ""), ("", f"no answer in {within_s:g} s"), ("3 came to 10.0.0.1", "")
     ]
     (told,) = [one for one in on_nodes(found, config, DENSE) if "isn't known whether" in one.sentence]
