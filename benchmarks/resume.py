@@ -29,13 +29,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from actors.carriers import QueueSnapshot
+from actors.checkpoints.checkpoint_reader import steps_without_a_line, take_back
 from actors.commands.recipe import load_config
 from actors.commands.resume_point import find_resume_point, with_absolute_paths
 from actors.config import RunConfig
 from actors.metrics.catalogue import CATALOGUE
 from actors.metrics.step_metrics import StepMetrics
 from actors.queue.trajectory_queue import TrajectoryQueue
-from actors.record.checkpoint_reader import steps_without_a_line, take_back
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.state.ledger import Ledger, outstanding_ids
 from actors.state.resume import TrainingState, open_ledger

@@ -73,6 +73,7 @@ _COMPUTING = (
     "tests/actors/processes",
     "tests/actors/metrics/test_exporter.py",
     "tests/actors/service",
+    "tests/actors/checkpoints",
     "tests/actors/record",
     "tests/simulation",
     "tests/rollout",

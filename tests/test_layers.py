@@ -147,7 +147,8 @@ def test_mathematics_does_not_know_its_own_name() -> None:
 @pytest.mark.parametrize(
     ("wing", "importers"),
     [
-        ("actors.record", ("actors.driver.", "actors.commands.")),
+        ("actors.record", ("actors.checkpoints.", "actors.driver.", "actors.commands.")),
+        ("actors.checkpoints", ("actors.driver.", "actors.commands.")),
         ("actors.commands", ("actors.commands.",)),
     ],
 )

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from actors.carriers import Ticket
+from actors.checkpoints.checkpoint_reader import ResumePoint, newest_readable
 from actors.cluster.hub import outline_folder
 from actors.commands.recipe import load_config
 from actors.config import DeadlinesConfig, RunConfig
 from actors.processes.disk_at_start import MODEL_OR_RUN, by_disk_at_start
-from actors.record.checkpoint_reader import ResumePoint, newest_readable
 from actors.record.reading import Reading
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.settings.hub_name import HubName, absolute

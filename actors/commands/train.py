@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from actors.checkpoints.checkpoint_reader import ResumePoint, steps_without_a_line, take_back
 from actors.cluster.address import check_ray
 from actors.cluster.cluster import Cluster
 from actors.cluster.head_watch import ends_with_own_ray, ends_with_the_head
@@ -35,7 +36,6 @@ from actors.processes.event_level import EventLevel
 from actors.processes.output import put
 from actors.processes.supervision import HALF_OVER
 from actors.processes.wait_notice import WaitNotice
-from actors.record.checkpoint_reader import ResumePoint, steps_without_a_line, take_back
 from actors.record.completeness import EVALUATION, left_after_training
 from actors.record.observer import Observer
 from actors.record.run_event import EventKind

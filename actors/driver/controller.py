@@ -17,6 +17,7 @@ from typing import Any
 import ray
 
 from actors.carriers import Observation, PreparedBatch
+from actors.checkpoints.checkpoint_writer import CheckpointWriter
 from actors.cluster.hub import outline_folder
 from actors.cluster.placement import reserve, still_there
 from actors.config import RunConfig
@@ -36,7 +37,6 @@ from actors.processes.ending import Ending
 from actors.processes.supervision import Stopwatch, done_or_reported, kill, together, unless_failed, unless_set, wait_for
 from actors.ranks.forwards import next_batch
 from actors.ranks.learner_group import LearnerGroup
-from actors.record.checkpoint_writer import CheckpointWriter
 from actors.record.observer import Observer
 from actors.record.patience import ByDisk, by_disk
 from actors.record.run_event import EventKind

@@ -33,6 +33,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
+from actors.checkpoints.checkpoint_reader import ResumePoint, newest_readable, take_back
 from actors.driver.parts import REPLACEABLE, StartingPoint
 from actors.processes.event_level import EventLevel, Notify
 from actors.processes.part_heartbeat import Hear, raise_when_silent
@@ -40,7 +41,6 @@ from actors.processes.supervision import call_with_retries, first_error, kill, u
 from actors.processes.wait_notice import WaitNotice
 from actors.queue.payloads import no_room
 from actors.ranks.learner_group import LearnerGroup
-from actors.record.checkpoint_reader import ResumePoint, newest_readable, take_back
 from actors.record.patience import ByDisk, PatientWriter
 from actors.record.run_folder import RunFolder
 from actors.settings.deadlines import REPLACEMENT_PAUSE_S

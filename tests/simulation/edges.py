@@ -18,8 +18,9 @@ import actors.service.correction_service
 import learner.checkpoint_files
 import learner.file_sums
 import learner.model_check
+from actors.checkpoints import checkpoint_reader
 from actors.processes import interrupts
-from actors.record import checkpoint_reader, patience
+from actors.record import patience
 from rollout.rewards import RewardError
 from tests.simulation import parts
 from tests.simulation.disk import Disk, SimulatedFileThread

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 from actors.carriers import DiscardReason, Ticket
+from actors.checkpoints import checkpoint_reader, checkpoint_writer
 from actors.driver.batch_source import BatchSource
 from actors.pool.dispatch import WaitingWork
 from actors.pool.pool import RolloutPool
@@ -21,7 +22,6 @@ from actors.queue.outstanding import Outstanding
 from actors.queue.trajectory_queue import GroupState, TrajectoryQueue
 from actors.ranks import collective_calls
 from actors.ranks.collective_calls import CollectiveCaller
-from actors.record import checkpoint_reader, checkpoint_writer
 from actors.record.patience import PatientWriter
 from actors.state.ledger import Ledger
 from actors.weights.publication import PublishedVersions

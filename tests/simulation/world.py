@@ -20,10 +20,10 @@ from typing import Any
 import ray.exceptions
 import torch
 
+from actors.checkpoints import checkpoint_reader
+from actors.checkpoints.checkpoint_writer import ATTEMPTS
 from actors.driver.controller import Controller
 from actors.driver.going_back import MOST_ROLLBACKS
-from actors.record import checkpoint_reader
-from actors.record.checkpoint_writer import ATTEMPTS
 from actors.state.resume import TrainingState
 from correction.errors import DataError, EngineDirty, EvenkeelError, LedgerError
 from tests.simulation import faults, parts

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import ray
 
+from actors.checkpoints.checkpoint_reader import newest_readable
 from actors.commands import train
 from actors.commands.preparation import prepare
 from actors.commands.questions import questions
@@ -31,7 +32,6 @@ from actors.doctor.facts import NodeFacts
 from actors.metrics.step_metrics import StepMetrics
 from actors.processes import disk_at_start
 from actors.processes.disk_at_start import DiskLate
-from actors.record.checkpoint_reader import newest_readable
 from actors.record.reading import Reading
 from actors.record.run_doctor import diagnose, page
 from actors.record.run_folder import Checkpoint, RunFolder

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from actors.checkpoints.checkpoint_reader import ResumePoint, take_back
 from actors.commands import train
 from actors.commands.recipe import load_config
 from actors.commands.resume_point import find_resume_point, run_config, with_absolute_paths
@@ -20,7 +21,6 @@ from actors.commands.train import train_run
 from actors.config import RunConfig
 from actors.driver.going_back import Rollbacks
 from actors.metrics.step_metrics import StepMetrics
-from actors.record.checkpoint_reader import ResumePoint, take_back
 from actors.record.completeness import EVALUATION, REPORT, left_after_training
 from actors.record.metric_views import TensorBoardView, open_views
 from actors.record.run_folder import CHECKPOINT_FORMAT, RunFolder

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from actors.checkpoints import checkpoint_reader
+from actors.checkpoints.checkpoint_reader import newest_readable
 from actors.config import DeadlinesConfig
 from actors.driver import going_back
 from actors.driver.going_back import Rollbacks
-from actors.record import checkpoint_reader
-from actors.record.checkpoint_reader import newest_readable
 from actors.record.patience import PatientWriter, by_disk
 from actors.record.run_folder import Checkpoint, RunFolder
 from correction.errors import DataError, DeadlineExceeded

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from actors.checkpoints.set_aside import KEPT, bytes_under, superseded, to_free
 from actors.config import CheckpointConfig, DeadlinesConfig
 from actors.processes.disk_at_start import DiskLate
 from actors.processes.supervision import abandon
@@ -18,7 +19,6 @@ from actors.ranks.learner_group import LearnerGroup
 from actors.record.observer import Observer
 from actors.record.patience import wait_for_disk
 from actors.record.run_folder import Checkpoint, RunFolder
-from actors.record.set_aside import KEPT, bytes_under, superseded, to_free
 from actors.state.resume import TrainingState
 from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, EvenkeelError, LedgerError
 

@@ -15,16 +15,17 @@ from typing import Any
 
 import pytest
 
+from actors.checkpoints import checkpoint_writer
 from actors.processes.supervision import HALF_OVER
 from actors.processes.wait_notice import LongWait, WaitNotice
 from actors.ranks.learner_group import LearnerGroup
 from actors.ranks.learner_rank_actor import LearnerRankActor
-from actors.record import checkpoint_writer, run_folder
+from actors.record import run_folder
 from actors.record.run_folder import RunFolder
 from correction.errors import DataError, DeadlineExceeded
 from learner.file_sums import read_manifest_of_files, verify
 from tests.actors.cases import FakeActor
-from tests.actors.record.test_checkpoint_writer import Learner, WrittenState, folder, state, train, writer
+from tests.actors.checkpoints.test_checkpoint_writer import Learner, WrittenState, folder, state, train, writer
 from tests.actors.simulated_time import simulate
 from tests.failures.measured import Measured
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from actors.checkpoints.checkpoint_writer import CheckpointWriter
 from actors.config import CheckpointConfig, DeadlinesConfig
-from actors.record.checkpoint_writer import CheckpointWriter
 from actors.record.run_folder import RunFolder
 from correction.errors import ActorLost, ActorUnavailable, DataError, LedgerError
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.record import checkpoint_writer
+from actors.checkpoints import checkpoint_writer
 from actors.record.run_folder import RunFolder
-from tests.actors.record.test_checkpoint_writer import Learner, folder, state, writer
+from tests.actors.checkpoints.test_checkpoint_writer import Learner, folder, state, writer
 
 __all__ = ["folder"]
 GONE = "{}, a damaged checkpoint that was set aside, is removed: {}"
