@@ -161,6 +161,13 @@ def test_what_writes_a_run_down_and_the_command_line_are_no_part_of_the_actors(w
     assert {name for name in found if not name.startswith(importers)} == set()
 
 
+def test_what_writes_a_run_down_calls_no_actor() -> None:
+    """What is asked of actors, and what follows from their answers, is the driver's. Stacks of a node are read by a task of its own."""
+    folder = ROOT / "actors" / "record"
+    found = {path.name for path in folder.glob("*.py") if any(isinstance(n, ast.Attribute) and n.attr == "remote" for n in nodes(path))}
+    assert found == {"stack_collector.py"}
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_files_and_functions_stay_of_a_size_to_read(package: str) -> None:
     """Files under 400 lines, functions under 60."""

@@ -28,6 +28,7 @@ from actors.driver.evaluation import Evaluations
 from actors.driver.going_back import Rollbacks, end_parts, lost_among, raise_when_lost, what_goes_on, what_is_done_again, what_is_lost
 from actors.driver.parts import REPLACEABLE, StartingPoint, make_sync, start_learner
 from actors.driver.run_summary import RunSummary
+from actors.driver.step_reporter import StepReporter
 from actors.driver.step_under_way import StepUnderWay
 from actors.metrics.held_out import Evaluation
 from actors.pool.pool import RolloutPool
@@ -41,7 +42,6 @@ from actors.record.observer import Observer
 from actors.record.patience import ByDisk, by_disk
 from actors.record.run_event import EventKind
 from actors.record.run_folder import Checkpoint, RunFolder
-from actors.record.step_reporter import StepReporter
 from actors.settings.true_on_policy import check_batch
 from actors.state.resume import TrainingState
 from correction.errors import EvenkeelError, counted

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actors.carriers import Observation
-from actors.record.step_reporter import StepReporter
+from actors.driver.step_reporter import StepReporter
 from correction.monitor import Event, State
 from tests.actors.cases import FakeActor
 
