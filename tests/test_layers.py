@@ -163,8 +163,8 @@ def test_what_writes_a_run_down_and_the_command_line_are_no_part_of_the_actors(w
 
 def test_what_writes_a_run_down_calls_no_actor() -> None:
     """What is asked of actors, and what follows from their answers, is the driver's. Stacks of a node are read by a task of its own."""
-    folder = ROOT / "actors" / "record"
-    found = {path.name for path in folder.glob("*.py") if any(isinstance(n, ast.Attribute) and n.attr == "remote" for n in nodes(path))}
+    trees = {path.name: ast.parse(path.read_text()) for path in (ROOT / "actors" / "record").glob("*.py")}
+    found = {name for name, tree in trees.items() if any(isinstance(n, ast.Attribute) and n.attr == "remote" for n in ast.walk(tree))}
     assert found == {"stack_collector.py"}
 
 
