@@ -78,7 +78,7 @@ class Controller:
         self._began = time.monotonic() - self._point.elapsed_s
         self._watch, self._warn = Stopwatch(), partial(observer.event, "warning")
         self._announce_end = partial(self._warn, kind=EventKind.ENDING)
-        self._ending = Ending(self._announce_end, self._on_sigterm, lambda: self._checkpoints.saved_step or self._point.step)
+        self._ending = Ending(self._announce_end, self._on_sigterm, lambda: self._checkpoints.saved_step)
         self._alarms = AlarmResponse(config, self._point.replacement)
         self._alarm = ""  # why an alarm ends the run; empty: none does
         self._first_evaluation: Evaluation | None = None
@@ -86,7 +86,7 @@ class Controller:
         self._is_trained = False         # all steps that there will be are done and saved
         self.summary: RunSummary | None = None  # of a run that has done and saved all that it had to
         self._steps = StepReporter(observer, on_observed=self._observed)
-        self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines)
+        self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines, begins_at=self._step)
         self._by_disk: ByDisk = partial(by_disk, deadlines=config.deadlines, notice=observer.waiting)
 
     async def run(self) -> RunSummary:
@@ -134,8 +134,7 @@ class Controller:
                 self._warn(f"not saved: {failure}; a resume goes on from step {self._checkpoints.saved_step}")
                 raise asyncio.CancelledError
             try:
-                saved = self._checkpoints.saved_step or self._point.step
-                self._rollbacks.allow(lost, failure, saved=saved, step=self._step, is_replaced=is_replaceable)
+                self._rollbacks.allow(lost, failure, saved=self._checkpoints.saved_step, step=self._step, is_replaced=is_replaceable)
             except (EvenkeelError, ray.exceptions.RayError) as error:
                 if not self._is_trained:
                     raise
@@ -191,7 +190,8 @@ class Controller:
         self._step, self._version, self._is_trained = self._point.step, self._point.version, self._point.step >= self._config.steps
         self._observer.go_back(self._point.totals, self._step)
         self._alarms = AlarmResponse(self._config, self._point.replacement)
-        self._checkpoints = CheckpointWriter(self._folder, self._observer, self._config.checkpoint, self._config.deadlines)
+        of_run = self._config.checkpoint, self._config.deadlines
+        self._checkpoints = CheckpointWriter(self._folder, self._observer, *of_run, begins_at=self._step)
         await self._make_queue()
         self._pool.serve(self._source.queue, self._generation, self._source.outstanding)
         await self._start_parts()
@@ -335,7 +335,6 @@ class Controller:
 
     async def _make_queue(self) -> None:
         self._empty_steps = EmptySteps(self._config.max_staleness, self._observer.event)
-        self._checkpoints.saved_step = self._step
         self._source = await BatchSource.opened(self._config, self._point, self._folder, self._observer, self._by_disk)
         self._parts |= self._source.parts
 

@@ -237,7 +237,7 @@ def test_a_signal_ends_a_run_that_has_lost_a_part_without_starting_it_again(monk
     async def scenario() -> None:
         run = going_back_to(2, monkeypatch)
         run._observer.events = told  # type: ignore[attr-defined]
-        run._checkpoints.saved_step = 2
+        run._checkpoints._saved_step = 2
 
         async def trains(**_: Any) -> None:
             run._ending.is_training = True
