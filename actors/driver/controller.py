@@ -10,7 +10,6 @@ import contextlib
 import gc
 import itertools
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -98,11 +97,11 @@ class Controller:
             self._observer.serve()
             try:
                 await self._start()
-                return await self._whatever_dies()
+                return await self._until_done()
             finally:
                 await self._end()
 
-    async def _whatever_dies(self) -> RunSummary:
+    async def _until_done(self) -> RunSummary:
         """The run from the start of its parts. When one of them dies it is replaced, or the run goes back (going_back.py)."""
         failure: BaseException | None = None
         lost: list[str] = []
@@ -111,13 +110,12 @@ class Controller:
         while True:
             try:
                 if failure is None:
-                    beginning = self._start_parts()
+                    await unless_failed(self._start_parts(), self._pool.raise_on_failure())
                 elif is_replaceable:
-                    beginning = self._replace(lost, failure)
+                    await unless_failed(self._replace(lost, failure), self._pool.raise_on_failure())
                 else:
                     await self._withdraw(lost, failure)  # until then the pool's failure is the one that takes the run back
-                    beginning = self._go_back()
-                await unless_failed(beginning, self._pool.raise_on_failure())
+                    await unless_failed(self._go_back(), self._pool.raise_on_failure())
                 loss = raise_when_lost(self._parts, self._config.deadlines.part_heartbeat_s, self._observer.event)
                 training = unless_failed(self._until_trained(goes_on=is_replaceable), loss)
                 await unless_failed(training, self._pool.raise_on_failure())
@@ -127,20 +125,26 @@ class Controller:
                 failure = error
             lost = await lost_among(self._parts, failure)
             is_replaceable = self._are_up and self._is_begun and REPLACEABLE.issuperset(lost) and not self._pool.has_failed
-            self._ending.is_training = self._ending.is_training and is_replaceable
-            if self._is_trained and self._ends_early:
-                break
-            if self.ended_by is not None and lost and not is_replaceable:  # would start all parts to save its last step
-                self._warn(f"not saved: {failure}; a resume goes on from step {self._checkpoints.saved_step}")
-                raise asyncio.CancelledError
-            try:
-                self._rollbacks.allow(lost, failure, saved=self._checkpoints.saved_step, step=self._step, is_replaced=is_replaceable)
-            except (EvenkeelError, ray.exceptions.RayError) as error:
-                if not self._is_trained:
-                    raise
-                self._warn(f"the evaluation after training is left out ({error}); `evenkeel eval` can make it")
+            if not self._goes_on_after(lost, failure, is_replaced=is_replaceable):
                 break
         return await self._finish(after)
+
+    def _goes_on_after(self, lost: list[str], failure: BaseException, *, is_replaced: bool) -> bool:
+        """Whether parts are replaced, or the run goes back. If not, all is trained and saved. Raises: what ends the run."""
+        self._ending.is_training = self._ending.is_training and is_replaced
+        if self._is_trained and self._ends_early:
+            return False
+        if self.ended_by is not None and lost and not is_replaced:  # would start all parts to save its last step
+            self._warn(f"not saved: {failure}; a resume goes on from step {self._checkpoints.saved_step}")
+            raise asyncio.CancelledError
+        try:
+            self._rollbacks.allow(lost, failure, saved=self._checkpoints.saved_step, step=self._step, is_replaced=is_replaced)
+        except (EvenkeelError, ray.exceptions.RayError) as error:
+            if not self._is_trained:
+                raise
+            self._warn(f"the evaluation after training is left out ({error}); `evenkeel eval` can make it")
+            return False
+        return True
 
     async def _until_trained(self, *, goes_on: bool = False) -> None:
         """To the last step and its checkpoint. Args: goes_on: in the middle of training."""
@@ -385,14 +389,8 @@ class Controller:
             await done_or_reported(self._checkpoints.finished(), "checkpoint under way", self._config.deadlines.checkpoint_s, self._warn)
         await done_or_reported(self._steps.flush(), "lines of the last steps", 1.0 if at_once else _END_S, self._warn)
         self._checkpoints.abandon()
-        endings: dict[str, Callable[[], Any]] = {
-            "_evaluations": lambda: self._evaluations.abandon(),
-            "_source": lambda: self._source.stop(),
-            "_sync": lambda: self._sync.close(),
-            "_pool": lambda: self._pool.stop(),
-        }
-        for part, end in endings.items():
-            if hasattr(self, part):
+        for part, how in (("_evaluations", "abandon"), ("_source", "stop"), ("_sync", "close"), ("_pool", "stop")):
+            if (one := getattr(self, part, None)) is not None:  # it was started
                 with contextlib.suppress(EvenkeelError, ray.exceptions.RayError):
-                    await wait_for(end(), f"end of {part.strip('_')}", deadline_s=_END_S)
+                    await wait_for(getattr(one, how)(), f"end of {part.strip('_')}", deadline_s=_END_S)
         kill(*self._parts.values())
