@@ -31,6 +31,7 @@ class RecordingObserver:
         self.flush_fails = flush_fails
         self.phases: list[str] = []
         self.disk = SimpleNamespace(room=nothing, do=lambda job: job(), result=done_at_once)
+        self.steps = self
 
     def event(self, level: str, text: str, kind: str = "") -> None:
         self.events.append(f"[{kind}] {text}" if kind else text)
