@@ -357,7 +357,7 @@ class Controller:
         self._steps.follow(self._source.service)
         probe_ids, pool = self._held_out[0].token_ids, self._pool
         self._sync = make_sync(config, self._learner, probe_ids, observer, pool, generation=self._generation, on_receipt=self._receipt)
-        observer.follow(self._pool)
+        observer.follow(self._pool.members)
         await self._first_sync()
         self._are_up = True
 
@@ -366,7 +366,7 @@ class Controller:
         settings = WorkerSettings.of(config, self._folder.model_path.absolute(), self._held_out[0])
         self._pool = RolloutPool(settings, config.deadlines, self._source.queue, self._observer, config.places, self._source.outstanding)
         self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, self._held_out, self._observer, steps=config.steps)
-        self._evaluations.counts_from = self._pool.attended_since
+        self._evaluations.counts_from = self._pool.members.attended_since
         self._pool.start(has_scored=self._step > 0)
 
     def _receipt(self, receipt: SyncReceipt) -> None:
@@ -374,7 +374,7 @@ class Controller:
         self._observer.receipt(receipt)
 
     async def _first_sync(self) -> None:
-        await self._pool.first_worker()
+        await self._pool.members.first_worker()
         self._observer.doing("sending the first weights to the engines")
         await self._sync.publish()
         self._pool.follow(self._sync)
