@@ -23,6 +23,7 @@ from actors.config import RunConfig
 from actors.driver.alarms import AlarmResponse
 from actors.driver.batch_source import BatchSource
 from actors.driver.empty_steps import EmptySteps
+from actors.driver.ending import Ending
 from actors.driver.evaluation import Evaluations
 from actors.driver.going_back import Rollbacks, end_parts, lost_among, raise_when_lost, what_goes_on, what_is_done_again, what_is_lost
 from actors.driver.parts import REPLACEABLE, StartingPoint, make_sync, start_learner
@@ -33,7 +34,6 @@ from actors.metrics.held_out import Evaluation
 from actors.pool.pool import RolloutPool
 from actors.pool.rollout_worker import WorkerSettings
 from actors.processes import interrupts
-from actors.processes.ending import Ending
 from actors.processes.supervision import Stopwatch, done_or_reported, kill, together, unless_failed, unless_set, wait_for
 from actors.ranks.forwards import next_batch
 from actors.ranks.learner_group import LearnerGroup

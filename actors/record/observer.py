@@ -20,14 +20,14 @@ from actors.metrics.step_metrics import DISCARD_COUNTERS, StepMetrics, shown
 from actors.pool.scaling import ScalingDecision
 from actors.processes.event_level import EventLevel
 from actors.processes.loop_clock import LoopClock
-from actors.processes.repeated import Repeated
 from actors.processes.wait_notice import WaitNotice
 from actors.record.finished_step import FinishedStep
 from actors.record.patience import PatientWriter
 from actors.record.probe_watch import ProbeWatch
+from actors.record.repeated import Repeated
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
-from actors.record.step_report import FAILED_TRAJECTORIES
+from actors.record.step_sources import FAILED_TRAJECTORIES
 from actors.record.step_writer import StepWriter
 from actors.record.terminal import TerminalView
 from actors.record.totals import RunTotals

@@ -18,13 +18,13 @@ from actors.processes.supervision import abandon, unless_set, wait_for
 from actors.processes.wait_notice import WaitNotice
 from actors.record.finished_step import FinishedStep
 from actors.record.metric_views import open_views, views_from_an_earlier_step
-from actors.record.part_names import PartNames
 from actors.record.patience import PatientWriter, wait_for_disk
+from actors.record.reward_parts import RewardParts
 from actors.record.run_event import LEVEL_OF_STATE
 from actors.record.run_folder import RunFolder
 from actors.record.skipped_batches import keep_and_describe
 from actors.record.slowest import FILE, SlowestPrompts
-from actors.record.step_report import (
+from actors.record.step_sources import (
     batch_metrics,
     diagnostic_metrics,
     first_lengths,
@@ -64,7 +64,7 @@ class StepWriter:
         """Args: notify: takes level and sentence."""
         self._config, self._folder, self._view, self._disk = config, folder, view, disk
         self._endpoint, self._totals, self._notify = endpoint, totals, notify
-        self.slowest, self._parts = SlowestPrompts(folder), PartNames(notify)
+        self.slowest, self._parts = SlowestPrompts(folder), RewardParts(notify)
         self._loads: dict[str, WorkerLoad] | None = None
         """Load of each worker, as it answered last."""
         self._writing: asyncio.Task[None] | None = None

@@ -17,7 +17,7 @@ from actors.driver.evaluation import evaluate
 from actors.metrics.step_metrics import StepMetrics, by_worker
 from actors.pool.scaling import ScalingDecision
 from actors.record.run_folder import RunFolder
-from actors.record.step_report import trajectories_text
+from actors.record.step_sources import trajectories_text
 from correction.monitor import Event, State
 from learner.results import SkipReason
 from rollout.config import AnswerSampling
@@ -67,7 +67,7 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
     for part in ("batch_metrics", "learner_metrics", "undiagnosed"):
         monkeypatch.setattr(f"actors.record.step_writer.{part}", lambda *_, **__: {})
     monkeypatch.setattr("actors.record.step_writer.batch_metrics", lambda *_, **__: {f"reward/component/{name}": 1.0 for name in "ab"})
-    monkeypatch.setattr("actors.record.part_names.MOST", 1)
+    monkeypatch.setattr("actors.record.reward_parts.MOST", 1)
     batch = SimpleNamespace(groups=[facts(1, 5), facts(2, 9)], tokens=10, examples=())
     result = SimpleNamespace(skipped=(), skipped_steps=0, overflowed_steps=0, loss_scale=None)
 
