@@ -300,25 +300,23 @@ class ReplayPool(RolloutPool):
 
     hosts: Sequence[Any] = ()
 
+    def __init__(self, *of_pool: Any) -> None:
+        """Args: of_pool: as of RolloutPool."""
+        super().__init__(*of_pool)
+        self.members.create = self._create
+
     def joined_names(self) -> list[str]:
-        return [worker.name for worker in self._joined()]
+        return [worker.name for worker in self.members.joined()]
 
     async def end_engine(self, name: str) -> None:
         """Of a worker, with what it has under way."""
         await self.hosts[int(name) % len(self.hosts)].end_engine.remote(name)
 
     async def stop(self) -> None:
-        """Does nothing: whoever started the processes ends them."""
-        self._is_stopping = True
-        for task in list(self._tasks):
-            task.cancel()
+        """Ends no worker: whoever started the processes ends them."""
+        self.tasks.stop()
 
-    def _start_worker(self, attempt: int = 1, unscored: int = 0) -> None:
-        name = str(self._born)
-        self._born += 1
+    def _create(self, name: str, settings: WorkerSettings, avoided: Sequence[str] = ()) -> WorkerHandle:
         proxy = HostedWorker(self.hosts[int(name) % len(self.hosts)], name)
-        is_first = self._born <= self._settings.rollout.first_workers  # they would show their checksums before anything is counted
-        worker = WorkerHandle(name, proxy, SyncTarget(name, proxy, is_verified=is_first))
-        worker.attempt, worker.unscored = attempt, unscored
-        self._workers[name] = worker
-        self.spawn(self._bring_up(worker))
+        is_first = int(name) < settings.rollout.first_workers  # they would show their checksums before anything is counted
+        return WorkerHandle(name, proxy, SyncTarget(name, proxy, is_verified=is_first))

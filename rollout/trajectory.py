@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -163,6 +164,10 @@ class AnswerFacts(_Answer):
     read_again_tokens: int = 0
 
 
+_facts_of = attrgetter(*(one.name for one in fields(AnswerFacts)))
+"""Values of the fields of AnswerFacts, in their order, of an answer of either kind."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trajectory(_Answer):
     """One sampled answer."""
@@ -209,10 +214,7 @@ class Trajectory(_Answer):
 
     @property
     def facts(self) -> AnswerFacts:
-        return AnswerFacts(
-            self.response_tokens, self.version_spans, self.finish_reason, self.reward, self.reward_components, self.error,
-            self.failure, self.read_again_tokens,
-        )
+        return AnswerFacts(*_facts_of(self))
 
     @property
     def read_again_tokens(self) -> int:
@@ -279,11 +281,8 @@ class GroupFacts(_Answers[AnswerFacts]):
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         """Pickle as plain tuples: facts cross four processes, and each dataclass in them would be pickled by slow Python code."""
         answers = [
-            (
-                one.response_tokens, [(span.version, span.start, span.end) for span in one.version_spans], one.finish_reason,
-                one.reward, one.reward_components, one.error, one.failure, one.read_again_tokens,
-            )
-            for one in self.trajectories
+            (tokens, [(span.version, span.start, span.end) for span in spans], *others)
+            for tokens, spans, *others in map(_facts_of, self.trajectories)
         ]
         rest = self.admitted_version, self.generate_s, self.reward_s, self.wide_bytes
         return _group_facts, (self.group_id, self.prompt_id, answers, *rest)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from actors.checkpoints.reading import Reading
 from actors.checkpoints.set_aside import set_aside
 from actors.processes.event_level import EventLevel
-from actors.record.reading import Reading
 from actors.record.run_folder import CHECKPOINT_FORMAT, Checkpoint, RunFolder
 from actors.state.json_lines import JsonLines
 from actors.state.resume import OLD_STATE, OtherVersionError, TrainingState, other_version

@@ -36,9 +36,20 @@ class CheckpointWriter:
     """One checkpoint is under way at a time. Its files are written, synced and removed off the event loop."""
 
     def __init__(
-        self, folder: RunFolder, observer: Observer, settings: CheckpointConfig, deadlines: DeadlinesConfig, *, pause_s: float = 10.0
+        self,
+        folder: RunFolder,
+        observer: Observer,
+        settings: CheckpointConfig,
+        deadlines: DeadlinesConfig,
+        *,
+        begins_at: int = 0,
+        pause_s: float = 10.0,
     ) -> None:
-        """Args: pause_s: seconds between two attempts at the run's end, where there is no step in between."""
+        """
+        Args:
+            begins_at: step from which the run goes on; 0: from its start, without a checkpoint.
+            pause_s: seconds between two attempts at the run's end, where there is no step in between.
+        """
         self._folder, self._observer, self._settings = folder, observer, settings
         self._deadline_s = deadlines.checkpoint_s
         """Most seconds for the copy, and as many again for writing it."""
@@ -57,8 +68,12 @@ class CheckpointWriter:
         """True if a checkpoint was due and is missing: it failed, or the one before was still being written."""
         self._bytes = 0
         """Size of the last checkpoint; 0: there is none yet."""
-        self.saved_step = 0
-        """Step of the newest checkpoint on disk, or where the run began."""
+        self._saved_step = begins_at
+
+    @property
+    def saved_step(self) -> int:
+        """Step of the newest checkpoint on disk, or from which the run went on; 0: there is none."""
+        return self._saved_step
 
     def is_due(self, step: int) -> bool:
         """Whether to take a checkpoint after this step. While the one before is being written it is put off to the next step."""
@@ -117,7 +132,7 @@ class CheckpointWriter:
             self._note_failure(error)
             return
         self._writing = None
-        self._failures, self.saved_step = 0, self._begun
+        self._failures, self._saved_step = 0, self._begun
 
     async def save_with_retries(self, step: int, save: Callable[[], Awaitable[None]]) -> None:
         """At the run's end: have a checkpoint of this step on disk. Raises: as `begin`."""

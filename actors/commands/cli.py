@@ -249,7 +249,7 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a run: finish
     from actors.record.run_folder import RunFolder
 
     folder = RunFolder.view(run_dir)
-    from actors.record.report import write_report
+    from actors.reports.report import write_report
 
     typer.echo(f"report: {write_report(folder)}")
 

@@ -108,8 +108,8 @@ def _measured(config: RunConfig) -> list[Complaint]:
 
 
 def _of_run(folder: Path, overrides: list[str]) -> str:
-    from actors.record.run_doctor import diagnose, page
     from actors.record.run_folder import RunFolder
+    from actors.reports.run_doctor import diagnose, page
 
     if overrides:
         raise ConfigError(f"{folder}: a run's folder has its recipe; leave out {' '.join(overrides)}")

@@ -13,11 +13,11 @@ from typing import Any
 
 from actors.carriers import Ticket
 from actors.checkpoints.checkpoint_reader import ResumePoint, newest_readable
+from actors.checkpoints.reading import Reading
 from actors.cluster.hub import outline_folder
 from actors.commands.recipe import load_config
 from actors.config import DeadlinesConfig, RunConfig
 from actors.processes.disk_at_start import MODEL_OR_RUN, by_disk_at_start
-from actors.record.reading import Reading
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.settings.hub_name import HubName, absolute
 from correction.errors import ConfigError, DataError, counted
@@ -58,7 +58,7 @@ def find_resume_point(
         partial(_check_reference, config, point.checkpoint), "headers of the reference policy", disk=MODEL_OR_RUN,
         limit_s=lambda: config.deadlines.disk_s,
     )
-    if point.checkpoint.step > config.steps:  # at the last step the evaluation may be left, see actors/record/completeness.py
+    if point.checkpoint.step > config.steps:  # at the last step the evaluation may be left, see actors/reports/completeness.py
         raise ConfigError(
             f"steps = {config.steps}, but {folder.path} has done {point.checkpoint.step}: nothing is left. "
             f"Add steps={point.checkpoint.step + 100} to train on"

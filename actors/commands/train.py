@@ -36,12 +36,12 @@ from actors.processes.event_level import EventLevel
 from actors.processes.output import put
 from actors.processes.supervision import HALF_OVER
 from actors.processes.wait_notice import WaitNotice
-from actors.record.completeness import EVALUATION, left_after_training
 from actors.record.observer import Observer
 from actors.record.run_event import EventKind
 from actors.record.run_folder import RunFolder
 from actors.record.stack_collector import StackCollector
 from actors.record.terminal import TerminalView
+from actors.reports.completeness import EVALUATION, left_after_training
 from correction.errors import DeadlineExceeded, EvenkeelError, counted
 from rollout.stacks import register_stack_dump
 from rollout.tasks import Task
@@ -341,7 +341,7 @@ def _report(folder: RunFolder) -> Path | None:
     """Write the report, also of a run that failed after its first numbers. An error of the report must not hide the run's error."""
     if not (folder.metrics_path.exists() or folder.evaluations_path.exists()):
         return None
-    from actors.record.report import write_report  # with matplotlib, for which a start doesn't wait
+    from actors.reports.report import write_report  # with matplotlib, for which a start doesn't wait
 
     try:
         return write_report(folder)

@@ -10,7 +10,6 @@ import contextlib
 import gc
 import itertools
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,7 @@ from actors.config import RunConfig
 from actors.driver.alarms import AlarmResponse
 from actors.driver.batch_source import BatchSource
 from actors.driver.empty_steps import EmptySteps
+from actors.driver.ending import Ending
 from actors.driver.evaluation import Evaluations
 from actors.driver.going_back import Rollbacks, end_parts, lost_among, raise_when_lost, what_goes_on, what_is_done_again, what_is_lost
 from actors.driver.parts import REPLACEABLE, StartingPoint, make_sync, start_learner
@@ -34,7 +34,6 @@ from actors.metrics.held_out import Evaluation
 from actors.pool.pool import RolloutPool
 from actors.pool.rollout_worker import WorkerSettings
 from actors.processes import interrupts
-from actors.processes.ending import Ending
 from actors.processes.supervision import Stopwatch, done_or_reported, kill, together, unless_failed, unless_set, wait_for
 from actors.ranks.forwards import next_batch
 from actors.ranks.learner_group import LearnerGroup
@@ -78,15 +77,15 @@ class Controller:
         self._began = time.monotonic() - self._point.elapsed_s
         self._watch, self._warn = Stopwatch(), partial(observer.event, "warning")
         self._announce_end = partial(self._warn, kind=EventKind.ENDING)
-        self._ending = Ending(self._announce_end, self._on_sigterm, lambda: self._checkpoints.saved_step or self._point.step)
+        self._ending = Ending(self._announce_end, self._on_sigterm, lambda: self._checkpoints.saved_step)
         self._alarms = AlarmResponse(config, self._point.replacement)
         self._alarm = ""  # why an alarm ends the run; empty: none does
         self._first_evaluation: Evaluation | None = None
         self._is_begun = self._step > 0  # the evaluation before training is over, or left out
         self._is_trained = False         # all steps that there will be are done and saved
         self.summary: RunSummary | None = None  # of a run that has done and saved all that it had to
-        self._steps = StepReporter(observer, on_observed=self._observed)
-        self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines)
+        self._steps = StepReporter(observer.steps, on_observed=self._observed)
+        self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines, begins_at=self._step)
         self._by_disk: ByDisk = partial(by_disk, deadlines=config.deadlines, notice=observer.waiting)
 
     async def run(self) -> RunSummary:
@@ -98,11 +97,11 @@ class Controller:
             self._observer.serve()
             try:
                 await self._start()
-                return await self._whatever_dies()
+                return await self._until_done()
             finally:
                 await self._end()
 
-    async def _whatever_dies(self) -> RunSummary:
+    async def _until_done(self) -> RunSummary:
         """The run from the start of its parts. When one of them dies it is replaced, or the run goes back (going_back.py)."""
         failure: BaseException | None = None
         lost: list[str] = []
@@ -111,13 +110,12 @@ class Controller:
         while True:
             try:
                 if failure is None:
-                    beginning = self._start_parts()
+                    await unless_failed(self._start_parts(), self._pool.raise_on_failure())
                 elif is_replaceable:
-                    beginning = self._replace(lost, failure)
+                    await unless_failed(self._replace(lost, failure), self._pool.raise_on_failure())
                 else:
                     await self._withdraw(lost, failure)  # until then the pool's failure is the one that takes the run back
-                    beginning = self._go_back()
-                await unless_failed(beginning, self._pool.raise_on_failure())
+                    await unless_failed(self._go_back(), self._pool.raise_on_failure())
                 loss = raise_when_lost(self._parts, self._config.deadlines.part_heartbeat_s, self._observer.event)
                 training = unless_failed(self._until_trained(goes_on=is_replaceable), loss)
                 await unless_failed(training, self._pool.raise_on_failure())
@@ -127,21 +125,26 @@ class Controller:
                 failure = error
             lost = await lost_among(self._parts, failure)
             is_replaceable = self._are_up and self._is_begun and REPLACEABLE.issuperset(lost) and not self._pool.has_failed
-            self._ending.is_training = self._ending.is_training and is_replaceable
-            if self._is_trained and self._ends_early:
-                break
-            if self.ended_by is not None and lost and not is_replaceable:  # would start all parts to save its last step
-                self._warn(f"not saved: {failure}; a resume goes on from step {self._checkpoints.saved_step}")
-                raise asyncio.CancelledError
-            try:
-                saved = self._checkpoints.saved_step or self._point.step
-                self._rollbacks.allow(lost, failure, saved=saved, step=self._step, is_replaced=is_replaceable)
-            except (EvenkeelError, ray.exceptions.RayError) as error:
-                if not self._is_trained:
-                    raise
-                self._warn(f"the evaluation after training is left out ({error}); `evenkeel eval` can make it")
+            if not self._goes_on_after(lost, failure, is_replaced=is_replaceable):
                 break
         return await self._finish(after)
+
+    def _goes_on_after(self, lost: list[str], failure: BaseException, *, is_replaced: bool) -> bool:
+        """Whether parts are replaced, or the run goes back. If not, all is trained and saved. Raises: what ends the run."""
+        self._ending.is_training = self._ending.is_training and is_replaced
+        if self._is_trained and self._ends_early:
+            return False
+        if self.ended_by is not None and lost and not is_replaced:  # would start all parts to save its last step
+            self._warn(f"not saved: {failure}; a resume goes on from step {self._checkpoints.saved_step}")
+            raise asyncio.CancelledError
+        try:
+            self._rollbacks.allow(lost, failure, saved=self._checkpoints.saved_step, step=self._step, is_replaced=is_replaced)
+        except (EvenkeelError, ray.exceptions.RayError) as error:
+            if not self._is_trained:
+                raise
+            self._warn(f"the evaluation after training is left out ({error}); `evenkeel eval` can make it")
+            return False
+        return True
 
     async def _until_trained(self, *, goes_on: bool = False) -> None:
         """To the last step and its checkpoint. Args: goes_on: in the middle of training."""
@@ -191,7 +194,8 @@ class Controller:
         self._step, self._version, self._is_trained = self._point.step, self._point.version, self._point.step >= self._config.steps
         self._observer.go_back(self._point.totals, self._step)
         self._alarms = AlarmResponse(self._config, self._point.replacement)
-        self._checkpoints = CheckpointWriter(self._folder, self._observer, self._config.checkpoint, self._config.deadlines)
+        of_run = self._config.checkpoint, self._config.deadlines
+        self._checkpoints = CheckpointWriter(self._folder, self._observer, *of_run, begins_at=self._step)
         await self._make_queue()
         self._pool.serve(self._source.queue, self._generation, self._source.outstanding)
         await self._start_parts()
@@ -228,7 +232,7 @@ class Controller:
         await done_or_reported(self._checkpoints.finished(), "checkpoint under way", _END_S, self._warn)
         await done_or_reported(self._steps.flush(), "lines of the last steps", _END_S, self._warn)
         self._checkpoints.abandon()
-        self._observer.abandon()
+        self._observer.steps.abandon()
 
     async def _train(self) -> None:
         while self._step_under_way or (self._step < self._config.steps and not self._ends_early):
@@ -263,7 +267,7 @@ class Controller:
 
     def _on_sigterm(self) -> None:
         """Called at SIGTERM, whose sender may kill in a few seconds: abort the step under way, so that finished steps are saved."""
-        self._observer.stop_waiting()
+        self._observer.steps.stop_waiting()
         self._abort_task = asyncio.create_task(done_or_reported(self._learner.abort(), "end of the step under way", _END_S, self._warn))
 
     async def _publish(self) -> None:
@@ -335,7 +339,6 @@ class Controller:
 
     async def _make_queue(self) -> None:
         self._empty_steps = EmptySteps(self._config.max_staleness, self._observer.event)
-        self._checkpoints.saved_step = self._step
         self._source = await BatchSource.opened(self._config, self._point, self._folder, self._observer, self._by_disk)
         self._parts |= self._source.parts
 
@@ -354,7 +357,7 @@ class Controller:
         self._steps.follow(self._source.service)
         probe_ids, pool = self._held_out[0].token_ids, self._pool
         self._sync = make_sync(config, self._learner, probe_ids, observer, pool, generation=self._generation, on_receipt=self._receipt)
-        observer.follow(self._pool, self._learner)
+        observer.follow(self._pool.members)
         await self._first_sync()
         self._are_up = True
 
@@ -363,7 +366,7 @@ class Controller:
         settings = WorkerSettings.of(config, self._folder.model_path.absolute(), self._held_out[0])
         self._pool = RolloutPool(settings, config.deadlines, self._source.queue, self._observer, config.places, self._source.outstanding)
         self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, self._held_out, self._observer, steps=config.steps)
-        self._evaluations.counts_from = self._pool.attended_since
+        self._evaluations.counts_from = self._pool.members.attended_since
         self._pool.start(has_scored=self._step > 0)
 
     def _receipt(self, receipt: SyncReceipt) -> None:
@@ -371,7 +374,7 @@ class Controller:
         self._observer.receipt(receipt)
 
     async def _first_sync(self) -> None:
-        await self._pool.first_worker()
+        await self._pool.members.first_worker()
         self._observer.doing("sending the first weights to the engines")
         await self._sync.publish()
         self._pool.follow(self._sync)
@@ -386,14 +389,8 @@ class Controller:
             await done_or_reported(self._checkpoints.finished(), "checkpoint under way", self._config.deadlines.checkpoint_s, self._warn)
         await done_or_reported(self._steps.flush(), "lines of the last steps", 1.0 if at_once else _END_S, self._warn)
         self._checkpoints.abandon()
-        endings: dict[str, Callable[[], Any]] = {
-            "_evaluations": lambda: self._evaluations.abandon(),
-            "_source": lambda: self._source.stop(),
-            "_sync": lambda: self._sync.close(),
-            "_pool": lambda: self._pool.stop(),
-        }
-        for part, end in endings.items():
-            if hasattr(self, part):
+        for part, how in (("_evaluations", "abandon"), ("_source", "stop"), ("_sync", "close"), ("_pool", "stop")):
+            if (one := getattr(self, part, None)) is not None:  # it was started
                 with contextlib.suppress(EvenkeelError, ray.exceptions.RayError):
-                    await wait_for(end(), f"end of {part.strip('_')}", deadline_s=_END_S)
+                    await wait_for(getattr(one, how)(), f"end of {part.strip('_')}", deadline_s=_END_S)
         kill(*self._parts.values())

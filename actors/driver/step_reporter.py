@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from actors.carriers import Observation
 from actors.record.finished_step import FinishedStep
-from actors.record.observer import Observer
+from actors.record.step_writer import StepWriter
 
 T = TypeVar("T")
 
@@ -16,9 +16,9 @@ T = TypeVar("T")
 class StepReporter:
     """Holds the last finished step until there is time to report it: while the next one is waited for or trained, or at a flush."""
 
-    def __init__(self, observer: Observer, *, on_observed: Callable[[Observation], None]) -> None:
+    def __init__(self, writer: StepWriter, *, on_observed: Callable[[Observation], None]) -> None:
         """Args: on_observed: called with a step's Observation when it is ready; that may be after the next step has begun."""
-        self._observer, self._on_observed = observer, on_observed
+        self._writer, self._on_observed = writer, on_observed
         self._service: Any = None
         self._unreported: FinishedStep | None = None
 
@@ -45,12 +45,12 @@ class StepReporter:
     async def flush(self) -> None:
         """Have the lines of all finished steps written."""
         self._report()
-        await self._observer.flush()
+        await self._writer.flush()
 
     def _report(self) -> None:
         step, self._unreported = self._unreported, None
         if step is not None:
-            self._observer.report(step, asyncio.ensure_future(self._observed(step)))
+            self._writer.report(step, asyncio.ensure_future(self._observed(step)))
 
     def _observed(self, step: FinishedStep) -> Awaitable[Observation | None]:
         """Diagnostics of a step's batch, to be awaited. The service is called now, because it holds the batch for only one more step."""

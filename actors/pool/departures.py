@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Protocol
 
 from ray.exceptions import RayError
 
+from actors.pool.pool_tasks import PoolTasks
 from actors.pool.workers import STOP_S, PoolObserver, WorkerHandle, WorkerState
 from actors.processes.supervision import kill, unwrapped, wait_for
 from correction.errors import DeadlineExceeded, EvenkeelError, counted
@@ -24,23 +24,16 @@ _LEAST_HAND_BACK_S = 10.0
 """Long answers with routed experts take seconds a group to read and to send."""
 
 
-class DepartingPool(Protocol):
-    """The part of the pool's interface that this module uses."""
-
-    def until(self, ready: Callable[[], bool]) -> Coroutine[Any, Any, None]: ...
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None: ...
-
-    def forget(self, worker: WorkerHandle) -> bool:
-        """Remove a worker that is gone. Returns: False if it had been removed already."""
-
-
 class Departures:
     """Drains workers that leave the pool. One event loop uses it."""
 
-    def __init__(self, pool: DepartingPool, observer: PoolObserver, drain_s: float) -> None:
-        """Args: drain_s: longest time for which a worker that leaves goes on with its groups."""
-        self._pool, self._observer, self._drain_s = pool, observer, drain_s
+    def __init__(self, tasks: PoolTasks, forget: Callable[[WorkerHandle], bool], observer: PoolObserver, drain_s: float) -> None:
+        """
+        Args:
+            forget: removes a worker that is gone. Returns: False if it had been removed already.
+            drain_s: longest time for which a worker that leaves goes on with its groups.
+        """
+        self._tasks, self._forget, self._observer, self._drain_s = tasks, forget, observer, drain_s
 
     def begin(self, worker: WorkerHandle, why: str, left_s: float | None = None) -> None:
         """Have a worker leave.
@@ -54,7 +47,7 @@ class Departures:
         worker.state, worker.leaves = WorkerState.LEAVING, True
         under_way = f"with {counted(len(worker.groups), 'group')} under way and {within_s:.0f} s for them"
         self._observer.event("info", f"rollout worker {worker.name} leaves, {under_way}: {why}")
-        self._pool.spawn(self._leave(worker, within_s, hand_back_s))
+        self._tasks.spawn(self._leave(worker, within_s, hand_back_s))
 
     async def wait_for_end_notice(self, worker: WorkerHandle, on_notice: Callable[[WorkerHandle], None]) -> None:
         """Wait until a worker's process gets a SIGTERM."""
@@ -71,7 +64,7 @@ class Departures:
             log.warning("rollout worker %s did not leave in order, its groups are sampled anew: %s", worker.name, unwrapped(error))
         finally:
             kill(worker.actor)
-        if self._pool.forget(worker):
+        if self._forget(worker):
             groups, tokens = len(worker.handed_back), sum(group.tokens for group in worker.handed_back)
             self._observer.handed_back(groups, tokens)
             rest = f"; {counted(groups, 'group')} go on elsewhere from {tokens} tokens" if groups else ""
@@ -83,10 +76,10 @@ class Departures:
 
         name = f"rollout worker {worker.name}, which leaves"
         with suppress(DeadlineExceeded):
-            await wait_for(self._pool.until(is_idle), f"groups of {name}", deadline_s=within_s, notice=log.debug)
+            await wait_for(self._tasks.until(is_idle), f"groups of {name}", deadline_s=within_s, notice=log.debug)
         if not is_idle():
             await wait_for(worker.actor.hand_back.remote(), f"groups handed back <- {name}", deadline_s=hand_back_s)
-            await wait_for(self._pool.until(is_idle), f"groups handed back <- {name}", deadline_s=hand_back_s, notice=log.debug)
+            await wait_for(self._tasks.until(is_idle), f"groups handed back <- {name}", deadline_s=hand_back_s, notice=log.debug)
         await wait_for(worker.actor.stop.remote(), f"end of {name}", deadline_s=STOP_S)
 
 

@@ -1,6 +1,6 @@
 """Which workers a pool has: they are asked for, join, are lost and replaced, leave; their number is fixed, or follows the load.
 
-Who gets what work is the pool's (pool.py); a worker's life is in workers.py, what losses lead to in faults.py.
+Who gets what work is the pool's (pool.py), which is told of changes; a worker's life is in workers.py, what losses lead to in faults.py.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -21,13 +21,15 @@ from actors.pool import preemption, workers
 from actors.pool.departures import Departures, first_to_leave
 from actors.pool.elastic import Elastic
 from actors.pool.faults import LossBook
+from actors.pool.pool_tasks import PoolTasks
 from actors.pool.rollout_worker import WorkerSettings
 from actors.pool.scoring import UnscoredStarts
 from actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
-from actors.processes.supervision import kill, unwrapped, wait_for
+from actors.processes.supervision import AGAIN_S, kill, unwrapped, wait_for
 from actors.processes.turns import Turns
+from actors.settings.deadlines import group_s
 from actors.weights.weight_sync import WeightSync
-from correction.errors import ActorLost, DeadlineExceeded, EngineError, EvenkeelError, RequestError, counted
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, EvenkeelError, RequestError, counted
 from rollout.rewards import RewardError
 from rollout.trajectory import WorkerLoad
 
@@ -36,47 +38,59 @@ _STARTS = 3
 """Attempts to start each worker as long as none is up yet: a process may be killed during its start, or the start be late."""
 
 
-class Membership(ABC):
+@dataclass(frozen=True, slots=True)
+class MembershipCallbacks:
+    """Told of members, by what gives them work."""
+
+    changed: Callable[[], None]
+    """Workers may now take work that waits."""
+    lost: Callable[[WorkerHandle], None]
+    """A worker is given up, with what it had under way."""
+    left: Callable[[str], None]
+    """A worker, by its name, is gone, however it went. May be called twice."""
+    rewards_fail: Callable[[], bool]
+    """Asked whether nobody's groups are scored at present."""
+
+
+class Membership:
     """The workers of a pool. One event loop uses it."""
 
-    def __init__(self, settings: WorkerSettings, deadlines: DeadlinesConfig, observer: PoolObserver, places: int = 1) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        deadlines: DeadlinesConfig,
+        observer: PoolObserver,
+        tasks: PoolTasks,
+        callbacks: MembershipCallbacks,
+        places: int = 1,
+    ) -> None:
         """Args: places: groups that admission allows outstanding; an elastic pool grows to no more workers than they keep busy."""
         self._settings, self._config, self._deadlines = settings, settings.rollout, deadlines
-        self._observer = observer
-        self._sync: WeightSync | None = None
-        self._workers: dict[str, WorkerHandle] = {}
+        self._observer, self._tasks, self._callbacks = observer, tasks, callbacks
+        self.create = workers.create
+        """Asks for a worker's actor: takes its name, the settings, and ids of nodes to avoid."""
+        self.sync: WeightSync | None = None
+        """From which members get their weights; None: there are none to get."""
+        self.workers: dict[str, WorkerHandle] = {}
+        """All that aren't gone, by name."""
         self._born = 0
         self._elastic = Elastic(self, self._config, places, lambda decision: observer.scaled(decision))
         self.target = self._elastic.first
         """Workers that are wanted; those that leave don't count."""
-        self._losses = LossBook()
+        self._losses, self._unscored_starts = LossBook(), UnscoredStarts()
         self._has_begun = False
         """A worker has joined."""
         self._has_scored = False
         """A worker has joined, with a score for its sample; or one had, before the run was resumed."""
         self._replacing = 0
         """Number of replacements that are due but not yet asked for."""
-        self._progressed = self._attended = asyncio.get_running_loop().time()
-        self._departures = Departures(self, observer, deadlines.drain_s)
+        self._progressed = self._attended = self._now()
+        self._departures = Departures(tasks, self.forget, observer, deadlines.drain_s)
         self._draining: dict[str, float | None] = {}
         """Nodes that Ray drains: event-loop time (s) at which each goes; None: nobody says when. Until they are gone."""
-        self._is_stopping = False
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._generation = 0
-        self._changed = asyncio.Event()
-        self._turns = Turns()
-        self._renew()
-
-    def _renew(self) -> None:
-        """Clear the pool's failure, if there was one, and what waits after losses."""
-        self._lost_groups = workers.LostGroups(lambda text: self._observer.event("info", text))
-        self._unscored_starts = UnscoredStarts()
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())  # it may come when nobody listens
-
-    @abstractmethod
-    def wake(self) -> None:
-        """Called when a worker, a receipt or the work has changed: workers may now take work that waits."""
+        self.generation = 0
+        """Of the run, see actors/driver/going_back.py."""
+        self.turns = Turns()
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -87,36 +101,48 @@ class Membership(ABC):
             self._observer.event("info", note)
         self._replenish()
         if ray.is_initialized():
-            self.spawn(preemption.watch_nodes(self._node_leaves, self._node_is_gone))
+            self._tasks.spawn(preemption.watch_nodes(self._node_leaves, self._node_is_gone))
 
     def follow(self, sync: WeightSync) -> None:
         """From now on joined workers get their weights through `sync`."""
-        self._sync = sync
-        for worker in self._joined():
+        self.sync = sync
+        for worker in self.joined():
             sync.join(worker.sync)
+
+    def withdraw(self) -> None:
+        """Nobody gets weights, or counts as one who holds the published ones, until `follow`."""
+        self.sync, self._unscored_starts = None, UnscoredStarts()
+
+    def begin(self, generation: int) -> None:
+        """Members give up what they have under way, and hold no weights of this generation yet."""
+        self.generation = generation
+        self.progress()
+        for worker in self.workers.values():
+            worker.follow(generation)
+        self._replenish()  # a loss that failed the pool has asked for nobody
 
     async def first_worker(self) -> None:
         """Wait until one engine is up. Raises: the error of its start."""
         await wait_for(
-            self.until(lambda: any(True for _ in self._joined())),
+            self._tasks.until(lambda: any(True for _ in self.joined())),
             "the first rollout worker",
-            deadline_s=self._no_workers_s,
+            deadline_s=self.no_workers_s,
             notice=log.debug,  # each worker's own start gives notice
             usual_s=self._deadlines.start_s,
         )
 
     def versions(self) -> dict[str, int]:
         """Weight version of each worker that has joined, by its last receipt; -1 before the first, and for one that is dirty."""
-        return {worker.name: worker.sync.version for worker in self._joined()}
+        return {worker.name: worker.sync.version for worker in self.joined()}
 
     def counts(self) -> tuple[int, int]:
         """(workers that have joined, of these with a receipt for the published version)."""
-        joined = list(self._joined())
-        return len(joined), sum(self._is_current(w) for w in joined)
+        joined = list(self.joined())
+        return len(joined), sum(self.is_current(w) for w in joined)
 
     def attended_since(self) -> float:
         """Latest event-loop time (s) at which no worker held the published weights."""
-        if not any(self._is_current(w) for w in self._joined()):
+        if not any(self.is_current(w) for w in self.joined()):
             self._attended = self._now()
         return self._attended
 
@@ -124,20 +150,18 @@ class Membership(ABC):
         """When a group was last finished, or a worker joined or was lost; now if no worker can work. Seconds of the event loop's clock."""
         return max(self._progressed, self.attended_since())
 
-    def is_moving(self) -> bool:
-        """Whether the pool has made progress within deadlines.batch_s."""
-        return self._now() - self.last_progress() < self._deadlines.batch_s
+    def progress(self) -> None:
+        """What the run waits for comes nearer."""
+        self._progressed = self._now()
+
+    def finished_group(self) -> None:
+        """A member has finished a group: none was lost in vain."""
+        self.progress()
+        self._losses.worked()
 
     @property
-    def has_failed(self) -> bool:
-        return self._failure.done()
-
-    async def raise_on_failure(self) -> None:
-        """Never returns; raises when the pool can't go on."""
-        await asyncio.shield(self._failure)
-
-    @property
-    def _no_workers_s(self) -> float:
+    def no_workers_s(self) -> float:
+        """Longest wait for a worker that may work."""
         return self._deadlines.no_workers_s or math.inf
 
     def _now(self) -> float:
@@ -145,7 +169,7 @@ class Membership(ABC):
 
     def learner_waits(self, version: int) -> AbstractContextManager[None]:
         """Around the learner's wait for a batch, once a step. Args: version: of its weights."""
-        return self._elastic.learner_waits(version, self.spawn)
+        return self._elastic.learner_waits(version, self._tasks.spawn)
 
     # -- size --------------------------------------------------------------------------------------------------------
 
@@ -180,12 +204,12 @@ class Membership(ABC):
             self._replenish()
 
     def _let_go(self, worker: WorkerHandle, why: str, left_s: float | None = None) -> None:
-        if self._sync is not None:
-            self._sync.leave(worker.name)
+        if self.sync is not None:
+            self.sync.leave(worker.name)
         self._departures.begin(worker, why, left_s)
 
     def _staying(self) -> list[WorkerHandle]:
-        return [w for w in self._workers.values() if w.state is not WorkerState.LEAVING]
+        return [w for w in self.workers.values() if w.state is not WorkerState.LEAVING]
 
     def _replenish(self) -> None:
         """Ask for the workers that are missing. A replacement that is due keeps its place, its pause and its count of failed starts."""
@@ -196,11 +220,11 @@ class Membership(ABC):
         """Args: see WorkerHandle."""
         name = str(self._born)
         self._born += 1
-        worker = workers.create(name, self._settings, self._losses.avoided(self._now()))
+        worker = self.create(name, self._settings, self._losses.avoided(self._now()))
         worker.attempt, worker.unscored = attempt, unscored
-        worker.follow(self._generation)
-        self._workers[name] = worker
-        self.spawn(self._bring_up(worker))
+        worker.follow(self.generation)
+        self.workers[name] = worker
+        self._tasks.spawn(self._bring_up(worker))
 
     async def _replace(self, pause_s: float, why: str, attempt: int, unscored: int = 0) -> None:
         try:
@@ -216,7 +240,7 @@ class Membership(ABC):
         try:
             info = await workers.started(worker, self._settings, self._deadlines)
         except (EvenkeelError, RayError) as error:
-            self._lost(worker, f"did not start: {unwrapped(error)}", unwrapped(error))
+            self.lost(worker, f"did not start: {unwrapped(error)}", unwrapped(error))
             return
         if worker.state is not WorkerState.STARTING:  # it is not wanted any more
             return
@@ -229,61 +253,61 @@ class Membership(ABC):
         if not self._has_begun:
             self._has_begun = True
             self._replenish()  # those that were given up before
-        self._progressed = self._now()
+        self.progress()
         self._observer.joined(info)
-        self.spawn(self._follow_heartbeat(worker))
-        self.spawn(self._departures.wait_for_end_notice(worker, self._got_sigterm))
-        if self._sync is not None:
-            self._sync.join(worker.sync)
-        self.wake()
+        self._tasks.spawn(self._follow_heartbeat(worker))
+        self._tasks.spawn(self._departures.wait_for_end_notice(worker, self._got_sigterm))
+        if self.sync is not None:
+            self.sync.join(worker.sync)
+        self._callbacks.changed()
 
-    def _lost(self, worker: WorkerHandle, reason: str, error: BaseException | None = None) -> None:
+    def lost(self, worker: WorkerHandle, reason: str, error: BaseException | None = None) -> None:
         """Give a worker up, and start another in its place unless too many were lost in vain. As long as no worker has ever been up, one
         whose start has failed for good isn't replaced; if that holds for all, the run ends. A reward that has scored before is waited
         for."""
-        if worker.state in (WorkerState.GONE, WorkerState.LEAVING) or self._is_stopping:
+        if worker.state in (WorkerState.GONE, WorkerState.LEAVING) or self._tasks.is_stopping:
             return
         never_worked = worker.state is WorkerState.STARTING
         of_reward = never_worked and self._has_scored and isinstance(error, RewardError)
         self.forget(worker)
         kill(worker.actor)
-        self._lost_groups.add(worker)
+        self._callbacks.lost(worker)
         groups = counted(len(worker.groups), "group")
         self._observer.event("warning", f"rollout worker {worker.name} is gone: {reason}; others take its {groups}")
-        self._progressed = self._now()
+        self.progress()
         node = "" if of_reward and self._nobody_has_scores() else worker.sync.node
         self._losses.lost(self._now(), node, is_in_vain=not of_reward, was_up=not never_worked)
         if never_worked and not of_reward and not self._has_begun and not self._may_start_again(worker, error):
-            if not self._workers and not self._replacing:
+            if not self.workers and not self._replacing:
                 is_known = isinstance(error, EvenkeelError) and not isinstance(error, ActorLost)
-                self.fail(error if error and is_known else EngineError(f"rollout worker {worker.name} {reason}"))
+                self._tasks.fail(error if error and is_known else EngineError(f"rollout worker {worker.name} {reason}"))
         else:
             try:
                 replacement = self._after_unscored(worker, error) if of_reward else self._after_loss(worker, reason, never_worked)
             except (EngineError, RequestError) as hopeless:
-                self.fail(hopeless)
+                self._tasks.fail(hopeless)
             else:
                 self._replacing += 1
-                self.spawn(replacement)
-        self.wake()
+                self._tasks.spawn(replacement)
+        self._callbacks.changed()
 
     def _after_loss(self, worker: WorkerHandle, reason: str, never_worked: bool) -> Coroutine[Any, Any, None]:
         """Start another one in its place. Raises: EngineError if too many were lost in vain."""
         self._losses.check(self.target, f"rollout worker {worker.name}: {reason}")
         failed_starts = worker.attempt if never_worked else 0
-        is_alone = not any(True for _ in self._joined())
+        is_alone = not any(True for _ in self.joined())
         pause_s = self._losses.pause_s(self.target, failed_starts, is_alone=is_alone)
         return self._replace(pause_s, self._losses.why_pause(self.target, failed_starts, is_alone=is_alone), failed_starts + 1)
 
     def _after_unscored(self, worker: WorkerHandle, error: BaseException | None) -> Coroutine[Any, Any, None]:
         """Its start failed by its reward alone. Raises: RequestError if that has been so for too long."""
-        is_alone, unscored = not any(True for _ in self._joined()), worker.unscored + 1
+        is_alone, unscored = not any(True for _ in self.joined()), worker.unscored + 1
         pause_s = self._unscored_starts.pause_s(error, unscored, is_alone=is_alone)
         return self._replace(pause_s, "the reward of a worker that starts gives no score", worker.attempt, unscored)
 
     def _nobody_has_scores(self) -> bool:
         """Whether a reward that gives no score is no fault of one node."""
-        return not any(True for _ in self._joined())
+        return self._callbacks.rewards_fail() or not any(True for _ in self.joined())
 
     def _may_start_again(self, worker: WorkerHandle, error: BaseException | None) -> bool:
         """Whether another start may succeed: a killed process or a late start may be chance, while wrong settings raise other errors."""
@@ -291,80 +315,60 @@ class Membership(ABC):
 
     def forget(self, worker: WorkerHandle) -> bool:
         """Remove a worker that is gone. Returns: False if it had been removed already."""
+        self._callbacks.left(worker.name)
         worker.state = WorkerState.GONE
-        if self._workers.pop(worker.name, None) is None:
+        if self.workers.pop(worker.name, None) is None:
             return False
-        if self._sync is not None:
-            self._sync.leave(worker.name)
+        if self.sync is not None:
+            self.sync.leave(worker.name)
         self._observer.left(worker.name)
-        self.wake()
+        self._callbacks.changed()
         return True
 
-    def fail(self, error: BaseException) -> None:
-        """Record an error with which the run can't go on. `raise_on_failure` raises the first one."""
-        if not self._failure.done():
-            self._failure.set_exception(error)
-
     async def _follow_heartbeat(self, worker: WorkerHandle) -> None:
-        self._lost(worker, await workers.until_lost(worker, self._config.engine.deadlines.heartbeat_s))
+        self.lost(worker, await workers.until_lost(worker, self._config.engine.deadlines.heartbeat_s))
 
     async def loads(self, version: int | None = None) -> dict[str, WorkerLoad]:
         """Running totals, by name, of the workers that answer within a few seconds.
 
         Args: version: made by a step that has just ended; if it was published, workers send their loads with its receipts. None: ask all.
         """
-        is_published = self._sync is not None and self._sync.version == version
-        return await workers.loads(list(self._joined()), self._turns, version if is_published else None)
+        is_published = self.sync is not None and self.sync.version == version
+        return await workers.loads(list(self.joined()), self.turns, version if is_published else None)
+
+    async def call(self, worker: WorkerHandle, call: Callable[[], Any], what: str) -> Any:
+        """The result of a call to a worker, which may run twice. Requests and rewards have deadlines of their own, which come first.
+
+        Who can't be reached just now is asked again once it may work. Whether it is lost, its heartbeat says.
+        Raises: ActorUnavailable when it could not be reached for half a minute.
+        """
+        limit_s = group_s(self._config)
+        for pause_s in AGAIN_S:
+            try:
+                return await wait_for(call(), what, deadline_s=limit_s, notice_s=limit_s)
+            except ActorUnavailable as error:
+                log.info("%s; asked again in %g s", error, pause_s)
+            with suppress(TimeoutError):  # what a lost worker had goes on elsewhere at once
+                async with asyncio.timeout(pause_s):
+                    await self._tasks.until(lambda: worker.state is not WorkerState.JOINED)
+            await self._tasks.until(lambda: self.is_current(worker) or worker.state is not WorkerState.JOINED)
+            if worker.state is not WorkerState.JOINED:
+                raise ActorLost(f"{what}: the worker could not be reached, and has been lost or is leaving")
+        return await wait_for(call(), what, deadline_s=limit_s, notice_s=limit_s)
 
     # -- end ---------------------------------------------------------------------------------------------------------
 
     async def stop(self) -> None:
         """End all workers, engines first."""
-        self._is_stopping = True
-        for task in list(self._tasks):
-            task.cancel()
-        await workers.end(list(self._workers.values()))
-        self._workers.clear()
+        await workers.end(list(self.workers.values()))
+        self.workers.clear()
 
-    # -- helpers -----------------------------------------------------------------------------------------------------
+    # -- who may work ------------------------------------------------------------------------------------------------
 
-    def _joined(self) -> Iterator[WorkerHandle]:
-        return (w for w in list(self._workers.values()) if w.state is WorkerState.JOINED)
+    def joined(self) -> Iterator[WorkerHandle]:
+        return (w for w in list(self.workers.values()) if w.state is WorkerState.JOINED)
 
-    def _is_current(self, worker: WorkerHandle) -> bool:
-        if self._sync is None or worker.state is WorkerState.GONE:
+    def is_current(self, worker: WorkerHandle) -> bool:
+        if self.sync is None or worker.state is WorkerState.GONE:
             return False
-        return worker.sync.version >= 0 and worker.sync.version == self._sync.version
-
-    async def until(self, ready: Callable[[], bool]) -> None:
-        """Wait for a change that makes it true. Raises: what the pool has failed with."""
-        while not ready():
-            if self._failure.done():
-                self._failure.result()
-            self._changed.clear()
-            with suppress(TimeoutError):  # asyncio.wait_for would swallow a cancellation that comes together with a change
-                async with asyncio.timeout(0.5):
-                    await self._changed.wait()
-
-    def spawn(self, work: Any, *, name: str | None = None) -> None:
-        """Have a task of the pool: its error is the pool's."""
-        task = asyncio.get_running_loop().create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self.note_end)
-
-    def after(self, seconds: float, change: Callable[[], None]) -> None:
-        """Make a change to the waiting work then, and look at it."""
-
-        async def wait() -> None:
-            await asyncio.sleep(seconds)
-            change()
-            self.wake()
-
-        self.spawn(wait())
-
-    def note_end(self, task: asyncio.Task[Any]) -> None:
-        """A task of the pool has ended; its error, if any, is the pool's."""
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self.fail(error)
+        return worker.sync.version >= 0 and worker.sync.version == self.sync.version

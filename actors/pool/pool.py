@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,16 +20,18 @@ from actors.pool import workers
 from actors.pool.admission import PatientQueue
 from actors.pool.delivery import Delivery
 from actors.pool.dispatch import Questions, WaitingWork, continuing
-from actors.pool.faults import ATTEMPTS, FEWEST_FAILED, STRIKES, WINDOW_S, GroupBook
-from actors.pool.membership import Membership
+from actors.pool.evaluation_answers import EvaluationAnswers
+from actors.pool.faults import ATTEMPTS, FEWEST_FAILED, WINDOW_S, GroupBook
+from actors.pool.membership import Membership, MembershipCallbacks
+from actors.pool.pool_tasks import PoolTasks
 from actors.pool.rollout_worker import GroupOutcome, WorkerSettings
 from actors.pool.scoring import Scoring
-from actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
-from actors.processes.supervision import AGAIN_S, call_until_answered, call_with_retries, unless_failed, wait_for
+from actors.pool.workers import PoolObserver, WorkerHandle
+from actors.processes.supervision import call_until_answered, call_with_retries, unless_failed, wait_for
 from actors.queue.outstanding import Outstanding
 from actors.queue.payloads import disregard, to_hand_on
 from actors.settings.deadlines import ANSWER_S, group_s
-from actors.weights.weight_sync import SyncTarget
+from actors.weights.weight_sync import SyncTarget, WeightSync
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError, counted
 from rollout.config import AnswerSampling
 from rollout.trajectory import GroupFacts, Prompt, Trajectory, UnfinishedGroup
@@ -38,16 +40,14 @@ log = logging.getLogger("evenkeel.pool")
 _MAX_RESYNCS = 3
 """Full syncs that a worker gets for an engine that says it is dirty, before it is replaced; counted anew with each finished group."""
 _CALL = "a worker's call"
-_ANSWERS = 32
-"""Answers of an evaluation that one call to a worker asks for."""
 _FEW = 64
 """Up to this many workers, a change is acted on at once; in a larger pool the changes of some milliseconds are collected first."""
 _LOOK_S = 2e-5
 """Seconds of waiting for further changes, times the number of workers: looking through hundreds of them takes milliseconds."""
 
 
-class RolloutPool(Membership):
-    """Starts workers, gives them groups, replaces those that fail. One event loop uses it."""
+class RolloutPool:
+    """Gives groups to workers, and what fails to others. One event loop uses it."""
 
     def __init__(
         self,
@@ -59,37 +59,47 @@ class RolloutPool(Membership):
         outstanding: Outstanding | None = None,
     ) -> None:
         """Args: places: groups that admission allows outstanding. outstanding: the driver's record of the groups under way."""
-        super().__init__(settings, deadlines, observer, places)
+        self._config, self._deadlines, self._observer, self.tasks = settings.rollout, deadlines, observer, PoolTasks()
         self._queue = PatientQueue(queue, late=lambda text: observer.event("warning", text))
         self._outstanding = outstanding or Outstanding()
         self._begin_delivery()
         self._results = 3 if settings.has_wide_fields else 2
         """Ray objects that a worker's call for a group returns: facts, tokens, and wide fields if there are any."""
-        self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
         self._begin_books()
         self._will_look = False
+        told = MembershipCallbacks(
+            changed=self.wake,
+            lost=lambda worker: self._lost_groups.add(worker),
+            left=lambda name: self._groups.left(name),
+            rewards_fail=lambda: self._scoring.is_failing,
+        )
+        self.members = members = Membership(settings, deadlines, observer, self.tasks, told, places)
+        add: Callable[[Sequence[Questions]], None] = lambda parts: self._work.add_questions(parts)  # noqa: E731
+        self._evaluations = EvaluationAnswers(members, add=add, failed=self._engine_failed, wake=self.wake)
 
     def _begin_books(self) -> None:
+        self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
+        self._lost_groups = workers.LostGroups(lambda text: self._observer.event("info", text))
         window_s = max(WINDOW_S, FEWEST_FAILED * ATTEMPTS * group_s(self._config))  # enough for one worker with one slot
         self._groups = GroupBook(window_s)
-        self._scoring = Scoring(self._config.reward, window_s, notify=self._observer.event, spawn=self.spawn, on_end=self._goes_on)
+        self._scoring = Scoring(self._config.reward, window_s, notify=self._observer.event, spawn=self.tasks.spawn, on_end=self._goes_on)
 
     def start(self, *, has_scored: bool = False) -> None:
-        """As Membership."""
-        super().start(has_scored=has_scored)
-        self.spawn(self._watch())
+        """Ask for all workers; they join as they come. Args: has_scored: the run is resumed, and its reward has scored before."""
+        self.members.start(has_scored=has_scored)
+        self.tasks.spawn(self._watch())
+
+    def follow(self, sync: WeightSync) -> None:
+        """From now on workers get their weights through `sync`."""
+        self.members.follow(sync)
 
     async def withdraw(self) -> None:
         """Withdraw all work and weights; workers stay idle until `serve`, `follow` and `feed`. A failure so far is cleared, later ones
         count."""
-        self._sync = None
-        calls = [task for task in self._tasks if task.get_name() == _CALL]
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)  # they settle what they have counted
-        self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
+        self.members.withdraw()
+        await self.tasks.cancel(_CALL)
         self._begin_books()  # the same numbers come again
-        self._renew()
+        self.tasks.renew()
 
     def follow_queue(self, queue: Any) -> None:
         """A new queue, which holds what was outstanding: all work goes on. It gets again what it may have missed while it was filled."""
@@ -98,20 +108,30 @@ class RolloutPool(Membership):
         self._begin_delivery()
         self._delivery.add(*self._outstanding.finished)
         for group_id, reason in self._outstanding.given_up:
-            self.spawn(self._queue.give_up(group_id, reason))
+            self.tasks.spawn(self._queue.give_up(group_id, reason))
 
     def serve(self, queue: Any, generation: int, outstanding: Outstanding) -> None:
         """Finished groups go to another queue from now on; what the workers have under way is given up."""
-        self._queue, self._generation, self._outstanding = self._queue.replaced_by(queue), generation, outstanding
+        self._queue, self._outstanding = self._queue.replaced_by(queue), outstanding
         self._begin_delivery()
-        self._progressed = self._now()
-        for worker in self._workers.values():
-            worker.follow(generation)
-        self._replenish()  # a loss that failed the pool has asked for nobody
+        self.members.begin(generation)
 
-    def forget(self, worker: WorkerHandle) -> bool:
-        self._groups.left(worker.name)
-        return super().forget(worker)
+    async def stop(self) -> None:
+        """End all workers, engines first."""
+        self.tasks.stop()
+        await self.members.stop()
+
+    @property
+    def has_failed(self) -> bool:
+        return self.tasks.has_failed
+
+    def fail(self, error: BaseException) -> None:
+        """Record an error with which the run can't go on. `raise_on_failure` raises the first one."""
+        self.tasks.fail(error)
+
+    async def raise_on_failure(self) -> None:
+        """Never returns; raises when the pool can't go on."""
+        await self.tasks.raise_on_failure()
 
     # -- workers that fail -------------------------------------------------------------------------------------------
 
@@ -120,24 +140,24 @@ class RolloutPool(Membership):
         if isinstance(error, ActorUnavailable):  # whether it is lost, its heartbeat says
             return
         if not isinstance(error, EngineDirty):
-            self._lost(worker, str(error))
-        elif self._sync is not None and self._is_current(worker):  # if not, the sync knows of its failure already, and is at it
+            self.members.lost(worker, str(error))
+        elif self.members.sync is not None and self.members.is_current(worker):  # if not, the sync has noted it and is at it
             worker.resyncs += 1
             if worker.resyncs > _MAX_RESYNCS:
-                self._lost(worker, f"dirty again after {_MAX_RESYNCS} full syncs: {error}")
+                self.members.lost(worker, f"dirty again after {_MAX_RESYNCS} full syncs: {error}")
                 return
-            self._sync.resync(worker.sync, str(error))
+            self.members.sync.resync(worker.sync, str(error))
 
     def weights_lost(self, error: ActorLost) -> None:
         """Called when a rank was lost while the learner copied its weights: the run can't go on. Ignored once the weights are withdrawn."""
-        if self._sync is not None:
+        if self.members.sync is not None:
             self.fail(error)
 
     def report_unsyncable(self, target: SyncTarget, reason: str) -> None:
         """Called when the weight sync has given an engine up."""
-        worker = self._workers.get(target.name)
+        worker = self.members.workers.get(target.name)
         if worker is not None:
-            self._lost(worker, reason)
+            self.members.lost(worker, reason)
 
     # -- work --------------------------------------------------------------------------------------------------------
 
@@ -180,8 +200,8 @@ class RolloutPool(Membership):
             if self._groups.were_lost([group_id]):  # on a worker that died together with others, without it
                 sign = f"sign of life <- rollout worker {worker.name}"
                 await call_with_retries(lambda: worker.actor.load.remote(), sign, deadline_s=ANSWER_S)
-            await self._turns.mine()  # a step hands out all of its groups together
-            if not self._is_current(worker):  # meanwhile a version was published, or the worker lost
+            await self.members.turns.mine()  # a step hands out all of its groups together
+            if not self.members.is_current(worker):  # meanwhile a version was published, or the worker lost
                 raise EngineDirty(f"rollout worker {worker.name} no longer holds the published weights")
             lived = True
 
@@ -190,10 +210,11 @@ class RolloutPool(Membership):
                 if found is not None:
                     disregard(found, payload, *wide)
                 self._outstanding.delays.called(group_id)
-                found, payload, *wide = worker.actor.generate_group.options(num_returns=self._results).remote(ticket, self._generation)
+                sample = worker.actor.generate_group.options(num_returns=self._results)
+                found, payload, *wide = sample.remote(ticket, self.members.generation)
                 return found
 
-            outcome = await self._worked(worker, call, f"group {group_id} <- rollout worker {worker.name}")
+            outcome = await self.members.call(worker, call, f"group {group_id} <- rollout worker {worker.name}")
             if isinstance(outcome, GroupFacts):
                 payload = await to_hand_on(outcome, payload)
         except (DeadlineExceeded, ActorUnavailable) as error:  # the worker answers its heartbeat, or will be lost by it
@@ -230,8 +251,8 @@ class RolloutPool(Membership):
             if not worker.has_worked:
                 worker.has_worked = True
                 self._observer.event("info", workers.first_work(worker))
-            worker.resyncs, self._progressed, worker.worked_at = 0, self._now(), self._now()
-            self._losses.worked()
+            worker.resyncs, worker.worked_at = 0, self._now()
+            self.members.finished_group()
             self._groups.finished(ticket.group_id, worker.name, self._now())
             self._work.forget(ticket.group_id)
             self._observer.group_finished(outcome, worker.name)
@@ -247,11 +268,17 @@ class RolloutPool(Membership):
         if may_go_on:
             self._observer.event("warning", f"group {ticket.group_id} is sampled again: {why}")
             self._work.add_failed(ticket, worker)
-            self.after(self._deadlines.sync_s, partial(self._work.prefer_ready, ticket.group_id))
+            self.tasks.spawn(self._prefer_ready(self._work, ticket.group_id))
         else:
             self._discard(ticket, DiscardReason.FAILED, why)
         if self._groups.is_sick(worker.name):
             self._engine_failed(worker, EngineDirty("its last requests have all failed, of different groups: it gets all weights anew"))
+
+    async def _prefer_ready(self, work: WaitingWork, group_id: int) -> None:
+        """Let a group that has failed wait so long for new weights of other workers; then it goes to one that has them already."""
+        await asyncio.sleep(self._deadlines.sync_s)
+        work.prefer_ready(group_id)
+        self.wake()
 
     async def _call_off(self, worker: WorkerHandle, group_id: int) -> None:
         """Have a worker abort a group that nobody waits for any more. Its slot stays taken until then, or until the worker is lost."""
@@ -263,12 +290,12 @@ class RolloutPool(Membership):
                 self._engine_failed(worker, error)
 
     def _begin_delivery(self) -> None:
-        self._delivery = Delivery(self._queue, partial(self._observer.event, "warning"), spawn=partial(self.spawn, name=_CALL))
+        self._delivery = Delivery(self._queue, partial(self._observer.event, "warning"), spawn=partial(self.tasks.spawn, name=_CALL))
 
     @contextmanager
     def learner_waits(self, version: int) -> Iterator[None]:
         """To be put around the learner's wait for a batch, once a step. Args: version: of the learner's weights."""
-        with super().learner_waits(version), self._delivery.urgent():
+        with self.members.learner_waits(version), self._delivery.urgent():
             yield
 
     def _discard(self, ticket: Ticket, reason: DiscardReason, why: str) -> None:
@@ -276,110 +303,57 @@ class RolloutPool(Membership):
         self._work.forget(ticket.group_id)
         self._lost_groups.discarded(ticket.group_id)
         self._outstanding.give_up(ticket, reason)
-        self.spawn(self._queue.give_up(ticket.group_id, reason))
+        self.tasks.spawn(self._queue.give_up(ticket.group_id, reason))
         self._groups.discarded(ticket.group_id, why, self._now())
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
         """Scored answers to each prompt, spread over the workers."""
-        loop = asyncio.get_running_loop()
-        size = max(1, _ANSWERS // how.samples)
-        parts = [Questions(prompts[i : i + size], how, loop.create_future()) for i in range(0, len(prompts), size)]
-        self._work.add_questions(parts)
-        self.wake()
-        try:
-            return [t for answers in await asyncio.gather(*(part.answers for part in parts)) for t in answers]
-        finally:
-            for part in parts:
-                part.answers.cancel()  # those that nobody waits for any more
-
-    async def _ask(self, worker: WorkerHandle, part: Questions) -> None:
-        """Have a worker answer questions that it took; if it fails they wait again."""
-        try:
-            call = partial(worker.actor.answer.remote, list(part.prompts), part.how)
-            answers = await self._worked(worker, call, f"evaluation answers <- rollout worker {worker.name}")
-            self._progressed = self._now()
-            if not part.answers.done():
-                part.answers.set_result(answers)
-        except ActorUnavailable:  # the evaluation's deadline is the end of this
-            self._work.add_questions([part])
-        except EngineError as error:
-            self._engine_failed(worker, error)
-            if not worker.leaves and self._is_too_dangerous(part, error) and not part.answers.done():
-                part.answers.set_exception(error)
-            self._work.add_questions([part])
-        except Exception as error:  # is the evaluation's, which need not end the run
-            if not part.answers.done():
-                part.answers.set_exception(error)
-        finally:
-            worker.questions -= part.size
-        self.wake()
-
-    def _is_too_dangerous(self, part: Questions, error: EngineError) -> bool:
-        """Whether so many engines were lost with these questions that the evaluation should end before it costs another one."""
-        part.losses += not isinstance(error, EngineDirty)
-        return part.losses >= STRIKES
-
-    async def _worked(self, worker: WorkerHandle, call: Callable[[], Any], what: str) -> Any:
-        """The result of a call to a worker, which may run twice. Requests and rewards have deadlines of their own, which come first.
-
-        Who can't be reached just now is asked again once it may work. Whether it is lost, its heartbeat says.
-        Raises: ActorUnavailable when it could not be reached for half a minute.
-        """
-        limit_s = group_s(self._config)
-        for pause_s in AGAIN_S:
-            try:
-                return await wait_for(call(), what, deadline_s=limit_s, notice_s=limit_s)
-            except ActorUnavailable as error:
-                log.info("%s; asked again in %g s", error, pause_s)
-            with suppress(TimeoutError):  # what a lost worker had goes on elsewhere at once
-                async with asyncio.timeout(pause_s):
-                    await self.until(lambda: worker.state is not WorkerState.JOINED)
-            await self.until(lambda: self._is_current(worker) or worker.state is not WorkerState.JOINED)
-            if worker.state is not WorkerState.JOINED:
-                raise ActorLost(f"{what}: the worker could not be reached, and has been lost or is leaving")
-        return await wait_for(call(), what, deadline_s=limit_s, notice_s=limit_s)
+        return await self._evaluations.answer(prompts, how)
 
     async def _watch(self) -> None:
         """Say so when work waits and no worker may take it. Raises: DeadlineExceeded when that lasts longer than is configured."""
         while True:
-            await self.until(self._is_stuck)
+            await self.tasks.until(self._is_stuck)
             await wait_for(
-                self.until(lambda: not self._is_stuck()),
-                f"{self._work} <- a rollout worker with weights v{self._sync.version if self._sync else -1}",
-                deadline_s=self._no_workers_s,
+                self.tasks.until(lambda: not self._is_stuck()),
+                f"{self._work} <- a rollout worker with weights v{self.members.sync.version if self.members.sync else -1}",
+                deadline_s=self.members.no_workers_s,
                 notice_s=self._deadlines.notice_s,
                 notice=self._observer.waiting,
                 detail=self._missing,
             )
 
     def _is_stuck(self) -> bool:
-        return bool(self._work) and not any(self._is_current(w) for w in self._joined())
+        return bool(self._work) and not any(self.members.is_current(w) for w in self.members.joined())
 
     async def _missing(self) -> str:
-        joined, current = self.counts()
-        return f"{counted(joined, 'worker')} joined, {current} of them with these weights, {len(self._workers) - joined} starting"
+        joined, current = self.members.counts()
+        return f"{counted(joined, 'worker')} joined, {current} of them with these weights, {len(self.members.workers) - joined} starting"
 
     def last_progress(self) -> float:
-        return self._now() if self._scoring.is_pausing else super().last_progress()
+        """When a group was last finished, or a worker joined or was lost; now if no worker can work, or rewards are waited for. Seconds of
+        the event loop's clock."""
+        return self._now() if self._scoring.is_pausing else self.members.last_progress()
 
-    def _nobody_has_scores(self) -> bool:
-        return self._scoring.is_failing or super()._nobody_has_scores()
+    def is_moving(self) -> bool:
+        """Whether the pool has made progress within deadlines.batch_s."""
+        return self._now() - self.last_progress() < self._deadlines.batch_s
 
     def _goes_on(self) -> None:
         """Called at the end of a pause that failing rewards have caused."""
-        self._progressed = self._now()
+        self.members.progress()
         self.wake()
 
     def wake(self) -> None:
         """Something has changed that waiting work looks at: a worker, a receipt, or the work itself."""
-        self._changed.set()
-        if self._will_look or self._is_stopping or not self._work:  # hundreds of workers need not be looked through for nothing
+        self.tasks.changed()
+        if self._will_look or self.tasks.is_stopping or not self._work:  # hundreds of workers need not be looked through for nothing
             return
-        if len(self._workers) <= _FEW:
+        if len(self.members.workers) <= _FEW:
             self._hand_out()
             return
         self._will_look = True
-        self.spawn(self._hand_out_soon(_LOOK_S * len(self._workers)))
+        self.tasks.spawn(self._hand_out_soon(_LOOK_S * len(self.members.workers)))
 
     async def _hand_out_soon(self, pause_s: float) -> None:
         await asyncio.sleep(pause_s)
@@ -388,12 +362,15 @@ class RolloutPool(Membership):
 
     def _hand_out(self) -> None:
         """Workers take what waits."""
-        current = [w for w in self._joined() if self._is_current(w)]
-        soon = [w for w in self._joined() if w.sync.version >= 0]  # without one that is new or dirty: a full sync takes its time
-        most = self._scoring.places(is_idle=not any(w.groups for w in self._workers.values()))
+        current = [w for w in self.members.joined() if self.members.is_current(w)]
+        soon = [w for w in self.members.joined() if w.sync.version >= 0]  # without one that is new or dirty: a full sync takes its time
+        most = self._scoring.places(is_idle=not any(w.groups for w in self.members.workers.values()))
         for worker, work in self._work.take(current, soon, most):
             if isinstance(work, Questions):
-                self.spawn(self._ask(worker, work), name=_CALL)
+                self.tasks.spawn(self._evaluations.ask(worker, work), name=_CALL)
                 continue
             self._lost_groups.taken([work.group_id])
-            self.spawn(self._sample(worker, work), name=_CALL)
+            self.tasks.spawn(self._sample(worker, work), name=_CALL)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

@@ -11,7 +11,6 @@ States, and what moves a worker:
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections import Counter
@@ -29,15 +28,15 @@ from actors.config import DeadlinesConfig
 from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
 from actors.pool.scaling import ScalingDecision
 from actors.processes.event_level import EventLevel
-from actors.processes.supervision import HALF_OVER, USUAL_START, call_with_retries, kill, unwrapped, wait_for
+from actors.processes.silence import until_silent
+from actors.processes.supervision import USUAL_START, call_with_retries, kill, unwrapped, wait_for
 from actors.processes.turns import Turns
-from actors.processes.wait_notice import LongWait, WaitNotice
+from actors.processes.wait_notice import WaitNotice
 from actors.weights.weight_sync import SyncTarget
-from correction.errors import DeadlineExceeded, EvenkeelError
+from correction.errors import EvenkeelError
 from rollout.heartbeat import MISSES
 from rollout.trajectory import GroupFacts, UnfinishedGroup, WorkerLoad
 
-log = logging.getLogger("evenkeel.pool")
 _LOAD_S = 5.0
 _RECEIPT_S = 1.0
 """Longest wait for receipts on their way. A worker whose receipt comes later is asked for its load."""
@@ -46,8 +45,6 @@ STOP_S = 20.0
 _NODE_ID = "ray.io/node-id"
 _PROBES = 6
 """Probes per limit_s while they are answered."""
-_UNREACHED_S = 1.0
-"""Seconds until a worker that can't be reached is asked again."""
 
 
 class WorkerState(StrEnum):
@@ -225,34 +222,23 @@ async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
 
     Args: limit_s: seconds without an answer.
     """
-    what, missed, is_reported = f"heartbeat <- rollout worker {worker.name}", 0, False
+    clock = asyncio.get_running_loop().time
 
-    async def probe() -> float:
-        while True:
-            try:
-                load: WorkerLoad = await worker.actor.load.remote()
-            except ray.exceptions.ActorUnavailableError:  # which Ray says at once; a moment later there may be a network again
-                await asyncio.sleep(_UNREACHED_S)
-            else:
-                return load.silent_s
-
-    while missed < MISSES:
-        if not missed:
+    async def pause() -> None:
+        await asyncio.sleep(limit_s / _PROBES)
+        while clock() - max(worker.worked_at, worker.sync.received_at) < limit_s / _PROBES:
             await asyncio.sleep(limit_s / _PROBES)
-            if asyncio.get_running_loop().time() - max(worker.worked_at, worker.sync.received_at) < limit_s / _PROBES:
-                continue
-        try:
-            silent_s = await wait_for(probe(), what, deadline_s=limit_s / MISSES, notice=log.debug)
-        except DeadlineExceeded:  # count probes, not time: this process may have stood still
-            missed, silent_s = missed + 1, (missed + 1) * limit_s / MISSES
-        except (EvenkeelError, ray.exceptions.RayError) as error:
-            return str(unwrapped(error))
-        else:
-            missed = 0
-        if silent_s >= limit_s / 2 and not is_reported and (half_over := HALF_OVER.get()) is not None:
-            half_over(LongWait(what))
-        is_reported = silent_s >= limit_s / 2
-    return f"missed its heartbeat: its process answered none of {missed} probes in {limit_s:g} s"
+
+    def heard(load: WorkerLoad) -> float:
+        return load.silent_s
+
+    what = f"heartbeat <- rollout worker {worker.name}"
+    await pause()
+    try:
+        await until_silent(lambda: worker.actor.load.remote(), what, limit_s=limit_s, misses=MISSES, heard=heard, pause=pause)
+    except (EvenkeelError, ray.exceptions.RayError) as error:
+        return str(unwrapped(error))
+    return f"missed its heartbeat: its process answered none of {MISSES} probes in {limit_s:g} s"
 
 
 async def loads(joined: Sequence[WorkerHandle], turns: Turns, version: int | None = None) -> dict[str, WorkerLoad]:

@@ -14,12 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import RayError
 
 from actors.processes.event_level import EventLevel
-from actors.processes.supervision import HALF_OVER, first_error, kill, wait_for
-from actors.processes.wait_notice import LongWait, WaitNotice
-from correction.errors import ActorLost, DeadlineExceeded, EvenkeelError
+from actors.processes.silence import until_silent
+from actors.processes.supervision import first_error, kill
+from actors.processes.wait_notice import WaitNotice
+from correction.errors import ActorLost, EvenkeelError
 
 CONCURRENCY_GROUPS = {"heartbeat": 1}
 """Concurrency groups of a part's actor."""
@@ -27,8 +28,7 @@ OUT_OF_TURN = "out_of_turn"
 """Concurrency group for calls that must not wait for a part's other calls, which run one after the other. Its own calls run one after the
 other, too."""
 _MISSES = 4
-"""Heartbeats in a row without an answer after which a part is lost; each waits for a quarter of the limit."""
-_UNREACHED_S = 1.0
+"""Heartbeats in a row without an answer after which a part is lost."""
 _MOST_NOTICES = 1000
 Told = tuple[int, str | WaitNotice]
 """What a part reports, with its number."""
@@ -85,33 +85,26 @@ async def raise_when_silent(parts: Mapping[str, Any], limit_s: float, notify: He
 
 
 async def _follow(name: str, actor: Any, limit_s: float, notify: Hear) -> None:
-    heard = missed = 0
-    while missed < _MISSES:
-        try:
-            notices = await wait_for(_reached(actor, heard), f"heartbeat <- {name}", deadline_s=limit_s / _MISSES, notice_s=limit_s)
-        except DeadlineExceeded:  # count missed calls, not time: this process may have stood still
-            missed += 1
-            if missed == _MISSES // 2:
-                notify("warning", f"{name}: no heartbeat for {limit_s / 2:.0f} s; it is ended after {limit_s:.0f} s")
-                if (half_over := HALF_OVER.get()) is not None:
-                    half_over(LongWait(f"heartbeat <- {name}"))
-            continue
-        except (EvenkeelError, RayError) as error:
-            raise ActorLost(f"{name}: {error}") from error
-        missed = 0
+    newest = 0
+
+    def heard(notices: list[Told]) -> float:
+        nonlocal newest
         for number, said in notices:
-            heard = number
+            newest = number
             notify("warning", replace(said, what=f"{name}: {said.what}") if isinstance(said, WaitNotice) else f"{name}: {said}")
-        await asyncio.sleep(limit_s / _MISSES)
+        return 0.0
+
+    try:
+        await until_silent(
+            lambda: actor.heartbeat.remote(newest),
+            f"heartbeat <- {name}",
+            limit_s=limit_s,
+            misses=_MISSES,
+            heard=heard,
+            pause=lambda: asyncio.sleep(limit_s / _MISSES),
+            half_over=lambda: notify("warning", f"{name}: no heartbeat for {limit_s / 2:.0f} s; it is ended after {limit_s:.0f} s"),
+        )
+    except (EvenkeelError, RayError) as error:
+        raise ActorLost(f"{name}: {error}") from error
     kill(actor)
     raise ActorLost(f"{name}: it gave no sign for {limit_s:.0f} s (deadlines.part_heartbeat_s), and its process was ended")
-
-
-async def _reached(actor: Any, heard: int) -> list[Told]:
-    while True:
-        try:
-            notices: list[Told] = await actor.heartbeat.remote(heard)
-        except ActorUnavailableError:
-            await asyncio.sleep(_UNREACHED_S)
-        else:
-            return notices

@@ -72,7 +72,10 @@ async def by_disk(
 
 
 class PatientWriter:
-    """Writes the observer's files into the run's folder, in a thread, and puts up with a disk that fails or is slow."""
+    """Writes into the run's folder, in one thread and in the order in which it is told, and puts up with a disk that fails or is slow.
+
+    A run has one: the observer makes it and ends it, the driver's ledger writes by it, too. Checkpoints have threads of their own.
+    """
 
     def __init__(self, notify: Callable[[str], object]) -> None:
         """Args: notify: takes a sentence, in any thread, when writes begin to fail or to lag behind, and when that is over."""

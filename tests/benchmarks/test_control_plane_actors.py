@@ -106,14 +106,10 @@ def test_a_version_has_a_large_model_s_checksums_and_who_holds_it_shows_the_same
 
 
 def test_who_joins_a_run_on_its_way_is_verified() -> None:
-    async def started(first: int) -> dict[str, bool]:
-        settings = SimpleNamespace(rollout=SimpleNamespace(first_workers=first))
-        pool: Any = SimpleNamespace(_born=0, hosts=[None], _settings=settings, _workers={}, spawn=lambda _: None, _bring_up=lambda _: None)
-        for _ in range(3):
-            ReplayPool._start_worker(pool)
-        return {name: worker.sync.is_verified for name, worker in pool._workers.items()}
-
-    assert asyncio.run(started(2)) == {"0": True, "1": True, "2": False}
+    settings: Any = SimpleNamespace(rollout=SimpleNamespace(first_workers=2))
+    pool: Any = SimpleNamespace(hosts=[None])
+    made = [ReplayPool._create(pool, name, settings) for name in ("0", "1", "2")]
+    assert [worker.sync.is_verified for worker in made] == [True, True, False]
 
 
 TIMES = (

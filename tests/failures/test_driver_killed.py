@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.record.completeness import left_after_training
 from actors.record.run_folder import RunFolder
 from actors.record.stack_gist import newest_gist
+from actors.reports.completeness import left_after_training
 from tests.e2e.launch import RECIPE, Run
 from tests.failures.books import check_books
 from tests.failures.measured import Recovery

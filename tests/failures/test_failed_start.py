@@ -10,8 +10,8 @@ import pytest
 from actors.commands.cli import main
 from actors.commands.recipe import load_config
 from actors.metrics.step_metrics import StepMetrics
-from actors.record.run_doctor import RunState, diagnose
 from actors.record.run_folder import RunFolder
+from actors.reports.run_doctor import RunState, diagnose
 from correction.errors import DeadlineExceeded, EngineError
 from tests.e2e.launch import RECIPE
 

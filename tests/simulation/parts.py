@@ -54,6 +54,7 @@ class Notes:
         self._world, self._folder = world, folder
         self._writing: asyncio.Task[None] | None = None
         self.disk = PatientWriter(lambda text: self.event("warning", text))
+        self.steps = self
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("_"):

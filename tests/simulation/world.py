@@ -301,8 +301,8 @@ class World:
 
     def _resize(self, workers: int) -> None:
         pool = getattr(self._controller, "_pool", None)
-        if pool is not None and not pool._is_stopping:
-            pool.resize(workers, "by its load")
+        if pool is not None and not pool.tasks.is_stopping:
+            pool.members.resize(workers, "by its load")
 
     async def _driver(self, point: Any) -> Any:
         folder = parts.SimulatedFolder(self._folder, self.tells)

@@ -19,6 +19,7 @@ import pytest
 import ray
 
 from actors.checkpoints.checkpoint_reader import newest_readable
+from actors.checkpoints.reading import Reading
 from actors.commands import train
 from actors.commands.preparation import prepare
 from actors.commands.questions import questions
@@ -32,9 +33,8 @@ from actors.doctor.facts import NodeFacts
 from actors.metrics.step_metrics import StepMetrics
 from actors.processes import disk_at_start
 from actors.processes.disk_at_start import DiskLate
-from actors.record.reading import Reading
-from actors.record.run_doctor import diagnose, page
 from actors.record.run_folder import Checkpoint, RunFolder
+from actors.reports.run_doctor import diagnose, page
 from correction.errors import DeadlineExceeded
 from learner import file_sums
 from rollout.config import FileTask

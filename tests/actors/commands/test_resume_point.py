@@ -21,9 +21,9 @@ from actors.commands.train import train_run
 from actors.config import RunConfig
 from actors.driver.going_back import Rollbacks
 from actors.metrics.step_metrics import StepMetrics
-from actors.record.completeness import EVALUATION, REPORT, left_after_training
 from actors.record.metric_views import TensorBoardView, open_views
 from actors.record.run_folder import CHECKPOINT_FORMAT, RunFolder
+from actors.reports.completeness import EVALUATION, REPORT, left_after_training
 from actors.state.json_lines import JsonLines, last_step
 from actors.state.resume import OtherVersionError, open_ledger
 from correction.errors import ConfigError, DataError

@@ -31,6 +31,7 @@ class RecordingObserver:
         self.flush_fails = flush_fails
         self.phases: list[str] = []
         self.disk = SimpleNamespace(room=nothing, do=lambda job: job(), result=done_at_once)
+        self.steps = self
 
     def event(self, level: str, text: str, kind: str = "") -> None:
         self.events.append(f"[{kind}] {text}" if kind else text)
@@ -320,7 +321,7 @@ def test_the_first_sync_takes_nothing_out_of_the_queue() -> None:
             assert is_one_enough, "nodes may come one after another, each long after the one before"
             asked.append(version)
 
-        run._pool = SimpleNamespace(first_worker=nothing, follow=lambda _: None)  # type: ignore[assignment]
+        run._pool = SimpleNamespace(members=SimpleNamespace(first_worker=nothing), follow=lambda _: None)  # type: ignore[assignment]
         run._sync = SimpleNamespace(publish=nothing, receipts=receipts)  # type: ignore[assignment]
         run._source = UnaskedQueue()  # type: ignore[assignment]
         await run._first_sync()

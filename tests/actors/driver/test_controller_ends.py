@@ -27,7 +27,7 @@ class DoneRun:
         run._steps, run._sync = SimpleNamespace(flush=nothing), SimpleNamespace(close=nothing)  # type: ignore[assignment]
         run._evaluations, run._pool = SimpleNamespace(abandon=nothing), SimpleNamespace(stop=nothing)  # type: ignore[assignment]
         monkeypatch.setattr(run, "_start", nothing)
-        monkeypatch.setattr(run, "_whatever_dies", lambda: run._finish(None))
+        monkeypatch.setattr(run, "_until_done", lambda: run._finish(None))
 
     def summary(self) -> RunSummary:
         return asyncio.run(asyncio.wait_for(self.run.run(), 20.0))
@@ -92,6 +92,6 @@ def test_a_run_whose_last_evaluation_was_left_out_is_complete(monkeypatch: pytes
         return await run._finish(await run._evaluate_last())
 
     run._evaluations = SimpleNamespace(whole=whole, abandon=nothing)  # type: ignore[assignment]
-    monkeypatch.setattr(run, "_whatever_dies", evaluate_and_finish)
+    monkeypatch.setattr(run, "_until_done", evaluate_and_finish)
     summary = ending.summary()
     assert (summary.exit_code, summary.stopped_early, summary.ended_by, summary.after) == (0, False, None, None)

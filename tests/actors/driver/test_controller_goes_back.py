@@ -98,7 +98,7 @@ def test_a_failure_of_the_pool_takes_the_run_back_once(monkeypatch: pytest.Monke
         monkeypatch.delattr(run, "_withdraw")
         settings = WorkerSettings(run._config.rollout, Path("model"), run._held_out[0], bind="127.0.0.1", resource="rollout")
         pool = RolloutPool(settings, run._config.deadlines, object(), run._observer)
-        monkeypatch.setattr(pool, "_replenish", lambda: None)
+        monkeypatch.setattr(pool.members, "_replenish", lambda: None)
         run._pool, run._sync, started = pool, SimpleNamespace(close=nothing), 0  # type: ignore[assignment]
         start_parts = run._start_parts
 
@@ -121,8 +121,8 @@ def test_a_failure_of_the_pool_takes_the_run_back_once(monkeypatch: pytest.Monke
         monkeypatch.setattr(run, "_evaluate_last", nothing)
         monkeypatch.setattr("actors.driver.controller.raise_when_lost", lambda *_: asyncio.sleep(60.0))
         monkeypatch.setattr("actors.driver.controller.lost_among", who)
-        summary = await run._whatever_dies()
-        assert (summary.steps, started, run._generation, pool._generation) == (STEPS, 2, 1, 1)
+        summary = await run._until_done()
+        assert (summary.steps, started, run._generation, pool.members.generation) == (STEPS, 2, 1, 1)
 
     playing(scenario)
 
@@ -158,11 +158,11 @@ def test_a_run_that_goes_back_knows_whether_all_is_trained(monkeypatch: pytest.M
         monkeypatch.setattr("actors.driver.controller.lost_among", who)
         run._rollbacks.allow = allow  # type: ignore[method-assign]
         if is_over:
-            summary = await run._whatever_dies()
+            summary = await run._until_done()
             assert summary.steps == STEPS and summary.after is None
         else:
             with pytest.raises(ActorLost, match="the 4th death"):
-                await run._whatever_dies()
+                await run._until_done()
             assert run._step == saved
 
     playing(scenario)
@@ -191,7 +191,7 @@ def test_a_disk_that_hangs_after_the_last_evaluation_is_not_told_as_one_left_out
         monkeypatch.setattr(run, "_evaluate_last", nothing)
         monkeypatch.setattr("actors.driver.controller.lost_among", who)
         with pytest.raises(DeadlineExceeded, match="the run folder's disk"):
-            await run._whatever_dies()
+            await run._until_done()
         assert not [text for text in run._observer.events if "left out" in text]  # type: ignore[attr-defined]
 
     playing(scenario)
@@ -222,7 +222,7 @@ def test_a_signal_while_it_goes_back_for_the_last_evaluation_ends_it(monkeypatch
         monkeypatch.setattr(run._evaluations, "whole", dies)
         monkeypatch.setattr("actors.driver.controller.lost_among", who)
         with run._ending.handled():
-            await run._whatever_dies()
+            await run._until_done()
 
     with pytest.raises(asyncio.CancelledError):
         playing(scenario)
@@ -237,7 +237,7 @@ def test_a_signal_ends_a_run_that_has_lost_a_part_without_starting_it_again(monk
     async def scenario() -> None:
         run = going_back_to(2, monkeypatch)
         run._observer.events = told  # type: ignore[attr-defined]
-        run._checkpoints.saved_step = 2
+        run._checkpoints._saved_step = 2
 
         async def trains(**_: Any) -> None:
             run._ending.is_training = True
@@ -260,7 +260,7 @@ def test_a_signal_ends_a_run_that_has_lost_a_part_without_starting_it_again(monk
         monkeypatch.setattr(run, "_until_trained", trains)
         monkeypatch.setattr("actors.driver.controller.lost_among", who)
         with run._ending.handled():
-            await run._whatever_dies()
+            await run._until_done()
 
     with pytest.raises(asyncio.CancelledError):
         playing(scenario)

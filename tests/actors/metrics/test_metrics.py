@@ -15,11 +15,11 @@ from actors.metrics.catalogue import CATALOGUE, DIAGNOSTIC_PLACES, LOSS_PLACES
 from actors.metrics.kinds import Kind
 from actors.metrics.step_metrics import MetricError, StepMetrics, is_listed, lookup, markdown, member, members, shown
 from actors.record.metric_views import TensorBoardView, open_views, views_from_an_earlier_step
-from actors.record.report import summary_rows
 from actors.record.run_folder import RunFolder, _parse_event
-from actors.record.step_columns import StepColumns
-from actors.record.step_report import _placed, diagnostic_metrics
+from actors.record.step_sources import _placed, diagnostic_metrics
 from actors.record.terminal import step_line
+from actors.reports.report import summary_rows
+from actors.reports.step_columns import StepColumns
 from correction import CorrectionConfig, correct, diagnose, loss_metrics, policy_loss
 from correction.errors import ConfigError
 from correction.parts import CriterionConfig

@@ -165,7 +165,7 @@ class World:
 
     async def begin(self, *, has_scored: bool = False) -> None:
         self.pool.start(has_scored=has_scored)
-        await self.pool.first_worker()
+        await self.pool.members.first_worker()
         await asyncio.sleep(0.001)
         self.pool.follow(self.sync)  # type: ignore[arg-type]
         self.feeding = asyncio.create_task(self.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None))
@@ -177,8 +177,8 @@ class World:
             if min(len(self.finished), counts["finished"] + counts["drawn"]) + counts["discarded"] >= count:
                 self.check_books()
                 return
-            if self.pool._failure.done():
-                self.pool._failure.result()
+            if self.pool.has_failed:
+                await self.pool.raise_on_failure()
             await asyncio.sleep(1.0)
 
     def check_books(self) -> None:

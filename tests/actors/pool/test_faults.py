@@ -34,7 +34,7 @@ def test_eleven_of_forty_lost_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         await asyncio.sleep(1.0)
         assert len(world.lost) == 11 and len(world.mortals) == 51
         await world.all_done(160)
-        assert sorted(world.finished) == list(range(160)) and not world.pool._failure.done()
+        assert sorted(world.finished) == list(range(160)) and not world.pool.has_failed
         assert world.now < START_S + 6 * GROUP_S
         follows = "the others go on; 11 come in their place"
         Measured("11 of 40 rollout workers lost at once", follows, None, world.sampled_again, PLAYED).write()
@@ -211,7 +211,7 @@ def test_a_group_that_failed_waits_for_a_worker_that_is_behind_as_long_as_weight
         world.sample = fails_once
         await world.begin()
         world.sync.version = 1
-        first, behind = world.pool._joined()
+        first, behind = world.pool.members.joined()
         first.sync.version = 1
         if there_after_s is not None:
             await asyncio.sleep(there_after_s)
@@ -254,11 +254,11 @@ def test_hundreds_of_workers_are_looked_through_for_many_changes_together(monkey
         looks: list[float] = []
         take = WaitingWork.take
         monkeypatch.setattr(WaitingWork, "take", lambda self, *workers: looks.append(world.now) or take(self, *workers))
-        for worker in world.pool._joined():
+        for worker in world.pool.members.joined():
             worker.sync.version = -1  # a version is out, and nobody has it yet
         await asyncio.sleep(GROUP_S / 2)
         looks.clear()
-        for worker in world.pool._joined():
+        for worker in world.pool.members.joined():
             worker.sync.version = 0
             world.pool.wake()
             await asyncio.sleep(0.001)

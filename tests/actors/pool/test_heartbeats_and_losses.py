@@ -251,7 +251,7 @@ def test_an_evaluation_ends_rather_than_another_engine(monkeypatch: pytest.Monke
         await world.begin()
         with pytest.raises(EngineError):
             await world.pool.answer([prompt(0)], AnswerSampling())
-        assert len(world.lost) == 3 and not world.pool._failure.done()
+        assert len(world.lost) == 3 and not world.pool.has_failed
 
     play(scenario)
 

@@ -72,7 +72,7 @@ def test_a_judge_that_is_down_for_ten_minutes_is_waited_for(monkeypatch: pytest.
         drawing.cancel()
         assert len(judge.failed) < 16 + 32 + 20 and world.now < START_S + 600.0 + 60.0 + 3 * GROUP_S
         assert any("a group was scored, after" in event for event in world.events)
-        assert world.lost == [] and not world.pool._failure.done()
+        assert world.lost == [] and not world.pool.has_failed
 
     play(scenario)
 

@@ -50,7 +50,8 @@ def observe(folder: RunFolder, totals: dict[str, float] | None = None) -> Seen:
     screen = io.StringIO()
     view = TerminalView(10, "a run", console=Console(file=screen, width=200))
     observer = Observer(load_config(RunConfig, RECIPE), folder, view, totals)
-    observer._endpoint = MetricsEndpoint("controller", "0")
+    observer._endpoint._own = MetricsEndpoint("controller", "0")
+    observer._endpoint._open.callback(observer._endpoint._own.close)
     return Seen(observer, folder, screen)
 
 
@@ -69,15 +70,15 @@ def diagnosed(*events: Event, state: State) -> Observation:
 
 async def write(observer: Observer, *steps: tuple[int, Observation | None]) -> None:
     """Finished steps, whose observations come last first."""
-    waits = [asyncio.get_running_loop().create_future() for _ in steps]
+    waits, writer = [asyncio.get_running_loop().create_future() for _ in steps], observer.steps
     for (step, _), wait in zip(steps, waits, strict=True):
         metrics, loads = StepMetrics(step, {"time/step_s": 1.0}), asyncio.sleep(0, {})
         own = {"correction/kept_share": 0.75, "correction/broken_tokens": 2.0}
-        observer._writing = asyncio.create_task(observer._write_when_known(metrics, own, {}, loads, wait, observer._writing))
+        writer._writing = asyncio.create_task(writer._write_when_known(metrics, own, {}, loads, wait, writer._writing))
     for (_, observation), wait in reversed(list(zip(steps, waits, strict=True))):
         await asyncio.sleep(0.01)
         wait.set_result(observation)
-    await observer.flush()
+    await writer.flush()
 
 
 class StandInReference:

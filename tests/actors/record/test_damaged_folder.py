@@ -16,17 +16,17 @@ from actors.commands.resume_point import run_config
 from actors.commands.retries import Reached
 from actors.config import RunConfig
 from actors.metrics.step_metrics import StepMetrics
-from actors.record.completeness import left_after_training
-from actors.record.report import clipped_rows, summary_rows, worker_rows, write_report
-from actors.record.report_plots import draw_staleness
-from actors.record.run_doctor import diagnose, page
 from actors.record.run_event import RunEvent
 from actors.record.run_folder import RunFolder
 from actors.record.slowest import SlowestPrompts, slowest_rows
 from actors.record.stack_collector import StackCollector
-from actors.record.step_columns import StepColumns
+from actors.reports.completeness import left_after_training
+from actors.reports.report import clipped_rows, summary_rows, worker_rows, write_report
+from actors.reports.report_plots import draw_staleness
+from actors.reports.run_doctor import diagnose, page
+from actors.reports.step_columns import StepColumns
 from correction.errors import ConfigError
-from tests.actors.record.test_run_doctor import RECIPE, run_folder
+from tests.actors.reports.test_run_doctor import RECIPE, run_folder
 
 LINES = [
     *((name, f'{{"step": {step}}}') for name in ("metrics.jsonl", "evaluations.jsonl") for step in ("null", '"x"', "1e999")),

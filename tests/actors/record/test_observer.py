@@ -17,7 +17,7 @@ from actors.driver.evaluation import evaluate
 from actors.metrics.step_metrics import StepMetrics, by_worker
 from actors.pool.scaling import ScalingDecision
 from actors.record.run_folder import RunFolder
-from actors.record.step_report import trajectories_text
+from actors.record.step_sources import trajectories_text
 from correction.monitor import Event, State
 from learner.results import SkipReason
 from rollout.config import AnswerSampling
@@ -46,7 +46,7 @@ def test_a_warning_reaches_every_view(seen: Seen) -> None:
         ("info", "step 4: k3_kl = 0.001 is back where it was"),
     ]
     assert "alarm: step 3: k3_kl = 0.008, 8.0 times the level" in seen.screen.getvalue()
-    with urllib.request.urlopen(f"http://{seen.observer._endpoint.target}/metrics") as answer:
+    with urllib.request.urlopen(f"http://{seen.observer._endpoint._own.target}/metrics") as answer:
         page = answer.read().decode()
     assert "evenkeel_monitor_level 0.0" in page
     assert 'evenkeel_monitor_alarms_total{part="k3_kl"} 1.0' in page and 'evenkeel_monitor_alarms_total{part="broken_tokens"} 1.0' in page
@@ -65,15 +65,15 @@ def test_a_step_without_diagnostics_has_what_the_learner_itself_knows_of_its_tok
 def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 1 is told when step 2 has been noted, received and counted already."""
     for part in ("batch_metrics", "learner_metrics", "undiagnosed"):
-        monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
-    monkeypatch.setattr("actors.record.observer.batch_metrics", lambda *_, **__: {f"reward/component/{name}": 1.0 for name in "ab"})
-    monkeypatch.setattr("actors.record.part_names.MOST", 1)
+        monkeypatch.setattr(f"actors.record.step_writer.{part}", lambda *_, **__: {})
+    monkeypatch.setattr("actors.record.step_writer.batch_metrics", lambda *_, **__: {f"reward/component/{name}": 1.0 for name in "ab"})
+    monkeypatch.setattr("actors.record.reward_parts.MOST", 1)
     batch = SimpleNamespace(groups=[facts(1, 5), facts(2, 9)], tokens=10, examples=())
     result = SimpleNamespace(skipped=(), skipped_steps=0, overflowed_steps=0, loss_scale=None)
 
     async def scenario() -> None:
         observer = seen.observer
-        observer.follow(SimpleNamespace(loads=lambda _: asyncio.sleep(0, {})), None)  # type: ignore[arg-type]
+        observer.follow(SimpleNamespace(loads=lambda _: asyncio.sleep(0, {})))  # type: ignore[arg-type]
         ended = []
         for step in (1, 2):
             observer.note({"true_on_policy/tokens": step})
@@ -82,8 +82,8 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
             counts = {"admitted": 10 * step, "trained": step, "discarded": step, "finished": 0, "in_flight": 0, "drawn": 0}
             ended.append(observer.end_step(step, step, batch, result, {"train": 1.0}, counts, [("train/0/1", DiscardReason.UNIFORM)]))  # type: ignore[arg-type]
         for step in ended:
-            observer.report(step, asyncio.sleep(0, None))  # type: ignore[arg-type]
-        await observer.flush()
+            observer.steps.report(step, asyncio.sleep(0, None))  # type: ignore[arg-type]
+        await observer.steps.flush()
 
     asyncio.run(scenario())
     names = ("true_on_policy/tokens", "sync/bytes", "length/sampled_tokens", "groups/trained_total", "groups/refilled_total")
@@ -110,7 +110,7 @@ def test_held_out_answers_without_a_score_are_told_everywhere(seen: Seen) -> Non
 
 def test_a_reward_that_fails_by_the_hundred_is_one_line_a_step(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first at once, with what it says; then one line a step and kind with the number, and counters of all."""
-    seen.observer.follow(SimpleNamespace(loads=lambda _: asyncio.sleep(0, {}), counts=lambda: (1, 1), versions=dict), None)  # type: ignore[arg-type]
+    seen.observer.follow(SimpleNamespace(loads=lambda _: asyncio.sleep(0, {}), counts=lambda: (1, 1), versions=dict))  # type: ignore[arg-type]
     batch, result = SimpleNamespace(groups=[]), SimpleNamespace(skipped_steps=0, overflowed_steps=0, loss_scale=None)
     counts = {"admitted": 0, "trained": 0, "discarded": 0, "finished": 0, "in_flight": 0, "drawn": 0}
 
@@ -142,8 +142,8 @@ def test_a_reward_that_fails_by_the_hundred_is_one_line_a_step(seen: Seen, monke
 def test_an_overflow_in_float16_is_said_and_counted_apart(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is part of finding the loss scale: no batch is kept for study, and no alert rests on its counter."""
     for part in ("batch_metrics", "learner_metrics", "undiagnosed"):
-        monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
-    seen.observer.follow(SimpleNamespace(loads=lambda _: asyncio.sleep(0, {}), counts=lambda: (1, 1), versions=dict), None)  # type: ignore[arg-type]
+        monkeypatch.setattr(f"actors.record.step_writer.{part}", lambda *_, **__: {})
+    seen.observer.follow(SimpleNamespace(loads=lambda _: asyncio.sleep(0, {}), counts=lambda: (1, 1), versions=dict))  # type: ignore[arg-type]
     batch = SimpleNamespace(groups=[], tokens=10, examples=())
     skipped = (SkipReason.OVERFLOW, SkipReason.NO_GRADIENT, SkipReason.OVERFLOW)
     result = SimpleNamespace(skipped=skipped, skipped_steps=3, overflowed_steps=2, loss_scale=32768.0)
@@ -151,8 +151,8 @@ def test_an_overflow_in_float16_is_said_and_counted_apart(seen: Seen, monkeypatc
 
     async def scenario() -> None:
         step = seen.observer.end_step(1, 1, batch, result, {"train": 1.0}, counts, [])  # type: ignore[arg-type]
-        seen.observer.report(step, asyncio.sleep(0, None))  # type: ignore[arg-type]
-        await seen.observer.flush()
+        seen.observer.steps.report(step, asyncio.sleep(0, None))  # type: ignore[arg-type]
+        await seen.observer.steps.flush()
 
     asyncio.run(scenario())
     (line,) = seen.folder.read_metrics()
@@ -165,8 +165,8 @@ def test_an_overflow_in_float16_is_said_and_counted_apart(seen: Seen, monkeypatc
 def test_what_the_learner_gives_as_the_reason_is_what_is_told(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read off the loss and the norms again."""
     for part in ("batch_metrics", "learner_metrics", "undiagnosed"):
-        monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
-    seen.observer.follow(SimpleNamespace(loads=lambda _: asyncio.sleep(0, {})), None)  # type: ignore[arg-type]
+        monkeypatch.setattr(f"actors.record.step_writer.{part}", lambda *_, **__: {})
+    seen.observer.follow(SimpleNamespace(loads=lambda _: asyncio.sleep(0, {})))  # type: ignore[arg-type]
     batch = SimpleNamespace(groups=[], tokens=10, examples=(), version=0, corrected=StandInReference(MemoryError("no room for it")))
     counts = dict.fromkeys(("admitted", "trained", "discarded", "finished", "in_flight", "drawn"), 0)
 
@@ -175,8 +175,8 @@ def test_what_the_learner_gives_as_the_reason_is_what_is_told(seen: Seen, monkey
             result = SimpleNamespace(skipped=(reason,), skipped_steps=1, overflowed_steps=0, loss_scale=None, optimizer_steps=0)
             result.loss, result.group_norms = 1.0, {}
             ended = seen.observer.end_step(number, number, batch, result, {}, counts, [])  # type: ignore[arg-type]
-            seen.observer.report(ended, asyncio.sleep(0, None))  # type: ignore[arg-type]
-        await seen.observer.flush()
+            seen.observer.steps.report(ended, asyncio.sleep(0, None))  # type: ignore[arg-type]
+        await seen.observer.steps.flush()
 
     asyncio.run(scenario())
     (event,) = seen.folder.read_events()
@@ -205,7 +205,7 @@ def test_changes_of_the_pools_size_are_told_and_counted_by_cause(seen: Seen) -> 
 def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of three held the newest by then; right after it none does. Prometheus forgets who left, now and when the step is told."""
     for part in ("batch_metrics", "learner_metrics", "undiagnosed"):
-        monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
+        monkeypatch.setattr(f"actors.record.step_writer.{part}", lambda *_, **__: {})
     batch = SimpleNamespace(groups=[], tokens=10, examples=())
     result = SimpleNamespace(skipped=(), skipped_steps=0, overflowed_steps=0, loss_scale=None)
     held = {"0": 4, "1": 4, "2": 3}
@@ -215,9 +215,9 @@ def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypat
 
     async def scenario() -> None:
         observer, registry = seen.observer, SimpleNamespace(register=lambda *_: None, deregister=lambda _: None, close=lambda: None)
-        observer._discovery = registry  # type: ignore[assignment]
+        observer._endpoint._discovery = registry  # type: ignore[assignment]
         pool = SimpleNamespace(loads=lambda _: asyncio.sleep(0, {}), versions=lambda: dict(held), counts=current, target=3)
-        observer.follow(pool, None)  # type: ignore[arg-type]
+        observer.follow(pool)  # type: ignore[arg-type]
         for name in held:
             observer.joined(ActorInfo("rollout", name, 1, "127.0.0.1:1"))
         for name, tokens in (("0", 10), ("1", 20), ("0", 5), ("2", 40)):
@@ -227,8 +227,8 @@ def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypat
         counts = {"admitted": 4, "trained": 4, "discarded": 0, "finished": 0, "in_flight": 0, "drawn": 0}
         ended = observer.end_step(1, 5, batch, result, {"train": 1.0}, counts, [])  # type: ignore[arg-type]
         observer.left("2")
-        observer.report(ended, asyncio.sleep(0, None))  # type: ignore[arg-type]
-        await observer.flush()
+        observer.steps.report(ended, asyncio.sleep(0, None))  # type: ignore[arg-type]
+        await observer.steps.flush()
 
     asyncio.run(scenario())
     line = seen.line(1)
@@ -236,11 +236,11 @@ def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypat
     assert by_worker(line, "tokens") == {"0": 15, "1": 20, "2": 40} and sum(by_worker(line, "tokens").values()) == 75
     assert by_worker(line, "groups") == {"0": 2, "1": 1, "2": 1} and by_worker(line, "weight_version") == {"0": 4, "1": 4, "2": 3}
     assert "    workers  0: 15 tokens, v4  1: 20 tokens, v4  2: 40 tokens, v3" in seen.screen.getvalue().splitlines()
-    with urllib.request.urlopen(f"http://{seen.observer._endpoint.target}/metrics") as answer:
+    with urllib.request.urlopen(f"http://{seen.observer._endpoint._own.target}/metrics") as answer:
         page = answer.read().decode()
     assert 'evenkeel_worker_tokens{worker="1"} 20.0' in page and 'worker="2"' not in page
     seen.observer.left("1")
-    with urllib.request.urlopen(f"http://{seen.observer._endpoint.target}/metrics") as answer:
+    with urllib.request.urlopen(f"http://{seen.observer._endpoint._own.target}/metrics") as answer:
         page = answer.read().decode()
     assert 'evenkeel_worker_tokens{worker="0"} 15.0' in page and 'worker="1"' not in page
     seen.observer.close()
@@ -252,20 +252,20 @@ def test_the_load_of_a_worker_that_has_left_is_not_kept(seen: Seen) -> None:
 
     async def scenario() -> None:
         observer = seen.observer
-        observer._discovery = SimpleNamespace(register=lambda *_: None, deregister=lambda _: None, close=lambda: None)  # type: ignore[assignment]
+        observer._endpoint._discovery = SimpleNamespace(register=lambda *_: None, deregister=lambda _: None, close=lambda: None)  # type: ignore[assignment]
         for name in ("0", "1"):
             observer.joined(ActorInfo("rollout", name, 1, "127.0.0.1:1"))
         answered, load = asyncio.get_running_loop().create_future(), WorkerLoad(1.0, 2.0, 3, 4)
         answered.set_result({"0": load, "1": load})
         before = asyncio.create_task(asyncio.sleep(0.01))
         metrics, nothing = StepMetrics(1, {"time/step_s": 1.0}), asyncio.sleep(0, None)
-        observer._writing = asyncio.create_task(observer._write_when_known(metrics, {}, {}, answered, nothing, before))
+        observer.steps._writing = asyncio.create_task(observer.steps._write_when_known(metrics, {}, {}, answered, nothing, before))
         await asyncio.sleep(0)
         observer.left("1")
-        await observer.flush()
-        assert observer._loads == {"0": load}
+        await observer.steps.flush()
+        assert observer.steps._loads == {"0": load}
         observer.left("0")
-        assert observer._loads == {}
+        assert observer.steps._loads == {}
 
     asyncio.run(scenario())
     assert seen.line(1)["rollout/requests_in_flight"] == 8.0, "both had some as the step ended"
@@ -277,7 +277,7 @@ def test_lines_are_written_though_the_wait_for_them_is_cancelled(seen: Seen) -> 
     async def scenario() -> None:
         writing = asyncio.create_task(write(seen.observer, (1, None)))
         await asyncio.sleep(0)
-        waiting = asyncio.create_task(seen.observer.flush())
+        waiting = asyncio.create_task(seen.observer.steps.flush())
         await asyncio.sleep(0)
         waiting.cancel()
         await writing
@@ -304,11 +304,11 @@ def test_a_run_that_may_have_seconds_left_waits_for_no_diagnostics(seen: Seen) -
 
     async def scenario() -> None:
         never, metrics = asyncio.get_running_loop().create_future, StepMetrics(1, {"time/step_s": 1.0, "reward/mean": 0.5})
-        seen.observer._writing = asyncio.create_task(seen.observer._write_when_known(metrics, {}, {}, never(), never(), None))
-        flushing = asyncio.create_task(seen.observer.flush())
+        seen.observer.steps._writing = asyncio.create_task(seen.observer.steps._write_when_known(metrics, {}, {}, never(), never(), None))
+        flushing = asyncio.create_task(seen.observer.steps.flush())
         await asyncio.sleep(0.05)
         assert not flushing.done()
-        seen.observer.stop_waiting()
+        seen.observer.steps.stop_waiting()
         await asyncio.wait_for(flushing, 20.0)
 
     asyncio.run(scenario())

@@ -91,7 +91,7 @@ def test_weights_and_biases_that_fails_is_told_once_and_left_out(seen: Seen, mon
     run = SimpleNamespace(log=log, finish=lambda: pytest.fail("it is left out"))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
     view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, notify=partial(seen.observer.event, "warning"))
-    seen.observer._views.append(view)
+    seen.observer.steps._views.append(view)
     asyncio.run(write(seen.observer, *((step, diagnosed(state=State.OK)) for step in (1, 2, 3))))
     view.close()
     assert not view.hangs
@@ -122,7 +122,7 @@ def test_weights_and_biases_that_does_not_start_stops_no_start(
     config = seen.observer._config
     config = config.model_copy(update={"metrics": config.metrics.model_copy(update={"wandb_project": "p"})})
     observer = Observer(config, seen.folder, seen.observer._view)
-    observer._show(StepMetrics(1, {"time/step_s": 1.0}))
+    observer.steps._show(StepMetrics(1, {"time/step_s": 1.0}))
     asyncio.run(observer.disk.done())
     (told,) = seen.folder.read_events()
     assert told.level == "warning" and told.text.endswith(f"all of them are in its folder: {type(error).__name__}: {error}")
@@ -163,7 +163,7 @@ def wandb_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 def test_weights_and_biases_that_hangs_holds_nothing_up(seen: Seen, wandb_that_hangs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the lines of the run's folder, nor a flush, which a checkpoint waits for, nor the end."""
     view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, notify=partial(seen.observer.event, "warning"))
-    seen.observer._views.append(view)
+    seen.observer.steps._views.append(view)
     asyncio.run(write(seen.observer, *((step, diagnosed(state=State.OK)) for step in (1, 2, 3))))
     assert wandb_that_hangs == [1] and [line.step for line in seen.folder.read_metrics()] == [1, 2, 3]
     view.close(within_s=0.2)
@@ -210,20 +210,20 @@ def test_a_flush_has_an_end_that_counts_from_the_last_line(seen: Seen, monkeypat
     observer = seen.observer
     monkeypatch.setattr(observer.disk, "done", lambda: asyncio.sleep(0))  # its thread knows nothing of simulated time
     limits = observer._config.deadlines.model_copy(update={"step_s": 100.0})
-    observer._config = observer._config.model_copy(update={"deadlines": limits})
+    observer.steps._config = observer._config.model_copy(update={"deadlines": limits})
 
     async def scenario() -> None:
         for step in (1, 2, 3):
             metrics, slow = StepMetrics(step, {"time/step_s": 1.0}), asyncio.sleep(90.0, diagnosed(state=State.OK))
-            now = observer._write_when_known(metrics, {}, {}, asyncio.sleep(0, {}), slow, observer._writing)
-            observer._writing = asyncio.create_task(now)
-        await observer.flush()
-        assert observer._written_at == asyncio.get_running_loop().time() == 270.0
-        observer._writing = asyncio.create_task(asyncio.sleep(1e4))
+            now = observer.steps._write_when_known(metrics, {}, {}, asyncio.sleep(0, {}), slow, observer.steps._writing)
+            observer.steps._writing = asyncio.create_task(now)
+        await observer.steps.flush()
+        assert observer.steps._written_at == asyncio.get_running_loop().time() == 270.0
+        observer.steps._writing = asyncio.create_task(asyncio.sleep(1e4))
         with pytest.raises(DeadlineExceeded, match="numbers of the last steps: not done in 800 s"):
-            await observer.flush()
-        assert not observer._writing.done(), "what it waits for goes on"
-        observer.abandon()
+            await observer.steps.flush()
+        assert not observer.steps._writing.done(), "what it waits for goes on"
+        observer.steps.abandon()
 
     simulate(scenario)
 
@@ -250,10 +250,10 @@ def test_a_view_is_closed_when_all_steps_are_in_it_and_one_that_can_not_be_ends_
             raise RuntimeError("no connection")
 
     observer = seen.observer
-    observer._views.append(Broken())  # type: ignore[arg-type]
+    observer.steps._views.append(Broken())  # type: ignore[arg-type]
     observer.go_back({}, 0)
     observer.disk.do(lambda: gate.wait(60.0))
-    observer._show(StepMetrics(1, {"time/step_s": 1.0}))
+    observer.steps._show(StepMetrics(1, {"time/step_s": 1.0}))
     threading.Timer(0.3, gate.set).start()
     observer.close()
     assert done == [1, "closed"]

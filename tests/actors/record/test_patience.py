@@ -73,7 +73,7 @@ def test_steps_go_on_while_the_disk_takes_its_time_for_one_fsync(tmp_path: Path,
         result = await evaluate(Answers([1.0, 0.0]), prompts(0, 2), AnswerSampling(), step=0, correct_at=1.0)
         seen.observer.evaluated(result, prompts(0, 2))
         steps = asyncio.create_task(write(seen.observer, *((step, diagnosed(state=State.OK)) for step in range(1, 21))))
-        while seen.observer._writing is None or not seen.observer._writing.done():
+        while seen.observer.steps._writing is None or not seen.observer.steps._writing.done():
             await asyncio.sleep(0.01)
         assert gate.has_one.is_set() and not steps.done(), "a flush, which a checkpoint waits for, is through when the disk is"
         assert folder.read_metrics() == []

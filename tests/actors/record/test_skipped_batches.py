@@ -37,7 +37,7 @@ def test_a_skipped_batch_is_kept_for_study_and_named_in_the_log(seen: Seen) -> N
 
     async def scenario() -> None:
         for step in range(7, 7 + KEPT + 1):
-            await seen.observer._keep_skipped(step, prepared, result)  # type: ignore[arg-type]
+            await seen.observer.steps._keep_skipped(step, prepared, result)  # type: ignore[arg-type]
 
     asyncio.run(scenario())
     seen.settle()
@@ -79,7 +79,7 @@ def test_a_skipped_batch_that_can_not_be_read_holds_up_no_later_line(
     result = SimpleNamespace(skipped=skipped, optimizer_steps=1, loss=math.nan, grad_norms=(math.nan,), group_norms={})
 
     async def scenario() -> None:
-        seen.observer._writing = asyncio.create_task(seen.observer._keep_skipped(7, prepared, result))
+        seen.observer.steps._writing = asyncio.create_task(seen.observer.steps._keep_skipped(7, prepared, result))
         await write(seen.observer, (8, diagnosed(state=State.OK)))
 
     asyncio.run(scenario())

@@ -16,11 +16,11 @@ import yaml
 from actors.carriers import ScatterSample
 from actors.metrics.catalogue import CATALOGUE
 from actors.metrics.step_metrics import StepMetrics, accuracy, accuracy_of_what, pass_at_most, with_interval
-from actors.record.report_plots import PLOTTED, draw_plots
 from actors.record.run_folder import RunFolder
 from actors.record.slowest import slowest_rows
-from actors.record.step_columns import StepColumns, those_of
 from actors.record.terminal import duration
+from actors.reports.report_plots import PLOTTED, draw_plots
+from actors.reports.step_columns import StepColumns, those_of
 from correction.quantities import Unit
 
 T = TypeVar("T")
@@ -204,7 +204,7 @@ def _shortened(text: str) -> str:
 
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("actors.record"),
+        loader=jinja2.PackageLoader("actors.reports"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

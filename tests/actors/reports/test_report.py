@@ -13,14 +13,14 @@ import torch
 
 from actors.carriers import ScatterSample
 from actors.metrics.step_metrics import StepMetrics
-from actors.record import report
-from actors.record.curve_points import MOST_POINTS, drawn_points, running_mean
-from actors.record.report import clipped_rows, summary_rows, worker_rows, write_report
-from actors.record.report_plots import _CURVES as CURVES
-from actors.record.report_plots import draw_curves, draw_plots
 from actors.record.run_folder import RunFolder
 from actors.record.slowest import FILE, SlowestPrompts, slowest_rows
-from actors.record.step_columns import StepColumns
+from actors.reports import report
+from actors.reports.curve_points import MOST_POINTS, drawn_points, running_mean
+from actors.reports.report import clipped_rows, summary_rows, worker_rows, write_report
+from actors.reports.report_plots import _CURVES as CURVES
+from actors.reports.report_plots import draw_curves, draw_plots
+from actors.reports.step_columns import StepColumns
 from actors.service.scatter import ScatterReservoir
 from correction.monitor import Event, State
 from rollout.trajectory import FailureKind

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from actors.carriers import Example, PreparedBatch
-from actors.record.part_names import PartNames
-from actors.record.step_report import (
+from actors.record.reward_parts import RewardParts
+from actors.record.step_sources import (
     batch_metrics,
     first_lengths,
     rollout_metrics,
@@ -174,9 +174,9 @@ def test_what_the_learner_knows_of_the_tokens_of_a_step() -> None:
 
 def test_parts_of_a_reward_have_metrics_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reward function may name a new part in each answer: metrics, curves and endpoint would grow to the end of the run."""
-    monkeypatch.setattr("actors.record.part_names.MOST", 3)
+    monkeypatch.setattr("actors.record.reward_parts.MOST", 3)
     told = list[tuple[str, str]]()
-    parts = PartNames(lambda level, text: told.append((level, text)))
+    parts = RewardParts(lambda level, text: told.append((level, text)))
 
     def kept(*names: str) -> str:
         numbers = {"reward/mean": 0.5, **{f"reward/component/{name}": 1.0 for name in names}}

@@ -12,16 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from actors.checkpoints.reading import Reading
 from actors.config import DeadlinesConfig, RunConfig
 from actors.metrics.step_metrics import StepMetrics, shown
 from actors.processes.disk_at_start import by_disk_at_start
 from actors.processes.event_level import EventLevel
-from actors.record.book_check import BookCheck, LinesRead, check_books
-from actors.record.completeness import left_after_training
-from actors.record.reading import Reading
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
 from actors.record.stack_gist import newest_gist
+from actors.reports.book_check import BookCheck, LinesRead, check_books
+from actors.reports.completeness import left_after_training
 from actors.state.json_lines import JsonLines
 from correction.errors import ConfigError, DataError
 from learner.file_sums import may_pass, read_manifest_of_files, verify

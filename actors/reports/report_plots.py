@@ -23,8 +23,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from actors.carriers import ScatterSample
 from actors.metrics.catalogue import CATALOGUE
 from actors.metrics.step_metrics import StepMetrics, pass_at_most
-from actors.record.curve_points import MOST_POINTS, drawn_points, running_mean
-from actors.record.step_columns import StepColumns
+from actors.reports.curve_points import MOST_POINTS, drawn_points, running_mean
+from actors.reports.step_columns import StepColumns
 from correction.monitor import Event, State
 from correction.quantities import Unit
 

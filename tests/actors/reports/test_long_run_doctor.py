@@ -22,14 +22,14 @@ from actors.config import RunConfig
 from actors.metrics.step_metrics import StepMetrics
 from actors.processes import disk_at_start
 from actors.processes.disk_at_start import DiskLate
-from actors.record import book_check, run_doctor
-from actors.record.book_check import LinesRead, check_books
-from actors.record.run_doctor import RECENT_STEPS, diagnose
 from actors.record.run_folder import RunFolder
+from actors.reports import book_check, run_doctor
+from actors.reports.book_check import LinesRead, check_books
+from actors.reports.run_doctor import RECENT_STEPS, diagnose
 from learner import file_sums
 from tests.actors.commands.disk_clock import notice_first
 from tests.actors.commands.test_resume_disk import hanging
-from tests.actors.record.test_run_doctor import RECIPE, run_folder
+from tests.actors.reports.test_run_doctor import RECIPE, run_folder
 
 
 @pytest.mark.parametrize(

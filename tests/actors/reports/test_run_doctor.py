@@ -15,10 +15,10 @@ from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.metrics.step_metrics import StepMetrics
 from actors.processes.wait_notice import WaitNotice
-from actors.record.book_check import BookCheck
-from actors.record.run_doctor import RunDiagnosis, RunState, diagnose, page
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
+from actors.reports.book_check import BookCheck
+from actors.reports.run_doctor import RunDiagnosis, RunState, diagnose, page
 
 RECIPE = Path(__file__).parents[3] / "recipes/nano_spell_backward.yaml"
 

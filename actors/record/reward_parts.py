@@ -11,7 +11,7 @@ MOST = 128
 _FAMILY = "reward/component/"
 
 
-class PartNames:
+class RewardParts:
     """The parts that came first. It says once that there were more."""
 
     def __init__(self, notify: Notify) -> None:
