@@ -5,7 +5,6 @@ reads the names and settings where there is no engine yet.
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -14,10 +13,11 @@ from urllib.parse import urlsplit
 import psutil
 import torch
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from correction.engines import host_memory
 from rollout.sglang_plugin.broadcast_arrival import received_in
+from rollout.sglang_plugin.mapped_memory import keep_mapped
 
 # Actions that the plugin adds to SGLang's request `check_weights`
 SPECS = "evenkeel.specs"
@@ -171,15 +171,3 @@ def _count_what_is_on_its_way(original: Callable[..., None], scheduler: Any, *ar
         for req in batch.reqs:
             if not (req.finished() or req.is_retracted or req.inflight_middle_chunks > 0):  # SGLang drops that token, or there is none
                 req.weight_version_events.append(WeightVersionEvent(old_version=old, num_output_tokens=len(req.output_ids) + 1))
-
-
-_mapped: deque[UntypedStorage] = deque(maxlen=2)
-"""As many entries as the owner's shared memory has halves (rollout.weight_transfer.SharedStaging)."""
-
-
-def keep_mapped(_updater: Any, flattened_tensor_bucket_dict: dict[str, Any], **__: Any) -> None:
-    """Keep the shared memory of a bucket mapped until the next bucket comes in it. Mapping it anew, with a page fault for each page, would
-    take time while the engine is paused."""
-    storage = flattened_tensor_bucket_dict["flattened_tensor"].untyped_storage()
-    if all(kept.data_ptr() != storage.data_ptr() for kept in _mapped):
-        _mapped.append(storage)
