@@ -18,6 +18,7 @@ from torch import Tensor
 from correction.engines import host_memory
 from rollout.sglang_plugin.broadcast_arrival import received_in
 from rollout.sglang_plugin.mapped_memory import keep_mapped
+from rollout.sglang_plugin.weight_group import joined_in
 
 # Actions that the plugin adds to SGLang's request `check_weights`
 SPECS = "evenkeel.specs"
@@ -89,6 +90,7 @@ def register(group_timeout_s: float) -> None:
     HookRegistry.register("torch.distributed.rendezvous._create_c10d_store", _store_on_its_address, HookType.REPLACE)
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     HookRegistry.register(f"{updater}._update_weights_from_flattened_bucket", keep_mapped, HookType.BEFORE)
+    HookRegistry.register(f"{updater}.init_weights_update_group", joined_in(group_timeout_s), HookType.AROUND)
     HookRegistry.register(f"{updater}.receive_weights_from_distributed", received_in(group_timeout_s), HookType.AROUND)
 
 
