@@ -7,8 +7,9 @@ A broadcast runs in a thread with a deadline: a collective that never ends must 
 the next is gathered. Gloo's call returns when the bucket is sent. NCCL's returns when the GPU has been told to send it: the thread then
 polls until it is sent. A group in which a bucket is late is aborted, because its kernel would keep the GPU busy.
 
-A group may be joined and left in another thread than the one that trains. Over gloo the members are connected then; NCCL connects them with
-the first broadcast.
+A group may be joined and left in another thread than the one that trains. Its members first meet at the store, so that none waits in a
+call of gloo's or NCCL's for one that is gone; then they are connected. NCCL connects with the first broadcast: of one byte, therefore, at
+once, and not when engines stand still for new weights.
 """
 
 from __future__ import annotations
@@ -25,33 +26,57 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _set_pg_timeout, _world
 
-from correction.engines.rendezvous import gloo_interface_towards, rendezvous_store
+from correction.engines.rendezvous import Rendezvous, gloo_interface_towards, rendezvous_store
 from correction.engines.weight_spec import WeightSpec, goes_whole, widest_first
 from correction.errors import SyncError
 
 _POLL_S = 0.0005
 """Seconds between two checks whether the GPU has sent a bucket, which takes some ten milliseconds."""
+_MEETING_POLL_S = 0.02
+"""Seconds between two checks whether all members are there, or nobody waits for them any more."""
+_LEFT = "the learner has left it meanwhile"
+_TO_COME = 0.9
+"""Part of the time to join in which members have to come; the rest is for connecting them."""
 
 
 class WeightBroadcaster:
     """Sends weights as rank 0 of a weight group."""
 
     def __init__(
-        self, host: str, port: int, world_size: int, name: str, join_s: float, device: torch.device, *, bucket_s: float | None = None
+        self,
+        host: str,
+        port: int,
+        world_size: int,
+        name: str,
+        join_s: float,
+        device: torch.device,
+        *,
+        bucket_s: float | None = None,
+        given_up: threading.Event | None = None,
     ) -> None:
         """Wait for all members.
 
         Args:
             device: where the weights lie: NCCL takes tensors of a GPU alone.
             bucket_s: longest time for one bucket, seconds; None: join_s.
-        Raises: SyncError if they are not there in join_s.
+            given_up: set by another thread when the group is not wanted any more: nobody waits then, the members neither.
+        Raises: SyncError if they are not there in join_s, or the group is given up.
         """
         self._name, self._bucket_s, self._device = name, join_s if bucket_s is None else bucket_s, device
         self._group: dist.ProcessGroup | None = None
         self._changing = threading.Lock()
         self._on_its_way: _InThread | None = None
         self._is_aborted = False
-        self._wait(_InThread(lambda: self._join(host, port, world_size, join_s), join_s), "group was not built")
+        self._meeting: Rendezvous | None = None
+        self._given_up = given_up or threading.Event()
+        joining = _InThread(lambda: self._join(host, port, world_size, join_s), join_s, self._given_up)
+        try:
+            self._wait(joining, "group was not built")
+        except SyncError:
+            with self._changing:
+                self._given_up.set()
+            threading.Thread(target=self._call_off, daemon=True).start()
+            raise
 
     def send(self, bucket: Mapping[str, Tensor]) -> None:
         """Broadcast the tensors, and wait until they are sent. Raises: as `begin` and `finish`."""
@@ -111,21 +136,54 @@ class WeightBroadcaster:
             threading.Thread(target=_leave, args=(group, call), daemon=True).start()
 
     def _join(self, host: str, port: int, world_size: int, join_s: float) -> None:
+        timeout, began = timedelta(seconds=join_s), time.monotonic()
+        store = rendezvous_store(host, port, rank=0, world_size=world_size, timeout=timeout, waits=False)
+        self._meeting = Rendezvous(host, port, self._name, timeout=timeout)
+        self._meet(self._meeting, world_size - 1, began + _TO_COME * join_s)
         backend = Backend("nccl" if self._device.type == "cuda" else "gloo")
-        timeout = timedelta(seconds=join_s)
-        store = rendezvous_store(host, port, rank=0, world_size=world_size, timeout=timeout)
         towards = gloo_interface_towards(host, psutil.net_if_addrs()) if backend == "gloo" else contextlib.nullcontext()
         with towards:
-            self._group, _ = _new_process_group_helper(
+            group, _ = _new_process_group_helper(
                 world_size, 0, [], backend, PrefixStore(self._name, store), group_name=GroupName(self._name), timeout=timeout
             )
-        _world.pg_group_ranks[self._group] = {i: i for i in range(world_size)}
-        _set_pg_timeout(timedelta(seconds=self._bucket_s), self._group)
+        _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+        self._connect(group, began + join_s)
+        _set_pg_timeout(timedelta(seconds=self._bucket_s), group)
+        with self._changing:
+            if not self._given_up.is_set():
+                self._group = group
+                return
+        _destroy(group)
+
+    def _meet(self, meeting: Rendezvous, members: int, until: float) -> None:
+        """Wait until all members are there; if not, tell those who are. Raises: TimeoutError."""
+        while (came := meeting.came()) < members:
+            if self._given_up.wait(_MEETING_POLL_S) or time.monotonic() > until:
+                meeting.give_up()
+                raise TimeoutError(_LEFT if self._given_up.is_set() else f"{came} of {members} members came")
+        meeting.begin()
+
+    def _connect(self, group: dist.ProcessGroup, until: float) -> None:
+        if self._device.type == "cpu":
+            return
+        try:
+            work = dist.broadcast(torch.zeros(1, dtype=torch.uint8, device=self._device), src=0, group=group, async_op=True)
+            if work is not None:
+                until_done(work, until - time.monotonic(), "the members were not connected")
+        except BaseException:
+            threading.Thread(target=_abort, args=(group,), daemon=True).start()
+            raise
+
+    def _call_off(self) -> None:
+        """Let the members that came, and may wait for one another, go on."""
+        with contextlib.suppress(Exception):  # there is no store, or no member left
+            if self._meeting is not None:
+                self._meeting.give_up()
 
     def _wait(self, call: _InThread, what: str) -> None:
         call.join()
         if call.is_given_up:
-            raise SyncError(f"weight group {self._name}: {what}: the learner has left it meanwhile")
+            raise SyncError(f"weight group {self._name}: {what}: {_LEFT}")
         if call.is_running:
             raise SyncError(f"weight group {self._name}: {what} in {call.limit_s:.0f} s; a member may be gone")
         if call.error is not None:
@@ -135,8 +193,9 @@ class WeightBroadcaster:
 class _InThread:
     """Work in a thread of its own, which begins at once."""
 
-    def __init__(self, work: Callable[[], None], limit_s: float) -> None:
-        self.limit_s = limit_s
+    def __init__(self, work: Callable[[], None], limit_s: float, given_up: threading.Event | None = None) -> None:
+        """Args: given_up: set by another thread in place of calling `give_up`."""
+        self.limit_s, self._told = limit_s, given_up
         self.error: BaseException | None = None
         self._work, self._until = work, time.monotonic() + limit_s
         self.is_given_up = False
@@ -149,7 +208,11 @@ class _InThread:
 
     def join(self) -> None:
         """Wait until it has ended, its time is over, or it is given up."""
-        self._waits_no_more.wait(max(0.0, self._until - time.monotonic()))
+        while (left := self._until - time.monotonic()) > 0:
+            if self._waits_no_more.wait(left if self._told is None else min(left, _MEETING_POLL_S)):
+                return
+            if self._told is not None and self._told.is_set():
+                self.give_up()
 
     def give_up(self) -> None:
         """Let its waiters go, if it has not ended. A call of gloo's runs on until its own deadline, even if its group is destroyed."""
@@ -176,15 +239,16 @@ def end_to_end(bucket: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([bucket[spec.name].detach().reshape(-1).view(torch.uint8) for spec in specs])
 
 
-def until_done(work: dist.Work, timeout_s: float) -> None:
+def until_done(work: dist.Work, timeout_s: float, late: str = "a bucket was not sent") -> None:
     """Wait on the host for what the GPU does. (A work's own `wait` has the GPU's next kernels wait, and returns at once.)
 
+    Args: late: what didn't happen in time, in words.
     Raises: TimeoutError; what has become of a work that failed.
     """
     deadline = time.monotonic() + timeout_s
     while not work.is_completed():  # also when it has failed, or its communicator was aborted
         if time.monotonic() > deadline:
-            raise TimeoutError(f"a bucket was not sent in {timeout_s:.0f} s; a member may be gone")
+            raise TimeoutError(f"{late} in {timeout_s:.0f} s; a member may be gone")
         time.sleep(_POLL_S)
     if (error := work.exception()) is not None:
         raise RuntimeError(str(error))

@@ -38,7 +38,18 @@ from torch import Tensor
 
 from correction.errors import DataError
 from learner import convert
-from learner.checkpoint_files import FORMAT, MANIFEST, RANDOM, RANK, file_name, is_complete, model_shape, read_manifest
+from learner.checkpoint_files import (
+    FORMAT,
+    MANIFEST,
+    RANDOM,
+    RANK,
+    WEIGHT,
+    check_written_once,
+    file_name,
+    is_complete,
+    model_shape,
+    read_manifest,
+)
 from learner.families import family_of
 from learner.file_sums import flush_to_disk, leave_sum
 from learner.hf_folder import open_tensors
@@ -48,9 +59,6 @@ from learner.model_family import HeadShape, Rule
 from learner.optimizer import GuardedOptimizer
 from learner.parallel import Placement
 from learner.tensor_files import saving
-
-WEIGHT = "weight"
-"""Kind of a tensor that is a weight; the other kinds are names of the optimizer's state."""
 
 
 class _TensorPiece(NamedTuple):
@@ -137,7 +145,7 @@ def restore(
 ) -> None:
     """Fill model, optimizer and generators from a checkpoint, one parameter at a time.
 
-    Raises: DataError if it is incomplete, damaged, of another format, or of a model of other shapes.
+    Raises: DataError if it is incomplete, damaged, of another format, or of a model of other shapes; TrainedApartError.
     """
     source = Path(folder)
     manifest = read_manifest(source, hf_config)
@@ -184,6 +192,7 @@ class _Saved:
     def __init__(self, folder: Path, files: int, hf_config: Any, placement: Placement):
         self._placement, self._heads, self._vocab_size = placement, HeadShape.of(hf_config), hf_config.vocab_size
         self._files: list[Any] = [open_tensors(folder / file_name(RANK, rank)) for rank in range(files)]
+        check_written_once(folder, (file.keys() for file in self._files))
         self._pieces: dict[tuple[str, str], dict[int, list[tuple[int, int, str]]]] = defaultdict(lambda: defaultdict(list))
         """[parameter, kind][part] -> its pieces: start, number of the file, name in it."""
         for number, file in enumerate(self._files):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,12 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 RANK, RANDOM = "rank", "random"
 """Files that every rank writes."""
+WEIGHT = "weight"
+"""Kind of a tensor that is a weight; the other kinds are names of the optimizer's state."""
+
+
+class TrainedApartError(DataError):
+    """Of a mixture of experts: ranks have written different weights for the same expert."""
 
 
 def file_name(kind: str, rank: int) -> str:
@@ -56,11 +63,26 @@ def read_manifest(folder: str | os.PathLike[str], hf_config: Any) -> dict[str, A
 def check_readable(folder: str | os.PathLike[str], hf_config: Any) -> None:
     """Check the manifest, and whether each rank's files are as long as their headers say.
 
-    Raises: DataError as `read_manifest`, or naming the file that is damaged.
+    Raises: DataError as `read_manifest`, or naming the file that is damaged; TrainedApartError.
     """
-    for rank in range(read_manifest(folder, hf_config)["ranks"]):
-        for kind in (RANK, RANDOM):
-            open_tensors(Path(folder) / file_name(kind, rank))
+    ranks = range(read_manifest(folder, hf_config)["ranks"])
+    files = {(kind, rank): open_tensors(Path(folder) / file_name(kind, rank)) for rank in ranks for kind in (RANK, RANDOM)}
+    check_written_once(folder, (files[RANK, rank].keys() for rank in ranks))
+
+
+def check_written_once(folder: str | os.PathLike[str], names: Iterable[Iterable[str]]) -> None:
+    """Args: names: of the tensors in each rank's file. Raises: TrainedApartError if a weight is in several of them."""
+    seen: set[str] = set()
+    for of_rank in names:
+        weights = {name for name in of_rank if name.startswith(f"{WEIGHT}/")}
+        if twice := seen & weights:
+            raise TrainedApartError(
+                f"{folder}: {len(twice)} weights of experts are in the files of several ranks, the first is {min(twice).split('/', 3)[3]}. "
+                "An earlier version wrote it, whose tensor-parallel ranks trained their copies of the experts apart where expert_parallel "
+                "was 1: none of them is the model's",
+                remedy="Start a new run from a Hugging Face folder",
+            )
+        seen |= weights
 
 
 def model_shape(hf_config: Any) -> dict[str, Any]:

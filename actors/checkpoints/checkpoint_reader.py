@@ -73,14 +73,17 @@ def _read(checkpoint: Checkpoint, reading: Reading) -> tuple[TrainingState, list
 
     Raises: OtherVersionError; DataError naming the file that is missing or damaged.
     """
-    from learner.checkpoint_files import check_readable  # torch: seconds that a refusal of the settings doesn't need
+    from learner.checkpoint_files import TrainedApartError, check_readable  # torch: seconds that a refusal of the settings doesn't need
     from learner.model_check import check_trainable
 
     foreign = _verify(checkpoint, reading)
     state = TrainingState.load(checkpoint.state)
     hf_config = check_trainable(checkpoint.hf)
     load_tokenizer(checkpoint.hf)
-    check_readable(checkpoint.state / "learner", hf_config)
+    try:
+        check_readable(checkpoint.state / "learner", hf_config)
+    except TrainedApartError as error:  # so were those of the older ones, and nothing is damaged
+        raise OtherVersionError(*error.args, remedy=f"Start a new run from its weights: model={checkpoint.hf}") from error
     if state.step != checkpoint.step:
         raise DataError(f"{checkpoint.state}: it is the state of step {state.step}, in the checkpoint of step {checkpoint.step}")
     return state, foreign

@@ -9,7 +9,8 @@ from actors.plan.learner_memory import state_bytes
 from actors.plan.shape import ModelShape
 
 HOST_COPY = 5e9
-"""Bytes a second that one thread copies from memory to memory: an assumption."""
+"""Bytes a second that one thread copies from memory to memory: an assumption. On an H200 1.19 GB, from pageable memory then, took pauses of
+0.25 to 0.33 s, for which a plan says 0.2 (docs/gpu.md)."""
 BUS = 20e9
 """Bytes a second between a GPU and page-locked memory of its host (PCIe 4 x16 and better): an assumption."""
 NETWORK = 10e9

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -57,6 +58,8 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         self._config, self._rank, self._bind = config, rank, bind
         self._version = 0
         self._broadcaster: WeightBroadcaster | None = None
+        self._opening, self._given_up, self._closed_group = threading.Lock(), threading.Event(), ""
+        """Of the weight group that is joined: whether it is given up. And the name of the last one that was closed."""
         self._reserved: socket.socket | None = None
         self._staging: Staging | None = None
         self._processor: Processor | None = None
@@ -300,14 +303,31 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
 
     @ray.method(concurrency_group=OUT_OF_TURN)
     def open_broadcast(self, host: str, port: int, world_size: int, name: str, join_s: float, bucket_s: float | None = None) -> None:
-        """Join the weight group as its rank 0 (rank 0 of the learner only); a step may run at the same time."""
+        """Join the weight group as its rank 0 (rank 0 of the learner only); a step may run at the same time.
+
+        Raises: SyncError if not all members come, or it is closed meanwhile.
+        """
         from learner.broadcast import WeightBroadcaster
 
-        device = self._learner.placement.device
-        self._broadcaster = WeightBroadcaster(host, port, world_size, name, join_s, device, bucket_s=bucket_s)
+        device, given_up = self._learner.placement.device, threading.Event()
+        with self._opening:
+            if name == self._closed_group:
+                raise SyncError(f"weight group {name}: it was given up before the learner joined it")
+            self._given_up = given_up
+        broadcaster = WeightBroadcaster(host, port, world_size, name, join_s, device, bucket_s=bucket_s, given_up=given_up)
+        with self._opening:
+            if not given_up.is_set():
+                self._broadcaster = broadcaster
+                return
+        broadcaster.close()
+        raise SyncError(f"weight group {name}: it was given up as the learner had joined it")
 
-    @ray.method(concurrency_group=OUT_OF_TURN)
-    def close_broadcast(self) -> None:
-        if self._broadcaster is not None:
-            self._broadcaster.close()
-            self._broadcaster = None
+    @ray.method(concurrency_group="heartbeat")  # the thread of open_broadcast may wait for members that don't come
+    def close_broadcast(self, name: str) -> None:
+        """Leave the group, also while its members are still awaited, or before that."""
+        with self._opening:
+            self._closed_group = name
+            self._given_up.set()
+            broadcaster, self._broadcaster = self._broadcaster, None
+        if broadcaster is not None:
+            broadcaster.close()

@@ -227,7 +227,7 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
         Deadline("", scoring_s(rollout), f"rewards of a group: {scale.scored_in_turn} completions before it, {scale.reward_s:g} s each"),
         Deadline("", group_s(rollout), "a group: answer, rewards and the way to the queue; if late, another worker samples it"),
         of(engine, "control_s", f"specs, checksums, scores of an engine: {size} at five times {rate}"),
-        of(sglang, "weight_group_timeout_s", "one collective of a broadcast of weights, in an engine; if late, that update has failed"),
+        of(sglang, "weight_group_timeout_s", "joining a weight group, or one broadcast of it, in an engine; if late, that has failed"),
         Deadline("", bucket_s(whole), f"one bucket of a broadcast, in the learner: {bucket} more at {rate}; if late, the group is closed"),
         of(engine, "update_s", f"a weight update in the engine: {size} at {rate}; if late, the engine is lost"),
         Deadline("", deltas_s(run.sync_s), "a delta of two versions, computed or applied (weight_sync.deltas); if late, all weights go"),

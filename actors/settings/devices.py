@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from actors.config import RunConfig
-from correction.engines.torch_build import sees_no_gpu
+from correction.engines.torch_build import gpus_without_torch
 from correction.errors import ConfigError, counted
 
 SETS_NVLS = ("enable_nccl_nvls", "enable_symm_mem")
@@ -141,7 +141,7 @@ def check_received(role: str, share: float, ids: Sequence[Any]) -> None:
             f"{role}: asked Ray for {asked} and got {list(ids) or 'none'}: it would compute on a GPU that belongs to another. "
             "Start the nodes with the GPUs that they have (ray start --num-gpus)"
         )
-    if (seen := visible_gpus()) != wanted:
+    if (seen := _gpus_of_torch()) != wanted:
         raise ConfigError(
             f"{role}: Ray gave it GPU {', '.join(map(str, ids))}, but torch sees {seen} there (CUDA_VISIBLE_DEVICES = "
             f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). A node must offer the GPUs that it has, Ray's "
@@ -283,9 +283,12 @@ def _gpus(shares: Sequence[float]) -> str:
 
 
 def visible_gpus() -> int:
-    """GPUs that this process' torch sees."""
-    if sees_no_gpu():
-        return 0
+    """GPUs that this process' torch sees. It is imported only if nothing else can tell."""
+    found = gpus_without_torch()
+    return _gpus_of_torch() if found is None else found
+
+
+def _gpus_of_torch() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,8 +1,8 @@
 """The torch.distributed group through which weights are broadcast: the learner's rank 0 and the engines of the pool.
 
 A group has a fixed set of engines. When the set changes, a new group is built during training: rank 0 joins in a thread of its own, the
-engines between two requests. Nothing is broadcast until all have joined. If a member doesn't join, all leave the group; it is tried again
-when the set changes, or at the next call of `rebuild`.
+engines between two steps of theirs. Nothing is broadcast until all have joined. If a member doesn't join, all leave the group, and nobody
+waits for it any more; it is tried again when the set changes, or at the next call of `rebuild`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class BroadcastGroup:
         await self.dissolve()
         self._built += 1
         rank_zero, world_size = self._learner.rank_zero, 1 + len(targets) * self._ranks
-        # Rank 0's thread may still wait in a group that was given up. Then this call fails, before any engine waits for rank 0.
+        # If rank 0's thread is still in the group before, this call fails, before any engine waits for rank 0.
         host, port = await wait_for(rank_zero.address.remote(), "address <- learner", deadline_s=self._sync_s)
         self._asked = list(targets)
         joins = [rank_zero.open_broadcast.remote(host, port, world_size, self._name, self._sync_s, self._bucket_s)]
@@ -124,7 +124,7 @@ class BroadcastGroup:
         if not asked:
             return
         name = self._name
-        leaving = [self._learner.rank_zero.close_broadcast.remote()] + [t.actor.leave_weight_group.remote(name) for t in asked]
+        leaving = [self._learner.rank_zero.close_broadcast.remote(name)] + [t.actor.leave_weight_group.remote(name) for t in asked]
         waits = (wait_for(call, f"leaving weight group {name}", deadline_s=10.0) for call in leaving)
         for error in await asyncio.gather(*waits, return_exceptions=True):
             if error is not None:  # a dead member can't leave; the group is given up anyway

@@ -1,5 +1,5 @@
 """Where ranks of torch.distributed find each other: their store listens on one address instead of all of the machine's, and
-gloo on one interface.
+gloo on one interface. Members of a weight group meet there before torch connects them.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 _ENVIRONMENT = threading.Lock()
 
 
-def rendezvous_store(host: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
+def rendezvous_store(host: str, port: int, *, rank: int, world_size: int, timeout: timedelta, waits: bool = True) -> TCPStore:
     """Rank 0 serves the store at host:port and waits for the others, which connect to it.
 
     torch itself would listen on all interfaces, and the store has no authentication: whoever reaches it can send a run wrong numbers.
 
+    Args: waits: False: rank 0 doesn't wait here.
     Raises:
         OSError: on rank 0, if the address is not this machine's or the port is taken.
         torch.distributed.DistError: if the others don't come within the timeout, or nobody serves it.
@@ -38,7 +39,45 @@ def rendezvous_store(host: str, port: int, *, rank: int, world_size: int, timeou
         listening.close()
         raise
     owned_by_store = listening.detach()
-    return TCPStore(host, port, world_size, is_master=True, timeout=timeout, master_listen_fd=owned_by_store)
+    return TCPStore(
+        host, port, world_size, is_master=True, timeout=timeout, wait_for_workers=waits, master_listen_fd=owned_by_store
+    )
+
+
+class Rendezvous:
+    """Before a weight group is connected its members come together at rank 0's store: all of them are there, or the group is given up.
+
+    Gloo and NCCL connect members in calls that nobody can end, and NCCL's has no deadline: who waits there for a member that is gone does
+    nothing else. Rank 0 counts those who came, and says "whole" or "over". Each method asks the store over a connection of its own, and
+    raises what torch says if the store is gone.
+    """
+
+    def __init__(self, host: str, port: int, name: str, *, timeout: timedelta) -> None:
+        """Waits for the store. Args: name: of the group. Raises: torch.distributed.DistError if nobody serves it within the timeout."""
+        store = TCPStore(host, port, None, is_master=False, timeout=timeout, wait_for_workers=False)
+        self._board = PrefixStore(f"{name}/meeting", store)
+
+    def arrive(self) -> None:
+        """Called once by each member but rank 0."""
+        self._board.add("came", 1)
+
+    def came(self) -> int:
+        """Number of members that have arrived."""
+        return self._board.add("came", 0)
+
+    def begin(self) -> None:
+        """Called by rank 0 when all are there."""
+        self._board.set("whole", "")
+
+    def has_begun(self) -> bool:
+        return self._board.check(["whole"])
+
+    def give_up(self) -> None:
+        """Called by rank 0 if the group is not wanted any more, or a member doesn't come."""
+        self._board.set("over", "")
+
+    def is_given_up(self) -> bool:
+        return self._board.check(["over"])
 
 
 @contextmanager

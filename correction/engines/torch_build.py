@@ -12,6 +12,8 @@ from typing import Any
 
 _DRIVER = "libcuda.so.1"
 """NVIDIA's driver, under the name by which torch loads it."""
+_NO_DEVICE = 100
+"""What the driver answers where CUDA_VISIBLE_DEVICES hides all GPUs, or there are none (CUDA_ERROR_NO_DEVICE)."""
 
 
 @cache
@@ -33,17 +35,32 @@ def has_cuda() -> bool:
     return torch.version.cuda is not None
 
 
-def sees_no_gpu() -> bool:
-    """True only where it is certain that torch sees no GPU: built for none, or for NVIDIA's, whose driver isn't here."""
+def gpus_without_torch() -> int | None:
+    """Number of GPUs that torch sees, by what it was built for and by NVIDIA's driver; None: torch alone can tell."""
     build = torch_build()
     if "torch" in sys.modules or build is None or not {"cuda", "hip"} <= build.keys() or build["hip"] is not None:
-        return False
-    return build["cuda"] is None or not _has_driver()
-
-
-def _has_driver() -> bool:
+        return None
+    if build["cuda"] is None:
+        return 0
     try:
-        ctypes.CDLL(_DRIVER)
+        driver = ctypes.CDLL(_DRIVER)
     except OSError:
-        return False
-    return True
+        return 0
+    return _counted(driver, str(build["cuda"]))
+
+
+def _counted(driver: Any, cuda: str) -> int | None:
+    """The driver's own count, which minds CUDA_VISIBLE_DEVICES; None if it isn't sure that torch, with its CUDA, can use this driver.
+
+    A CUDA runs with drivers that are as new as the first of its major version. Args: cuda: such as 13.0.
+    """
+    version, count = ctypes.c_int(), ctypes.c_int()
+    try:
+        is_known = driver.cuDriverGetVersion(ctypes.byref(version)) == 0 and version.value // 1000 >= int(cuda.partition(".")[0])
+        if not is_known or (ends := driver.cuInit(0)) not in (0, _NO_DEVICE):
+            return None
+        if ends == _NO_DEVICE:
+            return 0
+        return count.value if driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else None
+    except (AttributeError, ValueError):  # another library, another version's name
+        return None

@@ -31,18 +31,19 @@ def received_in(timeout_s: float) -> Callable[..., Any]:
         if updater.device != "cpu":  # gloo's call returns when the bucket is there
             group = updater._model_update_group[group_name]
             try:
-                _wait_for_gpu(group, timeout_s)
+                wait_for_gpu(group, timeout_s, "a bucket was not received")
             except Exception as error:
-                threading.Thread(target=_abort, args=(group,), daemon=True).start()  # its kernel would keep the GPU busy
+                threading.Thread(target=abort, args=(group,), daemon=True).start()  # its kernel would keep the GPU busy
                 raise RuntimeError(f"weight group {group_name}: {error}") from error
         return weights
 
     return receive
 
 
-def _wait_for_gpu(group: dist.ProcessGroup, timeout_s: float) -> None:
+def wait_for_gpu(group: dist.ProcessGroup, timeout_s: float, not_done: str) -> None:
     """Wait on the host until all is done that the present stream was told. (A work's own `wait` has the stream wait, and returns at once.)
 
+    Args: not_done: what hasn't happened otherwise, in words.
     Raises: TimeoutError; RuntimeError with what torch's watchdog says of the group.
     """
     received: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -50,13 +51,14 @@ def _wait_for_gpu(group: dist.ProcessGroup, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not received.query():  # also when the communicator was aborted: the watchdog notes why before that
         if time.monotonic() > deadline:
-            raise TimeoutError(f"a bucket was not received in {timeout_s:.0f} s; a member may be gone")
+            raise TimeoutError(f"{not_done} in {timeout_s:.0f} s; a member may be gone")
         time.sleep(_POLL_S)
     told = getattr(group._get_backend(torch.device("cuda")), "get_error", None)  # NCCL's backend has it, gloo's hasn't
     if told is not None and (error := told()) != ErrorType.SUCCESS:
-        raise RuntimeError(f"a bucket was not received: NCCL's communicator has failed ({error.name})")
+        raise RuntimeError(f"{not_done}: NCCL's communicator has failed ({error.name})")
 
 
-def _abort(group: dist.ProcessGroup) -> None:
+def abort(group: dist.ProcessGroup) -> None:
+    """End its communicator, if it has one. It may take until NCCL lets it: in a thread."""
     with contextlib.suppress(Exception):  # the watchdog may have done it
         group.abort()

@@ -5,7 +5,6 @@ reads the names and settings where there is no engine yet.
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -14,10 +13,12 @@ from urllib.parse import urlsplit
 import psutil
 import torch
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from correction.engines import host_memory
 from rollout.sglang_plugin.broadcast_arrival import received_in
+from rollout.sglang_plugin.mapped_memory import keep_mapped
+from rollout.sglang_plugin.weight_group import joined_in
 
 # Actions that the plugin adds to SGLang's request `check_weights`
 SPECS = "evenkeel.specs"
@@ -89,6 +90,7 @@ def register(group_timeout_s: float) -> None:
     HookRegistry.register("torch.distributed.rendezvous._create_c10d_store", _store_on_its_address, HookType.REPLACE)
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     HookRegistry.register(f"{updater}._update_weights_from_flattened_bucket", keep_mapped, HookType.BEFORE)
+    HookRegistry.register(f"{updater}.init_weights_update_group", joined_in(group_timeout_s), HookType.AROUND)
     HookRegistry.register(f"{updater}.receive_weights_from_distributed", received_in(group_timeout_s), HookType.AROUND)
 
 
@@ -171,15 +173,3 @@ def _count_what_is_on_its_way(original: Callable[..., None], scheduler: Any, *ar
         for req in batch.reqs:
             if not (req.finished() or req.is_retracted or req.inflight_middle_chunks > 0):  # SGLang drops that token, or there is none
                 req.weight_version_events.append(WeightVersionEvent(old_version=old, num_output_tokens=len(req.output_ids) + 1))
-
-
-_mapped: deque[UntypedStorage] = deque(maxlen=2)
-"""As many entries as the owner's shared memory has halves (rollout.weight_transfer.SharedStaging)."""
-
-
-def keep_mapped(_updater: Any, flattened_tensor_bucket_dict: dict[str, Any], **__: Any) -> None:
-    """Keep the shared memory of a bucket mapped until the next bucket comes in it. Mapping it anew, with a page fault for each page, would
-    take time while the engine is paused."""
-    storage = flattened_tensor_bucket_dict["flattened_tensor"].untyped_storage()
-    if all(kept.data_ptr() != storage.data_ptr() for kept in _mapped):
-        _mapped.append(storage)

@@ -12,9 +12,11 @@ import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 FILES = ("Dockerfile", "Dockerfile.cpu")
@@ -64,6 +66,30 @@ def test_what_is_installed_is_what_the_makefile_installs(name: str, target: str)
     planned = subprocess.run([*command.split(), "--dry-run", "--always-make"], cwd=ROOT, capture_output=True, text=True, check=True)
     wanted = "-c constraints-gpu.txt -e '.[gpu,dev]'" if target == "gpu" else "-c constraints.txt --no-deps sglang"
     assert wanted in planned.stdout and f"test -x .venv/bin/python || python3{'.12' * (target == 'gpu')} -m venv .venv" in planned.stdout
+
+
+def test_the_image_has_what_nccl_loads_for_infiniband() -> None:
+    """NCCL opens these libraries while it runs; where they are missing it takes TCP, at a tenth of the speed or less."""
+    (packages, _) = arguments("Dockerfile", "RUN")
+    assert {"libibverbs1", "ibverbs-providers"} <= set(packages.split())
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
+    return dict(line.split("==") for line in lines if line)
+
+
+def test_both_installations_pin_what_sglang_and_this_project_name() -> None:
+    """A version may differ between them only where SGLang, which a CPU gets without its dependencies, wants its own."""
+    of_sglang = {one.name: str(one.specifier) for one in map(Requirement, requires("sglang") or ()) if one.marker is None}
+    on_gpus, on_cpus = pins("constraints-gpu.txt"), pins("constraints.txt")
+    for name, version in on_gpus.items():
+        wanted = of_sglang.get(name, "")
+        assert not wanted.startswith("==") or wanted == f"=={version}", f"constraints-gpu.txt: {name}; sglang wants {wanted}"
+        assert on_cpus.get(name) in (None, version) or wanted == f"=={version}", f"{name}: {version} on GPUs, {on_cpus[name]} on CPUs"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for one in map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["gpu"]]):
+        assert one.name not in on_gpus or on_gpus[one.name] in one.specifier, f"constraints-gpu.txt: {one.name}; pyproject.toml has {one}"
 
 
 def test_what_is_large_or_private_stays_outside() -> None:

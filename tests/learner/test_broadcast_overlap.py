@@ -1,4 +1,4 @@
-"""A weight group over gloo with a member in a process of its own: what arrives, what overlaps, and that leaving waits for nobody."""
+"""A weight group over gloo with a member in a process of its own: what arrives, what overlaps, and that nobody waits for whom is gone."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _world
 
-from correction.engines.rendezvous import rendezvous_store
+from correction.engines.rendezvous import Rendezvous, rendezvous_store
 from correction.errors import SyncError
 from learner.broadcast import WeightBroadcaster, end_to_end
 
@@ -27,6 +28,7 @@ BUCKETS = [{"a": torch.arange(12.0), "b": torch.arange(8, dtype=torch.bfloat16)}
 def member(port: int, sizes: list[tuple[int, torch.dtype]], pipe: Connection) -> None:
     """Receives a bucket each time it is told to, and says what came; then it is there, and silent."""
     limit = timedelta(seconds=300)
+    Rendezvous("127.0.0.1", port, NAME, timeout=limit).arrive()
     store = rendezvous_store("127.0.0.1", port, rank=1, world_size=2, timeout=limit)
     group, _ = _new_process_group_helper(2, 1, [], Backend("gloo"), PrefixStore(NAME, store), group_name=GroupName(NAME), timeout=limit)
     _world.pg_group_ranks[group] = {i: i for i in range(2)}
@@ -38,11 +40,15 @@ def member(port: int, sizes: list[tuple[int, torch.dtype]], pipe: Connection) ->
     pipe.recv()
 
 
-@contextmanager
-def group_of_two(bucket_s: float) -> Iterator[tuple[WeightBroadcaster, Connection]]:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def group_of_two(bucket_s: float) -> Iterator[tuple[WeightBroadcaster, Connection]]:
+    port = free_port()
     ours, theirs = mp.Pipe()
     sent = [end_to_end(bucket) for bucket in BUCKETS]
     other = mp.get_context("spawn").Process(target=member, args=(port, [(one.numel(), one.dtype) for one in sent], theirs))
@@ -75,3 +81,38 @@ def test_a_bucket_is_on_its_way_while_the_next_is_gathered_and_whoever_leaves_wa
         assert time.monotonic() - began < 30
         with pytest.raises(SyncError, match="broadcast failed"):
             sender.begin(BUCKETS[0])
+
+
+def waits_for_a_member(**how: Any) -> tuple[float, str]:
+    """Returns: seconds until rank 0 of a group of three waits no more, one of whose members is there, and what it said; that member is
+    told."""
+    port = free_port()
+
+    def come() -> None:
+        meeting = Rendezvous("127.0.0.1", port, NAME, timeout=timedelta(seconds=60))
+        meeting.arrive()
+        came.set()
+        while not meeting.is_given_up():
+            assert not meeting.has_begun()
+            time.sleep(0.01)
+        told.set()
+
+    came, told, began = threading.Event(), threading.Event(), time.monotonic()
+    threading.Thread(target=come, daemon=True).start()
+    if (given_up := how.get("given_up")) is not None:
+        threading.Thread(target=lambda: (came.wait(60), given_up.set()), daemon=True).start()
+    with pytest.raises(SyncError) as caught:
+        WeightBroadcaster("127.0.0.1", port, 3, NAME, device=torch.device("cpu"), **how)
+    assert told.wait(20), "the member that came waits on"
+    return time.monotonic() - began, str(caught.value)
+
+
+def test_nobody_waits_for_a_member_that_does_not_come() -> None:
+    _, said = waits_for_a_member(join_s=3.0)
+    assert said == "weight group weights-1: group was not built: 1 of 2 members came"
+
+
+def test_nobody_waits_in_a_group_that_is_given_up() -> None:
+    """Rank 0 has five minutes here."""
+    took_s, said = waits_for_a_member(join_s=300.0, given_up=threading.Event())
+    assert took_s < 30 and said.startswith("weight group weights-1: group was not built: the learner has left it meanwhile")

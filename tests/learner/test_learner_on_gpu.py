@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -133,3 +134,30 @@ def test_a_broadcast_that_nccl_gives_up_is_told(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(SyncError, match="broadcast failed: NCCL communicator was aborted on rank 0"):
         sender.send(bucket(1))
     assert group.aborted.wait(10)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_nccl_connects_the_members_of_a_weight_group_at_once(comes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a broadcast of one byte, and not by the first bucket, for which engines stand still."""
+    sent = Sent(5 if comes else None)
+    aborted: list[object] = []
+
+    def enqueue(tensor: torch.Tensor, *, src: int, group: Any, async_op: bool) -> Sent:
+        assert (tensor.numel(), tensor.dtype, tensor.device.type, src, async_op) == (1, torch.uint8, "meta", 0, True)
+        return sent
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    monkeypatch.setattr(dist, "broadcast", enqueue)
+    monkeypatch.setattr("learner.broadcast._abort", aborted.append)
+    if comes:
+        WeightBroadcaster("127.0.0.1", port, 1, "weights-1", 60.0, torch.device("meta")).close()
+        assert sent.left == 0 and aborted == []
+        return
+    with pytest.raises(SyncError, match="weights-1: group was not built"):
+        WeightBroadcaster("127.0.0.1", port, 1, "weights-1", 1.0, torch.device("meta"))
+    ends = time.monotonic() + 20.0
+    while not aborted:
+        assert time.monotonic() < ends, "its kernel waits on the GPU for a member that is gone"
+        time.sleep(0.01)

@@ -2,7 +2,8 @@
 
 Behaviours locked here: no process outlives a killed owner (in the fast suite that is a rollout worker's engine,
 tests/e2e/test_asynchronous_run.py); a stopped scheduler is a DeadlineExceeded with phase and engine, and the engine
-works again when it goes on; one that waits for a broadcast is free after the group's time-out, however short its heartbeat; a killed
+works again when it goes on; one that waits for a broadcast is free after the group's time-out, however short its heartbeat, and one that
+waits for a member of the group as soon as that is given up; a killed
 scheduler is an EngineError for everybody who waits and for every later call, at once; shutdown leaves no process and kills nobody else's;
 a folder that SGLang can't serve is an EngineError, and leaves no process.
 """
@@ -16,8 +17,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -25,6 +28,7 @@ import pytest
 import torch
 
 from correction.engines.checksum import tensor_checksum
+from correction.engines.rendezvous import Rendezvous
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, RequestError, SyncError
@@ -167,6 +171,29 @@ def test_broadcast_that_never_comes_ends_and_the_engine_recovers(
     assert not is_healthy(engine)
     engine_loop.run(engine.update_weights(version + 1, [WeightBucket.of(weights)]))
     assert is_healthy(engine)
+
+
+def test_an_engine_waits_for_no_member_of_a_group_that_is_given_up(doomed: RolloutEngine, engine_loop: BackgroundLoop) -> None:
+    """Of three one never comes, as if it had died. The other engine samples again when the learner says so, not at the group's time-out."""
+    engine, port, given_up = doomed, free_port(), threading.Event()
+
+    def came() -> int:
+        return Rendezvous("127.0.0.1", port, "weights-3", timeout=timedelta(seconds=20)).came()
+
+    async def run() -> list[Trajectory]:
+        joining = asyncio.ensure_future(engine.join_weight_group("127.0.0.1", port, 1, 3, "weights-3"))
+        told = ("127.0.0.1", port, 3, "weights-3", 300.0, torch.device("cpu"))
+        leading = asyncio.ensure_future(asyncio.to_thread(WeightBroadcaster, *told, given_up=given_up))
+        while not await asyncio.to_thread(came):
+            await asyncio.sleep(0.05)
+        given_up.set()
+        with pytest.raises(SyncError, match="weights-3 as rank 1 of 3: the group was given up before all members had come"):
+            await joining
+        with pytest.raises(SyncError, match="the learner has left it meanwhile"):
+            await leading
+        return await engine.generate([5, 6, 7], max_tokens=4, ignore_stop=True)
+
+    assert len(engine_loop.run(run())[0].response_ids) == 4 and is_healthy(engine)
 
 
 def test_an_engine_whose_weights_are_no_numbers_fails_the_request_and_lives(

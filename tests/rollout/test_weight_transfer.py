@@ -29,7 +29,7 @@ from rollout import weight_transfer, weight_update
 from rollout.config import RolloutConfig
 from rollout.engine_config import EngineConfig
 from rollout.sglang_plugin import hooks
-from rollout.sglang_plugin.hooks import keep_mapped
+from rollout.sglang_plugin.mapped_memory import keep_mapped
 from rollout.weight_update import UpdatableEngine
 from tests.actors.cases import prompt
 from tests.actors.simulated_time import simulate
@@ -264,7 +264,7 @@ def _read(payloads: Any, found: Any) -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         bucket = {"flattened_tensor": pickle.loads(payload)}
         total = int(bucket["flattened_tensor"][::4096].sum())
-        keep_mapped(None, flattened_tensor_bucket_dict=bucket)
+        keep_mapped(SimpleNamespace(device="cpu"), flattened_tensor_bucket_dict=bucket)
         found.send((total, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before))
 
 

@@ -15,7 +15,8 @@ class Meeting:
     def __init__(self) -> None:
         self.came = 0
         self.world_size = 0
-        self.whole = asyncio.Event()
+        self.decided = asyncio.Event()
+        self.is_given_up = False
         self.waiting: list[asyncio.Future[int]] = []
         self.changed = asyncio.Event()
 
@@ -30,12 +31,21 @@ class Meetings:
         meeting = self._meetings.setdefault(name, Meeting())
         meeting.came, meeting.world_size = meeting.came + 1, world_size
         if meeting.came >= world_size:
-            meeting.whole.set()
+            meeting.decided.set()
         try:
-            await asyncio.wait_for(meeting.whole.wait(), timeout_s)
+            await asyncio.wait_for(meeting.decided.wait(), timeout_s)
         except TimeoutError as error:
             raise SyncError(f"weight group {name}: {meeting.came} of {world_size} members came") from error
+        if meeting.is_given_up:
+            raise SyncError(f"weight group {name}: it was given up before all members had come")
         return meeting
+
+    def give_up(self, name: str) -> None:
+        """Whoever waits for members that don't come goes on. Of a group that is whole nothing changes."""
+        meeting = self._meetings.setdefault(name, Meeting())
+        if not meeting.decided.is_set():
+            meeting.is_given_up = True
+            meeting.decided.set()
 
     async def received(self, name: str, timeout_s: float) -> int:
         """What rank 0 sends next."""

@@ -212,8 +212,9 @@ class SimulatedRank(LearnerRankActor):
     ) -> None:
         self._broadcaster = await self.world.cluster.meetings.rendezvous(name, world_size, join_s)
 
-    def close_broadcast(self) -> None:
+    def close_broadcast(self, name: str) -> None:
         self._broadcaster = None
+        self.world.cluster.meetings.give_up(name)
 
 
 def check_config(config: LearnerConfig) -> None:

@@ -19,6 +19,7 @@ from correction.config import CorrectionConfig
 from correction.decision import no_counts
 from learner.results import Proximal, StepResult, StepValues
 from tests.actors.known_models import QWEN3_8B, save_config
+from tests.driver_stand_in import stand_in_driver
 
 ROOT = Path(__file__).parents[3]
 HEAVY = ("torch", "ray", "transformers", "sglang", "megatron", "scipy", "pandas", "datasets", "reasoning_gym", "matplotlib")
@@ -116,10 +117,10 @@ def test_a_recipe_is_judged_for_gpus_that_aren_t_here_without_anything_heavy(tmp
     assert cpu_s < MOST_CPU_S
 
 
-def judged_ready(words: list[str]) -> tuple[float, set[str]]:
+def judged_ready(words: list[str], program: str = JUDGES, **variables: str) -> tuple[float, set[str]]:
     """(CPU seconds, top-level packages loaded) of a command that has to find nothing in the way."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", JUDGES, *words], capture_output=True, text=True, cwd=ROOT, env=environment)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, cwd=ROOT, env=environment)
     *said, last = done.stdout.splitlines()
     assert done.returncode == 0 and said[-1] == "ready", done.stdout + done.stderr
     cpu_s, *loaded = last.split()
@@ -131,6 +132,29 @@ def test_a_run_here_is_judged_without_anything_heavy(tiny_model: Path, tmp_path:
     """The model's weights and tokenizer, the data set's options and the machine. transformers, torch, reasoning-gym and Ray took 6 s."""
     cpu_s, loaded = judged_ready(["doctor", RECIPE, f"model={tiny_model}", f"run_dir={tmp_path}"])
     assert "tokenizers" in loaded and loaded & set(HEAVY) == set()
+    assert cpu_s < MOST_CPU_S
+
+
+ON_A_GPU = f"""
+import sys
+from actors.commands import doctor
+from correction.engines import torch_build
+torch_build._DRIVER, torch_build.torch_build = sys.argv.pop(1), lambda: {{"cuda": "13.0", "hip": None}}
+doctor._nodes = lambda *_: None
+{JUDGES}
+"""
+
+
+def test_a_recipe_is_judged_where_a_gpu_is_without_anything_heavy(tiny_model: Path, tmp_path: Path) -> None:
+    """NVIDIA's driver says how many GPUs torch sees, and nvidia-smi their memory. What torch was compiled for it says itself, when nodes
+    are judged, which have fifteen seconds."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '0, GPU-a1, NVIDIA H100 80GB HBM3, 81559, 81000, 9.0'\n")
+    smi.chmod(0o755)
+    driver = str(stand_in_driver(tmp_path, count=1))
+    words = ["doctor", RECIPE, f"model={tiny_model}", f"run_dir={tmp_path}", "learner.device=cuda", "rollout.engine.device=cuda"]
+    cpu_s, loaded = judged_ready([driver, *words], ON_A_GPU, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert loaded & set(HEAVY) == set()
     assert cpu_s < MOST_CPU_S
 
 

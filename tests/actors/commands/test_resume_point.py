@@ -151,6 +151,22 @@ def test_the_manifest_says_of_what_format_a_checkpoint_is(folder: RunFolder, fou
         find_resume_point(folder, ())
 
 
+def test_a_checkpoint_whose_ranks_trained_experts_apart_is_named_and_not_damaged(folder: RunFolder) -> None:
+    """As an earlier version wrote it: a weight in two ranks' files. The older ones are like it, and aren't tried."""
+    newest = folder.checkpoints()[-1]
+    learner = newest.state / "learner"
+    for kind in ("rank", "random"):
+        shutil.copy(learner / f"{kind}-0.safetensors", learner / f"{kind}-1.safetensors")
+    content = json.loads((learner / "manifest.json").read_text())
+    (learner / "manifest.json").write_text(json.dumps(content | {"ranks": 2}))
+    seal(newest.path, {"format": CHECKPOINT_FORMAT, "step": 2})
+    with pytest.raises(OtherVersionError) as caught:
+        find_resume_point(folder, ())
+    assert "in the files of several ranks" in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).endswith(f"Start a new run from its weights: model={newest.hf}")
+    assert len(folder.checkpoints()) == 2, "nothing is set aside"
+
+
 def test_a_foreign_file_is_told_and_not_read(folder: RunFolder) -> None:
     (folder.checkpoints()[-1].hf / "notes.txt").write_text("good one")
     _, point, said = resume(folder)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +16,10 @@ import ray.exceptions
 import torch
 
 from actors.carriers import ExportPlan
+from actors.processes.part_heartbeat import CONCURRENCY_GROUPS
 from actors.ranks.collective_calls import CollectiveCaller
 from actors.ranks.learner_group import LearnerGroup
+from actors.ranks.learner_rank_actor import LearnerRankActor
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
 from correction.errors import ActorLost, EngineError, SyncError
@@ -167,3 +172,48 @@ def test_the_group_numbers_its_calls_and_stays_in_its_process() -> None:
     assert group.version == 2
     with pytest.raises(TypeError, match="stays in its process"):
         pickle.dumps(group)
+
+
+class Waiting:
+    """In place of WeightBroadcaster: waits for members that don't come, until the group is given up; or joins at once."""
+
+    comes = False
+
+    def __init__(self, *_: Any, given_up: threading.Event, **__: Any) -> None:
+        self.is_closed = False
+        if not self.comes and given_up.wait(60):
+            raise SyncError("the learner has left it meanwhile")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_rank_leaves_a_weight_group_whose_members_it_still_awaits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other thread does; a call that comes before the join is known, too, as calls may overtake each other."""
+    monkeypatch.setattr("learner.broadcast.WeightBroadcaster", Waiting)
+    actor: Any = rank_with(Pieces(), 0)
+    actor._learner.placement = SimpleNamespace(device=torch.device("cpu"))
+    told = ("127.0.0.1", 1, 2)
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(actor.open_broadcast, *told, "weights-0-1", 300.0)
+        while not opening.running():
+            time.sleep(0.01)
+        time.sleep(0.1)
+        actor.close_broadcast("weights-0-1")
+        with pytest.raises(SyncError, match="has left it meanwhile"):
+            opening.result(20)
+    actor.close_broadcast("weights-0-2")
+    with pytest.raises(SyncError, match="weights-0-2: it was given up before the learner joined it"):
+        actor.open_broadcast(*told, "weights-0-2", 300.0)
+    monkeypatch.setattr(Waiting, "comes", True)
+    actor.open_broadcast(*told, "weights-0-3", 300.0)
+    joined = actor._broadcaster
+    assert not joined.is_closed
+    actor.close_broadcast("weights-0-3")
+    assert joined.is_closed and actor._broadcaster is None
+
+
+def test_a_weight_group_is_left_out_of_turn() -> None:
+    """Ray's thread for the join may be waiting in it."""
+    groups = [getattr(LearnerRankActor, name).__ray_concurrency_group__ for name in ("open_broadcast", "close_broadcast")]
+    assert groups[0] != groups[1] and groups[1] in CONCURRENCY_GROUPS

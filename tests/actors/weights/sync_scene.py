@@ -50,7 +50,7 @@ class Learner:
     async def open_broadcast(self, host: str, port: int, world_size: int, *_: Any) -> None:
         self.group.append((0, world_size))
 
-    async def close_broadcast(self) -> None: ...
+    async def close_broadcast(self, name: str) -> None: ...
 
 
 def receipt(version: int, checksums: dict[str, str] | None = None) -> SyncReceipt:

@@ -1,0 +1,120 @@
+"""How a scheduler joins the learner's weight group: it waits where it can be told to go on.
+
+SGLang joins in the scheduler's own thread, by a call of gloo's that ends when all members are connected, or at the group's time-out. NCCL
+would connect with the first broadcast, by a call without a deadline, while the engine stands still for its weights. Here the members first
+meet at rank 0's store (Rendezvous, correction/engines/rendezvous.py), and then connect at once, over NCCL by a broadcast of one byte: in a
+thread beside the scheduler's. If the learner gives the group up, because a member is gone, the engine samples again within moments.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from correction.engines.rendezvous import Rendezvous
+from rollout.sglang_plugin.broadcast_arrival import abort, wait_for_gpu
+
+_POLL_S = 0.02
+"""Seconds between two looks at rank 0's store."""
+Answer = tuple[bool, str]
+"""SGLang's: success, and a sentence."""
+
+
+def joined_in(timeout_s: float) -> Callable[..., Any]:
+    """A hook around SGLang's joining of a weight group. Args: timeout_s: longest time for it, seconds."""
+
+    def join(
+        original: Callable[..., Answer],
+        updater: Any,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str = "nccl",
+    ) -> Answer:
+        began, end = time.monotonic(), _FirstAnswer()
+
+        def connect() -> Answer:
+            if updater.device == "cuda":
+                torch.cuda.set_device(updater.gpu_id)  # of this thread
+            answer = original(updater, master_address, master_port, rank_offset, world_size, group_name, backend)
+            if answer[0] and updater.device != "cpu":
+                _connect(updater, group_name, timeout_s - (time.monotonic() - began))
+            return answer
+
+        def work() -> None:
+            try:
+                meeting = Rendezvous(master_address, master_port, group_name, timeout=timedelta(seconds=timeout_s))
+                meeting.arrive()
+                while not meeting.has_begun():
+                    if meeting.is_given_up() or end.is_there:
+                        end.give((False, "the group was given up before all members had come"))
+                        return
+                    time.sleep(_POLL_S)
+                threading.Thread(target=_watch, args=(meeting, end), daemon=True).start()
+                answer = connect()
+            except Exception as error:
+                answer = False, f"{type(error).__name__}: {error}"
+            if not end.give(answer) and answer[0]:
+                updater.destroy_weights_update_group(group_name)  # nobody waits for it any more
+
+        threading.Thread(target=work, daemon=True).start()
+        return end.within(timeout_s)
+
+    return join
+
+
+class _FirstAnswer:
+    """The first of several answers counts."""
+
+    def __init__(self) -> None:
+        self._lock, self._there = threading.Lock(), threading.Event()
+        self._answer: Answer = False, ""
+
+    @property
+    def is_there(self) -> bool:
+        return self._there.is_set()
+
+    def give(self, answer: Answer) -> bool:
+        """Returns: whether it is the first."""
+        with self._lock:
+            if self.is_there:
+                return False
+            self._answer = answer
+            self._there.set()
+            return True
+
+    def within(self, seconds: float) -> Answer:
+        if not self._there.wait(seconds):
+            self.give((False, f"the group was not connected in {seconds:.0f} s; a member may be gone"))
+        return self._answer
+
+
+def _watch(meeting: Rendezvous, end: _FirstAnswer) -> None:
+    """While the members are being connected, in a call that nobody can end."""
+    while not end.is_there:
+        try:
+            if meeting.is_given_up():
+                end.give((False, "the group was given up before all members were connected"))
+        except Exception as error:
+            end.give((False, f"the learner has left the group ({type(error).__name__})"))
+        time.sleep(_POLL_S)
+
+
+def _connect(updater: Any, name: str, timeout_s: float) -> None:
+    """Have NCCL connect the members: rank 0 broadcasts one byte. Raises: as wait_for_gpu; the group is gone then."""
+    group = updater._model_update_group[name]
+    try:
+        dist.broadcast(torch.zeros(1, dtype=torch.uint8, device=updater.device), src=0, group=group)
+        wait_for_gpu(group, timeout_s, "the members were not connected")
+    except Exception:
+        del updater._model_update_group[name]
+        threading.Thread(target=abort, args=(group,), daemon=True).start()
+        raise
