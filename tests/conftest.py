@@ -66,15 +66,16 @@ _RUNS = (
     "tests/e2e",
     "nodes",
     "tests/failures",
+    "tests/simulation",
+    "tests/actors/plan",
 )
-"""Whole runs, which wait as much as they compute, the longest first: one of the processes begins with them."""
+"""Whole runs, which wait as much as they compute, the longest first: one of the processes begins with them, and goes on with long files
+that compute."""
 
 _COMPUTING = (
-    "tests/actors/plan/test_plan_hosts.py",
     "tests/actors/service",
     "tests/actors/checkpoints",
     "tests/actors/record",
-    "tests/simulation",
     "tests/rollout",
     "tests/learner",
     "ranks",
