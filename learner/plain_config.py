@@ -91,6 +91,8 @@ def is_plainly_trainable(content: Mapping[str, Any]) -> bool:
         return False
     if "layer_types" in content and content["layer_types"] != ["full_attention"] * content["num_hidden_layers"]:
         return False
+    if "layer_types" in content and content["model_type"] == "mistral":  # transformers makes a ministral of it
+        return False
     heads, key_heads = content["num_attention_heads"], content["num_key_value_heads"]
     if content["hidden_size"] % heads or heads % key_heads:
         return False

@@ -45,6 +45,7 @@ _RANKS = (
     "tests/actors/plan/test_plan_ranks.py",
     "tests/actors/plan/test_plan_step_ranks.py",
     "tests/actors/queue/test_wide_fields.py",
+    "tests/actors/service/test_read_only_batches.py",
     "tests/learner/test_learner_batch_invariant.py",
     "tests/learner/test_learner_kept_weights.py",
     "tests/learner/test_learner_layers.py",
@@ -65,23 +66,51 @@ _RUNS = (
     "tests/e2e",
     "nodes",
     "tests/failures",
+    "tests/simulation",
+    "tests/actors/plan",
 )
-"""Whole runs, which wait as much as they compute, the longest first: one of the processes begins with them."""
+"""Whole runs, which wait as much as they compute, the longest first: one of the processes begins with them, and goes on with long files
+that compute."""
 
 _COMPUTING = (
-    "tests/actors/plan/test_plan_hosts.py",
-    "tests/actors/processes",
-    "tests/actors/metrics/test_exporter.py",
     "tests/actors/service",
     "tests/actors/checkpoints",
     "tests/actors/record",
-    "tests/simulation",
     "tests/rollout",
     "tests/learner",
     "ranks",
     "engines",
 )
-"""What else takes seconds, what computes most last: the others begin there. What is short lies between, and they end together."""
+"""What else takes seconds, what computes most last. What is short lies between, and they end together."""
+
+_WAITING = (
+    "tests/actors/checkpoints/test_checkpoint_disk.py",
+    "tests/actors/cluster/test_head_watch.py",
+    "tests/actors/cluster/test_hub.py",
+    "tests/actors/commands/test_resume_disk.py",
+    "tests/actors/commands/test_retries.py",
+    "tests/actors/driver/test_going_back.py",
+    "tests/actors/metrics/test_exporter.py",
+    "tests/actors/pool/test_pool.py",
+    "tests/actors/pool/test_pool_starts.py",
+    "tests/actors/processes",
+    "tests/actors/record/test_long_run_doctor.py",
+    "tests/actors/record/test_observer.py",
+    "tests/actors/record/test_observer_disturbed.py",
+    "tests/actors/record/test_stack_collector.py",
+    "tests/actors/service/test_correction_service.py",
+    "tests/actors/service/test_service_diagnostics.py",
+    "tests/actors/weights",
+    "tests/benchmarks/test_chaos.py",
+    "tests/deploy/test_slurm.py",
+    "tests/rollout/test_reward_guardian.py",
+    "tests/rollout/test_reward_limits.py",
+    "tests/rollout/test_rewards.py",
+    "tests/rollout/test_stacks.py",
+    "tests/rollout/test_weight_transfer.py",
+)
+"""What waits most of its time, and needs hardly a core: the others begin with it, beside the whole runs, which start a dozen processes at
+a time and can use the rest."""
 
 
 def group_of(node_id: str) -> str:
@@ -98,6 +127,8 @@ def _rank(group: str) -> int:
     for rank, start in enumerate(_RUNS):
         if group.startswith(start):
             return rank - len(_RUNS)
+    if group.startswith(_WAITING):
+        return len(_COMPUTING) + 1
     return next((rank for rank, start in enumerate(_COMPUTING, 1) if group.startswith(start)), 0)
 
 

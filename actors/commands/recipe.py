@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,9 +39,8 @@ def load_config(model_class: type[Model], recipe: Path | None, overrides: Sequen
         overrides: "dotted.key=value" each; a later one wins.
     Raises: ConfigError with one line for each problem: file and line (or "command line"), key, value, reason and remedy.
     """
-    lines = {} if recipe is None else _lines_of_keys(recipe)
     try:
-        tree = OmegaConf.create({}) if recipe is None else _read(recipe)
+        tree, lines = (OmegaConf.create({}), dict[str, int]()) if recipe is None else _read(recipe)
         assignments = [_parse_override(text) for text in overrides]
         tags = _tag_paths(model_class)
         # Tags first: what they throw away must not be what another override has just set.
@@ -59,24 +59,19 @@ def load_config(model_class: type[Model], recipe: Path | None, overrides: Sequen
         raise ConfigError("\n".join(dict.fromkeys(problems))) from None
 
 
-def _read(recipe: Path) -> DictConfig:
-    tree = OmegaConf.load(recipe)
-    if not isinstance(tree, DictConfig):
-        raise ConfigError(f"{recipe}: a recipe is a mapping of keys to values; this is a list.")
-    return tree
+def _read(recipe: Path) -> tuple[DictConfig, dict[str, int]]:
+    """Returns: what the file says; the line of each dotted key, from 1.
 
-
-def _lines_of_keys(recipe: Path) -> dict[str, int]:
-    """Line of each dotted key, from 1. Raises: ConfigError for a file that isn't there or isn't YAML; OSError if the disk doesn't give it,
-    which may pass."""
+    Raises: ConfigError for a file that isn't there, isn't YAML or is a list; OSError if the disk doesn't give it, which may pass.
+    """
     if not recipe.is_file():
         folder, reason = (recipe, "a folder, not a recipe file") if recipe.is_dir() else (recipe.parent, "no such recipe file")
         near = sorted(str(path) for path in folder.glob("*.y*ml") if path.is_file())
         there = f" There are: {', '.join(near)}." if near else ""
         raise ConfigError(f"{recipe}: {reason}.{there}")
     try:
-        OmegaConf.load(recipe)    # refuses a key that is there twice, which yaml.compose lets pass
-        root = yaml.compose(recipe.read_text(encoding="utf-8"))
+        tree = OmegaConf.load(recipe)    # refuses a key that is there twice, which yaml.compose lets pass
+        root = yaml.compose(recipe.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{recipe}:{line}: not valid YAML: {error.problem}") from error
@@ -84,7 +79,9 @@ def _lines_of_keys(recipe: Path) -> dict[str, int]:
         if isinstance(error, OSError) and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(recipe)) from error  # one of reading names no file
         raise ConfigError(f"{recipe}: can't be read: {error}") from error  # OmegaConf has an OSError for a scalar
-    return dict(_node_lines(root, ""))
+    if not isinstance(tree, DictConfig):
+        raise ConfigError(f"{recipe}: a recipe is a mapping of keys to values; this is a list.")
+    return tree, dict(_node_lines(root, ""))
 
 
 def _node_lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
@@ -125,6 +122,7 @@ def _assign(tree: DictConfig, key: str, value: Any) -> None:
         raise ConfigError(f"command line: {key} = {value!r}: the recipe has no such place (a list is set as a whole: KEY=[...])") from error
 
 
+@cache
 def _tag_paths(model_class: type[BaseModel], prefix: str = "") -> set[str]:
     """Dotted keys that choose the variant of a tagged union."""
     found: set[str] = set()

@@ -1,4 +1,5 @@
-"""python -m tests.actors.read_only_paths FOLDER: the ways of a batch, with every preset, where what another process made may only be read.
+"""Run by service/test_read_only_batches.py in a process of its own: the ways of a batch, with every preset, where what another process made
+may only be read.
 
 So it lies in Ray's object store. A write ends this process by SIGSEGV, which a child shows first; what has gone well is said, a line each.
 """
@@ -9,7 +10,6 @@ import asyncio
 import faulthandler
 import os
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,5 +176,9 @@ def main(folder: Path) -> None:
                 print(preset, steps, flush=True)
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+def play_into(folder: Path, out: Path, complaints: Path) -> None:
+    """`main` in a process whose two outputs are these files."""
+    for number, path in ((1, out), (2, complaints)):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), number)
+    main(folder)

@@ -321,7 +321,7 @@ def test_versions_differ_enough_to_tell_them_apart(story: Story) -> None:
 @pytest.mark.slow
 def test_a_run_that_an_alarm_has_ended_is_resumed_and_ends_by_its_steps(story: Story, tmp_path: Path) -> None:
     """A second resume, on a private Ray again. The fast suite has one after kill -9, a Ctrl-C whose checkpoint accounts for every prompt,
-    and a run to its end."""
+    and in simulated runs (tests/simulation) the same controller to the last of its steps."""
     folder = Path(shutil.copytree(story.resumed.run_dir, tmp_path / "again"))
     again = Run(folder, "--resume", str(folder), "ray.address=null", "monitor.on_alarm=none", f"steps={story.last_step + 1}")
     try:

@@ -1,7 +1,8 @@
-"""Ctrl-C while the engine starts: the run ends before the engine is up, in one line, and leaves no process."""
+"""Ctrl-C while the parts start: the run ends before they are up, in one line, and leaves no process."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,21 @@ SCHEDULER = "multiprocessing.spawn import spawn_main"
 """In the command of an engine's process until it has imported SGLang, and names itself."""
 
 
-def test_ctrl_c_ends_a_start_at_once(small_model: Path, tmp_path: Path) -> None:
+def parts_are_asked_for(run: Run) -> bool:
+    return "starting 1 rollout worker and 1 learner rank" in run.events() and "raylet" in run.seen_commands
+
+
+def an_engine_is_half_up(run: Run) -> bool:
+    return all(name in run.seen_commands for name in (*PROCESSES, SCHEDULER))
+
+
+@pytest.mark.parametrize("moment", [parts_are_asked_for, pytest.param(an_engine_is_half_up, marks=pytest.mark.slow)])
+def test_ctrl_c_ends_a_start_at_once(small_model: Path, tmp_path: Path, moment: Callable[[Run], bool]) -> None:
+    """The fast suite has an engine whose owner is killed (test_asynchronous_run.py), and the children of one whose start fails
+    (tests/rollout/test_engine_children.py)."""
     run = Run(tmp_path / "run", str(RECIPE), f"model={small_model}", f"run_dir={tmp_path / 'run'}")
     try:
-        run.wait_until(lambda: all(name in run.seen_commands for name in (*PROCESSES, SCHEDULER)), "a process of the engine")
+        run.wait_until(lambda: moment(run), moment.__name__)
         run.interrupt()
         assert run.wait(120.0) == 130
         assert "rollout 0 is up" not in run.events(), "it waited for the engine"

@@ -166,7 +166,7 @@ def run_ranks(work: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: f
 
     The processes are kept for the next call. After a failure, and at the session's end, they are ended.
     """
-    _KEPT.extend(_context().Pool(1) for _ in range(ranks - len(_KEPT)))
+    _KEPT.extend(rank_context().Pool(1) for _ in range(ranks - len(_KEPT)))
     port = _free_port()
     answers = [pool.apply_async(_in_bytes, (work, rank, ranks, port, *args)) for rank, pool in enumerate(_KEPT[:ranks])]
     try:
@@ -187,7 +187,7 @@ def end_ranks() -> None:
 
 def run_ranks_until_killed(work: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = 500.0) -> None:
     """The same in fresh processes, which end by SIGKILL."""
-    context, port = _context(), _free_port()
+    context, port = rank_context(), _free_port()
     processes = [context.Process(target=work, args=(rank, ranks, port, *args), daemon=True) for rank in range(ranks)]
     for process in processes:
         process.start()
@@ -196,7 +196,7 @@ def run_ranks_until_killed(work: Callable[..., Any], *args: Any, ranks: int = 2,
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * ranks
 
 
-def _context() -> Any:
+def rank_context() -> Any:
     """Ranks are forked from a process that has imported torch and Megatron for them all, and torch's compiler, which its optimizers import
     when they step; CUDA, where it is, would not survive that."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -113,15 +113,20 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self._inputs = {tensor.untyped_storage()._cdata for tensor in inputs}
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._bytes = 0
+        """Of those; some may be gone."""
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage())._cdata not in self._inputs:
+                self._bytes += storage.nbytes() - self._alive.get(storage._cdata, (None, 0))[1]
                 self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._alive = {key: (ref, size) for key, (ref, size) in self._alive.items() if not ref.expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        if self._bytes > self.peak:  # or else they are no more than that, with those that are gone
+            self._alive = {key: (ref, size) for key, (ref, size) in self._alive.items() if not ref.expired()}
+            self._bytes = sum(size for _, size in self._alive.values())
+            self.peak = max(self.peak, self._bytes)
         return out
 
 

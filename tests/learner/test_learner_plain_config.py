@@ -38,6 +38,7 @@ OF_THE_HUB = {
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32_768}
 VALUES = [None, True, False, 0, 1, 3, -1, 4096, 0.5, 1.0, 2.0, float("inf"), "", "gelu", "float64", "bfloat16", [], ["x"], {}, YARN]
 VALUES += [{"rope_type": "default", "rope_theta": 1e4}, {"rope_type": "x"}, {"rope_theta": "x"}, ["full_attention"] * 36]
+VALUES += [["full_attention"] * 2]
 
 
 def changed(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -50,8 +51,9 @@ def changed(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_passes_passes_transformers_too(tmp_path: Path, kind: str) -> None:
-    """A refusal would be an error here. Sizes of tensors are transformers', too."""
-    passed = [one for one in changed(MODELS[kind]) if is_plainly_trainable(one)]
+    """A refusal would be an error here. Sizes of tensors are transformers', too. Of two layers: all are alike."""
+    model = MODELS[kind] | {"num_hidden_layers": 2}
+    passed = [one for one in changed(model) if is_plainly_trainable(one)]
     for one in passed:
         (tmp_path / "config.json").write_text(json.dumps(one))
         of_transformers = check_trainable(tmp_path, has_weights=False)
@@ -61,7 +63,7 @@ def test_what_passes_passes_transformers_too(tmp_path: Path, kind: str) -> None:
                 assert sizes.num_experts == of_transformers.num_experts
                 sizes.num_experts = of_transformers.num_experts = 2
             assert expected_shapes(sizes) == expected_shapes(of_transformers)
-    assert passed[:2] == [MODELS[kind], OF_THE_HUB | MODELS[kind]]
+    assert passed[:2] == [model, OF_THE_HUB | model]
     assert len(passed) > 80, "values that are fine are among them"
 
 

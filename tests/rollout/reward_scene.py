@@ -164,10 +164,14 @@ USER_REWARDS = """
 """
 
 
+def write_user_module(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    (folder / "user_rewards.py").write_text(textwrap.dedent(USER_REWARDS))
+    patch.syspath_prepend(str(folder))
+
+
 @pytest.fixture(autouse=True)
 def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "user_rewards.py").write_text(textwrap.dedent(USER_REWARDS))
-    monkeypatch.syspath_prepend(str(tmp_path))
+    write_user_module(tmp_path, monkeypatch)
 
 
 def reward(**settings: Any) -> RewardConfig:
@@ -201,6 +205,22 @@ def scored_each(config: RewardConfig, *groups: tuple[tuple[str, ...], Prompt]) -
             return [list(await pool.score(tuple(answered(text) for text in texts), prompt)) for texts, prompt in groups]
         finally:
             await pool.close()
+
+    return asyncio.run(run())
+
+
+def scored_at_once(config: RewardConfig, *shares: tuple[str, ...]) -> list[list[Trajectory]]:
+    """Each share by processes of its own, all at the same time."""
+
+    async def one(texts: tuple[str, ...]) -> list[Trajectory]:
+        pool = RewardPool(config, CHAIN_SUM)
+        try:
+            return list(await pool.score(tuple(answered(text) for text in texts), asked()))
+        finally:
+            await pool.close()
+
+    async def run() -> list[list[Trajectory]]:
+        return await asyncio.gather(*map(one, shares))
 
     return asyncio.run(run())
 

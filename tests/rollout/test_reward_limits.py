@@ -11,7 +11,8 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ import rollout.rewards
 from rollout.reward_cgroup import ControlGroup
 from rollout.reward_usage import WrittenBytes, _is_in_memory
 from rollout.rewards import RewardError, RewardPool
-from rollout.trajectory import FailureKind
+from rollout.trajectory import FailureKind, Trajectory
 from tests.failures.measured import REAL, Measured
-from tests.rollout.reward_scene import asked, scored, user_reward
+from tests.rollout.reward_scene import asked, scored, scored_at_once, user_reward, write_user_module
 from tests.rollout.reward_scene import user_module as user_module
 
 ROOT = Path(__file__).parents[2]
@@ -58,17 +59,30 @@ def test_whatever_a_reward_has_started_is_ended() -> None:
     assert wait_until(lambda: not any(map(sleepers, ("61.25", "62.5", "63.5"))))
 
 
-@pytest.fixture(params=[False, True], ids=["looked after", "control group"])
-def has_group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Where a control group can't be made, that half is skipped."""
+@pytest.fixture(scope="module", params=[False, True], ids=["looked after", "control group"])
+def is_kept_by_kernel(request: pytest.FixtureRequest) -> bool:
+    """Whether the kernel keeps a tree's limits. Where a control group can't be made, that half is skipped."""
     has_group: bool = request.param
     if has_group and (group := ControlGroup.make(1 << 30, 10)) is None:
         pytest.skip("this process may make no control group")
     elif has_group:
         group.remove()
-    specification = rollout.rewards.reward_specification
-    monkeypatch.setattr(rollout.rewards, "reward_specification", lambda *of: specification(*of) | {"control_group": has_group})
     return has_group
+
+
+@pytest.fixture
+def has_group(is_kept_by_kernel: bool) -> Iterator[bool]:
+    with specified(control_group=is_kept_by_kernel):
+        yield is_kept_by_kernel
+
+
+@contextmanager
+def specified(**changes: Any) -> Iterator[pytest.MonkeyPatch]:
+    """Scoring processes are told this, whatever their settings say."""
+    specification = rollout.rewards.reward_specification
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollout.rewards, "reward_specification", lambda *of: specification(*of) | changes)
+        yield patch
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
@@ -122,40 +136,49 @@ def test_no_file_grows_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert t.error is not None and ("File too large" in t.error or "SIGXFSZ" in t.error)
 
 
+WAYS = ("at once", "one after the other", "grandchildren", "orphans", "unheard of", "mapped")
+FILES = ("some files", "many files", "shared files")
+ANEW = ("little", "little", "little", "pipes", "little")
+FEW_BYTES = 1 / 16
+"""GiB that may be written for a completion, instead of 8."""
+
+
+@pytest.fixture(scope="module")
+def busy(is_kept_by_kernel: bool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trajectory]]:
+    """Completions that wait for seconds, so that their guardians look at them. All are scored at the same time, each row in a tree of its
+    own: by the way in which the last one writes, or what the row is about."""
+    folder = tmp_path_factory.mktemp("busy")
+    with specified(control_group=is_kept_by_kernel, written_gib=FEW_BYTES) as patch:
+        write_user_module(folder, patch)
+        patch.chdir(folder)
+        rows = {way: ("little", way) for way in WAYS} | {"files": FILES, "anew": ANEW}
+        return dict(zip(rows, scored_at_once(user_reward("busy", deadline_s=60.0), *rows.values()), strict=True))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
-def test_open_files_of_the_whole_tree_are_limited(has_group: bool) -> None:
+def test_open_files_of_the_whole_tree_are_limited(busy: dict[str, list[Trajectory]]) -> None:
     """Five processes with 4000 each, of which each keeps its own limit. With two of them it may; or with 300 that 60 have inherited."""
-    some, many, shared = scored(user_reward("busy", deadline_s=60.0), "some files", "many files", "shared files")
+    some, many, shared = busy["files"]
     assert some.error is None and shared.error is None
     assert many.error is not None and "had more than 16384 open files together" in many.error
 
 
-@pytest.fixture
-def few_bytes(has_group: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 MiB may be written for a completion, instead of 8 GiB."""
-    specification = rollout.rewards.reward_specification
-    monkeypatch.setattr(rollout.rewards, "reward_specification", lambda *of: specification(*of) | {"written_gib": 1 / 16})
-    monkeypatch.chdir(tmp_path)
-
-
-WAYS = ("at once", "one after the other", "grandchildren", "orphans", "unheard of", "mapped")
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
 @pytest.mark.parametrize("way", WAYS)
-def test_what_the_whole_tree_writes_is_limited(few_bytes: None, way: str) -> None:
+def test_what_the_whole_tree_writes_is_limited(busy: dict[str, list[Trajectory]], way: str) -> None:
     """Three files of 30 MiB, by processes that live on, or have ended: waited for, without a parent, or by one that never hears of it."""
-    before, written = scored(user_reward("busy", deadline_s=60.0), "little", way)
+    before, written = busy[way]
     assert before.error is None
     assert written.error is not None and "wrote more than 0.0625 GiB of files for one answer" in written.error
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
-def test_what_is_written_to_a_temporary_folder_in_memory_counts(few_bytes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_to_a_temporary_folder_in_memory_counts(has_group: bool, tmp_path: Path) -> None:
     if not _is_in_memory("/dev/shm"):
         pytest.skip("/dev/shm is no tmpfs here")
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        monkeypatch.setenv("TMPDIR", folder)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, specified(written_gib=FEW_BYTES) as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.chdir(tmp_path)
         (written,) = scored(user_reward("busy", deadline_s=60.0), "in memory")
         piped, little = scored(user_reward("busy", deadline_s=60.0), "pipes", "little")
     assert written.error is not None and "wrote more than 0.0625 GiB of files for one answer" in written.error
@@ -163,9 +186,8 @@ def test_what_is_written_to_a_temporary_folder_in_memory_counts(few_bytes: None,
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
-def test_each_completion_may_write_anew_and_pipes_are_no_files(few_bytes: None) -> None:
-    found = scored(user_reward("busy", deadline_s=60.0), "little", "little", "little", "pipes", "little")
-    assert [t.error for t in found] == [None] * 5 and len({t.reward for t in found}) == 1, "by one process"
+def test_each_completion_may_write_anew_and_pipes_are_no_files(busy: dict[str, list[Trajectory]]) -> None:
+    assert [t.error for t in busy["anew"]] == [None] * 5 and len({t.reward for t in busy["anew"]}) == 1, "by one process"
 
 
 class Numbers:

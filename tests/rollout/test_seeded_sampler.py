@@ -9,7 +9,6 @@ import asyncio
 
 import pytest
 import torch
-from scipy.stats import chi2_contingency, chisquare
 from torch import Tensor
 
 from rollout.engine import RolloutEngine
@@ -32,6 +31,8 @@ def draw(shared_engine: RolloutEngine):
 
 def assert_is_sample_of(counts: Tensor, probabilities: Tensor) -> None:
     """Chi-square goodness of fit; tokens that are expected fewer than 5 times share a cell (the test's usual condition)."""
+    from scipy.stats import chisquare  # it imports for a second, in every process of the suite
+
     assert counts[probabilities == 0].sum() == 0
     expected = probabilities.double() / probabilities.double().sum() * counts.sum()
     is_rare = expected < 5
@@ -65,6 +66,8 @@ def test_drawn_frequencies_are_the_probabilities(draw, varied: str) -> None:
 @pytest.mark.parametrize("neighbour", ["position", "sample", "prompt", "run"])
 def test_neighbours_are_independent(draw, neighbour: str) -> None:
     """A token and the one at the next position, of the next sample, prompt or run: the table of pairs shows no dependence."""
+    from scipy.stats import chi2_contingency
+
     count, halves = 20_000, torch.full((4,), 0.25)
 
     def tokens(step: int) -> Tensor:

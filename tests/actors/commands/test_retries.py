@@ -315,17 +315,30 @@ class Hung:
     pids: list[int]
     """Of the child, and of what it has started."""
     process: subprocess.Popen[str]
+    since: float
+    """Monotonic."""
+
+
+BUSY_S = LIMIT_S + 2.0
+"""Longer than a child may go without a sign of life."""
+TOO, AFTER = "stopped with its parent", "busy after its loop"
+ATTEMPTS = {
+    "stopped": ("await asyncio.sleep(300)", ""),
+    "blocked": ("time.sleep(300)", ""),
+    TOO: (f"await asyncio.sleep({BUSY_S + 3.0})", "left.kill()"),
+    AFTER: ("", f"left.kill(); time.sleep({BUSY_S})"),
+}
 
 
 @pytest.fixture(scope="module")
 def hung(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Hung]:
-    """Both at once: each waits for seconds."""
-    lines = {"stopped": "await asyncio.sleep(300)", "blocked": "time.sleep(300)"}
-    folders = {how: tmp_path_factory.mktemp(how) for how in lines}
-    processes = {how: parent(BEATS % (LIMIT_S, line, ""), folders[how]) for how, line in lines.items()}
-    found = {how: Hung(folders[how], [int(pid) for pid in first_line(one).split()], one) for how, one in processes.items()}
-    os.kill(found["stopped"].pids[0], signal.SIGSTOP)
-    return found
+    """All at once: each waits for seconds."""
+    folders = {how: tmp_path_factory.mktemp("attempt") for how in ATTEMPTS}
+    processes = {how: parent(BEATS % (LIMIT_S, *lines), folders[how]) for how, lines in ATTEMPTS.items()}
+    pids = {how: [int(pid) for pid in first_line(one).split()] for how, one in processes.items()}
+    for pid in (pids["stopped"][0], pids[TOO][0], processes[TOO].pid):
+        os.kill(pid, signal.SIGSTOP)
+    return {how: Hung(folders[how], pids[how], one, time.monotonic()) for how, one in processes.items()}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_CHILD_SUBREAPER is Linux's")
@@ -349,26 +362,17 @@ def test_a_child_that_hangs_is_killed_and_resumed(hung: dict[str, Hung], how: st
     assert stands.startswith(f"evenkeel train (process {one.pids[0]}): {where}")
 
 
-def test_time_in_which_the_parent_is_stopped_too_is_no_silence(tmp_path: Path) -> None:
+def test_time_in_which_the_parent_is_stopped_too_is_no_silence(hung: dict[str, Hung]) -> None:
     """Longer than the time that the child has for a sign of life. Nor is what a child does after its event loop's end: another one does
     so meanwhile."""
-    folders = [tmp_path / name for name in ("stopped", "after")]
-    for folder in folders:
-        folder.mkdir()
-    busy_s = LIMIT_S + 2.0
-    lines = ((f"await asyncio.sleep({busy_s + 2.0})", "left.kill()"), ("", f"left.kill(); time.sleep({busy_s})"))
-    stopped, after = (parent(BEATS % (LIMIT_S, *line), folder) for line, folder in zip(lines, folders, strict=True))
-    first_line(after)
-    both = int(first_line(stopped).split()[0]), stopped.pid
-    for pid in both:
-        os.kill(pid, signal.SIGSTOP)
-    time.sleep(busy_s)
-    for pid in reversed(both):
+    stopped, after = hung[TOO], hung[AFTER]
+    time.sleep(max(0.0, stopped.since + BUSY_S - time.monotonic()))
+    for pid in (stopped.process.pid, stopped.pids[0]):
         os.kill(pid, signal.SIGCONT)
         time.sleep(1.0)
-    for process in (stopped, after):
-        said, _ = process.communicate(timeout=60.0)
-        assert (said, process.returncode) == ("", 0)
+    for one in (stopped, after):
+        said, _ = one.process.communicate(timeout=60.0)
+        assert (said, one.process.returncode) == ("", 0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")

@@ -7,7 +7,6 @@ import random
 from statistics import fmean
 
 import pytest
-from scipy.stats import binomtest
 
 from actors.metrics.held_out import Proportion, pass_at, share_over_questions, wilson_interval
 
@@ -26,6 +25,8 @@ def test_wilsons_interval_and_no_other() -> None:
 @pytest.mark.parametrize(("right", "n"), [(0, 1), (1, 1), (0, 40), (40, 40), (13, 40), (499, 500)])
 def test_wilsons_interval_is_scipys(right: int, n: int) -> None:
     """Which takes whole trials alone."""
+    from scipy.stats import binomtest  # it imports for a second, in every process of the suite
+
     theirs = binomtest(right, n).proportion_ci(method="wilson")
     found = wilson(right, n)
     assert (found.low, found.high) == pytest.approx((theirs.low, theirs.high), abs=1e-12) and found.low <= found.value <= found.high

@@ -7,7 +7,6 @@ import asyncio
 import ray
 from click.testing import CliRunner
 from ray.cluster_utils import Cluster
-from ray.scripts.scripts import drain_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.pool.preemption import watch_nodes
@@ -42,6 +41,8 @@ async def notices_of(node: str, address: str) -> list[tuple[str, float | None]]:
         assert not told
         reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "reclaimed"]
         words = ["--address", address, "--node-id", node, *reason, "--deadline-remaining-seconds", str(LEFT_S)]
+        from ray.scripts.scripts import drain_node  # it imports for a second, in every process of the suite
+
         done = await asyncio.to_thread(CliRunner().invoke, drain_node, words)
         assert done.exit_code == 0, done.output
         while not told:

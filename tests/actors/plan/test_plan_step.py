@@ -127,19 +127,26 @@ def test_a_long_chunk_has_its_peak_where_entropy_in_the_loss_says(tmp_path: Path
     assert found[1] > 1.1 * found[0], "by the matrix's gradient"
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+WITH_OTHERS: list[tuple[str, str, dict[str, Any]]] = [
+    ("qwen3", "float32", LARGE_LAYERS),
+    ("qwen3", "bfloat16", LARGE_LAYERS),
+    ("qwen3", "bfloat16", LARGE_VOCABULARY),
+    ("qwen3", "float32", LARGE_VOCABULARY),
+    ("qwen3", "bfloat16", LARGE_ATTENTION),
+    ("llama", "float32", LARGE_ATTENTION),
+    ("glm4", "bfloat16", LARGE_LAYERS),
+    ("qwen3_moe", "bfloat16", LARGE_LAYERS | {"moe_intermediate_size": 160}),
+    ("qwen3_moe", "float32", LARGE_LAYERS | {"moe_intermediate_size": 512}),
+]
+RECOMPUTED = (0, 2, 7)
+"""Of them, in the fast suite: a forward pass without gradients has nothing to recompute, and a step that has is that of the other tests."""
+
+
 @pytest.mark.parametrize(
-    ("family", "dtype", "sizes"),
+    ("family", "dtype", "sizes", "recompute"),
     [
-        ("qwen3", "float32", LARGE_LAYERS),
-        ("qwen3", "bfloat16", LARGE_LAYERS),
-        ("qwen3", "bfloat16", LARGE_VOCABULARY),
-        ("qwen3", "float32", LARGE_VOCABULARY),
-        ("qwen3", "bfloat16", LARGE_ATTENTION),
-        ("llama", "float32", LARGE_ATTENTION),
-        ("glm4", "bfloat16", LARGE_LAYERS),
-        ("qwen3_moe", "bfloat16", LARGE_LAYERS | {"moe_intermediate_size": 160}),
-        ("qwen3_moe", "float32", LARGE_LAYERS | {"moe_intermediate_size": 512}),
+        *((*case, False) for case in WITH_OTHERS),
+        *(pytest.param(*case, True, marks=[] if i in RECOMPUTED else pytest.mark.slow) for i, case in enumerate(WITH_OTHERS)),
     ],
 )
 def test_other_weights_are_there_when_no_layer_s_activations_are(

@@ -141,7 +141,11 @@ def test_an_engine_that_dies_after_each_start_comes_back_later_and_later_while_t
             if mortal.name != "1":
                 asyncio.get_running_loop().call_later(START_S + 20.0, mortal.dead.set)
 
-        world.starts = dies_soon
+        async def takes_longer(mortal: Mortal, ticket: Ticket) -> None:
+            if mortal.name == "1":
+                await asyncio.sleep(60.0)  # or its groups of two hours would be more than ten thousand
+
+        world.starts, world.sample = dies_soon, takes_longer
         await world.begin()
         await asyncio.sleep(3600.0)
         between = [later - earlier - START_S - 20.0 for earlier, later in itertools.pairwise(born[1:])]

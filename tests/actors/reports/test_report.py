@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+import shutil
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from actors.reports import report
 from actors.reports.curve_points import MOST_POINTS, drawn_points, running_mean
 from actors.reports.report import clipped_rows, summary_rows, worker_rows, write_report
 from actors.reports.report_plots import _CURVES as CURVES
-from actors.reports.report_plots import draw_curves, draw_plots
+from actors.reports.report_plots import Plot, draw_curves, draw_plots
 from actors.reports.step_columns import StepColumns
 from actors.service.scatter import ScatterReservoir
 from correction.monitor import Event, State
@@ -40,11 +41,15 @@ def step_metrics(step: int) -> StepMetrics:
     )
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    folder = RunFolder.create(tmp_path / "run", "nano")
+def made(parent: Path) -> RunFolder:
+    folder = RunFolder.create(parent / "run", "nano")
     folder.write_text("config.yaml", "name: nano <sum>\nsteps: 40\n")
     return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return made(tmp_path)
 
 
 def fill(folder: RunFolder, steps: int) -> None:
@@ -65,6 +70,20 @@ def fill(folder: RunFolder, steps: int) -> None:
         )
     folder.write_trajectories(steps, "sampled: <script>alert(1)</script>")
     folder.event("warning", "a reward raised <ValueError>")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, str]:
+    """A run of 40 steps, and its page; the tests that look at it add nothing to it."""
+    folder = made(tmp_path_factory.mktemp("finished"))
+    fill(folder, 40)
+    return folder, write_report(folder).read_text()
+
+
+@pytest.fixture(scope="module")
+def pictures(finished: tuple[RunFolder, str]) -> list[Plot]:
+    folder, _ = finished
+    return draw_plots(StepColumns(folder.read_metrics()), folder.read_evaluations(), ScatterSample.load(folder.scatter_path))
 
 
 def test_who_did_what_has_a_table_if_there_were_several(folder: RunFolder) -> None:
@@ -99,9 +118,8 @@ def test_clipped_tokens_have_a_table_with_their_text(folder: RunFolder) -> None:
     assert clipped_rows(folder) == [("positive advantage", "4 8, 3 5"), ("negative advantage", "5 2")]
 
 
-def test_a_finished_run(folder: RunFolder) -> None:
-    fill(folder, 40)
-    page = write_report(folder).read_text()
+def test_a_finished_run(finished: tuple[RunFolder, str]) -> None:
+    _, page = finished
     assert "Finished after 40 steps." in page and "nano &lt;sum&gt;" in page
     accuracies = "0.500 [0.450, 0.550] on 512 problems", "0.900 [0.850, 0.950] on 512 problems"
     for shown in (*accuracies, "+0.400", "1 min 20 s", "4e-11 nats", "4e-05 nats"):
@@ -140,15 +158,15 @@ def test_the_page_says_how_many_answers_could_not_be_scored(folder: RunFolder) -
     assert page.count("170 of them not scored") >= 1 and "0 of them not scored" not in page.replace("170 of them", "")
 
 
-def test_warnings_of_the_monitor(folder: RunFolder) -> None:
+def test_warnings_of_the_monitor(finished: tuple[RunFolder, str], tmp_path: Path) -> None:
     """A section of their own, and lines on the curves at the steps of watches and alarms; they are not repeated among the errors."""
-    fill(folder, 40)
-    calm = write_report(folder).read_text()
+    done, calm = finished
     assert "Nothing that the monitor follows has grown" in calm
-    for step, state in ((12, State.WATCH), (20, State.ALARM), (31, State.OK)):
-        folder.append_monitor_event(Event(step, "k3_kl", state, 0.01, 8.0, f"k3_kl <grows> {state}"))
-        folder.event({State.OK: "info"}.get(state, state.value), f"step {step}: k3_kl <grows> {state}")
-    page = write_report(folder).read_text()
+    with RunFolder.open(shutil.copytree(done.path, tmp_path / "run")) as folder:
+        for step, state in ((12, State.WATCH), (20, State.ALARM), (31, State.OK)):
+            folder.append_monitor_event(Event(step, "k3_kl", state, 0.01, 8.0, f"k3_kl <grows> {state}"))
+            folder.event({State.OK: "info"}.get(state, state.value), f"step {step}: k3_kl <grows> {state}")
+        page = write_report(folder).read_text()
     section = page.split("<h2>Early warning</h2>")[1].split("<h2>")[0]
     assert re.findall(r'<li class="(\w+)"><time>step (\d+)</time>', section) == [("watch", "12"), ("alarm", "20"), ("ok", "31")]
     assert "k3_kl &lt;grows&gt; alarm" in section
@@ -159,10 +177,9 @@ def test_warnings_of_the_monitor(folder: RunFolder) -> None:
     assert len(dashes.findall(page)) - len(dashes.findall(calm)) == 2 * curves > 10
 
 
-def test_nothing_is_fetched_and_nothing_of_the_run_is_run(folder: RunFolder) -> None:
+def test_nothing_is_fetched_and_nothing_of_the_run_is_run(finished: tuple[RunFolder, str]) -> None:
     """Samples are text of a model: they must not become markup. Namespaces are the only addresses."""
-    fill(folder, 3)
-    page = write_report(folder).read_text()
+    _, page = finished
     addresses = set(re.findall(r"https?://[^\s\"'<)]+", page))
     assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
     assert "<script" not in page and html.escape("<script>") in page
@@ -177,19 +194,17 @@ def test_a_run_that_has_only_begun(folder: RunFolder, steps: int) -> None:
     assert ("No step is finished yet." if steps == 0 else "Stands at step 1 of 40.") in page
 
 
-def test_pictures_take_the_colours_of_the_page(folder: RunFolder) -> None:
-    fill(folder, 30)
-    for plot in draw_plots(StepColumns(folder.read_metrics()), folder.read_evaluations(), ScatterSample.load(folder.scatter_path)):
+def test_pictures_take_the_colours_of_the_page(pictures: list[Plot]) -> None:
+    assert len(pictures) > 10
+    for plot in pictures:
         ElementTree.fromstring(plot.svg)    # well-formed
         assert "var(--ink)" in plot.svg and "var(--grid)" in plot.svg
         assert not re.search(r"fill: *(#000000|black)|stroke: *(#000000|black)", plot.svg), plot.title
 
 
-def test_pictures_of_one_page_share_no_ids(folder: RunFolder) -> None:
+def test_pictures_of_one_page_share_no_ids(pictures: list[Plot]) -> None:
     """An id that two pictures have would cut curves of one with the frame of the other."""
-    fill(folder, 30)
-    plots = draw_plots(StepColumns(folder.read_metrics()), folder.read_evaluations(), None)
-    clips = [set(re.findall(r'<clipPath id="([^"]+)"', plot.svg)) for plot in plots]
+    clips = [set(re.findall(r'<clipPath id="([^"]+)"', plot.svg)) for plot in pictures]
     assert sum(map(len, clips)) == len(set().union(*clips))
 
 

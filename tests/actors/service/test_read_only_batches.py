@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from correction.methods import PRESETS
-from tests.e2e.launch import ROOT, environment
-from tests.learner.learner_cases import save_model
+from tests.actors.read_only_paths import play_into
+from tests.learner.learner_cases import rank_context, save_model
 from tests.learner.moe_cases import save_moe
 
 
+@dataclass(frozen=True)
+class Played:
+    exit_code: int | None
+    said: list[str]
+    """Lines of its standard output."""
+    complained: str
+
+
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, which a write ends."""
+def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
+    """In a process of its own, which a write ends; forked from where the learner's ranks are, it has imported Megatron."""
     folder = tmp_path_factory.mktemp("models")
     save_model(folder / "dense")
     save_moe(folder / "moe")
-    command = [sys.executable, "-m", "tests.actors.read_only_paths", str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment(), cwd=ROOT, check=False)
+    out, complaints = folder / "out", folder / "complaints"
+    process = rank_context().Process(target=play_into, args=(folder, out, complaints))
+    process.start()
+    process.join(500.0)
+    code = process.exitcode
+    process.kill()
+    return Played(code, out.read_text().splitlines(), complaints.read_text())
 
 
-def test_a_write_would_be_seen(played: subprocess.CompletedProcess[str]) -> None:
-    assert played.stdout.splitlines()[0] == "a write: SIGSEGV"
+def test_a_write_would_be_seen(played: Played) -> None:
+    assert played.said[0] == "a write: SIGSEGV"
 
 
-def test_service_and_learner_only_read_what_they_are_given(played: subprocess.CompletedProcess[str]) -> None:
+def test_service_and_learner_only_read_what_they_are_given(played: Played) -> None:
     """With every preset, with and without a forward of its own: from the queue to the diagnosis, and through a real learner's steps."""
-    assert played.returncode == 0, played.stdout[-1000:] + played.stderr[-4000:]
-    assert played.stdout.splitlines()[1:] == ["asked", *(f"{preset} {steps}" for steps in (1, 2) for preset in PRESETS)]
+    assert played.exit_code == 0, "\n".join(played.said[-20:]) + played.complained[-4000:]
+    assert played.said[1:] == ["asked", *(f"{preset} {steps}" for steps in (1, 2) for preset in PRESETS)]
