@@ -237,3 +237,20 @@ def test_prompts_are_sampled_and_scored_in_one_place(call: str, callers: set[str
         if isinstance(node, ast.Call) and re.search(call + "$", ast.unparse(node.func))
     }
     assert found == callers
+
+
+def names_in(path: Path) -> set[str]:
+    """All names of a file: what it imports, reads or annotates with."""
+    tree = ast.parse(path.read_text())
+    fields = {ast.Name: "id", ast.Attribute: "attr", ast.alias: "name"}
+    return {getattr(node, fields[type(node)]) for node in ast.walk(tree) if type(node) in fields}
+
+
+def test_a_part_is_given_its_sections_not_the_run_s_whole_configuration() -> None:
+    """Rooms that decide about a run, or check one, have all of it, as the driver has, which makes the parts. The other three need values of
+    five sections or more, each: room in Ray for all that a run asks for, batches, and the lines of a step."""
+    of_runs = ("actors.commands.", "actors.doctor.", "actors.plan.", "actors.settings.", "actors.cluster.")
+    files = {module_name(path): path for package in PACKAGES for path in source_files(package) if "RunConfig" in path.read_text()}
+    found = {name for name, path in files.items() if "RunConfig" in names_in(path) and not name.startswith(of_runs)}
+    of_the_driver = {f"actors.driver.{name}" for name in ("controller", "parts", "batch_source")}
+    assert found - {"actors.config"} == of_the_driver | {"actors.service.correction_service", "actors.record.observer"}

@@ -135,7 +135,9 @@ async def _ask(config: RunConfig, task: Task, positions: list[int], bounds: Boun
     places = asyncio.Semaphore(max(1, 2 * config.rollout.engine.max_running_requests // bounds.answers))
     with Progress(transient=True) as progress:
         bar = progress.add_task("starting the engine", total=len(positions) * bounds.answers)
-        asker = Asker(config, config.model, lambda answers: progress.update(bar, advance=answers, description="answering"))
+        asker = Asker(
+            config.rollout, config.model, config.seed, lambda answers: progress.update(bar, advance=answers, description="answering")
+        )
 
         async def one(position: int) -> None:
             async with places:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from actors.config import RunConfig
+from actors.config import OnDifference, RunConfig
 from actors.processes.event_level import EventLevel
 from actors.settings.derived import with_values
 from correction.engines.contract import Contract, SideSettings
@@ -94,23 +94,22 @@ class BatchObserver(Protocol):
 
 
 async def check_batch(
-    config: RunConfig, compared: Callable[[], Awaitable[Agreement | None]], *, step: int, observer: BatchObserver
+    compared: Callable[[], Awaitable[Agreement | None]], on_difference: OnDifference, *, step: int, observer: BatchObserver
 ) -> None:
     """With true on-policy: before the new weights go anywhere. Args: compared: asks who has the batch to compare it.
 
     Raises: EngineError at the first difference, if that ends the run; ActorLost then, too, if the batch is gone with who had it.
     """
-    if config.true_on_policy:
-        found = await compared()
-        if found is None:
-            lacking = f"step {step}: its batch is gone with the correction service, and can't be compared bit by bit"
-            if config.true_on_policy_on_difference == "stop":
-                raise ActorLost(lacking)
-            return observer.event("warning", lacking)
-        agreement = checked(config, found, step=step)
-        if agreement.first is not None:
-            observer.event("warning", f"step {step}: {describe(agreement)}")
-        observer.note(metrics_of(agreement))
+    found = await compared()
+    if found is None:
+        lacking = f"step {step}: its batch is gone with the correction service, and can't be compared bit by bit"
+        if on_difference == "stop":
+            raise ActorLost(lacking)
+        return observer.event("warning", lacking)
+    agreement = checked(found, on_difference, step=step)
+    if agreement.first is not None:
+        observer.event("warning", f"step {step}: {describe(agreement)}")
+    observer.note(metrics_of(agreement))
 
 
 def compare_batch(batch: PackedBatch, values: StepValues) -> Agreement:
@@ -128,9 +127,9 @@ def compare_batch(batch: PackedBatch, values: StepValues) -> Agreement:
     return compare(batch if known is None else replace(batch, loss_mask=batch.loss_mask & known), trained)
 
 
-def checked(config: RunConfig, agreement: Agreement, *, step: int) -> Agreement:
-    """The agreement as it is. Raises: EngineError naming the first token that differs, with true_on_policy_on_difference: stop."""
-    if agreement.first is not None and config.true_on_policy_on_difference == "stop":
+def checked(agreement: Agreement, on_difference: OnDifference, *, step: int) -> Agreement:
+    """The agreement as it is. Raises: EngineError naming the first token that differs, if that ends the run."""
+    if agreement.first is not None and on_difference == "stop":
         raise EngineError(f"step {step}: {describe(agreement)}. To go on with correction: true_on_policy_on_difference: correct")
     return agreement
 

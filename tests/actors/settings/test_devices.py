@@ -11,8 +11,8 @@ import torch
 from actors.cluster.placement import in_order, places_of
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
+from actors.driver.parts import worker_settings
 from actors.pool import workers
-from actors.pool.rollout_worker import WorkerSettings
 from actors.settings.derived import derived
 from actors.settings.devices import (
     check_devices,
@@ -209,7 +209,7 @@ def test_an_engine_of_several_ranks_asks_for_as_many_gpus_and_has_them(monkeypat
 
     monkeypatch.setattr(workers, "ray", SimpleNamespace(remote=lambda _: SimpleNamespace(options=options)))
     monkeypatch.setattr(workers, "lower_priority", lambda _: None)
-    workers.create("0", WorkerSettings.of(config("rollout.engine.tensor_parallel=2"), Path("model"), prompt(0)), None)
+    workers.create("0", worker_settings(config("rollout.engine.tensor_parallel=2"), Path("model"), prompt(0)), None)
     assert (asked["num_gpus"], asked["num_cpus"]) == (2, 2)
     check_received("rollout worker 0", 2.0, [1, 3])
     with pytest.raises(ConfigError, match=r"rollout worker 0: asked Ray for 2 GPUs and got \[1\]"):
