@@ -46,9 +46,8 @@ def evaluate_folder(
     Raises: DataError, ConfigError, EngineError.
     """
     model = model_folder(model)
-    config = task_config(model, task, overrides, problems=problems)
+    config = with_engine_types(task_config(model, task, overrides, problems=problems), has_gpu=visible_gpus() > 0)
     built, longest_prompt = task_for(config)
-    config = with_engine_types(config, has_gpu=visible_gpus() > 0)
     prompts = built.held_out_prompts()[:problems]
     if not prompts:
         raise DataError(
@@ -72,7 +71,11 @@ def evaluate_folder(
 
 
 def task_for(config: RunConfig) -> tuple[Task, int]:
-    """The task of a recipe, to be asked of its model by one engine; and the longest prompt, tokens. Raises: DataError, ConfigError."""
+    """The task of a recipe, to be asked of its model by one engine; and the longest prompt, tokens.
+
+    Args: config: with the engine's device (settings/derived.py).
+    Raises: DataError, ConfigError.
+    """
     model = config.model
     check_model_folder(model)
     check_engine_device(config)

@@ -28,6 +28,7 @@ def resolved(config: RunConfig, model: Path | None = None) -> RunConfig:
     With true_on_policy it has the contract's settings on both sides; with the engines' routing to be replayed, engines that report it.
 
     Args:
+        config: with devices and types (derived.py).
         model: folder of the weights that training starts from; on a resume a checkpoint's. None: config.model.
     Raises: ConfigError naming what can't be honoured.
     """
@@ -60,14 +61,14 @@ def _with_settings(config: RunConfig, of_engine: dict[str, Any], of_learner: dic
 
 
 def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Contract:
-    """The contract of a model, engine and learner. Raises: ConfigError naming everything that can't be honoured."""
-    on_cpu = engine.resolved_device == "cpu"
+    """The contract of a model, engine and learner, whose devices and types are decided. Raises: ConfigError naming everything that can't be
+    honoured."""
     return Contract.of(
         json.loads((model / "config.json").read_text()),
         SideSettings(
             name="rollout.engine",
             device=engine.resolved_device,
-            dtype=learner.resolved_dtype if engine.dtype == "auto" else engine.dtype,
+            dtype=engine.resolved_dtype,
             threads=engine.threads,
             tensor_parallel=engine.tensor_parallel,
             attention_backend=engine.attention_backend,
@@ -76,7 +77,7 @@ def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Co
         ),
         SideSettings(
             name="learner",
-            device="cpu" if learner.device == "auto" and on_cpu else learner.device,
+            device=learner.resolved_device,
             dtype=learner.resolved_dtype,
             threads=learner.threads,
             tensor_parallel=learner.tensor_parallel,

@@ -17,6 +17,7 @@ from actors.commands.recipe import load_config
 from actors.config import OnDifference, RunConfig
 from actors.metrics.step_metrics import StepMetrics
 from actors.record.run_folder import RunFolder
+from actors.settings.derived import derived
 from actors.settings.true_on_policy import check_batch, checked, compare_batch, metrics_of, resolved
 from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
@@ -35,7 +36,7 @@ def run_config(folder: Path, **changes: Any) -> RunConfig:
         "rollout": {"task": task, "reward": {"kind": "reasoning_gym"}},
         "true_on_policy": True,
     }
-    return RunConfig.model_validate(recipe | changes)
+    return derived(RunConfig.model_validate(recipe | changes), has_gpu=False)
 
 
 def test_the_switch_sets_both_sides(tmp_path: Path) -> None:
