@@ -19,6 +19,9 @@ from learner.nano import NanoModelConfig
 from learner.warmup import WarmupConfig
 from rollout.config import AnswerSampling, RolloutConfig
 
+OnDifference = Literal["stop", "correct"]
+"""What becomes of a run at the first token whose bits differ: see RunConfig.true_on_policy_on_difference."""
+
 
 class InitConfig(Settings):
     """The model that `evenkeel init-model` makes when there are no weights to start from."""
@@ -206,6 +209,12 @@ class EarlyWarningConfig(Settings):
             )
         return self
 
+    def after_alarm(self, correction: CorrectionConfig) -> CorrectionConfig | None:
+        """The correction that `on_alarm` would put in this one's place; None if it changes none. Raises: ConfigError if there is none."""
+        if self.on_alarm == "switch_preset" and self.preset is not None:
+            return switched(correction, self.preset)
+        return tightened(correction, self.tighten_factor) if self.on_alarm == "tighten" else None
+
 
 class RunConfig(Settings):
     """One run: a recipe, its overrides and the defaults of everything else."""
@@ -228,7 +237,7 @@ class RunConfig(Settings):
     true_on_policy: bool = False
     """Sampled and trained logprobs of equal weights are the same bits: batch-invariant operators in engines and learner, and a check of
     every batch. Dense models in float32 or bfloat16 on CPUs of one kind; docs/true_on_policy.md."""
-    true_on_policy_on_difference: Literal["stop", "correct"] = "stop"
+    true_on_policy_on_difference: OnDifference = "stop"
     """At the first token whose bits differ, stop ends the run and names the token; correct warns and goes on with the correction."""
     seed: int = 0
     """Seed of the sampling: with the prompt's id, the answer's number in its group and the position it decides a token. Questions are
@@ -296,7 +305,7 @@ class RunConfig(Settings):
         """Check that the correction that an alarm would put in place fits this run as if it had been configured from the start."""
         place = f"monitor.on_alarm = {self.monitor.on_alarm}" + (f", monitor.preset = {self.monitor.preset}" if self.monitor.preset else "")
         try:
-            replacement = self.correction_after_alarm()
+            replacement = self.monitor.after_alarm(self.correction)
             if replacement is None:
                 return self
             check_replaceable(self.correction, replacement)
@@ -332,15 +341,6 @@ class RunConfig(Settings):
     def needs_reference(self) -> bool:
         """Whether the learner keeps the weights of the model that the run began with: for a KL penalty on it, or to report the KL."""
         return needs_reference_logprobs(self.correction) or self.learner.report_kl_every > 0
-
-    def correction_after_alarm(self) -> CorrectionConfig | None:
-        """The correction that `monitor.on_alarm` would put in place; None if it changes none. Raises: ConfigError if there is none."""
-        monitor = self.monitor
-        if monitor.on_alarm == "switch_preset" and monitor.preset is not None:
-            return switched(self.correction, monitor.preset)
-        if monitor.on_alarm == "tighten":
-            return tightened(self.correction, monitor.tighten_factor)
-        return None
 
     def batch_arithmetic(self) -> str:
         """How many of what make a step, in one sentence."""

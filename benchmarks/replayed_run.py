@@ -42,6 +42,7 @@ from actors.record.observer import Observer
 from actors.record.run_event import EventKind
 from actors.record.run_folder import RunFolder
 from actors.record.terminal import TerminalView
+from actors.settings.derived import derived
 from actors.settings.environment import OF_BATCHES
 from actors.simulation.costs import AnswerLengths
 from actors.state.resume import open_ledger
@@ -138,10 +139,11 @@ class ReplayedShape:
                 "engine": {"device": "cpu", "max_running_requests": requests, "return_routed_experts": self.wide.layers > 0},
             }
         )
-        return RunConfig(
+        config = RunConfig(
             model=Path("model"), steps=self.steps + WARM_UP, groups_per_step=self.groups, max_staleness=1, rollout=rollout,
             correction=CORRECTION, monitor=EarlyWarningConfig(detailed=False), checkpoint=CheckpointConfig(every_steps=0),
         )  # fmt: skip
+        return derived(config, has_gpu=False)
 
 
 def prompt_of(number: int, tokens: int = PROMPT_TOKENS) -> Prompt:

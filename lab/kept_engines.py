@@ -31,6 +31,8 @@ from actors.commands.init_model import init_model_folder
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.queue.outstanding import discard_reason
+from actors.settings.derived import derived
+from actors.settings.devices import visible_gpus
 from correction.advantages import group_advantages
 from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
@@ -52,10 +54,10 @@ _DRAWS = 4
 
 
 def recipe(model: Path, *overrides: str, path: Path = RECIPE) -> RunConfig:
-    """A recipe on a model folder, which is made first if it is not there."""
+    """A recipe on a model folder, which is made first if it is not there; with the devices and types of this machine."""
     config = load_config(RunConfig, path, [f"model={model}", *overrides])
     init_model_folder(config, if_missing=True, say=lambda _: None)
-    return config
+    return derived(config, has_gpu=visible_gpus() > 0)
 
 
 @dataclass(frozen=True)

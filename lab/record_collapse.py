@@ -147,7 +147,7 @@ class Recorder(KeptEngines):
     def _sync(self, run: _Run) -> float:
         """Send the weights in the engine's format, to which the learner's are rounded."""
         began = time.monotonic()
-        dtype = getattr(torch, self.config.rollout.engine.dtype.replace("auto", "float32"))
+        dtype = getattr(torch, self.config.rollout.engine.resolved_dtype)
         buckets = [rounded_bucket(bucket, dtype, self.kind.float8_block) for bucket in run.learner.weight_buckets()]
         self._loop.run(self.engine.update_weights(run.version, buckets))
         return time.monotonic() - began

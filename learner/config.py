@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from correction.engines.device_choice import Device, Dtype, device_of, dtype_of
+from correction.engines.device_choice import Device, Dtype, decided, device_of, dtype_of, is_open
 from correction.parts import CorrectionSettings
 from correction.schedule import defers, needs_proximal_forward
 from correction.settings import DerivedSettings
@@ -172,8 +172,7 @@ class LearnerConfig(DerivedSettings):
 
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
-        is_known = self.dtype != "auto" or self.device != "auto"  # otherwise the run decides at its start
-        if self.layers == "transformer_engine" and is_known and self.needs_local_layers:
+        if self.layers == "transformer_engine" and not is_open(self.dtype) and self.needs_local_layers:  # otherwise when that is decided
             raise ValueError(f"layers = transformer_engine: {self.needs_local_layers}. Or set layers: auto")
         return self
 
@@ -256,13 +255,20 @@ class LearnerConfig(DerivedSettings):
 
     @property
     def resolved_device(self) -> Device:
-        """The device; for auto what this process finds. A run decides it for all ranks, before any of them starts."""
-        return device_of(self.device)
+        """The device, once it is decided: by a run for all ranks, before any of them starts. Raises: ConfigError before."""
+        return decided(self.device, "learner.device")
 
     @property
     def resolved_dtype(self) -> Dtype:
-        """bfloat16 on a GPU and float32 on a CPU, where it is auto."""
-        return dtype_of(self.dtype, self.resolved_device)
+        """The dtype, once it is decided. Raises: ConfigError before."""
+        return decided(self.dtype, "learner.dtype")
+
+    def on_this_machine(self) -> Self:
+        """For a learner without a run: device and dtype decided, where they are auto, by what this process finds."""
+        if not is_open(self.device, self.dtype):
+            return self
+        device = device_of(self.device)
+        return self.model_copy(update={"device": device, "dtype": dtype_of(self.dtype, device)})
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -60,7 +60,7 @@ def describe(config: LearnerConfig, device: torch.device) -> str:
     chosen = choose(config, device)
     if chosen == "transformer_engine":
         return "layers of TransformerEngine"
-    is_second_choice = config.layers == "auto" and device.type == "cuda"
+    is_second_choice = config.layers != "local" and device.type == "cuda"
     return f"{chosen} layers" + (f", not TransformerEngine's: {_obstacle(config, device)}" if is_second_choice else "")
 
 

@@ -68,8 +68,8 @@ class LearnerRank:
             master_addr, master_port: where rank 0 listens; unused when world_size is 1.
         Raises: ConfigError if the world has another size than the config, or the device isn't there.
         """
-        self.config = config
-        self.placement = parallel.join(config, rank, world_size, master_addr, master_port)
+        self.config = config.on_this_machine()
+        self.placement = parallel.join(self.config, rank, world_size, master_addr, master_port)
         self._loaded: _Loaded | None = None
         self._reference: list[Tensor] | None = None
         self._saving: Future[None] | None = None

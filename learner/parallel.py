@@ -135,7 +135,9 @@ def choose_device(config: LearnerConfig, local_rank: int = 0) -> torch.device:
         raise ConfigError(
             "learner.device = cpu: torch sees a GPU, and megatron-core would allocate on it. Hide it: CUDA_VISIBLE_DEVICES=''."
         )
-    return torch.device("cuda", local_rank % torch.cuda.device_count()) if has_gpu else torch.device("cpu")
+    if config.resolved_device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def join(config: LearnerConfig, rank: int, world_size: int, master_addr: str, master_port: int) -> Placement:

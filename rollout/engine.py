@@ -62,6 +62,7 @@ class RolloutEngine(UpdatableEngine):
             has_weights: False: only config.json is read, and the engine is dirty until its first update.
         Raises: DataError for a folder without a model, ConfigError, EngineError, DeadlineExceeded; no process is left then.
         """
+        config = config.on_this_machine()
         vocab_size, model_context, has_experts, experts = _read_model_config(Path(model_folder), config)
         if config.context_length is not None and config.context_length > model_context:
             raise ConfigError(

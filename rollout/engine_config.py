@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from correction.engines.device_choice import Device, Dtype, device_of, dtype_of
+from correction.engines.device_choice import Backend, Device, Dtype, decided, device_of, dtype_of, group_backend_of, is_open
 from correction.engines.gpu_share import PREFILL_TOKENS
 from correction.errors import ConfigError
 from correction.settings import DerivedSettings, Settings
@@ -181,7 +181,7 @@ class EngineConfig(Settings):
 
     @model_validator(mode="after")
     def _refuse_float32_on_gpus(self) -> EngineConfig:
-        if self.device == "cuda" and self.dtype == "float32":           # a device of auto is asked for when the engine starts
+        if self.device == "cuda" and self.dtype == "float32":           # what is auto is decided later, and looked at again
             raise ValueError(_NO_FLOAT32)
         return self
 
@@ -189,7 +189,7 @@ class EngineConfig(Settings):
     def _refuse_float8_of_others(self) -> EngineConfig:
         if self.quantization == "none":
             return self
-        if self.dtype not in ("auto", "bfloat16"):
+        if self.dtype != "bfloat16" and not is_open(self.dtype):
             raise ValueError(
                 f"rollout.engine.quantization = {self.quantization} with dtype = {self.dtype}: it is made of bfloat16 weights. Set "
                 "learner.dtype: bfloat16"
@@ -207,20 +207,27 @@ class EngineConfig(Settings):
         return self.quantization == "float8_block"
 
     @property
-    def resolved_group_backend(self) -> str:
-        if self.weight_group_backend != "auto":
-            return self.weight_group_backend
-        return "gloo" if self.resolved_device == "cpu" else "nccl"
-
-    @property
     def resolved_device(self) -> Device:
-        """The device; for auto what this process finds."""
-        return device_of(self.device)
+        """The device, once it is decided. Raises: ConfigError before."""
+        return decided(self.device, "rollout.engine.device")
 
     @property
     def resolved_dtype(self) -> Dtype:
-        """The dtype; auto is bfloat16 on a GPU and float32 on a CPU. (SGLang's own auto turns a float32 folder into float16.)"""
-        return dtype_of(self.dtype, self.resolved_device)
+        """The dtype, once it is decided. (SGLang's own auto turns a float32 folder into float16.) Raises: ConfigError before."""
+        return decided(self.dtype, "rollout.engine.dtype")
+
+    @property
+    def resolved_group_backend(self) -> Backend:
+        """As resolved_device."""
+        return decided(self.weight_group_backend, "rollout.engine.weight_group_backend")
+
+    def on_this_machine(self) -> EngineConfig:
+        """For an engine without a run: what is auto decided by what this process finds, the dtype by its own device."""
+        if not is_open(self.device, self.dtype, self.weight_group_backend):
+            return self
+        device = device_of(self.device)
+        values = {"dtype": dtype_of(self.dtype, device), "weight_group_backend": group_backend_of(self.weight_group_backend, device)}
+        return self.model_copy(update={"device": device} | values)
 
     @property
     def has_compiled_attention(self) -> bool:

@@ -230,7 +230,12 @@ def test_no_class_name_twice() -> None:
 def test_prompts_are_sampled_and_scored_in_one_place(call: str, callers: set[str]) -> None:
     """By rollout.sampler.Sampler, for training, evaluations and tests; two commands look at an engine alone, without rewards. An engine's
     own `score` is another thing: logprobs of given tokens."""
-    found = {
+    assert callers_of(call) == callers
+
+
+def callers_of(call: str) -> set[str]:
+    """Files of the packages that call what this pattern names."""
+    return {
         str(path.relative_to(ROOT))
         for package in PACKAGES
         for path in source_files(package)
@@ -238,4 +243,46 @@ def test_prompts_are_sampled_and_scored_in_one_place(call: str, callers: set[str
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call) and re.search(call + "$", ast.unparse(node.func))
     }
-    assert found == callers
+
+
+def names_in(path: Path) -> set[str]:
+    """All names of a file: what it imports, reads or annotates with."""
+    tree = ast.parse(path.read_text())
+    fields = {ast.Name: "id", ast.Attribute: "attr", ast.alias: "name"}
+    return {getattr(node, fields[type(node)]) for node in ast.walk(tree) if type(node) in fields}
+
+
+def test_a_part_is_given_its_sections_not_the_run_s_whole_configuration() -> None:
+    """Rooms that decide about a run, or check one, have all of it, as the driver has, which makes the parts. The other three need values of
+    five sections or more, each: room in Ray for all that a run asks for, batches, and the lines of a step."""
+    of_runs = ("actors.commands.", "actors.doctor.", "actors.plan.", "actors.settings.", "actors.cluster.")
+    files = {module_name(path): path for package in PACKAGES for path in source_files(package) if "RunConfig" in path.read_text()}
+    found = {name for name, path in files.items() if "RunConfig" in names_in(path) and not name.startswith(of_runs)}
+    of_the_driver = {f"actors.driver.{name}" for name in ("controller", "parts", "batch_source")}
+    assert found - {"actors.config"} == of_the_driver | {"actors.service.correction_service", "actors.record.observer"}
+
+
+def uses_auto(path: Path) -> bool:
+    """Whether a file does more with "auto" than to allow it, or to have it as a default."""
+    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Constant) and node.value == "auto":
+            return True
+        of_a_type = isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal"
+        has_default = isinstance(node, ast.AnnAssign | ast.arguments)
+        inside = [] if of_a_type else ast.iter_child_nodes(node)
+        waiting += [one for one in inside if not (has_default and isinstance(one, ast.Constant))]
+    return False
+
+
+def test_what_auto_means_is_decided_in_one_place() -> None:
+    """And for a run once, before its config.yaml is written: parts are given what was decided. An engine or a learner without a run decides
+    at its start. Ray's address and SGLang's arguments have an auto of their own."""
+    files = [path for package in PACKAGES for path in source_files(package) if '"auto"' in path.read_text()]
+    of_others = {"actors/cluster/address.py", "actors/cluster/head_watch.py", "actors/doctor/kernel_rules.py"}
+    assert {str(path.relative_to(ROOT)) for path in files if uses_auto(path)} == {"correction/engines/device_choice.py"} | of_others
+    sections = {"learner/config.py", "rollout/engine_config.py"}
+    assert callers_of(r"\b(device|dtype|group_backend)_of") == {"actors/settings/derived.py"} | sections
+    alone = {"actors/commands/capabilities.py", "actors/commands/diff_engines.py"}
+    assert callers_of(r"\.on_this_machine") == {"learner/learner_rank.py", "rollout/engine.py"} | alone

@@ -28,6 +28,7 @@ from actors.config import RunConfig
 from actors.processes import interrupts
 from actors.processes.descendants import adopted_orphans, command_of, descendants, end, end_new
 from actors.processes.part_heartbeat import CONCURRENCY_GROUPS
+from actors.settings.derived import asks_for_gpus
 from actors.settings.devices import check_gpus_to_come, check_rollout_resource, visible_gpus
 from correction.errors import ConfigError, EngineError, counted, one_line
 
@@ -191,7 +192,7 @@ def gpus_there(config: RunConfig) -> float:
     """
     if config.ray.address is None:
         return visible_gpus()
-    if "auto" not in (config.rollout.engine.device, config.learner.device):
+    if not asks_for_gpus(config):
         return 0.0
     with Cluster(config):
         return float(ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]

@@ -17,4 +17,5 @@ def capabilities() -> None:
     from rollout.engine_capabilities import EngineCapabilities
     from rollout.engine_config import EngineConfig
 
-    typer.echo(json.dumps(asdict(EngineCapabilities.of_this_machine(EngineConfig().resolved_device)), indent=2, default=str))
+    device = EngineConfig().on_this_machine().resolved_device
+    typer.echo(json.dumps(asdict(EngineCapabilities.of_this_machine(device)), indent=2, default=str))

@@ -96,8 +96,8 @@ def diff_engines(
     Raises: ConfigError for what the mode can't honour; DataError, EngineError.
     """
     check_model_folder(model)
-    engine = EngineConfig(batch_invariant=true_on_policy, dtype=dtype)
-    learner = LearnerConfig(batch_invariant=true_on_policy, dtype=dtype)
+    engine = EngineConfig(batch_invariant=true_on_policy, dtype=dtype).on_this_machine()
+    learner = LearnerConfig(batch_invariant=true_on_policy, dtype=dtype).on_this_machine()
     if true_on_policy:
         contract_of(model, engine, learner)
     batch, of_engine = asyncio.run(capture_engine(model, engine, prompts=prompts, tokens=tokens, seed=seed, say=say))

@@ -146,7 +146,7 @@ def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]
 def _found_here(config: RunConfig) -> tuple[list[Complaint], list[Request]]:
     """On this machine, or on the cluster at ray.address; of one that can't be joined the refusal, and what is known without it."""
     from actors.cluster.address import NoClusterError, check_ray
-    from actors.settings.derived import derived
+    from actors.settings.derived import asks_for_gpus, derived
 
     refused: list[Complaint] = []
     has_gpu = False
@@ -155,7 +155,7 @@ def _found_here(config: RunConfig) -> tuple[list[Complaint], list[Request]]:
         has_gpu = _has_gpu(config)
     except ConfigError as error:
         refused = [Complaint.refusal(error)]
-        if not isinstance(error, NoClusterError) or "auto" in (config.rollout.engine.device, config.learner.device):
+        if not isinstance(error, NoClusterError) or asks_for_gpus(config):
             return refused, []  # the rest depends on whether there are GPUs
     try:
         config, facts = judged(derived(config, has_gpu=has_gpu))

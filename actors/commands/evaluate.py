@@ -21,7 +21,7 @@ from actors.settings.devices import check_engine_device, visible_gpus
 from correction.errors import DataError
 from learner.hf_folder import read_config
 from rollout.chat import ChatEncoder, load_tokenizer
-from rollout.config import AnswerSampling
+from rollout.config import AnswerSampling, RolloutConfig
 from rollout.sampler import Sampler
 from rollout.tasks import Task, check_task_names
 from rollout.trajectory import Prompt, Trajectory
@@ -46,9 +46,8 @@ def evaluate_folder(
     Raises: DataError, ConfigError, EngineError.
     """
     model = model_folder(model)
-    config = task_config(model, task, overrides, problems=problems)
+    config = with_engine_types(task_config(model, task, overrides, problems=problems), has_gpu=visible_gpus() > 0)
     built, longest_prompt = task_for(config)
-    config = with_engine_types(config, has_gpu=visible_gpus() > 0)
     prompts = built.held_out_prompts()[:problems]
     if not prompts:
         raise DataError(
@@ -60,7 +59,7 @@ def evaluate_folder(
     how = config.evaluation
     with Progress(transient=True) as progress:
         bar = progress.add_task("starting the engine", total=len(prompts) * how.samples)
-        asker = Asker(config, model, lambda answers: progress.update(bar, advance=answers, description="answering"))
+        asker = Asker(config.rollout, model, config.seed, lambda answers: progress.update(bar, advance=answers, description="answering"))
         result = asyncio.run(_evaluate(asker, prompts, config))
     say(f"held-out accuracy of {model}: {result.accuracy} (95% Wilson, {how.description}), {result.failed} answers could not be scored")
     for k, share in result.pass_at.items():
@@ -72,7 +71,11 @@ def evaluate_folder(
 
 
 def task_for(config: RunConfig) -> tuple[Task, int]:
-    """The task of a recipe, to be asked of its model by one engine; and the longest prompt, tokens. Raises: DataError, ConfigError."""
+    """The task of a recipe, to be asked of its model by one engine; and the longest prompt, tokens.
+
+    Args: config: with the engine's device (settings/derived.py).
+    Raises: DataError, ConfigError.
+    """
     model = config.model
     check_model_folder(model)
     check_engine_device(config)
@@ -90,14 +93,18 @@ async def _evaluate(asker: Asker, prompts: Sequence[Prompt], config: RunConfig) 
 class Asker:
     """Answers prompts with an engine of its own; what `evaluate` needs of a rollout pool."""
 
-    def __init__(self, config: RunConfig, model: Path, on_answers: Callable[[int], None]) -> None:
-        """Args: on_answers: called with how many answers have come, each time that a prompt has its own."""
-        self._config, self._model, self._on_answers = config, model, on_answers
+    def __init__(self, rollout: RolloutConfig, model: Path, seed: int, on_answers: Callable[[int], None]) -> None:
+        """
+        Args:
+            seed: of the samples, as a run's.
+            on_answers: called with how many answers have come, each time that a prompt has its own.
+        """
+        self._rollout, self._model, self._seed, self._on_answers = rollout, model, seed, on_answers
 
     @asynccontextmanager
     async def started(self, sample: Prompt) -> AsyncIterator[None]:
         """The engine runs meanwhile. Args: sample: the reward function is tried on it first."""
-        self._sampler = await Sampler.start(self._model, self._config.rollout, sample=sample, seed=self._config.seed)
+        self._sampler = await Sampler.start(self._model, self._rollout, sample=sample, seed=self._seed)
         try:
             yield
         finally:

@@ -85,9 +85,8 @@ def filter_questions(config: RunConfig, output: Path, bounds: Bounds, *, questio
     Returns: what came of each question, in the order of the training stream.
     Raises: ConfigError, DataError, EngineError; what was asked by then is on record.
     """
-    config = config.model_copy(update={"model": model_folder(config.model)})
+    config = with_engine_types(config.model_copy(update={"model": model_folder(config.model)}), has_gpu=visible_gpus() > 0)
     task, _ = task_for(config)
-    config = with_engine_types(config, has_gpu=visible_gpus() > 0)
     if task.questions_per_epoch is None and questions is None:
         raise ConfigError(f"evenkeel filter: {task.name} makes questions without end; say how many to ask with --questions")
     positions = list(_distinct_positions(task, questions))
@@ -135,7 +134,9 @@ async def _ask(config: RunConfig, task: Task, positions: list[int], bounds: Boun
     places = asyncio.Semaphore(max(1, 2 * config.rollout.engine.max_running_requests // bounds.answers))
     with Progress(transient=True) as progress:
         bar = progress.add_task("starting the engine", total=len(positions) * bounds.answers)
-        asker = Asker(config, config.model, lambda answers: progress.update(bar, advance=answers, description="answering"))
+        asker = Asker(
+            config.rollout, config.model, config.seed, lambda answers: progress.update(bar, advance=answers, description="answering")
+        )
 
         async def one(position: int) -> None:
             async with places:

@@ -19,7 +19,7 @@ from actors.doctor.start_checks import checked
 from actors.pool.scoring import PATIENCE_S
 from actors.processes.disk_at_start import MODEL_OR_RUN, ON_DISK, by_disk_at_start
 from actors.settings.deadlines import inversions
-from actors.settings.derived import derived
+from actors.settings.derived import asks_for_gpus, derived
 from actors.settings.devices import check_devices
 from correction.engines.quick_imports import uncollected
 from rollout.chat import ChatEncoder, load_tokenizer
@@ -77,9 +77,8 @@ def _read_model(
 def decide_devices(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """The configuration with every device and type decided, and sentences about it. Raises: ConfigError; EngineError as gpus_there."""
     has_gpu = gpus_there(config) > 0
-    asks = "auto" in (config.rollout.engine.device, config.learner.device)
     notes = []
-    if asks and not has_gpu and config.ray.address is not None:
+    if asks_for_gpus(config) and not has_gpu and config.ray.address is not None:
         notes.append(
             f"device: auto is the CPU: no node of the cluster at {config.ray.address} offers a GPU by now. To wait for nodes that do, set "
             "rollout.engine.device and learner.device to cuda"

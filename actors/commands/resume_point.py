@@ -35,7 +35,7 @@ _NOT_OF_SAMPLES = (
     *("rollout.gpus_per_worker", "rollout.slots"),
     *("rollout.engine.max_running_requests", "rollout.engine.memory_fraction", "rollout.engine.gpu_share", "rollout.engine.deadlines"),
     *("rollout.engine.tensor_parallel", "rollout.engine.expert_parallel"),
-    "rollout.engine.attention_data_parallel",
+    *("rollout.engine.attention_data_parallel", "rollout.engine.weight_group_backend"),
     *_MOVABLE_TASK_SETTINGS,
 )
 

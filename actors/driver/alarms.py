@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from actors.config import RunConfig
+from actors.config import EarlyWarningConfig
 from actors.state.resume import Replacement
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State
@@ -32,16 +32,20 @@ class AlarmResponse:
     the next.
     """
 
-    def __init__(self, config: RunConfig, earlier: Replacement | None = None) -> None:
-        """earlier: of the run that is resumed. It holds while `correction` is configured as it was then; another one replaces it."""
-        self._config, self._earlier = config, earlier
-        self.replacement = earlier if earlier is not None and earlier.configured == config.correction else None
+    def __init__(self, monitor: EarlyWarningConfig, correction: CorrectionConfig, earlier: Replacement | None = None) -> None:
+        """
+        Args:
+            correction: as configured.
+            earlier: of the run that is resumed. It holds while `correction` is what was configured then; another one replaces it.
+        """
+        self._monitor, self._configured, self._earlier = monitor, correction, earlier
+        self.replacement = earlier if earlier is not None and earlier.configured == correction else None
         self._pending: list[Event] = []
 
     @property
     def correction(self) -> CorrectionConfig:
         """The correction to go on with."""
-        return self.replacement.correction if self.replacement else self._config.correction
+        return self.replacement.correction if self.replacement else self._configured
 
     def notes(self) -> list[str]:
         """Sentences for the start of the run."""
@@ -50,11 +54,11 @@ class AlarmResponse:
             notes.append("the correction is the one that an earlier alarm has put in place; set another `correction` to leave it")
         elif self._earlier is not None:
             notes.append("the correction is the configured one, which has changed since an earlier alarm put another in its place")
-        if self._config.monitor.on_alarm != "none":
+        if self._monitor.on_alarm != "none":
             notes.append(f"at the first alarm of the early warning: {self._plan()}")
-        after = self._config.correction_after_alarm()
+        after = self._monitor.after_alarm(self._configured)
         if after is not None and (reason := breaks_at_an_alarm(after)) is not None:
-            notes.append(f"warning: what monitor.on_alarm = {self._config.monitor.on_alarm} puts in place would not hold then: {reason}")
+            notes.append(f"warning: what monitor.on_alarm = {self._monitor.on_alarm} puts in place would not hold then: {reason}")
         return notes
 
     def take(self, events: Iterable[Event]) -> None:
@@ -72,16 +76,16 @@ class AlarmResponse:
         if not alarms:
             return None
         because = f"alarm of {alarms[0].name} at step {alarms[0].step}"
-        if self._config.monitor.on_alarm == "stop":
+        if self._monitor.on_alarm == "stop":
             return AlarmAction(f"{because}: {self._plan()}, as monitor.on_alarm = stop asks for")
-        correction = self._config.correction_after_alarm()
+        correction = self._monitor.after_alarm(self._configured)
         if correction is None or self.replacement is not None:
             return None
-        self.replacement = Replacement(self._config.correction, correction)
+        self.replacement = Replacement(self._configured, correction)
         return AlarmAction(f"{because}: {self._plan()}, from the next batch that is begun", self.replacement)
 
     def _plan(self) -> str:
-        monitor = self._config.monitor
+        monitor = self._monitor
         if monitor.on_alarm == "stop":
             return "the run ends with a checkpoint"
         if monitor.on_alarm == "switch_preset":
@@ -89,4 +93,4 @@ class AlarmResponse:
         return f"the correction's bounds are tightened by {monitor.tighten_factor:g}"
 
     def _is_answered(self, event: Event) -> bool:
-        return self._config.monitor.on_alarm != "tighten" or event.name not in _NOT_EASED_BY_BOUNDS
+        return self._monitor.on_alarm != "tighten" or event.name not in _NOT_EASED_BY_BOUNDS

@@ -26,13 +26,12 @@ from actors.driver.empty_steps import EmptySteps
 from actors.driver.ending import Ending
 from actors.driver.evaluation import Evaluations
 from actors.driver.going_back import Rollbacks, end_parts, lost_among, raise_when_lost, what_goes_on, what_is_done_again, what_is_lost
-from actors.driver.parts import REPLACEABLE, StartingPoint, make_sync, start_learner
+from actors.driver.parts import REPLACEABLE, StartingPoint, make_sync, start_learner, worker_settings
 from actors.driver.run_summary import RunSummary
 from actors.driver.step_reporter import StepReporter
 from actors.driver.step_under_way import StepUnderWay
 from actors.metrics.held_out import Evaluation
 from actors.pool.pool import RolloutPool
-from actors.pool.rollout_worker import WorkerSettings
 from actors.processes import interrupts
 from actors.processes.supervision import Stopwatch, done_or_reported, kill, together, unless_failed, unless_set, wait_for
 from actors.ranks.forwards import next_batch
@@ -78,7 +77,7 @@ class Controller:
         self._watch, self._warn = Stopwatch(), partial(observer.event, "warning")
         self._announce_end = partial(self._warn, kind=EventKind.ENDING)
         self._ending = Ending(self._announce_end, self._on_sigterm, lambda: self._checkpoints.saved_step)
-        self._alarms = AlarmResponse(config, self._point.replacement)
+        self._alarms = AlarmResponse(config.monitor, config.correction, self._point.replacement)
         self._alarm = ""  # why an alarm ends the run; empty: none does
         self._first_evaluation: Evaluation | None = None
         self._is_begun = self._step > 0  # the evaluation before training is over, or left out
@@ -193,7 +192,7 @@ class Controller:
             self._observer.event(level, sentence)
         self._step, self._version, self._is_trained = self._point.step, self._point.version, self._point.step >= self._config.steps
         self._observer.go_back(self._point.totals, self._step)
-        self._alarms = AlarmResponse(self._config, self._point.replacement)
+        self._alarms = AlarmResponse(self._config.monitor, self._config.correction, self._point.replacement)
         of_run = self._config.checkpoint, self._config.deadlines
         self._checkpoints = CheckpointWriter(self._folder, self._observer, *of_run, begins_at=self._step)
         await self._make_queue()
@@ -252,8 +251,9 @@ class Controller:
 
     async def _learn_and_publish(self, batch: PreparedBatch) -> Any:
         result = await self._learn(batch)
-        compared = partial(self._source.compared, batch.version, result.values)
-        await check_batch(self._config, compared, step=self._step + 1, observer=self._observer)
+        if (config := self._config).true_on_policy:
+            compared = partial(self._source.compared, batch.version, result.values)
+            await check_batch(compared, config.true_on_policy_on_difference, step=self._step + 1, observer=self._observer)
         await self._publish()  # engines take it while we go on
         return result
 
@@ -363,7 +363,7 @@ class Controller:
 
     def _start_pool(self) -> None:
         config = self._config
-        settings = WorkerSettings.of(config, self._folder.model_path.absolute(), self._held_out[0])
+        settings = worker_settings(config, self._folder.model_path.absolute(), self._held_out[0])
         self._pool = RolloutPool(settings, config.deadlines, self._source.queue, self._observer, config.places, self._source.outstanding)
         self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, self._held_out, self._observer, steps=config.steps)
         self._evaluations.counts_from = self._pool.members.attended_since

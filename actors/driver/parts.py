@@ -15,18 +15,20 @@ from actors.cluster.cluster import lower_priority, on_drivers_node
 from actors.cluster.placement import RankPlaces, fetch_where_ranks_are
 from actors.config import RunConfig
 from actors.pool.pool import RolloutPool
+from actors.pool.rollout_worker import WorkerSettings
 from actors.queue.queue_actor import TrajectoryQueueActor
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.observer import Observer
 from actors.record.run_folder import Checkpoint
 from actors.service.correction_service import CorrectionService
-from actors.settings.deadlines import bucket_s
-from actors.settings.environment import OF_SERVICE
+from actors.settings.deadlines import bucket_s, fetch_s
+from actors.settings.environment import OF_SERVICE, worker_environment
 from actors.settings.hub_name import absolute
 from actors.state.resume import Replacement, TrainingState
 from actors.weights.weight_sync import SyncCallbacks, WeightSync
 from correction.config import CorrectionConfig
-from rollout.trajectory import SyncReceipt
+from correction.schedule import needs_topk
+from rollout.trajectory import Prompt, SyncReceipt
 
 QUEUE, SERVICE = "trajectory queue", "correction service"
 REPLACEABLE = frozenset({QUEUE, SERVICE})
@@ -109,6 +111,21 @@ async def start_learner(
     if config.needs_reference:
         await learner.load_reference(absolute(point.model))
     return learner, infos
+
+
+def worker_settings(config: RunConfig, model: Path, sample: Prompt) -> WorkerSettings:
+    """What all rollout workers of the run are given. Args: model, sample: see the fields."""
+    return WorkerSettings(
+        rollout=config.rollout,
+        model=model,
+        sample=sample,
+        bind=config.metrics.bind,
+        resource=config.ray.rollout_resource,
+        seed=config.seed,
+        topk=needs_topk(config.correction),
+        environment=worker_environment(config),
+        fetch_s=fetch_s(config),
+    )
 
 
 def make_sync(

@@ -16,18 +16,14 @@ import psutil
 import ray
 
 from actors.carriers import ActorInfo, BegunTicket, GroupFailure, Ticket
-from actors.config import RunConfig
 from actors.metrics.exporter import MetricsEndpoint, listen_address, node_address
 from actors.pool.preemption import EndNotice
 from actors.queue import payloads
-from actors.settings.deadlines import fetch_s
 from actors.settings.devices import check_received
-from actors.settings.environment import worker_environment
 from correction.engines.rendezvous import keep_nccl_on
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError, RequestError, SyncError
-from correction.schedule import needs_topk
 from rollout.answer_thread import in_answer_thread
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.sampler import Sampler
@@ -83,21 +79,6 @@ class WorkerSettings:
     def has_wide_fields(self) -> bool:
         """Whether groups have wide fields: many values a token (correction/wide.py)."""
         return self.topk > 0 or self.rollout.engine.return_routed_experts
-
-    @classmethod
-    def of(cls, config: RunConfig, model: Path, sample: Prompt) -> WorkerSettings:
-        """The settings for a run. Args: model, sample: see the fields."""
-        return cls(
-            rollout=config.rollout,
-            model=model,
-            sample=sample,
-            bind=config.metrics.bind,
-            resource=config.ray.rollout_resource,
-            seed=config.seed,
-            topk=needs_topk(config.correction),
-            environment=worker_environment(config),
-            fetch_s=fetch_s(config),
-        )
 
 
 class RolloutWorker:

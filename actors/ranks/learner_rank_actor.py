@@ -93,7 +93,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         self._kept = KeptWeights(self._learner)
         self._version = version
         self._endpoint = MetricsEndpoint("learner", str(self._rank), bind=listen_address(self._bind))
-        detail = layers.describe(self._config, self._learner.placement.device)
+        detail = layers.describe(self._learner.config, self._learner.placement.device)
         return ActorInfo("learner", str(self._rank), os.getpid(), self._endpoint.target, detail, ray.get_runtime_context().get_node_id())
 
     @names_failures

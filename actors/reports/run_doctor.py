@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.checkpoints.reading import Reading
-from actors.config import DeadlinesConfig, RunConfig
+from actors.config import DeadlinesConfig
 from actors.metrics.step_metrics import StepMetrics, shown
 from actors.processes.disk_at_start import by_disk_at_start
 from actors.processes.event_level import EventLevel
@@ -173,9 +173,9 @@ def diagnose(folder: RunFolder) -> RunDiagnosis:
 
 
 def _deadlines(config: Mapping[str, Any]) -> DeadlinesConfig:
-    """The run's own; the defaults, if another version has written its settings."""
+    """The run's own; the defaults, if another version has written them."""
     try:
-        return RunConfig.model_validate(config).deadlines
+        return DeadlinesConfig.model_validate(config.get("deadlines", {}))
     except (ConfigError, ValueError):
         return DeadlinesConfig()
 

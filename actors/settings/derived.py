@@ -1,16 +1,17 @@
 """Decides what a recipe leaves open, once for both sides: devices from the hardware, types from the devices, sizes from both.
 
-The result is what runs and what the run folder's config.yaml shows; nothing in it is `auto`.
+The result is what runs and what the run folder's config.yaml shows; nothing in it is `auto` but learner.layers, which depends on what is
+installed where a rank is: the rank decides (learner/layers.py), and says so when it is up.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from actors.config import RunConfig
-from correction.engines.device_choice import Device, dtype_of
+from correction.engines.device_choice import Dtype, device_of, dtype_of, group_backend_of, is_open
 from correction.errors import ConfigError
 from correction.replacement import reason_of
 from correction.settings import Settings
@@ -23,6 +24,11 @@ GPU_TOKENS_PER_MICROBATCH = 8192
 """Default on a GPU. The 2,048 tokens that suit a CPU would not keep a GPU busy: launching kernels would take longer than running them."""
 GPU_RUNNING_REQUESTS = 256
 """As many as SGLang captures graphs for on a GPU of 60 to 160 GB (its cuda_graph_max_bs there, without tensor parallelism)."""
+
+
+def asks_for_gpus(config: RunConfig) -> bool:
+    """Whether a device is left open, and depends on the GPUs that there are."""
+    return is_open(config.rollout.engine.device, config.learner.device)
 
 
 def derived(config: RunConfig, *, has_gpu: bool) -> RunConfig:
@@ -52,10 +58,8 @@ def with_optimizer(config: RunConfig, *, has_experts: bool) -> RunConfig:
 
 
 def _learner(learner: LearnerConfig, has_gpu: bool) -> LearnerConfig:
-    device = _device(learner.device, has_gpu)
-    values: dict[str, Any] = {"device": device}
-    if learner.dtype == "auto":
-        values["dtype"] = dtype_of(learner.dtype, device)
+    device = device_of(learner.device, has_gpu=has_gpu)
+    values: dict[str, Any] = {"device": device, "dtype": dtype_of(learner.dtype, device)}
     if device == "cuda":
         values |= _unset(learner, tokens_per_microbatch=GPU_TOKENS_PER_MICROBATCH)
         if learner.has_copies(has_experts=False) or not learner.has_copies(has_experts=True):  # otherwise by the model
@@ -64,7 +68,7 @@ def _learner(learner: LearnerConfig, has_gpu: bool) -> LearnerConfig:
 
 
 def _engine(engine: EngineConfig, learner: LearnerConfig, share: float, has_gpu: bool) -> EngineConfig:
-    values = _engine_types(engine, learner.dtype, has_gpu)
+    values = _engine_types(engine, learner.resolved_dtype, has_gpu)
     if values["device"] == "cuda":
         values |= _unset(engine, max_running_requests=GPU_RUNNING_REQUESTS)
         values["gpu_share"] = share
@@ -79,17 +83,15 @@ def with_engine_types(config: RunConfig, *, has_gpu: bool) -> RunConfig:
     Raises: ConfigError as `derived`.
     """
     learner, engine = config.learner, config.rollout.engine
-    dtype = dtype_of(learner.dtype, _device(learner.device, has_gpu))
+    dtype = dtype_of(learner.dtype, device_of(learner.device, has_gpu=has_gpu))
     engine = with_values(engine, _engine_types(engine, dtype, has_gpu), "rollout.engine")
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
 
 
-def _engine_types(engine: EngineConfig, learner_dtype: str, has_gpu: bool) -> dict[str, Any]:
-    return {"device": _device(engine.device, has_gpu), "dtype": learner_dtype if engine.dtype == "auto" else engine.dtype}
-
-
-def _device(asked: Literal["auto", "cpu", "cuda"], has_gpu: bool) -> Device:
-    return asked if asked != "auto" else "cuda" if has_gpu else "cpu"
+def _engine_types(engine: EngineConfig, learner: Dtype, has_gpu: bool) -> dict[str, Any]:
+    device = device_of(engine.device, has_gpu=has_gpu)
+    dtype, backend = dtype_of(engine.dtype, device, learner=learner), group_backend_of(engine.weight_group_backend, device)
+    return {"device": device, "dtype": dtype, "weight_group_backend": backend}
 
 
 def _unset(settings: Settings, **values: Any) -> dict[str, Any]:

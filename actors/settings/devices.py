@@ -197,7 +197,7 @@ def check_gpus_to_come(config: RunConfig, offered: float, possible: float | None
     Raises: ConfigError.
     """
     learner = config.learner
-    ranks = gpus_asked(config, workers=0)
+    ranks = whole_gpus([learner.gpus_per_rank] * learner.world_size) if learner.device == "cuda" else 0
     if possible is not None and max(offered, possible) < ranks:
         raise ConfigError(
             f"learner.device = cuda with {learner.world_size} ranks: {ranks} GPUs are needed, and the cluster at {config.ray.address} has "

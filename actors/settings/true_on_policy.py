@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from actors.config import RunConfig
+from actors.config import OnDifference, RunConfig
 from actors.processes.event_level import EventLevel
 from actors.settings.derived import with_values
 from correction.engines.contract import Contract, SideSettings
@@ -28,6 +28,7 @@ def resolved(config: RunConfig, model: Path | None = None) -> RunConfig:
     With true_on_policy it has the contract's settings on both sides; with the engines' routing to be replayed, engines that report it.
 
     Args:
+        config: with devices and types (derived.py).
         model: folder of the weights that training starts from; on a resume a checkpoint's. None: config.model.
     Raises: ConfigError naming what can't be honoured.
     """
@@ -60,14 +61,14 @@ def _with_settings(config: RunConfig, of_engine: dict[str, Any], of_learner: dic
 
 
 def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Contract:
-    """The contract of a model, engine and learner. Raises: ConfigError naming everything that can't be honoured."""
-    on_cpu = engine.resolved_device == "cpu"
+    """The contract of a model, engine and learner, whose devices and types are decided. Raises: ConfigError naming everything that can't be
+    honoured."""
     return Contract.of(
         json.loads((model / "config.json").read_text()),
         SideSettings(
             name="rollout.engine",
             device=engine.resolved_device,
-            dtype=learner.resolved_dtype if engine.dtype == "auto" else engine.dtype,
+            dtype=engine.resolved_dtype,
             threads=engine.threads,
             tensor_parallel=engine.tensor_parallel,
             attention_backend=engine.attention_backend,
@@ -76,7 +77,7 @@ def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Co
         ),
         SideSettings(
             name="learner",
-            device="cpu" if learner.device == "auto" and on_cpu else learner.device,
+            device=learner.resolved_device,
             dtype=learner.resolved_dtype,
             threads=learner.threads,
             tensor_parallel=learner.tensor_parallel,
@@ -94,23 +95,22 @@ class BatchObserver(Protocol):
 
 
 async def check_batch(
-    config: RunConfig, compared: Callable[[], Awaitable[Agreement | None]], *, step: int, observer: BatchObserver
+    compared: Callable[[], Awaitable[Agreement | None]], on_difference: OnDifference, *, step: int, observer: BatchObserver
 ) -> None:
     """With true on-policy: before the new weights go anywhere. Args: compared: asks who has the batch to compare it.
 
     Raises: EngineError at the first difference, if that ends the run; ActorLost then, too, if the batch is gone with who had it.
     """
-    if config.true_on_policy:
-        found = await compared()
-        if found is None:
-            lacking = f"step {step}: its batch is gone with the correction service, and can't be compared bit by bit"
-            if config.true_on_policy_on_difference == "stop":
-                raise ActorLost(lacking)
-            return observer.event("warning", lacking)
-        agreement = checked(config, found, step=step)
-        if agreement.first is not None:
-            observer.event("warning", f"step {step}: {describe(agreement)}")
-        observer.note(metrics_of(agreement))
+    found = await compared()
+    if found is None:
+        lacking = f"step {step}: its batch is gone with the correction service, and can't be compared bit by bit"
+        if on_difference == "stop":
+            raise ActorLost(lacking)
+        return observer.event("warning", lacking)
+    agreement = checked(found, on_difference, step=step)
+    if agreement.first is not None:
+        observer.event("warning", f"step {step}: {describe(agreement)}")
+    observer.note(metrics_of(agreement))
 
 
 def compare_batch(batch: PackedBatch, values: StepValues) -> Agreement:
@@ -128,9 +128,9 @@ def compare_batch(batch: PackedBatch, values: StepValues) -> Agreement:
     return compare(batch if known is None else replace(batch, loss_mask=batch.loss_mask & known), trained)
 
 
-def checked(config: RunConfig, agreement: Agreement, *, step: int) -> Agreement:
-    """The agreement as it is. Raises: EngineError naming the first token that differs, with true_on_policy_on_difference: stop."""
-    if agreement.first is not None and config.true_on_policy_on_difference == "stop":
+def checked(agreement: Agreement, on_difference: OnDifference, *, step: int) -> Agreement:
+    """The agreement as it is. Raises: EngineError naming the first token that differs, if that ends the run."""
+    if agreement.first is not None and on_difference == "stop":
         raise EngineError(f"step {step}: {describe(agreement)}. To go on with correction: true_on_policy_on_difference: correct")
     return agreement
 

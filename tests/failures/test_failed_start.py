@@ -131,9 +131,10 @@ def test_the_log_of_a_run_is_its_events(tmp_path: Path, capsys: pytest.CaptureFi
     from actors.processes.wait_notice import WaitNotice
     from actors.record.observer import Observer
     from actors.record.terminal import TerminalView
+    from actors.settings.derived import derived
 
     folder = RunFolder.create(tmp_path / "run", "x")
-    observer = Observer(load_config(RunConfig, RECIPE, []), folder, TerminalView(1, "x"))
+    observer = Observer(derived(load_config(RunConfig, RECIPE, []), has_gpu=False), folder, TerminalView(1, "x"))
     log = logging.getLogger("evenkeel.sync")
     with _log_as_events(observer):
         log.info("%s is up", "an engine")

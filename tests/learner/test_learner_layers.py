@@ -26,7 +26,7 @@ BF16 = LearnerConfig(dtype="bfloat16")
 @pytest.mark.parametrize(
     ("settings", "device", "has_te", "chosen"),
     [
-        ({}, CPU, True, "local"),
+        ({"dtype": "float32"}, CPU, True, "local"),
         ({"dtype": "bfloat16"}, CPU, True, "local"),
         ({"dtype": "bfloat16"}, CUDA, False, "local"),
         ({"dtype": "bfloat16"}, CUDA, True, "transformer_engine"),
@@ -60,8 +60,8 @@ def test_what_cannot_be_had_is_refused_with_the_remedy(monkeypatch: pytest.Monke
 
 
 def test_a_person_is_told_which_layers_and_why_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert layers.describe(LearnerConfig(), CPU) == "local layers"
-    assert "TF32" in layers.describe(LearnerConfig(), CUDA)
+    assert layers.describe(LearnerConfig(dtype="float32"), CPU) == "local layers"
+    assert "TF32" in layers.describe(LearnerConfig(dtype="float32"), CUDA)
     monkeypatch.setattr(megatron, "HAVE_TE", False)
     assert "transformer-engine isn't installed" in layers.describe(BF16, CUDA)
     assert layers.describe(BF16.model_copy(update={"layers": "local"}), CUDA) == "local layers"
@@ -85,7 +85,7 @@ def _tree(policy: model.PolicyModel) -> dict[str, tuple[Any, ...]]:
 
 def _trees_and_weights(rank: int, ranks: int, port: int, folder: Path, settings: dict[str, Any]) -> Any:
     """Trees of the local model and of TransformerEngine's; kinds of the latter's modules; the folder's weights through it."""
-    config = LearnerConfig(dtype="bfloat16", **settings)
+    config = LearnerConfig(dtype="bfloat16", **settings).on_this_machine()
     placement = parallel.join(config, rank, ranks, "127.0.0.1", port)
     hf_config, weights = hf_folder.read_config(folder), hf_folder.HFWeights(folder)
     try:

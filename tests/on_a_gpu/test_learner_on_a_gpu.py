@@ -108,7 +108,7 @@ def test_a_step_takes_the_memory_that_a_plan_says(tmp_path: Path, family: str, r
     settings: dict[str, Any] = {"device": DEVICE, "dtype": "bfloat16", "tokens_per_microbatch": tokens, "recompute_activations": recompute}
     before = torch.cuda.memory_allocated()
     with learner_on(folder, **settings) as learner:
-        planned = rank_memory(ModelShape.read(folder), LearnerConfig(**settings), longest=longest)
+        planned = rank_memory(ModelShape.read(folder), LearnerConfig(**settings).on_this_machine(), longest=longest)
         for step in range(2):
             torch.cuda.reset_peak_memory_stats()
             learner.step(whole_passes(tokens, longest), TIS, step=step)

@@ -94,13 +94,14 @@ def test_checksum_sees_words_that_change_places() -> None:
 
 
 def test_arguments_on_a_cpu_and_on_cuda() -> None:
-    cpu = EngineConfig(device="cpu", max_running_requests=16).sglang_arguments("folder", 1024, 7)
+    cpu = EngineConfig(device="cpu", max_running_requests=16).on_this_machine().sglang_arguments("folder", 1024, 7)
     assert (cpu["dtype"], cpu["attention_backend"]) == ("float32", "torch_native")
     assert (cpu["max_total_tokens"], cpu["weight_version"]) == (16 * 1024, "7")
-    cuda = EngineConfig(device="cuda", memory_fraction=0.6).sglang_arguments("folder", 32768, 0)
+    cuda = EngineConfig(device="cuda", memory_fraction=0.6).on_this_machine().sglang_arguments("folder", 32768, 0)
     assert (cuda["dtype"], cuda["mem_fraction_static"]) == ("bfloat16", 0.6)
     assert not {"attention_backend", "max_total_tokens", "disable_cuda_graph", "disable_overlap_schedule"} & cuda.keys()
-    assert EngineConfig(device="cpu", engine_args={"chunked_prefill_size": 64}).sglang_arguments("f", 64, 0)["chunked_prefill_size"] == 64
+    given = EngineConfig(device="cpu", engine_args={"chunked_prefill_size": 64}).on_this_machine()
+    assert given.sglang_arguments("f", 64, 0)["chunked_prefill_size"] == 64
 
 
 @pytest.mark.parametrize("quantization", ["none", "float8_block"])
@@ -114,22 +115,23 @@ def test_experts_on_a_gpu_have_kernels_that_leave_their_weights_as_they_are_sent
         (on_gpu | {"engine_args": {runner: "auto"}}, True, "auto"),
         ({"device": "cpu", "dtype": "bfloat16", "quantization": quantization}, True, None),
     ):
-        config = EngineConfig.model_validate(settings)
+        config = EngineConfig.model_validate(settings).on_this_machine()
         assert config.sglang_arguments("folder", 64, 0, has_weights=False, has_experts=has_experts).get(runner) == given
 
 
 def test_float32_on_a_gpu_is_refused_also_where_only_the_start_knows_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`evaluate`, `filter` and `diff-engines` decide no devices; a run has decided by then."""
+    """`diff-engines` decides no device before; a run has decided by then."""
     config = EngineConfig(dtype="float32")
-    assert config.sglang_arguments("folder", 64, 0)["dtype"] == "float32"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert config.on_this_machine().sglang_arguments("folder", 64, 0)["dtype"] == "float32"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match=r"rollout\.engine\.dtype = float32 with device = cuda: SGLang's attention kernels"):
-        config.sglang_arguments("folder", 64, 0)
+        config.on_this_machine().sglang_arguments("folder", 64, 0)
 
 
 def test_arguments_of_an_engine_without_weights() -> None:
-    assert "load_format" not in EngineConfig(device="cpu").sglang_arguments("folder", 64, 0)
-    assert EngineConfig(device="cpu").sglang_arguments("folder", 64, 0, has_weights=False)["load_format"] == "dummy"
+    assert "load_format" not in EngineConfig(device="cpu").on_this_machine().sglang_arguments("folder", 64, 0)
+    assert EngineConfig(device="cpu").on_this_machine().sglang_arguments("folder", 64, 0, has_weights=False)["load_format"] == "dummy"
 
 
 def test_reserved_and_unknown_settings_are_refused() -> None:

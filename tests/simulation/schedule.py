@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from actors.config import RunConfig
+from actors.settings.derived import derived
 
 _START_S, _STEP_S, _END_S = 10.0, 7.0, 5.0
 """An undisturbed run's: faults begin while that would be under way, or an evaluation after it."""
@@ -91,7 +92,7 @@ def _config(
     workers: int, groups: int, staleness: int, steps: int, checkpoint: int, evaluate: int, dynamic: bool, broadcasts: bool, forwards: bool,
     publish: int,
 ) -> RunConfig:
-    return RunConfig.model_validate(
+    config = RunConfig.model_validate(
         {
             "model": "model",
             "steps": steps,
@@ -120,6 +121,7 @@ def _config(
             },
         }
     )
+    return derived(config, has_gpu=False)
 
 
 _FAULTS = {  # by kind: how often, how long

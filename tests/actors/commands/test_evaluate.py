@@ -11,8 +11,8 @@ from typing import ClassVar
 import pytest
 
 from actors.commands import evaluate as command
-from actors.config import RunConfig
 from correction.errors import ConfigError
+from rollout.config import RolloutConfig
 from rollout.engine_config import EngineConfig
 from rollout.tasks import build_task
 from rollout.trajectory import Prompt, Trajectory
@@ -22,8 +22,8 @@ from tests.actors.cases import trajectory
 class Unscored:
     """In the place of the engine and its scorers: each answer has failed, by the JSON in it."""
 
-    def __init__(self, config: RunConfig, *_: object) -> None:
-        self.engines.append(config.rollout.engine)
+    def __init__(self, rollout: RolloutConfig, *_: object) -> None:
+        self.engines.append(rollout.engine)
 
     engines: ClassVar[list[EngineConfig]] = []
     """Those that were asked for."""

@@ -20,7 +20,7 @@ from actors.commands.filter import Asked, Bounds, filter_questions
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from correction.errors import ConfigError, DataError, EngineError
-from rollout.config import AnswerSampling
+from rollout.config import AnswerSampling, RolloutConfig
 from rollout.rewards import RewardPool
 from rollout.tasks import build_task
 from rollout.trajectory import Prompt, Trajectory
@@ -46,7 +46,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rewards], list[str]]:
 
     def use(rewards: Rewards) -> list[str]:
         class Fake:
-            def __init__(self, config: RunConfig, model: Path, on_answers: Callable[[int], None]) -> None:
+            def __init__(self, rollout: RolloutConfig, model: Path, seed: int, on_answers: Callable[[int], None]) -> None:
                 pass
 
             @asynccontextmanager

@@ -35,6 +35,7 @@ from actors.processes import disk_at_start
 from actors.processes.disk_at_start import DiskLate
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.reports.run_doctor import diagnose, page
+from actors.settings.derived import derived
 from correction.errors import DeadlineExceeded
 from learner import file_sums
 from rollout.config import FileTask
@@ -121,7 +122,8 @@ def test_a_disk_that_hangs_ends_the_look_at_earlier_steps(
     what = "the lines of earlier steps -> the run folder's disk"
     notice_first(monkeypatch, what)
     with hanging(folder.path / name):
-        run = partial(train._run_in, folder, run_config(folder, [SHORT]), None, [], None)  # type: ignore[arg-type]
+        config = derived(run_config(folder, [SHORT]), has_gpu=False)
+        run = partial(train._run_in, folder, config, None, [], None)  # type: ignore[arg-type]
         assert_ends_in_a_sentence(run, what)
     assert re.search(rf"^warning: waiting \d+ s for {what}$", capsys.readouterr().out, re.MULTILINE)
 
@@ -141,7 +143,7 @@ def test_a_disk_that_hangs_ends_the_look_at_the_nodes(folder: RunFolder, where: 
         monkeypatch.setattr(Path, "write_text", hangs)
     monkeypatch.setattr(gather, "_sees_both_ways", hangs)
     joins = where in ("a file for the nodes", "a node's file")
-    config = run_config(folder, [SHORT, *["ray.address=auto"] * joins])
+    config = derived(run_config(folder, [SHORT, *["ray.address=auto"] * joins]), has_gpu=False)
     observer: Any = SimpleNamespace(waiting=lambda notice: told.append(str(notice)))
     what = {
         "the model's folder": "facts of this machine, and the model's folder",

@@ -310,9 +310,12 @@ def test_a_resume_that_died_before_its_first_checkpoint_spoils_nothing(folder: R
     assert point is not None and point.state.queue.finished == () and len(point.state.queue.in_flight) == 2
 
 
-@pytest.mark.parametrize("override", ["rollout.workers=2", "rollout.slots=5", "rollout.engine.deadlines.generate_s=99"])
+OF_ENGINES = ["rollout.engine.deadlines.generate_s=99", "rollout.engine.weight_group_backend=gloo"]
+
+
+@pytest.mark.parametrize("override", ["rollout.workers=2", "rollout.slots=5", *OF_ENGINES])
 def test_groups_stay_whatever_the_number_of_workers_and_of_groups_under_way(folder: RunFolder, override: str) -> None:
-    """Neither decides what an answer is: finished groups are trained as they are."""
+    """None of them decides what an answer is: finished groups are trained as they are."""
     _, point, _ = resume(folder, override)
     assert point.state.queue == state(2).queue
 

@@ -211,7 +211,7 @@ def test_what_is_no_folder_is_told_how_the_hub_s_are_named(tmp_path: Path) -> No
 
 def test_no_layout_is_offered_that_the_learner_refuses() -> None:
     """OLMo 2 normalises over all heads: no tensor parallelism."""
-    found = layouts(ModelShape.of(OLMO2), LearnerConfig(dtype="bfloat16"), 4, H100.memory, longest=1, loads_other=False)
+    found = layouts(ModelShape.of(OLMO2), LearnerConfig(dtype="bfloat16").on_this_machine(), 4, H100.memory, longest=1, loads_other=False)
     assert found and {one.config.tensor_parallel for one in found} == {1}
 
 

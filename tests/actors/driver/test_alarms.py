@@ -26,32 +26,37 @@ def config(*overrides: str) -> RunConfig:
     return load_config(RunConfig, RECIPE, overrides)
 
 
+def alarms(*overrides: str, earlier: Replacement | None = None) -> AlarmResponse:
+    run = config(*overrides)
+    return AlarmResponse(run.monitor, run.correction, earlier)
+
+
 def event(name: str = "k3_kl", state: State = State.ALARM, step: int = 41) -> Event:
     return Event(step, name, state, 0.008, 8.0, f"{name} = 0.008")
 
 
 def test_nothing_is_done_unless_it_is_asked_for() -> None:
-    response = AlarmResponse(config())
+    response = alarms()
     response.take([event()])
     assert response.decide() is None and response.notes() == []
 
 
 def test_a_replacement_that_would_leave_out_most_at_an_alarm_is_told_at_the_start() -> None:
     """mis-geometric has a band of 0.001 nats: at an alarm the KL is beyond it. Presets on tokens hold."""
-    notes = AlarmResponse(config(*SWITCH)).notes()
+    notes = alarms(*SWITCH).notes()
     assert [note for note in notes if note.startswith("warning: what monitor.on_alarm = switch_preset puts in place would not hold")]
     assert "once the KL exceeds 0.001 nats" in notes[-1] and "dppo-binary-tv" in notes[-1]
-    assert len(AlarmResponse(config("monitor.on_alarm=switch_preset", "monitor.preset=mis-full")).notes()) == 1
+    assert len(alarms("monitor.on_alarm=switch_preset", "monitor.preset=mis-full").notes()) == 1
 
 
 def test_only_alarms_count() -> None:
-    response = AlarmResponse(config("monitor.on_alarm=stop"))
+    response = alarms("monitor.on_alarm=stop")
     response.take([event(state=State.WATCH), event(state=State.OK)])
     assert response.decide() is None
 
 
 def test_each_alarm_stops_once() -> None:
-    response = AlarmResponse(config("monitor.on_alarm=stop"))
+    response = alarms("monitor.on_alarm=stop")
     response.take([event(), event("ess_token")])
     action = response.decide()
     assert action is not None and action.replacement is None
@@ -63,35 +68,35 @@ def test_each_alarm_stops_once() -> None:
 
 def test_the_correction_is_replaced_once() -> None:
     settings = config(*SWITCH)
-    response = AlarmResponse(settings)
+    response = alarms(*SWITCH)
     assert response.correction == settings.correction
     response.take([event()])
     action = response.decide()
     assert action is not None and action.replacement is not None
     assert action.text == "alarm of k3_kl at step 41: the correction becomes preset mis-geometric, from the next batch that is begun"
-    assert response.correction == action.replacement.correction == settings.correction_after_alarm()
+    assert response.correction == action.replacement.correction == settings.monitor.after_alarm(settings.correction)
     response.take([event("ess_token")])
     assert response.decide() is None
 
 
 def test_a_resume_goes_on_with_the_replacement_unless_another_correction_is_configured() -> None:
-    before = AlarmResponse(config(*SWITCH))
+    before = alarms(*SWITCH)
     before.take([event()])
     before.decide()
-    resumed = AlarmResponse(config(*SWITCH), before.replacement)
+    resumed = alarms(*SWITCH, earlier=before.replacement)
     assert resumed.correction.preset == "mis-geometric" and resumed.replacement == before.replacement
     assert "an earlier alarm has put in place" in resumed.notes()[0]
     resumed.take([event()])
     assert resumed.decide() is None
-    without_action = AlarmResponse(config(), before.replacement)
+    without_action = alarms(earlier=before.replacement)
     assert without_action.correction.preset == "mis-geometric"
-    changed = AlarmResponse(config("correction.preset=icepop"), before.replacement)
+    changed = alarms("correction.preset=icepop", earlier=before.replacement)
     assert changed.correction.preset == "icepop" and "has changed since" in changed.notes()[0]
 
 
 def test_narrower_bounds_are_no_answer_to_rejection() -> None:
     """They would reject still more; and tokens that were drawn from another policy stay what they are."""
-    response = AlarmResponse(config("monitor.on_alarm=tighten"))
+    response = alarms("monitor.on_alarm=tighten")
     response.take([event("rejected_share"), event("broken_tokens"), event("rho_mean_deviation")])
     assert response.decide() is None
     response.take([event("rejected_share"), event("drift_k3_kl")])
@@ -161,8 +166,8 @@ def test_the_controller_ends_the_run_unless_it_is_over_anyway() -> None:
 
 def test_a_resumed_controller_starts_its_service_with_the_replacement() -> None:
     settings = config(*SWITCH)
-    replaced = settings.correction_after_alarm()
+    replaced = settings.monitor.after_alarm(settings.correction)
     assert replaced is not None
     one, _, _ = controller(*SWITCH)
-    one._alarms = AlarmResponse(settings, Replacement(settings.correction, replaced))
+    one._alarms = AlarmResponse(settings.monitor, settings.correction, Replacement(settings.correction, replaced))
     assert one._alarms.correction == replaced, "with which its parts start"

@@ -59,14 +59,14 @@ def test_figures_of_two_well_known_runs() -> None:
     Qwen3-30B-A3B over 16 ranks: 18,867 tensors, 98,304 bytes a token in the cache, 61 GB, 46.9 GB a rank where others need 72.0."""
     dense, experts = ModelShape.of(QWEN3_8B), ModelShape.of(QWEN3_30B_A3B)
     pairs: dict[str, Any] = {"dtype": "bfloat16", "tensor_parallel": 2, "data_parallel": 2}
-    apart, shared = (state_bytes(dense, LearnerConfig(**pairs, distributed_optimizer=one)) for one in (False, True))
+    apart, shared = (state_bytes(dense, LearnerConfig(**pairs, distributed_optimizer=one).on_this_machine()) for one in (False, True))
     assert [round(size / GB, 1) for size in apart] == [8.2, 16.4, 49.1]
     assert (round(sum(apart) / GB, 1), round(sum(shared) / GB, 1)) == (73.7, 49.1)
     spread: dict[str, Any] = {
         "dtype": "bfloat16", "tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2, "expert_parallel": 4,
         "data_parallel": 4,
     }  # fmt: skip
-    apart, shared = (state_bytes(experts, LearnerConfig(**spread, distributed_optimizer=one)) for one in (False, True))
+    apart, shared = (state_bytes(experts, LearnerConfig(**spread, distributed_optimizer=one).on_this_machine()) for one in (False, True))
     assert (sum(apart) / GB, sum(shared) / GB) == pytest.approx((72.0, 46.9), rel=0.005), "which left out the routers"
     assert (experts.tensors, experts.key_value_bytes("bfloat16")) == (18_867, 98_304)
     assert round(experts.weight_bytes("bfloat16") / GB) == 61
@@ -137,7 +137,7 @@ def test_activations_are_what_autograd_keeps(tmp_path: Path, family: str, dtype:
     for folder in folders:
         with learner_on(folder, device="cpu", **settings) as learner:
             measured.append(kept_for_backward(learner, 256))
-    expected = layer_activations(ModelShape.read(folders[0]), LearnerConfig(device="cpu", **settings)) * 256
+    expected = layer_activations(ModelShape.read(folders[0]), LearnerConfig(device="cpu", **settings).on_this_machine()) * 256
     assert measured[1] - measured[0] == pytest.approx(expected, rel=0.03)
 
 
@@ -293,7 +293,8 @@ def test_layouts_that_fit_come_first_and_divide_the_model() -> None:
     assert 1 in {one.config.data_parallel for one in experts if one.config.distributed_optimizer}, "pairs that hold the same experts"
     assert all(one.config.distributed_optimizer == one.config.has_copies(has_experts=True) for one in experts)
     odd = replace(shape, heads=6, key_heads=3)
-    assert {one.config.tensor_parallel for one in layouts(odd, LearnerConfig(), 4, gpu, longest=1, loads_other=False)} == {1}
+    undivided = layouts(odd, LearnerConfig(device="cuda", dtype="bfloat16"), 4, gpu, longest=1, loads_other=False)
+    assert {one.config.tensor_parallel for one in undivided} == {1}
 
 
 @pytest.mark.parametrize(

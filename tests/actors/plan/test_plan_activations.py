@@ -46,7 +46,7 @@ def test_what_two_ranks_keep_of_a_layer_more(tmp_path: Path, family: str, split:
     settings = split | {"dtype": "bfloat16"}
     folders = [save_tiny_model(tmp_path / str(n), family, tie=False, num_hidden_layers=n, **SIZES) for n in (1, 2)]
     one, two = (sum(run_ranks(kept_on_a_rank, folder, settings)) / 2 for folder in folders)
-    planned = layer_activations(ModelShape.read(folders[0]), LearnerConfig(device="cpu", **settings)) * TOKENS
+    planned = layer_activations(ModelShape.read(folders[0]), LearnerConfig(device="cpu", **settings).on_this_machine()) * TOKENS
     assert two - one == pytest.approx(planned, rel=0.03)
 
 

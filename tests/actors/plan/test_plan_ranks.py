@@ -42,7 +42,7 @@ def bytes_of_a_rank(rank: int, ranks: int, port: int, folder: Path, split: dict[
     ],
 )
 def test_every_rank_holds_what_was_planned(tmp_path: Path, family: str, split: dict[str, Any]) -> None:
-    folder, config = save_tiny_model(tmp_path, family, tie=False, pad_token_id=None), LearnerConfig(device="cpu", **split)
+    folder, config = save_tiny_model(tmp_path, family, tie=False, pad_token_id=None), LearnerConfig(device="cpu", **split).on_this_machine()
     shape = ModelShape.read(folder)
     found = run_ranks(bytes_of_a_rank, folder, split)
     for stage, (weights, gradients, _) in found:

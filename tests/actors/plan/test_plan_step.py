@@ -93,7 +93,7 @@ def measured_and_planned(
         measured = sum(held(learner)), of_passes
     planned = rank_memory(
         ModelShape.read(folder),
-        LearnerConfig(**settings | {"device": planned_for}),
+        LearnerConfig(**settings | {"device": planned_for}).on_this_machine(),
         longest=LONGEST,
         has_entropy_loss=correction.entropy_coefficient > 0,
     )
@@ -160,7 +160,7 @@ def test_other_weights_are_there_when_no_layer_s_activations_are(
         with_others, training = most_with_other_weights(learner, passes=2), most_in_the_passes(learner, TIS)
         again = most_with_other_weights(learner)
         state = sum(held(learner))
-    planned = rank_memory(ModelShape.read(tmp_path), LearnerConfig(**settings), longest=LONGEST, loads_other=True)
+    planned = rank_memory(ModelShape.read(tmp_path), LearnerConfig(**settings).on_this_machine(), longest=LONGEST, loads_other=True)
     assert with_others == pytest.approx(planned.other + planned.forward, rel=0.03)
     assert again == pytest.approx(with_others, rel=0.03), "neither a second pass nor the optimizer's state adds to it"
     assert state == planned.state

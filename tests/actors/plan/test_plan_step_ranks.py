@@ -64,7 +64,7 @@ def test_a_rank_s_step_takes_what_a_plan_says(
         "recompute_activations": recompute,
     } | split  # fmt: skip
     found = run_ranks(bytes_of_a_step, folder, settings, passes)
-    shape, config = ModelShape.read(folder), LearnerConfig(**settings)
+    shape, config = ModelShape.read(folder), LearnerConfig(**settings).on_this_machine()
     measured, planned, on_top = [], [], []
     for stage, state, of_passes in found:
         memory = stage_memory(shape, config, stage, longest=LONGEST)
@@ -107,7 +107,7 @@ def test_a_rank_s_pass_with_other_weights_takes_what_a_plan_says(
     settings = {
         "device": "cpu", "dtype": "bfloat16", "tokens_per_microbatch": TOKENS, "logprob_chunk_tokens": 128, "shared_prompts": False,
     } | split  # fmt: skip
-    shape, config = ModelShape.read(folder), LearnerConfig(**settings)
+    shape, config = ModelShape.read(folder), LearnerConfig(**settings).on_this_machine()
     found = run_ranks(bytes_with_other_weights, folder, settings)
     planned = [stage_memory(shape, config, stage, longest=LONGEST, loads_other=True) for stage, _ in found]
     expected = [memory.other + memory.forward for memory in planned]

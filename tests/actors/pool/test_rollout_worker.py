@@ -14,6 +14,7 @@ import ray.exceptions
 
 from actors.carriers import GroupFailure, Ticket
 from actors.config import RunConfig
+from actors.driver.parts import worker_settings
 from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
 from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError, RequestError
 from rollout.config import AnswerSampling, RolloutConfig
@@ -308,7 +309,7 @@ def test_an_attempt_at_new_weights_leaves_the_engine_its_own_time() -> None:
     rollout = {"task": {"kind": "file", "path": "none"}, "reward": {"kind": "exact_match"}, "engine": engine}
     run = {"model": "model", "steps": 1, "groups_per_step": 2, "rollout": rollout}
     found = [
-        WorkerSettings.of(RunConfig.model_validate(run | {"deadlines": {"sync_s": sync_s}}), Path("model"), prompt(0)).fetch_s
+        worker_settings(RunConfig.model_validate(run | {"deadlines": {"sync_s": sync_s}}), Path("model"), prompt(0)).fetch_s
         for sync_s in (120.0, 40.0)
     ]
     assert found == [120.0 - 30.0 - 2 * 10.0, 20.0], "or half, where a recipe leaves none"

@@ -174,10 +174,14 @@ def test_a_reference_policy_is_kept_only_for_a_penalty_on_it_or_a_report(overrid
 
 
 def test_what_an_alarm_goes_on_with() -> None:
-    assert small().correction_after_alarm() is None and small("monitor.on_alarm=stop").correction_after_alarm() is None
-    switched = small("monitor.on_alarm=switch_preset", "monitor.preset=mis-full").correction_after_alarm()
+    def after(*overrides: str) -> CorrectionConfig | None:
+        run = small(*overrides)
+        return run.monitor.after_alarm(run.correction)
+
+    assert after() is None and after("monitor.on_alarm=stop") is None
+    switched = after("monitor.on_alarm=switch_preset", "monitor.preset=mis-full")
     assert switched is not None and switched.preset == "mis-full" and switched.veto is not None
-    tightened = small("monitor.on_alarm=tighten", "monitor.tighten_factor=0.25").correction_after_alarm()    # tis-token: at most 2
+    tightened = after("monitor.on_alarm=tighten", "monitor.tighten_factor=0.25")    # tis-token: at most 2
     assert tightened is not None and tightened.importance.upper == pytest.approx(2**0.25)
 
 

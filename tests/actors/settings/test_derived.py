@@ -29,7 +29,8 @@ def test_a_cpu_keeps_what_it_always_had() -> None:
     found = derived(plain, has_gpu=False)
     assert (found.learner.device, found.learner.dtype) == ("cpu", "float32")
     assert (found.rollout.engine.device, found.rollout.engine.dtype) == ("cpu", "float32")
-    decided = {"device", "dtype"}
+    assert found.rollout.engine.weight_group_backend == "gloo"
+    decided = {"device", "dtype", "weight_group_backend"}
     assert found.learner.model_dump(exclude=decided) == plain.learner.model_dump(exclude=decided)
     assert found.rollout.engine.model_dump(exclude=decided) == plain.rollout.engine.model_dump(exclude=decided)
 
@@ -127,7 +128,7 @@ def test_an_engine_without_a_run_has_the_types_of_a_run_s(overrides: str, has_gp
     engine = alone.rollout.engine
     assert (engine.device, engine.dtype) == found
     assert engine.dtype == derived(plain, has_gpu=has_gpu).rollout.engine.dtype
-    decided = {"device", "dtype"}
+    decided = {"device", "dtype", "weight_group_backend"}
     assert engine.model_dump(exclude=decided) == plain.rollout.engine.model_dump(exclude=decided) and alone.learner == plain.learner
     with pytest.raises(ConfigError, match=r"rollout\.engine\.dtype = float32 with device = cuda"):
         with_engine_types(config("learner.dtype=float32"), has_gpu=True)
@@ -168,7 +169,22 @@ def test_auto_is_what_the_cluster_has_not_what_the_driver_sees(
 def test_without_a_run_each_side_decides_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    for has_gpu, dtype in ((False, "float32"), (True, "bfloat16")):
+    for has_gpu, device, dtype, backend in ((False, "cpu", "float32", "gloo"), (True, "cuda", "bfloat16", "nccl")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has=has_gpu: has)
-        assert LearnerConfig().resolved_dtype == EngineConfig().resolved_dtype == dtype
-        assert EngineConfig().sglang_arguments("m", 64, 0)["dtype"] == dtype
+        engine, learner = EngineConfig().on_this_machine(), LearnerConfig().on_this_machine()
+        assert (learner.resolved_device, learner.resolved_dtype) == (engine.resolved_device, engine.resolved_dtype) == (device, dtype)
+        assert engine.resolved_group_backend == backend and engine.sglang_arguments("m", 64, 0)["dtype"] == dtype
+        assert learner.on_this_machine() is learner and engine.on_this_machine() is engine, "decided already"
+
+
+def test_a_part_is_given_what_is_decided_and_decides_nothing_itself() -> None:
+    """One that would look at its own process finds no GPU on a cluster's head, or one that is another's."""
+    for read in (
+        lambda: LearnerConfig().resolved_device,
+        lambda: LearnerConfig(device="cpu").resolved_dtype,
+        lambda: EngineConfig(device="cpu").resolved_dtype,
+        lambda: EngineConfig(device="cpu").resolved_group_backend,
+    ):
+        with pytest.raises(ConfigError, match=r"(learner|rollout\.engine)\.[a-z_]+ = auto, which nothing has decided"):
+            read()
+    assert [name for name, value in derived(config(), has_gpu=True).rollout.engine.model_dump().items() if value == "auto"] == []

@@ -11,8 +11,8 @@ import torch
 from actors.cluster.placement import in_order, places_of
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
+from actors.driver.parts import worker_settings
 from actors.pool import workers
-from actors.pool.rollout_worker import WorkerSettings
 from actors.settings.derived import derived
 from actors.settings.devices import (
     check_devices,
@@ -33,11 +33,14 @@ from correction.errors import ConfigError
 from tests.actors.cases import prompt
 
 RECIPE = Path(__file__).parents[2] / "e2e" / "small.yaml"
+HALF = "learner.dtype=bfloat16"
+"""For a learner on a CPU: SGLang has no float32 on a GPU."""
 TWO_RANKS = "rollout.gpus_per_worker=0.5 rollout.engine.tensor_parallel=2"
 
 
 def config(*overrides: str) -> RunConfig:
-    return load_config(RunConfig, RECIPE, overrides)
+    """With the devices of a machine that has the GPUs that torch sees now."""
+    return derived(load_config(RunConfig, RECIPE, overrides), has_gpu=torch.cuda.is_available())
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -48,13 +51,13 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 @pytest.mark.parametrize(
     ("there", "overrides", "said"),
     [
-        (0, "rollout.engine.device=cuda", "rollout.engine.device = cuda with 1 worker: 1 GPU is needed.* torch sees none here"),
+        (0, f"rollout.engine.device=cuda {HALF}", "rollout.engine.device = cuda with 1 worker: 1 GPU is needed.* torch sees none here"),
         (0, "learner.device=cuda learner.data_parallel=2", "learner.device = cuda with 2 ranks: 2 GPUs are needed"),
         (1, "rollout.engine.device=cuda learner.device=cuda", "and learner.device = cuda with 1 rank: 2 GPUs are needed.*sees 1"),
-        (1, "", "rollout.engine.device = auto with 1 worker and learner.device = auto with 1 rank: 2 GPUs"),
-        (3, "rollout.min_workers=1 rollout.max_workers=3", "rollout.engine.device = auto with 3 workers and .*: 4 GPUs"),
-        (3, "rollout.workers=3", "rollout.engine.device = auto with 3 workers and .*: 4 GPUs"),
-        (4, "rollout.workers=2 rollout.engine.tensor_parallel=2", "device = auto with 2 workers of 2 GPUs and .*: 5 GPUs are needed"),
+        (1, "", "rollout.engine.device = cuda with 1 worker and learner.device = cuda with 1 rank: 2 GPUs"),
+        (3, "rollout.min_workers=1 rollout.max_workers=3", "rollout.engine.device = cuda with 3 workers and .*: 4 GPUs"),
+        (3, "rollout.workers=3", "rollout.engine.device = cuda with 3 workers and .*: 4 GPUs"),
+        (4, "rollout.workers=2 rollout.engine.tensor_parallel=2", "device = cuda with 2 workers of 2 GPUs and .*: 5 GPUs are needed"),
     ],
 )
 def test_too_few_gpus_on_this_machine(monkeypatch: pytest.MonkeyPatch, there: int, overrides: str, said: str) -> None:
@@ -68,7 +71,7 @@ def test_too_few_gpus_on_this_machine(monkeypatch: pytest.MonkeyPatch, there: in
     [
         (0, ""),
         (0, "rollout.engine.device=cpu learner.device=cpu"),
-        (1, "learner.device=cpu"),
+        (1, f"learner.device=cpu {HALF}"),
         (2, ""),
         (1, f"{TWO_RANKS} rollout.engine.device=cpu"),  # whose ranks are processes
         (0, "learner.device=cuda ray.address=auto"),
@@ -84,7 +87,7 @@ def test_an_engine_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 0)
     check_engine_device(config())
     with pytest.raises(ConfigError, match=r"rollout\.engine\.device = cuda, but torch sees no GPU here"):
-        check_engine_device(config("rollout.engine.device=cuda"))
+        check_engine_device(config("rollout.engine.device=cuda", HALF))
     gpus(monkeypatch, 2)
     check_engine_device(config("rollout.engine.tensor_parallel=2"))
     with pytest.raises(ConfigError, match=r"rollout\.engine\.tensor_parallel = 4, but torch sees 2 GPUs here"):
@@ -133,7 +136,7 @@ def test_one_gpu_holds_learner_and_engine(monkeypatch: pytest.MonkeyPatch) -> No
         ("learner.gpus_per_rank=0.5 learner.data_parallel=2", "learner.gpus_per_rank = 0.5 with 2 ranks: two of them would fit on one GPU"),
         ("learner.gpus_per_rank=0.6 learner.tensor_parallel=2", "learner.gpus_per_rank = 0.6 with tensor_parallel = 2"),
         (TWO_RANKS, "gpus_per_worker = 0.5 with engine.tensor_parallel = 2"),
-        (f"{TWO_RANKS} learner.device=cpu", "gpus_per_worker = 0.5 with engine.tensor_parallel = 2"),
+        (f"{TWO_RANKS} learner.device=cpu {HALF}", "gpus_per_worker = 0.5 with engine.tensor_parallel = 2"),
         ("rollout.gpus_per_worker=0.5 weight_sync.transport=broadcast", "transport = broadcast where a rank or a worker has a share"),
     ],
 )
@@ -158,7 +161,7 @@ def test_one_group_has_one_nccl(monkeypatch: pytest.MonkeyPatch, name: str) -> N
     ("overrides", "said"),
     [
         ("rollout.engine.device=cpu", r"learner, on cuda, .* by nccl, and engines, on cpu, by gloo: .*\. Set weight_sync.transport: ob"),
-        ("learner.device=cpu", "the learner, on cpu, joins the weight group by gloo, and engines, on cuda, by nccl"),
+        (f"learner.device=cpu {HALF}", "the learner, on cpu, joins the weight group by gloo, and engines, on cuda, by nccl"),
         ("rollout.engine.weight_group_backend=gloo", r"by nccl, and engines, on cuda, by gloo: .* Set rollout.*_backend: auto, or weight"),
         ("rollout.engine.device=cpu rollout.engine.weight_group_backend=nccl", "by nccl, and engines, on cpu, by nccl"),
         ("rollout.engine.device=cpu learner.device=cpu rollout.engine.weight_group_backend=nccl", "on cpu, joins .* on cpu, by nccl"),
@@ -209,7 +212,7 @@ def test_an_engine_of_several_ranks_asks_for_as_many_gpus_and_has_them(monkeypat
 
     monkeypatch.setattr(workers, "ray", SimpleNamespace(remote=lambda _: SimpleNamespace(options=options)))
     monkeypatch.setattr(workers, "lower_priority", lambda _: None)
-    workers.create("0", WorkerSettings.of(config("rollout.engine.tensor_parallel=2"), Path("model"), prompt(0)), None)
+    workers.create("0", worker_settings(config("rollout.engine.tensor_parallel=2"), Path("model"), prompt(0)), None)
     assert (asked["num_gpus"], asked["num_cpus"]) == (2, 2)
     check_received("rollout worker 0", 2.0, [1, 3])
     with pytest.raises(ConfigError, match=r"rollout worker 0: asked Ray for 2 GPUs and got \[1\]"):
@@ -233,7 +236,7 @@ def test_the_environment_of_a_role(monkeypatch: pytest.MonkeyPatch) -> None:
         assert one["TORCH_NCCL_DUMP_ON_TIMEOUT"] == one["TORCH_NCCL_ENABLE_MONITORING"] == "0", "or torch's monitor ends every rank"
         assert (one["NCCL_DEBUG"], one["NCCL_NVLS_ENABLE"]) == ("INFO", "1"), "the user's own win"
     assert not {name for name in learner_environment(config()) if name.startswith(("NCCL", "TORCH_NCCL"))}
-    on_cpu = learner_environment(config("learner.device=cpu"))
+    on_cpu = learner_environment(config("learner.device=cpu", HALF))
     assert on_cpu["CUDA_VISIBLE_DEVICES"] == "", "torch must see none where the CPU computes"
     assert on_cpu.items() >= KEPT_KERNELS.items(), "or kernels for each shape stay in memory"
 
@@ -316,3 +319,10 @@ def test_ranks_that_will_never_have_gpus_are_refused() -> None:
     check_gpus_to_come(config(*four), 4, 0)
     check_gpus_to_come(config(*four), 0, None)
     check_gpus_to_come(config(*four, "learner.device=cpu"), 0, 0)
+
+
+def test_a_cluster_that_is_asked_what_auto_means_is_not_judged_by_the_drivers_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is joined for that before anything is decided. Without GPUs of its own the run is one on CPUs."""
+    gpus(monkeypatch, 8)
+    for devices in ((), ("rollout.engine.device=cuda",), ("rollout.engine.device=cpu",)):
+        check_gpus_to_come(load_config(RunConfig, RECIPE, ["ray.address=10.0.0.1:6379", "learner.data_parallel=4", *devices]), 0, 0)

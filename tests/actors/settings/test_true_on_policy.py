@@ -14,9 +14,10 @@ import yaml
 from torch import Tensor
 
 from actors.commands.recipe import load_config
-from actors.config import RunConfig
+from actors.config import OnDifference, RunConfig
 from actors.metrics.step_metrics import StepMetrics
 from actors.record.run_folder import RunFolder
+from actors.settings.derived import derived
 from actors.settings.true_on_policy import check_batch, checked, compare_batch, metrics_of, resolved
 from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
@@ -35,7 +36,7 @@ def run_config(folder: Path, **changes: Any) -> RunConfig:
         "rollout": {"task": task, "reward": {"kind": "reasoning_gym"}},
         "true_on_policy": True,
     }
-    return RunConfig.model_validate(recipe | changes)
+    return derived(RunConfig.model_validate(recipe | changes), has_gpu=False)
 
 
 def test_the_switch_sets_both_sides(tmp_path: Path) -> None:
@@ -57,15 +58,14 @@ def test_the_run_folder_shows_what_the_switch_has_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("difference", ["stop", "correct"])
-def test_a_batch_that_is_gone_with_the_service_is_not_taken_for_an_equal_one(tmp_path: Path, difference: str) -> None:
+def test_a_batch_that_is_gone_with_the_service_is_not_taken_for_an_equal_one(difference: OnDifference) -> None:
     """The run goes back and compares what it trains then, unless differences are to be corrected anyway."""
-    config = run_config(tmp_path, true_on_policy_on_difference=difference)
     told: list[str] = []
 
     async def gone() -> None: ...
 
     observer: Any = SimpleNamespace(event=lambda _, text: told.append(text))
-    checking = check_batch(config, gone, step=3, observer=observer)
+    checking = check_batch(gone, difference, step=3, observer=observer)
     if difference == "stop":
         with pytest.raises(ActorLost, match="step 3: its batch is gone"):
             asyncio.run(checking)
@@ -126,12 +126,12 @@ def values(target: Tensor, before_update: Tensor | None = None) -> StepValues:
     return StepValues(target, decided, none)
 
 
-def test_a_difference_stops_the_run_with_its_name_or_is_counted(tmp_path: Path) -> None:
-    config, other = run_config(tmp_path), torch.tensor([0.0, -1.5])
+def test_a_difference_stops_the_run_with_its_name_or_is_counted() -> None:
+    other = torch.tensor([0.0, -1.5])
     with pytest.raises(EngineError, match=r"step 3: .*1 of 1 tokens.*by up to 0\.5 nats.*token 2 at position 1.*on_difference: correct"):
-        checked(config, compare_batch(batch(), values(other)), step=3)
+        checked(compare_batch(batch(), values(other)), "stop", step=3)
     agreement = compare_batch(batch(), values(other))
-    checked(run_config(tmp_path, true_on_policy_on_difference="correct"), agreement, step=3)  # which raises nothing
+    checked(agreement, "correct", step=3)  # which raises nothing
     assert StepMetrics(3, metrics_of(agreement))["true_on_policy/equal_share"] == 0.0
     assert metrics_of(agreement)["true_on_policy/max_abs_difference"] == 0.5
 
