@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing as mp
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, 
 
 from correction.engines.rendezvous import rendezvous_store
 from correction.errors import SyncError
+from lab.ports import free_port
 from learner.broadcast import WeightBroadcaster, end_to_end
 
 NAME = "weights-1"
@@ -40,9 +40,7 @@ def member(port: int, sizes: list[tuple[int, torch.dtype]], pipe: Connection) ->
 
 @contextmanager
 def group_of_two(bucket_s: float) -> Iterator[tuple[WeightBroadcaster, Connection]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ours, theirs = mp.Pipe()
     sent = [end_to_end(bucket) for bucket in BUCKETS]
     other = mp.get_context("spawn").Process(target=member, args=(port, [(one.numel(), one.dtype) for one in sent], theirs))
