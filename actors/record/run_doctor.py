@@ -18,7 +18,7 @@ from actors.processes.disk_at_start import by_disk_at_start
 from actors.processes.event_level import EventLevel
 from actors.record.book_check import BookCheck, LinesRead, check_books
 from actors.record.completeness import left_after_training
-from actors.record.reading import Reading
+from actors.record.reading import Reading, read_at_start
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
 from actors.record.stack_gist import newest_gist
@@ -139,7 +139,7 @@ def diagnose(folder: RunFolder) -> RunDiagnosis:
     by_disk = partial(by_disk_at_start, limit_s=lambda: deadlines.disk_s)
     metrics = by_disk(lambda: JsonLines(folder.metrics_path).last(RECENT_STEPS, StepMetrics.of_record), "the numbers of the last steps")
     events = by_disk(folder.read_events, "the run's events")
-    saved_step, damaged = _newest_whole(folder, deadlines)
+    saved_step, damaged = read_at_start(partial(_verified, folder), deadlines)
     steps = int(config.get("steps", 0))
     step = metrics[-1].step if metrics else 0
     lines = LinesRead()
@@ -239,22 +239,9 @@ def _end(events: Sequence[RunEvent], is_complete: bool, is_running: bool, *, is_
     return RunState.VANISHED, f"its last event is of {last.time}" if last else "it has no events"
 
 
-def _newest_whole(folder: RunFolder, deadlines: DeadlinesConfig) -> tuple[int | None, tuple[str, ...]]:
-    """Step of the newest checkpoint whose files have the sizes and sums that its manifest says, and what is wrong with newer ones.
-
-    All of it is read: eight times the model. Raises: DiskLate.
-    """
-    reading = Reading()
-    return by_disk_at_start(
-        lambda: _verified(folder, reading),
-        "files of the newest checkpoint",
-        limit_s=lambda: reading.limit_s(deadlines),
-        counts_from=lambda: reading.began,
-        detail=lambda: str(reading),
-    )
-
-
 def _verified(folder: RunFolder, reading: Reading) -> tuple[int | None, tuple[str, ...]]:
+    """Step of the newest checkpoint whose files have the sizes and sums that its manifest says, and what is wrong with newer ones. All of
+    it is read: eight times the model."""
     damaged: list[str] = []
     for checkpoint in reversed(folder.checkpoints()):
         reading.begins(checkpoint)
