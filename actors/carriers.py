@@ -263,10 +263,8 @@ class PreparedBatch:
     """Seconds that the learner took for proximal (and reference) logprobs."""
     correct_s: float
     """Seconds of the correction itself."""
-    split: dict[str, float] = field(default_factory=dict)
-    """Exact parts of the gap of stale tokens (correction.quantities.SPLIT); empty for a batch that isn't split."""
     split_s: float = 0.0
-    """Seconds that the learner took for them."""
+    """Seconds that the learner took to split the gap of stale tokens; 0 for a batch that isn't split."""
     examples: tuple[Example, ...] = ()
     """An answer of each of the first groups."""
 

@@ -20,7 +20,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +60,8 @@ class Rival:
 
         self._model = transformers.Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=0.0, betas=UPDATE["betas"], weight_decay=0.0)
-        bounds = list(pairwise(batch.offsets.tolist()))
-        self._ids = [batch.token_ids[a:b] for a, b in bounds]
-        self._masks = [batch.loss_mask[a:b] for a, b in bounds]
-        self._scales = [batch.advantages[a:b] / batch.loss_mask.sum() for a, b in bounds]
+        of_token = batch.token_ids, batch.loss_mask, batch.advantages / batch.loss_mask.sum()
+        self._ids, self._masks, self._scales = (values.split(batch.lengths.tolist()) for values in of_token)
 
     def padded(self) -> float:
         """All sequences in one padded batch. Returns: the gradient's norm."""

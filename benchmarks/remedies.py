@@ -12,7 +12,7 @@ one of these two as control variate.
 
 For each preset, KL and length, at the first optimizer step of a batch (theta = prox):
 
-    kept        share of the tokens with a gradient, and of the sequences with any; under a thousandth of a gradient is none
+    kept        share of the tokens with a gradient; under a thousandth of a gradient is none
     ESS         effective sample size of the sequences' mean coefficients, as a share of all
     bias        length of (mean gradient - exact gradient) over that of the exact one; 1 where nothing is left
     noise       standard deviation of a batch's gradient against that of a batch sampled by pi_prox itself
@@ -230,7 +230,6 @@ class RemedyOutcome:
     kl: float
     length: int
     kept_tokens: float
-    kept_sequences: float
     ess_sequences: float
     bias: float
     bias_error: float
@@ -254,7 +253,6 @@ def outcome(preset: str, kl: float, sample: Sample, on_policy_noise: float) -> R
         kl=kl,
         length=sample.length,
         kept_tokens=float((large > 0).double().mean()),
-        kept_sequences=float((large > 0).any(1).double().mean()),
         ess_sequences=sample_size(large.mean(1)),
         bias=float((values.mean(0) + offset - exact).norm() / exact.norm()),
         bias_error=spread(values) / math.sqrt(len(values)) / float(exact.norm()),

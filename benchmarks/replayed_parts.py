@@ -152,7 +152,7 @@ class ReplayedEngine:
     async def update_weights(self, version: int, buckets: Sequence[Any]) -> SyncReceipt:
         self.raise_if_lost()
         self._version = version
-        return SyncReceipt(version, "retract", len(buckets), 0, 0, 0.0)
+        return SyncReceipt(version, 0, 0.0)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         self.raise_if_lost()
@@ -277,7 +277,7 @@ class ReplayedRank:
         time.sleep(max(0.0, self._seconds - (time.monotonic() - began)))
         self._version += 1
         numbers: dict[str, Any] = dict.fromkeys(StepResult.__dataclass_fields__, 0)
-        numbers |= {"values": None, "metrics": {}, "group_norms": {}, "grad_norms": (1.0,), "seconds": {}, "entropy": 1.0, "loss": 0.0}
+        numbers |= {"values": None, "metrics": {}, "group_norms": {}, "grad_norms": (1.0,), "entropy": 1.0, "loss": 0.0}
         kept = trained = int(batch.loss_mask.sum())
         numbers |= {"trained_tokens": trained, "kept_tokens": kept, "optimizer_steps": 1, "skipped": ()}
         numbers |= {"tokens": batch.num_tokens, "loss_scale": None, "routing_agreement": None}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import itertools
 import os
 import random
 import statistics
@@ -291,10 +290,6 @@ class ReplayedRun(Controller):
         figures.counts = dict(self._folder.read_metrics()[-1])
         figures.exports = await self.rank.exports.remote()
         return self._used
-
-    async def _failing(self) -> None:
-        prompts = map(self._prompt, itertools.count())
-        await asyncio.gather(self.pool.feed(prompts, [], self.observer.admitted), self.pool.raise_on_failure())
 
     # -- the controller's loop, with notes of when it comes where ----------------------------------------------------------
 

@@ -100,7 +100,7 @@ class Replaying:
         for bucket in fetched:
             await asyncio.to_thread(staging.copy, bucket)
         size, found = sum(bucket.nbytes for bucket in fetched), dict(checksums)  # the engines compare; here there is nothing to hold
-        return SyncReceipt(version, "retract", len(fetched), 1, size, 0.0, str(receiver), time.monotonic() - began, found, None, generation)
+        return SyncReceipt(version, size, 0.0, time.monotonic() - began, found, None, generation)
 
 
 class OneOfMany:

@@ -134,6 +134,13 @@ class PackedBatch:
             )
         return self
 
+    def sequences_of_groups(self) -> dict[int, list[int]]:
+        """Group id -> indices of its sequences, ascending."""
+        found: dict[int, list[int]] = {}
+        for i, group in enumerate(self.group_ids.tolist()):
+            found.setdefault(group, []).append(i)
+        return found
+
     def token_index(self, sequences: Sequence[int]) -> Tensor:
         """[n] int64: flat positions of the tokens of the given sequences, in the order given."""
         bounds = self.offsets.tolist()

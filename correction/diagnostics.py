@@ -158,8 +158,8 @@ def reference_kl(target: Tensor, reference: Tensor, mask: Tensor) -> float:
     return float(estimate(torch.where(inside, reference - target, 0), Estimator.K3).sum() / inside.sum().clamp(min=1))
 
 
-def clipped_tokens(batch: PackedBatch, decided: FinalDecision, *, most: int = 50) -> dict[str, list[tuple[int, int]]]:
-    """By "positive" and "negative" (the advantage's sign): the ids of the kept tokens that the objective clipped most often, and how often.
+def clipped_tokens(batch: PackedBatch, decided: FinalDecision) -> dict[str, list[tuple[int, int]]]:
+    """By "positive" and "negative" (the advantage's sign): ids of the 50 kept tokens that the objective clipped most often, and how often.
 
     Of ids that are equally frequent the smaller one comes first. Empty where the decision doesn't say what was clipped.
     Source: Trust Region (arXiv 2602.04879), App. E, which has 50.
@@ -169,7 +169,7 @@ def clipped_tokens(batch: PackedBatch, decided: FinalDecision, *, most: int = 50
     clipped, found = decided.keep_mask & decided.is_clipped, {}
     for name, chosen in (("positive", batch.advantages > 0), ("negative", batch.advantages < 0)):
         ids, counts = torch.unique(batch.token_ids[clipped & chosen], return_counts=True)  # in rising order
-        first = counts.sort(descending=True, stable=True).indices[:most]
+        first = counts.sort(descending=True, stable=True).indices[:50]
         found[name] = list(zip(ids[first].tolist(), counts[first].tolist(), strict=True))
     return found
 

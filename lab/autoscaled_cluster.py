@@ -21,20 +21,26 @@ from typing import Any
 
 import psutil
 
+from lab.ports import free_port
+
 _PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
 _HEAD_TYPE = "ray.head.default"
 """What that provider calls its head."""
+_RESOURCE = "rollout"
+"""What a rollout worker asks for."""
+_HEAD_CPUS = 8
+_IDLE_S = 6.0
+"""After which a node without work is removed."""
 _START_S = 90.0
 
 
 class AutoscaledCluster:
-    """A head, and up to `nodes` nodes that offer one unit of `resource` each; asks for a token."""
+    """A head, and one to `nodes` nodes that offer one unit of _RESOURCE each; asks for a token."""
 
-    def __init__(self, nodes: int, *, resource: str = "rollout", head_cpus: int = 8, idle_s: float = 6.0, first_nodes: int = 1) -> None:
-        """Args: idle_s: seconds after which a node without work is removed."""
-        self._nodes, self._resource, self._head_cpus, self._idle_s, self._first_nodes = nodes, resource, head_cpus, idle_s, first_nodes
+    def __init__(self, nodes: int) -> None:
+        self._nodes = nodes
         self._temp = Path(tempfile.mkdtemp(prefix="ek-as-", dir="/tmp"))  # Ray's sockets lie below it, and their paths have to stay short
-        self._port = _free_port()
+        self._port = free_port()
         self.address = f"127.0.0.1:{self._port}"
         token = self._temp / "token"
         token.write_text(secrets.token_hex(32))
@@ -44,18 +50,18 @@ class AutoscaledCluster:
 
     def _configuration(self) -> dict[str, Any]:
         provider = {"type": "external", "module": _PROVIDER, "gcs_address": self.address, "use_node_id_as_ip": True}
-        node = {"CPU": 1, self._resource: 1, "object_store_memory": 128 << 20}
+        node = {"CPU": 1, _RESOURCE: 1, "object_store_memory": 128 << 20}
         empty_lists = ("initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands")
         more_lists = ("head_start_ray_commands", "worker_start_ray_commands", "cluster_synced_files", "rsync_exclude", "rsync_filter")
         return {
             "cluster_name": "evenkeel",
             "max_workers": self._nodes,
             "upscaling_speed": 10.0,
-            "idle_timeout_minutes": self._idle_s / 60,
+            "idle_timeout_minutes": _IDLE_S / 60,
             "provider": provider | {"disable_node_updaters": True, "disable_launch_config_check": True},
             "available_node_types": {
-                _HEAD_TYPE: {"resources": {"CPU": self._head_cpus}, "node_config": {}, "max_workers": 0},
-                "rollout": {"resources": node, "node_config": {}, "min_workers": self._first_nodes, "max_workers": self._nodes},
+                _HEAD_TYPE: {"resources": {"CPU": _HEAD_CPUS}, "node_config": {}, "max_workers": 0},
+                "rollout": {"resources": node, "node_config": {}, "min_workers": 1, "max_workers": self._nodes},
             },
             "head_node_type": _HEAD_TYPE,
             **{name: {} for name in ("auth", "docker", "file_mounts")},
@@ -69,10 +75,10 @@ class AutoscaledCluster:
         own = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_enable_autoscaler_v2": "0"}
         own |= {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "3"}  # as in deploy/
         own |= {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0", "RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "120"}
-        ports = [f"--port={self._port}", f"--ray-client-server-port={_free_port()}", "--min-worker-port=0", "--max-worker-port=0"]
+        ports = [f"--port={self._port}", f"--ray-client-server-port={free_port()}", "--min-worker-port=0", "--max-worker-port=0"]
         command = [
             *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--node-ip-address=127.0.0.1", *ports),
-            *(f"--num-cpus={self._head_cpus}", f"--temp-dir={self._temp}", f"--autoscaling-config={configuration}"),
+            *(f"--num-cpus={_HEAD_CPUS}", f"--temp-dir={self._temp}", f"--autoscaling-config={configuration}"),
             *("--object-store-memory=300000000", "--include-dashboard=false", "--disable-usage-stats"),
         ]
         with (self._temp / "head.log").open("w") as log:
@@ -131,12 +137,6 @@ class AutoscaledCluster:
             except psutil.Error:
                 continue
         return list(found.values())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _listens(port: int) -> bool:

@@ -6,9 +6,9 @@ A new way in which Megatron stores a matrix is a new `TensorLayout`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from learner.model_family import HeadShape as HeadShape
 if TYPE_CHECKING:  # the driver looks at the families, and must not import Megatron for that
     from learner.parallel import Placement
 
+T = TypeVar("T")
 GATHER_BYTES = 2**26
 """Bytes of a rank's parameters that are gathered at a time."""
 
@@ -167,7 +168,7 @@ def _gathered(
 ) -> Iterator[tuple[tuple[Bound, ...], list[Tensor]]]:
     """Yields each place with its parameter from every rank of a group, all of one shape and type. Many go in one collective, because a
     mixture of experts has thousands of small ones."""
-    for run in _runs(places, GATHER_BYTES):
+    for run in runs(places, GATHER_BYTES, lambda same: same[0][1].nbytes):
         parameters = [same[0][1].detach() for same in run]
         flat = torch.cat([parameter.reshape(-1) for parameter in parameters])
         every = flat.new_empty(ranks, len(flat))
@@ -177,16 +178,15 @@ def _gathered(
             yield same, [part.view(parameter.shape) for part in parts]
 
 
-def _runs(places: Sequence[tuple[Bound, ...]], most_bytes: int) -> Iterator[list[tuple[Bound, ...]]]:
-    """Runs of neighbours of up to most_bytes together; a larger parameter is a run by itself."""
-    run: list[tuple[Bound, ...]] = []
+def runs(items: Iterable[T], most_bytes: int, bytes_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Runs of neighbours of up to most_bytes together; a larger one is a run by itself."""
+    run: list[T] = []
     size = 0
-    for same in places:
-        nbytes = same[0][1].nbytes
-        if run and size + nbytes > most_bytes:
+    for item in items:
+        if run and size + bytes_of(item) > most_bytes:
             yield run
             run, size = [], 0
-        run.append(same)
-        size += nbytes
+        run.append(item)
+        size += bytes_of(item)
     if run:
         yield run

@@ -16,6 +16,7 @@ from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket, packed, packed_bytes
 from correction.engines.weight_spec import WeightSpec
 from learner import hf_folder
+from learner.convert import runs
 from learner.file_sums import leave_sum
 from learner.parallel import Placement
 
@@ -55,16 +56,7 @@ def in_pieces(weights: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterato
     All of a piece exist at the same time, on the device where they are. Those that lie in the model take nothing more, those that are
     gathered from ranks up to most_bytes; those of other pipeline stages keep the EXCHANGE_BYTES with which they came.
     """
-    piece: dict[str, Tensor] = {}
-    size = 0
-    for name, weight in weights:
-        if piece and size + weight.nbytes > most_bytes:
-            yield piece
-            piece, size = {}, 0
-        piece[name] = weight
-        size += weight.nbytes
-    if piece:
-        yield piece
+    return map(dict, runs(weights, most_bytes, lambda one: one[1].nbytes))
 
 
 class Staging:
@@ -80,15 +72,11 @@ class Staging:
         """The tensors as one bucket, valid until the next call and until the weights change. Contiguous CPU tensors are not copied."""
         if all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors.values()):
             return WeightBucket.over(tensors)
-        specs = tuple(WeightSpec.of(name, tensor) for name, tensor in tensors.items())
-        size = packed_bytes(specs)
+        size = packed_bytes(tuple(WeightSpec.of(name, tensor) for name, tensor in tensors.items()))
         if size > len(self._memory):
             # Page-locked where the weights come from a GPU: they are then copied at the full speed of its bus.
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        bucket = WeightBucket.of_specs(specs, self._memory)
-        for copy, tensor in zip(bucket.tensors().values(), tensors.values(), strict=True):
-            copy.copy_(tensor.detach())
-        return bucket
+        return WeightBucket.of(tensors, self._memory)
 
 
 def weight_checksums(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:

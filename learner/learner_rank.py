@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -37,7 +36,7 @@ from learner.model_check import is_surplus_allowed
 from learner.optimizer import GuardedOptimizer, Update, mean_norms
 from learner.optimizer_steps import demonstration_batch, first_values, optimizer_steps, sequences_read, uncorrected
 from learner.results import Proximal, SkipReason, StepResult, StepValues
-from learner.step import ObjectiveFunction, Pass, PhaseTimer, attach_schedule, run_microbatches, train_step
+from learner.step import ObjectiveFunction, Pass, attach_schedule, run_microbatches, train_step
 
 
 @dataclass(slots=True)
@@ -168,7 +167,7 @@ class LearnerRank:
             step: number of this batch; with the seed it decides the split into minibatches.
         Raises: ConfigError if a deferred batch is to have several optimizer steps, or a balancing loss would be scaled with the policy's.
         """
-        started, state = time.perf_counter(), self._require()
+        state = self._require()
         if corrected.batch.num_tokens == 0:
             return StepResult.of_nothing(
                 step,
@@ -177,22 +176,21 @@ class LearnerRank:
                 learning_rate=state.optimizer.learning_rate,
                 loss_scale=state.optimizer.loss_scale,
             )
-        watch = PhaseTimer(self.placement.device)
-        with watch.phase("prepare"):
-            self._check_routes(corrected.batch, is_training=True)
-            shares = optimizer_steps(corrected, correction_config, self.config, step=step)
+        self._check_routes(corrected.batch, is_training=True)
+        shares = optimizer_steps(corrected, correction_config, self.config, step=step)
         objective = correction_objective(correction_config)
         if self.config.reset_optimizer_on_switch:
             state.optimizer.follow(correction_config.model_dump_json())
         scale, loss_of = partial(policy_scale, config=correction_config), lambda sums: loss_metrics(sums, correction_config)["loss"]
-        done = [self._train(share, objective, scale, loss_of, watch) for _, share in shares]
+        done = [self._train(share, objective, scale, loss_of) for _, share in shares]
         first_epoch = len(shares) // self.config.epochs_per_batch
         logprobs, entropies, decided = first_values(corrected, shares[:first_epoch], [one[0] for one in done])
         trained = entropies[corrected.batch.loss_mask]
         sums = torch.stack([one[0].sums for one in done if one[0].sums is not None]).sum(0)
         metrics, updates = loss_metrics(sums, correction_config), [update for _, _, update in done]
         host_memory.give_back_now_and_then()
-        watch.seconds["total"] = time.perf_counter() - started
+        if self.placement.device.type == "cuda":
+            torch.cuda.synchronize(self.placement.device)  # whoever times this call has the optimizer's time in it
         return StepResult(
             step=step,
             loss=sum(loss for _, loss, _ in done) / len(done),
@@ -211,7 +209,6 @@ class LearnerRank:
             loss_scale=state.optimizer.loss_scale,
             microbatches=sum(one[0].microbatches for one in done),
             routing_agreement=_mean([one[0].routing_agreement for one in done[:first_epoch]]),
-            seconds=watch.seconds,
         )
 
     def sequences_read(self, batch: PackedBatch | CorrectedBatch, correction: CorrectionConfig | None = None, *, step: int) -> list[int]:
@@ -229,8 +226,8 @@ class LearnerRank:
 
     def supervised_update(self, token_ids: Tensor, offsets: Tensor, loss_mask: Tensor) -> tuple[float, Update]:
         """As `supervised_step`, with what became of the gradient."""
-        corrected, watch = demonstration_batch(token_ids, offsets, loss_mask), PhaseTimer(self.placement.device)
-        _, loss, update = self._train(corrected, supervised_objective, lambda _: 1.0, lambda sums: float(sums[0]), watch)
+        corrected = demonstration_batch(token_ids, offsets, loss_mask)
+        _, loss, update = self._train(corrected, supervised_objective, lambda _: 1.0, lambda sums: float(sums[0]))
         return loss, update
 
     # Weights out
@@ -351,13 +348,12 @@ class LearnerRank:
         objective: ObjectiveFunction,
         gradient_scale: Callable[[Tensor], float],
         loss_of: Callable[[Tensor], float],
-        watch: PhaseTimer,
     ) -> tuple[Pass, float, Update]:
         """One optimizer step, as learner.step.train_step."""
         state = self._require()
         return train_step(
             state.chunks, state.optimizer, corrected, objective, gradient_scale=gradient_scale, loss_of=loss_of,
-            config=self.config, placement=self.placement, watch=watch, abort=self.abort,
+            config=self.config, placement=self.placement, abort=self.abort,
         )
 
     def _forward(self, batch: PackedBatch, *, keep_routes: bool = False) -> Pass:
@@ -367,7 +363,6 @@ class LearnerRank:
             None,
             config=self.config,
             placement=self.placement,
-            watch=PhaseTimer(self.placement.device),
             abort=self.abort,
             keep_routes=keep_routes,
         )

@@ -48,7 +48,7 @@ def capture(policy: PolicyModel, heads: HeadShape, batch: PackedBatch, forward: 
     """
     pieces: dict[OperatorPlace, list[Tensor]] = {}
     token: list[Tensor] = []
-    sequences = [batch.token_ids[start:end].tolist() for start, end in pairwise(batch.offsets.tolist())]
+    sequences = [ids.tolist() for ids in batch.token_ids.split(batch.lengths.tolist())]
 
     def keep(place: OperatorPlace, values: Tensor) -> None:
         rows = values.detach().reshape(len(token[-1]), -1)

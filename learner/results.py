@@ -91,8 +91,6 @@ class StepResult:
     """Forward and backward passes of this rank."""
     routing_agreement: float | None
     """Share of tokens and layers, in those same forward passes, in which the learner's routers chose the experts that were replayed."""
-    seconds: dict[str, float]
-    """By phase: prepare, forward_backward, gather, optimizer, total."""
 
     @classmethod
     def of_nothing(
@@ -128,7 +126,6 @@ class StepResult:
             loss_scale=loss_scale,
             microbatches=0,
             routing_agreement=None,
-            seconds={"total": 0.0},
         )
 
     @property
@@ -148,10 +145,6 @@ class StepResult:
     @property
     def decided(self) -> FinalDecision:
         return self.values.decided  # type: ignore[no-any-return]
-
-    @property
-    def entropies(self) -> Tensor:
-        return self.values.entropies  # type: ignore[no-any-return]
 
     @property
     def grad_norm(self) -> float | None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,22 +26,6 @@ from learner.routing import Routes, gather_taken, mean_agreement
 
 ObjectiveFunction = Callable[[CorrectedBatch, TokenValues], MicrobatchLoss]
 Microbatch = tuple[CorrectedBatch, ModelInputs]
-
-
-@dataclass(slots=True)
-class PhaseTimer:
-    """Seconds by phase."""
-
-    device: torch.device
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +61,6 @@ def run_microbatches(
     *,
     config: LearnerConfig,
     placement: Placement,
-    watch: PhaseTimer,
     abort: Abort,
     keep_routes: bool = False,
 ) -> Pass:
@@ -92,12 +74,11 @@ def run_microbatches(
     Raises: StepAborted.
     """
     batch = corrected.batch
-    with watch.phase("prepare"):
-        parts, microbatches = _share_of_this_rank(chunks[0].config, corrected, config, placement, trains=objective is not None)
-        routes = [
-            Routes.of(its.routed_experts, len(its.token_ids), placement, shares_rows=config.sequence_parallel, keeps_taken=keep_routes)
-            for _, its in microbatches
-        ]
+    parts, microbatches = _share_of_this_rank(chunks[0].config, corrected, config, placement, trains=objective is not None)
+    routes = [
+        Routes.of(its.routed_experts, len(its.token_ids), placement, shares_rows=config.sequence_parallel, keeps_taken=keep_routes)
+        for _, its in microbatches
+    ]
     outputs: list[Pass] = []
 
     def forward_step(data: Iterator[tuple[Microbatch, Routes]], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -113,7 +94,7 @@ def run_microbatches(
 
         return hidden, finish
 
-    with watch.phase("forward_backward"), torch.set_grad_enabled(objective is not None):
+    with torch.set_grad_enabled(objective is not None):
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(list(zip(microbatches, routes, strict=True))) for _ in chunks],
@@ -123,13 +104,12 @@ def run_microbatches(
             micro_batch_size=1,
             forward_only=objective is None,
         )
-    with watch.phase("gather"):
-        done = _gather(outputs, parts, corrected, placement)
-        if config.routing_replay == "none":
-            return done
-        rows = [inputs.row_of_token for _, inputs in microbatches]
-        taken = gather_taken(routes, rows, parts, batch, chunks[0].config.num_layers, placement) if keep_routes else None
-        return replace(done, routed_experts=taken, routing_agreement=mean_agreement(routes, rows, parts, placement))
+    done = _gather(outputs, parts, corrected, placement)
+    if config.routing_replay == "none":
+        return done
+    rows = [inputs.row_of_token for _, inputs in microbatches]
+    taken = gather_taken(routes, rows, parts, batch, chunks[0].config.num_layers, placement) if keep_routes else None
+    return replace(done, routed_experts=taken, routing_agreement=mean_agreement(routes, rows, parts, placement))
 
 
 def microbatches_of_this_rank(
@@ -228,7 +208,6 @@ def train_step(
     loss_of: Callable[[Tensor], float],
     config: LearnerConfig,
     placement: Placement,
-    watch: PhaseTimer,
     abort: Abort,
 ) -> tuple[Pass, float, Update]:
     """One optimizer step on a corrected batch.
@@ -240,12 +219,11 @@ def train_step(
     Raises: StepAborted; the weights are as they were.
     """
     optimizer.zero_grad()
-    done = run_microbatches(chunks, corrected, objective, config=config, placement=placement, watch=watch, abort=abort)
+    done = run_microbatches(chunks, corrected, objective, config=config, placement=placement, abort=abort)
     assert done.sums is not None
     loss = loss_of(done.sums)
     abort.too_late()
-    with watch.phase("optimizer"):
-        update = optimizer.finish(gradient_scale=gradient_scale(done.sums), loss_is_finite=math.isfinite(loss))
+    update = optimizer.finish(gradient_scale=gradient_scale(done.sums), loss_is_finite=math.isfinite(loss))
     return done, loss, update
 
 

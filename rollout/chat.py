@@ -110,10 +110,6 @@ class ChatEncoder:
         answer_ids = self.tokenizer.encode(answer, add_special_tokens=False)
         return self.encode(asked), (*answer_ids, self.tokenizer.eos_token_id)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids without special tokens: what a reward is given."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
-
     def excess(self, asked: str | Sequence[Mapping[str, str]]) -> str | None:
         """Why this prompt can't be asked, or None if it fits.
 

@@ -26,13 +26,14 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Awaitable, Coroutine, Iterator
+from collections.abc import Awaitable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 
 from correction.engines.device_choice import KEPT_KERNELS
+from correction.engines.environment import environment
 from correction.engines.quick_imports import uncollected
 from correction.errors import DeadlineExceeded, EngineError, EvenkeelError
 from rollout import sglang_plugin
@@ -49,6 +50,8 @@ CONTROLLER = "controller"
 
 _MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 _BALANCE_CHECK = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
+_ENVIRONMENT = threading.Lock()
+"""Held while an engine starts, by variables of this process: one at a time."""
 
 
 class EngineProcess:
@@ -162,7 +165,7 @@ class EngineProcess:
         try:
             if self._config.has_compiled_attention:
                 check_compiler()
-            with _environment(self._environment()):
+            with _ENVIRONMENT, environment(self._environment()):
                 self._strangers = set(psutil.Process().children(recursive=True))
                 built = _build_engine(free_ports(self._config.attention_data_parallel) | arguments)
             atexit.register(self._end_processes)
@@ -284,25 +287,6 @@ def _build_engine(arguments: dict[str, Any]) -> Any:
     for zmq_socket in (engine.send_to_rpc, manager.send_to_scheduler, manager.recv_from_detokenizer):
         zmq_socket.linger = 0  # or whoever drops a dead engine waits until it has read what was sent to it: the garbage collector, for good
     return engine
-
-
-_environment_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables while children are started; one engine at a time in a process."""
-    with _environment_lock:
-        before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
 
 
 def _succeed(future: asyncio.Future[Any], value: Any) -> None:

@@ -76,11 +76,6 @@ class RewardPool:
         for process in self._processes:
             self._idle.put_nowait(process)
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Process ids of the scoring processes that are up."""
-        return tuple(process.pid for process in self._processes if process.pid is not None)
-
     async def check(self, sample: Prompt | None = None) -> None:
         """Start all processes and score the sample's own reference answer, so that a mistake shows now and not at step 300.
 
@@ -200,10 +195,6 @@ class _ScoringProcess:
         self._pidfd = -1
         """Open as long as the streams are; readable when the guardian has ended (Linux)."""
         self._is_ready = False
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._child is None else self._child.pid
 
     def start(self) -> None:
         """Start the child and send it its specification, without waiting for its imports.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from correction.engines.processor import Processor
-    from rollout.engine_config import UpdateMode
 
 
 class FinishReason(StrEnum):
@@ -91,11 +90,6 @@ class TopLogprobs:
         entries = [entry for row in rows for entry in row]
         return cls(k, ids_of([entry[1] for entry in entries]), logprobs_of([entry[0] for entry in entries]))
 
-    @property
-    def positions(self) -> int:
-        """T."""
-        return len(self.ids) // self.k
-
 
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
@@ -107,11 +101,6 @@ class RoutedExperts:
     """Experts that a token is sent to in a layer."""
     ids: array[int]
     """[T * layers * k] expert numbers, of 8 bits for up to 256 experts and of 16 for more."""
-
-    @property
-    def positions(self) -> int:
-        """T."""
-        return len(self.ids) // (self.layers * self.k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,18 +357,10 @@ class SyncReceipt:
 
     version: int
     """That of the weights."""
-    mode: UpdateMode
-    """What became of requests in flight: computed anew or kept (rollout.engine.weight_update_mode)."""
-    buckets: int
-    """Number of buckets in which the weights came."""
-    tensors: int
-    """Number of tensors in them."""
     bytes: int
-    """Bytes of these tensors."""
+    """Of the weights that it has taken."""
     pause_s: float
     """Seconds from the engine's answer that it has stopped until it was told to go on. No token was sampled meanwhile."""
-    worker: str = ""
-    """Name of the rollout worker."""
     seconds: float = 0.0
     """How long the worker took, checksums included. If the weights came from the object store the driver replaces this by its own wait,
     which includes the call and its answer on their way."""

@@ -204,7 +204,7 @@ class UpdatableEngine:
                     pause_s = await self._replace_weights(version, mode, transfer, check, phase)
                 self._version = version
                 self._dirty = None
-                return check.receipt(version, mode, pause_s)
+                return check.receipt(version, pause_s)
             finally:
                 await transfer.close()
 
@@ -370,8 +370,8 @@ class UpdateCheck:
                     f"v{receipt['version']}{': ' + receipt['failure'] if receipt['failure'] else ''}; the others are of no use without it"
                 )
 
-    def receipt(self, version: int, mode: UpdateMode, pause_s: float) -> SyncReceipt:
-        return SyncReceipt(version, mode, self._buckets, len(self._seen), self._bytes, pause_s)
+    def receipt(self, version: int, pause_s: float) -> SyncReceipt:
+        return SyncReceipt(version, self._bytes, pause_s)
 
     def _why_unknown(self, name: str) -> str:
         if name == "lm_head.weight":

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from actors.config import DeadlinesConfig
+from actors.processes.disk_at_start import by_disk_at_start
 from actors.record.run_folder import Checkpoint
 from actors.settings.deadlines import reading_s
+
+T = TypeVar("T")
 
 
 class Reading:
@@ -40,3 +43,18 @@ class Reading:
         if not self._bytes:
             return self._name
         return f"{self._name}: {self._read / 1e9:.3g} of {self._bytes / 1e9:.3g} GB are read"
+
+
+def read_at_start(look: Callable[[Reading], T], deadlines: DeadlinesConfig) -> T:
+    """What `look` finds in the newest checkpoint: all of it is read, which may take hours on a slow disk. Each half minute says how far.
+
+    Raises: as `look`; DiskLate.
+    """
+    reading = Reading()
+    return by_disk_at_start(
+        lambda: look(reading),
+        "files of the newest checkpoint",
+        limit_s=lambda: reading.limit_s(deadlines),
+        counts_from=lambda: reading.began,
+        detail=lambda: str(reading),
+    )

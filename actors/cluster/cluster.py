@@ -30,6 +30,7 @@ from actors.processes.descendants import adopted_orphans, command_of, descendant
 from actors.processes.part_heartbeat import CONCURRENCY_GROUPS
 from actors.settings.derived import asks_for_gpus
 from actors.settings.devices import check_gpus_to_come, check_rollout_resource, visible_gpus
+from correction.engines.environment import environment
 from correction.errors import ConfigError, EngineError, counted, one_line
 
 log = logging.getLogger("evenkeel.cluster")
@@ -75,7 +76,7 @@ class Cluster:
         ray._private.worker._worker_logs_enabled = False
         start_s = self._config.deadlines.start_s
         if settings.address is not None:
-            with _environment(_JOINED_ENVIRONMENT):
+            with environment({name: os.environ.get(name, value) for name, value in _JOINED_ENVIRONMENT.items()}):
                 self._try(lambda: ray.init(address=settings.address, **common), f"joining ray.address = {settings.address}", start_s)
             try:
                 require_authentication(settings)
@@ -283,18 +284,6 @@ def _daemons_apart() -> Iterator[None]:
         yield
     finally:
         of_ray.services.ConsolePopen = plain
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Within the block these environment variables are set, unless the user has set them."""
-    added = [name for name in values if name not in os.environ]
-    os.environ.update({name: values[name] for name in added})
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
 
 
 def _load() -> str:

@@ -11,6 +11,7 @@ import ray
 from ray._private import ray_constants
 
 from actors.config import RayConfig
+from correction.engines.environment import environment
 from correction.errors import ConfigError, EngineError
 
 _ASKED_S = 60.0
@@ -26,17 +27,12 @@ def loopback_only() -> Iterator[None]:
     Ray does so by itself on a Mac, where it supports no clusters of several machines; the variable that turns them on there turns them
     off here. Left alone, its control service, daemon and every worker listen on all interfaces of a laptop.
     """
-    name, enabled = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
-    before = os.environ.get(name)
-    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    enabled, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
-        yield
+        with environment({ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):
+            yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = enabled
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def protect_token() -> None:

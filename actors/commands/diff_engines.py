@@ -8,7 +8,6 @@ import random
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -137,7 +136,7 @@ async def capture_engine(
             await engine.shutdown()
         say("reading what SGLang's operators computed")
         batch = _batch(asked, [answer[0] for answer in answers])
-        sequences = [batch.token_ids[start:end].tolist() for start, end in pairwise(batch.offsets.tolist())]
+        sequences = [ids.tolist() for ids in batch.token_ids.split(batch.lengths.tolist())]
         return batch, engine_capture.read(Path(folder), sequences)
 
 

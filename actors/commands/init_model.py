@@ -29,7 +29,7 @@ class InitRecord(BaseModel):
     task: TaskConfig
 
 
-def init_model_folder(config: RunConfig, *, if_missing: bool, say: Callable[[str], None]) -> Path:
+def init_model_folder(config: RunConfig, *, if_missing: bool, say: Callable[[str], None]) -> None:
     """Make `config.model` as `config.init` says.
 
     Args:
@@ -43,7 +43,7 @@ def init_model_folder(config: RunConfig, *, if_missing: bool, say: Callable[[str
     record = InitRecord(init=config.init, task=config.rollout.task)
     if (config.model / "config.json").exists():
         _check_existing(config.model, record, if_missing, say)
-        return config.model
+        return
     began = time.monotonic()
     partial = config.model.with_name(config.model.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -52,7 +52,6 @@ def init_model_folder(config: RunConfig, *, if_missing: bool, say: Callable[[str
     config.model.parent.mkdir(parents=True, exist_ok=True)
     partial.rename(config.model)
     say(f"model folder {config.model} made in {time.monotonic() - began:.0f} s")
-    return config.model
 
 
 def read_record(folder: Path) -> InitRecord | None:

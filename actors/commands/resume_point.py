@@ -13,10 +13,10 @@ from typing import Any
 
 from actors.carriers import Ticket
 from actors.checkpoints.checkpoint_reader import ResumePoint, newest_readable
-from actors.checkpoints.reading import Reading
+from actors.checkpoints.reading import read_at_start
 from actors.cluster.hub import outline_folder
 from actors.commands.recipe import load_config
-from actors.config import DeadlinesConfig, RunConfig
+from actors.config import RunConfig
 from actors.processes.disk_at_start import MODEL_OR_RUN, by_disk_at_start
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.settings.hub_name import HubName, absolute
@@ -50,7 +50,8 @@ def find_resume_point(
     of evenkeel; DataError if no checkpoint can be read; DeadlineExceeded if the folder's disk hangs.
     """
     before, config = by_disk_at_start(lambda: (run_config(folder, ()), run_config(folder, overrides)), "the run's config.yaml")
-    if (point := _newest(folder, config.deadlines)) is None:
+    point = read_at_start(lambda reading: newest_readable(folder, reading=reading) if folder.checkpoints() else None, config.deadlines)
+    if point is None:
         return config, None
     changed = changed_settings(before, config)
     _refuse_lost_settings(before, config, changed, folder)
@@ -75,18 +76,6 @@ def find_resume_point(
         point = replace(point, notes=(*point.notes, ("info", f"settings other than the run's own so far: {diff}")))
     then = _settings_then(point, before)
     return config, _with_groups_of_these_settings(point, then, config, changed_settings(then, config), discard_queue=discard_queue)
-
-
-def _newest(folder: RunFolder, deadlines: DeadlinesConfig) -> ResumePoint | None:
-    """None: there is none. The whole checkpoint is read, which may take hours on a slow disk; each half minute says how far that is."""
-    reading = Reading()
-    return by_disk_at_start(
-        lambda: newest_readable(folder, reading=reading) if folder.checkpoints() else None,
-        "files of the newest checkpoint",
-        limit_s=lambda: reading.limit_s(deadlines),
-        counts_from=lambda: reading.began,
-        detail=lambda: str(reading),
-    )
 
 
 def _settings_then(point: ResumePoint, before: RunConfig) -> RunConfig:

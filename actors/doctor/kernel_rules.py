@@ -111,9 +111,9 @@ def _runner(config: RunConfig) -> str:
 
 def _numbers(architectures: Collection[str]) -> list[int]:
     """Of those that are known, the lowest first."""
-    return sorted({number for one in architectures if (number := _number(one))})
+    return sorted({number for one in architectures if (number := number_of(one))})
 
 
-def _number(architecture: str) -> int:
+def number_of(architecture: str) -> int:
     """90 of sm_90 or sm_90a; 0: its driver doesn't say."""
     return int("".join(character for character in architecture if character.isdigit()) or 0)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from actors.config import RunConfig
 from actors.doctor.facts import COMPILERS, Complaint, NodeFacts
-from actors.doctor.kernel_rules import half_precision_has_kernels, weights_stay_as_sent
+from actors.doctor.kernel_rules import half_precision_has_kernels, number_of, weights_stay_as_sent
 from actors.doctor.link_rules import gpus_of_a_group_are_linked, nodes_answer, ports_are_open, rdma_may_lock_memory
 from actors.doctor.memory_rules import could_be_given, gib, on_gpus
 from actors.doctor.paper_rules import LESS, worst_first
@@ -242,13 +242,8 @@ def _uses_gpus(config: RunConfig) -> bool:
 def _runs(kind: str, built: Sequence[str]) -> bool:
     """Whether kernels built for these architectures run on a GPU of this one: those of a minor version run on later ones of the same
     major."""
-
-    def numbers(name: str) -> tuple[int, int]:
-        digits = "".join(character for character in name if character.isdigit())
-        return int(digits[:-1]), int(digits[-1])
-
-    major, minor = numbers(kind)
-    return any(major == other and minor >= lowest for other, lowest in map(numbers, built))
+    major, minor = divmod(number_of(kind), 10)
+    return any(major == other and minor >= lowest for other, lowest in (divmod(number_of(one), 10) for one in built))
 
 
 def _names(nodes: Nodes, package: str, version: str) -> str:

@@ -349,7 +349,7 @@ class RolloutWorker:
         self._endpoint.set("rollout/weight_version", receipt.version)
         self._endpoint.set("rollout/last_sync_time_s", time.time())
         seconds, load = time.monotonic() - began, await self.load()
-        return replace(receipt, worker=self._name, seconds=seconds, checksums=checksums, processor=processor, load=load)
+        return replace(receipt, seconds=seconds, checksums=checksums, processor=processor, load=load)
 
     # -- life --------------------------------------------------------------------------------------------------------
 

@@ -93,10 +93,7 @@ async def wait_for(
     except ray.exceptions.RayError as error:
         raise ActorLost(f"{what}: the actor's process has died, or its answer was lost ({type(error).__name__}{_reason(error)})") from error
     finally:
-        if not task.done():
-            task.cancel()
-        elif not task.cancelled():
-            task.exception()  # read, or asyncio would report it: this wait may be cancelled just when the task fails
+        abandon(task)  # it may have failed just when this wait was cancelled
 
 
 def _half(what: str, deadline_s: float, usual_s: float) -> tuple[float, Callable[[], None] | None]:
@@ -215,8 +212,13 @@ async def done_or_reported(work: Awaitable[Any], what: str, deadline_s: float, n
 
 def abandon(task: asyncio.Task[Any]) -> None:
     """Cancel a task that nobody waits for any more; if it has ended with an error, the error is dropped."""
-    if not task.cancel() and not task.cancelled():
-        task.exception()
+    if not task.cancel():
+        has_failed(task)
+
+
+def has_failed(ended: asyncio.Future[Any]) -> bool:
+    """Whether a task has ended with an error. The error is retrieved: asyncio logs one that nobody retrieves."""
+    return not ended.cancelled() and ended.exception() is not None
 
 
 def kill(*actors: Any) -> None:

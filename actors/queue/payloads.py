@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from actors.carriers import QueueSnapshot, StoredGroup
-from actors.processes.supervision import call_with_retries, wait_for
+from actors.processes.supervision import call_with_retries, has_failed, wait_for
 from actors.processes.wait_notice import WaitNotice
 from actors.settings.deadlines import tokens_call_s, tokens_s
 from correction.errors import ActorLost, EvenkeelError, counted
@@ -78,15 +78,11 @@ def disregard(answer: Any, *further: Any) -> None:
     """
 
     def look_at_its_error(ended: asyncio.Future[Any]) -> None:
-        if _has_failed(ended):
+        if has_failed(ended):
             for one in further:
-                asyncio.ensure_future(one).add_done_callback(_has_failed)
+                asyncio.ensure_future(one).add_done_callback(has_failed)
 
     asyncio.ensure_future(answer).add_done_callback(look_at_its_error)
-
-
-def _has_failed(ended: asyncio.Future[Any]) -> bool:
-    return not ended.cancelled() and ended.exception() is not None
 
 
 def no_room(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 import ray
 
-from actors.processes.supervision import call_with_retries
+from actors.processes.supervision import call_with_retries, has_failed
 from actors.ranks.rank_faults import as_rank_failure
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, StepAborted
 
@@ -186,8 +186,7 @@ class CollectiveCaller:
 
     def _over(self, asking: asyncio.Task[Any]) -> None:
         self._asking.discard(asking)
-        if not asking.cancelled():
-            asking.exception()  # asyncio logs an error that nobody retrieves; the caller may be cancelled
+        has_failed(asking)  # its caller may be cancelled
 
 
 async def all_of(waits: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:

@@ -134,9 +134,7 @@ def _put_in_place(batch: PackedBatch, chunks: Sequence[tuple[Sequence[Group], di
     # A chunk packs its groups in its own order; find each group's tokens in the whole batch by its group id.
     whole: dict[str, Any] = {} if batch.num_tokens else {"proximal_logprobs": batch.behavior_logprobs}
     places = list(batch.wide or [WidePlace(())] * batch.num_sequences)
-    sequences: dict[int, list[int]] = {}
-    for i, group_id in enumerate(batch.group_ids.tolist()):
-        sequences.setdefault(group_id, []).append(i)
+    sequences = batch.sequences_of_groups()
     for chunk, found in chunks:
         own = [i for g in chunk for i in sequences.get(g.group_id, ())]
         index = batch.token_index(own)

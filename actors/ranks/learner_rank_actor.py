@@ -160,11 +160,8 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         """[S] places of the routed experts in the object store, an object for each group."""
         from correction.wide import WideFields, WidePlace, route_keys
 
-        bounds, of_group = batch.offsets.tolist(), dict[int, list[int]]()
-        for i, group in enumerate(batch.group_ids.tolist()):
-            of_group.setdefault(group, []).append(i)
-        places: dict[int, WidePlace] = {}
-        for sequences in of_group.values():
+        bounds, places = batch.offsets.tolist(), dict[int, WidePlace]()
+        for sequences in batch.sequences_of_groups().values():
             reference = ray.put(tuple(WideFields(routed_experts[bounds[i] : bounds[i + 1] - 1].clone()) for i in sequences))
             for number, i in enumerate(sequences):
                 trained = batch.loss_mask[bounds[i] : bounds[i + 1]].nonzero()

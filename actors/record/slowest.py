@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import json
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -34,25 +33,20 @@ class SlowestPrompts:
 
     def __init__(self, folder: RunFolder) -> None:
         self._kept = read_slowest(folder)
-        heapq.heapify(self._kept)
+        """Slowest first."""
         self._is_new = False
 
     def add(self, group: GroupFacts, worker: str) -> None:
         one = SlowPrompt(group.reward_s, group.generate_s, group.response_tokens, group.prompt_id, worker, len(group.failures))
-        if len(self._kept) < _KEPT:
-            heapq.heappush(self._kept, one)
-        elif self._kept[0] < one:
-            heapq.heapreplace(self._kept, one)
-        else:
-            return
-        self._is_new = True
+        before, self._kept = self._kept, sorted([*self._kept, one], reverse=True)[:_KEPT]
+        self._is_new |= before != self._kept
 
     def changed(self) -> str | None:
         """New content of the file; None if it hasn't changed since the last call."""
         if not self._is_new:
             return None
         self._is_new = False
-        return json.dumps([asdict(one) for one in sorted(self._kept, reverse=True)], indent=1)
+        return json.dumps([asdict(one) for one in self._kept], indent=1)
 
 
 def read_slowest(folder: RunFolder) -> list[SlowPrompt]:

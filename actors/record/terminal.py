@@ -18,7 +18,7 @@ from typing import TextIO, cast
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -124,8 +124,8 @@ class _State:
         self.rewards: list[float] = []
         self._step_times: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._progress = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.percentage:>3.0f} %  "), _Text("left"),
-            expand=True,
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.percentage:>3.0f} %  "),
+            TextColumn("{task.fields[left]}"), expand=True,
         )
         self._task = self._progress.add_task("steps", total=total_steps, left="")
 
@@ -228,17 +228,6 @@ class _State:
         return Text(self.phase + (f" ({duration(elapsed)})" if elapsed >= 2 else ""), style="cyan")
 
 
-class _Text(ProgressColumn):
-    """A field of the task, without styling."""
-
-    def __init__(self, field: str) -> None:
-        super().__init__()
-        self._field = field
-
-    def render(self, task: Task) -> Text:
-        return Text(str(task.fields.get(self._field, "")))
-
-
 _STEP_LINE = {
     "reward": "reward/mean",
     "step": "time/step_s",
@@ -323,26 +312,24 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def terminal_svg(folder: RunFolder, *, until_step: int | None = None, header: str = "", width: int = 100) -> str:
+def terminal_svg(folder: RunFolder, *, until_step: int | None = None) -> str:
     """The live panel of a run as it stood at a step, drawn from the run folder's numbers as an SVG picture that stands alone.
 
     Args:
         folder: the run.
         until_step: None: the last one.
-        header: the panel's title; "" takes the run's name.
-        width: of the terminal, in characters.
     """
     steps = [metrics for metrics in folder.read_metrics() if until_step is None or metrics.step <= until_step]
     shown_until = steps[-1].step if steps else 0
     config = folder.read_config()
-    state = _State(int(config.get("steps", shown_until)), header or f"evenkeel: {config.get('name', folder.path.name)}")
+    state = _State(int(config.get("steps", shown_until)), f"evenkeel: {config.get('name', folder.path.name)}")
     for evaluation in folder.read_evaluations():
         if evaluation.step <= shown_until:
             state.take_evaluation(evaluation)
     for metrics in steps:
         state.take(metrics)
     state.phase = "step in training; rollouts go on" if shown_until < state.total_steps else ""
-    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
+    console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
     console.print(state.render())
     picture = console.export_svg(title="evenkeel train")
     return re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)    # rich's font comes from a server; any monospace will do

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actors.checkpoints.reading import Reading
+from actors.checkpoints.reading import Reading, read_at_start
 from actors.config import DeadlinesConfig
 from actors.metrics.step_metrics import StepMetrics, shown
 from actors.processes.disk_at_start import by_disk_at_start
@@ -139,7 +139,7 @@ def diagnose(folder: RunFolder) -> RunDiagnosis:
     by_disk = partial(by_disk_at_start, limit_s=lambda: deadlines.disk_s)
     metrics = by_disk(lambda: JsonLines(folder.metrics_path).last(RECENT_STEPS, StepMetrics.of_record), "the numbers of the last steps")
     events = by_disk(folder.read_events, "the run's events")
-    saved_step, damaged = _newest_whole(folder, deadlines)
+    saved_step, damaged = read_at_start(partial(_verified, folder), deadlines)
     steps = int(config.get("steps", 0))
     step = metrics[-1].step if metrics else 0
     lines = LinesRead()
@@ -239,22 +239,9 @@ def _end(events: Sequence[RunEvent], is_complete: bool, is_running: bool, *, is_
     return RunState.VANISHED, f"its last event is of {last.time}" if last else "it has no events"
 
 
-def _newest_whole(folder: RunFolder, deadlines: DeadlinesConfig) -> tuple[int | None, tuple[str, ...]]:
-    """Step of the newest checkpoint whose files have the sizes and sums that its manifest says, and what is wrong with newer ones.
-
-    All of it is read: eight times the model. Raises: DiskLate.
-    """
-    reading = Reading()
-    return by_disk_at_start(
-        lambda: _verified(folder, reading),
-        "files of the newest checkpoint",
-        limit_s=lambda: reading.limit_s(deadlines),
-        counts_from=lambda: reading.began,
-        detail=lambda: str(reading),
-    )
-
-
 def _verified(folder: RunFolder, reading: Reading) -> tuple[int | None, tuple[str, ...]]:
+    """Step of the newest checkpoint whose files have the sizes and sums that its manifest says, and what is wrong with newer ones. All of
+    it is read: eight times the model."""
     damaged: list[str] = []
     for checkpoint in reversed(folder.checkpoints()):
         reading.begins(checkpoint)

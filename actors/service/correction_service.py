@@ -60,7 +60,6 @@ class _Undiagnosed:
     """What diagnostics need of a batch that the learner has or had."""
     corrected: CorrectedBatch
     split: Mapping[str, float]
-    correction: CorrectionConfig
 
 
 class CorrectionService(HeartbeatActor):
@@ -299,7 +298,7 @@ class CorrectionService(HeartbeatActor):
             wanted = FetchRequest(version, stored, self._correction, fetch_s)
             await self._forwards.ask(wanted, deadline_s=self._config.deadlines.forward_s)
             corrected = replace(corrected, batch=replace(corrected.batch, wide=None))  # diagnostics need no tensor that it names
-        self._undiagnosed[version] = _Undiagnosed(corrected, split, self._correction)
+        self._undiagnosed[version] = _Undiagnosed(corrected, split)
         return PreparedBatch(
             version=version,
             correction=self._correction,
@@ -308,7 +307,6 @@ class CorrectionService(HeartbeatActor):
             groups=tuple(group.facts for group in groups),
             proximal_s=proximal_s,
             correct_s=correct_s,
-            split=split,
             split_s=split_s,
             examples=tuple(Example(g.prompt, g.example.text) for g in groups[: self._config.metrics.trajectories_per_step]),
         )

@@ -26,7 +26,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.carriers import WeightSnapshot
-from actors.processes.supervision import abandon, wait_for
+from actors.processes.supervision import abandon, has_failed, wait_for
 from correction.errors import EvenkeelError, SyncError
 
 if TYPE_CHECKING:  # torch
@@ -98,7 +98,7 @@ class WeightDeltas:
             self._steps.clear()
         else:
             making = asyncio.create_task(self._make(older, snapshot), name=f"differences to v{snapshot.version}")
-            making.add_done_callback(_look_at_its_error)
+            making.add_done_callback(has_failed)  # _make has logged it
             self._steps = [*self._needed(sum(_sizes(snapshot))), _Step(older.version, snapshot.version, making)]
         for node in list(self._copies):
             self._ensure_following(node)
@@ -142,7 +142,7 @@ class WeightDeltas:
     async def _make(self, older: WeightSnapshot, newer: WeightSnapshot) -> tuple[list[Any], int]:
         if _sizes(older) != _sizes(newer):
             raise SyncError(f"weights v{newer.version} are divided into other buckets than v{older.version}")
-        if self._starting is None or _has_failed(self._starting):
+        if self._starting is None or (self._starting.done() and (self._starting.cancelled() or has_failed(self._starting))):
             self._starting = asyncio.create_task(self._start(), name="process for differences")
         starting = self._starting
         try:
@@ -215,16 +215,6 @@ class WeightDeltas:
             del self._copies[node]
         if copy.following is not None and copy.following is not asyncio.current_task():
             abandon(copy.following)
-
-
-def _look_at_its_error(making: asyncio.Task[Any]) -> None:
-    """Retrieve the task's error, which `_make` has logged, so that asyncio doesn't log it again."""
-    if not making.cancelled():
-        making.exception()
-
-
-def _has_failed(task: asyncio.Task[Any]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def _sizes(snapshot: WeightSnapshot) -> list[int]:

@@ -59,8 +59,6 @@ class Contract:
     so, and the logits of all ranks are laid side by side.
     """
 
-    model_type: str
-    """`model_type` of the Hugging Face config."""
     tensor_parallel: int = 1
     """The learner's ranks that share each matrix."""
     dtype: str = "float32"
@@ -79,7 +77,7 @@ class Contract:
             problems.append(f"{engine.name}.dtype = {engine.dtype}, {learner.name}.dtype = {learner.dtype}: set both to one of them")
         if problems:
             raise ConfigError(f"true_on_policy: true can't be honoured. {'. '.join(problems)}", remedy="Or set true_on_policy: false")
-        return cls(str(model["model_type"]), learner.tensor_parallel, learner.dtype)
+        return cls(learner.tensor_parallel, learner.dtype)
 
     @property
     def engine_settings(self) -> dict[str, Any]:

@@ -28,13 +28,14 @@ class WeightBucket:
     was read from the store is read-only."""
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> WeightBucket:
+    def of(cls, tensors: Mapping[str, Tensor], memory: Tensor | None = None) -> WeightBucket:
         """A bucket with a copy of each tensor: the learner may change its own while the bucket travels.
 
         Args:
             tensors: Hugging Face name -> weight, of any device and strides.
+            memory: as of_specs.
         """
-        bucket = cls.of_specs(tuple(WeightSpec.of(name, tensor) for name, tensor in tensors.items()))
+        bucket = cls.of_specs(tuple(WeightSpec.of(name, tensor) for name, tensor in tensors.items()), memory)
         for copy, tensor in zip(bucket.tensors().values(), tensors.values(), strict=True):
             copy.copy_(tensor.detach())
         return bucket

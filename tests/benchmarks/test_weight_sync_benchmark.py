@@ -59,7 +59,7 @@ class Engine:
         return cls()
 
     async def update_weights(self, version: int, buckets: Sequence[WeightBucket]) -> SyncReceipt:
-        return SyncReceipt(version, "retract", len(buckets), 1, sum(bucket.nbytes for bucket in buckets), 0.0)
+        return SyncReceipt(version, sum(bucket.nbytes for bucket in buckets), 0.0)
 
     async def weight_checksums(self, sent: Sequence[WeightBucket], verified: Mapping[str, str]) -> dict[str, str]:
         return checksums_of(*sent)

@@ -3,6 +3,7 @@
 import math
 import statistics
 from dataclasses import replace
+from statistics import fmean as mean
 
 import pytest
 import torch
@@ -13,11 +14,6 @@ from tests.correction.fixtures import MU, PROX, THETA, flat_log, random_batch, w
 
 MU_FLAT, PROX_FLAT = [p for row in MU for p in row], [p for row in PROX for p in row]
 RHO = [p / m for p, m in zip(PROX_FLAT, MU_FLAT, strict=True)]
-
-
-def mean(values):
-    values = list(values)
-    return sum(values) / len(values)
 
 
 def numbers(preset="tis-token", batch=None, target=None, way=correct, **overrides):

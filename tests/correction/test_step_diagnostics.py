@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import replace
+from statistics import fmean as mean
 
 import pytest
 import torch
@@ -16,11 +17,6 @@ from correction.gap import LEAST_EFFECTIVE_TOKENS
 from tests.correction.fixtures import random_batch
 
 MODERATE = settings(max_examples=25, deadline=None)
-
-
-def mean(values):
-    values = list(values)
-    return sum(values) / len(values)
 
 
 def tokens_of(batch, target):

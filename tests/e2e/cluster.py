@@ -19,17 +19,12 @@ from typing import Any
 
 import psutil
 
+from lab.ports import free_port
 from tests.e2e.launch import command_of, environment
 
 RAY = str(Path(sys.executable).with_name("ray"))
 OPEN = {"RAY_AUTH_MODE": "disabled"}
 """Of a cluster that lets everybody in."""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -122,13 +117,13 @@ def ray_cluster(*words: str, asks_for_token: bool = True, host: str = "127.0.0.1
         host: of the head; on 127.0.0.1 Ray listens there alone, on any other address on all interfaces.
         of_nodes: variables of its nodes.
     """
-    port, temp = _free_port(), tempfile.mkdtemp(prefix="ekc-", dir="/tmp")
+    port, temp = free_port(), tempfile.mkdtemp(prefix="ekc-", dir="/tmp")
     token = Path(temp) / "token"
     token.write_text(secrets.token_hex(32))
     token.chmod(0o600)
     users = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)} if asks_for_token else OPEN
     command = [
-        *(RAY, "start", "--head", "--block", f"--port={port}", f"--node-ip-address={host}", f"--ray-client-server-port={_free_port()}"),
+        *(RAY, "start", "--head", "--block", f"--port={port}", f"--node-ip-address={host}", f"--ray-client-server-port={free_port()}"),
         *("--include-dashboard=false", f"--temp-dir={temp}", *_OF_NODE, *words),
     ]
     head = _started(command, environment() | users | _PATIENCE | of_nodes)

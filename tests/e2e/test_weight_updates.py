@@ -56,7 +56,7 @@ def test_three_updates(
     for update in range(3):
         train(learner, seed=update)
         receipt = engine_loop.run(engine.update_weights(engine.version + 1, on_the_wire(learner)))
-        assert receipt.buckets > 1
+        assert receipt.bytes > 64 << 10, "one bucket would hold them all"
         compare_checksums("test", learner.weight_checksums(), engine_loop.run(engine.weight_checksums()), version=receipt.version)
         folder = tmp_path_factory.mktemp("saved") / "hf"
         learner.save_hf(folder)

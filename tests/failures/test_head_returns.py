@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.ports import free_port
 from tests.e2e.cluster import RunningCluster, ray_cluster
 from tests.e2e.launch import RECIPE, ROOT, Run
 from tests.failures.books import check_books
@@ -40,9 +40,7 @@ GONE_S = 10.0
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[dict[str, str]]:
     """Variables by which a head finds it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     password = secrets.token_hex(16)
     settings = tmp_path / "redis.conf"
     settings.write_text(f'bind 127.0.0.1\nport {port}\nrequirepass {password}\nsave ""\ndir {tmp_path}\n')

@@ -7,6 +7,7 @@ All actors are real ones, in a real Ray, whose calls are held up from outside; e
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import tempfile
@@ -88,6 +89,10 @@ class ImpatientRun(ReplayedRun):
         self.counts: dict[str, int] = {}
         self.outstanding: list[str] = []
 
+    async def feeding(self) -> None:
+        prompts = map(self._prompt, itertools.count())
+        await asyncio.gather(self.pool.feed(prompts, [], self.observer.admitted), self.pool.raise_on_failure())
+
     async def step(self) -> None:
         step, version, learner = len(self.trained), self.learner.version, self.learner
 
@@ -139,7 +144,7 @@ def test_calls_that_are_given_up_and_made_again_do_their_work_once(logs: Path) -
             Measured(fault, "they are made again; all arrive, and each does its work once", seconds, "nothing", REAL).write()
 
         try:
-            await unless_failed(steps(), run._failing())
+            await unless_failed(steps(), run.feeding())
             run.said += [text for _, text in await run.service.heartbeat.remote(0)]
             return run
         finally:

@@ -7,7 +7,6 @@ import itertools
 import multiprocessing as mp
 import os
 import signal
-import socket
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
+from lab.ports import free_port
 from learner.config import LearnerConfig
 from learner.convert import bind, to_hf
 from learner.families import family_of
@@ -167,7 +167,7 @@ def run_ranks(work: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: f
     The processes are kept for the next call. After a failure, and at the session's end, they are ended.
     """
     _KEPT.extend(rank_context().Pool(1) for _ in range(ranks - len(_KEPT)))
-    port = _free_port()
+    port = free_port()
     answers = [pool.apply_async(_in_bytes, (work, rank, ranks, port, *args)) for rank, pool in enumerate(_KEPT[:ranks])]
     try:
         return [torch.load(io.BytesIO(answer.get(timeout_s)), weights_only=False) for answer in answers]
@@ -187,7 +187,7 @@ def end_ranks() -> None:
 
 def run_ranks_until_killed(work: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = 500.0) -> None:
     """The same in fresh processes, which end by SIGKILL."""
-    context, port = rank_context(), _free_port()
+    context, port = rank_context(), free_port()
     processes = [context.Process(target=work, args=(rank, ranks, port, *args), daemon=True) for rank in range(ranks)]
     for process in processes:
         process.start()
@@ -205,12 +205,6 @@ def rank_context() -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["learner.learner_rank", "torch._dynamo", "tests.learner.learner_cases"])
     return context
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _in_bytes(work: Callable[..., Any], *args: Any) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing as mp
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, 
 
 from correction.engines.rendezvous import Rendezvous, rendezvous_store
 from correction.errors import SyncError
+from lab.ports import free_port
 from learner.broadcast import WeightBroadcaster, end_to_end
 
 NAME = "weights-1"
@@ -38,12 +38,6 @@ def member(port: int, sizes: list[tuple[int, torch.dtype]], pipe: Connection) ->
         dist.broadcast(received, src=0, group=group)
         pipe.send(received.view(torch.uint8).tolist())
     pipe.recv()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

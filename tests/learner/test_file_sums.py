@@ -62,6 +62,7 @@ def test_a_file_that_is_shorter_on_disk_than_it_was_written_is_found(tmp_path: P
 
 
 def flip(path: Path) -> None:
+    """One bit, in the middle: of a tensor's number, which nothing but a checksum can know."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from correction.engines.rendezvous import keep_nccl_on, rendezvous_store
+from lab.ports import free_port
 from learner.broadcast import WeightBroadcaster
 
 Listeners = Callable[[], set[tuple[str, int]]]
@@ -30,12 +31,6 @@ def new_listeners() -> Iterator[Listeners]:
 
     before = listening()
     yield lambda: listening() - before
-
-
-def free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def address_in_a_network() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import socket
 
 from torch import Tensor
 
@@ -34,9 +33,3 @@ def is_healthy(engine: RolloutEngine) -> bool:
 async def some_tokens(engine: RolloutEngine) -> None:
     """Returns when everything that was running before has sampled at least 20 tokens more: all requests advance in step."""
     await engine.generate([5], max_tokens=20, ignore_stop=True)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

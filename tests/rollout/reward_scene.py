@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import textwrap
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from pydantic import TypeAdapter
 
@@ -190,6 +194,29 @@ def answered(text: str, **changes: Any) -> Trajectory:
         "version_spans": (VersionSpan(0, 0, 2),), "finish_reason": FinishReason.STOP, "text": text,
     }  # fmt: skip
     return Trajectory(**(values | changes))
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def sleepers(seconds: str) -> list[int]:
+    """Processes that run `sleep` for so long."""
+    return [process.pid for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", seconds]]
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 40.0
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def pids_of(pool: RewardPool) -> tuple[int, ...]:
+    """Of the guardians of its scoring processes that are up."""
+    return tuple(process._child.pid for process in pool._processes if process._child is not None)
 
 
 def asked(answer: str = "3", **metadata: Any) -> Prompt:

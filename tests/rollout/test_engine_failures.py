@@ -32,13 +32,14 @@ from correction.engines.rendezvous import Rendezvous
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, RequestError, SyncError
+from lab.ports import free_port
 from learner.broadcast import WeightBroadcaster
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig, EngineDeadlines
 from rollout.trajectory import Trajectory
 from tests.conftest import BackgroundLoop
 from tests.failures.measured import Measured
-from tests.rollout.engine_scene import free_port, is_healthy
+from tests.rollout.engine_scene import is_healthy
 from tests.rollout.hf_reference import tiny_weights
 
 pytestmark = pytest.mark.engine

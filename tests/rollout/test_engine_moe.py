@@ -52,7 +52,7 @@ def updated_model(folder: Path, weights: dict[str, Tensor], target: Path) -> Any
 def differing_rows(model: Any, prompt: Sequence[int], completion: Trajectory) -> list[int]:
     """Rows whose experts are not those of Hugging Face's routers in some layer; every row that was read has some."""
     routes, rows = completion.routed_experts, len(prompt) + len(completion.response_ids) - 1
-    assert routes is not None and routes.ids.typecode == array("B").typecode and routes.positions == rows
+    assert routes is not None and routes.ids.typecode == array("B").typecode and len(routes.ids) == rows * routes.layers * routes.k
     found = torch.frombuffer(routes.ids, dtype=torch.uint8).view(rows, routes.layers, routes.k).long()
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *completion.response_ids][:-1]]), output_router_logits=True).router_logits

@@ -76,7 +76,7 @@ def test_top_k_logprobs_go_on_across_an_update(engine: RolloutEngine, engine_loo
 
     completion = engine_loop.run(run())
     top = completion.top_logprobs
-    assert completion.retractions == 1 and top is not None and top.positions == 200
+    assert completion.retractions == 1 and top is not None and len(top.ids) == 200 * top.k
     for span, weights in zip(completion.version_spans, (None, new), strict=True):
         with torch.no_grad():
             ids = torch.tensor([[*prompt, *completion.response_ids]])
@@ -133,8 +133,7 @@ def test_three_updates_in_a_row(engine: RolloutEngine, engine_loop: BackgroundLo
     for seed in (11, 12, 13):
         weights = perturbed(tiny_weights(tiny_model), seed)
         receipt = engine_loop.run(engine.update_weights(engine.version + 1, [WeightBucket.of(weights)]))
-        assert (receipt.version, receipt.tensors, receipt.mode) == (engine.version, len(weights), "retract")
-        assert receipt.bytes == sum(tensor.nbytes for tensor in weights.values())
+        assert (receipt.version, receipt.bytes) == (engine.version, sum(tensor.nbytes for tensor in weights.values()))
         scores = engine_loop.run(engine.score(ids))
         assert largest_difference(scores, response_logprobs(hf_model(tiny_model, weights), ids[:1], ids[1:])) < TOLERANCE
 

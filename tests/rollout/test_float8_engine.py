@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 from correction.engines.float8 import BLOCK, in_float8, is_projection, quantised
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
+from lab.ports import free_port
 from learner.broadcast import WeightBroadcaster
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
@@ -143,9 +143,7 @@ def test_a_token_s_experts_are_products_of_rounded_numbers() -> None:
 
 async def by_broadcast(engine: RolloutEngine, version: int, weights: dict[str, Tensor]) -> None:
     """Float8, float32 and bfloat16 in one bucket, which is sent as bytes: gloo knows no float8."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     size = 1 + engine.config.tensor_parallel
     joining = asyncio.ensure_future(engine.join_weight_group("127.0.0.1", port, 1, size, "weights"))
     learner = await asyncio.to_thread(WeightBroadcaster, "127.0.0.1", port, size, "weights", 60.0, torch.device("cpu"))

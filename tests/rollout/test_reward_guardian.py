@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from rollout.reward_guardian import MEMORY, WORKER, end_strays, mark_of
 from rollout.rewards import RewardPool
 from rollout.trajectory import FinishReason, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
 from tests.failures.measured import REAL, Measured
+from tests.rollout.reward_scene import is_running, pids_of, sleepers, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="guardians, control groups and environments of processes are Linux's")
 
@@ -39,21 +39,6 @@ SCORER = """
             os.rename(path + ".part", path)
         time.sleep(60)
 """
-
-
-def sleepers(seconds: str) -> list[int]:
-    return [process.pid for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", seconds]]
-
-
-def is_running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-def wait_until(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 40.0
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
 
 
 async def score(pool: RewardPool, seconds: str, folder: Path) -> str:
@@ -82,7 +67,8 @@ def test_what_a_killed_guardian_was_to_guard_is_ended_by_the_worker(
         try:
             assert await asyncio.to_thread(wait_until, lambda: all((tmp_path / name).is_file() for name in names))
             forks = [int((tmp_path / name).read_text()) for name in names]
-            (guardian,) = (pid for pid in pool.pids if forks[0] in {child.pid for child in psutil.Process(pid).children(recursive=True)})
+            below = {pid: {child.pid for child in psutil.Process(pid).children(recursive=True)} for pid in pids_of(pool)}
+            (guardian,) = (pid for pid, its in below.items() if forks[0] in its)
             os.kill(guardian, signal.SIGKILL)
             assert "died at one completion (signal SIGKILL)" in await scoring[0]
             assert await asyncio.to_thread(wait_until, lambda: not is_running(forks[0]) and not sleepers("66.5"))
@@ -101,12 +87,13 @@ NEXT_TO_DIE = """
     from pathlib import Path
     from rollout.config import FunctionReward
     from rollout.rewards import RewardPool
+    from tests.rollout.reward_scene import is_running, pids_of, sleepers, wait_until
     from tests.rollout.test_reward_guardian import score
 
     async def main():
         pool = RewardPool(FunctionReward(path="user_rewards:brood", deadline_s=50.0, processes=1))
         await pool.check()
-        print(*pool.pids, flush=True)
+        print(*pids_of(pool), flush=True)
         await score(pool, "69.5", Path(sys.argv[1]))
 
     asyncio.run(main())

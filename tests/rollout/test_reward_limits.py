@@ -11,7 +11,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,28 +25,10 @@ from rollout.reward_usage import WrittenBytes, _is_in_memory
 from rollout.rewards import RewardError, RewardPool
 from rollout.trajectory import FailureKind, Trajectory
 from tests.failures.measured import REAL, Measured
-from tests.rollout.reward_scene import asked, scored, scored_at_once, user_reward, write_user_module
+from tests.rollout.reward_scene import asked, is_running, scored, scored_at_once, sleepers, user_reward, wait_until, write_user_module
 from tests.rollout.reward_scene import user_module as user_module
 
 ROOT = Path(__file__).parents[2]
-
-
-def wait_until(condition: Callable[[], bool], deadline_s: float = 30.0) -> bool:
-    end = time.monotonic() + deadline_s
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def sleepers(seconds: str) -> list[int]:
-    return [p.pid for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", seconds]]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel hands orphans to their guardian on Linux")
@@ -245,7 +227,7 @@ PARENT = """
     async def main():
         pool = RewardPool(FunctionReward(path="user_rewards:moody", processes=2, deadline_s=60))
         await pool.check()
-        print(*pool.pids, flush=True)
+        print(*(process._child.pid for process in pool._processes), flush=True)
         busy, daemon = (
             Trajectory("p", (1,), (2,), (-1.0,), (VersionSpan(0, 0, 1),), FinishReason.STOP, text=text) for text in ("power", "daemon")
         )

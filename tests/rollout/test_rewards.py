@@ -19,7 +19,7 @@ from rollout.reward_process import RewardLoadError, build_extraction, components
 from rollout.rewards import RewardError, RewardPool, _as_reply
 from rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory, ids_of, logprobs_of
 from tests.failures.measured import REAL, Measured
-from tests.rollout.reward_scene import answered, asked, reward, scored, scored_each, user_reward
+from tests.rollout.reward_scene import answered, asked, pids_of, reward, scored, scored_each, user_reward
 from tests.rollout.reward_scene import user_module as user_module
 
 
@@ -165,13 +165,13 @@ def test_calls_on_other_processes_do_not_wait_for_a_hanging_one() -> None:
     async def run() -> tuple[bool, str | None, int, float]:
         pool = RewardPool(user_reward("moody", deadline_s=5, processes=2))
         await pool.check()
-        before, began = set(pool.pids), time.monotonic()
+        before, began = set(pids_of(pool)), time.monotonic()
         hanging = asyncio.create_task(pool.score((answered("hang"),), asked()))
         await asyncio.sleep(0)
         await pool.score(tuple(answered("ok") for _ in range(20)), asked())
         is_first = hanging.done()
         (late,) = await hanging
-        seconds, kept = time.monotonic() - began, before & set(pool.pids)
+        seconds, kept = time.monotonic() - began, before & set(pids_of(pool))
         await pool.close()
         return is_first, late.error, len(kept), seconds
 
@@ -213,7 +213,7 @@ def test_what_has_failed_already_is_not_scored() -> None:
             answered("3", finish_reason=FinishReason.ABORT),
             answered("", response_ids=ids_of(()), behavior_logprobs=logprobs_of(()), version_spans=()),
         )
-        return await pool.score(group, asked()), pool.pids
+        return await pool.score(group, asked()), pids_of(pool)
 
     results, started = asyncio.run(run())
     assert started == ()

@@ -53,7 +53,8 @@ def test_a_prompt_becomes_a_scored_group(shared_engine: RolloutEngine, engine_lo
         assert {span.version for span in trajectory.version_spans} == {shared_engine.version}
         assert trajectory.text == tokenizer.decode(list(trajectory.response_ids), skip_special_tokens=True)
         assert trajectory.reward == float(trajectory.text.strip() == group.prompt.answer.strip())
-        assert trajectory.top_logprobs is not None and trajectory.top_logprobs.positions == len(trajectory.response_ids)
+        top = trajectory.top_logprobs
+        assert top is not None and len(top.ids) == top.k * len(trajectory.response_ids)
     assert len({tuple(one.response_ids) for one in group.trajectories}) == 3, "each sample has a seed of its own"
     assert greedy.top_logprobs is None and greedy.is_valid
     assert generated == sum(len(one.response_ids) for one in everything)

@@ -235,7 +235,7 @@ class FaultyEngine:
                 self._resumed.set()
             self.version, self._dirty = version, None
             pause_s = asyncio.get_running_loop().time() - began
-            return SyncReceipt(version, "retract", len(buckets), len(_TENSORS), bytes=8, pause_s=pause_s)
+            return SyncReceipt(version, bytes=8, pause_s=pause_s)
 
     async def join_weight_group(self, host: str, port: int, rank: int, world_size: int, name: str) -> None:
         self.raise_if_lost()

@@ -115,7 +115,6 @@ class SimulatedLearner:
             loss_scale=None,
             microbatches=1,
             routing_agreement=None,
-            seconds={},
         )
 
     def proximal(self, batch: Any) -> Proximal:

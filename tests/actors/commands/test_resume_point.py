@@ -32,6 +32,7 @@ from tests.actors.cases import prompt
 from tests.actors.commands.finished_run import state
 from tests.e2e.launch import RECIPE
 from tests.failures.measured import Measured
+from tests.learner.test_file_sums import flip
 
 
 def asks(texts: Callable[[int], str] = lambda position: prompt(position).text) -> Any:
@@ -57,13 +58,6 @@ def zero(path: Path) -> None:
 
 def scramble(path: Path) -> None:
     path.write_bytes(os.urandom(path.stat().st_size))
-
-
-def flip(path: Path) -> None:
-    """One bit, in the middle: of a tensor's number, which nothing but a checksum can know."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def add(path: Path) -> None:

@@ -11,15 +11,12 @@ from pydantic import ValidationError
 
 from actors.config import EvaluationConfig
 from actors.driver.evaluation import evaluate
-from actors.metrics.held_out import Evaluation, Proportion, wilson_interval
+from actors.metrics.held_out import Evaluation
 from actors.metrics.step_metrics import StepMetrics
 from rollout.config import AnswerSampling
 from rollout.trajectory import Prompt, Trajectory
 from tests.actors.cases import prompts, trajectory
-
-
-def wilson(right: int, n: int) -> Proportion:
-    return Proportion(right / n, *wilson_interval(right / n, n), n)
+from tests.actors.metrics.test_statistics import wilson
 
 
 class Answers:

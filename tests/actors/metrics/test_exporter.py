@@ -25,6 +25,7 @@ from actors.metrics.exporter import DiscoveryServer, MetricsEndpoint
 from actors.metrics.kinds import Kind
 from actors.metrics.step_metrics import MetricError
 from correction.errors import ConfigError
+from lab.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 TOOLS = ROOT / ".tools" / "prometheus"
@@ -172,9 +173,7 @@ def prometheus(discovery: DiscoveryServer, tmp_path: Path) -> Iterator[Callable[
     job = next(job for job in config["scrape_configs"] if job["job_name"] == "evenkeel")
     job["http_sd_configs"] = [{"url": discovery.url, "refresh_interval": "1s"}]
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [
             TOOLS / "prometheus", f"--config.file={tmp_path / 'prometheus.yml'}", f"--storage.tsdb.path={tmp_path / 'data'}",

@@ -34,7 +34,7 @@ class Reader:
     async def update_weights(self, version: int, buckets: Sequence[Any], checksums: dict[str, str], _: int = 0) -> SyncReceipt:
         fetched = await asyncio.gather(*buckets)
         size = sum(bucket.nbytes for bucket in fetched)
-        return SyncReceipt(version, "retract", len(fetched), 1, size, 0.0, "w", 0.0, checksums_of(*fetched) if checksums else {})
+        return SyncReceipt(version, size, 0.0, 0.0, checksums_of(*fetched) if checksums else {})
 
     async def read(self, buckets: Sequence[Any]) -> tuple[int, int]:
         """Returns: (bytes, process)."""

@@ -92,7 +92,7 @@ class Engine:
     async def update_weights(self, version: int, buckets: Sequence[Any], checksums: dict[str, str], _: int = 0) -> SyncReceipt:
         fetched = await asyncio.gather(*buckets)
         self.versions.append(version)
-        return SyncReceipt(version, "retract", len(fetched), 1, 1, 0.0, "w", 0.0, checksums_of(*fetched) if checksums else {})
+        return SyncReceipt(version, 1, 0.0, 0.0, checksums_of(*fetched) if checksums else {})
 
 
 class Joins:

@@ -7,10 +7,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import Tensor
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
@@ -27,6 +25,7 @@ from actors.settings.environment import OF_SERVICE
 from correction.correct import correct
 from rollout.wide_fields import fields_of, split_wide_fields
 from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B
+from tests.actors.plan.test_plan import vars_of
 from tests.actors.queue.test_wide_groups import tickets, wide_group
 from tests.actors.service_memory import ANSWER, group
 from tests.learner.learner_cases import TIS, random_batch
@@ -67,10 +66,6 @@ def test_wide_fields_are_as_large_as_what_holds_them() -> None:
     (light,) = split_wide_fields(wide_group(ticket))[0].trajectories[:1]
     assert light.route_keys is not None and light.route_keys.itemsize * len(light.route_keys) == 4 * len(one.prompt_ids)
     assert key_bytes(EXPERTS, routed) == 4 * prompt_tokens(EXPERTS, routed) and key_bytes(DENSE, topk) == 0
-
-
-def vars_of(owner: Any) -> list[Tensor]:
-    return [value for name in owner.__dataclass_fields__ if isinstance(value := getattr(owner, name), Tensor)]
 
 
 def seen(what: str, tokens: int, environment: dict[str, str]) -> list[float]:

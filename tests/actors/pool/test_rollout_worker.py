@@ -194,7 +194,7 @@ def test_what_ran_on_weights_that_arrived_otherwise_is_of_no_version(monkeypatch
         def raise_if_lost(self) -> None: ...
 
         async def update_weights(self, version: int, buckets: list[Any]) -> SyncReceipt:
-            return SyncReceipt(version, "retract", 1, 1, bytes=8, pause_s=0.1)
+            return SyncReceipt(version, bytes=8, pause_s=0.1)
 
         async def weight_checksums(self, *_: Any) -> dict[str, str]:
             await self.compared.wait()
@@ -229,7 +229,7 @@ def test_a_worker_that_a_return_was_never_told_gives_up_what_it_has(first: str) 
     `follow` itself or a call of before, changes nothing."""
 
     async def takes(version: int, _: Any) -> SyncReceipt:
-        return SyncReceipt(version, "retract", 1, 1, bytes=8, pause_s=0.1)
+        return SyncReceipt(version, bytes=8, pause_s=0.1)
 
     async def scenario() -> None:
         worker, sampler = slow_worker()

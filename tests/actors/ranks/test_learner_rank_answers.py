@@ -20,6 +20,7 @@ from correction.engines.checksum import tensor_checksum
 from correction.engines.float8 import in_float8
 from correction.engines.rendezvous import rendezvous_store
 from correction.errors import SyncError
+from lab.ports import free_port
 from learner.broadcast import WeightBroadcaster
 from learner.config import LearnerConfig
 from learner.kept_weights import KeptWeights
@@ -119,9 +120,7 @@ def test_a_piece_is_gathered_while_the_one_before_is_on_its_way() -> None:
 
 def test_a_tensor_on_another_device_than_the_group_s_is_refused_before_anything_is_sent() -> None:
     """gloo would take it, and so hide what NCCL refuses; torch's meta device stands for the other one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     broadcaster = WeightBroadcaster("127.0.0.1", port, 1, "weights-0", 20.0, torch.device("cpu"))
     try:
         broadcaster.send({"a": torch.zeros(2)})

@@ -77,7 +77,7 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
         ended = []
         for step in (1, 2):
             observer.note({"true_on_policy/tokens": step})
-            observer.receipt(SyncReceipt(step, "retract", 1, 1, bytes=100 * step, pause_s=0.0, worker="0", seconds=0.1 * step))
+            observer.receipt(SyncReceipt(step, bytes=100 * step, pause_s=0.0, seconds=0.1 * step))
             observer.group_finished(facts(step, 7 * step), "0")
             counts = {"admitted": 10 * step, "trained": step, "discarded": step, "finished": 0, "in_flight": 0, "drawn": 0}
             ended.append(observer.end_step(step, step, batch, result, {"train": 1.0}, counts, [("train/0/1", DiscardReason.UNIFORM)]))  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ class Learner:
 
 
 def receipt(version: int, checksums: dict[str, str] | None = None) -> SyncReceipt:
-    return SyncReceipt(version, "retract", 1, 1, bytes=8, pause_s=0.1, worker="w", seconds=0.1, checksums=checksums or {})
+    return SyncReceipt(version, bytes=8, pause_s=0.1, seconds=0.1, checksums=checksums or {})
 
 
 class Engine:
@@ -113,7 +113,7 @@ class SyncScene:
         **engines: Engine,
     ) -> None:
         self.learner = Learner()
-        self.receipts: list[tuple[str, int]] = []
+        self.receipts: list[int] = []
         self.differences: list[tuple[str, int, float]] = []
         self.dirty: list[tuple[str, str]] = []
         self.failures: list[tuple[str, str]] = []
@@ -123,7 +123,7 @@ class SyncScene:
             EngineConfig.model_validate({"tensor_parallel": ranks, "quantization": "float8_block" if float8 else "none"}),
             self.learner,  # type: ignore[arg-type]
             SyncCallbacks(
-                receipt=lambda receipt: self.receipts.append((receipt.worker, receipt.version)),
+                receipt=lambda receipt: self.receipts.append(receipt.version),
                 probe=lambda target, version, differences: self.differences.append((target.name, version, max(differences))),
                 dirty=lambda target, reason: self.dirty.append((target.name, reason)),
                 failure=lambda target, reason: self.failures.append((target.name, reason)),
