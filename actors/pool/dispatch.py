@@ -22,6 +22,14 @@ _EVALUATION_SHARE = 4
 """One in so many of a worker's slots may go to evaluations while training is fed."""
 
 
+def evaluation_answers_at_once(slots: int, samples_per_group: int) -> int:
+    """How many answers of evaluations a worker samples at a time while training is fed: those of its share of the slots.
+
+    Args: slots: groups that a worker has under way at most.
+    """
+    return max(1, slots * samples_per_group // _EVALUATION_SHARE)
+
+
 class Taker(Protocol):
     """What one worker has under way."""
 
@@ -121,7 +129,8 @@ class WaitingWork:
             yield from self._take_groups(ready, sharers, len(self._tickets) if most is None else most)
 
     def _take_questions(self, ready: Sequence[T], sharers: Sequence[T]) -> Iterator[tuple[T, Questions]]:
-        most = self._slots * self._samples_per_group // (_EVALUATION_SHARE if self.is_fed else 1)
+        slots, samples = self._slots, self._samples_per_group
+        most = evaluation_answers_at_once(slots, samples) if self.is_fed else slots * samples
         share = (sum(w.questions for w in sharers) + sum(part.size for part in self._questions)) / max(1, len(sharers))
         while self._questions and ready:
             worker, size = min(ready, key=lambda w: (w.questions, len(w.groups))), self._questions[0].size

@@ -15,7 +15,7 @@ from rollout.config import AnswerSampling
 from rollout.trajectory import Prompt, Trajectory
 
 _ANSWERS = 32
-"""Answers of an evaluation that one call to a worker asks for."""
+"""Answers of an evaluation that one call to a worker asks for at most."""
 
 
 class EvaluationAnswers:
@@ -28,19 +28,22 @@ class EvaluationAnswers:
         add: Callable[[Sequence[Questions]], None],
         failed: Callable[[WorkerHandle, EvenkeelError], None],
         wake: Callable[[], None],
+        at_once: int,
     ) -> None:
         """
         Args:
             add: has parts wait for workers.
             failed: called when a call to a worker has failed.
             wake: called when workers may take work that waits.
+            at_once: answers that a worker samples at a time for evaluations while it is fed with groups, too.
         """
         self._members, self._add, self._failed, self._wake = members, add, failed, wake
+        self._answers = min(_ANSWERS, at_once)  # of a call: a worker takes its first part whatever its size
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
-        """Scored answers to each prompt, spread over the workers."""
+        """Scored answers to each prompt, spread over the workers. A question's answers are all sampled by one of them."""
         loop = asyncio.get_running_loop()
-        size = max(1, _ANSWERS // how.samples)
+        size = max(1, self._answers // how.samples)
         parts = [Questions(prompts[i : i + size], how, loop.create_future()) for i in range(0, len(prompts), size)]
         self._add(parts)
         self._wake()

@@ -19,7 +19,7 @@ from actors.config import DeadlinesConfig
 from actors.pool import workers
 from actors.pool.admission import PatientQueue
 from actors.pool.delivery import Delivery
-from actors.pool.dispatch import Questions, WaitingWork, continuing
+from actors.pool.dispatch import Questions, WaitingWork, continuing, evaluation_answers_at_once
 from actors.pool.evaluation_answers import EvaluationAnswers
 from actors.pool.faults import ATTEMPTS, FEWEST_FAILED, WINDOW_S, GroupBook
 from actors.pool.membership import Membership, MembershipCallbacks
@@ -75,7 +75,8 @@ class RolloutPool:
         )
         self.members = members = Membership(settings, deadlines, observer, self.tasks, told, places)
         add: Callable[[Sequence[Questions]], None] = lambda parts: self._work.add_questions(parts)  # noqa: E731
-        self._evaluations = EvaluationAnswers(members, add=add, failed=self._engine_failed, wake=self.wake)
+        at_once = evaluation_answers_at_once(self._config.slots_per_worker, self._config.sampling.samples_per_group)
+        self._evaluations = EvaluationAnswers(members, add=add, failed=self._engine_failed, wake=self.wake, at_once=at_once)
 
     def _begin_books(self) -> None:
         self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)

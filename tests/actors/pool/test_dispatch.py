@@ -34,7 +34,8 @@ class Engine:
     def __init__(self, name: str, group_s: float) -> None:
         self.name, self.group_s = name, group_s
         self.random = random.Random(name)
-        self.under_way = self.most_under_way = self.sampled = self.answered = 0
+        self.under_way = self.most_under_way = self.sampled = 0
+        self.answered = self.answers_under_way = self.most_answers_under_way = 0
 
     async def start(self, *_: Any) -> ActorInfo:
         return ActorInfo("rollout", self.name, 1, "127.0.0.1:1")
@@ -48,8 +49,12 @@ class Engine:
         return group(ticket).facts, group(ticket)
 
     async def answer(self, prompts: list[Any], how: AnswerSampling) -> list[str]:
+        asked = len(prompts) * how.samples
+        self.answers_under_way += asked
+        self.most_answers_under_way = max(self.most_answers_under_way, self.answers_under_way)
         await asyncio.sleep(self.group_s)
-        self.answered += len(prompts) * how.samples
+        self.answers_under_way -= asked
+        self.answered += asked
         return [p.prompt_id for p in prompts]
 
 
@@ -197,27 +202,62 @@ def test_one_worker_is_given_all_that_waits(monkeypatch: pytest.MonkeyPatch) -> 
     assert config.slots_per_worker == 128
 
 
-@pytest.mark.parametrize("samples", [1, 8, 16])
-def test_an_evaluation_during_training_starves_neither(monkeypatch: pytest.MonkeyPatch, samples: int) -> None:
-    """256 answers and more groups than slots: they hold a quarter of the slots (4 of 16, of 8 requests each), groups the others. Several
-    answers to a question are as many requests."""
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize(("slots", "samples"), [(16, 1), (16, 8), (16, 16), (4, 1), (4, 8), (2, 1), (2, 4)])
+def test_an_evaluation_during_training_starves_neither(
+    monkeypatch: pytest.MonkeyPatch, slots: int, samples: int, engines: int
+) -> None:
+    """256 answers and more groups than slots, of 8 requests each: answers have a quarter of an engine's requests, and groups the other
+    slots, of which no half one is kept free. Several answers to a question are as many requests."""
+    answers, share = 256 * engines, slots * 8 // 4
 
     async def scenario() -> None:
-        run = Run(monkeypatch, [1.0], groups_per_step=64, max_staleness=4, slots=16)
+        run = Run(monkeypatch, [1.0] * engines, groups_per_step=64 * engines, max_staleness=4, slots=slots)
         how = AnswerSampling(samples=samples, temperature=0.7)
         feeding = await run.begin()
         await asyncio.sleep(5.0)
-        asking = asyncio.create_task(run.pool.answer([prompt(i) for i in range(256 // samples)], how))
+        asking = asyncio.create_task(run.pool.answer([prompt(i) for i in range(answers // samples)], how))
         await asyncio.sleep(0.01)
-        (worker,) = run.pool.members.joined()
-        assert worker.questions == 32, "they don't wait for the groups that wait, and don't take more than their share"
+        workers = list(run.pool.members.joined())
+        taken = {worker.questions for worker in workers}
+        assert taken == {share}, "they don't wait for the groups that wait, and don't take more than their share"
         await asyncio.sleep(2.0)
-        assert (worker.questions, len(worker.groups)) == (32, 12)
-        began = run.engines[0].sampled
+        assert {(worker.questions, len(worker.groups)) for worker in workers} == {(share, slots - slots // 4)}
+        began, rounds = [engine.sampled for engine in run.engines], 256 // share
         await asking
-        assert run.engines[0].answered == 256
-        assert run.engines[0].sampled - began >= 12 * 5, "eight rounds of questions of a second, most of them seen here"
+        assert sum(engine.answered for engine in run.engines) == answers
+        for engine, before in zip(run.engines, began, strict=True):
+            assert engine.most_answers_under_way <= share
+            assert engine.sampled - before >= 0.9 * (slots - slots // 4) * (rounds - 2), "rounds of a second, all but two seen here"
         feeding.cancel()
+
+    simulate(scenario)
+
+
+def test_a_question_is_answered_whole_however_small_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 answers to each question, and room for 4: one question at a time, beside groups."""
+
+    async def scenario() -> None:
+        run = Run(monkeypatch, [1.0], groups_per_step=64, max_staleness=4, slots=2)
+        feeding = await run.begin()
+        await asyncio.sleep(5.0)
+        before = run.engines[0].sampled
+        await run.pool.answer([prompt(i) for i in range(8)], AnswerSampling(samples=16, temperature=0.7))
+        assert run.engines[0].most_answers_under_way == 16 and run.engines[0].sampled - before >= 2 * 6
+        feeding.cancel()
+
+    simulate(scenario)
+
+
+def test_without_groups_an_evaluation_has_all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        run = Run(monkeypatch, [1.0], groups_per_step=64, max_staleness=4, slots=2)
+        feeding = await run.begin()
+        await asyncio.sleep(5.0)
+        feeding.cancel()
+        await asyncio.sleep(5.0)
+        await run.pool.answer([prompt(i) for i in range(64)], AnswerSampling())
+        assert run.engines[0].most_answers_under_way == 16, "2 slots of 8 requests"
 
     simulate(scenario)
 
