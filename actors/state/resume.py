@@ -33,6 +33,7 @@ STATE, COLUMNS = "controller.json", "groups.safetensors"
 OLD_STATE = "controller.pickle"
 """The file that earlier versions wrote instead; it is not read."""
 _NAMES = {"Prompt": Prompt, "Group": Group}
+_ENCODER = json.JSONEncoder(default=float)  # float: numpy's numbers
 
 
 class OtherVersionError(DataError):
@@ -82,7 +83,8 @@ class TrainingState:
         }
         plain = {name: getattr(self, name) for name in ("step", "weight_version", "elapsed_s", "totals", "monitor", "data", "settings")}
         plain |= {"queue": as_plain(queue, columns), "ledger": as_plain(self.ledger, columns), "replacement": correction}
-        (folder / STATE).write_text(json.dumps(plain, default=float))  # float: numpy's numbers
+        with (folder / STATE).open("w", encoding="utf-8") as file:
+            file.writelines(_ENCODER.iterencode(plain))  # json.dumps would hold the interpreter's lock, and the event loop, for all groups
         with saving(folder / COLUMNS) as path:
             save_file(columns.arrays(), path)
 

@@ -6,8 +6,10 @@ import ast
 import json
 import re
 from array import array
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,6 +57,39 @@ def test_round_trip(state: TrainingState, tmp_path: Path) -> None:
     assert queue.unreported == (("train/0/3", DiscardReason.UNIFORM),) and queue.discarded_by_reason == {DiscardReason.UNIFORM: 1}
     assert {type(reason) for reason in (*queue.discarded_by_reason, queue.unreported[0][1])} == {DiscardReason}
     assert '["train/0/3", "rewards all alike"]' in (tmp_path / "controller.json").read_text(), "as checkpoints always had it"
+
+
+def test_no_call_of_the_encoder_has_more_than_one_text(state: TrainingState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the interpreter's lock until it returns, and so the event loop of the run, beside which a thread writes the state: for all
+    groups of a large run together that would be tenths of a second."""
+    open_file, pieces = Path.open, list[str]()
+
+    class Recorded:
+        def __init__(self, path: Path, *mode: Any, **named: Any) -> None:
+            self._file = open_file(path, *mode, **named)
+
+        def __enter__(self) -> Recorded:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self._file.close()
+
+        def write(self, piece: str) -> None:
+            pieces.append(piece)
+            self._file.write(piece)
+
+        def writelines(self, lines: Iterable[str]) -> None:
+            for line in lines:
+                self.write(line)
+
+    long = "word \"" * 3000
+    finished = [replace(one, trajectories=tuple(replace(t, text=long) for t in one.trajectories)) for one in state.queue.finished]
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", lambda *of_path, **named: Recorded(*of_path, **named))
+        replace(state, queue=replace(state.queue, finished=tuple(finished))).save(tmp_path)
+    assert max(map(len, pieces)) <= len(json.dumps(long)) < len("".join(pieces)) / 4
+    assert "".join(pieces) == json.dumps(json.loads("".join(pieces))), "as one call would write it, and as checkpoints always had it"
+    assert TrainingState.load(tmp_path).queue.finished == tuple(finished)
 
 
 def test_all_that_a_trajectory_may_have_comes_back(state: TrainingState, tmp_path: Path) -> None:
