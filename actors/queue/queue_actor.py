@@ -130,8 +130,8 @@ class TrajectoryQueueActor(HeartbeatActor):
         """Note that the learner has new weights, trained on these groups, which leave the queue.
 
         Args: published: version that the engines get; None: this one.
-        Returns: what was discarded since the last call, as (prompt id, reason); the counts; ids of the prompts that are under way. Asked
-            again for the same version, the answer is the same.
+        Returns: what was discarded since the last call, as (prompt id, reason); the counts; ids of all prompts that are under way, which
+            the ledger compares with its own. Asked again for the same version, the answer is the same.
         """
         if version != self._advance[0]:
             self._queue.publish(version, published)
