@@ -132,7 +132,8 @@ class DeadlinesConfig(DerivedSettings):
     """Longest wait for an engine to confirm new weights, seconds; it has three attempts."""
     drain_s: float = Field(default=20.0, ge=0)
     """Longest time for which a rollout worker that leaves goes on with its groups, seconds; then it hands the rest back, with the tokens
-    sampled so far. Keep it 10 s below what a preemption notice leaves (30 s on Kubernetes)."""
+    sampled so far, for which it has as long again, and at least 10 s. A preemption notice should leave time for both (Kubernetes leaves
+    30 s unless it is told otherwise): what isn't handed back by then is sampled anew."""
     checkpoint_s: PositiveFloat = 600.0
     """Longest time to write a checkpoint, seconds."""
     evaluation_s: PositiveFloat = 900.0
