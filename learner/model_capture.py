@@ -48,7 +48,7 @@ def capture(policy: PolicyModel, heads: HeadShape, batch: PackedBatch, forward: 
     """
     pieces: dict[OperatorPlace, list[Tensor]] = {}
     token: list[Tensor] = []
-    sequences = [ids.tolist() for ids in batch.token_ids.split(batch.lengths.tolist())]
+    sequences = [ids.tolist() for ids in batch.token_ids.split_with_sizes(batch.lengths.tolist())]
 
     def keep(place: OperatorPlace, values: Tensor) -> None:
         rows = values.detach().reshape(len(token[-1]), -1)

@@ -136,7 +136,7 @@ async def capture_engine(
             await engine.shutdown()
         say("reading what SGLang's operators computed")
         batch = _batch(asked, [answer[0] for answer in answers])
-        sequences = [ids.tolist() for ids in batch.token_ids.split(batch.lengths.tolist())]
+        sequences = [ids.tolist() for ids in batch.token_ids.split_with_sizes(batch.lengths.tolist())]
         return batch, engine_capture.read(Path(folder), sequences)
 
 
