@@ -3,7 +3,8 @@
 The difference of two versions (delta) is computed on the learner's node, where both lie in the object store, by a Ray task during training.
 Every other node whose engines hold an older version fetches the delta, and a task there rebuilds the buckets that the learner stored, once
 for all engines of the node. The engines read them from their node's store like any others. A node that is several versions behind applies
-several deltas. Ray fetches an object from any node that has it, so deltas spread from node to node, not from the learner's node alone.
+several deltas. Nodes fetch a delta in waves, most of them from other nodes than the learner's (actors.weights.relay); each rebuilds as soon
+as it has it.
 
 The learner's store holds up to three versions: one is exported while the delta of the two before it is computed.
 
@@ -19,7 +20,8 @@ import logging
 import math
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -27,6 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.carriers import WeightSnapshot
 from actors.processes.supervision import abandon, has_failed, wait_for
+from actors.weights.relay import Relay, fetched
 from correction.errors import EvenkeelError, SyncError
 
 if TYPE_CHECKING:  # torch
@@ -39,6 +42,10 @@ _FOR_WHO_COMES = 2
 """Number of latest deltas kept although no node needs them now: a node that joins may receive weights that are some versions old."""
 _FRUITLESS = 3
 """After so many deltas in a row that were not smaller than the weights, none are computed any more."""
+_RELAYED = 2**20
+"""Bytes of a delta from which it is fetched in waves: the learner's node sends a smaller one to all in less time than waves take."""
+_FIRST_PATIENCE_S, _LEAST_PATIENCE_S = 10.0, 1.0
+"""Seconds for which others wait for a node that fetches: as long as no fetch has ended, and at least. Else twice the last ones' time."""
 _THREADS = 4
 """Threads of a task that computes or applies deltas, while training and sampling go on."""
 
@@ -51,6 +58,7 @@ class _Step:
     version: int
     making: asyncio.Task[tuple[list[Any], int]]
     """Task that computes it. Returns references to a BucketDelta for each bucket, and their bytes together."""
+    relay: Relay = field(default_factory=Relay)
 
 
 @dataclass(slots=True)
@@ -84,6 +92,7 @@ class WeightDeltas:
         step, each version would begin another one, and none would ever end."""
         self._copies: dict[str, _Copy] = {}
         """By node id the weights that the node holds."""
+        self._patience_s = _FIRST_PATIENCE_S
 
     def published(self, snapshot: WeightSnapshot, nodes: Collection[str]) -> None:
         """A newer version is published: start computing its delta, and applying it. Args: nodes: ids of the nodes of all engines."""
@@ -199,6 +208,10 @@ class WeightDeltas:
             delta_bytes, whole = sum(size for _, size in made), sum(_sizes(newest))
             if delta_bytes >= whole:
                 raise SyncError(f"the differences to v{copy.version} have {delta_bytes:,} bytes, the whole has {whole:,}")
+            for step, (references, size) in zip(steps, made, strict=True):
+                if size >= _RELAYED:
+                    took_s = await step.relay.in_turn(partial(self._fetch, references, node, step.version), self._patience_s)
+                    self._patience_s = max(_LEAST_PATIENCE_S, 2 * took_s, self._patience_s / 2)  # the slowest of the last few
             deltas = [reference for references, _ in made for reference in references]
             buckets, problem = await self._run(rebuilt, "weights of differences", node, newest, *copy.buckets, *deltas)
             if problem:
@@ -209,6 +222,10 @@ class WeightDeltas:
         finally:
             if copy.version != newest.version:
                 self._drop(node, copy)
+
+    async def _fetch(self, references: list[Any], node: str, version: int) -> None:
+        """Have the node's store fetch the delta to a version."""
+        await self._result(_task(fetched, node).remote(references), f"delta, v{version}", node)
 
     def _drop(self, node: str, copy: _Copy) -> None:
         if self._copies.get(node) is copy:
