@@ -1,6 +1,8 @@
 """The newest published weights, and what all who need them share: their copy in the object store, and their checksums.
 
-Both are made once, in the learner's export or for the first who needs them. What fails here is the learner's or the object store's, and no
+Both are made once, in the learner's export or for the first who needs them; checksums for who comes later by a task beside the learner.
+What was broadcast only is copied for an engine if no other one works with it, or if the run stands: else this engine waits for the next
+version, which is stored as well, so that it makes no work for the learner. What fails here is the learner's or the object store's, and no
 engine's fault.
 """
 
@@ -8,8 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import ray.exceptions
@@ -23,6 +30,12 @@ from correction.errors import ActorLost, DeadlineExceeded, EngineError, SyncErro
 log = logging.getLogger("evenkeel.sync")
 SYNC_FAILURES = (SyncError, EngineError, DeadlineExceeded, ray.exceptions.RayError)
 _LONGEST_PAUSE_S = 30.0
+_USUAL_OF = 9
+"""Number of latest publications whose median distance is the usual one."""
+_STANDS_AFTER = 2.0
+"""Usual distances between two publications after which the next one counts as overdue."""
+_LOOK_S = 1.0
+"""Seconds after which an engine that waits for the next version looks again whether another one works."""
 
 
 def pause_s(failures: int) -> float:
@@ -35,6 +48,8 @@ class Publication:
     """A published version."""
 
     snapshot: WeightSnapshot
+    overdue_at: float = -math.inf
+    """Event-loop time (s) from which the next version is overdue."""
     copying: asyncio.Task[None] | None = None
     """Task that copies it into the object store."""
     hashing: asyncio.Task[None] | None = None
@@ -55,6 +70,8 @@ class PublishedVersions:
         weights."""
         self._learner, self._plan, self._sync_s, self._on_loss = learner, plan, sync_s, on_loss
         self.newest: Publication | None = None
+        self._published_at: deque[float] = deque(maxlen=_USUAL_OF + 1)
+        """Event-loop times (s) of the latest publications."""
 
     @property
     def version(self) -> int:
@@ -63,22 +80,30 @@ class PublishedVersions:
 
     def add(self, snapshot: WeightSnapshot) -> None:
         """Note that a newer version is published."""
-        older, self.newest = self.newest, Publication(snapshot)
+        self._published_at.append(now := asyncio.get_running_loop().time())
+        distances = [after - before for before, after in pairwise(self._published_at)]
+        overdue_at = now + _STANDS_AFTER * median(distances) if distances else -math.inf
+        older, self.newest = self.newest, Publication(snapshot, overdue_at)
         if older is not None:
             older.replaced.set()
 
-    async def at_hand(self, worker: str, *, is_verified: bool) -> tuple[Publication, dict[str, str]] | None:
+    async def at_hand(
+        self, worker: str, *, is_verified: bool, is_held: Callable[[int], bool]
+    ) -> tuple[Publication, dict[str, str]] | None:
         """The newest version in the object store, with the checksums that this engine has to show; None once the learner is lost.
 
         Tried again until it is there.
-        Args: worker: its name. is_verified: its engine has to show none.
+        Args:
+            worker: its name.
+            is_verified: its engine has to show none.
+            is_held: whether another engine has a version, or a newer one.
         """
         failures = 0
         while self.newest is not None:
             version = self.version
             try:
                 try:
-                    published = await self._stored(self.newest)
+                    published = await self._stored(self.newest, is_held)
                 except ActorLost as error:
                     self._on_loss(error)
                     return None
@@ -89,17 +114,20 @@ class PublishedVersions:
                 await asyncio.sleep(pause_s(failures))
         return None
 
-    async def _stored(self, published: Publication) -> Publication:
+    async def _stored(self, published: Publication, is_held: Callable[[int], bool]) -> Publication:
         """This version, or a newer one, as it lies in the object store."""
         while not published.snapshot.buckets:
-            if self._learner.version == published.version:
+            newer = f"weights newer than v{published.version}, which were broadcast only <- learner"
+            longest_s = newer_weights_s(self._learner.step_s, self._sync_s)
+            if self._learner.version != published.version:
+                await wait_for(published.replaced.wait(), newer, deadline_s=longest_s)
+            elif _is_near(published) and is_held(published.version):
+                await wait_for(_until_due(published, is_held), newer, deadline_s=longest_s)
+            else:
                 if published.copying is None or published.copying.done():
                     published.copying = asyncio.create_task(self._copy(published))
                 await asyncio.shield(published.copying)
-            else:
-                newer = f"weights newer than v{published.version}, which were broadcast only <- learner"
-                await wait_for(published.replaced.wait(), newer, deadline_s=newer_weights_s(self._learner.step_s, self._sync_s))
-                published = self.newest or published
+            published = self.newest or published
         return published
 
     def make_anew(self, published: Publication, buckets: Sequence[Any]) -> None:
@@ -134,3 +162,16 @@ class PublishedVersions:
         for task in (self.newest.copying, self.newest.hashing) if self.newest else ():
             if task is not None:
                 abandon(task)
+
+
+def _is_near(published: Publication) -> bool:
+    """Whether a newer version may be expected soon."""
+    return not published.replaced.is_set() and asyncio.get_running_loop().time() < published.overdue_at
+
+
+async def _until_due(published: Publication, is_held: Callable[[int], bool]) -> None:
+    """Returns when there is a newer version, it is overdue, or no other engine has this one any more."""
+    while _is_near(published) and is_held(published.version):
+        left_s = published.overdue_at - asyncio.get_running_loop().time()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(published.replaced.wait(), min(left_s, _LOOK_S))

@@ -17,8 +17,8 @@ With deltas nodes fetch what has changed alone (actors.weights.weight_deltas); w
 Transports: Ray's object store, or a torch.distributed broadcast, without a copy in that store. A broadcast group belongs to one
 set of workers: when that changes, or a collective fails, a new one is built during training, and versions go through the object store until
 it is whole. Who joins gets them so, outside the others' group, until it is verified. An engine that needs a version that was broadcast
-only has it copied to the store, once for all who do, unless the learner has trained on already: then the next version, which is about to
-come, is stored as well.
+only waits for the next one, which is stored as well, so that it makes no work for the learner. If no other engine has that version, or the
+next one is overdue, the learner copies it to the store, once for all who need it.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class WeightSync:
             # One who comes while the learner stands at a version that isn't published could not be given this one any more.
             stores=not members or others > 0 or self._config.every_steps > 1,
             broadcasts=bool(members),
-            checksums=self._versions.newest is None or any(not target.is_verified for target in self._targets.values()),
+            checksums=self._versions.newest is None,  # all engines wait for the first; for who joins later a task makes them
             probe_ids=tuple(self._probe_ids),
         )
         snapshot, receipts = await self._export_to(members, plan) if members else (await self._learner.export(plan), [])
@@ -233,7 +233,8 @@ class WeightSync:
         while self._versions.newest is not None and target.version < self.version:
             version, is_asked = self.version, False
             try:
-                if (at_hand := await self._versions.at_hand(target.name, is_verified=target.is_verified)) is None:
+                is_held = partial(self._is_held, target)
+                if (at_hand := await self._versions.at_hand(target.name, is_verified=target.is_verified, is_held=is_held)) is None:
                     return
                 (published, checksums), began = at_hand, asyncio.get_running_loop().time()
                 stored, delta_bytes = published.snapshot.buckets, None
@@ -241,7 +242,7 @@ class WeightSync:
                 if self._deltas is not None and not failures and not late:  # else the whole, whatever was wrong with what it was handed
                     buckets, delta_bytes = await self._deltas.of_node(target.node, published.snapshot)
                 await self._turns.mine()
-                if published is not self._versions.newest:  # a newer one was published meanwhile
+                if published is not self._versions.newest and not checksums:  # else it would never get any that take longer than a step
                     continue
                 version, is_asked = published.version, True
                 self._end_probe(target)
@@ -270,6 +271,10 @@ class WeightSync:
                     self._callbacks.failure(target, f"took no weights in {counted(failures, 'attempt')}: {error}")
                     return
                 await asyncio.sleep(failures)
+
+    def _is_held(self, target: SyncTarget, version: int) -> bool:
+        """Whether another engine than this one has the version."""
+        return any(other is not target and other.version >= version for other in self._targets.values())
 
     def _mark_dirty(self, target: SyncTarget, reason: str) -> None:
         target.version, target.is_verified, target.trouble = -1, False, reason

@@ -88,20 +88,80 @@ def test_versions_that_have_to_last_are_also_stored() -> None:
     play(scenario)
 
 
-def test_an_engine_that_needs_what_was_broadcast_has_it_copied_once_for_all() -> None:
-    late = [Engine() for _ in range(8)]
+class LateScene:
+    """A version is published every 100 s, the last one broadcast only; 20 s later eight engines come."""
+
+    def __init__(self, **engines: Engine) -> None:
+        self.scene = SyncScene(transport="broadcast", **engines)
+        self.late = [Engine() for _ in range(8)]
+
+    async def begin(self) -> None:
+        await self.scene.join()
+        await self.now(100.0)
+        await self.scene.publish(1)
+        await self.now(120.0)
+        for number, engine in enumerate(self.late):
+            self.scene.sync.join(SyncTarget(f"late{number}", FakeActor(engine)))
+
+    async def now(self, second: float) -> None:
+        await asyncio.sleep(second - asyncio.get_running_loop().time())
+
+    async def taken_at(self, version: int) -> float:
+        """Second in which all late ones have it, at most a second late."""
+        while not all((version, True) in engine.taken for engine in self.late):
+            await asyncio.sleep(0.5)
+        return asyncio.get_running_loop().time()
+
+
+BROADCAST = [(0, True, False), (1, False, True)]
+
+
+def test_engines_that_come_while_others_work_wait_for_the_next_version_and_the_learner_does_nothing_for_them() -> None:
+    async def scenario() -> None:
+        late = LateScene(w=Engine())
+        await late.begin()
+        await late.now(210.0)
+        assert plans(late.scene) == BROADCAST and all(engine.taken == [] for engine in late.late)
+        await late.scene.publish(2)
+        assert await late.taken_at(2) < 212.0
+        assert plans(late.scene) == [*BROADCAST, (2, True, True)], "the version for the others is stored in the same pass"
+        assert [plan.checksums for _, plan in late.scene.learner.exported] == [True, False, False]
+        assert late.scene.learner.hashed == [["v2"]], "by a task, once for all"
+        await late.scene.sync.close()
+
+    simulate(scenario)
+
+
+def test_an_engine_that_needs_what_was_broadcast_has_it_copied_once_for_all_when_the_run_stands() -> None:
+    """The next version is overdue when twice the usual time has passed since the last one."""
 
     async def scenario() -> None:
-        scene = SyncScene(transport="broadcast", w=Engine())
-        await scene.join()
-        await scene.publish(1)
-        for i, engine in enumerate(late):
-            scene.sync.join(SyncTarget(f"late{i}", FakeActor(engine)))
-        await scene.sync.receipts(1, deadline_s=5.0)
-        assert plans(scene) == [(0, True, False), (1, False, True), (1, True, False)] and scene.learner.hashed == []
+        late = LateScene(w=Engine())
+        await late.begin()
+        assert await late.taken_at(1) == pytest.approx(300.0, abs=1.0)
+        assert plans(late.scene) == [*BROADCAST, (1, True, False)] and late.scene.learner.hashed == []
+        await late.scene.sync.close()
 
-    play(scenario)
-    assert all(engine.taken == [(1, True)] for engine in late)
+    simulate(scenario)
+
+
+@pytest.mark.parametrize("is_dirty", [True, False], ids=["is dirty", "is gone"])
+def test_who_comes_waits_no_longer_when_nobody_else_works(is_dirty: bool) -> None:
+    """The run would stand until the next version is overdue."""
+
+    async def scenario() -> None:
+        late = LateScene(w=Engine())
+        await late.begin()
+        await late.now(130.0)
+        if is_dirty:
+            late.scene.sync.resync(late.scene.targets["w"], "the test says so")
+        else:
+            late.scene.sync.leave("w")
+        assert await late.taken_at(1) == pytest.approx(130.0, abs=2.0)
+        assert plans(late.scene) == [*BROADCAST, (1, True, False)]
+        await late.scene.sync.close()
+
+    simulate(scenario)
 
 
 def test_every_pass_over_the_weights_is_in_the_engines_numbers() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -204,29 +205,33 @@ def test_a_version_is_handed_out_only_when_it_is_published() -> None:
     assert late.taken == [(0, True), (1, False)]
 
 
-def test_a_newer_version_that_comes_while_checksums_are_made_is_the_one_that_is_sent() -> None:
-    late = Engine()
+def test_checksums_that_take_longer_than_a_step_keep_no_engine_out() -> None:
+    """It takes the version for which they were made, although newer ones are out, and then the newest: one computation for two who come."""
+    late = [Engine(), Engine()]
 
     async def scenario() -> None:
         scene = SyncScene(w=Engine())
         await scene.join()
         await scene.publish(1)
-        await scene.sync.receipts(1, deadline_s=5.0)
-        gate = asyncio.Event()
 
-        async def slow(*_: Any, **__: Any) -> dict[str, str]:
-            await gate.wait()
+        async def slow(buckets: Sequence[Any], **_: Any) -> dict[str, str]:
+            scene.learner.hashed.append(list(buckets))
+            await asyncio.sleep(2.5)
             return dict(SUMS)
 
         scene.learner.checksums = slow  # type: ignore[method-assign]
-        scene.sync.join(SyncTarget("late", FakeActor(late)))
-        await asyncio.sleep(0.01)
-        await scene.publish(2)
-        gate.set()
-        await scene.sync.receipts(2, deadline_s=5.0)
+        targets = [SyncTarget(f"late{number}", FakeActor(engine)) for number, engine in enumerate(late)]
+        for target in targets:
+            scene.sync.join(target)
+        for version in range(2, 7):
+            await asyncio.sleep(1.0)
+            await scene.publish(version)
+        await scene.sync.receipts(6, deadline_s=5.0)
+        assert scene.learner.hashed == [["v1"]] and all(target.is_verified for target in targets)
+        assert [plan.checksums for _, plan in scene.learner.exported] == [True] + [False] * 6, "a join never makes the learner work"
 
-    play(scenario)
-    assert late.taken == [(2, True)]
+    simulate(scenario)
+    assert [engine.taken[:2] for engine in late] == [[(1, True), (3, False)]] * 2
 
 
 def test_comparison_names_what_differs() -> None:
