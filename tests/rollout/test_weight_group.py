@@ -19,8 +19,8 @@ import torch.distributed as dist
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from correction.engines.rendezvous import Rendezvous, rendezvous_store
+from lab.ports import free_port
 from rollout.sglang_plugin import hooks
-from tests.rollout.engine_scene import free_port
 
 TARGET = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.init_weights_update_group"
 NAME, LONG_S, SOON_S = "weights-0-1", 300.0, 20.0
