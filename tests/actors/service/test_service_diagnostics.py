@@ -249,7 +249,7 @@ def test_the_gap_of_stale_tokens_is_split_at_their_own_weights() -> None:
             await scene.put(*[answered(replace(ticket, admitted_version=2 if version == 3 else version)) for ticket in tickets[version]])
             prepared = await waiting
             kept.append(set(getattr(scene.learner, "kept", set())))
-            assert bool(prepared.split) == (version == 3)
+            assert bool(scene.service._undiagnosed[version].split) == (version == 3)
             await scene.queue.advance(version + 1, [g.group_id for g in prepared.groups])
         assert kept == [set(), {1}, {1, 2}, set()]
         observation = await scene.observe(prepared)
