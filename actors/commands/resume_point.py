@@ -49,7 +49,12 @@ def find_resume_point(
     Raises: ConfigError for settings that the run can't go on with; OtherVersionError if the newest whole checkpoint is of another version
     of evenkeel; DataError if no checkpoint can be read; DeadlineExceeded if the folder's disk hangs.
     """
-    before, config = by_disk_at_start(lambda: (run_config(folder, ()), run_config(folder, overrides)), "the run's config.yaml")
+
+    def without_and_with() -> tuple[RunConfig, RunConfig]:
+        before = run_config(folder, ())
+        return before, run_config(folder, overrides) if overrides else before
+
+    before, config = by_disk_at_start(without_and_with, "the run's config.yaml")
     point = read_at_start(lambda reading: newest_readable(folder, reading=reading) if folder.checkpoints() else None, config.deadlines)
     if point is None:
         return config, None
