@@ -346,6 +346,16 @@ class ExportPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightChecksums:
+    """Those of a version. A large model has two megabytes of them: they go from who computes them to who compares, not by the driver."""
+
+    by_name: Any
+    """Reference to a dict: Hugging Face name -> checksum."""
+    digest: str
+    """Of all of them (correction.engines.checksum.digest_of)."""
+
+
+@dataclass(frozen=True, slots=True)
 class WeightSnapshot:
     """The weights of one version, on their way to the engines."""
 
@@ -357,8 +367,8 @@ class WeightSnapshot:
     """Names, types and shapes, bucket by bucket, in the order in which they are broadcast."""
     probe_logprobs: list[float]
     """[tokens of the probe prompt - 1] nats: the learner's own, at these weights; empty when none was asked for."""
-    checksums: dict[str, str]
-    """By Hugging Face name; empty when not asked for."""
+    checksums: WeightChecksums | None
+    """None when not asked for."""
     seconds: float
     """Time of the export."""
     processor: Processor | None = None

@@ -12,12 +12,13 @@ Printed for each number of workers and of groups, with the goals: processor seco
 what of them a process takes in that time without any work, and by how much its anonymous memory has grown; how long a place that has become
 free waits for its group (p50, p99); what the learner waits between two steps; from publishing a version to the last worker's receipt; how
 late the driver's event loop was; how many calls of Ray's the processes made for a group; and the tokens a second at which the first of the
-single processes would have no time left; before that, what Ray takes for a call that does nothing.
+single processes would have no time left; before that, what Ray takes for a call that does nothing. And what a start takes: each worker
+is handed as many checksums as Qwen3-30B-A3B has tensors, and compares its own; weights have no bytes.
 
 With --churn engines die while the run goes on: it is printed what became of their prompts, and the run ends with an error if one was lost.
-Each that joins is handed as many checksums as Qwen3-30B-A3B has tensors, and answers with its own; weights have no bytes.
+Each that joins in their places compares checksums, too.
 With --topk and --expert-layers answers have wide fields: it is printed what the object store takes for them, as a multiple of their size:
-what it has grown by, less what `evenkeel plan` counts for the tokens' other fields (with --churn it holds checksums, too). With --profile
+what it has grown by, less what `evenkeel plan` counts for the tokens' other fields (it holds a few MB of checksums, too). With --profile
 it is printed in which threads, or functions of their event loops, processor seconds were spent, or what the driver's loop was doing while
 it was late.
 """
@@ -131,6 +132,10 @@ def _tell(shape: ReplayedShape, found: Figures, used: dict[str, tuple[float, int
     print(
         f"  the learner waits {gap_s:.3f} s between steps; the last receipt comes {receipts_s:.3f} s after publishing (goal 2); the "
         f"driver's loop is late by {found.late_s * 1e3:.0f} ms (p99; goal 50)"
+    )
+    print(
+        f"  the first version was verified by {len(tensor_names()):,} checksums in all workers {found.start_s:.2f} s after publishing: "
+        f"{found.start_cpu_s:.2f} CPU s of the driver, whose loop stood still for {found.start_late_s * 1e3:.0f} ms at most"
     )
     print(f"  a version's probe was answered and compared {found.probes / steps:.1f} times, of {shape.workers} workers")
     if shape.wide.token_bytes:

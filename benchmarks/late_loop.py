@@ -1,4 +1,4 @@
-"""Records what an event loop was doing while it was late: stacks of its thread, and garbage collections in that time."""
+"""Records how long an event loop stood still, and what it was doing while it was late: stacks of its thread, and garbage collections."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _EVERY_S = 0.01
 _FRAMES = 4
 """Of a stack: the innermost."""
 _SHOWN = 6
+_TICK_S = 0.001
 
 
 class LateLoop:
@@ -70,3 +71,22 @@ class LateLoop:
 def _told(frame: FrameType) -> str:
     parts = traceback.extract_stack(frame)[-_FRAMES:]
     return " > ".join(f"{part.filename.rpartition('/')[2]}:{part.lineno} {part.name}" for part in parts)
+
+
+class LongestHalt:
+    """The longest time for which the loop in which it is made ran nothing that was due."""
+
+    def __init__(self) -> None:
+        self._longest_s = 0.0
+        self._ticking = asyncio.create_task(self._tick())
+
+    def end(self) -> float:
+        """Returns: that time since it was made, s."""
+        self._ticking.cancel()
+        return self._longest_s
+
+    async def _tick(self) -> None:
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(_TICK_S)
+            self._longest_s = max(self._longest_s, time.monotonic() - began - _TICK_S)

@@ -22,14 +22,15 @@ from typing import Any
 
 import ray
 
-from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
+from actors.carriers import ActorInfo, ExportPlan, WeightChecksums, WeightSnapshot
 from actors.pool.pool import RolloutPool
 from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
 from actors.pool.workers import WorkerHandle
-from actors.queue.payloads import checksums_of, read_now
+from actors.queue.payloads import read_now
 from actors.simulation.costs import AnswerLengths
 from actors.weights.weight_sync import SyncTarget
 from correction.config import CorrectionConfig
+from correction.engines.checksum import digest_of
 from correction.errors import ActorLost, EngineError
 from rollout.trajectory import (
     FinishReason,
@@ -173,7 +174,7 @@ class ReplayedEngine:
             raise ActorLost("the replayed engine was ended")
 
     async def weight_checksums(self, sent: Sequence[ReplayedBucket], _: Any) -> dict[str, str]:
-        return checksums_of(*sent)
+        return {name: checksum for bucket in sent for name, checksum in bucket.checksums().items()}
 
 
 class NoEndpoint:
@@ -287,8 +288,8 @@ class ReplayedRank:
         self._in_order(number)
         self._exports[version] += 1
         bucket = ReplayedBucket(version)
-        checksums = bucket.checksums() if plan.checksums else {}
-        return WeightSnapshot(self._version, [ray.put(bucket)], [[]], probed(plan.probe_ids), checksums, 0.0)
+        sums = WeightChecksums(ray.put(bucket.checksums()), digest_of(bucket.checksums())) if plan.checksums else None
+        return WeightSnapshot(self._version, [ray.put(bucket)], [[]], probed(plan.probe_ids), sums, 0.0)
 
     def exports(self) -> dict[int, int]:
         """Copies of the weights, by version."""
@@ -318,5 +319,4 @@ class ReplayPool(RolloutPool):
 
     def _create(self, name: str, settings: WorkerSettings, avoided: Sequence[str] = ()) -> WorkerHandle:
         proxy = HostedWorker(self.hosts[int(name) % len(self.hosts)], name)
-        is_first = int(name) < settings.rollout.first_workers  # they would show their checksums before anything is counted
-        return WorkerHandle(name, proxy, SyncTarget(name, proxy, is_verified=is_first))
+        return WorkerHandle(name, proxy, SyncTarget(name, proxy))

@@ -46,7 +46,7 @@ from actors.settings.environment import OF_BATCHES
 from actors.simulation.costs import AnswerLengths
 from actors.state.resume import open_ledger
 from actors.weights.weight_sync import SyncTarget
-from benchmarks.late_loop import LateLoop
+from benchmarks.late_loop import LateLoop, LongestHalt
 from benchmarks.process_use import Uses
 from benchmarks.replayed_parts import SAMPLES, ReplayedRank, ReplayPool, WideShape, WorkerHost
 from correction.config import CorrectionConfig
@@ -62,6 +62,7 @@ WARM_UP = 2
 """Number of first steps that are left out."""
 _JOIN_S = 120.0
 _RECEIPT_S = 60.0
+_FIRST_RECEIPTS_S = 300.0
 _SETTLE_S = 0.1
 
 
@@ -85,8 +86,14 @@ class Figures:
     """Number of workers that were killed."""
     counts: dict[str, float] = field(default_factory=dict)
     """Of the run, by name of the catalogue."""
+    start_s: float = 0.0
+    """From publishing version 0 to the last of all workers' receipts, which have checksums; not counted anywhere else."""
+    start_cpu_s: float = 0.0
+    """Of the driver, in that time."""
+    start_late_s: float = 0.0
+    """Longest time for which the driver's loop stood still, in that time."""
     verified: int = 0
-    """Number of receipts with checksums."""
+    """Number of receipts with checksums after that."""
     exports: dict[int, int] = field(default_factory=dict)
     """Copies that the learner made, by version."""
     wide: list[int] = field(default_factory=list)
@@ -273,8 +280,18 @@ class ReplayedRun(Controller):
         self.pool.follow(self.sync)
         async with asyncio.timeout(_JOIN_S):
             await self.pool.tasks.until(lambda: self.pool.members.counts()[0] == self.shape.workers)
+        await self._first_weights()
+
+    async def _first_weights(self) -> None:
+        """To all workers, verified."""
+        figures, halts, cpu_s, began = self.figures, LongestHalt(), time.process_time(), time.monotonic()
         await self.sync.publish()
-        await self.sync.receipts(0, deadline_s=_RECEIPT_S)
+        await self.sync.receipts(0, deadline_s=_FIRST_RECEIPTS_S)
+        figures.start_s, figures.start_cpu_s = time.monotonic() - began, time.process_time() - cpu_s
+        figures.start_late_s = halts.end()
+        if figures.verified != self.shape.workers:
+            raise SystemExit(f"{figures.verified} receipts with checksums from {self.shape.workers} workers that have just started")
+        figures.verified = 0
 
     async def train(self, uses: Uses) -> dict[str, tuple[float, int]]:
         """Steps that don't count, then those that do. Returns: of each process, CPU seconds and bytes of these, besides.
@@ -339,7 +356,7 @@ class ReplayedRun(Controller):
 
     def _receipt(self, receipt: SyncReceipt) -> None:
         super()._receipt(receipt)
-        self.figures.verified += bool(receipt.checksums)
+        self.figures.verified += bool(receipt.digest)
 
     async def _receipts(self) -> None:
         began = time.monotonic()

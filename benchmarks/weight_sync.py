@@ -34,6 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import ray
 import torch
 
+from actors.carriers import WeightChecksums
 from actors.cluster.placement import RankPlaces
 from actors.config import WeightSyncConfig
 from actors.pool.rollout_worker import RolloutWorker
@@ -92,14 +93,15 @@ class Replaying:
         self._staging: dict[int, SharedStaging] = {}
 
     async def update_weights(
-        self, receiver: int, version: int, buckets: Sequence[Any], checksums: Mapping[str, str], generation: int
+        self, receiver: int, version: int, buckets: Sequence[Any], checksums: WeightChecksums | None, generation: int
     ) -> SyncReceipt:
         began = time.monotonic()
         fetched: list[WeightBucket] = list(await asyncio.gather(*buckets))
         staging = self._staging.setdefault(receiver, SharedStaging())
         for bucket in fetched:
             await asyncio.to_thread(staging.copy, bucket)
-        size, found = sum(bucket.nbytes for bucket in fetched), dict(checksums)  # the engines compare; here there is nothing to hold
+        size = sum(bucket.nbytes for bucket in fetched)
+        found = checksums.digest if checksums is not None else ""  # the engines compare; here there is nothing to hold
         return SyncReceipt(version, size, 0.0, time.monotonic() - began, found, None, generation)
 
 

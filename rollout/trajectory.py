@@ -364,10 +364,11 @@ class SyncReceipt:
     seconds: float = 0.0
     """How long the worker took, checksums included. If the weights came from the object store the driver replaces this by its own wait,
     which includes the call and its answer on their way."""
-    checksums: dict[str, str] = field(default_factory=dict)
-    """By Hugging Face name, of the tensors in the engine's process; empty when not asked for."""
+    digest: str = ""
+    """Of the checksums of all tensors in the engine's process (correction.engines.checksum.digest_of), which were compared; empty when not
+    asked for."""
     processor: Processor | None = None
-    """Processor and kernels of the engine; only for true on-policy, and only together with checksums."""
+    """Processor and kernels of the engine; only for true on-policy, and only together with the digest."""
     generation: int = 0
     """Generation of the run: after it has gone back to a checkpoint, version numbers come again with other weights."""
     delta_bytes: int | None = None

@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 import psutil
 import ray
 
-from actors.carriers import ActorInfo, BegunTicket, GroupFailure, Ticket
+from actors.carriers import ActorInfo, BegunTicket, GroupFailure, Ticket, WeightChecksums
 from actors.metrics.exporter import MetricsEndpoint, listen_address, node_address
 from actors.pool.preemption import EndNotice
 from actors.queue import payloads
 from actors.settings.devices import check_received
+from correction.engines.checksum import compare_checksums, digest_of
 from correction.engines.rendezvous import keep_nccl_on
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
@@ -255,29 +256,29 @@ class RolloutWorker:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def update_weights(
-        self, version: int, buckets: Sequence[Any], checksums: Mapping[str, str], generation: int = 0
+        self, version: int, buckets: Sequence[Any], checksums: WeightChecksums | None, generation: int = 0
     ) -> SyncReceipt:
         """Take the weights of a version while requests are in flight. All of them are here before the engine pauses.
 
         Args:
             buckets: references to WeightBuckets. A node fetches them once, for all of its engines, which read them in its object store.
-            checksums: by Hugging Face name, of what has to arrive; empty: not compared, and not asked of the engine.
+            checksums: of what has to arrive, and of what the engine has to hold then; None: not compared, and not asked of the engine.
             generation: of the version; the receipt names both.
         Raises: LateError if they don't come to this node; SyncError, and the engine is dirty if it had begun to take them; not begun, if
             others are asked for meanwhile.
         """
         began, this_update = time.monotonic(), self._number_of_update(version, generation)
-        fetched = await self._fetched(version, buckets)
-        if checksums:
-            await asyncio.to_thread(require_checksums, fetched, checksums)
+        *fetched, expected = await self._fetched(version, [*buckets, checksums.by_name if checksums is not None else None])
+        if expected is not None:
+            await asyncio.to_thread(require_checksums, fetched, expected)
         if this_update != self._asked_update:
             raise SyncError(f"rollout worker {self._name}: weights v{version} came after others had been asked for; these stay")
-        with self._holding_back() if checksums else contextlib.nullcontext():
+        with self._holding_back() if expected is not None else contextlib.nullcontext():
             receipt = await self._sampler.engine.update_weights(version, fetched)
-            is_as_sent = not checksums
+            is_as_sent = expected is None
             try:
-                receipt = await self._receipt(replace(receipt, generation=generation), began, fetched, checksums)
-                is_as_sent = receipt.checksums == checksums
+                receipt = await self._receipt(replace(receipt, generation=generation), began, fetched, expected)
+                is_as_sent = True
             finally:
                 self._spoilt += not is_as_sent
         return receipt
@@ -300,16 +301,16 @@ class RolloutWorker:
         if self._spoilt != spoilt:
             raise EngineDirty(f"rollout worker {self._name}: other weights arrived than were sent while this ran. Submit it again")
 
-    async def _fetched(self, version: int, buckets: Sequence[Any]) -> list[WeightBucket]:
-        """The buckets, once all are on this node. Raises: LateError if they don't come; the engine is unchanged then, and not to blame."""
+    async def _fetched(self, version: int, references: Sequence[Any]) -> list[Any]:
+        """Buckets and checksums, once all are on this node. Raises: LateError if they don't come; the engine is unchanged, not to blame."""
         place = f"rollout worker {self._name}: weights v{version}"
         try:
             async with asyncio.timeout(self._settings.fetch_s):
-                return list(await asyncio.gather(*buckets))
+                return list(await asyncio.gather(*map(payloads.value_of, references)))
         except TimeoutError:
             raise LateError(
-                f"{place}: not all of {len(buckets)} buckets came in {self._settings.fetch_s:.0f} s; if that is the network's usual pace, "
-                "lower deadlines.bytes_per_s"
+                f"{place}: not all of {len(references) - 1} buckets came in {self._settings.fetch_s:.0f} s; if that is the network's usual "
+                "pace, lower deadlines.bytes_per_s"
             ) from None
         except ray.exceptions.RayError as error:
             raise LateError(f"{place} could not be read from the object store ({type(error).__name__})") from error
@@ -343,13 +344,18 @@ class RolloutWorker:
     async def _receipt(
         self, receipt: SyncReceipt, began: float, sent: Sequence[WeightBucket] = (), verified: Mapping[str, str] | None = None
     ) -> SyncReceipt:
-        """Args: sent: buckets to compare with what the engine holds. verified: checksums of what was sent; none: nothing is compared."""
-        checksums = await self._sampler.engine.weight_checksums(sent, verified) if verified else {}
-        processor = await self._sampler.engine.processor() if verified and self._settings.rollout.engine.batch_invariant else None
+        """Args: sent: buckets to compare with what the engine holds. verified: checksums of what was sent; None: nothing is compared.
+        Raises: SyncError naming what the engine holds otherwise."""
+        digest, processor = "", None
+        if verified is not None:
+            held = await self._sampler.engine.weight_checksums(sent, verified)
+            await asyncio.to_thread(compare_checksums, self._name, verified, held, version=receipt.version)
+            digest = await asyncio.to_thread(digest_of, held)
+            processor = await self._sampler.engine.processor() if self._settings.rollout.engine.batch_invariant else None
         self._endpoint.set("rollout/weight_version", receipt.version)
         self._endpoint.set("rollout/last_sync_time_s", time.time())
         seconds, load = time.monotonic() - began, await self.load()
-        return replace(receipt, seconds=seconds, checksums=checksums, processor=processor, load=load)
+        return replace(receipt, seconds=seconds, digest=digest, processor=processor, load=load)
 
     # -- life --------------------------------------------------------------------------------------------------------
 

@@ -231,6 +231,9 @@ async def whole_snapshot(
     return replace(snapshot, finished=tuple(groups), in_flight=tuple(in_flight))
 
 
-def checksums_of(*buckets: Any) -> dict[str, str]:
-    """HF name -> checksum of what an engine must hold. Args: buckets: WeightBuckets, as they lie in the object store."""
-    return {name: checksum for bucket in buckets for name, checksum in bucket.checksums().items()}
+def checksums_of(*buckets: Any) -> tuple[dict[str, str], str]:
+    """HF name -> checksum of what an engine must hold; and their digest. Args: buckets: WeightBuckets, as they lie in the object store."""
+    from correction.engines.checksum import digest_of  # torch: not in the driver
+
+    found = {name: checksum for bucket in buckets for name, checksum in bucket.checksums().items()}
+    return found, digest_of(found)

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
 
-from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
+from actors.carriers import ActorInfo, ExportPlan, WeightChecksums, WeightSnapshot
 from actors.cluster.placement import RankPlaces
 from actors.processes.part_heartbeat import sequential_actor
 from actors.processes.supervision import USUAL_START, call_with_retries, kill, lost_if_late, wait_for
 from actors.processes.wait_notice import WaitNotice
-from actors.queue.payloads import checksums_of
+from actors.queue.payloads import checksums_of, disregard
 from actors.ranks.collective_calls import CollectiveCaller, all_of
 from actors.ranks.learner_rank_actor import ABORTABLE, LearnerRankActor
 from actors.settings.deadlines import wide_fields_call_s
@@ -162,14 +162,15 @@ class LearnerGroup:
         weights: WeightSnapshot = snapshot
         return weights
 
-    async def checksums(self, buckets: Sequence[Any], *, deadline_s: float) -> dict[str, str]:
-        """Checksums of weights in the object store by Hugging Face name, computed in a Ray task, not by a rank.
+    async def checksums(self, buckets: Sequence[Any], *, deadline_s: float) -> WeightChecksums:
+        """Checksums of weights in the object store, computed in a Ray task, not by a rank.
 
         Args:
             buckets: references to WeightBuckets.
         """
-        compute = ray.remote(num_cpus=0)(checksums_of)
-        return await wait_for(compute.remote(*buckets), "checksums of the weights", deadline_s=deadline_s)
+        by_name, digest = ray.remote(num_cpus=0, num_returns=2)(checksums_of).remote(*buckets)
+        disregard(digest, by_name)
+        return WeightChecksums(by_name, await wait_for(digest, "checksums of the weights", deadline_s=deadline_s))
 
     async def settled(self) -> None:
         """Wait until the ranks have run all collective calls. Raises: ActorLost if one of them has missed one."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import ray
 
-from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
+from actors.carriers import ActorInfo, ExportPlan, WeightChecksums, WeightSnapshot
 from actors.cluster.hub import model_folder
 from actors.metrics.exporter import MetricsEndpoint, listen_address, node_address
 from actors.processes.part_heartbeat import OUT_OF_TURN, SequentialHeartbeatActor
@@ -204,6 +204,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
 
         A broadcast that fails is reported in the answer; the learner goes on.
         """
+        from correction.engines.checksum import digest_of
         from correction.engines.float8 import in_float8
         from correction.engines.weight_spec import WeightSpec
         from learner.export import weight_checksums
@@ -230,7 +231,8 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         if self._rank != 0:
             return None
         seconds = time.monotonic() - began
-        return WeightSnapshot(self._version, references, specs, probe, checksums, seconds, self._computes_with(), error)
+        sums = WeightChecksums(ray.put(checksums), digest_of(checksums)) if checksums else None
+        return WeightSnapshot(self._version, references, specs, probe, sums, seconds, self._computes_with(), error)
 
     def _send(self, piece: Mapping[str, Tensor] | None) -> str:
         """Begin to broadcast a piece; None: wait until the last one is sent.

@@ -21,7 +21,7 @@ from typing import Any
 
 import ray.exceptions
 
-from actors.carriers import ExportPlan, WeightSnapshot
+from actors.carriers import ExportPlan, WeightChecksums, WeightSnapshot
 from actors.processes.supervision import abandon, wait_for
 from actors.ranks.learner_group import LearnerGroup
 from actors.settings.deadlines import newer_weights_s
@@ -89,7 +89,7 @@ class PublishedVersions:
 
     async def at_hand(
         self, worker: str, *, is_verified: bool, is_held: Callable[[int], bool]
-    ) -> tuple[Publication, dict[str, str]] | None:
+    ) -> tuple[Publication, WeightChecksums | None] | None:
         """The newest version in the object store, with the checksums that this engine has to show; None once the learner is lost.
 
         Tried again until it is there.
@@ -107,7 +107,7 @@ class PublishedVersions:
                 except ActorLost as error:
                     self._on_loss(error)
                     return None
-                return published, await self._checksums(published) if not is_verified else {}
+                return published, await self._checksums(published) if not is_verified else None
             except SYNC_FAILURES as error:
                 failures += 1
                 log.warning("weights v%d are not at hand for rollout worker %s, tried %dx: %s", version, worker, failures, error)
@@ -146,12 +146,12 @@ class PublishedVersions:
         copy = await self._learner.export(replace(self._plan, checksums=True))
         published.snapshot = replace(published.snapshot, buckets=copy.buckets, checksums=copy.checksums)
 
-    async def _checksums(self, published: Publication) -> dict[str, str]:
-        if not published.snapshot.checksums:
+    async def _checksums(self, published: Publication) -> WeightChecksums:
+        while (found := published.snapshot.checksums) is None:
             if published.hashing is None or published.hashing.done():
                 published.hashing = asyncio.create_task(self._hash(published))
             await asyncio.shield(published.hashing)
-        return published.snapshot.checksums
+        return found
 
     async def _hash(self, published: Publication) -> None:
         checksums = await self._learner.checksums(published.snapshot.buckets, deadline_s=self._sync_s)

@@ -42,7 +42,6 @@ from actors.settings.deadlines import deltas_s
 from actors.weights.broadcast_group import BroadcastGroup
 from actors.weights.publication import SYNC_FAILURES, PublishedVersions, pause_s
 from actors.weights.weight_deltas import WeightDeltas
-from correction.engines.checksum import compare_checksums
 from correction.errors import ActorLost, DeadlineExceeded, EngineError, EvenkeelError, LateError, SyncError, counted
 from rollout.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt, WorkerLoad
@@ -284,8 +283,10 @@ class WeightSync:
         if receipt.generation != self._generation:
             raise SyncError(f"rollout worker {target.name}: a receipt for v{receipt.version} of generation {receipt.generation}, not "
                             f"{self._generation}: those weights were withdrawn")
-        if receipt.checksums:
-            compare_checksums(target.name, snapshot.checksums, receipt.checksums, version=receipt.version)
+        if receipt.digest:
+            if snapshot.checksums is None or receipt.digest != snapshot.checksums.digest:
+                raise SyncError(f"weight sync v{receipt.version} -> rollout worker {target.name}: it has compared its weights with others "
+                                "than this version's; the engine gets no work until a full sync succeeds")
             if receipt.processor is not None and snapshot.processor is not None:
                 receipt.processor.require_same(snapshot.processor, this=f"rollout worker {target.name}", that="the learner")
             target.is_verified = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,12 @@ def tensor_checksum(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def compare_checksums(worker: str, learner: dict[str, str], engine: dict[str, str], *, version: int) -> None:
+def digest_of(checksums: Mapping[str, str]) -> str:
+    """SHA-256 of all checksums together, whatever their order. Args: checksums: by Hugging Face name. Returns: 64 hexadecimal digits."""
+    return hashlib.sha256("".join(f"{name} {checksum}\n" for name, checksum in sorted(checksums.items())).encode()).hexdigest()
+
+
+def compare_checksums(worker: str, learner: Mapping[str, str], engine: Mapping[str, str], *, version: int) -> None:
     """Compare the learner's checksums with those of a rollout worker's engine, weight by weight.
 
     Raises: SyncError naming the first weight that differs, and the first that one side lacks.

@@ -96,20 +96,22 @@ def test_a_version_has_a_large_model_s_checksums_and_who_holds_it_shows_the_same
     assert len(tensor_names()) == len(set(tensor_names())) == 18_867
     rank = ReplayedRank(0.0)
     sent = rank.export(1, 0, ExportPlan(1, checksums=True))
-    assert sent.checksums.keys() == set(tensor_names())
-    assert len(set(sent.checksums.values())) == len(sent.checksums) and {len(one) for one in sent.checksums.values()} == {64}
-    assert rank.export(2, 0, ExportPlan(1)).checksums == {}, "nobody asked for any"
-    require_checksums(sent.buckets, sent.checksums)
+    assert sent.checksums is not None
+    sums: dict[str, str] = sent.checksums.by_name
+    assert sums.keys() == set(tensor_names())
+    assert len(set(sums.values())) == len(sums) and {len(one) for one in sums.values()} == {64}
+    assert rank.export(2, 0, ExportPlan(1)).checksums is None, "nobody asked for any"
+    require_checksums(sent.buckets, sums)
     engine = ReplayedEngine(AnswerLengths.like([5], "five", max_tokens=5), 0.0, WideShape(), 0)
-    assert asyncio.run(engine.weight_checksums(sent.buckets, sent.checksums)) == sent.checksums
-    assert ReplayedBucket(1).checksums() != sent.checksums, "another version's are others"
+    assert asyncio.run(engine.weight_checksums(sent.buckets, sums)) == sums
+    assert ReplayedBucket(1).checksums() != sums, "another version's are others"
 
 
-def test_who_joins_a_run_on_its_way_is_verified() -> None:
-    settings: Any = SimpleNamespace(rollout=SimpleNamespace(first_workers=2))
+def test_all_workers_have_to_show_their_checksums() -> None:
+    """The first ones, too: with hundreds of them that is most of what a start costs."""
     pool: Any = SimpleNamespace(hosts=[None])
-    made = [ReplayPool._create(pool, name, settings) for name in ("0", "1", "2")]
-    assert [worker.sync.is_verified for worker in made] == [True, True, False]
+    made = [ReplayPool._create(pool, name, Any) for name in ("0", "1")]  # type: ignore[arg-type]
+    assert [worker.sync.is_verified for worker in made] == [False, False]
 
 
 TIMES = (

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from actors.carriers import WeightChecksums
 from actors.config import WeightSyncConfig
 from actors.queue.payloads import checksums_of
 from correction.engines.weight_bucket import WeightBucket
@@ -32,7 +33,7 @@ def test_its_worker_gives_receipts_as_a_rollout_workers(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(weight_sync, "RolloutEngine", Engine)
     bucket = WeightBucket.of({"w": torch.arange(4.0)})
-    sums = checksums_of(bucket)
+    by_name, digest = checksums_of(bucket)
 
     async def on_its_way() -> WeightBucket:
         return bucket
@@ -40,9 +41,10 @@ def test_its_worker_gives_receipts_as_a_rollout_workers(monkeypatch: pytest.Monk
     async def scenario() -> None:
         worker = weight_sync.BareWorker()
         await worker.start_engine(Path("model"))
-        for version, checksums in enumerate((sums, {})):
+        for version, checksums in enumerate((WeightChecksums(by_name, digest), None)):
             receipt = await worker.update_weights(version, [on_its_way()], checksums)
-            assert (receipt.version, receipt.bytes, receipt.checksums) == (version, 16, checksums)
+            shown = digest if checksums else ""
+            assert (receipt.version, receipt.bytes, receipt.digest) == (version, 16, shown)
             assert receipt.load is not None and receipt.load.requests_in_flight == 0
         await worker.stop_engine()
 
@@ -62,7 +64,7 @@ class Engine:
         return SyncReceipt(version, sum(bucket.nbytes for bucket in buckets), 0.0)
 
     async def weight_checksums(self, sent: Sequence[WeightBucket], verified: Mapping[str, str]) -> dict[str, str]:
-        return checksums_of(*sent)
+        return checksums_of(*sent)[0]
 
     def raise_if_lost(self) -> None: ...
 

@@ -25,6 +25,7 @@ from actors.doctor.live import CheckedEngine
 from actors.ranks.learner_group import LearnerGroup
 from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
 from correction.correct import defer
+from correction.engines.checksum import digest_of
 from learner.config import LearnerConfig
 from rollout.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt
@@ -46,12 +47,12 @@ class Worker(CheckedEngine):
         config = EngineConfig(device="cpu", max_total_tokens=8_192, max_running_requests=8, weight_group_timeout_s=SYNC_S)
         self._engine = await RolloutEngine.start(folder, config, name="engine", has_weights=False)
 
-    async def update_weights(self, version: int, buckets: Sequence[Any], checksums: dict[str, str], _: int = 0) -> SyncReceipt:
+    async def update_weights(self, version: int, buckets: Sequence[Any], checksums: Any, _: int = 0) -> SyncReceipt:
         receipt = await self.take(version, buckets)
-        return replace(receipt, checksums=await self._engine.weight_checksums() if checksums else {})
+        return replace(receipt, digest=await self.digest() if checksums else "")
 
-    async def checksums(self) -> dict[str, str]:
-        return await self._engine.weight_checksums()
+    async def digest(self) -> str:
+        return digest_of(await self._engine.weight_checksums())
 
     async def probe(self, token_ids: Sequence[int]) -> list[float]:
         return await self.score(token_ids)
@@ -131,9 +132,9 @@ class JoinScene:
         assert snapshot.buckets == [] and not snapshot.broadcast_error and self.dirty == [], "by broadcast, and not stored as well"
         assert self.broadcast._built == built, "nothing was built for it"
         await self.sync.receipts(snapshot.version, deadline_s=SYNC_S)
-        held = await asyncio.gather(*(self.workers[number].checksums.remote() for number in numbers))
+        held = await asyncio.gather(*(self.workers[number].digest.remote() for number in numbers))
         stored = await self.group.export(replace(self.sync._plan, checksums=True))
-        assert all(one == stored.checksums for one in held)
+        assert stored.checksums is not None and all(one == stored.checksums.digest for one in held)
 
 
 @asynccontextmanager

@@ -14,6 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import ray
+
+from actors.carriers import WeightChecksums
+from correction.engines.checksum import digest_of
 from correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, SyncError
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.continuation import continued, is_begun, kept, unsampled
@@ -45,8 +49,9 @@ def pieces_of(weights: int) -> list[Piece]:
     return [Piece(tensor, weights) for tensor in _TENSORS]
 
 
-def checksums_of_weights(weights: int) -> dict[str, str]:
-    return {tensor: f"{weights}-{tensor}" for tensor in _TENSORS}
+def checksums_of_weights(weights: int) -> WeightChecksums:
+    by_name = {tensor: f"{weights}-{tensor}" for tensor in _TENSORS}
+    return WeightChecksums(ray.put(by_name), digest_of(by_name))
 
 
 def probe_of(weights: int, tokens: int) -> list[float]:

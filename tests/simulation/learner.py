@@ -202,7 +202,7 @@ class SimulatedRank(LearnerRankActor):
         if plan.broadcasts:
             error = await self.world.cluster.meetings.broadcast(self._broadcaster, weights)
         buckets = [ray.put(piece) for piece in pieces_of(weights)] if plan.stores else []
-        checksums = checksums_of_weights(weights) if plan.checksums and plan.stores else {}
+        checksums = checksums_of_weights(weights) if plan.checksums and plan.stores else None
         probe = probe_of(weights, len(plan.probe_ids)) if plan.probe_ids else []
         return WeightSnapshot(self._version, buckets, [["spec"]], probe, checksums, 0.1, None, error)  # type: ignore[list-item]
 

@@ -199,11 +199,10 @@ def groups_of_a_lost_worker_are_dropped() -> Iterator[None]:
 def everybody_makes_the_checksums() -> Iterator[None]:
     """Each engine that joins has the whole snapshot hashed for itself, instead of one for all."""
 
-    async def each(versions: PublishedVersions, published: Any) -> dict[str, str]:
-        if not published.snapshot.checksums:
+    async def each(versions: PublishedVersions, published: Any) -> Any:
+        if published.snapshot.checksums is None:
             await versions._hash(published)
-        checksums: dict[str, str] = published.snapshot.checksums
-        return checksums
+        return published.snapshot.checksums
 
     with mock.patch.object(PublishedVersions, "_checksums", each):
         yield

@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Container, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
+from functools import partial
 from types import SimpleNamespace, coroutine
 from typing import Any
 from unittest import mock
@@ -32,7 +33,7 @@ from actors.cluster.placement import RankPlaces
 from actors.config import RunConfig
 from tests.simulation.broadcast import Meetings
 from tests.simulation.node import Node
-from tests.simulation.ref import Ref, as_ray_says
+from tests.simulation.ref import Ref, as_ray_says, compute
 
 HERE: ContextVar[Process | None] = ContextVar("process", default=None)
 """The actor's process in which this runs; None: the driver's."""
@@ -215,11 +216,11 @@ class SimulatedRay:
 
     # -- what the product sees as `ray` ------------------------------------------------------------------------------
 
-    def remote(self, *args: Any, **_: Any) -> Any:
+    def remote(self, *args: Any, num_returns: int = 1, **_: Any) -> Any:
         if not args:
-            return lambda target: self.remote(target)
+            return lambda target: self.remote(target, num_returns=num_returns)
         (target,) = args
-        make = self._actor if inspect.isclass(target) else self._function
+        make: Callable[..., Any] = self._actor if inspect.isclass(target) else partial(self._function, num_returns)
         return SimpleNamespace(
             options=lambda **_: SimpleNamespace(remote=lambda *a, **named: make(target, a, named)),
             remote=lambda *a, **named: make(target, a, named),
@@ -257,18 +258,11 @@ class SimulatedRay:
         self.loop.call_later(self.delay(f"start of {process.name}", 0.02, 2.0), begin)
         return Handle(process)
 
-    def _function(self, function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Ref:
-        ref = Ref(self.loop)
+    def _function(self, results: int, function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        refs = [Ref(self.loop) for _ in range(results)]
         self._watch.computes(function.__name__)
-
-        def run() -> None:
-            try:
-                ref.resolve(function(*(a.result() if isinstance(a, Ref) else a for a in args), **named))
-            except Exception as error:
-                ref.fail(as_ray_says(error, function.__name__))
-
-        self.loop.call_later(self.delay(f"task {function.__name__}", 0.2, 3.0), run)
-        return ref
+        self.loop.call_later(self.delay(f"task {function.__name__}", 0.2, 3.0), compute, refs, function, args, named)
+        return refs if results > 1 else refs[0]
 
     # -- calls -------------------------------------------------------------------------------------------------------
 

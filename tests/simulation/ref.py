@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import ray.exceptions
@@ -61,3 +61,15 @@ def as_ray_says(error: BaseException, function: str) -> BaseException:
         return error
     wrapped = ray.exceptions.RayTaskError(function, f"a traceback, {error!r}", error)
     return wrapped.as_instanceof_cause()  # type: ignore[no-any-return]
+
+
+def compute(refs: Sequence[Ref], function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """A task's: each of several references gets one of the function's results, or all get its error."""
+    try:
+        found = function(*(a.result() if isinstance(a, Ref) else a for a in args), **named)
+    except Exception as error:
+        for ref in refs:
+            ref.fail(as_ray_says(error, function.__name__))
+    else:
+        for ref, one in zip(refs, found if len(refs) > 1 else [found], strict=True):
+            ref.resolve(one)

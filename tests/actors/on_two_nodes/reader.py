@@ -31,10 +31,10 @@ class Nodes:
 class Reader:
     """Fetches as a rollout worker fetches."""
 
-    async def update_weights(self, version: int, buckets: Sequence[Any], checksums: dict[str, str], _: int = 0) -> SyncReceipt:
+    async def update_weights(self, version: int, buckets: Sequence[Any], checksums: Any, _: int = 0) -> SyncReceipt:
         fetched = await asyncio.gather(*buckets)
         size = sum(bucket.nbytes for bucket in fetched)
-        return SyncReceipt(version, size, 0.0, 0.0, checksums_of(*fetched) if checksums else {})
+        return SyncReceipt(version, size, 0.0, 0.0, checksums_of(*fetched)[1] if checksums else "")
 
     async def read(self, buckets: Sequence[Any]) -> tuple[int, int]:
         """Returns: (bytes, process)."""

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 import torch
 
-from actors.carriers import ExportPlan, WeightSnapshot
+from actors.carriers import ExportPlan, WeightChecksums, WeightSnapshot
 from actors.config import WeightSyncConfig
 from actors.queue.payloads import checksums_of
 from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
@@ -55,7 +55,8 @@ class Learner:
         buckets = [WeightBucket.of({name: weight}) for name, weight in self.weights.items()]
         references = [ray.put(bucket) for bucket in buckets]
         self.references.append(references)
-        return WeightSnapshot(self.version, references, [list(bucket.specs) for bucket in buckets], [], checksums_of(*buckets), 0.0)
+        sums = WeightChecksums(*checksums_of(*buckets))
+        return WeightSnapshot(self.version, references, [list(bucket.specs) for bucket in buckets], [], sums, 0.0)
 
     def nodes_of(self, version: int) -> set[str]:
         """That have some of the whole of it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +13,21 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from actors.carriers import GroupFailure, Ticket
+from actors.carriers import GroupFailure, Ticket, WeightChecksums
 from actors.config import RunConfig
 from actors.driver.parts import worker_settings
 from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
-from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError, RequestError
+from correction.engines.checksum import digest_of
+from correction.errors import (
+    DataError,
+    DeadlineExceeded,
+    EngineDirty,
+    EngineError,
+    EvenkeelError,
+    LateError,
+    RequestError,
+    SyncError,
+)
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.trajectory import FailureKind, Group, Prompt, SyncReceipt, WorkerLoad
 from tests.actors.cases import group, prompt
@@ -181,41 +192,72 @@ def test_a_group_that_is_aborted_ends_and_may_begin_anew() -> None:
     asyncio.run(scenario())
 
 
+class EngineOf:
+    """Holds tensors of these checksums, which it shows once `compared` is set."""
+
+    requests_in_flight, silent_s = 4, 0.0
+
+    def __init__(self, checksums: dict[str, str]) -> None:
+        self.checksums, self.compared = checksums, asyncio.Event()
+
+    def raise_if_lost(self) -> None: ...
+
+    async def update_weights(self, version: int, buckets: list[Any]) -> SyncReceipt:
+        return SyncReceipt(version, bytes=8, pause_s=0.1)
+
+    async def weight_checksums(self, *_: Any) -> dict[str, str]:
+        await self.compared.wait()
+        return self.checksums
+
+
+def sent(checksums: dict[str, str]) -> WeightChecksums:
+    return WeightChecksums(asyncio.sleep(0, checksums), digest_of(checksums))
+
+
+@pytest.mark.parametrize("differ", [0, 20_000])
+def test_what_comes_back_of_checksums_is_small_however_many_there_are(monkeypatch: pytest.MonkeyPatch, differ: int) -> None:
+    """Hundreds of workers compare two megabytes each; through the driver go a digest, or the first name that differs."""
+    monkeypatch.setattr("actors.pool.rollout_worker.require_checksums", lambda *_: None)
+    expected = {f"model.layers.{number}.weight": "0" * 64 for number in range(20_000)}
+
+    async def scenario() -> None:
+        worker, sampler = slow_worker()
+        sampler.engine = engine = EngineOf({name: "1" * 64 if n < differ else one for n, (name, one) in enumerate(expected.items())})
+        engine.compared.set()
+        update = worker.update_weights(4, [asyncio.sleep(0, "bucket")], sent(expected))
+        if differ:
+            with pytest.raises(SyncError, match=r"20000 tensors differ, first model\.layers\.0\.weight; ") as found:
+                await update
+            assert len(pickle.dumps(found.value)) < 1000
+        else:
+            assert len(pickle.dumps(await update)) < 1000
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("arrives", [{"a": "1"}, {"a": "2"}], ids=["as sent", "otherwise"])
 def test_what_ran_on_weights_that_arrived_otherwise_is_of_no_version(monkeypatch: pytest.MonkeyPatch, arrives: dict[str, str]) -> None:
     """An engine that others take for dirty may have requests in flight while it is sent everything anew. What is done before the checksums
     are compared waits for that."""
     monkeypatch.setattr("actors.pool.rollout_worker.require_checksums", lambda *_: None)
 
-    class Engine:
-        requests_in_flight, silent_s = 4, 0.0
-        compared = asyncio.Event()
-
-        def raise_if_lost(self) -> None: ...
-
-        async def update_weights(self, version: int, buckets: list[Any]) -> SyncReceipt:
-            return SyncReceipt(version, bytes=8, pause_s=0.1)
-
-        async def weight_checksums(self, *_: Any) -> dict[str, str]:
-            await self.compared.wait()
-            return arrives
-
     async def scenario() -> None:
         worker, sampler = slow_worker()
-        sampler.engine = Engine()  # type: ignore[assignment]
-        sampler.engine.compared = asyncio.Event()
+        sampler.engine = EngineOf(arrives)  # type: ignore[assignment]
         group_of = asyncio.ensure_future(worker.generate_group(Ticket(7, prompt(0), 3)))
         await asyncio.sleep(0.01)
-        update = asyncio.ensure_future(worker.update_weights(4, [asyncio.sleep(0, "bucket")], {"a": "1"}))
+        update = asyncio.ensure_future(worker.update_weights(4, [asyncio.sleep(0, "bucket")], sent({"a": "1"})))
         await asyncio.sleep(0.01)
         sampler.finish.set()
         assert not (await asyncio.wait({group_of}, timeout=0.05))[0], "its weights are not known yet"
         sampler.engine.compared.set()
-        receipt = await update
-        assert receipt.checksums == arrives and receipt.load == WorkerLoad(1.0, 2.0, 3, 4)
         if arrives == {"a": "1"}:
+            receipt = await update
+            assert receipt.digest == digest_of(arrives) and receipt.load == WorkerLoad(1.0, 2.0, 3, 4)
             assert (await group_of)[0].group_id == 7
         else:
+            with pytest.raises(SyncError, match=r"^weight sync v4 -> rollout worker 0: 1 tensors differ, first a; the engine gets no work"):
+                await update
             with pytest.raises(EngineDirty, match="other weights arrived than were sent"):
                 await group_of
         assert (await worker.generate_group(Ticket(8, prompt(0), 4)))[0].group_id == 8
@@ -238,7 +280,7 @@ def test_a_worker_that_a_return_was_never_told_gives_up_what_it_has(first: str) 
         withdrawn = asyncio.ensure_future(worker.generate_group(Ticket(7, prompt(0), 3)))
         await asyncio.sleep(0.01)
         if first == "weights":
-            await worker.update_weights(2, [], {}, 1)
+            await worker.update_weights(2, [], None, 1)
             await asyncio.sleep(0.01)
             assert sampler.aborted == 1
         again = asyncio.ensure_future(worker.generate_group(Ticket(7, prompt(0), 2), 1))
@@ -298,7 +340,7 @@ def test_weights_that_do_not_come_are_told_apart_from_an_engine_that_takes_none(
             bucket.set_exception(ray.exceptions.ObjectLostError("", "", ""))
         why = r"not all of 1 buckets came in 0 s" if is_late else r"could not be read from the object store \(ObjectLostError\)"
         with pytest.raises(LateError, match=f"rollout worker 0: weights v3:? {why}"):
-            await worker.update_weights(3, [bucket], {})
+            await worker.update_weights(3, [bucket], None)
         assert not hasattr(worker, "_sampler")
 
     asyncio.run(scenario())

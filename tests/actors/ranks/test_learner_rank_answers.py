@@ -16,9 +16,10 @@ from torch import Tensor
 from actors.carriers import ExportPlan
 from actors.ranks.learner_rank_actor import LearnerRankActor
 from correction.correct import correct
-from correction.engines.checksum import tensor_checksum
+from correction.engines.checksum import digest_of, tensor_checksum
 from correction.engines.float8 import in_float8
 from correction.engines.rendezvous import rendezvous_store
+from correction.engines.weight_bucket import WeightBucket
 from correction.errors import SyncError
 from lab.ports import free_port
 from learner.broadcast import WeightBroadcaster
@@ -67,7 +68,13 @@ def test_rank_zero_alone_answers_of_a_batch(tmp_path: Path) -> None:
 def test_float8_leaves_the_learner_s_own_weights_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the engines get, with checksums of that, is made of the bfloat16 weights; those are the same afterwards."""
     stored: dict[str, Tensor] = {}
-    monkeypatch.setattr(ray, "put", lambda bucket: stored.update({name: one.clone() for name, one in bucket.tensors().items()}))
+
+    def put(value: Any) -> Any:
+        if isinstance(value, WeightBucket):
+            stored.update({name: one.clone() for name, one in value.tensors().items()})
+        return value
+
+    monkeypatch.setattr(ray, "put", put)
     with learner_on(save_model(tmp_path / "m"), dtype="bfloat16") as learner:
         before = {name: one.clone() for piece in learner.weights() for name, one in piece.items()}
         actor = LearnerRankActor(LearnerConfig(dtype="bfloat16"), 0, bind="")
@@ -78,7 +85,9 @@ def test_float8_leaves_the_learner_s_own_weights_as_they_are(tmp_path: Path, mon
     expected = in_float8(before)
     assert len(expected) > len(before) and {one.dtype for one in before.values()} == {torch.bfloat16}
     assert {name: tensor_checksum(one) for name, one in expected.items()} == {name: tensor_checksum(one) for name, one in stored.items()}
-    assert snapshot is not None and snapshot.checksums == {name: tensor_checksum(one) for name, one in expected.items()}
+    assert snapshot is not None and snapshot.checksums is not None
+    assert snapshot.checksums.by_name == {name: tensor_checksum(one) for name, one in expected.items()}
+    assert snapshot.checksums.digest == digest_of(snapshot.checksums.by_name)
     assert {spec.name for bucket in snapshot.specs for spec in bucket} == expected.keys()
 
 

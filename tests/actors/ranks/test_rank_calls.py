@@ -102,9 +102,12 @@ def test_every_rank_gathers_the_weights_and_rank_zero_alone_copies_them(
     """In one pass, with the checksums: from where they lie, or through memory that every bucket and version uses again."""
     stored: list[tuple[dict[str, list[float]], int]] = []
 
-    def put(bucket: WeightBucket) -> None:
-        (part,) = bucket.parts
-        stored.append(({name: tensor.tolist() for name, tensor in bucket.tensors().items()}, part.ctypes.data))
+    def put(value: Any) -> Any:
+        if not isinstance(value, WeightBucket):
+            return value
+        (part,) = value.parts
+        stored.append(({name: tensor.tolist() for name, tensor in value.tensors().items()}, part.ctypes.data))
+        return None
 
     monkeypatch.setattr(ray, "put", put)
     pieces = Pieces(is_contiguous=is_contiguous)
@@ -119,7 +122,8 @@ def test_every_rank_gathers_the_weights_and_rank_zero_alone_copies_them(
     own = [tensor.data_ptr() for tensor in pieces.tensors]
     assert addresses == own * 2 if is_contiguous else len({*addresses}) == 1 and not {*addresses} & {*own}
     assert snapshots[0] is not None and [[spec.name for spec in bucket] for bucket in snapshots[0].specs] == [["w0"], ["w1"], ["w2"]]
-    assert snapshots[0].checksums == {f"w{i}": tensor_checksum(torch.full((2,), float(i))) for i in range(3)}
+    assert snapshots[0].checksums is not None
+    assert snapshots[0].checksums.by_name == {f"w{i}": tensor_checksum(torch.full((2,), float(i))) for i in range(3)}
 
 
 def test_a_rank_refuses_a_call_out_of_order_and_one_for_other_weights() -> None:

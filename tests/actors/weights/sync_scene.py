@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from actors.carriers import ExportPlan, WeightSnapshot
+from actors.carriers import ExportPlan, WeightChecksums, WeightSnapshot
 from actors.config import WeightSyncConfig
 from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
+from correction.engines.checksum import compare_checksums, digest_of
 from rollout.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
 
 SUMS = {"a": "1", "b": "2"}
+CHECKSUMS = WeightChecksums(SUMS, digest_of(SUMS))
 
 
 class Learner:
@@ -36,13 +38,13 @@ class Learner:
         await (self.gate.wait() if self.gate else asyncio.sleep(0))
         buckets = [f"v{version}"] if plan.stores else []
         return WeightSnapshot(
-            version, buckets, [["spec"]], [-1.0, -2.0], dict(SUMS) if plan.checksums else {}, 0.0, None, self.fails  # type: ignore[list-item]
+            version, buckets, [["spec"]], [-1.0, -2.0], CHECKSUMS if plan.checksums else None, 0.0, None, self.fails  # type: ignore[list-item]
         )
 
-    async def checksums(self, buckets: Sequence[Any], *, deadline_s: float) -> dict[str, str]:
+    async def checksums(self, buckets: Sequence[Any], *, deadline_s: float) -> WeightChecksums:
         self.hashed.append(list(buckets))
         await asyncio.sleep(0.01)
-        return dict(SUMS)
+        return CHECKSUMS
 
     async def address(self) -> tuple[str, int]:
         return "127.0.0.1", 1
@@ -53,15 +55,18 @@ class Learner:
     async def close_broadcast(self, name: str) -> None: ...
 
 
-def receipt(version: int, checksums: dict[str, str] | None = None) -> SyncReceipt:
-    return SyncReceipt(version, bytes=8, pause_s=0.1, seconds=0.1, checksums=checksums or {})
+def receipt(version: int, digest: str = "") -> SyncReceipt:
+    return SyncReceipt(version, bytes=8, pause_s=0.1, seconds=0.1, digest=digest)
 
 
 class Engine:
     """Takes weights as the test's script says: None for well, an error to raise, or something (or seconds) to wait for first."""
 
-    def __init__(self, *script: Exception | Awaitable[Any] | float | None, checksums: dict[str, str] | None = None) -> None:
-        self.script = list(script)
+    def __init__(
+        self, *script: Exception | Awaitable[Any] | float | None, checksums: dict[str, str] | None = None, shows: str = ""
+    ) -> None:
+        """Args: checksums: of what it holds; None: as they are sent. shows: as their digest; empty: the right one."""
+        self.script, self.shows = list(script), shows
         self.checksums = checksums or SUMS
         self.taken: list[tuple[int, bool]] = []
         """(version, with checksums) of each attempt."""
@@ -70,11 +75,16 @@ class Engine:
         self.probes: list[Awaitable[Any]] = []
         """What the next answers to the probe wait for."""
 
-    async def update_weights(self, version: int, buckets: list[Any], checksums: dict[str, str], generation: int = 0) -> SyncReceipt:
+    async def update_weights(
+        self, version: int, buckets: list[Any], checksums: WeightChecksums | None, generation: int = 0
+    ) -> SyncReceipt:
         assert buckets == [f"v{version}"], "the stored copy of this version"
-        self.taken.append((version, bool(checksums)))
+        self.taken.append((version, checksums is not None))
         await self._play()
-        return receipt(version, self.checksums if checksums else {})
+        if checksums is None:
+            return receipt(version)
+        compare_checksums("w", checksums.by_name, self.checksums, version=version)
+        return receipt(version, self.shows or digest_of(self.checksums))
 
     async def probe(self, token_ids: list[int]) -> list[float]:
         if self.probes:

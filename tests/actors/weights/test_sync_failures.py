@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from actors.carriers import ExportPlan, WeightSnapshot
+from actors.carriers import ExportPlan, WeightChecksums, WeightSnapshot
 from actors.weights.weight_sync import SyncTarget
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, LateError, SyncError, counted
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate
-from tests.actors.weights.sync_scene import SUMS, Engine, SyncScene, play
+from tests.actors.weights.sync_scene import CHECKSUMS, Engine, SyncScene, play
 
 
 def test_an_engine_that_fails_twice_is_tried_again_with_checksums() -> None:
@@ -173,14 +173,15 @@ def test_a_learner_that_fails_is_no_engines_fault() -> None:
         scene = SyncScene(w=Engine())
         await scene.sync.publish()
         assert scene.sync._versions.newest is not None
-        scene.sync._versions.newest.snapshot.checksums.clear()
+        newest = scene.sync._versions.newest
+        newest.snapshot = replace(newest.snapshot, checksums=None)
         asked: list[int] = []
 
-        async def checksums(*_: Any, **__: Any) -> dict[str, str]:
+        async def checksums(*_: Any, **__: Any) -> WeightChecksums:
             asked.append(1)
             if len(asked) < 3:
                 raise EngineError("learner rank 0: no memory")
-            return dict(SUMS)
+            return CHECKSUMS
 
         scene.learner.checksums = checksums  # type: ignore[method-assign]
         scene.sync.join(scene.targets["w"])
@@ -248,7 +249,7 @@ def test_checksums_that_are_lost_are_made_again() -> None:
         scene = SyncScene(w=Engine())
         whole, asked = scene.learner.checksums, list[int]()
 
-        async def checksums(buckets: Sequence[Any], *, deadline_s: float) -> dict[str, str]:
+        async def checksums(buckets: Sequence[Any], *, deadline_s: float) -> WeightChecksums:
             asked.append(len(buckets))
             if len(asked) <= 2:
                 raise ActorLost("checksums of the weights: its process is gone")
@@ -268,7 +269,7 @@ def test_a_receipt_of_withdrawn_weights_does_not_count() -> None:
     """An update of the generation before, v0 as well, is the one that the engine confirms."""
 
     class Late(Engine):
-        async def update_weights(self, version: int, buckets: list[Any], checksums: dict[str, str], generation: int = 0) -> SyncReceipt:
+        async def update_weights(self, version: int, buckets: list[Any], checksums: Any, generation: int = 0) -> SyncReceipt:
             generations.append(generation)
             return replace(await super().update_weights(version, buckets, checksums), generation=generation - (len(generations) == 1))
 
@@ -334,18 +335,6 @@ def test_an_engine_marked_dirty_during_an_update_is_clean_only_after_the_next() 
 
     play(scenario)
     assert engine.taken == [(0, True), (1, False), (1, True)]
-
-
-def test_wrong_tensors_count_as_a_failure() -> None:
-    async def scenario() -> None:
-        scene = SyncScene(w=Engine(checksums={"a": "1", "b": "3"}))
-        await scene.sync.publish()
-        scene.sync.join(scene.targets["w"])
-        while not scene.failures:
-            await asyncio.sleep(0.05)
-        assert "1 tensors differ, first b" in scene.failures[0][1]
-
-    simulate(scenario)  # the pauses between attempts are seconds
 
 
 def test_an_engine_that_hangs_is_tried_again_at_the_deadline() -> None:

@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 import ray
 
+from actors.carriers import WeightChecksums
 from actors.processes.turns import SHARED_BY
 from actors.weights.weight_sync import SyncTarget
-from correction.engines.checksum import compare_checksums
+from correction.engines.checksum import compare_checksums, digest_of
 from correction.errors import DeadlineExceeded, SyncError
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate
-from tests.actors.weights.sync_scene import SUMS, Engine, SyncScene, play
+from tests.actors.weights.sync_scene import CHECKSUMS, SUMS, Engine, SyncScene, play
 
 
 def test_receipts_are_awaited_of_those_who_are_there_or_of_one() -> None:
@@ -214,10 +215,10 @@ def test_checksums_that_take_longer_than_a_step_keep_no_engine_out() -> None:
         await scene.join()
         await scene.publish(1)
 
-        async def slow(buckets: Sequence[Any], **_: Any) -> dict[str, str]:
+        async def slow(buckets: Sequence[Any], **_: Any) -> WeightChecksums:
             scene.learner.hashed.append(list(buckets))
             await asyncio.sleep(2.5)
-            return dict(SUMS)
+            return CHECKSUMS
 
         scene.learner.checksums = slow  # type: ignore[method-assign]
         targets = [SyncTarget(f"late{number}", FakeActor(engine)) for number, engine in enumerate(late)]
@@ -232,6 +233,33 @@ def test_checksums_that_take_longer_than_a_step_keep_no_engine_out() -> None:
 
     simulate(scenario)
     assert [engine.taken[:2] for engine in late] == [[(1, True), (3, False)]] * 2
+
+
+def test_wrong_tensors_count_as_a_failure() -> None:
+    async def scenario() -> None:
+        scene = SyncScene(w=Engine(checksums={"a": "1", "b": "3"}))
+        await scene.sync.publish()
+        scene.sync.join(scene.targets["w"])
+        while not scene.failures:
+            await asyncio.sleep(0.05)
+        assert "1 tensors differ, first b" in scene.failures[0][1]
+
+    simulate(scenario)  # the pauses between attempts are seconds
+
+
+def test_a_worker_that_has_compared_with_another_version_s_checksums_is_not_verified() -> None:
+    """What it holds is what it was sent, but that was not what this version is."""
+
+    async def scenario() -> None:
+        scene = SyncScene(w=Engine(shows=digest_of({"a": "1", "b": "3"})))
+        await scene.sync.publish()
+        scene.sync.join(scene.targets["w"])
+        while not scene.failures:
+            await asyncio.sleep(0.05)
+        assert "it has compared its weights with others than this version's" in scene.failures[0][1]
+        assert not scene.targets["w"].is_verified and scene.receipts == []
+
+    simulate(scenario)
 
 
 def test_comparison_names_what_differs() -> None:
