@@ -34,6 +34,8 @@ _POLL_S = 0.0005
 """Seconds between two checks whether the GPU has sent a bucket, which takes some ten milliseconds."""
 _MEETING_POLL_S = 0.02
 """Seconds between two checks whether all members are there, or nobody waits for them any more."""
+_TOLD_S = 1.0
+"""Seconds in which members look at the store again, many times."""
 _LEFT = "the learner has left it meanwhile"
 _TO_COME = 0.9
 """Part of the time to join in which members have to come; the rest is for connecting them."""
@@ -67,6 +69,7 @@ class WeightBroadcaster:
         self._changing = threading.Lock()
         self._on_its_way: _InThread | None = None
         self._is_aborted = False
+        self._store: dist.Store | None = None
         self._meeting: Rendezvous | None = None
         self._given_up = given_up or threading.Event()
         joining = _InThread(lambda: self._join(host, port, world_size, join_s), join_s, self._given_up)
@@ -77,6 +80,7 @@ class WeightBroadcaster:
                 self._given_up.set()
             threading.Thread(target=self._call_off, daemon=True).start()
             raise
+        self._store = self._meeting = None
 
     def send(self, bucket: Mapping[str, Tensor]) -> None:
         """Broadcast the tensors, and wait until they are sent. Raises: as `begin` and `finish`."""
@@ -137,7 +141,7 @@ class WeightBroadcaster:
 
     def _join(self, host: str, port: int, world_size: int, join_s: float) -> None:
         timeout, began = timedelta(seconds=join_s), time.monotonic()
-        store = rendezvous_store(host, port, rank=0, world_size=world_size, timeout=timeout, waits=False)
+        store = self._store = rendezvous_store(host, port, rank=0, world_size=world_size, timeout=timeout, waits=False)
         self._meeting = Rendezvous(host, port, self._name, timeout=timeout)
         self._meet(self._meeting, world_size - 1, began + _TO_COME * join_s)
         backend = Backend("nccl" if self._device.type == "cuda" else "gloo")
@@ -179,6 +183,7 @@ class WeightBroadcaster:
         with contextlib.suppress(Exception):  # there is no store, or no member left
             if self._meeting is not None:
                 self._meeting.give_up()
+        time.sleep(_TOLD_S)  # the store ends with this object, and a member that hears nothing any more can't say why
 
     def _wait(self, call: _InThread, what: str) -> None:
         call.join()
