@@ -69,7 +69,7 @@ class WeightBroadcaster:
         self._changing = threading.Lock()
         self._on_its_way: _InThread | None = None
         self._is_aborted = False
-        self._store: dist.Store | None = None
+        self._store: dist.TCPStore | None = None
         self._meeting: Rendezvous | None = None
         self._given_up = given_up or threading.Event()
         joining = _InThread(lambda: self._join(host, port, world_size, join_s), join_s, self._given_up)
