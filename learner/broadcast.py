@@ -24,6 +24,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _set_pg_timeout, _world
 
 from correction.engines.rendezvous import Rendezvous, gloo_interface_towards, rendezvous_store
@@ -69,7 +70,7 @@ class WeightBroadcaster:
         self._changing = threading.Lock()
         self._on_its_way: _InThread | None = None
         self._is_aborted = False
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         self._meeting: Rendezvous | None = None
         self._given_up = given_up or threading.Event()
         joining = _InThread(lambda: self._join(host, port, world_size, join_s), join_s, self._given_up)
