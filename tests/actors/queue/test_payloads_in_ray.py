@@ -20,17 +20,14 @@ import torch
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.carriers import StoredGroup, WeightChecksums
+from actors.carriers import StoredGroup
 from actors.cluster.cluster import on_drivers_node
 from actors.processes.part_heartbeat import CONCURRENCY_GROUPS
 from actors.queue.payloads import GONE, _missing, fetched
 from actors.queue.queue_actor import TrajectoryQueueActor
 from actors.queue.trajectory_queue import TrajectoryQueue
-from actors.ranks.learner_group import LearnerGroup
 from actors.settings.environment import OF_BATCHES
 from correction.batch import CorrectedBatch, PackedBatch
-from correction.engines.checksum import digest_of
-from correction.engines.weight_bucket import WeightBucket
 from rollout.trajectory import Group, GroupFacts, ids_of, logprobs_of
 from tests.actors.cases import group, prompts
 from tests.failures.measured import Measured
@@ -63,31 +60,6 @@ def cluster() -> Iterator[Cluster]:
 def large(one: Group) -> Group:
     tokens = ids_of(range(LARGE)), logprobs_of([-0.5] * LARGE)
     return replace(one, trajectories=tuple(replace(t, response_ids=tokens[0], behavior_logprobs=tokens[1]) for t in one.trajectories))
-
-
-class Comparing:
-    """A worker that reads the checksums that its weights should have."""
-
-    async def read(self, checksums: WeightChecksums) -> dict[str, str]:
-        found: dict[str, str] = await checksums.by_name
-        return found
-
-
-def test_checksums_of_stored_weights_are_read_by_who_compares(cluster: Cluster) -> None:
-    """What made them answers to the driver with their digest, and to the worker with all of them. An error of it is the driver's."""
-    buckets = [WeightBucket.of({f"w{i}": torch.full((4,), float(i))}) for i in range(3)]
-    expected = {name: checksum for bucket in buckets for name, checksum in bucket.checksums().items()}
-    learner = LearnerGroup([], version=0, step_s=60.0)
-
-    async def scenario() -> None:
-        found = await learner.checksums([ray.put(bucket) for bucket in buckets], deadline_s=60.0)
-        assert isinstance(found.by_name, ray.ObjectRef) and found.digest == digest_of(expected)
-        worker = ray.remote(num_cpus=0)(Comparing).remote()
-        assert await worker.read.remote(found) == expected
-        with pytest.raises(AttributeError, match="has no attribute 'checksums'"):
-            await learner.checksums([ray.put("no bucket")], deadline_s=60.0)
-
-    asyncio.run(scenario())
 
 
 def test_a_finished_group_outlives_its_worker_and_goes_with_its_node(cluster: Cluster) -> None:
