@@ -1,8 +1,8 @@
 """Two real ranks on gloo, as Ray actors: what many readers of the weights cost the learner.
 
 Behaviours locked here: whoever joins or exports at whatever moment, during forwards and steps, nothing hangs and the weights are, to the
-last bit, those of a run that nobody joined. Ranks that live when the run goes back to a checkpoint read it in the processes that they
-have, whatever is under way, and train on as if it had been the first time.
+last bit, those of a run that nobody joined; a join gives the ranks neither a call nor a checksum to compute. Ranks that live when the run
+goes back to a checkpoint read it in the processes that they have, whatever is under way, and train on as if it had been the first time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,7 @@ from tests.learner.learner_cases import TIS, random_batch, save_model, with_nois
 
 STEPS, JOINS = 10, 50
 PLAN = ExportPlan(8_000, checksums=True)
+UNHASHED = replace(PLAN, checksums=False)
 
 
 @asynccontextmanager
@@ -120,7 +122,21 @@ class Joins:
                 self.sync.resync(draw.choice(self.targets), "the test says so")
             if moment % 5 == 0:
                 self.exports += 1
-                await self.group.export(PLAN)
+                await self.group.export(UNHASHED)
+
+
+def count_hashes(rank: Any) -> None:
+    """For a rank: count the pieces of weights whose checksums it computes from now on."""
+    from learner import export
+
+    rank.hashed, compute = 0, getattr(export.weight_checksums, "__wrapped__", export.weight_checksums)
+
+    @wraps(compute)
+    def counted(*arguments: Any) -> dict[str, str]:
+        rank.hashed += 1
+        return compute(*arguments)
+
+    export.weight_checksums = counted
 
 
 async def trained(group: LearnerGroup, *, joins: bool) -> tuple[dict[str, str], Joins]:
@@ -141,7 +157,8 @@ async def trained(group: LearnerGroup, *, joins: bool) -> tuple[dict[str, str], 
         sync_s=60.0,
     )
     calls = group._collective.calls
-    await sync.publish()
+    await group.rank_zero.__ray_call__.remote(count_hashes)
+    pieces = len((await sync.publish()).buckets)
     crowd = Joins(group, sync)
     coming = asyncio.create_task(crowd.come()) if joins else None
     for step in range(STEPS):
@@ -156,6 +173,8 @@ async def trained(group: LearnerGroup, *, joins: bool) -> tuple[dict[str, str], 
     await sync.receipts(STEPS, deadline_s=60.0)
     assert failures == [] and all(target.version == STEPS and target.is_verified for target in crowd.targets)
     assert group._collective.calls - calls == 1 + 3 * STEPS + crowd.exports, "joins made no calls"
+    hashed = await group.rank_zero.__ray_call__.remote(lambda rank: rank.hashed)
+    assert hashed == pieces > 1, "of the first version, once; of the others by tasks for who joined"
     await sync.close()
     return await digest(group), crowd
 
