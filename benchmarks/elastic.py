@@ -193,22 +193,46 @@ class ElasticRun:
         have none under way.
         """
         newest = self.timeline.all_of("first group")[-1].subject
-        worker = self.part(f"rollout {newest}")
-        parents = worker.parents()
+        worker, node = self.part(f"rollout {newest}"), self.node_of(newest)
         worker.suspend()
         time.sleep(_STOPPED_S)
-        (socket,) = (s for s in self.nodes.values() if any(s in " ".join(parent.cmdline()) for parent in parents))
         began = self.timeline.now
         self.timeline.add("node killed", f"the node of rollout worker {newest}", newest)
-        self.cluster.kill_node(socket)
+        self.cluster.kill_node(self.nodes[node])
         return began
 
-    def end_a_busy_worker(self, name: str, drain_s: float) -> None:
-        """Send a worker's process a SIGTERM in the midst of its groups.
+    def node_of(self, name: str) -> str:
+        """Id of the node on which a worker runs."""
+        parents = [" ".join(parent.cmdline()) for parent in self.part(f"rollout {name}").parents()]
+        (found,) = (node for node, socket in self.nodes.items() if any(socket in command for command in parents))
+        return found
 
-        Its engine is stopped from a moment before until it was told to hand them back: the model's answers are so short that it would end
-        them in any time that it is given for them.
-        Args: drain_s: the run's.
+    def end_a_busy_worker(self, name: str, drain_s: float) -> None:
+        """Send a worker's process a SIGTERM in the midst of its groups. Args: drain_s: the run's."""
+        with self._held_engine(name, drain_s) as worker:
+            worker.send_signal(signal.SIGTERM)
+
+    def drain_a_busy_node(self, name: str, drain_s: float, *, left_s: int) -> str:
+        """Have Ray drain the node of a worker in the midst of its groups, as when a spot machine is reclaimed.
+
+        Args:
+            drain_s: the run's.
+            left_s: seconds that the notice leaves.
+        Returns: the node's id.
+        """
+        node = self.node_of(name)
+        command = [str(Path(sys.executable).with_name("ray")), "drain-node", f"--address={self.cluster.address}", f"--node-id={node}"]
+        command += ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=reclaimed", f"--deadline-remaining-seconds={left_s}"]
+        with self._held_engine(name, drain_s):
+            subprocess.run(command, env=os.environ | self.cluster.variables, check=True, capture_output=True)
+        return node
+
+    @contextlib.contextmanager
+    def _held_engine(self, name: str, drain_s: float) -> Iterator[psutil.Process]:
+        """Within the block a worker gets a notice that it has to leave.
+
+        Its engine is stopped from a moment before until it was told to hand its groups back: the model's answers are so short that it would
+        end them in any time that it is given for them.
         """
         worker = self.part(f"rollout {name}")
         engine = [one for one in worker.children(recursive=True) if one.cmdline()[:1] and one.cmdline()[0].startswith("sglang::scheduler")]
@@ -217,7 +241,7 @@ class ElasticRun:
             process.suspend()
         try:
             time.sleep(_STOPPED_S)
-            worker.send_signal(signal.SIGTERM)
+            yield worker
             self.until("its leave", lambda: any(moment.subject == name for moment in self.timeline.all_of("leaves")), 60)
             time.sleep(drain_s + _STOPPED_S)
         finally:

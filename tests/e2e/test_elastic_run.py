@@ -1,8 +1,9 @@
 """A real run whose pool follows the load, on a cluster that Ray's own autoscaler grows and shrinks: 1, 2 and 1 rollout nodes.
 
-Behaviours locked here: while the learner waits the pool asks for a second worker, whose node comes by that demand; a worker's process that
-gets a SIGTERM in the midst of its groups hands them back, leaves in order and is replaced, while others go on with them; when the learner
-becomes slow the pool shrinks, and the node goes; the books balance, and no prompt is trained twice.
+Behaviours locked here: while the learner waits the pool asks for a second worker, whose node comes by that demand; a worker whose process
+gets a SIGTERM, or whose node Ray drains, in the midst of its groups hands them back, leaves in order and is replaced, on a new node if its
+own goes, while others go on with them; when the learner becomes slow the pool shrinks, and the node goes; the books balance, and no prompt
+is trained twice.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.elastic import MODEL, RUN, ElasticRun, Timeline, grown, is_balanced, prompts_of, shrunk, started
+from benchmarks.elastic import MODEL, RUN, ElasticRun, Moment, Timeline, grown, is_balanced, prompts_of, shrunk, started
 from benchmarks.sides import NANO_RECIPE, evenkeel, steps_of
 from rollout.prompt_place import PromptPlace
 
@@ -28,7 +29,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ElasticRun]:
     with started(2, folder, [str(NANO_RECIPE), model, *MODEL, *RUN, f"deadlines.drain_s={DRAIN_S}"], Timeline(shows=False)) as run:
         grown(run, 2)
         run.end_a_busy_worker("1", drain_s=DRAIN_S)
-        run.until("worker 2 in its place", lambda: any(m.subject == "2" for m in run.timeline.all_of("first group")), 300)
+        run.drain_a_busy_node("0", DRAIN_S, left_s=60)
+        run.until("workers 2 and 3 in their places", lambda: run.workers() == 2, 300)
         shrunk(run)
         assert run.stop() == 0, run.events()[-3000:]
     yield run
@@ -39,27 +41,41 @@ def test_the_pool_follows_the_load_and_nodes_follow_the_pool(ended: ElasticRun) 
     assert [moment.subject for moment in decisions] == ["2", "1"]
     assert "(learner_waits)" in decisions[0].text and "(workers_wait)" in decisions[1].text
     up, gone = ended.timeline.all_of("node up"), ended.timeline.all_of("node gone")
-    assert [len(up), len(gone)] == [2, 1] and decisions[0].at_s < up[1].at_s and decisions[1].at_s < gone[0].at_s
+    assert [len(up), len(gone)] == [3, 2] and decisions[0].at_s < up[1].at_s and decisions[1].at_s < gone[1].at_s
     targets = [line["pool/target_workers"] for line in steps_of(ended.run_dir)]
     assert sorted(set(targets)) == [1, 2] and targets[0] == targets[-1] == 1
     last = steps_of(ended.run_dir)[-1]
     assert last["pool/scaled_total/learner_waits"] == last["pool/scaled_total/workers_wait"] == 1
 
 
-def test_a_process_that_is_told_to_end_leaves_in_order(ended: ElasticRun) -> None:
-    leaves = [moment for moment in ended.timeline.all_of("leaves") if moment.subject == "1"]
-    assert len(leaves) == 1 and "told to end (SIGTERM)" in leaves[0].text
-    assert any(moment.subject == "1" for moment in ended.timeline.all_of("left"))
+def left(ended: ElasticRun, name: str) -> Moment:
+    (found,) = [moment for moment in ended.timeline.all_of("left") if moment.subject == name]
+    return found
+
+
+def handed_back(moment: Moment) -> int:
+    """Groups that a worker had under way when it had to leave."""
+    found = re.search(r"(\d+) groups? go on elsewhere from \d+ tokens", moment.text)
+    assert found is not None, moment.text
+    return int(found[1])
+
+
+@pytest.mark.parametrize(("name", "why"), [("1", "its process was told to end (SIGTERM)"), ("0", "Ray drains its node")])
+def test_who_is_told_to_end_leaves_in_order(ended: ElasticRun, name: str, why: str) -> None:
+    leaves = [moment for moment in ended.timeline.all_of("leaves") if moment.subject == name]
+    assert len(leaves) == 1 and leaves[0].text.endswith(why) and handed_back(left(ended, name)) > 0
     assert ended.timeline.all_of("lost") == [] and "did not leave in order" not in ended.events()
 
 
-def test_what_it_had_under_way_goes_on_elsewhere(ended: ElasticRun) -> None:
-    """All groups that had been admitted when it left were trained later, those that it handed back among them."""
-    (left,) = [moment for moment in ended.timeline.all_of("left") if moment.subject == "1"]
-    found = re.search(r"(\d+) groups? go on elsewhere from \d+ tokens", left.text)
-    assert found is not None and int(found[1]) > 0, left.text
-    counted = next(line for line in steps_of(ended.run_dir) if line.get("pool/handed_back_total", 0) > 0)
-    assert counted["pool/handed_back_total"] == int(found[1])
+def test_a_drained_node_ends_after_its_worker_and_another_comes_in_its_place(ended: ElasticRun) -> None:
+    first, gone = ended.timeline.all_of("node up")[0], ended.timeline.all_of("node gone")[0]
+    assert gone.subject == first.subject and left(ended, "0").at_s < gone.at_s < ended.timeline.all_of("node up")[2].at_s
+
+
+def test_what_they_had_under_way_goes_on_elsewhere(ended: ElasticRun) -> None:
+    """All groups that had been admitted when they left were trained later, those that they handed back among them."""
+    together = sum(handed_back(left(ended, name)) for name in ("1", "0"))
+    counted = next(line for line in steps_of(ended.run_dir) if line.get("pool/handed_back_total", 0) == together)
     places = {PromptPlace.parse(prompt_id) for prompt_id in prompts_of(ended.run_dir)}
     assert {PromptPlace("train", 0, number) for number in range(int(counted["groups/admitted_total"]))} <= places
 
