@@ -19,9 +19,11 @@ from typing import Any
 import pytest
 import torch
 
+from actors.carriers import WeightChecksums
 from actors.pool import rollout_worker
 from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
 from correction.engines import host_memory
+from correction.engines.checksum import digest_of
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DeadlineExceeded, SyncError
@@ -37,6 +39,10 @@ from tests.actors.simulated_time import simulate
 WEIGHTS = {f"layer{i}": torch.arange(4.0) + i for i in range(3)}
 BUCKETS = [WeightBucket.of({name: tensor}) for name, tensor in WEIGHTS.items()]
 SUMS = {name: checksum for bucket in BUCKETS for name, checksum in bucket.checksums().items()}
+
+
+def sums_on_their_way() -> WeightChecksums:
+    return WeightChecksums(asyncio.sleep(0.0, SUMS), digest_of(SUMS))
 
 
 HALVES: dict[int, torch.Tensor] = {}
@@ -110,7 +116,7 @@ def test_a_slow_network_lengthens_no_pause(monkeypatch: pytest.MonkeyPatch) -> N
             scene = TransferScene(monkeypatch, load_s=0.1)
             buckets = [scene.arrives(bucket, delay_s * i / 2) for i, bucket in enumerate(BUCKETS)]
             monkeypatch.setattr(scene.engine, "weight_checksums", lambda *_: asyncio.sleep(0.0, SUMS))
-            receipt = await scene.worker.update_weights(1, buckets, SUMS)
+            receipt = await scene.worker.update_weights(1, buckets, sums_on_their_way())
             assert receipt.version == scene.engine.version == 1
             assert (receipt.pause_s, receipt.seconds) == pytest.approx((0.3, delay_s + 0.3))
             assert all(torch.equal(scene.loads[name], tensor) for name, tensor in WEIGHTS.items())
@@ -120,8 +126,8 @@ def test_a_slow_network_lengthens_no_pause(monkeypatch: pytest.MonkeyPatch) -> N
             paused.append([event for event in scene.events[begins:ends] if not event.startswith("prepare")])
         assert paused[0] == paused[1] == ["pause", *LOADED]
 
-    async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
-        return work(*arguments)
+    async def at_once(work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        return work(*arguments, **named)
 
     monkeypatch.setattr(asyncio, "to_thread", at_once)  # simulated time doesn't wait for threads
     simulate(scenario)
@@ -174,7 +180,7 @@ def test_weights_that_arrive_wrong_do_not_stop_the_engine(monkeypatch: pytest.Mo
         message = "layer0 arrived with other bytes" if wrong == "bytes" else r"layer0 is float32 \[5\].*still serves its old weights"
         with pytest.raises(SyncError, match=message):
             if wrong == "bytes":
-                await scene.worker.update_weights(1, [scene.arrives(bucket) for bucket in (other, *BUCKETS[1:])], SUMS)
+                await scene.worker.update_weights(1, [scene.arrives(bucket) for bucket in (other, *BUCKETS[1:])], sums_on_their_way())
             else:
                 await scene.engine.update_weights(1, iter([other, *BUCKETS[1:]]))
         assert "pause" not in scene.events and scene.engine.version == 0 and scene.engine._dirty is None
@@ -203,9 +209,9 @@ def test_an_update_whose_weights_come_after_a_newer_one_is_left_out(monkeypatch:
 
     async def scenario() -> None:
         scene = TransferScene(monkeypatch)
-        late = asyncio.create_task(scene.worker.update_weights(1, [scene.arrives(bucket, 0.2) for bucket in BUCKETS], {}))
+        late = asyncio.create_task(scene.worker.update_weights(1, [scene.arrives(bucket, 0.2) for bucket in BUCKETS], None))
         await asyncio.sleep(0.05)
-        await scene.worker.update_weights(2, [scene.arrives(bucket) for bucket in BUCKETS], {})
+        await scene.worker.update_weights(2, [scene.arrives(bucket) for bucket in BUCKETS], None)
         with pytest.raises(SyncError, match="weights v1 came after others had been asked for"):
             await late
         assert scene.engine.version == 2 and scene.events.count("pause") == 1
@@ -218,14 +224,14 @@ def test_a_call_for_older_weights_that_comes_late_itself_is_refused(monkeypatch:
 
     async def scenario() -> None:
         scene = TransferScene(monkeypatch)
-        await scene.worker.update_weights(2, [scene.arrives(bucket) for bucket in BUCKETS], {})
+        await scene.worker.update_weights(2, [scene.arrives(bucket) for bucket in BUCKETS], None)
         with pytest.raises(SyncError, match="weights v1 were asked for after v2; those stay"):
-            await scene.worker.update_weights(1, [scene.arrives(bucket) for bucket in BUCKETS], {})
+            await scene.worker.update_weights(1, [scene.arrives(bucket) for bucket in BUCKETS], None)
         with pytest.raises(SyncError, match="weights v1 were asked for after v2; those stay"):
             await scene.worker.receive_weights(1, [], "weights-0-1")
         assert scene.engine.version == 2 and scene.events.count("pause") == 1
-        await scene.worker.update_weights(2, [scene.arrives(bucket) for bucket in BUCKETS], {})
-        await scene.worker.update_weights(1, [scene.arrives(bucket) for bucket in BUCKETS], {}, 1)
+        await scene.worker.update_weights(2, [scene.arrives(bucket) for bucket in BUCKETS], None)
+        await scene.worker.update_weights(1, [scene.arrives(bucket) for bucket in BUCKETS], None, 1)
         assert scene.engine.version == 1 and scene.events.count("pause") == 3
 
     asyncio.run(scenario())
