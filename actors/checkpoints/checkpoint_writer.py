@@ -42,7 +42,7 @@ class CheckpointWriter:
         settings: CheckpointConfig,
         deadlines: DeadlinesConfig,
         *,
-        begins_at: int = 0,
+        begins_at: int,
         pause_s: float = 10.0,
     ) -> None:
         """

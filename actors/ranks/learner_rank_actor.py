@@ -58,8 +58,8 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         self._config, self._rank, self._bind = config, rank, bind
         self._version = 0
         self._broadcaster: WeightBroadcaster | None = None
-        self._opening, self._given_up, self._closed_group = threading.Lock(), threading.Event(), ""
-        """Of the weight group that is joined: whether it is given up. And the name of the last one that was closed."""
+        self._opening, self._given_up, self._group_name, self._closed_group = threading.Lock(), threading.Event(), "", ""
+        """Of the weight group that is joined: whether it is given up, and its name. And the name of the last one that was closed."""
         self._reserved: socket.socket | None = None
         self._staging: Staging | None = None
         self._processor: Processor | None = None
@@ -312,7 +312,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         with self._opening:
             if name == self._closed_group:
                 raise SyncError(f"weight group {name}: it was given up before the learner joined it")
-            self._given_up = given_up
+            self._given_up, self._group_name = given_up, name
         broadcaster = WeightBroadcaster(host, port, world_size, name, join_s, device, bucket_s=bucket_s, given_up=given_up)
         with self._opening:
             if not given_up.is_set():
@@ -326,6 +326,8 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         """Leave the group, also while its members are still awaited, or before that."""
         with self._opening:
             self._closed_group = name
+            if name != self._group_name:  # a late call, for one before
+                return
             self._given_up.set()
             broadcaster, self._broadcaster = self._broadcaster, None
         if broadcaster is not None:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -56,6 +56,8 @@ class Publication:
     """Task that computes its checksums."""
     replaced: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a newer version is published."""
+    is_awaited: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the run waits for the engines that lack this version, so that no newer one comes."""
 
     @property
     def version(self) -> int:
@@ -70,6 +72,7 @@ class PublishedVersions:
         weights."""
         self._learner, self._plan, self._sync_s, self._on_loss = learner, plan, sync_s, on_loss
         self.newest: Publication | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._published_at: deque[float] = deque(maxlen=_USUAL_OF + 1)
         """Event-loop times (s) of the latest publications."""
 
@@ -118,14 +121,14 @@ class PublishedVersions:
         """This version, or a newer one, as it lies in the object store."""
         while not published.snapshot.buckets:
             newer = f"weights newer than v{published.version}, which were broadcast only <- learner"
-            longest_s = newer_weights_s(self._learner.step_s, self._sync_s)
             if self._learner.version != published.version:
+                longest_s = newer_weights_s(self._learner.step_s, self._sync_s)
                 await wait_for(published.replaced.wait(), newer, deadline_s=longest_s)
             elif _is_near(published) and is_held(published.version):
-                await wait_for(_until_due(published, is_held), newer, deadline_s=longest_s)
+                await _until_due(published, is_held)
             else:
                 if published.copying is None or published.copying.done():
-                    published.copying = asyncio.create_task(self._copy(published))
+                    published.copying = self._begin(self._copy(published))
                 await asyncio.shield(published.copying)
             published = self.newest or published
         return published
@@ -149,7 +152,7 @@ class PublishedVersions:
     async def _checksums(self, published: Publication) -> WeightChecksums:
         while (found := published.snapshot.checksums) is None:
             if published.hashing is None or published.hashing.done():
-                published.hashing = asyncio.create_task(self._hash(published))
+                published.hashing = self._begin(self._hash(published))
             await asyncio.shield(published.hashing)
         return found
 
@@ -158,15 +161,21 @@ class PublishedVersions:
         published.snapshot = replace(published.snapshot, checksums=checksums)
 
     def close(self) -> None:
-        """Cancel the tasks that copy weights or compute checksums."""
-        for task in (self.newest.copying, self.newest.hashing) if self.newest else ():
-            if task is not None:
-                abandon(task)
+        """Cancel the tasks that copy weights or compute checksums; those of an older version may go on for who joins."""
+        for task in list(self._tasks):
+            abandon(task)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _is_near(published: Publication) -> bool:
     """Whether a newer version may be expected soon."""
-    return not published.replaced.is_set() and asyncio.get_running_loop().time() < published.overdue_at
+    is_left = published.replaced.is_set() or published.is_awaited.is_set()
+    return not is_left and asyncio.get_running_loop().time() < published.overdue_at
 
 
 async def _until_due(published: Publication, is_held: Callable[[int], bool]) -> None:

@@ -194,6 +194,8 @@ class WeightSync:
         Raises: DeadlineExceeded naming those that don't, and what their last attempts failed of.
         """
         names, until = list(self._targets), asyncio.get_running_loop().time() + deadline_s  # with nodes that come, somebody always lacks it
+        if self._versions.newest is not None and not is_one_enough:
+            self._versions.newest.is_awaited.set()
         while missing := [name for name in names if name in self._targets and self._targets[name].version < version]:
             if is_one_enough and any(t.version >= version for t in self._targets.values()):
                 return

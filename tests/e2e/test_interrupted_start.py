@@ -17,7 +17,7 @@ SCHEDULER = "multiprocessing.spawn import spawn_main"
 
 
 def parts_are_asked_for(run: Run) -> bool:
-    return "starting 1 rollout worker and 1 learner rank" in run.events() and "raylet" in run.seen_commands
+    return all(name in run.seen_commands for name in ("raylet", "RolloutWorker", "LearnerRankActor"))
 
 
 def an_engine_is_half_up(run: Run) -> bool:

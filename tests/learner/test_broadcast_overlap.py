@@ -21,7 +21,7 @@ from correction.errors import SyncError
 from lab.ports import free_port
 from learner.broadcast import WeightBroadcaster, end_to_end
 
-NAME = "weights-1"
+NAME = "weights-overlap"
 BUCKETS = [{"a": torch.arange(12.0), "b": torch.arange(8, dtype=torch.bfloat16)}, {"c": torch.arange(100.0) * 3}]
 
 
@@ -70,7 +70,7 @@ def test_a_bucket_is_on_its_way_while_the_next_is_gathered_and_whoever_leaves_wa
         sender.begin(BUCKETS[0])
         began = time.monotonic()
         sender.close()
-        with pytest.raises(SyncError, match="weight group weights-1: broadcast failed: the learner has left it meanwhile"):
+        with pytest.raises(SyncError, match=f"weight group {NAME}: broadcast failed: the learner has left it meanwhile"):
             sender.finish()
         assert time.monotonic() - began < 30
         with pytest.raises(SyncError, match="broadcast failed"):
@@ -103,10 +103,10 @@ def waits_for_a_member(**how: Any) -> tuple[float, str]:
 
 def test_nobody_waits_for_a_member_that_does_not_come() -> None:
     _, said = waits_for_a_member(join_s=3.0)
-    assert said == "weight group weights-1: group was not built: 1 of 2 members came"
+    assert said == f"weight group {NAME}: group was not built: 1 of 2 members came"
 
 
 def test_nobody_waits_in_a_group_that_is_given_up() -> None:
     """Rank 0 has five minutes here."""
     took_s, said = waits_for_a_member(join_s=300.0, given_up=threading.Event())
-    assert took_s < 30 and said.startswith("weight group weights-1: group was not built: the learner has left it meanwhile")
+    assert took_s < 30 and said.startswith(f"weight group {NAME}: group was not built: the learner has left it meanwhile")

@@ -87,7 +87,7 @@ NEXT_TO_DIE = """
     from pathlib import Path
     from rollout.config import FunctionReward
     from rollout.rewards import RewardPool
-    from tests.rollout.reward_scene import is_running, pids_of, sleepers, wait_until
+    from tests.rollout.reward_scene import pids_of
     from tests.rollout.test_reward_guardian import score
 
     async def main():

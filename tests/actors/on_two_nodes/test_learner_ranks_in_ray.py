@@ -221,8 +221,8 @@ def test_a_step_that_is_aborted_leaves_the_ranks_agreed_and_able_to_save(
     engine_loop.run(scenario(), 400.0)
 
 
-async def two_steps(group: LearnerGroup) -> list[dict[str, str]]:
-    """The same two each time. Returns: checksums of the weights after each."""
+async def two_steps(group: LearnerGroup) -> list[str]:
+    """The same two each time. Returns: digests of the weights after each."""
     found = []
     for step in (2, 3):
         await group.step(ray.put(defer(random_batch(step, groups=3), TIS)), TIS, step=step)
@@ -230,7 +230,7 @@ async def two_steps(group: LearnerGroup) -> list[dict[str, str]]:
     return found
 
 
-async def two_steps_and_back(group: LearnerGroup, folder: Path) -> list[dict[str, str]]:
+async def two_steps_and_back(group: LearnerGroup, folder: Path) -> list[str]:
     """Those two steps from a checkpoint in folder/learner, to which the ranks have gone back afterwards."""
     await group.begin_save(folder / "learner", folder / "hf", deadline_s=60.0)
     await group.saved(deadline_s=60.0)

@@ -43,7 +43,7 @@ class DeltaStepScene:
     async def publish(self) -> WeightSnapshot:
         self.version += 1
         spec: Any = SimpleNamespace(nbytes=WHOLE)
-        snapshot = WeightSnapshot(self.version, [f"v{self.version}"], [[spec]], [], {}, 0.0)
+        snapshot = WeightSnapshot(self.version, [f"v{self.version}"], [[spec]], [], None, 0.0)
         self.deltas.published(snapshot, [HOME, FAR])
         await asyncio.sleep(0.01)
         return snapshot

@@ -69,7 +69,7 @@ class RelayScene:
 
     async def publish(self, version: int) -> None:
         spec: Any = SimpleNamespace(nbytes=WHOLE)
-        snapshot = WeightSnapshot(version, [f"v{version}"], [[spec]], [], {}, 0.0)
+        snapshot = WeightSnapshot(version, [f"v{version}"], [[spec]], [], None, 0.0)
         self.version, self.published_at = version, asyncio.get_running_loop().time()
         self.began.clear()
         self.deltas.published(snapshot, [HOME, *self.nodes])
