@@ -217,3 +217,18 @@ def test_a_wait_for_weights_that_are_never_published_has_a_name_and_an_end(caplo
     with caplog.at_level("INFO", logger="evenkeel"):
         simulate(scenario)
     assert "waiting 30 s for weights newer than v1" in caplog.text
+
+
+def test_who_comes_waits_no_longer_when_the_run_waits_for_all_receipts() -> None:
+    """As before the last evaluation: nothing newer comes."""
+
+    async def scenario() -> None:
+        late = LateScene(w=Engine())
+        await late.begin()
+        await late.now(130.0)
+        await late.scene.sync.receipts(1, deadline_s=10.0)
+        assert await late.taken_at(1) == pytest.approx(130.0, abs=2.0)
+        assert plans(late.scene) == [*BROADCAST, (1, True, False)]
+        await late.scene.sync.close()
+
+    simulate(scenario)
