@@ -74,8 +74,13 @@ def test_memory_that_can_not_be_locked_costs_time_alone(
 
     monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", lambda *_: 2)
     monkeypatch.setattr(torch, "zeros", zeros)
-    arrives(weight_transfer.SharedStaging(), 4096)
+    staging = weight_transfer.SharedStaging()
+    arrives(staging, 4096)
     assert told == ["cuda"]
+    monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", lambda *_: 0)
+    arrives(staging, 4096)
+    arrives(staging, 8192)
+    assert asked == [], "what was not locked is not unlocked, which would be one more error for the next kernel"
     assert [record.getMessage() for record in caplog.records] == [
         "weights come through pageable memory: CUDA locked none of 4096 bytes (error 2)"
     ]
