@@ -73,12 +73,9 @@ def traffic(shape: ModelShape, config: RunConfig, *, cache_tokens: int = 0) -> T
 
 
 def stored_versions(config: RunConfig) -> int:
-    """The most versions of the weights that rank 0's object store holds at a time. Object store: one is read while the next is written;
-    with deltas three, as the difference of two is computed while a third is written. Broadcast: one, for engines that join; two with
-    every_steps above 1, where each version that goes out is stored."""
-    if config.weight_sync.transport == "object_store":
-        return 2 + config.weight_sync.deltas
-    return 2 if config.weight_sync.every_steps > 1 else 1
+    """The most versions of the weights that rank 0's object store holds at a time: one is read while the next is written, by broadcast
+    while an engine joins. With deltas three, as the difference of two is computed while a third is written."""
+    return 2 + config.weight_sync.deltas
 
 
 def fetched_versions(config: RunConfig, engines: int) -> int:
@@ -93,7 +90,7 @@ def fetched_versions(config: RunConfig, engines: int) -> int:
 
 def versions_text(config: RunConfig) -> str:
     """The number of stored versions in words, for plan and doctor."""
-    return ("one version", "two versions", "three versions")[stored_versions(config) - 1]
+    return ("two versions", "three versions")[config.weight_sync.deltas]
 
 
 def _store_s(version: int, config: RunConfig) -> tuple[float, float, float]:

@@ -105,7 +105,7 @@ def test_one_node_has_every_role() -> None:
     assert whole.parts[OF_LEARNER] == whole.parts[OF_ENGINES] == whole.parts["engines' KV caches"] == 0, "they are on GPUs"
     assert whole.parts["reference policy"] == whole.parts["earlier weights (monitor.split_every)"] == 0
     (by_broadcast,) = dense("weight_sync.transport=broadcast")
-    assert by_broadcast.parts["versions in the object store"] == version, "for an engine that joins"
+    assert by_broadcast.parts["versions in the object store"] == 2 * version, "while an engine joins"
     (by_deltas,) = dense("weight_sync.deltas=true")
     assert by_deltas.parts["versions in the object store"] == 3 * version, "one is exported while what lies between two others is found"
     (kept,) = dense("learner.report_kl_every=1", "monitor.split_every=10", "max_staleness=3")
