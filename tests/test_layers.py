@@ -287,3 +287,11 @@ def test_what_auto_means_is_decided_in_one_place() -> None:
     assert callers_of(r"\b(device|dtype|group_backend)_of") == {"actors/settings/derived.py"} | sections
     alone = {"actors/commands/capabilities.py", "actors/commands/diff_engines.py"}
     assert callers_of(r"\.on_this_machine") == {"learner/learner_rank.py", "rollout/engine.py"} | alone
+
+
+def test_the_order_of_the_tests_names_files_that_exist() -> None:
+    """tests/conftest.py: a file that moves would run in the middle, or start an engine of its own, and nobody would see it."""
+    tree = ast.parse((ROOT / "tests" / "conftest.py").read_text())
+    named = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and str(node.value).startswith("tests/")}
+    paths = {name for name in named if re.fullmatch(r"[\w/.]+", name)}
+    assert len(paths) > 50 and {name for name in paths if not (ROOT / name).exists()} == set()
