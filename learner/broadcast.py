@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _set_pg_timeout, _world
 
-from correction.engines.rendezvous import Rendezvous, gloo_interface_towards, rendezvous_store
+from correction.engines.rendezvous import Rendezvous, gloo_towards, rendezvous_store
 from correction.engines.weight_spec import WeightSpec, goes_whole, widest_first
 from correction.errors import SyncError
 
@@ -148,12 +148,11 @@ class WeightBroadcaster:
             store = self._store = rendezvous_store(host, port, rank=0, world_size=world_size, timeout=timeout, waits=False)
         self._meeting = Rendezvous(host, port, self._name, timeout=timeout)
         self._meet(self._meeting, world_size - 1, began + _TO_COME * join_s)
-        backend = Backend("nccl" if self._device.type == "cuda" else "gloo")
-        towards = gloo_interface_towards(host, psutil.net_if_addrs()) if backend == "gloo" else contextlib.nullcontext()
-        with towards:
-            group, _ = _new_process_group_helper(
-                world_size, 0, [], backend, PrefixStore(self._name, store), group_name=GroupName(self._name), timeout=timeout
-            )
+        backend, options = ("nccl", None) if self._device.type == "cuda" else gloo_towards(host, psutil.net_if_addrs())
+        board, name = PrefixStore(self._name, store), GroupName(self._name)
+        group, _ = _new_process_group_helper(
+            world_size, 0, [], Backend(backend), board, group_name=name, backend_options=options, timeout=timeout
+        )
         _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
         self._connect(group, began + join_s)
         _set_pg_timeout(timedelta(seconds=self._bucket_s), group)
