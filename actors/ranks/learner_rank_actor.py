@@ -73,6 +73,9 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
     @ray.method(concurrency_group=OUT_OF_TURN)
     def address(self) -> tuple[str, int]:
         """Address at which rank 0 will listen: this node, and a port that isn't given to anybody else until the next one is asked for."""
+        return self._reserve()
+
+    def _reserve(self) -> tuple[str, int]:
         host = node_address()
         if self._reserved is not None:
             self._reserved.close()
@@ -311,7 +314,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
 
         Returns: its address.
         """
-        host, port = self.address()
+        host, port = self._reserve()
         store = rendezvous_store(host, port, rank=0, world_size=world_size, timeout=timedelta(seconds=join_s), waits=False)
         with self._opening:
             self._served = name, store
