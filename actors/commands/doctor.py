@@ -50,13 +50,13 @@ def doctor(
     checks, and stops at what can't work.
 
     With --deep it also measures, on a two-layer model of the recipe's widths: how fast the learner's groups are, whether the learner agrees
-    with float32 on a CPU and the engine with the learner, and how long a weight update would take, by broadcast too if weight_sync.transport
-    says so. It does so only if the checks before found nothing that can't work; the model's weights, its tokenizer and the task may be
-    missing. Each part has its own time limit: on GPUs a minute, and four minutes for the start of ranks and an engine. What exceeds it is
-    named.
+    with float32 on a CPU and the engine with the learner, and how long a weight update would take, by broadcast too if that is
+    weight_sync.transport. It does so only if the earlier checks found nothing that can't work; the model's weights, its tokenizer and the
+    task may be missing. Each part has its own time limit: on GPUs a minute, and four for the start of ranks and an engine. What exceeds
+    its limit is named.
 
-    For a run's folder it says how the run ended, what it waited for, which part was slow or gone, whether every prompt is accounted for, and
-    what to do.
+    For a run's folder it says how the run ended, what it waited for, which part was slow or gone, whether all prompts are accounted for,
+    and what to do.
 
     Exit codes: 0 nothing stands in the way; 1 something can't work, or the recipe can't be read.
     """
