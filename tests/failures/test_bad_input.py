@@ -93,7 +93,7 @@ def test_unknown_override(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("steps=many", ["steps = 'many'", "valid integer"]),
+        ("steps=many", ["steps = 'many'", "expected int"]),
         ("rollout.sampling.top_p=0.9", ["top_p = 0.9", "every importance ratio would be biased", "Set top_p: 1.0"]),
         ("learner.optimizer_steps_per_batch=3", ["groups_per_step = 4 is not a multiple of learner.optimizer_steps_per_batch = 3"]),
         ("correction.preset=icepopp", ["icepopp", "icepop"]),
