@@ -325,8 +325,7 @@ class RolloutConfig(PoolSizeConfig):
     """Share of a GPU that a worker asks for. Below 1, a learner's rank or another worker can use the same GPU. Not used on a CPU; must be 1
     with engine.tensor_parallel above 1."""
     slots: PositiveInt | None = None
-    """Most groups that a worker works on at the same time. Unset: twice as many as fit into max_running_requests, so that the engine's
-    batch stays full."""
+    """Most groups that a worker works on at once. Unset: twice as many as fit into max_running_requests, so that its batch stays full."""
     task: TaskConfig
     """Where the questions come from."""
     reward: RewardConfig
@@ -334,9 +333,8 @@ class RolloutConfig(PoolSizeConfig):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """How answers are sampled for training."""
     overlong: OverlongConfig = Field(default_factory=TrainOverlong)
-    """What happens to answers cut at max_tokens. train: they are trained on, as in GRPO; they rarely score, so the policy learns to finish
-    in time. mask: they are left out of the loss, which punishes no answer that might have become right, but nothing then keeps answers
-    short. penalise: their reward is lowered, which presses harder."""
+    """Answers cut at max_tokens. train, as in GRPO: they rarely score, so the policy learns to finish in time. mask: left out of the loss,
+    which punishes none that might have become right, but nothing keeps answers short. penalise: a lower reward presses harder."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
     """The SGLang engine of each worker."""
 

@@ -44,16 +44,15 @@ def doctor(
     """Say what would fail or go slowly, in seconds, before anything starts; or, of a run's folder, what happened to the run.
 
     It first checks what follows from the recipe, the model folder and the task's file: memory of each GPU, layouts, dtypes, disk, what the
-    learner can't train. Then it checks the nodes: GPUs, versions, folders and shared memory of this machine, or, by a small task on each
-    node, of the cluster at ray.address. With --gpus it makes only the first part, from config.json, for GPUs that you don't have here; with
-    --cluster it checks whether the nodes that `ray up` would start offer the resources that the run needs. `evenkeel train` makes the same
-    checks, and stops at what can't work.
+    learner can't train. Then it checks the nodes, this machine or, by a small task on each, those of the cluster at ray.address: GPUs,
+    versions, folders, shared memory. With --gpus it makes the first part alone, from config.json, for GPUs that aren't here; with --cluster
+    it checks whether the nodes that `ray up` would start offer what the run needs. `evenkeel train` makes the same checks, and stops at
+    what can't work.
 
     With --deep it also measures, on a two-layer model of the recipe's widths: how fast the learner's groups are, whether the learner agrees
     with float32 on a CPU and the engine with the learner, and how long a weight update would take, by broadcast too if that is
     weight_sync.transport. It does so only if the earlier checks found nothing that can't work; the model's weights, its tokenizer and the
-    task may be missing. Each part has its own time limit: on GPUs a minute, and four for the start of ranks and an engine. What exceeds
-    its limit is named.
+    task may be missing. Each part has its own limit: on GPUs a minute, and four to start ranks and an engine.
 
     For a run's folder it says how the run ended, what it waited for, which part was slow or gone, whether all prompts are accounted for,
     and what to do.
