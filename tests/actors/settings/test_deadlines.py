@@ -224,7 +224,7 @@ def test_what_contains_another_stands_below_it_in_the_table(tokens: int, size: i
         (at["wide fields of a batch in a rank"], forward),
         (row("deadlines.step_s"), at["lines of the last steps"]),
         (row("deadlines.checkpoint_s"), at["the run folder's disk with all that waits for it"]),
-        (at["the run folder's disk with all that waits for it"], at["a checkpoint that is read"]),
+        (at["the run folder's disk with all that waits for it"], at["reading a checkpoint"]),
         (row("deadlines.step_s"), at["an engine that joins"]),
         (row("deadlines.step_s"), forward),
         (row("deadlines.checkpoint_s"), forward),
