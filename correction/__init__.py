@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .advantages import group_advantages
     from .batch import CorrectedBatch, PackedBatch
     from .choices import AdvantageEstimator, ProximalSource
     from .config import CorrectionConfig
@@ -24,10 +23,11 @@ if TYPE_CHECKING:
     from .quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS
     from .schedule import check_without_gradient_factor, needs_gradient_factor, needs_proximal_forward, needs_topk
     from .shards import TOTALS, all_reduce_sum
+    from .terms.advantages import group_advantages
     from .tokens import token_coefficients
 
 _HOMES = {
-    "advantages": ("group_advantages",),
+    "terms.advantages": ("group_advantages",),
     "batch": ("CorrectedBatch", "PackedBatch",),
     "choices": ("AdvantageEstimator", "ProximalSource",),
     "config": ("CorrectionConfig",),

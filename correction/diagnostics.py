@@ -18,13 +18,13 @@ from .batch import CorrectedBatch, DecisionCounts, FinalDecision, PackedBatch, b
 from .batch_numbers import kept_numbers, staleness_numbers
 from .choices import Level, Ratio
 from .decision import BatchView
-from .divergence import Estimator, estimate
 from .gap import gap_family, gap_sums
 from .quantities import BUCKET_EDGES, PERCENTS
-from .ratios import LOG_RATIO_LIMIT, Logprobs, bounded_exp
-from .segments import Levels, masked
-from .staleness import TokenSpans, count_staleness, token_spans
 from .sums import DiagnosticSums
+from .terms.divergence import Estimator, estimate
+from .terms.ratios import LOG_RATIO_LIMIT, Logprobs, bounded_exp
+from .terms.segments import Levels, masked
+from .terms.staleness import TokenSpans, count_staleness, token_spans
 
 T = TypeVar("T", bound=Tensor | None)
 

@@ -33,12 +33,12 @@ from actors.config import RunConfig
 from actors.queue.outstanding import discard_reason
 from actors.settings.derived import derived
 from actors.settings.devices import visible_gpus
-from correction.advantages import group_advantages
 from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from correction.diagnostics import diagnose
 from correction.schedule import needs_reference_logprobs, needs_topk
+from correction.terms.advantages import group_advantages
 from lab.background_loop import BackgroundLoop
 from learner.learner_rank import LearnerRank
 from learner.results import StepResult

@@ -17,7 +17,7 @@ from correction import (
     policy_scale,
 )
 from correction.choices import Level
-from correction.segments import Levels
+from correction.terms.segments import Levels
 from tests.correction.fixtures import random_batch
 
 VARIANTS = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .choices import AdvantageEstimator
-from .errors import DataError
+from ..choices import AdvantageEstimator
+from ..errors import DataError
 
 
 def group_advantages(

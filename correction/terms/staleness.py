@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .batch import PackedBatch
+from ..batch import PackedBatch
 from .segments import masked
 
 
