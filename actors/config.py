@@ -12,8 +12,8 @@ from correction.config import CorrectionConfig
 from correction.errors import ConfigError, counted
 from correction.monitor import MonitorConfig
 from correction.replacement import check_replaceable, reason_of, switched, tightened
-from correction.schedule import fold_obstacle, needs_reference_logprobs
-from correction.settings import DerivedSettings, Settings
+from correction.settings.base import DerivedSettings, Settings
+from correction.settings.schedule import fold_obstacle, needs_reference_logprobs
 from learner.config import LearnerConfig
 from learner.nano import NanoModelConfig
 from learner.warmup import WarmupConfig

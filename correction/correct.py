@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from .batch import CorrectedBatch, DecisionCounts, PackedBatch, batch_slices
-from .choices import DenominatorKind, ProximalSource
 from .config import CorrectionConfig
 from .decision import BatchView, decide, needs_all_tokens, no_counts
 from .errors import ConfigError, DataError
-from .parts import AdvantageConfig
-from .schedule import Schedule, Stage, fold_obstacle, uses_proximal
+from .settings.choices import DenominatorKind, ProximalSource
+from .settings.parts import AdvantageConfig
+from .settings.schedule import Schedule, Stage, fold_obstacle, uses_proximal
 from .shards import TOTALS, Reduce, check_sharded, moment_limits, prompt_index
 from .terms.denominators import batch_counts, sequence_scale
 from .terms.importance import normalizer, weight_sums

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from .batch import UNIT_COUNTS, DecisionCounts, PackedBatch
-from .choices import TOPK_STATISTICS, AdvantageSign, Level, Ratio, Statistic
 from .errors import DataError
-from .parts import CorrectionSettings, CriterionConfig, ImportanceConfig, VetoConfig
-from .schedule import Schedule, Stage, effective_ratio
+from .settings.choices import TOPK_STATISTICS, AdvantageSign, Level, Ratio, Statistic
+from .settings.parts import CorrectionSettings, CriterionConfig, ImportanceConfig, VetoConfig
+from .settings.schedule import Schedule, Stage, effective_ratio
 from .terms.importance import bounded_weights, staleness_bound
 from .terms.ratios import Logprobs, aggregate_log_ratio, bounded_exp
 from .terms.rejection import (

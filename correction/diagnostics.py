@@ -16,10 +16,10 @@ from torch import Tensor
 
 from .batch import CorrectedBatch, DecisionCounts, FinalDecision, PackedBatch, batch_slices
 from .batch_numbers import kept_numbers, staleness_numbers
-from .choices import Level, Ratio
 from .decision import BatchView
 from .gap import gap_family, gap_sums
 from .quantities import BUCKET_EDGES, PERCENTS
+from .settings.choices import Level, Ratio
 from .sums import DiagnosticSums
 from .terms.divergence import Estimator, estimate
 from .terms.ratios import LOG_RATIO_LIMIT, Logprobs, bounded_exp

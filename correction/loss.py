@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from .batch import CorrectedBatch, FinalDecision
-from .choices import Level, ProximalSource, Ratio
 from .config import CorrectionConfig
 from .correct import early_proximal, probability_factor
 from .decision import BatchView, Decision, decide, divergence_of_tokens, drop_broken_units, unit_advantages
 from .errors import DataError
-from .parts import ClipGate, DivergenceGate, KlConfig, RelaxConfig, ScoreObjective
-from .schedule import Schedule, Stage, effective_ratio, needs_reference_logprobs
+from .settings.choices import Level, ProximalSource, Ratio
+from .settings.parts import ClipGate, DivergenceGate, KlConfig, RelaxConfig, ScoreObjective
+from .settings.schedule import Schedule, Stage, effective_ratio, needs_reference_logprobs
 from .terms.denominators import global_counts, kept_local_factor
 from .terms.divergence import Estimator, estimate
 from .terms.importance import normalizer, weight_sums

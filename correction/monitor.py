@@ -31,7 +31,7 @@ from pydantic import Field, field_validator
 from .errors import ConfigError
 from .quantities import BUCKET_EDGES, DIAGNOSTIC_FAMILIES, DIAGNOSTICS, Quantity, Unit, of_family
 from .reference_levels import LEVELS
-from .settings import Settings
+from .settings.base import Settings
 from .symptoms import SYMPTOMS, Symptom
 
 _MAD_TO_STD = 1.4826

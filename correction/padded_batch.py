@@ -10,7 +10,7 @@ from torch import Tensor
 from .batch import PackedBatch
 from .errors import DataError
 from .padding import pack_like
-from .parts import AdvantageConfig
+from .settings.parts import AdvantageConfig
 from .terms.advantages import group_advantages
 
 LARGEST_LOGPROB = 1e-4

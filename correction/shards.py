@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, distributed
 
 from .batch import PackedBatch
-from .choices import DenominatorKind, Ratio, Statistic
 from .decision import BatchView, needs_all_tokens
 from .errors import ConfigError, DataError
-from .parts import CorrectionSettings
+from .settings.choices import DenominatorKind, Ratio, Statistic
+from .settings.parts import CorrectionSettings
 from .terms.ratios import Logprobs
 
 Reduce = Callable[[Tensor], Tensor]

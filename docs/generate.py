@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from correction.methods import presets_table
+from correction.presets.methods import presets_table
 from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, GAP
 from correction.reference_levels import levels_table
 from correction.symptoms import SYMPTOMS

@@ -37,7 +37,7 @@ from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from correction.diagnostics import diagnose
-from correction.schedule import needs_reference_logprobs, needs_topk
+from correction.settings.schedule import needs_reference_logprobs, needs_topk
 from correction.terms.advantages import group_advantages
 from lab.background_loop import BackgroundLoop
 from learner.learner_rank import LearnerRank

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from correction.engines.device_choice import Device, Dtype, decided, device_of, dtype_of, is_open
-from correction.parts import CorrectionSettings
-from correction.schedule import defers, needs_proximal_forward
-from correction.settings import DerivedSettings
+from correction.settings.base import DerivedSettings
+from correction.settings.parts import CorrectionSettings
+from correction.settings.schedule import defers, needs_proximal_forward
 
 if TYPE_CHECKING:  # reading settings must not cost the import of torch
     import torch

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from correction.errors import DataError
-from correction.settings import Settings
+from correction.settings.base import Settings
 
 if TYPE_CHECKING:  # reading settings must not cost the import of torch
     from torch import Tensor

@@ -14,7 +14,7 @@ from correction.config import CorrectionConfig
 from correction.correct import for_step
 from correction.errors import ConfigError, DataError
 from correction.loss import late_normalizer
-from correction.schedule import fold_obstacle
+from correction.settings.schedule import fold_obstacle
 from learner import balance
 from learner.config import LearnerConfig
 from learner.megatron import TransformerConfig

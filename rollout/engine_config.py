@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from correction.engines.device_choice import Backend, Device, Dtype, decided, device_of, dtype_of, group_backend_of, is_open
 from correction.engines.gpu_share import PREFILL_TOKENS
 from correction.errors import ConfigError
-from correction.settings import DerivedSettings, Settings
+from correction.settings.base import DerivedSettings, Settings
 from rollout.engine_arguments import refusal
 
 UpdateMode = Literal["retract", "in_place"]

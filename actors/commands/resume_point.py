@@ -21,7 +21,7 @@ from actors.processes.disk_at_start import MODEL_OR_RUN, by_disk_at_start
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.settings.hub_name import HubName, absolute
 from correction.errors import ConfigError, DataError, counted
-from correction.schedule import needs_topk
+from correction.settings.schedule import needs_topk
 from rollout.config import FileTask, HuggingFaceTask
 
 _MOVABLE_TASK_SETTINGS = ("rollout.task.path", "rollout.task.held_out_path")

@@ -27,7 +27,7 @@ from actors.settings.hub_name import absolute
 from actors.state.resume import Replacement, TrainingState
 from actors.weights.weight_sync import SyncCallbacks, WeightSync
 from correction.config import CorrectionConfig
-from correction.schedule import needs_topk
+from correction.settings.schedule import needs_topk
 from rollout.trajectory import Prompt, SyncReceipt
 
 QUEUE, SERVICE = "trajectory queue", "correction service"

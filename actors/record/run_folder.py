@@ -54,7 +54,7 @@ from actors.state.json_lines import JsonLines, append_whole
 from correction.errors import ConfigError, DataError
 from correction.monitor import Event, State
 from correction.quantities import current_name
-from correction.settings import dump_with_derived
+from correction.settings.base import dump_with_derived
 from learner.file_sums import flush_to_disk, seal
 
 SampleKind = Literal["step", "held_out"]

@@ -79,7 +79,7 @@ class SkippedBatch:
 
         from correction.batch import CorrectedBatch, DecisionCounts, PackedBatch
         from correction.config import CorrectionConfig
-        from correction.parts import AdvantageConfig
+        from correction.settings.parts import AdvantageConfig
 
         plain = json.loads(path.with_suffix(".json").read_text())
         found: dict[str, Any] = load_file(path.with_suffix(".safetensors")) | plain["numbers"]

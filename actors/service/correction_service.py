@@ -40,7 +40,7 @@ from correction.correct import correct, defer
 from correction.diagnostics import clipped_tokens, diagnose, proximal_of, reference_kl
 from correction.errors import LateError
 from correction.monitor import Monitor
-from correction.schedule import needs_reference_logprobs
+from correction.settings.schedule import needs_reference_logprobs
 from correction.symptoms import SYMPTOMS
 from correction.terms.advantages import group_advantages
 from rollout.packing import pack_groups

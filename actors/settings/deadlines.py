@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.config import DeadlinesConfig, RunConfig
-from correction.settings import Settings
+from correction.settings.base import Settings
 from learner.config import LearnerConfig
 from rollout.config import ExactMatchReward, FunctionReward, MathVerifyReward, ReasoningGymReward, RolloutConfig
 from rollout.engine_config import EngineConfig, EngineDeadlines

@@ -14,7 +14,7 @@ from actors.config import RunConfig
 from correction.engines.device_choice import Dtype, device_of, dtype_of, group_backend_of, is_open
 from correction.errors import ConfigError
 from correction.replacement import reason_of
-from correction.settings import Settings
+from correction.settings.base import Settings
 from learner.config import LearnerConfig
 from rollout.engine_config import EngineConfig
 

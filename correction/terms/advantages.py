@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..choices import AdvantageEstimator
 from ..errors import DataError
+from ..settings.choices import AdvantageEstimator
 
 
 def group_advantages(

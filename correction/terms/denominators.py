@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..choices import DenominatorKind
+from ..settings.choices import DenominatorKind
 from .segments import Segments
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..choices import Population, WeightMode
+from ..settings.choices import Population, WeightMode
 from .segments import Segments, masked
 
 SMALLEST_MEAN = 1e-8

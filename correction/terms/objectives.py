@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..choices import Level
+from ..settings.choices import Level
 from .ratios import LOG_RATIO_LIMIT, aggregate_log_ratio, bounded_exp
 from .segments import Segments
 

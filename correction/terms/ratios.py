@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..choices import Level, Ratio
+from ..settings.choices import Level, Ratio
 from .segments import Segments, masked
 
 LOG_RATIO_LIMIT = 20.0

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..choices import AdvantageSign, RejectionLevel, Statistic
+from ..settings.choices import AdvantageSign, RejectionLevel, Statistic
 from .divergence import Estimator, binary_kl, estimate, table_kl, table_tv, topk_table, total_variation
 from .segments import Segments, masked
 

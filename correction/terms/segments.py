@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..batch import PackedBatch
-from ..choices import Level
+from ..settings.choices import Level
 
 # On a CPU torch.where runs one element at a time (2 ns each, where an addition takes 0.1), and `masked` and `where_finite` are most of
 # what the correction does to a token. For tensors without a gradient they select on the bits instead: same values, an eighth of the time.

@@ -26,9 +26,9 @@ from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from correction.decision import no_counts
 from correction.diagnostics import clipped_tokens, diagnose
-from correction.methods import PRESETS
 from correction.monitor import Monitor
-from correction.schedule import needs_proximal_forward, needs_topk
+from correction.presets.methods import PRESETS
+from correction.settings.schedule import needs_proximal_forward, needs_topk
 from learner.config import LearnerConfig
 from learner.kept_weights import KeptWeights
 from learner.learner_rank import LearnerRank

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from correction import PRESETS, ConfigError, CorrectionConfig, correct, diagnose, group_advantages, policy_loss, presets_table
-from correction.choices import Statistic, WeightMode
+from correction.settings.choices import Statistic, WeightMode
 from correction.terms.divergence import Estimator, estimate, table_kl, table_tv, topk_table
 from correction.terms.importance import bounded_weights
 from correction.terms.objectives import clipped_loss

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from correction.config import CorrectionConfig
-from correction.methods import PRESETS
+from correction.presets.methods import PRESETS
 from correction.quantities import DIAGNOSTICS
 
 PAGE = Path(__file__).parents[2] / "docs" / "correction.md"

@@ -6,7 +6,7 @@ import pytest
 
 from correction.config import CorrectionConfig
 from correction.errors import ConfigError
-from correction.methods import PRESETS
+from correction.presets.methods import PRESETS
 from correction.presets.preset import Preset, score, truncate
 from correction.replacement import check_replaceable, switched, tightened
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from ..errors import ConfigError
 from .choices import TOPK_STATISTICS, Count, DenominatorKind, Population, ProximalSource, Ratio, Statistic, WeightMode
-from .errors import ConfigError
 from .parts import CorrectionSettings, gate_of
 
 

@@ -1,6 +1,6 @@
 """The words that settings may have: which ratio, which level, which bound. Without torch, so that settings are checked before it is loaded.
 
-What a word does is in the module of its part: ratios, segments, importance, rejection, denominators, advantages.
+What a word does is in the module of its part, in terms/: ratios, segments, importance, rejection, denominators, advantages.
 """
 
 from __future__ import annotations

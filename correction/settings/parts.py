@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from ..errors import ConfigError
+from .base import Settings
 from .choices import (
     TOPK_STATISTICS,
     AdvantageEstimator,
@@ -20,8 +22,6 @@ from .choices import (
     Statistic,
     WeightMode,
 )
-from .errors import ConfigError
-from .settings import Settings
 
 
 def _check_order(place: str, lower: float | None, upper: float | None) -> None:

@@ -1,4 +1,4 @@
-"""The named methods of the literature, by name: those of `presets/`, one after the other.
+"""The named methods of the literature, by name: those of this folder, one after the other.
 
 Symbols: rho = prox/mu, r = theta/prox, q = theta/mu, A advantage, w weight.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import difflib
 
-from .errors import ConfigError
-from .presets.drift import DRIFT
-from .presets.mismatch import MISMATCH
-from .presets.off_policy import OFF_POLICY
-from .presets.preset import Preset as Preset
-from .presets.preset import PresetSettings
+from ..errors import ConfigError
+from .drift import DRIFT
+from .mismatch import MISMATCH
+from .off_policy import OFF_POLICY
+from .preset import Preset as Preset
+from .preset import PresetSettings
 
 PRESETS: dict[str, Preset] = {**DRIFT, **MISMATCH, **OFF_POLICY}
 """Every preset. `settings` is what CorrectionConfig is built from."""
