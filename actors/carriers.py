@@ -282,7 +282,7 @@ class Observation:
     """Diagnostics of a trained batch, and what the monitor makes of them."""
 
     diagnostics: dict[str, float]
-    """By their names in correction.quantities."""
+    """By their names in correction.diagnostics.quantities."""
     events: tuple[Event, ...]
     """Changes of a symptom's state, worst first."""
     state: State

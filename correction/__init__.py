@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from .batch import CorrectedBatch, PackedBatch
     from .config import CorrectionConfig
     from .correct import correct, defer, for_step, shard_sums
-    from .diagnostics import diagnose, diagnostic_sums, diagnostics_of
+    from .diagnostics.diagnose import diagnose, diagnostic_sums, diagnostics_of
+    from .diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS
     from .errors import ConfigError, DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LedgerError, SyncError
     from .loss import PARTIALS, PolicyLoss, loss_metrics, policy_loss, policy_scale
     from .monitor import Event, Monitor, MonitorConfig
     from .padded_batch import from_padded
     from .padding import pack_like, to_padded
     from .presets.methods import PRESETS, Preset, presets_table
-    from .quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS
     from .settings.choices import AdvantageEstimator, ProximalSource
     from .settings.schedule import check_without_gradient_factor, needs_gradient_factor, needs_proximal_forward, needs_topk
     from .shards import TOTALS, all_reduce_sum
@@ -32,14 +32,14 @@ _HOMES = {
     "settings.choices": ("AdvantageEstimator", "ProximalSource",),
     "config": ("CorrectionConfig",),
     "correct": ("correct", "defer", "for_step", "shard_sums",),
-    "diagnostics": ("diagnose", "diagnostic_sums", "diagnostics_of",),
+    "diagnostics.diagnose": ("diagnose", "diagnostic_sums", "diagnostics_of",),
     "errors": ("ConfigError", "DataError", "DeadlineExceeded", "EngineDirty", "EngineError", "EvenkeelError", "LedgerError", "SyncError",),
     "loss": ("PARTIALS", "PolicyLoss", "loss_metrics", "policy_loss", "policy_scale",),
     "presets.methods": ("PRESETS", "Preset", "presets_table",),
     "monitor": ("Event", "Monitor", "MonitorConfig",),
     "padded_batch": ("from_padded",),
     "padding": ("pack_like", "to_padded",),
-    "quantities": ("DIAGNOSTIC_FAMILIES", "DIAGNOSTICS", "LOSS_METRICS",),
+    "diagnostics.quantities": ("DIAGNOSTIC_FAMILIES", "DIAGNOSTICS", "LOSS_METRICS",),
     "settings.schedule": ("check_without_gradient_factor", "needs_gradient_factor", "needs_proximal_forward", "needs_topk",),
     "shards": ("TOTALS", "all_reduce_sum",),
     "tokens": ("token_coefficients",),

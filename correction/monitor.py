@@ -28,8 +28,8 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
+from .diagnostics.quantities import BUCKET_EDGES, DIAGNOSTIC_FAMILIES, DIAGNOSTICS, Quantity, Unit, of_family
 from .errors import ConfigError
-from .quantities import BUCKET_EDGES, DIAGNOSTIC_FAMILIES, DIAGNOSTICS, Quantity, Unit, of_family
 from .reference_levels import LEVELS
 from .settings.base import Settings
 from .symptoms import SYMPTOMS, Symptom

@@ -14,7 +14,7 @@ class Symptom:
     """A diagnostic that is followed."""
 
     name: str
-    """Name of the diagnostic (correction.quantities.DIAGNOSTICS)."""
+    """Name of the diagnostic (correction.diagnostics.quantities.DIAGNOSTICS)."""
     meaning: str
     """What is wrong when it grows."""
     remedy: str

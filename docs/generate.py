@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from correction.diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, GAP
 from correction.presets.methods import presets_table
-from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, GAP
 from correction.reference_levels import levels_table
 from correction.symptoms import SYMPTOMS
 from learner.families import FAMILIES, OBSTACLES, SUPPORTED

@@ -36,7 +36,7 @@ from actors.settings.devices import visible_gpus
 from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
-from correction.diagnostics import diagnose
+from correction.diagnostics.diagnose import diagnose
 from correction.settings.schedule import needs_reference_logprobs, needs_topk
 from correction.terms.advantages import group_advantages
 from lab.background_loop import BackgroundLoop

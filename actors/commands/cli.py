@@ -313,7 +313,7 @@ def precision(
     It takes random logits, computes log-softmax once in float32 and once in the format, and prints how the ratio of the two probabilities
     scatters: the least mismatch to expect where an engine samples in that format. No model is needed; a few seconds.
     """
-    from correction.precision import precision_gap, precision_table
+    from correction.diagnostics.precision import precision_gap, precision_table
 
     gaps = [precision_gap(dtype, tokens=tokens, seed=seed) for dtype in dtypes or ["bfloat16", "float16"]]
     typer.echo(precision_table(gaps))

@@ -37,7 +37,7 @@ from actors.settings.true_on_policy import compare_batch
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
-from correction.diagnostics import clipped_tokens, diagnose, proximal_of, reference_kl
+from correction.diagnostics.diagnose import clipped_tokens, diagnose, proximal_of, reference_kl
 from correction.errors import LateError
 from correction.monitor import Monitor
 from correction.settings.schedule import needs_reference_logprobs

@@ -118,7 +118,7 @@ def compare_batch(batch: PackedBatch, values: StepValues) -> Agreement:
 
     Args: values: of the step, which say which tokens were in a forward pass at those weights: with one optimizer step all.
     """
-    from correction.diagnostics import proximal_of
+    from correction.diagnostics.diagnose import proximal_of
     from correction.engines.agreement import compare
 
     before_update = values.decided.before_update

@@ -25,7 +25,7 @@ from correction.batch import CorrectedBatch, FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from correction.decision import no_counts
-from correction.diagnostics import clipped_tokens, diagnose
+from correction.diagnostics.diagnose import clipped_tokens, diagnose
 from correction.monitor import Monitor
 from correction.presets.methods import PRESETS
 from correction.settings.schedule import needs_proximal_forward, needs_topk

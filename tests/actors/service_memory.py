@@ -17,7 +17,7 @@ import torch
 
 from correction.config import CorrectionConfig
 from correction.correct import defer
-from correction.diagnostics import diagnose
+from correction.diagnostics.diagnose import diagnose
 from correction.terms.advantages import group_advantages
 from rollout.config import OverlongConfig, TrainOverlong
 from rollout.packing import pack_groups

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from correction.batch import PackedBatch
-from correction.batch_numbers import kept_numbers
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer, for_step
-from correction.diagnostics import diagnose
+from correction.diagnostics.batch_numbers import kept_numbers
+from correction.diagnostics.diagnose import diagnose
 from correction.errors import ConfigError
 from learner import balance
 from learner.learner_rank import LearnerRank

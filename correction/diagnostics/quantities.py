@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from .settings.choices import Ratio, RejectionLevel, Statistic
+from ..settings.choices import Ratio, RejectionLevel, Statistic
 
 BUCKET_EDGES = (0.1, 0.25, 0.5, 0.75)
 """Edges of the proximal probability in `bucket_`; the paper prints its own only in a figure."""

@@ -14,17 +14,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .batch import CorrectedBatch, DecisionCounts, FinalDecision, PackedBatch, batch_slices
+from ..batch import CorrectedBatch, DecisionCounts, FinalDecision, PackedBatch, batch_slices
+from ..decision import BatchView
+from ..settings.choices import Level, Ratio
+from ..terms.divergence import Estimator, estimate
+from ..terms.ratios import LOG_RATIO_LIMIT, Logprobs, bounded_exp
+from ..terms.segments import Levels, masked
+from ..terms.staleness import TokenSpans, count_staleness, token_spans
 from .batch_numbers import kept_numbers, staleness_numbers
-from .decision import BatchView
 from .gap import gap_family, gap_sums
 from .quantities import BUCKET_EDGES, PERCENTS
-from .settings.choices import Level, Ratio
 from .sums import DiagnosticSums
-from .terms.divergence import Estimator, estimate
-from .terms.ratios import LOG_RATIO_LIMIT, Logprobs, bounded_exp
-from .terms.segments import Levels, masked
-from .terms.staleness import TokenSpans, count_staleness, token_spans
 
 T = TypeVar("T", bound=Tensor | None)
 

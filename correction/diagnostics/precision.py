@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 DTYPES = {
     "float32": torch.float32,

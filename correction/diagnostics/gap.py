@@ -13,10 +13,10 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from .batch import PackedBatch
+from ..batch import PackedBatch
+from ..terms.ratios import LOG_RATIO_LIMIT, bounded_exp
+from ..terms.staleness import TokenSpans
 from .sums import DiagnosticSums
-from .terms.ratios import LOG_RATIO_LIMIT, bounded_exp
-from .terms.staleness import TokenSpans
 
 CPU_CHUNK = 2**17
 OTHER_CHUNK = 2**22

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .terms.ratios import LOG_RATIO_LIMIT
+from ..terms.ratios import LOG_RATIO_LIMIT
 
 
 @dataclass(frozen=True, slots=True)

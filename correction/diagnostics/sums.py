@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from .batch import DecisionCounts
+from ..batch import DecisionCounts
 
 
 @dataclass(frozen=True, slots=True)
