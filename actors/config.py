@@ -9,9 +9,9 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_v
 
 from actors.settings.hub_name import HubName
 from correction.config import CorrectionConfig
+from correction.early_warning.monitor import MonitorConfig
+from correction.early_warning.replacement import check_replaceable, reason_of, switched, tightened
 from correction.errors import ConfigError, counted
-from correction.monitor import MonitorConfig
-from correction.replacement import check_replaceable, reason_of, switched, tightened
 from correction.settings.base import DerivedSettings, Settings
 from correction.settings.schedule import fold_obstacle, needs_reference_logprobs
 from learner.config import LearnerConfig

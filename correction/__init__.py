@@ -1,6 +1,6 @@
 """Train-inference mismatch correction on packed batches. Needs torch and pydantic, nothing else.
 
-A name is imported when it is asked for: settings and errors (config, settings/, monitor, errors) come without torch.
+A name is imported when it is asked for: settings and errors (config, settings/, early_warning/, errors) come without torch.
 """
 
 import sys
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from .correct import correct, defer, for_step, shard_sums
     from .diagnostics.diagnose import diagnose, diagnostic_sums, diagnostics_of
     from .diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS
+    from .early_warning.monitor import Event, Monitor, MonitorConfig
     from .errors import ConfigError, DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LedgerError, SyncError
     from .loss import PARTIALS, PolicyLoss, loss_metrics, policy_loss, policy_scale
-    from .monitor import Event, Monitor, MonitorConfig
     from .padded_batch import from_padded
     from .padding import pack_like, to_padded
     from .presets.methods import PRESETS, Preset, presets_table
@@ -36,7 +36,7 @@ _HOMES = {
     "errors": ("ConfigError", "DataError", "DeadlineExceeded", "EngineDirty", "EngineError", "EvenkeelError", "LedgerError", "SyncError",),
     "loss": ("PARTIALS", "PolicyLoss", "loss_metrics", "policy_loss", "policy_scale",),
     "presets.methods": ("PRESETS", "Preset", "presets_table",),
-    "monitor": ("Event", "Monitor", "MonitorConfig",),
+    "early_warning.monitor": ("Event", "Monitor", "MonitorConfig",),
     "padded_batch": ("from_padded",),
     "padding": ("pack_like", "to_padded",),
     "diagnostics.quantities": ("DIAGNOSTIC_FAMILIES", "DIAGNOSTICS", "LOSS_METRICS",),

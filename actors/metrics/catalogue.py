@@ -19,7 +19,7 @@ from actors.metrics.kinds import gauge_of as _of
 from actors.metrics.kinds import histogram as _histogram
 from actors.metrics.kinds import score as _score
 from correction.diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS, Quantity, Unit
-from correction.symptoms import SYMPTOMS
+from correction.early_warning.symptoms import SYMPTOMS
 from learner.results import ParameterGroup, SkipReason
 
 _U, _R = Unit, Reduction
@@ -212,8 +212,8 @@ DIAGNOSTIC_PLACES: dict[str, str | None] = {
     "reference_kl": "learner/reference_kl",
     **dict.fromkeys(("drift_k3_kl", "drift_from_behavior_k3_kl", "staleness_mean", "staleness_max", "mixed_version_share")),
 }
-"""Diagnostics with a place of their own in the catalogue, by their name in correction.diagnostics.quantities; None: a run doesn't show it: it
-has the loss's drift, over all passes, and STALENESS_PLACES, at steps that aren't diagnosed as well."""
+"""Diagnostics with a place of their own in the catalogue, by their name in correction.diagnostics.quantities; None: a run doesn't show it:
+it has the loss's drift, over all passes, and STALENESS_PLACES, at steps that aren't diagnosed as well."""
 STALENESS_PLACES = {
     "staleness_mean": "staleness/mean",
     "staleness_max": "staleness/max",

@@ -52,8 +52,8 @@ from actors.record.run_event import RunEvent
 from actors.record.skipped_batches import KEPT, SkippedBatch
 from actors.state.json_lines import JsonLines, append_whole
 from correction.diagnostics.quantities import current_name
+from correction.early_warning.monitor import Event, State
 from correction.errors import ConfigError, DataError
-from correction.monitor import Event, State
 from correction.settings.base import dump_with_derived
 from learner.file_sums import flush_to_disk, seal
 
@@ -234,7 +234,7 @@ class RunFolder:
         return JsonLines(self.monitor_path).read(_parse_event)
 
     def append_clipped_tokens(self, step: int, clipped: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-        """Add a step's most often clipped tokens (`clipped_tokens` of correction/diagnostics), if there are any, to clipped_tokens.jsonl."""
+        """Add a step's most often clipped tokens (correction/diagnostics/diagnose.py), if there are any, to clipped_tokens.jsonl."""
         if any(clipped.values()):
             JsonLines(self._clipped_path).append({"step": step, **clipped})
 

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from actors.config import RunConfig
+from correction.early_warning.replacement import reason_of
 from correction.engines.device_choice import Dtype, device_of, dtype_of, group_backend_of, is_open
 from correction.errors import ConfigError
-from correction.replacement import reason_of
 from correction.settings.base import Settings
 from learner.config import LearnerConfig
 from rollout.engine_config import EngineConfig

@@ -26,7 +26,7 @@ from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from correction.decision import no_counts
 from correction.diagnostics.diagnose import clipped_tokens, diagnose
-from correction.monitor import Monitor
+from correction.early_warning.monitor import Monitor
 from correction.presets.methods import PRESETS
 from correction.settings.schedule import needs_proximal_forward, needs_topk
 from learner.config import LearnerConfig

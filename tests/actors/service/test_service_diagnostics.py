@@ -22,7 +22,7 @@ from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.decision import no_counts
 from correction.diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS
-from correction.monitor import MonitorConfig, State
+from correction.early_warning.monitor import MonitorConfig, State
 from learner.config import LearnerConfig
 from learner.results import StepValues
 from tests.actors.service.service_scene import GROUPS, ServiceScene, answered, no_decision, play

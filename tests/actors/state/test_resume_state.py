@@ -20,8 +20,8 @@ from actors.queue.trajectory_queue import TrajectoryQueue
 from actors.state.ledger import LedgerMark
 from actors.state.resume import COLUMNS, Replacement, TrainingState
 from correction.config import CorrectionConfig
+from correction.early_warning.monitor import Monitor
 from correction.errors import DataError
-from correction.monitor import Monitor
 from rollout.trajectory import FailureKind, FinishReason, RoutedExperts, TopLogprobs, VersionSpan, ids_of, logprobs_of
 from tests.actors.cases import group, prompt, prompts
 from tests.test_layers import ROOT, imports

@@ -8,13 +8,13 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from .config import CorrectionConfig
-from .errors import ConfigError
-from .presets.methods import preset_settings
-from .settings.base import Settings
-from .settings.choices import Level, RejectionLevel, Statistic, WeightMode
-from .settings.parts import CriterionConfig, Objective
-from .settings.schedule import needs_reference_logprobs, needs_topk
+from ..config import CorrectionConfig
+from ..errors import ConfigError
+from ..presets.methods import preset_settings
+from ..settings.base import Settings
+from ..settings.choices import Level, RejectionLevel, Statistic, WeightMode
+from ..settings.parts import CriterionConfig, Objective
+from ..settings.schedule import needs_reference_logprobs, needs_topk
 
 P = TypeVar("P", bound=Settings)
 

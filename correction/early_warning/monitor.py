@@ -28,10 +28,10 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from .diagnostics.quantities import BUCKET_EDGES, DIAGNOSTIC_FAMILIES, DIAGNOSTICS, Quantity, Unit, of_family
-from .errors import ConfigError
+from ..diagnostics.quantities import BUCKET_EDGES, DIAGNOSTIC_FAMILIES, DIAGNOSTICS, Quantity, Unit, of_family
+from ..errors import ConfigError
+from ..settings.base import Settings
 from .reference_levels import LEVELS
-from .settings.base import Settings
 from .symptoms import SYMPTOMS, Symptom
 
 _MAD_TO_STD = 1.4826
@@ -78,8 +78,8 @@ class MonitorConfig(Settings):
     patience: int = Field(default=2, ge=1)
     """Steps in a row that a new state must hold before it is an event."""
     setting: str | None = None
-    """Kind of engine and learner, by a name of correction.reference_levels (dense_bfloat16 ...). Mismatch above its alarm level is an alarm
-    as long as the run has no baseline of its own, or if that baseline was above it already. Unset: only the run's own baseline counts."""
+    """Kind of engine and learner, by a name of reference_levels.LEVELS (dense_bfloat16 ...). Mismatch above its alarm level is an alarm as
+    long as the run has no baseline of its own, or if that baseline was above it already. Unset: only the run's own baseline counts."""
 
     @field_validator("setting")
     @classmethod
