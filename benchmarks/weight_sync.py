@@ -49,7 +49,7 @@ from correction.errors import counted
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
 from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt
 from rollout.weight_transfer import SharedStaging
 

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 
 from correction.errors import ConfigError
 from correction.settings.base import Settings
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.pool_size import PoolSizeConfig
 
 # --- task -----------------------------------------------------------------------------------------------------------

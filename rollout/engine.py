@@ -18,9 +18,9 @@ from correction.engines.quick_imports import uncollected
 from correction.errors import ConfigError, DataError, EngineDirty, EvenkeelError, RequestError
 from rollout.answer_thread import in_answer_thread
 from rollout.continuation import continued, is_begun, kept, unsampled
-from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineProcess
-from rollout.engine_ranks import UNREPORTED_ROUTES, obstacles
+from rollout.engine_settings.engine_config import EngineConfig
+from rollout.engine_settings.engine_ranks import UNREPORTED_ROUTES, obstacles
 from rollout.sglang_answer import trajectory_of
 from rollout.trajectory import ExpertShape, Trajectory
 from rollout.weight_update import UpdatableEngine

@@ -37,9 +37,9 @@ from correction.engines.environment import environment
 from correction.engines.quick_imports import uncollected
 from correction.errors import DeadlineExceeded, EngineError, EvenkeelError
 from rollout import sglang_plugin
-from rollout.engine_capabilities import EngineCapabilities
-from rollout.engine_config import EngineConfig
-from rollout.engine_ranks import environment_of_ranks, free_ports
+from rollout.engine_settings.engine_capabilities import EngineCapabilities
+from rollout.engine_settings.engine_config import EngineConfig
+from rollout.engine_settings.engine_ranks import environment_of_ranks, free_ports
 from rollout.sglang_plugin import last_error, served_models
 from rollout.sglang_plugin.attention_kernel import check_compiler
 from rollout.sglang_plugin.hooks import VARIABLE, PluginSettings

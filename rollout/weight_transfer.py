@@ -14,7 +14,7 @@ import torch
 from correction.engines.weight_bucket import WeightBucket, packed, packed_bytes
 from correction.engines.weight_spec import WeightSpec, goes_whole, widest_first
 from correction.errors import SyncError
-from rollout.engine_config import UpdateMode
+from rollout.engine_settings.engine_config import UpdateMode
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -18,8 +18,8 @@ from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DeadlineExceeded, EngineError, EvenkeelError, SyncError
 from rollout import weight_transfer
-from rollout.engine_config import EngineConfig, UpdateMode
 from rollout.engine_process import CONTROLLER, EngineProcess
+from rollout.engine_settings.engine_config import EngineConfig, UpdateMode
 from rollout.heartbeat import SchedulerProbe, kernels_are_compiled, processor_seconds, until_lost
 from rollout.sglang_plugin.hooks import CHECKSUMS, FAILURE, PROCESSOR, RECEIPT, SPECS
 from rollout.trajectory import SyncReceipt

@@ -13,7 +13,7 @@ from correction.errors import DataError
 from learner.hf_folder import read_config, side_files
 from rollout.chat import load_tokenizer
 from rollout.engine import _read_model_config
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 from tests.tiny_models import save_tiny_tokenizer
 
 CODE = """

@@ -283,7 +283,7 @@ def test_what_auto_means_is_decided_in_one_place() -> None:
     files = [path for package in PACKAGES for path in source_files(package) if '"auto"' in path.read_text()]
     of_others = {"actors/cluster/address.py", "actors/cluster/head_watch.py", "actors/doctor/kernel_rules.py"}
     assert {str(path.relative_to(ROOT)) for path in files if uses_auto(path)} == {"correction/engines/device_choice.py"} | of_others
-    sections = {"learner/config.py", "rollout/engine_config.py"}
+    sections = {"learner/config.py", "rollout/engine_settings/engine_config.py"}
     assert callers_of(r"\b(device|dtype|group_backend)_of") == {"actors/settings/derived.py"} | sections
     alone = {"actors/commands/capabilities.py", "actors/commands/diff_engines.py"}
     assert callers_of(r"\.on_this_machine") == {"learner/learner_rank.py", "rollout/engine.py"} | alone

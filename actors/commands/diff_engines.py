@@ -23,7 +23,7 @@ from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
 from rollout import engine_capture
 from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.sampler import sample_seed
 from rollout.trajectory import Trajectory
 

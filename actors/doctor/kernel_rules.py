@@ -17,7 +17,7 @@ RUNNER = "moe_runner_backend"
 PRODUCTS = "fp8_gemm_runner_backend"
 _KEPT_BY = ("auto", "triton")
 """SGLang's runners of experts that leave their weights as files have them; auto does so on all GPUs but Blackwell. Engines on GPUs get
-triton where a recipe says nothing (rollout/engine_config.py)."""
+triton where a recipe says nothing (rollout/engine_settings/engine_config.py)."""
 _ROUNDED_ANEW_BY = ("auto", "deep_gemm")
 """Products of float8 whose scales are powers of two on Blackwell (fp8_utils.py, requant_block_scale_ue8m0_for_deepgemm); ours is triton."""
 _GB10 = 121

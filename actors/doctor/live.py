@@ -39,7 +39,7 @@ from actors.weights.broadcast_group import BroadcastGroup
 from actors.weights.weight_sync import SyncTarget
 from correction.engines.rendezvous import keep_nccl_on
 from correction.errors import DeadlineExceeded, EvenkeelError, SyncError, one_line
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt
 
 _TOKENS = 48

@@ -22,9 +22,9 @@ from actors.plan.shape import FLOAT8_BLOCK
 from actors.plan.traffic import checkpoint_bytes, traffic, versions_text
 from actors.settings.devices import check_shares, check_types, gpus_asked, room_for_engines, workers_asked
 from correction.errors import ConfigError, counted
-from rollout import engine_ranks
-from rollout.engine_arguments import unknown
-from rollout.engine_ranks import UNREPORTED_ROUTES
+from rollout.engine_settings import engine_ranks
+from rollout.engine_settings.engine_arguments import unknown
+from rollout.engine_settings.engine_ranks import UNREPORTED_ROUTES
 
 PaperRule = Callable[[PaperFacts, RunConfig], Iterator[Complaint]]
 FLOAT8_FAMILIES = ("qwen3", "qwen3_moe", "mixtral", "olmoe")

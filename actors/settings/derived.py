@@ -16,7 +16,7 @@ from correction.engines.device_choice import Dtype, device_of, dtype_of, group_b
 from correction.errors import ConfigError
 from correction.settings.base import Settings
 from learner.config import LearnerConfig
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 
 Section = TypeVar("Section", bound=Settings)
 

@@ -14,7 +14,7 @@ from actors.settings.derived import with_values
 from correction.engines.contract import Contract, SideSettings
 from correction.errors import ActorLost, ConfigError, EngineError
 from learner.config import LearnerConfig
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:  # the settings are resolved by commands that answer at once: without torch
     from correction.batch import PackedBatch

@@ -16,7 +16,7 @@ import os
 import sys
 from pathlib import Path
 
-from rollout.engine_capabilities import GPU_KERNELS, installed
+from rollout.engine_settings.engine_capabilities import GPU_KERNELS, installed
 
 STAND_INS = ("sgl_kernel", "torchvision")
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000

@@ -27,7 +27,7 @@ from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
 from correction.correct import defer
 from correction.engines.checksum import digest_of
 from learner.config import LearnerConfig
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt
 from tests.learner.learner_cases import TIS, random_batch
 from tests.ray_sessions import leave_ray

@@ -19,7 +19,7 @@ from correction.engines.capture import Capture, compare_captures
 from correction.errors import DataError
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 from tests.e2e.launch import evenkeel
 from tests.e2e.on_policy_cases import save_model
 

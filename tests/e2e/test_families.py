@@ -22,7 +22,7 @@ from correction.engines.weight_bucket import WeightBucket
 from learner.families import FAMILIES
 from learner.learner_rank import LearnerRank
 from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 from tests.conftest import BackgroundLoop
 from tests.e2e.on_policy_cases import Sampled, as_batch, random_prompts, sample_in_random_batches
 from tests.learner.learner_cases import TIS, learner_on

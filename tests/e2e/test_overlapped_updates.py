@@ -23,7 +23,7 @@ from correction.engines.weight_bucket import WeightBucket
 from learner.kept_weights import KeptWeights
 from learner.learner_rank import LearnerRank
 from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.trajectory import VersionSpan
 from rollout.weight_transfer import UpdateMode
 from tests.conftest import BackgroundLoop

@@ -34,7 +34,7 @@ from learner.broadcast import WeightBroadcaster
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
 from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig, EngineDeadlines
+from rollout.engine_settings.engine_config import EngineConfig, EngineDeadlines
 from rollout.trajectory import Trajectory
 from tests.conftest import BackgroundLoop
 from tests.learner.learner_cases import TIS, random_batch, run_ranks, save_model, weights

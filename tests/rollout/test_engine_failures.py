@@ -35,7 +35,7 @@ from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineEr
 from lab.ports import free_port
 from learner.broadcast import WeightBroadcaster
 from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig, EngineDeadlines
+from rollout.engine_settings.engine_config import EngineConfig, EngineDeadlines
 from rollout.trajectory import Trajectory
 from tests.conftest import BackgroundLoop
 from tests.failures.measured import Measured
@@ -51,7 +51,7 @@ GROUP_S = 5.0
 OWNER = """
 import asyncio, json, sys
 from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig, EngineDeadlines
+from rollout.engine_settings.engine_config import EngineConfig, EngineDeadlines
 
 async def main():
     engine = await RolloutEngine.start(sys.argv[1], EngineConfig(device="cpu", max_total_tokens=4096))

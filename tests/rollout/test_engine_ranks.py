@@ -23,9 +23,9 @@ from correction.engines.weight_spec import WeightSpec
 from correction.errors import EngineError, SyncError
 from rollout import weight_parts, weight_transfer
 from rollout.engine import RolloutEngine
-from rollout.engine_arguments import REFUSED_OF_RANKS
-from rollout.engine_config import EngineConfig
-from rollout.engine_ranks import environment_of_ranks, free_ports, obstacles
+from rollout.engine_settings.engine_arguments import REFUSED_OF_RANKS
+from rollout.engine_settings.engine_config import EngineConfig
+from rollout.engine_settings.engine_ranks import environment_of_ranks, free_ports, obstacles
 from rollout.weight_parts import RankParts, WeightPart, text_of
 from rollout.weight_update import UpdatableEngine, UpdateCheck
 

@@ -25,8 +25,8 @@ from correction.errors import ConfigError, RequestError, SyncError
 from rollout import engine as engine_module
 from rollout.config import AnswerSampling, SamplingConfig
 from rollout.engine import RolloutEngine
-from rollout.engine_capabilities import EngineCapabilities
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_capabilities import EngineCapabilities
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.sampler import Sampler
 from rollout.sglang_answer import trajectory_of
 from rollout.trajectory import ExpertShape, FailureKind, FinishReason, Group, Prompt, Trajectory, VersionSpan

@@ -20,7 +20,7 @@ from correction.engines.weight_spec import WeightSpec
 from lab.ports import free_port
 from learner.broadcast import WeightBroadcaster
 from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 from tests.tiny_models import save_tiny_model
 
 SHAPE = {"hidden_size": 192, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import EngineError
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.sglang_plugin.hooks import CHECKSUMS, FAILURE, RECEIPT, SPECS
 from rollout.weight_parts import RankParts
 from rollout.weight_update import UpdatableEngine

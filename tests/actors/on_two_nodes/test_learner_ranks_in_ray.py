@@ -35,7 +35,7 @@ from correction.correct import correct, defer
 from correction.errors import StepAborted
 from lab.background_loop import BackgroundLoop
 from learner.config import LearnerConfig
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
 from tests.actors.on_two_nodes.batch_maker import BatchMaker

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from actors.config import DeadlinesConfig, RunConfig
 from actors.settings import deadlines
 from actors.settings.deadlines import as_text, table
-from rollout.engine_config import EngineDeadlines
+from rollout.engine_settings.engine_config import EngineDeadlines
 from tests.actors.settings.test_deadlines import run_config
 
 ROOT = Path(__file__).parents[3]

@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rollout.sglang_arguments import ATTENTION_BACKENDS, HANDED_ON
+from rollout.engine_settings.sglang_arguments import ATTENTION_BACKENDS, HANDED_ON
 
 _REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (

@@ -11,7 +11,7 @@ from correction.engines.device_choice import Backend, Device, Dtype, decided, de
 from correction.engines.gpu_share import PREFILL_TOKENS
 from correction.errors import ConfigError
 from correction.settings.base import DerivedSettings, Settings
-from rollout.engine_arguments import refusal
+from rollout.engine_settings.engine_arguments import refusal
 
 UpdateMode = Literal["retract", "in_place"]
 """What becomes of requests in flight when weights are updated: see EngineConfig.weight_update_mode."""
