@@ -14,7 +14,7 @@ from correction.errors import ConfigError, DataError
 from rollout.config import ReasoningGymTask
 from rollout.gym_names import plain_options
 from rollout.questions import Question, SkippedRow, hash_share, text_key
-from rollout.reward_process import create_reasoning_gym, error_text
+from rollout.rewards.reward_process import create_reasoning_gym, error_text
 
 logger = logging.getLogger(__name__)
 

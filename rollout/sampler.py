@@ -18,7 +18,7 @@ from rollout.chat import load_tokenizer
 from rollout.config import AnswerSampling, RolloutConfig, SamplingConfig
 from rollout.continuation import is_begun
 from rollout.engine import RolloutEngine
-from rollout.rewards import RewardPool
+from rollout.rewards.rewards import RewardPool
 from rollout.trajectory import Group, Prompt, Trajectory, UnfinishedGroup
 
 

@@ -17,10 +17,10 @@ import xxhash
 from correction.errors import DataError, counted
 from rollout.chat import ChatEncoder
 from rollout.config import FileTask, ReasoningGymTask, TaskConfig
-from rollout.gym_entry import COLUMN, as_json
 from rollout.gym_source import ReasoningGymSource, check_names
 from rollout.prompt_place import PromptPlace
 from rollout.questions import Question, QuestionSource, SkippedRow, text_key
+from rollout.rewards.gym_entry import COLUMN, as_json
 from rollout.rows import RowSource, check_file, with_field
 from rollout.trajectory import Prompt
 

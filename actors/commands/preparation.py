@@ -23,7 +23,7 @@ from actors.settings.derived import asks_for_gpus, derived
 from actors.settings.devices import check_devices
 from correction.engines.quick_imports import uncollected
 from rollout.chat import ChatEncoder, load_tokenizer
-from rollout.rewards import RewardError, RewardPool
+from rollout.rewards.rewards import RewardError, RewardPool
 from rollout.tasks import Demonstration, Task, check_task_names
 
 

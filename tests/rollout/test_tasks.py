@@ -13,10 +13,10 @@ import pytest
 from correction.errors import ConfigError, DataError
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.config import FileTask, HuggingFaceTask, ReasoningGymTask
-from rollout.gym_entry import as_json, from_json
 from rollout.prompt_place import PromptPlace
 from rollout.questions import hash_share, text_key
-from rollout.reward_process import create_reasoning_gym
+from rollout.rewards.gym_entry import as_json, from_json
+from rollout.rewards.reward_process import create_reasoning_gym
 from rollout.tasks import Demonstration, build_task
 from tests.rollout.row_files import numbered, write_rows
 

@@ -21,7 +21,7 @@ import learner.model_check
 from actors.checkpoints import checkpoint_reader
 from actors.processes import interrupts
 from actors.record import patience
-from rollout.rewards import RewardError
+from rollout.rewards.rewards import RewardError
 from tests.simulation import parts
 from tests.simulation.disk import Disk, SimulatedFileThread
 from tests.simulation.engine import FaultyEngine, SimulatedSampler

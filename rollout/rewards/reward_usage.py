@@ -1,6 +1,6 @@
 """What the tree of a scorer uses, as /proc has it (Linux): memory, open files, and bytes written to disks.
 
-The kernel limits each process by itself (`limit_process` in rollout/reward_guardian.py), and with a control group the memory and the
+The kernel limits each process by itself (`limit_process` in reward_guardian.py), and with a control group the memory and the
 processes of a tree. Nothing in it limits the files and the bytes of a tree: its guardian adds them up.
 """
 

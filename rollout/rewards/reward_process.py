@@ -1,4 +1,4 @@
-"""What runs in a scoring process: `python -m rollout.reward_process FD LEASH_FD PARENT_PID`, started and ended by rollout/rewards.py.
+"""What runs in a scoring process: `python -m rollout.rewards.reward_process FD LEASH_FD PARENT_PID`, started and ended by rewards.py.
 
 It imports the standard library and what the one scorer needs; never torch. Messages go over a socket of its own, so that a scorer may print
 what it likes; each begins with its length. Requests are pickles; answers are JSON, so that the parent never unpickles what a scorer sends.
@@ -7,7 +7,7 @@ request with several completions of one question. Each of them is answered, in o
 {"error": why}.
 
 A scoring process must never outlive its parent, nor what it has started: the process that is started becomes its guardian
-(rollout/reward_guardian.py) and scores in a child, which the kernel kills when the guardian dies, even in the middle of a C function.
+(reward_guardian.py) and scores in a child, which the kernel kills when the guardian dies, even in the middle of a C function.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from rollout.gym_entry import COLUMN, from_json
-from rollout.reward_cgroup import ControlGroup
-from rollout.reward_guardian import MOST_PROCESSES, become_reaper, clear_leftovers, guard, limit_process
+from rollout.rewards.gym_entry import COLUMN, from_json
+from rollout.rewards.reward_cgroup import ControlGroup
+from rollout.rewards.reward_guardian import MOST_PROCESSES, become_reaper, clear_leftovers, guard, limit_process
 
 LENGTH = struct.Struct("!Q")
 """Before each message: its size in bytes."""

@@ -1,7 +1,7 @@
 """A control group of its own for what a scorer starts, where this process may make one: the kernel then keeps the limits, to the byte.
 
 Two layouts: version 2, where a group offers its children the controllers in cgroup.subtree_control, and version 1, where each controller
-has a tree of its own. Containers often offer neither; rollout/reward_guardian.py then looks after the limits itself.
+has a tree of its own. Containers often offer neither; reward_guardian.py then looks after the limits itself.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rollout.reward_cgroup import ControlGroup
-from rollout.reward_usage import WrittenBytes, opens_more, takes_more
+from rollout.rewards.reward_cgroup import ControlGroup
+from rollout.rewards.reward_usage import WrittenBytes, opens_more, takes_more
 
 WRITTEN, FILES, MEMORY, PROCESSES = 95, 96, 97, 98
 """Exit codes of a guardian that ended its scorer because the tree wrote more bytes, or had more open files, memory or processes, than

@@ -1,7 +1,7 @@
 """Scoring of completions in processes that can be killed, awaited from an event loop.
 
 A scorer may hang in the middle of a C function (sympy on 5^5^5^5), crash, or eat memory, and the run has to go on. So each scoring
-process has a socket of its own and is ended (with all that it started: rollout/reward_guardian.py) when a call passes its deadline; the
+process has a socket of its own and is ended (with all that it started: reward_guardian.py) when a call passes its deadline; the
 next call on it meets a fresh one, and calls on other processes never notice. This is not a general pool: those share pipes and locks among
 their workers, which a worker that dies hard takes with it, and they import the parent's `__main__` in each of them (here: ray, torch).
 """
@@ -24,8 +24,8 @@ import psutil
 
 from correction.errors import ConfigError, signal_name
 from rollout.config import FunctionReward, ReasoningGymReward, ReasoningGymTask, RewardConfig, TaskConfig
-from rollout.reward_guardian import WORKER, end_orphans, end_strays, limit_passed, mark_of
-from rollout.reward_process import LENGTH, SINGLE, are_parts, pack_message, shortened
+from rollout.rewards.reward_guardian import WORKER, end_orphans, end_strays, limit_passed, mark_of
+from rollout.rewards.reward_process import LENGTH, SINGLE, are_parts, pack_message, shortened
 from rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory
 
 _MAX_REPLY_BYTES = 1 << 24
@@ -225,7 +225,7 @@ class _ScoringProcess:
             of_child.callback(os.close, leash)
             unless_started.callback(os.close, held)
             passed = [theirs.fileno(), leash]
-            command = [sys.executable, "-m", "rollout.reward_process", *map(str, passed), str(os.getpid())]
+            command = [sys.executable, "-m", "rollout.rewards.reward_process", *map(str, passed), str(os.getpid())]
             # A session of its own: Ctrl-C is for the run.
             self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed, env=environment, start_new_session=True)
             self._socket, self._leash = ours, held
