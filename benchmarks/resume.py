@@ -40,9 +40,9 @@ from actors.record.run_folder import Checkpoint, RunFolder
 from actors.state.ledger import Ledger, outstanding_ids
 from actors.state.resume import TrainingState, open_ledger
 from benchmarks.sides import NANO_RECIPE, options, scratch
-from rollout.chat import ChatEncoder, load_tokenizer
-from rollout.prompt_place import PromptPlace
-from rollout.tasks import Task, build_task
+from rollout.tasks.chat import ChatEncoder, load_tokenizer
+from rollout.tasks.prompt_place import PromptPlace
+from rollout.tasks.tasks import Task, build_task
 from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
 
 SAMPLES, ANSWER = 8, 6

@@ -42,10 +42,10 @@ from correction.terms.advantages import group_advantages
 from lab.background_loop import BackgroundLoop
 from learner.learner_rank import LearnerRank
 from learner.results import StepResult
-from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.packing import pack_groups
 from rollout.sampler import Sampler
-from rollout.tasks import build_task
+from rollout.tasks.chat import ChatEncoder, load_tokenizer
+from rollout.tasks.tasks import build_task
 from rollout.trajectory import Group, Prompt
 
 RECIPE = Path(__file__).with_name("kept_engines.yaml")

@@ -14,11 +14,11 @@ from typing import Any
 
 from correction.errors import EngineError
 from rollout.answer_thread import in_answer_thread
-from rollout.chat import load_tokenizer
 from rollout.config import AnswerSampling, RolloutConfig, SamplingConfig
 from rollout.continuation import is_begun
 from rollout.engine import RolloutEngine
 from rollout.rewards.rewards import RewardPool
+from rollout.tasks.chat import load_tokenizer
 from rollout.trajectory import Group, Prompt, Trajectory, UnfinishedGroup
 
 

@@ -16,8 +16,8 @@ from actors.state.json_lines import JsonLines
 from actors.state.resume import OLD_STATE, OtherVersionError, TrainingState, other_version
 from correction.errors import DataError
 from learner.file_sums import MANIFEST, may_pass, read_manifest_of_files, verify
-from rollout.chat import load_tokenizer
-from rollout.tasks import Task
+from rollout.tasks.chat import load_tokenizer
+from rollout.tasks.tasks import Task
 
 
 @dataclass(frozen=True, slots=True)

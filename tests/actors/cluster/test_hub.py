@@ -26,7 +26,7 @@ from actors.settings.hub_name import HubName
 from correction.errors import ConfigError, DataError
 from learner.nano import NanoModelConfig, build_nano_model
 from rollout.config import HuggingFaceTask
-from rollout.rows import read_dataset
+from rollout.tasks.rows import read_dataset
 from tests.e2e.launch import RECIPE
 from tests.hub_stand_in import Repository, StandInHub, stand_in_hub
 

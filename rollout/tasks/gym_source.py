@@ -12,9 +12,9 @@ from typing import Any
 
 from correction.errors import ConfigError, DataError
 from rollout.config import ReasoningGymTask
-from rollout.gym_names import plain_options
-from rollout.questions import Question, SkippedRow, hash_share, text_key
 from rollout.rewards.reward_process import create_reasoning_gym, error_text
+from rollout.tasks.gym_names import plain_options
+from rollout.tasks.questions import Question, SkippedRow, hash_share, text_key
 
 logger = logging.getLogger(__name__)
 

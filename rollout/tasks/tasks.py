@@ -15,13 +15,13 @@ from typing import Any
 import xxhash
 
 from correction.errors import DataError, counted
-from rollout.chat import ChatEncoder
 from rollout.config import FileTask, ReasoningGymTask, TaskConfig
-from rollout.gym_source import ReasoningGymSource, check_names
-from rollout.prompt_place import PromptPlace
-from rollout.questions import Question, QuestionSource, SkippedRow, text_key
 from rollout.rewards.gym_entry import COLUMN, as_json
-from rollout.rows import RowSource, check_file, with_field
+from rollout.tasks.chat import ChatEncoder
+from rollout.tasks.gym_source import ReasoningGymSource, check_names
+from rollout.tasks.prompt_place import PromptPlace
+from rollout.tasks.questions import Question, QuestionSource, SkippedRow, text_key
+from rollout.tasks.rows import RowSource, check_file, with_field
 from rollout.trajectory import Prompt
 
 _FINGERPRINT_POSITIONS = 16

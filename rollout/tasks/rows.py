@@ -10,8 +10,8 @@ from typing import Any
 
 from correction.errors import DataError
 from rollout.config import FileTask, HuggingFaceTask
-from rollout.questions import Question, SkippedRow, hash_share, text_key
-from rollout.row_reading import SURROGATE, PlacedRow, UnreadableFile, dataset_rows, file_rows
+from rollout.tasks.questions import Question, SkippedRow, hash_share, text_key
+from rollout.tasks.row_reading import SURROGATE, PlacedRow, UnreadableFile, dataset_rows, file_rows
 
 
 @dataclass(frozen=True, slots=True)
