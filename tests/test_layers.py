@@ -286,7 +286,7 @@ def test_what_auto_means_is_decided_in_one_place() -> None:
     sections = {"learner/config.py", "rollout/engine_settings/engine_config.py"}
     assert callers_of(r"\b(device|dtype|group_backend)_of") == {"actors/settings/derived.py"} | sections
     alone = {"actors/commands/capabilities.py", "actors/commands/diff_engines.py"}
-    assert callers_of(r"\.on_this_machine") == {"learner/learner_rank.py", "rollout/engine.py"} | alone
+    assert callers_of(r"\.on_this_machine") == {"learner/learner_rank.py", "rollout/engine/engine.py"} | alone
 
 
 def test_the_order_of_the_tests_names_files_that_exist() -> None:

@@ -63,7 +63,7 @@ class CheckedEngine:
     """A rollout worker's engine without task and reward. Used as a Ray actor (async)."""
 
     async def start(self, config: RunConfig, content: Mapping[str, Any]) -> None:
-        from rollout.engine import RolloutEngine
+        from rollout.engine.engine import RolloutEngine
 
         rollout = config.rollout
         if rollout.engine.resolved_device == "cuda":

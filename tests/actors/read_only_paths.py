@@ -33,8 +33,8 @@ from learner.config import LearnerConfig
 from learner.kept_weights import KeptWeights
 from learner.learner_rank import LearnerRank
 from learner.results import StepValues
+from rollout.engine.weight_update import require_checksums
 from rollout.trajectory import Group, TopLogprobs
-from rollout.weight_update import require_checksums
 from tests.actors.read_only_memory import read_only
 from tests.actors.service.service_scene import GROUPS, Learner, ServiceScene, answered, play
 from tests.learner.learner_cases import VOCAB, grouped_batch, learner_on, off_policy_batch

@@ -41,7 +41,7 @@ class Worker(CheckedEngine):
     """What a rollout worker does with weights. Used as a Ray actor (async)."""
 
     async def begin(self, folder: Path) -> None:
-        from rollout.engine import RolloutEngine
+        from rollout.engine.engine import RolloutEngine
 
         self._folder = tempfile.TemporaryDirectory()
         config = EngineConfig(device="cpu", max_total_tokens=8_192, max_running_requests=8, weight_group_timeout_s=SYNC_S)

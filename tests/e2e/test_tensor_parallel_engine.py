@@ -26,7 +26,7 @@ from correction.errors import EngineError, SyncError
 from lab.ports import free_port
 from learner.broadcast import WeightBroadcaster
 from learner.learner_rank import LearnerRank
-from rollout.engine import RolloutEngine
+from rollout.engine.engine import RolloutEngine
 from rollout.engine_settings.engine_config import EngineConfig
 from tests.conftest import BackgroundLoop
 from tests.e2e.on_policy_cases import Sampled, as_batch, random_prompts, sample_in_random_batches

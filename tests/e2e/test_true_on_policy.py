@@ -35,7 +35,7 @@ from learner.config import LearnerConfig
 from learner.inputs import find_shared_prefixes
 from learner.learner_rank import LearnerRank
 from rollout.continuation import is_begun
-from rollout.engine import RolloutEngine
+from rollout.engine.engine import RolloutEngine
 from rollout.engine_settings.engine_config import EngineConfig
 from rollout.trajectory import FinishReason, Trajectory, VersionSpan
 from tests.conftest import BackgroundLoop

@@ -33,7 +33,7 @@ from lab.ports import free_port
 from learner.broadcast import WeightBroadcaster
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
-from rollout.engine import RolloutEngine
+from rollout.engine.engine import RolloutEngine
 from rollout.engine_settings.engine_config import EngineConfig, EngineDeadlines
 from rollout.trajectory import Trajectory
 from tests.conftest import BackgroundLoop

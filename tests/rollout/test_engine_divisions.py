@@ -10,7 +10,7 @@ import pytest
 
 from correction.errors import ConfigError
 from learner.families import FAMILIES
-from rollout.engine import _read_model_config
+from rollout.engine.engine import _read_model_config
 from rollout.engine_settings.engine_config import EngineConfig
 from rollout.engine_settings.engine_ranks import obstacles
 from tests.tiny_models import save_tiny_model

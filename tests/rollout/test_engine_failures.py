@@ -34,7 +34,7 @@ from correction.engines.weight_spec import WeightSpec
 from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, RequestError, SyncError
 from lab.ports import free_port
 from learner.broadcast import WeightBroadcaster
-from rollout.engine import RolloutEngine
+from rollout.engine.engine import RolloutEngine
 from rollout.engine_settings.engine_config import EngineConfig, EngineDeadlines
 from rollout.trajectory import Trajectory
 from tests.conftest import BackgroundLoop
@@ -50,7 +50,7 @@ GROUP_S = 5.0
 
 OWNER = """
 import asyncio, json, sys
-from rollout.engine import RolloutEngine
+from rollout.engine.engine import RolloutEngine
 from rollout.engine_settings.engine_config import EngineConfig, EngineDeadlines
 
 async def main():

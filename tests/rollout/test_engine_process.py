@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from learner.families import FAMILIES
 from rollout import sglang_plugin
-from rollout.engine import RolloutEngine
+from rollout.engine.engine import RolloutEngine
 from rollout.engine_settings.engine_arguments import REFUSED_OF_RANKS
 from rollout.engine_settings.engine_config import RESERVED_ARGUMENTS
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rollout.config import AnswerSampling, ExactMatchReward, SamplingConfig
-from rollout.engine import RolloutEngine
+from rollout.engine.engine import RolloutEngine
 from rollout.rewards.rewards import RewardPool
 from rollout.sampler import Sampler, sample_seed
 from rollout.trajectory import Group, Prompt, Trajectory

@@ -1,4 +1,4 @@
-"""One SGLang engine: token ids in, token ids with logprobs and weight versions out, and new weights meanwhile (rollout.weight_update).
+"""One SGLang engine: token ids in, token ids with logprobs and weight versions out, and new weights meanwhile (weight_update.py).
 
 What it is not: it knows no prompts, rewards or groups (rollout.sampler does), and it decides nothing about staleness.
 """
@@ -16,14 +16,14 @@ from typing import Any
 
 from correction.engines.quick_imports import uncollected
 from correction.errors import ConfigError, DataError, EngineDirty, EvenkeelError, RequestError
-from rollout.answer_thread import in_answer_thread
 from rollout.continuation import continued, is_begun, kept, unsampled
-from rollout.engine_process import EngineProcess
+from rollout.engine.answer_thread import in_answer_thread
+from rollout.engine.engine_process import EngineProcess
+from rollout.engine.sglang_answer import trajectory_of
+from rollout.engine.weight_update import UpdatableEngine
 from rollout.engine_settings.engine_config import EngineConfig
 from rollout.engine_settings.engine_ranks import UNREPORTED_ROUTES, obstacles
-from rollout.sglang_answer import trajectory_of
 from rollout.trajectory import ExpertShape, Trajectory
-from rollout.weight_update import UpdatableEngine
 
 _HAND_BACK_S = 0.2
 _READ_ONLY = {"max_new_tokens": 0, "temperature": 1.0}

@@ -1,6 +1,6 @@
 """What weights an engine holds, and how new ones come in while requests run: order, deadlines, checks, and what happens when one fails.
 
-The steps themselves are SGLang's (rollout.weight_transfer). SGLang answers success for an unknown name and dies of a wrong shape, so each
+The steps themselves are SGLang's (weight_transfer.py). SGLang answers success for an unknown name and dies of a wrong shape, so each
 bucket is checked before it is sent.
 """
 
@@ -17,14 +17,14 @@ from correction.engines.processor import Processor
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DeadlineExceeded, EngineError, EvenkeelError, SyncError
-from rollout import weight_transfer
-from rollout.engine_process import CONTROLLER, EngineProcess
+from rollout.engine import weight_transfer
+from rollout.engine.engine_process import CONTROLLER, EngineProcess
+from rollout.engine.heartbeat import SchedulerProbe, kernels_are_compiled, processor_seconds, until_lost
+from rollout.engine.weight_transfer import Receiving, Sending
 from rollout.engine_settings.engine_config import EngineConfig, UpdateMode
-from rollout.heartbeat import SchedulerProbe, kernels_are_compiled, processor_seconds, until_lost
 from rollout.sglang_plugin.hooks import CHECKSUMS, FAILURE, PROCESSOR, RECEIPT, SPECS
+from rollout.sglang_plugin.weight_parts import RankParts
 from rollout.trajectory import SyncReceipt
-from rollout.weight_parts import RankParts
-from rollout.weight_transfer import Receiving, Sending
 
 
 class UpdatableEngine:

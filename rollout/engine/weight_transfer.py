@@ -1,6 +1,6 @@
 """SGLang's protocol for new weights, step by step: pause, begin, buckets, end, continue.
 
-Functions of SGLang's tokenizer manager (`manager`), the owner's half of the engine. Order, deadlines, failures: rollout.weight_update.
+Functions of SGLang's tokenizer manager (`manager`), the owner's half of the engine. Order, deadlines, failures: weight_update.py.
 """
 
 from __future__ import annotations
