@@ -15,7 +15,7 @@ from correction.errors import ConfigError, counted
 from correction.settings.base import DerivedSettings, Settings
 from correction.settings.schedule import fold_obstacle, needs_reference_logprobs
 from learner.config import LearnerConfig
-from learner.nano import NanoModelConfig
+from learner.hf.nano import NanoModelConfig
 from learner.warmup import WarmupConfig
 from rollout.config import AnswerSampling, RolloutConfig
 

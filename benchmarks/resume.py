@@ -145,7 +145,7 @@ def _answer(prompt: Prompt, version: int) -> Trajectory:
 def resume(run: Path) -> Resumed:
     """All that a resume does with the folder before it starts anything."""
     from learner.checkpoint_files import check_readable  # noqa: F401 - it imports torch, as a resume does
-    from learner.model_check import check_trainable
+    from learner.hf.model_check import check_trainable
 
     found = Resumed()
     view = RunFolder.view(run)
@@ -208,8 +208,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run folders there")
     arguments = parser.parse_args()
     from learner.config import LearnerConfig
+    from learner.hf.nano import build_nano_model
     from learner.learner_rank import LearnerRank
-    from learner.nano import build_nano_model
 
     with scratch(arguments.keep) as base:
         config, model = load_config(RunConfig, NANO_RECIPE, []), base / "model"

@@ -29,8 +29,8 @@ from benchmarks.workloads import sampled_batch
 from correction import PackedBatch
 from correction.errors import EngineError
 from learner.config import LearnerConfig
+from learner.hf.nano import NanoModelConfig, build_nano_model
 from learner.learner_rank import LearnerRank
-from learner.nano import NanoModelConfig, build_nano_model
 from learner.results import Proximal
 from rollout.engine_settings.engine_config import EngineConfig
 

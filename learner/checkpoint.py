@@ -50,15 +50,15 @@ from learner.checkpoint_files import (
     model_shape,
     read_manifest,
 )
-from learner.families import family_of
 from learner.file_sums import flush_to_disk, leave_sum
-from learner.hf_folder import open_tensors
+from learner.hf.families import family_of
+from learner.hf.hf_folder import open_tensors
+from learner.hf.model_family import HeadShape, Rule
+from learner.hf.tensor_files import saving
 from learner.megatron import DistributedDataParallel, get_cuda_rng_tracker
 from learner.model import unwrap
-from learner.model_family import HeadShape, Rule
 from learner.optimizer import GuardedOptimizer
 from learner.parallel import Placement
-from learner.tensor_files import saving
 
 
 class _TensorPiece(NamedTuple):

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from correction.errors import DataError
-from learner.hf_folder import open_tensors, read_json
-from learner.model_family import HeadShape
+from learner.hf.hf_folder import open_tensors, read_json
+from learner.hf.model_family import HeadShape
 
 FORMAT = 2
 """Number of this layout; another one is refused."""

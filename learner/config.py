@@ -191,7 +191,7 @@ class LearnerConfig(DerivedSettings):
         Raises: ConfigError naming the sizes, or the dtype.
         """
         from correction.errors import ConfigError
-        from learner.families import FAMILIES
+        from learner.hf.families import FAMILIES
 
         family = FAMILIES.get(getattr(hf_config, "model_type", ""))
         if family is not None and family.qk_norm == "all_heads" and self.tensor_parallel > 1:

@@ -1,4 +1,4 @@
-"""Weights between Hugging Face and Megatron, by the rules of a model's family (learner/families.py) and the layouts that these name.
+"""Weights between Hugging Face and Megatron, by the rules of a model's family (learner/hf/families.py) and the layouts that these name.
 
 A new way in which Megatron stores a matrix is a new `TensorLayout`.
 """
@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from correction.errors import DataError
-from learner.families import family_of
-from learner.model_family import MEGATRON_LAYER, ModelFamily, Rule, TensorLayout
-from learner.model_family import HeadShape as HeadShape
+from learner.hf.families import family_of
+from learner.hf.model_family import MEGATRON_LAYER, ModelFamily, Rule, TensorLayout
+from learner.hf.model_family import HeadShape as HeadShape
 
 if TYPE_CHECKING:  # the driver looks at the families, and must not import Megatron for that
     from learner.parallel import Placement

@@ -15,9 +15,9 @@ from torch import Tensor
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket, packed, packed_bytes
 from correction.engines.weight_spec import WeightSpec
-from learner import hf_folder
 from learner.convert import runs
 from learner.file_sums import leave_sum
+from learner.hf import hf_folder
 from learner.parallel import Placement
 
 SHARD_BYTES = 4 * 2**30

@@ -26,6 +26,7 @@ from learner.attention import PackedAttention
 from learner.batch_invariant import BatchInvariantAttention, BatchInvariantColumnLinear, BatchInvariantRowLinear
 from learner.config import LearnerConfig
 from learner.experts import GroupedExperts
+from learner.hf.model_family import ATTENTION_NORM_AFTER, INPUT_NORM, ModelFamily
 from learner.megatron import (
     ColumnParallelLinear,
     IdentityOp,
@@ -36,7 +37,6 @@ from learner.megatron import (
     get_gpt_layer_local_spec,
     get_num_layers_to_build,
 )
-from learner.model_family import ATTENTION_NORM_AFTER, INPUT_NORM, ModelFamily
 from learner.norm import AllHeadsNorm, HFRMSNorm, with_norm_after
 
 Layers = Literal["local", "batch_invariant", "transformer_engine"]

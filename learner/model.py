@@ -13,7 +13,8 @@ from correction.errors import DataError
 from learner import layers
 from learner.config import LearnerConfig
 from learner.experts import keep_no_routes
-from learner.families import family_of, rope_scaling
+from learner.hf.families import family_of, rope_scaling
+from learner.hf.model_family import QKV_BIAS, ExpertOptions, HeadShape
 from learner.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -23,7 +24,6 @@ from learner.megatron import (
     TransformerConfig,
     gather_from_sequence_parallel_region,
 )
-from learner.model_family import QKV_BIAS, ExpertOptions, HeadShape
 from learner.parallel import Placement
 from learner.routing import RouterChoice, smallest_type
 

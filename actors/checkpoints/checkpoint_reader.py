@@ -74,7 +74,7 @@ def _read(checkpoint: Checkpoint, reading: Reading) -> tuple[TrainingState, list
     Raises: OtherVersionError; DataError naming the file that is missing or damaged.
     """
     from learner.checkpoint_files import TrainedApartError, check_readable  # torch: seconds that a refusal of the settings doesn't need
-    from learner.model_check import check_trainable
+    from learner.hf.model_check import check_trainable
 
     foreign = _verify(checkpoint, reading)
     state = TrainingState.load(checkpoint.state)

@@ -155,7 +155,7 @@ def _check_reference(config: RunConfig, checkpoint: Checkpoint) -> None:
     """
     if not config.needs_reference:
         return
-    from learner.model_check import check_trainable, expected_shapes
+    from learner.hf.model_check import check_trainable, expected_shapes
 
     reference, has_weights = outline_folder(config.model)
     if not reference.exists():

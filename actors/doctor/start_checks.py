@@ -20,9 +20,9 @@ from actors.settings.deadlines import bytes_of, with_deadlines
 from actors.settings.derived import with_optimizer
 from actors.settings.hub_name import HubName
 from correction.errors import DataError, EvenkeelError
-from learner.hf_folder import read_config, read_json, shapes_of
-from learner.model_check import check_trainable, check_weights
-from learner.plain_config import is_plainly_trainable, plain_sizes
+from learner.hf.hf_folder import read_config, read_json, shapes_of
+from learner.hf.model_check import check_trainable, check_weights
+from learner.hf.plain_config import is_plainly_trainable, plain_sizes
 from rollout.config import TaskConfig
 from rollout.tasks.plain_tokenizer import is_plainly_usable
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from actors.plan.shape import BYTES_OF, ModelShape
 from learner.config import LearnerConfig
-from learner.model_family import FEED_FORWARD_NORM_AFTER, INPUT_NORM
+from learner.hf.model_family import FEED_FORWARD_NORM_AFTER, INPUT_NORM
 
 RESERVE = 3 << 30
 """CUDA context, NCCL's buffers, kernels' workspaces and what the allocator can't use: an estimate. Compared with nothing: on the H200 what

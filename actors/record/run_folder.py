@@ -193,7 +193,7 @@ class RunFolder:
 
     def keep_model_files(self, source: Path) -> None:
         """Keep config and tokenizer of a model folder, which may be moved or removed while the run goes on."""
-        from learner.hf_folder import side_files  # it imports torch, which not every user of a run folder needs
+        from learner.hf.hf_folder import side_files  # it imports torch, which not every user of a run folder needs
 
         for name, content in side_files(source).items():
             self.write_file(f"model/{name}", partial(Path.write_bytes, data=content))

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from actors.metrics.catalogue import CATALOGUE
 from actors.settings.deadlines import KEEP_S
+from learner.hf.tensor_files import saving
 from learner.results import SkipReason
-from learner.tensor_files import saving
 
 if TYPE_CHECKING:  # torch: seconds that the driver's start doesn't need
     from actors.carriers import PreparedBatch

@@ -26,7 +26,7 @@ from actors.state.state_format import Columns, as_plain, of_plain
 from correction.config import CorrectionConfig
 from correction.errors import DataError
 from learner.file_sums import unreadable
-from learner.tensor_files import saving
+from learner.hf.tensor_files import saving
 from rollout.trajectory import Group, Prompt
 
 STATE, COLUMNS = "controller.json", "groups.safetensors"

@@ -76,7 +76,7 @@ _LEGACY_FORMS: dict[str, Callable[[Any], bool]] = {
 def is_plainly_usable(folder: Path, task: TaskConfig) -> bool:
     """True only where `load_tokenizer` and `ChatEncoder.for_task` have nothing to say of the folder.
 
-    Args: folder: with a config.json that is plainly trainable (learner/plain_config.py).
+    Args: folder: with a config.json that is plainly trainable (learner/hf/plain_config.py).
     """
     model, options = _object(folder / "config.json"), _object(folder / "tokenizer_config.json")
     if model is None or options is None or "tokenizer_class" not in options or not _all_like(_FORMS, options):

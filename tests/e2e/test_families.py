@@ -19,7 +19,7 @@ import torch
 from correction.batch import PackedBatch
 from correction.correct import correct
 from correction.engines.weight_bucket import WeightBucket
-from learner.families import FAMILIES
+from learner.hf.families import FAMILIES
 from learner.learner_rank import LearnerRank
 from rollout.engine.engine import RolloutEngine
 from rollout.engine_settings.engine_config import EngineConfig

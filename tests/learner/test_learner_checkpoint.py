@@ -16,7 +16,7 @@ from correction.errors import DataError
 from learner import checkpoint
 from learner.checkpoint import is_complete
 from learner.checkpoint_files import TrainedApartError, check_readable
-from learner.hf_folder import write_shards
+from learner.hf.hf_folder import write_shards
 from learner.learner_rank import LearnerRank
 from tests.learner.learner_cases import learner_on, random_batch, save_model
 from tests.learner.moe_cases import save_moe

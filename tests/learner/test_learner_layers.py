@@ -14,8 +14,9 @@ import torch
 from pydantic import ValidationError
 
 from correction.errors import ConfigError
-from learner import convert, hf_folder, layers, megatron, model, parallel
+from learner import convert, layers, megatron, model, parallel
 from learner.config import LearnerConfig
+from learner.hf import hf_folder
 from tests.learner.learner_cases import run_ranks, save_model
 from tests.learner.moe_cases import save_moe
 

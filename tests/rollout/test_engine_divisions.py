@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from correction.errors import ConfigError
-from learner.families import FAMILIES
+from learner.hf.families import FAMILIES
 from rollout.engine.engine import _read_model_config
 from rollout.engine_settings.engine_config import EngineConfig
 from rollout.engine_settings.engine_ranks import obstacles

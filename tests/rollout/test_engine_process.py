@@ -11,7 +11,7 @@ import psutil
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from learner.families import FAMILIES
+from learner.hf.families import FAMILIES
 from rollout import sglang_plugin
 from rollout.engine.engine import RolloutEngine
 from rollout.engine_settings.engine_arguments import REFUSED_OF_RANKS

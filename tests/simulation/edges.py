@@ -17,7 +17,7 @@ import actors.queue.payloads
 import actors.service.correction_service
 import learner.checkpoint_files
 import learner.file_sums
-import learner.model_check
+import learner.hf.model_check
 from actors.checkpoints import checkpoint_reader
 from actors.processes import interrupts
 from actors.record import patience
@@ -48,7 +48,7 @@ def doubles(schedule: FaultSchedule, disk: Disk, faults: Faults) -> Iterator[Non
             (actors.processes.loop_clock.LoopClock, "start", nothing),  # nothing is late here, and ticks would be half of all events
             (learner.file_sums, "_side_by_side", map),
             (learner.checkpoint_files, "check_readable", nothing),
-            (learner.model_check, "check_trainable", nothing),
+            (learner.hf.model_check, "check_trainable", nothing),
             (checkpoint_reader, "load_tokenizer", nothing),
             (worker, "own_folder", lambda: contextlib.nullcontext(Path("temporary"))),
             (worker, "remove", nothing),

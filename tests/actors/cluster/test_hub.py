@@ -24,7 +24,7 @@ from actors.config import RunConfig
 from actors.record.run_folder import RunFolder
 from actors.settings.hub_name import HubName
 from correction.errors import ConfigError, DataError
-from learner.nano import NanoModelConfig, build_nano_model
+from learner.hf.nano import NanoModelConfig, build_nano_model
 from rollout.config import HuggingFaceTask
 from rollout.tasks.rows import read_dataset
 from tests.e2e.launch import RECIPE

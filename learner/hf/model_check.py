@@ -9,9 +9,9 @@ import os
 from typing import Any
 
 from correction.errors import DataError
-from learner.families import family_of
-from learner.hf_folder import PUT_BACK, read_config, shapes_of
-from learner.model_family import HeadShape, ModelFamily, Rule, TensorLayout
+from learner.hf.families import family_of
+from learner.hf.hf_folder import PUT_BACK, read_config, shapes_of
+from learner.hf.model_family import HeadShape, ModelFamily, Rule, TensorLayout
 
 
 def check_trainable(folder: str | os.PathLike[str], *, has_weights: bool = True) -> Any:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from correction.engines.quick_imports import without_model_classes
 from correction.errors import DataError
-from learner.tensor_files import saving
+from learner.hf.tensor_files import saving
 
 if TYPE_CHECKING:  # who reads a folder's JSON alone must not wait for torch
     from torch import Tensor

@@ -1,6 +1,6 @@
 """Whether a config.json can be trained, for most of those that can, without transformers: importing it, and torch with it, takes seconds.
 
-If the answer here isn't yes, the caller asks transformers (learner/model_check.py), which alone says no, and why.
+If the answer here isn't yes, the caller asks transformers (learner/hf/model_check.py), which alone says no, and why.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from correction.errors import DataError
-from learner.families import family_of
+from learner.hf.families import family_of
 
 _SIZES = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),

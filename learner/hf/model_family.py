@@ -1,6 +1,6 @@
 """What a model family is: which Megatron parameter is made of which Hugging Face tensors, and what such rules can't say.
 
-Nothing is imported for it: the plan of a run and the pages read the families (learner/families.py) without torch.
+Nothing is imported for it: the plan of a run and the pages read the families (learner/hf/families.py) without torch.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def build_nano_model(folder: str | os.PathLike[str], texts: Iterable[str], confi
     import torch
     from transformers import GenerationConfig, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
-    from learner import hf_folder
+    from learner.hf import hf_folder
 
     config, target = config or NanoModelConfig(), Path(folder)
     if (target / "config.json").exists():

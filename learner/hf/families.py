@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from correction.errors import DataError
-from learner.model_family import (
+from learner.hf.model_family import (
     ATTENTION_NORM_AFTER,
     FEED_FORWARD_NORM_AFTER,
     INPUT_NORM,
