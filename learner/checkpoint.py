@@ -55,10 +55,10 @@ from learner.hf.families import family_of
 from learner.hf.hf_folder import open_tensors
 from learner.hf.model_family import HeadShape, Rule
 from learner.hf.tensor_files import saving
-from learner.megatron import DistributedDataParallel, get_cuda_rng_tracker
-from learner.model import unwrap
+from learner.model.megatron import DistributedDataParallel, get_cuda_rng_tracker
+from learner.model.model import unwrap
+from learner.model.parallel import Placement
 from learner.optimizer import GuardedOptimizer
-from learner.parallel import Placement
 
 
 class _TensorPiece(NamedTuple):

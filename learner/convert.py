@@ -21,7 +21,7 @@ from learner.hf.model_family import MEGATRON_LAYER, ModelFamily, Rule, TensorLay
 from learner.hf.model_family import HeadShape as HeadShape
 
 if TYPE_CHECKING:  # the driver looks at the families, and must not import Megatron for that
-    from learner.parallel import Placement
+    from learner.model.parallel import Placement
 
 T = TypeVar("T")
 GATHER_BYTES = 2**26

@@ -18,7 +18,7 @@ from correction.engines.weight_spec import WeightSpec
 from learner.convert import runs
 from learner.file_sums import leave_sum
 from learner.hf import hf_folder
-from learner.parallel import Placement
+from learner.model.parallel import Placement
 
 SHARD_BYTES = 4 * 2**30
 """Largest file of weights in a saved folder."""

@@ -26,14 +26,15 @@ from correction.engines.processor import Processor
 from correction.engines.weight_bucket import WeightBucket
 from correction.errors import ConfigError, DataError
 from correction.loss import broken_tokens, loss_metrics, policy_scale
-from learner import checkpoint, convert, export, model, model_capture, parallel
+from learner import checkpoint, convert, export, model_capture
 from learner.abort import Abort
 from learner.config import LearnerConfig
 from learner.hf import hf_folder
 from learner.hf.model_check import is_surplus_allowed
 from learner.logprobs import scaled_logits
 from learner.loss import correction_objective, supervised_objective
-from learner.megatron import DistributedDataParallel
+from learner.model import model, parallel
+from learner.model.megatron import DistributedDataParallel
 from learner.optimizer import GuardedOptimizer, Update, mean_norms
 from learner.optimizer_steps import demonstration_batch, first_values, optimizer_steps, sequences_read, uncorrected
 from learner.results import Proximal, SkipReason, StepResult, StepValues

@@ -11,13 +11,13 @@ from torch import Tensor
 from correction.batch import CorrectedBatch, FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.loss import policy_loss
-from learner.attention import pack
 from learner.config import LearnerConfig
-from learner.inputs import ModelInputs, RowLayout
 from learner.logprobs import head_logprobs
-from learner.model import unwrap
-from learner.parallel import Placement
-from learner.routing import Routes
+from learner.model.attention import pack
+from learner.model.inputs import ModelInputs, RowLayout
+from learner.model.model import unwrap
+from learner.model.parallel import Placement
+from learner.model.routing import Routes
 
 
 @dataclass(frozen=True, slots=True)

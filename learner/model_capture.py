@@ -14,7 +14,7 @@ from correction.batch import PackedBatch
 from correction.engines.capture import Capture, CapturedRows, OperatorPlace, sequence_start
 from learner.convert import split_qkv
 from learner.hf.model_family import HeadShape
-from learner.model import PolicyModel
+from learner.model.model import PolicyModel
 
 Head = Callable[[Tensor], Tensor]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learner.config import LearnerConfig
-from learner.megatron import (
+from learner.model.megatron import (
     DistributedDataParallel,
     DistributedOptimizer,
     OptimizerConfig,
@@ -24,7 +24,7 @@ from learner.megatron import (
     param_is_not_shared,
     param_is_not_tensor_parallel_duplicate,
 )
-from learner.model import unwrap
+from learner.model.model import unwrap
 from learner.results import ParameterGroup, SkipReason
 
 GROUPS = {

@@ -15,10 +15,10 @@ from correction.correct import for_step
 from correction.errors import ConfigError, DataError
 from correction.loss import late_normalizer
 from correction.settings.schedule import fold_obstacle
-from learner import balance
 from learner.config import LearnerConfig
-from learner.megatron import TransformerConfig
-from learner.parallel import Placement
+from learner.model import balance
+from learner.model.megatron import TransformerConfig
+from learner.model.parallel import Placement
 from learner.step import Pass, microbatches_of_this_rank
 
 

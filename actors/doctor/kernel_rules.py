@@ -42,8 +42,8 @@ def experts_stay_as_sent(shape: ModelShape, config: RunConfig) -> Iterator[Compl
 
 
 def half_precision_has_kernels(config: RunConfig, *, of_ranks: Collection[str], of_engines: Collection[str]) -> Iterator[Complaint]:
-    """In bfloat16 and in float16: torch's variable-length attention, which ranks take for both (learner/attention.py), is FlashAttention,
-    and SGLang's own kernels (sglang-kernel) have no code for older GPUs. A failure if all GPUs of a side are so.
+    """In bfloat16 and in float16: torch's variable-length attention, which ranks take for both (learner/model/attention.py), is
+    FlashAttention, and SGLang's own kernels (sglang-kernel) have no code for older GPUs. A failure if all GPUs of a side are so.
 
     Args: architectures of the GPUs that a rank, and that an engine may get, such as sm_90; those that aren't known are left out.
     """

@@ -60,7 +60,7 @@ def layout_divides_the_model(facts: PaperFacts, config: RunConfig) -> Iterator[C
 
 
 def experts_are_there_for_their_settings(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    """learner/model.py and rollout/engine/engine.py refuse the same, when ranks and engines start."""
+    """learner/model/model.py and rollout/engine/engine.py refuse the same, when ranks and engines start."""
     learner, kind = config.learner, facts.shape.model_type
     replay = f"learner.routing_replay = {learner.routing_replay}"
     if not facts.shape.experts and learner.routing_replay != "none":

@@ -81,9 +81,9 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
     def start(self, world_size: int, master: tuple[str, int], model: Path, version: int) -> ActorInfo:
         """Join the group and load the weights."""
         with uncollected():
-            from learner import layers
             from learner.kept_weights import KeptWeights
             from learner.learner_rank import LearnerRank
+            from learner.model import layers
 
             if self._config.resolved_device == "cuda":
                 check_received(f"learner rank {self._rank}", self._config.gpus_per_rank, ray.get_gpu_ids())

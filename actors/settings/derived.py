@@ -1,7 +1,7 @@
 """Decides what a recipe leaves open, once for both sides: devices from the hardware, types from the devices, sizes from both.
 
 The result is what runs and what the run folder's config.yaml shows; nothing in it is `auto` but learner.layers, which depends on what is
-installed where a rank is: the rank decides (learner/layers.py), and says so when it is up.
+installed where a rank is: the rank decides (learner/model/layers.py), and says so when it is up.
 """
 
 from __future__ import annotations

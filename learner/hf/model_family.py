@@ -1,6 +1,6 @@
 """What a model family is: which Megatron parameter is made of which Hugging Face tensors, and what such rules can't say.
 
-Nothing is imported for it: the plan of a run and the pages read the families (learner/hf/families.py) without torch.
+Nothing is imported for it: the plan of a run and the pages read the families (families.py) without torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 MEGATRON_LAYER = "decoder.layers.{layer}."
 INPUT_NORM, QKV_BIAS = "input_layernorm.weight", "self_attention.linear_qkv.bias"
 ATTENTION_NORM_AFTER, FEED_FORWARD_NORM_AFTER = "self_attention.linear_proj.norm.weight", "mlp.linear_fc2.norm.weight"
-"""Names of the norms after the two products of a layer (learner/norm.py)."""
+"""Names of the norms after the two products of a layer (learner/model/norm.py)."""
 
 
 class TensorLayout(Enum):

@@ -1,6 +1,6 @@
 """Whether a model folder has a tokenizer that a task can use, for most of those that have, without importing transformers for seconds.
 
-If the answer here isn't yes, the caller has transformers read it (rollout/tasks/chat.py), which alone says no, and why.
+If the answer here isn't yes, the caller has transformers read it (chat.py), which alone says no, and why.
 """
 
 from __future__ import annotations

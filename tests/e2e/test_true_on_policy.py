@@ -32,8 +32,8 @@ from correction.correct import defer
 from correction.engines.agreement import compare
 from correction.engines.weight_bucket import WeightBucket
 from learner.config import LearnerConfig
-from learner.inputs import find_shared_prefixes
 from learner.learner_rank import LearnerRank
+from learner.model.inputs import find_shared_prefixes
 from rollout.continuation import is_begun
 from rollout.engine.engine import RolloutEngine
 from rollout.engine_settings.engine_config import EngineConfig

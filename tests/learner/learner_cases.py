@@ -25,7 +25,7 @@ from learner.convert import bind, to_hf
 from learner.hf.families import family_of
 from learner.hf.model_family import HeadShape
 from learner.learner_rank import LearnerRank
-from learner.model import unwrap
+from learner.model.model import unwrap
 from tests.tiny_models import save_tiny_model
 
 VOCAB = 96

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from correction.engines.gpu_share import CONTEXT
 from correction.errors import SyncError
-from learner import parallel
 from learner.broadcast import WeightBroadcaster
 from learner.config import LearnerConfig
 from learner.export import Staging
+from learner.model import parallel
 
 
 def test_a_rank_with_a_share_of_a_gpu_holds_no_more_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

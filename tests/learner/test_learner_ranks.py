@@ -24,7 +24,7 @@ from learner import checkpoint
 from learner.checkpoint import is_complete
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
-from learner.model import build
+from learner.model.model import build
 from tests.learner.learner_cases import (
     TIS,
     VOCAB,

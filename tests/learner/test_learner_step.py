@@ -23,8 +23,8 @@ from correction.correct import correct, defer, for_step
 from correction.diagnostics.batch_numbers import kept_numbers
 from correction.diagnostics.diagnose import diagnose
 from correction.errors import ConfigError
-from learner import balance
 from learner.learner_rank import LearnerRank
+from learner.model import balance
 from learner.optimizer_steps import optimizer_steps
 from learner.results import SkipReason
 from tests.learner.learner_cases import (

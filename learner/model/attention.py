@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from correction.engines.operators import whole_blocks
-from learner.inputs import RowLayout
-from learner.megatron import PackedSeqParams
-from learner.routing import Routes
+from learner.model.inputs import RowLayout
+from learner.model.megatron import PackedSeqParams
+from learner.model.routing import Routes
 
 TILE_ROWS = 32
 """Rows of queries that torch's CPU kernel works on at a time: fewer in a tile leave it idle, more meet keys that are masked."""

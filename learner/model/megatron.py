@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import warnings
 
-from learner import cpu_hook
+from learner.model import cpu_hook
 
 cpu_hook.install()
 
 with warnings.catch_warnings():
     # Apex and TransformerEngine are optional: torch's own linear layers and AdamW take their place. Where TransformerEngine can't be
-    # imported, HAVE_TE is False and its names below are placeholders (learner/layers.py looks first).
+    # imported, HAVE_TE is False and its names below are placeholders (layers.py looks first).
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|apex|transformer_engine).*")
     from megatron.core import optimizer as _optimizers
     from megatron.core import parallel_state

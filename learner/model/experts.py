@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from learner.megatron import MoELayer, SequentialMLP
+from learner.model.megatron import MoELayer, SequentialMLP
 
 
 def grouped_product(x: Tensor, weights: Sequence[Tensor], rows: Tensor) -> Tensor:

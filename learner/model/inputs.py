@@ -15,7 +15,7 @@ from torch import Tensor
 
 from correction.batch import PackedBatch
 from correction.errors import DataError
-from learner.balance import SharedPrefix
+from learner.model.balance import SharedPrefix
 
 LEAST_SAVED = 0.1
 """A prefix is shared only if that saves more than this share of the rows, because attention to a shared prefix takes about that much

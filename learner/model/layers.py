@@ -4,9 +4,9 @@ All three are the same tree of modules with the same parameters under the same n
 model. That is why TransformerEngine's fused norm-and-product stays out: it would own the norm's weight, under another name.
 
 Attention is ours in all three. It knows packed sequences and prompts that several answers share, and in half precision on a GPU it is
-torch's variable-length FlashAttention already (learner/attention.py); TransformerEngine's would bring no kernel that is missing.
+torch's variable-length FlashAttention already (attention.py); TransformerEngine's would bring no kernel that is missing.
 
-Experts are ours in all three, too (learner/experts.py): Megatron's modules and parameters with products of our own grouping, because the
+Experts are ours in all three, too (experts.py): Megatron's modules and parameters with products of our own grouping, because the
 parameters of TransformerEngine's grouped product have other names (weight0, weight1, ...) and other places.
 
 TransformerEngine's modules add `_extra_state` to a state_dict, for float8. Nothing here reads or writes a state_dict of the model.
@@ -21,13 +21,13 @@ from typing import Literal
 import torch
 
 from correction.errors import ConfigError
-from learner import megatron
-from learner.attention import PackedAttention
-from learner.batch_invariant import BatchInvariantAttention, BatchInvariantColumnLinear, BatchInvariantRowLinear
 from learner.config import LearnerConfig
-from learner.experts import GroupedExperts
 from learner.hf.model_family import ATTENTION_NORM_AFTER, INPUT_NORM, ModelFamily
-from learner.megatron import (
+from learner.model import megatron
+from learner.model.attention import PackedAttention
+from learner.model.batch_invariant import BatchInvariantAttention, BatchInvariantColumnLinear, BatchInvariantRowLinear
+from learner.model.experts import GroupedExperts
+from learner.model.megatron import (
     ColumnParallelLinear,
     IdentityOp,
     ModuleSpec,
@@ -37,7 +37,7 @@ from learner.megatron import (
     get_gpt_layer_local_spec,
     get_num_layers_to_build,
 )
-from learner.norm import AllHeadsNorm, HFRMSNorm, with_norm_after
+from learner.model.norm import AllHeadsNorm, HFRMSNorm, with_norm_after
 
 Layers = Literal["local", "batch_invariant", "transformer_engine"]
 
@@ -72,7 +72,7 @@ def block_spec(transformer: TransformerConfig, family: ModelFamily, layers: Laye
         vp_stage: which of the rank's chunks, if it has several.
     """
     norm, attention, column, row = {
-        # Where its norms round: learner/norm.py.
+        # Where its norms round: norm.py.
         "local": (HFRMSNorm, PackedAttention, ColumnParallelLinear, RowParallelLinear),
         "batch_invariant": (HFRMSNorm, BatchInvariantAttention, BatchInvariantColumnLinear, BatchInvariantRowLinear),
         # Rounds once, at the end.

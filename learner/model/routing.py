@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from correction.batch import PackedBatch
-from learner.parallel import Placement
+from learner.model.parallel import Placement
 
 
 def smallest_type(experts: int) -> torch.dtype:

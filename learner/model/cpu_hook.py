@@ -50,7 +50,7 @@ def install() -> None:
     if any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path):
         return
     if _PACKAGE in sys.modules:
-        raise ConfigError("megatron.core was imported before learner.cpu_hook.install(): import learner.megatron first")
+        raise ConfigError("megatron.core was imported before learner.model.cpu_hook.install(): import learner.model.megatron first")
     sys.meta_path.insert(0, _MegatronFinder())
 
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from correction.engines.operators import silu
 from correction.errors import DataError
-from learner import layers
 from learner.config import LearnerConfig
-from learner.experts import keep_no_routes
 from learner.hf.families import family_of, rope_scaling
 from learner.hf.model_family import QKV_BIAS, ExpertOptions, HeadShape
-from learner.megatron import (
+from learner.model import layers
+from learner.model.experts import keep_no_routes
+from learner.model.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     Float16Module,
@@ -24,8 +24,8 @@ from learner.megatron import (
     TransformerConfig,
     gather_from_sequence_parallel_region,
 )
-from learner.parallel import Placement
-from learner.routing import RouterChoice, smallest_type
+from learner.model.parallel import Placement
+from learner.model.routing import RouterChoice, smallest_type
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types

@@ -19,7 +19,7 @@ from correction.engines.gpu_share import allocator_fraction
 from correction.engines.rendezvous import gloo_interface_towards, rendezvous_store
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
-from learner.megatron import model_parallel_cuda_manual_seed, parallel_state
+from learner.model.megatron import model_parallel_cuda_manual_seed, parallel_state
 
 T = TypeVar("T")
 

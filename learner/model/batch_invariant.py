@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from correction.engines.operators import attention, key_bias, linear, product
-from learner.attention import PackedSequences, TileCall
-from learner.megatron import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_model_parallel_region
+from learner.model.attention import PackedSequences, TileCall
+from learner.model.megatron import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_model_parallel_region
 
 
 class BatchInvariantColumnLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron has no types
