@@ -58,7 +58,7 @@ from learner.hf.tensor_files import saving
 from learner.model.megatron import DistributedDataParallel, get_cuda_rng_tracker
 from learner.model.model import unwrap
 from learner.model.parallel import Placement
-from learner.optimizer import GuardedOptimizer
+from learner.training.optimizer import GuardedOptimizer
 
 
 class _TensorPiece(NamedTuple):

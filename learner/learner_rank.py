@@ -27,18 +27,18 @@ from correction.engines.weight_bucket import WeightBucket
 from correction.errors import ConfigError, DataError
 from correction.loss import broken_tokens, loss_metrics, policy_scale
 from learner import checkpoint, convert, export, model_capture
-from learner.abort import Abort
 from learner.config import LearnerConfig
 from learner.hf import hf_folder
 from learner.hf.model_check import is_surplus_allowed
-from learner.logprobs import scaled_logits
-from learner.loss import correction_objective, supervised_objective
 from learner.model import model, parallel
 from learner.model.megatron import DistributedDataParallel
-from learner.optimizer import GuardedOptimizer, Update, mean_norms
-from learner.optimizer_steps import demonstration_batch, first_values, optimizer_steps, sequences_read, uncorrected
 from learner.results import Proximal, SkipReason, StepResult, StepValues
-from learner.step import ObjectiveFunction, Pass, attach_schedule, run_microbatches, train_step
+from learner.training.abort import Abort
+from learner.training.logprobs import scaled_logits
+from learner.training.loss import correction_objective, supervised_objective
+from learner.training.optimizer import GuardedOptimizer, Update, mean_norms
+from learner.training.optimizer_steps import demonstration_batch, first_values, optimizer_steps, sequences_read, uncorrected
+from learner.training.step import ObjectiveFunction, Pass, attach_schedule, run_microbatches, train_step
 
 
 @dataclass(slots=True)
@@ -351,7 +351,7 @@ class LearnerRank:
         gradient_scale: Callable[[Tensor], float],
         loss_of: Callable[[Tensor], float],
     ) -> tuple[Pass, float, Update]:
-        """One optimizer step, as learner.step.train_step."""
+        """One optimizer step, as learner.training.step.train_step."""
         state = self._require()
         return train_step(
             state.chunks, state.optimizer, corrected, objective, gradient_scale=gradient_scale, loss_of=loss_of,

@@ -4,7 +4,7 @@ Weights, gradients and optimizer are counted, not estimated: Megatron's data par
 (learner/model/model.py, grad_reduce_in_fp32); Adam has two float32 averages, and in half precision a float32 copy of the weights, shared by
 the data-parallel ranks if the optimizer is distributed (Rajbhandari et al. 2020, ZeRO, section 3: K = 12 bytes a parameter and K / R).
 Activations are what autograd keeps of a layer of learner/model/layers.py, tensor by tensor (after Korthikanti et al. 2022, section 4, whose
-layer has dropout and no gate); the head is as in learner/logprobs.py.
+layer has dropout and no gate); the head is as in learner/training/logprobs.py.
 
 A training pass has its peak in the head, forward or backward, or in the last layer: in its backward pass, which comes when the head's
 memory is free again, or, of experts, in its forward pass. All layers' activations are kept in both. Weights of another version are loaded
@@ -186,8 +186,8 @@ def _after_gate_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> 
     """The same of norms and attention. It is more where attention is much of a layer: the feed-forward part is free by then, or nearly.
 
     A norm goes back in float32 (learner/model/norm.py; torch's kernel for it on a GPU takes less than is counted here): the gradient times
-    its weight, what it had normalised, which float32 has kept, and their product. One before the feed-forward part also has the gradient that
-    it was given, and its own output is free. One after it is the first of the layer to go back. Attention has the gradients of what it gave
+    its weight, what it had normalised, which float32 has kept, and their product. One before the feed-forward part also has the gradient
+    that it was given, and its own output is free. One after it is the first of the layer to go back. Attention has the gradients of what it gave
     and of what it was given, and the residual's twice; free are the norm and the copy of its output that the product after it had read. The
     variable-length kernel makes no such copy, and adds up the queries' gradient in float32.
     """
@@ -285,7 +285,7 @@ def handed_over_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> 
 
 
 def head_bytes(shape: ModelShape, config: LearnerConfig, tokens: int, *, has_entropy_loss: bool) -> int:
-    """Peak of the head's two passes, as the head of learner/logprobs.py says, and the copies that a float32_head works with.
+    """Peak of the head's two passes, as the head of learner/training/logprobs.py says, and the copies that a float32_head works with.
 
     Without entropy in the loss the backward pass has one table of a chunk's logits in float32 where else it has two: the forward pass with
     its two may be the larger one then.

@@ -29,7 +29,7 @@ from learner.model.routing import RouterChoice, smallest_type
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
-    """GPTModel that hands out the last layer's hidden states, [1, N, hidden], and leaves its head to learner/logprobs.py.
+    """GPTModel that hands out the last layer's hidden states, [1, N, hidden], and leaves its head to learner/training/logprobs.py.
 
     An earlier pipeline stage hands out its own, as Megatron passes them on.
     The logits of all tokens are by far the largest tensor of a step; nobody needs them at the same time.
@@ -46,7 +46,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
-        if self.config.sequence_parallel:  # every rank's head needs all rows; and its gradient comes back complete (learner/logprobs.py)
+        if self.config.sequence_parallel:  # every rank's head needs all rows; its gradient comes back complete (learner/training/logprobs.py)
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return hidden_states.transpose(0, 1)
 

@@ -71,8 +71,8 @@ SWITCHED_OFF: dict[str, tuple[str, Callable[..., object], str]] = {
     "rotary": ("megatron.core.transformer.attention.apply_rotary_pos_emb", other_rotation, "layers.0.rotary_q"),
     "attention": ("learner.model.batch_invariant.attention", other_attention, "layers.0.attention"),
     "silu": ("learner.model.model.silu", lambda x: x * torch.sigmoid(x), "layers.0.silu"),
-    "head": ("learner.logprobs.head_logits", flipped_product, "logits"),
-    "log_softmax": ("learner.logprobs.log_softmax", lambda z, t: torch.softmax(z / t, -1).log(), "logprobs"),
+    "head": ("learner.training.logprobs.head_logits", flipped_product, "logits"),
+    "log_softmax": ("learner.training.logprobs.log_softmax", lambda z, t: torch.softmax(z / t, -1).log(), "logprobs"),
 }  # fmt: skip
 """Operator -> what is replaced in the learner, by what, and where the two engines then part."""
 

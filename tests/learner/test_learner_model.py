@@ -23,9 +23,9 @@ from correction.engines.weight_spec import WeightSpec
 from correction.errors import DataError
 from learner.hf import families
 from learner.hf.hf_folder import read_config
-from learner.loss import forward_hidden
 from learner.model.attention import pack
 from learner.model.inputs import RowLayout
+from learner.training.loss import forward_hidden
 from tests.learner.learner_cases import hf_model, hf_values, learner_on, random_batch, save_model, weights
 from tests.tiny_models import LLAMA3_ROPE
 

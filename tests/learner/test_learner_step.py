@@ -25,8 +25,8 @@ from correction.diagnostics.diagnose import diagnose
 from correction.errors import ConfigError
 from learner.learner_rank import LearnerRank
 from learner.model import balance
-from learner.optimizer_steps import optimizer_steps
 from learner.results import SkipReason
+from learner.training.optimizer_steps import optimizer_steps
 from tests.learner.learner_cases import (
     TIS,
     gradients,

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from correction.batch import CorrectedBatch, DecisionCounts, FinalDecision, PackedBatch
 from correction.engines import matrix_products
-from learner.abort import Abort
 from learner.config import LearnerConfig
-from learner.loss import MicrobatchLoss, TokenValues, forward_hidden, token_values, without_loss
 from learner.model import balance
 from learner.model.attention import can_share_prompts
 from learner.model.inputs import ModelInputs, find_shared_prefixes
 from learner.model.megatron import DistributedDataParallel, TransformerConfig, finalize_model_grads, get_forward_backward_func
 from learner.model.parallel import Placement
 from learner.model.routing import Routes, gather_taken, mean_agreement
-from learner.optimizer import GuardedOptimizer, Update
+from learner.training.abort import Abort
+from learner.training.loss import MicrobatchLoss, TokenValues, forward_hidden, token_values, without_loss
+from learner.training.optimizer import GuardedOptimizer, Update
 
 ObjectiveFunction = Callable[[CorrectedBatch, TokenValues], MicrobatchLoss]
 Microbatch = tuple[CorrectedBatch, ModelInputs]

@@ -19,7 +19,7 @@ from learner.config import LearnerConfig
 from learner.model import balance
 from learner.model.megatron import TransformerConfig
 from learner.model.parallel import Placement
-from learner.step import Pass, microbatches_of_this_rank
+from learner.training.step import Pass, microbatches_of_this_rank
 
 
 def optimizer_steps(

@@ -12,12 +12,12 @@ from correction.batch import CorrectedBatch, FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.loss import policy_loss
 from learner.config import LearnerConfig
-from learner.logprobs import head_logprobs
 from learner.model.attention import pack
 from learner.model.inputs import ModelInputs, RowLayout
 from learner.model.model import unwrap
 from learner.model.parallel import Placement
 from learner.model.routing import Routes
+from learner.training.logprobs import head_logprobs
 
 
 @dataclass(frozen=True, slots=True)
