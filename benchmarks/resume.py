@@ -144,8 +144,8 @@ def _answer(prompt: Prompt, version: int) -> Trajectory:
 
 def resume(run: Path) -> Resumed:
     """All that a resume does with the folder before it starts anything."""
-    from learner.checkpoint_files import check_readable  # noqa: F401 - it imports torch, as a resume does
     from learner.hf.model_check import check_trainable
+    from learner.weights.checkpoint_files import check_readable  # noqa: F401 - it imports torch, as a resume does
 
     found = Resumed()
     view = RunFolder.view(run)

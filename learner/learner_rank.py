@@ -26,7 +26,7 @@ from correction.engines.processor import Processor
 from correction.engines.weight_bucket import WeightBucket
 from correction.errors import ConfigError, DataError
 from correction.loss import broken_tokens, loss_metrics, policy_scale
-from learner import checkpoint, convert, export, model_capture
+from learner import model_capture
 from learner.config import LearnerConfig
 from learner.hf import hf_folder
 from learner.hf.model_check import is_surplus_allowed
@@ -39,6 +39,7 @@ from learner.training.loss import correction_objective, supervised_objective
 from learner.training.optimizer import GuardedOptimizer, Update, mean_norms
 from learner.training.optimizer_steps import demonstration_batch, first_values, optimizer_steps, sequences_read, uncorrected
 from learner.training.step import ObjectiveFunction, Pass, attach_schedule, run_microbatches, train_step
+from learner.weights import checkpoint, convert, export
 
 
 @dataclass(slots=True)

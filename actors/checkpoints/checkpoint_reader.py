@@ -15,7 +15,7 @@ from actors.record.run_folder import CHECKPOINT_FORMAT, Checkpoint, RunFolder
 from actors.state.json_lines import JsonLines
 from actors.state.resume import OLD_STATE, OtherVersionError, TrainingState, other_version
 from correction.errors import DataError
-from learner.file_sums import MANIFEST, may_pass, read_manifest_of_files, verify
+from learner.weights.file_sums import MANIFEST, may_pass, read_manifest_of_files, verify
 from rollout.tasks.chat import load_tokenizer
 from rollout.tasks.tasks import Task
 
@@ -73,8 +73,11 @@ def _read(checkpoint: Checkpoint, reading: Reading) -> tuple[TrainingState, list
 
     Raises: OtherVersionError; DataError naming the file that is missing or damaged.
     """
-    from learner.checkpoint_files import TrainedApartError, check_readable  # torch: seconds that a refusal of the settings doesn't need
     from learner.hf.model_check import check_trainable
+    from learner.weights.checkpoint_files import (  # torch: seconds that a refusal of the settings doesn't need
+        TrainedApartError,
+        check_readable,
+    )
 
     foreign = _verify(checkpoint, reading)
     state = TrainingState.load(checkpoint.state)

@@ -187,9 +187,9 @@ def _after_gate_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> 
 
     A norm goes back in float32 (learner/model/norm.py; torch's kernel for it on a GPU takes less than is counted here): the gradient times
     its weight, what it had normalised, which float32 has kept, and their product. One before the feed-forward part also has the gradient
-    that it was given, and its own output is free. One after it is the first of the layer to go back. Attention has the gradients of what it gave
-    and of what it was given, and the residual's twice; free are the norm and the copy of its output that the product after it had read. The
-    variable-length kernel makes no such copy, and adds up the queries' gradient in float32.
+    that it was given, and its own output is free. One after it is the first of the layer to go back. Attention has the gradients of what
+    it gave and of what it was given, and the residual's twice; free are the norm and the copy of its output that the product after it had
+    read. The variable-length kernel makes no such copy, and adds up the queries' gradient in float32.
     """
     size, ranks = BYTES_OF[config.resolved_dtype], config.tensor_parallel
     hidden, freed = _hidden_bytes(shape, config, tokens), tokens * _feed_forward_activations(shape, config)

@@ -37,9 +37,9 @@ if TYPE_CHECKING:  # torch and Megatron are imported when the rank starts
     from correction.engines.processor import Processor
     from correction.engines.weight_bucket import WeightBucket
     from correction.wide import WidePlace
-    from learner.broadcast import WeightBroadcaster
-    from learner.export import Staging
     from learner.results import Proximal, StepResult, StepValues
+    from learner.weights.broadcast import WeightBroadcaster
+    from learner.weights.export import Staging
 
 
 ABORTABLE = frozenset({"step", "proximal", "reference_logprobs", "at_sampling"})
@@ -207,7 +207,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         from correction.engines.checksum import digest_of
         from correction.engines.float8 import in_float8
         from correction.engines.weight_spec import WeightSpec
-        from learner.export import weight_checksums
+        from learner.weights.export import weight_checksums
 
         self._begin(number, "export of the weights", version)
         began = time.monotonic()
@@ -248,7 +248,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         return ""
 
     def _stage(self, piece: Mapping[str, Tensor]) -> WeightBucket:
-        from learner.export import Staging
+        from learner.weights.export import Staging
 
         if self._staging is None:
             self._staging = Staging()
@@ -306,7 +306,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
 
         Raises: SyncError if not all members come, or it is closed meanwhile.
         """
-        from learner.broadcast import WeightBroadcaster
+        from learner.weights.broadcast import WeightBroadcaster
 
         device, given_up = self._learner.placement.device, threading.Event()
         with self._opening:

@@ -55,7 +55,7 @@ from correction.diagnostics.quantities import current_name
 from correction.early_warning.monitor import Event, State
 from correction.errors import ConfigError, DataError
 from correction.settings.base import dump_with_derived
-from learner.file_sums import flush_to_disk, seal
+from learner.weights.file_sums import flush_to_disk, seal
 
 SampleKind = Literal["step", "held_out"]
 """What samples are of, a training batch or an evaluation: their files' names begin so."""

@@ -24,7 +24,7 @@ from actors.reports.book_check import BookCheck, LinesRead, check_books
 from actors.reports.completeness import left_after_training
 from actors.state.json_lines import JsonLines
 from correction.errors import ConfigError, DataError
-from learner.file_sums import may_pass, read_manifest_of_files, verify
+from learner.weights.file_sums import may_pass, read_manifest_of_files, verify
 
 RECENT_STEPS = 20
 """Medians are over this many last steps."""

@@ -46,7 +46,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
-        if self.config.sequence_parallel:  # every rank's head needs all rows; its gradient comes back complete (learner/training/logprobs.py)
+        if self.config.sequence_parallel:  # a head needs all rows; its gradient comes back complete (learner/training/logprobs.py)
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return hidden_states.transpose(0, 1)
 

@@ -110,7 +110,7 @@ class Receiving:
 
 
 async def receive(manager: Any, bucket: Sequence[WeightSpec], group: str, *, version: int | None, flush: bool) -> None:
-    """Load one bucket that rank 0 of the group broadcasts, by one collective (learner.broadcast); otherwise as `send`."""
+    """Load one bucket that rank 0 of the group broadcasts, by one collective (learner/weights/broadcast.py); otherwise as `send`."""
     from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 
     specs = widest_first(bucket)

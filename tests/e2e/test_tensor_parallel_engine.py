@@ -24,8 +24,8 @@ from correction.correct import correct
 from correction.engines.weight_bucket import WeightBucket
 from correction.errors import EngineError, SyncError
 from lab.ports import free_port
-from learner.broadcast import WeightBroadcaster
 from learner.learner_rank import LearnerRank
+from learner.weights.broadcast import WeightBroadcaster
 from rollout.engine.engine import RolloutEngine
 from rollout.engine_settings.engine_config import EngineConfig
 from tests.conftest import BackgroundLoop

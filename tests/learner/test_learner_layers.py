@@ -14,10 +14,10 @@ import torch
 from pydantic import ValidationError
 
 from correction.errors import ConfigError
-from learner import convert
 from learner.config import LearnerConfig
 from learner.hf import hf_folder
 from learner.model import layers, megatron, model, parallel
+from learner.weights import convert
 from tests.learner.learner_cases import run_ranks, save_model
 from tests.learner.moe_cases import save_moe
 

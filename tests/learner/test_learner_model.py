@@ -159,7 +159,7 @@ def test_an_export_of_one_rank_copies_queries_keys_and_values_alone(tmp_path: Pa
 
 def test_several_shards_are_read_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(tmp_path / "m")
-    monkeypatch.setattr("learner.export.SHARD_BYTES", 20_000)
+    monkeypatch.setattr("learner.weights.export.SHARD_BYTES", 20_000)
     with learner_on(folder) as learner:
         learner.save_hf(tmp_path / "out")
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1

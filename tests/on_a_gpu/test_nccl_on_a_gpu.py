@@ -30,9 +30,9 @@ from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import SyncError
 from lab.ports import free_port
-from learner.broadcast import WeightBroadcaster
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
+from learner.weights.broadcast import WeightBroadcaster
 from rollout.engine.engine import RolloutEngine
 from rollout.engine_settings.engine_config import EngineConfig, EngineDeadlines
 from rollout.trajectory import Trajectory

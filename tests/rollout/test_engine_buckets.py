@@ -17,7 +17,7 @@ from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from lab.ports import free_port
-from learner.broadcast import WeightBroadcaster, end_to_end
+from learner.weights.broadcast import WeightBroadcaster, end_to_end
 from rollout.engine import weight_transfer
 from rollout.engine.engine import RolloutEngine
 from rollout.trajectory import Trajectory

@@ -127,7 +127,7 @@ class Joins:
 
 def count_hashes(rank: Any) -> None:
     """For a rank: count the pieces of weights whose checksums it computes from now on."""
-    from learner import export
+    from learner.weights import export
 
     rank.hashed, compute = 0, getattr(export.weight_checksums, "__wrapped__", export.weight_checksums)
 

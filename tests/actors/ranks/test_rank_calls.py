@@ -194,7 +194,7 @@ class Waiting:
 
 def test_a_rank_leaves_a_weight_group_whose_members_it_still_awaits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its other thread does; a call that comes before the join is known, too, as calls may overtake each other."""
-    monkeypatch.setattr("learner.broadcast.WeightBroadcaster", Waiting)
+    monkeypatch.setattr("learner.weights.broadcast.WeightBroadcaster", Waiting)
     actor: Any = rank_with(Pieces(), 0)
     actor._learner.placement = SimpleNamespace(device=torch.device("cpu"))
     told = ("127.0.0.1", 1, 2)

@@ -15,10 +15,10 @@ from torch import Tensor
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket, packed, packed_bytes
 from correction.engines.weight_spec import WeightSpec
-from learner.convert import runs
-from learner.file_sums import leave_sum
 from learner.hf import hf_folder
 from learner.model.parallel import Placement
+from learner.weights.convert import runs
+from learner.weights.file_sums import leave_sum
 
 SHARD_BYTES = 4 * 2**30
 """Largest file of weights in a saved folder."""

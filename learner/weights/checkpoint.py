@@ -37,8 +37,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from correction.errors import DataError
-from learner import convert
-from learner.checkpoint_files import (
+from learner.hf.families import family_of
+from learner.hf.hf_folder import open_tensors
+from learner.hf.model_family import HeadShape, Rule
+from learner.hf.tensor_files import saving
+from learner.model.megatron import DistributedDataParallel, get_cuda_rng_tracker
+from learner.model.model import unwrap
+from learner.model.parallel import Placement
+from learner.training.optimizer import GuardedOptimizer
+from learner.weights import convert
+from learner.weights.checkpoint_files import (
     FORMAT,
     MANIFEST,
     RANDOM,
@@ -50,15 +58,7 @@ from learner.checkpoint_files import (
     model_shape,
     read_manifest,
 )
-from learner.file_sums import flush_to_disk, leave_sum
-from learner.hf.families import family_of
-from learner.hf.hf_folder import open_tensors
-from learner.hf.model_family import HeadShape, Rule
-from learner.hf.tensor_files import saving
-from learner.model.megatron import DistributedDataParallel, get_cuda_rng_tracker
-from learner.model.model import unwrap
-from learner.model.parallel import Placement
-from learner.training.optimizer import GuardedOptimizer
+from learner.weights.file_sums import flush_to_disk, leave_sum
 
 
 class _TensorPiece(NamedTuple):

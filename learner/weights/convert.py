@@ -106,7 +106,7 @@ def bind(model: torch.nn.Module, family: ModelFamily, expert_rank: int = 0) -> l
         if local_expert:
             pattern = pattern.replace(local_expert[0], "local_experts.{expert}")
         if pattern not in rules:
-            raise DataError(f"learner/convert.py: no rule for Megatron's parameter {name}")
+            raise DataError(f"learner/weights/convert.py: no rule for Megatron's parameter {name}")
         rule = rules[pattern]
         if pattern == "output_layer.weight" and model.share_embeddings_and_output_weights:  # the last pipeline stage's copy
             rule = replace(rule, hf=rules["embedding.word_embeddings.weight"].hf)
