@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
 
-from actors.settings.hub_name import HubName
+from actors.hub_name import HubName
 from correction.config import CorrectionConfig
 from correction.early_warning.monitor import MonitorConfig
 from correction.early_warning.replacement import check_replaceable, reason_of, switched, tightened

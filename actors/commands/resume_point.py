@@ -17,9 +17,9 @@ from actors.checkpoints.reading import read_at_start
 from actors.cluster.hub import outline_folder
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
+from actors.hub_name import HubName, absolute
 from actors.processes.disk_at_start import MODEL_OR_RUN, by_disk_at_start
 from actors.record.run_folder import Checkpoint, RunFolder
-from actors.settings.hub_name import HubName, absolute
 from correction.errors import ConfigError, DataError, counted
 from correction.settings.schedule import needs_topk
 from rollout.config import FileTask, HuggingFaceTask

@@ -14,11 +14,11 @@ from actors.cluster.hub import config_folder
 from actors.config import RunConfig
 from actors.doctor.facts import PaperFacts
 from actors.doctor.gather import paper_facts
+from actors.hub_name import HubName
 from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape, check_is_model
 from actors.settings.deadlines import bytes_of, with_deadlines
 from actors.settings.derived import with_optimizer
-from actors.settings.hub_name import HubName
 from correction.errors import DataError, EvenkeelError
 from learner.hf.hf_folder import read_config, read_json, shapes_of
 from learner.hf.model_check import check_trainable, check_weights
