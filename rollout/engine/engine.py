@@ -30,7 +30,10 @@ _READ_ONLY = {"max_new_tokens": 0, "temperature": 1.0}
 
 
 class RolloutEngine(UpdatableEngine):
-    """An engine that samples and scores. While it is dirty it refuses requests, and those that were in flight end with an EngineDirty."""
+    """An engine that samples and scores. While it is dirty it refuses requests, and those that were in flight end with an EngineDirty.
+
+    Requests that come during an update wait for its end. They are of the new weights, or end with an EngineDirty if it fails.
+    """
 
     def __init__(
         self, name: str, config: EngineConfig, process: EngineProcess, vocab_size: int, version: int, experts: ExpertShape | None = None
@@ -237,7 +240,7 @@ class RolloutEngine(UpdatableEngine):
 
     def _check_request(self, token_ids: Sequence[int], max_tokens: int, temperature: float) -> None:
         self._process.raise_if_lost()
-        if self._dirty is not None:
+        if self._dirty is not None and not self._is_replacing:
             raise EngineDirty(f"{self.name} is dirty: {self._dirty}. Send it a whole weight update first")
         if not token_ids:
             raise DataError(f"{self.name}: an empty prompt: there is nothing to condition on. Give it at least one token")

@@ -28,8 +28,8 @@ from rollout.trajectory import SyncReceipt
 
 
 class UpdatableEngine:
-    """States: clean (serves `version`) -> updating -> clean; or dirty, when an update failed half-way; or lost, when its processes ended
-    or gave no answer to an update in time.
+    """States: clean (serves `version`) -> updating (requests wait) -> clean; or dirty, when an update failed half-way; or lost, when its
+    processes ended or gave no answer to an update in time.
 
     A dirty engine has weights of no version until a whole update succeeds. A lost engine answers every call with an EngineError: shut it
     down and start another. All methods belong to the event loop that started the engine.
@@ -42,6 +42,8 @@ class UpdatableEngine:
         self._version = version
         self._dirty: str | None = None
         """Why the engine is dirty; None if it isn't."""
+        self._is_replacing = False
+        """An update has begun to replace the weights: SGLang keeps requests that come now until its end."""
         self._failed_updates = 0
         self._updating = asyncio.Lock()
         self._specs: dict[str, WeightSpec] | None = None
@@ -203,7 +205,7 @@ class UpdatableEngine:
                 with waits:
                     pause_s = await self._replace_weights(version, mode, transfer, check, phase)
                 self._version = version
-                self._dirty = None
+                self._dirty, self._is_replacing = None, False
                 return check.receipt(version, pause_s)
             finally:
                 await transfer.close()
@@ -234,7 +236,7 @@ class UpdatableEngine:
         async def steps() -> float:
             await weight_transfer.pause_and_begin(self._manager, mode)
             stopped = time.perf_counter()
-            self._dirty = f"an update to v{version} has begun"
+            self._dirty, self._is_replacing = f"an update to v{version} has begun", True
             await transfer.load(self._manager, version, flush=mode == "retract")
             if self.config.tensor_parallel > 1:
                 check.require_all_ranks(version, await self._inspect(RECEIPT, deadline_s))
@@ -246,6 +248,7 @@ class UpdatableEngine:
         try:
             return await self._process.wait(replacing, deadline_s, phase, keep=True)
         except BaseException as error:
+            self._is_replacing = False
             if not replacing.done():  # its weights are here, and a broadcast ends by weight_group_timeout_s: the engine's own fault
                 self._process.declare_lost(f"{phase}: {error}")
                 raise

@@ -18,7 +18,7 @@ from torch import Tensor
 from correction.engines import host_memory
 from rollout.sglang_plugin.broadcast_arrival import received_in
 from rollout.sglang_plugin.mapped_memory import keep_mapped
-from rollout.sglang_plugin.weight_group import joined_in
+from rollout.sglang_plugin.weight_group import joined_in, leave
 
 # Actions that the plugin adds to SGLang's request `check_weights`
 SPECS = "evenkeel.specs"
@@ -91,6 +91,7 @@ def register(group_timeout_s: float) -> None:
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     HookRegistry.register(f"{updater}._update_weights_from_flattened_bucket", keep_mapped, HookType.BEFORE)
     HookRegistry.register(f"{updater}.init_weights_update_group", joined_in(group_timeout_s), HookType.AROUND)
+    HookRegistry.register(f"{updater}.destroy_weights_update_group", leave, HookType.AROUND)
     HookRegistry.register(f"{updater}.receive_weights_from_distributed", received_in(group_timeout_s), HookType.AROUND)
 
 

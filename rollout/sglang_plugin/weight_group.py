@@ -1,13 +1,16 @@
-"""How a scheduler joins the learner's weight group: it waits where it can be told to go on.
+"""How a scheduler joins and leaves the learner's weight group: it waits where it can be told to go on.
 
 SGLang joins in the scheduler's own thread, by a call of gloo's that ends when all members are connected, or at the group's time-out. NCCL
 would connect with the first broadcast, by a call without a deadline, while the engine stands still for its weights. Here the members first
 meet at rank 0's store (Rendezvous, correction/engines/rendezvous.py), and then connect at once, over NCCL by a broadcast of one byte: in a
 thread beside the scheduler's. If the learner gives the group up, because a member is gone, the engine samples again within moments.
+
+It leaves in a thread, too: torch lets NCCL end what is under way first, and NCCL may wait there for members that failed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -69,6 +72,20 @@ def joined_in(timeout_s: float) -> Callable[..., Any]:
         return end.within(timeout_s)
 
     return join
+
+
+def leave(original: Callable[..., Answer], updater: Any, group_name: str) -> Answer:
+    """A hook around SGLang's leaving of a weight group. Nobody waits for the group's end."""
+    group = updater._model_update_group.pop(group_name, None)
+    if group is None:
+        return original(updater, group_name)  # SGLang says that there is no such group
+    threading.Thread(target=_end, args=(group,), daemon=True).start()
+    return True, "left"
+
+
+def _end(group: dist.ProcessGroup) -> None:
+    with contextlib.suppress(Exception):  # it had failed, that is why it is left
+        dist.destroy_process_group(group)
 
 
 class _FirstAnswer:

@@ -23,7 +23,8 @@ from correction.correct import defer
 from correction.engines.checksum import tensor_checksum
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
-from tests.learner.learner_cases import TIS, gradients, grouped_batch, hf_model, hf_values, learner_on, random_batch, save_model, weights
+from learner.weights.export import Staging
+from tests.learner.learner_cases import TIS, gradients, grouped_batch, hf_model, hf_values, learner_on, random_batch, save_model
 from tests.learner.moe_cases import save_moe
 from tests.learner.test_learner_checkpoint import SETTINGS, train
 
@@ -86,12 +87,16 @@ def test_a_restored_rank_goes_on_as_before(tmp_path: Path, dtype: str) -> None:
 def test_exported_weights_are_the_rank_s_in_page_locked_memory(tmp_path: Path) -> None:
     """What leaves the GPU, also in a second export that uses the same memory again; its sums are those that the rank tells."""
     folder = save(tmp_path / "m", "qwen3")
+    staging = Staging()
     with learner_on(folder, device=DEVICE, dtype="bfloat16", **SETTINGS) as learner:
         for step in range(2):
             train(learner, step, step + 1)
-            told, sent = learner.weight_checksums(), weights(learner)
-            assert {name: tensor_checksum(tensor) for name, tensor in sent.items()} == told
-            assert all(tensor.is_pinned() for tensor in sent.values()), "page-locked memory of the host, never the GPU's"
+            told, sums = learner.weight_checksums(), dict[str, str]()
+            for piece in learner.weights(bucket_bytes=100_000):
+                sent = staging.bucket(piece).tensors()
+                assert all(tensor.is_pinned() for tensor in sent.values()), "page-locked memory of the host, never the GPU's"
+                sums |= {name: tensor_checksum(tensor) for name, tensor in sent.items()}
+            assert sums == told
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -8,6 +8,7 @@ These need a GPU and that NCCL, and are skipped without: `pip install --no-deps 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import threading
@@ -22,7 +23,10 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from actors.settings.environment import _IN_ONE_GROUP, _SURVIVES_A_GROUP
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
+from actors.settings.derived import derived
+from actors.settings.environment import worker_environment
 from correction.correct import defer
 from correction.engines.checksum import tensor_checksum
 from correction.engines.rendezvous import Rendezvous
@@ -36,14 +40,27 @@ from learner.weights.broadcast import WeightBroadcaster
 from rollout.engine.engine import RolloutEngine
 from rollout.engine_settings.engine_config import EngineConfig, EngineDeadlines
 from rollout.trajectory import Trajectory
-from tests.conftest import BackgroundLoop
+from tests.conftest import ROOT, BackgroundLoop
 from tests.learner.learner_cases import TIS, random_batch, run_ranks, save_model, weights
 from tests.learner.moe_cases import save_moe
 from tests.rollout.engine_scene import is_healthy, some_tokens
 from tests.rollout.hf_reference import perturbed, tiny_weights
 
-HAS_NCCL = torch.cuda.is_available() and torch.cuda.nccl.version() >= (2, 30)
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_NCCL, reason="needs a GPU and NCCL 2.30")]
+
+def several_can_share_a_gpu() -> bool:
+    """By the NCCL that this process has loaded; torch.cuda.nccl.version() tells the one that torch was compiled with."""
+    if not torch.cuda.is_available():
+        return False
+    version = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    return version.value >= 23000
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(120, method="thread"),  # NCCL's calls can hang for good: then it says where
+    pytest.mark.skipif(not several_can_share_a_gpu(), reason="needs a GPU and NCCL 2.30"),
+]
 
 CUDA = torch.device("cuda", 0)
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_hidden_layers": 2}
@@ -55,8 +72,9 @@ JOIN_S = 60.0
 
 @pytest.fixture(scope="module", autouse=True)
 def several_processes_on_a_gpu() -> Iterator[None]:
-    """The variables of a run's ranks and engines, in this process and all that it starts."""
-    variables = {**_IN_ONE_GROUP, **_SURVIVES_A_GROUP, "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+    """The variables of a run that broadcasts weights, in this process and all that it starts."""
+    config = derived(load_config(RunConfig, ROOT / "recipes" / "qwen3_8b_8gpu.yaml", ["weight_sync.transport=broadcast"]), has_gpu=True)
+    variables = worker_environment(config) | {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)

@@ -138,16 +138,18 @@ def test_samples_that_are_prefilled_in_parts_after_an_update(doomed: RolloutEngi
 
 
 def test_an_engine_that_is_paused_for_long_has_its_heartbeat(doomed: RolloutEngine, tiny_model: Path, engine_loop: BackgroundLoop) -> None:
-    """While it waits for the second half of new weights it samples nothing and computes nothing, for longer than the limit; it lives."""
+    """While it waits for the last part of new weights it samples nothing and computes nothing, for longer than the limit; it lives."""
     engine, version = doomed, doomed.version + 1
     weights = tiny_weights(tiny_model)
 
-    async def halves() -> AsyncIterator[WeightBucket]:
-        for start in (0, 1):
-            yield WeightBucket.of({name: weights[name] for name in list(weights)[start::2]})
-            await asyncio.sleep(1.5 * HEARTBEAT_S * (1 - start))
+    async def parts() -> AsyncIterator[WeightBucket]:
+        for start in range(4):
+            if start == 3:  # two are read ahead, so the first is loaded
+                assert engine._dirty == f"an update to v{version} has begun"
+                await asyncio.sleep(1.5 * HEARTBEAT_S)
+            yield WeightBucket.of({name: weights[name] for name in list(weights)[start::4]})
 
-    engine_loop.run(engine.update_weights(version, halves()))
+    engine_loop.run(engine.update_weights(version, parts()))
     assert engine.version == version and is_healthy(engine)
 
 

@@ -1,8 +1,8 @@
 """New weights for the real SGLang engine on a CPU, as tensors, against a transformers forward in float32.
 
 Behaviours locked here: a retracting update gives each token its own version's logprob; an update in place keeps tokens and spans, and
-no later request sees an old prefix; wrong weights are refused before they are sent; a failed update makes the engine dirty, and a whole
-one cleans it; checksums are of what the scheduler holds.
+no later request sees an old prefix; a request that comes during an update waits for it; wrong weights are refused before they are sent; a
+failed update makes the engine dirty, and a whole one cleans it; checksums are of what the scheduler holds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -99,6 +99,33 @@ def test_update_in_place_keeps_tokens_and_spans(engine: RolloutEngine, engine_lo
     assert largest_difference(completion.behavior_logprobs[: before.end], old_policy[: before.end]) < TOLERANCE
     assert largest_difference(completion.behavior_logprobs[after.start :], old_policy[after.start :]) > 0.1
     assert largest_difference(completion.behavior_logprobs[after.start :], new_policy[after.start :]) > 0.1
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_request_that_comes_during_an_update_waits_for_its_end(
+    engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path, mode: Literal["retract", "in_place"]
+) -> None:
+    """On a GPU the last answers of the old weights arrive after the engine has stopped, and whoever gets them asks for the next."""
+    version, weights = engine.version, perturbed(tiny_weights(tiny_model), seed=4)
+    asked = list[asyncio.Future[list[Trajectory]]]()
+
+    async def stops_half_way() -> AsyncIterator[WeightBucket]:
+        *first, last = buckets_of(weights, 4)
+        for bucket in first:
+            yield bucket
+        assert engine._dirty == f"an update to v{version + 1} has begun"
+        asked.append(asyncio.ensure_future(engine.generate([5, 6, 7], max_tokens=20, samples=2, ignore_stop=True)))
+        await asyncio.sleep(0.1)
+        assert not asked[0].done()
+        yield last
+
+    async def run() -> list[Trajectory]:
+        await engine.update_weights(version + 1, stops_half_way(), mode=mode)
+        return await asked[0]
+
+    answers = engine_loop.run(run())
+    assert [answer.version_spans for answer in answers] == [(VersionSpan(version + 1, 0, 20),)] * 2
+    assert is_healthy(engine)
 
 
 def test_no_request_sees_a_prefix_of_older_weights(engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
@@ -196,11 +223,15 @@ def test_failed_update_makes_the_engine_dirty_until_a_whole_one(
     async def breaks_off() -> AsyncIterator[WeightBucket]:
         for index, bucket in enumerate(buckets_of(weights, 4)):
             if index == 3:
+                running.append(asyncio.ensure_future(engine.generate([5, 6], max_tokens=2)))
+                await asyncio.sleep(0.1)
                 raise OSError("the learner went away")
             yield bucket
 
+    running = list[asyncio.Future[list[Trajectory]]]()
+
     async def run() -> list[Any]:
-        running = [asyncio.ensure_future(engine.generate(p, max_tokens=900, ignore_stop=True)) for p in prompts(4, 6, seed=10)]
+        running.extend(asyncio.ensure_future(engine.generate(p, max_tokens=900, ignore_stop=True)) for p in prompts(4, 6, seed=10))
         await some_tokens(engine)
         with pytest.raises(SyncError, match="the learner went away"):
             await engine.update_weights(version + 1, breaks_off())
@@ -209,6 +240,7 @@ def test_failed_update_makes_the_engine_dirty_until_a_whole_one(
         return await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 30)
 
     outcomes = engine_loop.run(run())
+    assert len(outcomes) == 5, "the last one came during the update"
     assert all(isinstance(outcome, EngineDirty) and "update failed" in str(outcome) for outcome in outcomes)
     assert not is_healthy(engine) and engine.version == version
     engine_loop.run(engine.update_weights(version + 1, [WeightBucket.of(weights)]))

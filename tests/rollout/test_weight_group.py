@@ -22,7 +22,8 @@ from correction.engines.rendezvous import Rendezvous, rendezvous_store
 from lab.ports import free_port
 from rollout.sglang_plugin import hooks
 
-TARGET = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.init_weights_update_group"
+UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+JOIN, LEAVE = f"{UPDATER}.init_weights_update_group", f"{UPDATER}.destroy_weights_update_group"
 NAME, LONG_S, SOON_S = "weights-0-1", 300.0, 20.0
 Answer = tuple[bool, str]
 
@@ -83,15 +84,21 @@ class Store:
         del self.store
 
 
+def hook_of(monkeypatch: pytest.MonkeyPatch, target: str, timeout_s: float = LONG_S) -> Callable[..., Any]:
+    """What the plugin puts around a function of SGLang's."""
+    registered: dict[str, tuple[Callable[..., Any], HookType]] = {}
+    monkeypatch.setattr(HookRegistry, "register", lambda target, hook, kind: registered.__setitem__(target, (hook, kind)))
+    hooks.register(timeout_s)
+    hook, kind = registered[target]
+    assert kind is HookType.AROUND
+    return hook
+
+
 class Joining:
     """A join in a thread, as the scheduler would wait for it in its own."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, port: int, updater: Updater, timeout_s: float) -> None:
-        registered: dict[str, tuple[Callable[..., Any], HookType]] = {}
-        monkeypatch.setattr(HookRegistry, "register", lambda target, hook, kind: registered.__setitem__(target, (hook, kind)))
-        hooks.register(timeout_s)
-        hook, kind = registered[TARGET]
-        assert kind is HookType.AROUND
+        hook = hook_of(monkeypatch, JOIN, timeout_s)
         self.answer: Answer | None = None
 
         def join() -> None:
@@ -166,6 +173,21 @@ def test_the_wait_has_an_end_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     hanging = Joining(monkeypatch, store.port, Updater(connects=lambda: threading.Event().wait(60)), 0.5)
     store.meeting.begin()
     assert hanging.end() == said
+
+
+def test_an_engine_leaves_a_group_without_waiting_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL may wait for a member that has failed. A group that isn't there is left to SGLang to say."""
+    ended, may_end = list[Any](), threading.Event()
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group: (may_end.wait(60), ended.append(group)))
+    leave, updater, group = hook_of(monkeypatch, LEAVE), Updater(), WatchedGroup()
+    updater._model_update_group[NAME] = group
+    assert leave(pytest.fail, updater, NAME) == (True, "left")
+    assert updater._model_update_group == {} and ended == []
+    may_end.set()
+    while not ended:
+        time.sleep(0.01)
+    assert ended == [group]
+    assert leave(lambda _, name: (False, f"no {name}"), updater, NAME) == (False, f"no {NAME}")
 
 
 @pytest.mark.parametrize("comes", [True, False])
