@@ -15,9 +15,9 @@ import numpy as np
 
 if TYPE_CHECKING:  # torch: seconds that not every process needs
     from correction.config import CorrectionConfig
+    from correction.early_warning.monitor import Event, State
     from correction.engines.processor import Processor
     from correction.engines.weight_spec import WeightSpec
-    from correction.monitor import Event, State
     from rollout.trajectory import Group, GroupFacts, Prompt, UnfinishedGroup
 
 
@@ -282,7 +282,7 @@ class Observation:
     """Diagnostics of a trained batch, and what the monitor makes of them."""
 
     diagnostics: dict[str, float]
-    """By their names in correction.quantities."""
+    """By their names in correction.diagnostics.quantities."""
     events: tuple[Event, ...]
     """Changes of a symptom's state, worst first."""
     state: State

@@ -7,15 +7,15 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
 
-from actors.settings.hub_name import HubName
+from actors.hub_name import HubName
 from correction.config import CorrectionConfig
+from correction.early_warning.monitor import MonitorConfig
+from correction.early_warning.replacement import check_replaceable, reason_of, switched, tightened
 from correction.errors import ConfigError, counted
-from correction.monitor import MonitorConfig
-from correction.replacement import check_replaceable, reason_of, switched, tightened
-from correction.schedule import fold_obstacle, needs_reference_logprobs
-from correction.settings import DerivedSettings, Settings
+from correction.settings.base import DerivedSettings, Settings
+from correction.settings.schedule import fold_obstacle, needs_reference_logprobs
 from learner.config import LearnerConfig
-from learner.nano import NanoModelConfig
+from learner.hf.nano import NanoModelConfig
 from learner.warmup import WarmupConfig
 from rollout.config import AnswerSampling, RolloutConfig
 

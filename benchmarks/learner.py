@@ -33,8 +33,8 @@ from benchmarks.sides import TimeRatio, in_turns, options, seconds_of
 from benchmarks.workloads import lengths_of_groups, random_batch, save_model
 from correction import CorrectionConfig, PackedBatch, defer
 from learner.config import LearnerConfig
-from learner.inputs import ModelInputs
 from learner.learner_rank import LearnerRank
+from learner.model.inputs import ModelInputs
 
 CORRECTION = CorrectionConfig(preset="tis-token")
 VOCABULARIES = {"3M": 512, "60M": 8192}

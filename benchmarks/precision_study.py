@@ -37,7 +37,7 @@ from correction.errors import EvenkeelError
 from lab.float8 import write_float8_folder
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 
 VOCABULARY = 512
 HEAD: dict[str, Any] = {"engine_args": {"enable_fp32_lm_head": True}}

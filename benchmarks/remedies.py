@@ -35,7 +35,7 @@ from torch import Tensor
 
 from benchmarks.sides import options
 from correction import CorrectionConfig, PackedBatch, correct, policy_loss
-from correction.choices import DenominatorKind
+from correction.settings.choices import DenominatorKind
 from lab.recorded_runs import SERIES, RecordedBatch, RecordedRun, load_runs
 
 CONTEXTS, WORDS, PARAMETERS = 256, 64, 4

@@ -40,9 +40,9 @@ from actors.record.run_folder import Checkpoint, RunFolder
 from actors.state.ledger import Ledger, outstanding_ids
 from actors.state.resume import TrainingState, open_ledger
 from benchmarks.sides import NANO_RECIPE, options, scratch
-from rollout.chat import ChatEncoder, load_tokenizer
-from rollout.prompt_place import PromptPlace
-from rollout.tasks import Task, build_task
+from rollout.tasks.chat import ChatEncoder, load_tokenizer
+from rollout.tasks.prompt_place import PromptPlace
+from rollout.tasks.tasks import Task, build_task
 from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
 
 SAMPLES, ANSWER = 8, 6
@@ -144,8 +144,8 @@ def _answer(prompt: Prompt, version: int) -> Trajectory:
 
 def resume(run: Path) -> Resumed:
     """All that a resume does with the folder before it starts anything."""
-    from learner.checkpoint_files import check_readable  # noqa: F401 - it imports torch, as a resume does
-    from learner.model_check import check_trainable
+    from learner.hf.model_check import check_trainable
+    from learner.weights.checkpoint_files import check_readable  # noqa: F401 - it imports torch, as a resume does
 
     found = Resumed()
     view = RunFolder.view(run)
@@ -208,8 +208,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run folders there")
     arguments = parser.parse_args()
     from learner.config import LearnerConfig
+    from learner.hf.nano import build_nano_model
     from learner.learner_rank import LearnerRank
-    from learner.nano import build_nano_model
 
     with scratch(arguments.keep) as base:
         config, model = load_config(RunConfig, NANO_RECIPE, []), base / "model"

@@ -30,7 +30,7 @@ from correction.config import CorrectionConfig
 from correction.correct import defer
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 
 BATCH_TOKENS = 8000
 """About so many has a learner step, the prompt of each sequence included, whatever their length."""

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from actors.settings.true_on_policy import resolved
 from benchmarks.sides import options
-from correction.variance_split import VarianceSplit, split_variance
+from correction.diagnostics.variance_split import VarianceSplit, split_variance
 from lab.kept_engines import KeptEngines, recipe
 
 BFLOAT16 = ("rollout.engine.dtype=bfloat16", "learner.dtype=bfloat16")

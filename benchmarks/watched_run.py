@@ -17,7 +17,7 @@ from benchmarks.sides import EVENKEEL, NANO_RECIPE, ROOT
 ROLES = {
     "rollout worker": "ray::RolloutWorker",
     "scheduler": "sglang::scheduler",
-    "scoring process": "rollout.reward_process",
+    "scoring process": "rollout.rewards.reward_process",
     "trajectory queue": "ray::TrajectoryQueueActor",
     "correction service": "ray::CorrectionService",
     "learner rank": "ray::LearnerRankActor",

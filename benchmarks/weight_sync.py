@@ -48,10 +48,10 @@ from correction.engines.weight_bucket import WeightBucket
 from correction.errors import counted
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
-from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig
+from rollout.engine.engine import RolloutEngine
+from rollout.engine.weight_transfer import SharedStaging
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt
-from rollout.weight_transfer import SharedStaging
 
 CORRECTION = CorrectionConfig(preset="tis-token")
 MODEL, VOCABULARY = "60M", 300

@@ -17,8 +17,8 @@ import torch
 from correction.batch import PackedBatch
 from lab.background_loop import BackgroundLoop
 from rollout.config import TrainOverlong
-from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig
+from rollout.engine.engine import RolloutEngine
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.packing import pack_groups
 from rollout.sampler import sample_seed
 from rollout.trajectory import Group, Prompt, Trajectory

@@ -1,6 +1,6 @@
 """Train-inference mismatch correction on packed batches. Needs torch and pydantic, nothing else.
 
-A name is imported when it is asked for: settings and errors (config, choices, monitor, errors) come without torch.
+A name is imported when it is asked for: settings and errors (config, settings/, early_warning/, errors) come without torch.
 """
 
 import sys
@@ -9,38 +9,38 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .advantages import group_advantages
     from .batch import CorrectedBatch, PackedBatch
-    from .choices import AdvantageEstimator, ProximalSource
     from .config import CorrectionConfig
     from .correct import correct, defer, for_step, shard_sums
-    from .diagnostics import diagnose, diagnostic_sums, diagnostics_of
+    from .diagnostics.diagnose import diagnose, diagnostic_sums, diagnostics_of
+    from .diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS
+    from .early_warning.monitor import Event, Monitor, MonitorConfig
     from .errors import ConfigError, DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LedgerError, SyncError
     from .loss import PARTIALS, PolicyLoss, loss_metrics, policy_loss, policy_scale
-    from .methods import PRESETS, Preset, presets_table
-    from .monitor import Event, Monitor, MonitorConfig
     from .padded_batch import from_padded
     from .padding import pack_like, to_padded
-    from .quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS
-    from .schedule import check_without_gradient_factor, needs_gradient_factor, needs_proximal_forward, needs_topk
+    from .presets.methods import PRESETS, Preset, presets_table
+    from .settings.choices import AdvantageEstimator, ProximalSource
+    from .settings.schedule import check_without_gradient_factor, needs_gradient_factor, needs_proximal_forward, needs_topk
     from .shards import TOTALS, all_reduce_sum
+    from .terms.advantages import group_advantages
     from .tokens import token_coefficients
 
 _HOMES = {
-    "advantages": ("group_advantages",),
+    "terms.advantages": ("group_advantages",),
     "batch": ("CorrectedBatch", "PackedBatch",),
-    "choices": ("AdvantageEstimator", "ProximalSource",),
+    "settings.choices": ("AdvantageEstimator", "ProximalSource",),
     "config": ("CorrectionConfig",),
     "correct": ("correct", "defer", "for_step", "shard_sums",),
-    "diagnostics": ("diagnose", "diagnostic_sums", "diagnostics_of",),
+    "diagnostics.diagnose": ("diagnose", "diagnostic_sums", "diagnostics_of",),
     "errors": ("ConfigError", "DataError", "DeadlineExceeded", "EngineDirty", "EngineError", "EvenkeelError", "LedgerError", "SyncError",),
     "loss": ("PARTIALS", "PolicyLoss", "loss_metrics", "policy_loss", "policy_scale",),
-    "methods": ("PRESETS", "Preset", "presets_table",),
-    "monitor": ("Event", "Monitor", "MonitorConfig",),
+    "presets.methods": ("PRESETS", "Preset", "presets_table",),
+    "early_warning.monitor": ("Event", "Monitor", "MonitorConfig",),
     "padded_batch": ("from_padded",),
     "padding": ("pack_like", "to_padded",),
-    "quantities": ("DIAGNOSTIC_FAMILIES", "DIAGNOSTICS", "LOSS_METRICS",),
-    "schedule": ("check_without_gradient_factor", "needs_gradient_factor", "needs_proximal_forward", "needs_topk",),
+    "diagnostics.quantities": ("DIAGNOSTIC_FAMILIES", "DIAGNOSTICS", "LOSS_METRICS",),
+    "settings.schedule": ("check_without_gradient_factor", "needs_gradient_factor", "needs_proximal_forward", "needs_topk",),
     "shards": ("TOTALS", "all_reduce_sum",),
     "tokens": ("token_coefficients",),
 }

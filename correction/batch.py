@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .errors import DataError
 from .padding import pack_like, to_padded
-from .parts import AdvantageConfig
+from .settings.parts import AdvantageConfig
 from .wide import WidePlace, check_fields, routed_experts_of, topk_of
 
 _PER_TOKEN_OPTIONAL = ("proximal_logprobs", "reference_logprobs", "turn_ids", "topk_ids", "topk_logprobs", "routed_experts")

@@ -10,11 +10,11 @@ from typing import Any
 
 from pydantic import BaseModel, model_validator
 
-from .choices import Population, Ratio, WeightMode
 from .errors import ConfigError
-from .methods import preset_settings
-from .parts import CorrectionSettings, gate_of
-from .schedule import effective_ratio, fold_obstacle
+from .presets.methods import preset_settings
+from .settings.choices import Population, Ratio, WeightMode
+from .settings.parts import CorrectionSettings, gate_of
+from .settings.schedule import effective_ratio, fold_obstacle
 
 REPORT_ONLY = 1e-6
 """A KL coefficient up to which the penalty is there to be reported, not to be felt."""

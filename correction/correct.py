@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from .batch import CorrectedBatch, DecisionCounts, PackedBatch, batch_slices
-from .choices import DenominatorKind, ProximalSource
 from .config import CorrectionConfig
 from .decision import BatchView, decide, needs_all_tokens, no_counts
-from .denominators import batch_counts, sequence_scale
 from .errors import ConfigError, DataError
-from .importance import normalizer, weight_sums
-from .parts import AdvantageConfig
-from .ratios import Logprobs
-from .rejection import MOST, narrow_bounds
-from .schedule import Schedule, Stage, fold_obstacle, uses_proximal
-from .segments import running_counts
+from .settings.choices import DenominatorKind, ProximalSource
+from .settings.parts import AdvantageConfig
+from .settings.schedule import Schedule, Stage, fold_obstacle, uses_proximal
 from .shards import TOTALS, Reduce, check_sharded, moment_limits, prompt_index
+from .terms.denominators import batch_counts, sequence_scale
+from .terms.importance import normalizer, weight_sums
+from .terms.ratios import Logprobs
+from .terms.rejection import MOST, narrow_bounds
+from .terms.segments import running_counts
 
 _COUNTED = TOTALS.index("counted_tokens")
 """Index of the denominator's first entry in the shard sums."""

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from .batch import UNIT_COUNTS, DecisionCounts, PackedBatch
-from .choices import TOPK_STATISTICS, AdvantageSign, Level, Ratio, Statistic
 from .errors import DataError
-from .importance import bounded_weights, staleness_bound
-from .parts import CorrectionSettings, CriterionConfig, ImportanceConfig, VetoConfig
-from .ratios import Logprobs, aggregate_log_ratio, bounded_exp
-from .rejection import (
+from .settings.choices import TOPK_STATISTICS, AdvantageSign, Level, Ratio, Statistic
+from .settings.parts import CorrectionSettings, CriterionConfig, ImportanceConfig, VetoConfig
+from .settings.schedule import Schedule, Stage, effective_ratio
+from .terms.importance import bounded_weights, staleness_bound
+from .terms.ratios import Logprobs, aggregate_log_ratio, bounded_exp
+from .terms.rejection import (
     allowing_for,
     has_sign,
     log_bound,
@@ -30,9 +31,8 @@ from .rejection import (
     veto_keep,
     within,
 )
-from .schedule import Schedule, Stage, effective_ratio
-from .segments import Levels, Segments, masked, where_finite
-from .staleness import token_staleness
+from .terms.segments import Levels, Segments, masked, where_finite
+from .terms.staleness import token_staleness
 
 Bound = Tensor | float | None
 """One bound for all units, one for each, or none."""

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 
 from .batch import CorrectedBatch, FinalDecision
-from .choices import Level, ProximalSource, Ratio
 from .config import CorrectionConfig
 from .correct import early_proximal, probability_factor
 from .decision import BatchView, Decision, decide, divergence_of_tokens, drop_broken_units, unit_advantages
-from .denominators import global_counts, kept_local_factor
-from .divergence import Estimator, estimate
 from .errors import DataError
-from .importance import normalizer, weight_sums
-from .objectives import (
+from .settings.choices import Level, ProximalSource, Ratio
+from .settings.parts import ClipGate, DivergenceGate, KlConfig, RelaxConfig, ScoreObjective
+from .settings.schedule import Schedule, Stage, effective_ratio, needs_reference_logprobs
+from .terms.denominators import global_counts, kept_local_factor
+from .terms.divergence import Estimator, estimate
+from .terms.importance import normalizer, weight_sums
+from .terms.objectives import (
     clip_gate,
     clipped_loss,
     divergence_gate,
@@ -33,12 +35,10 @@ from .objectives import (
     score_loss,
     soft_gate_loss,
 )
-from .parts import ClipGate, DivergenceGate, KlConfig, RelaxConfig, ScoreObjective
-from .ratios import Logprobs, aggregate_log_ratio, bounded_exp, interpolated_logprobs
-from .rejection import has_sign
-from .schedule import Schedule, Stage, effective_ratio, needs_reference_logprobs
-from .segments import Segments
-from .staleness import token_staleness
+from .terms.ratios import Logprobs, aggregate_log_ratio, bounded_exp, interpolated_logprobs
+from .terms.rejection import has_sign
+from .terms.segments import Segments
+from .terms.staleness import token_staleness
 
 PARTIALS = (
     "policy_loss",

@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .advantages import group_advantages
 from .batch import PackedBatch
 from .errors import DataError
 from .padding import pack_like
-from .parts import AdvantageConfig
+from .settings.parts import AdvantageConfig
+from .terms.advantages import group_advantages
 
 LARGEST_LOGPROB = 1e-4
 """Nats: what a softmax in float32 may be over 0 by rounding, and far less than what a wrong sign or a logit is."""

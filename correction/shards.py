@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, distributed
 
 from .batch import PackedBatch
-from .choices import DenominatorKind, Ratio, Statistic
 from .decision import BatchView, needs_all_tokens
 from .errors import ConfigError, DataError
-from .parts import CorrectionSettings
-from .ratios import Logprobs
+from .settings.choices import DenominatorKind, Ratio, Statistic
+from .settings.parts import CorrectionSettings
+from .terms.ratios import Logprobs
 
 Reduce = Callable[[Tensor], Tensor]
 """Returns the sum of a float64 tensor over all shards. It may work in place; only what it returns is used."""

@@ -17,12 +17,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from correction.methods import presets_table
-from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, GAP
-from correction.reference_levels import levels_table
-from correction.symptoms import SYMPTOMS
-from learner.families import FAMILIES, OBSTACLES, SUPPORTED
-from learner.model_family import ATTENTION_NORM_AFTER, INPUT_NORM, QKV_BIAS, ModelFamily
+from correction.diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, GAP
+from correction.early_warning.reference_levels import levels_table
+from correction.early_warning.symptoms import SYMPTOMS
+from correction.presets.methods import presets_table
+from learner.hf.families import FAMILIES, OBSTACLES, SUPPORTED
+from learner.hf.model_family import ATTENTION_NORM_AFTER, INPUT_NORM, QKV_BIAS, ModelFamily
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS_PAGE = "docs/presets.md"

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from correction.engines.float8 import dequantised, is_projection, quantised
-from learner import hf_folder
-from learner.export import write_hf_folder
+from learner.hf import hf_folder
+from learner.weights.export import write_hf_folder
 
 
 def rounded_weight(weight: Tensor, block: int) -> Tensor:

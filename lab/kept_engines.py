@@ -33,19 +33,19 @@ from actors.config import RunConfig
 from actors.queue.outstanding import discard_reason
 from actors.settings.derived import derived
 from actors.settings.devices import visible_gpus
-from correction.advantages import group_advantages
 from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
-from correction.diagnostics import diagnose
-from correction.schedule import needs_reference_logprobs, needs_topk
+from correction.diagnostics.diagnose import diagnose
+from correction.settings.schedule import needs_reference_logprobs, needs_topk
+from correction.terms.advantages import group_advantages
 from lab.background_loop import BackgroundLoop
 from learner.learner_rank import LearnerRank
 from learner.results import StepResult
-from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.packing import pack_groups
 from rollout.sampler import Sampler
-from rollout.tasks import build_task
+from rollout.tasks.chat import ChatEncoder, load_tokenizer
+from rollout.tasks.tasks import build_task
 from rollout.trajectory import Group, Prompt
 
 RECIPE = Path(__file__).with_name("kept_engines.yaml")

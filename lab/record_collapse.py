@@ -41,9 +41,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from correction import CorrectionConfig
-from correction.advantages import group_advantages
 from correction.engines.float8 import is_projection
 from correction.engines.weight_bucket import WeightBucket
+from correction.terms.advantages import group_advantages
 from lab.float8 import rounded_weight
 from lab.kept_engines import KeptEngines, RunSettings, _Run, recipe
 from lab.recorded_runs import SERIES, RecordedBatch, write_run

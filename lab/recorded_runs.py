@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from correction.quantities import current_name
+from correction.diagnostics.quantities import current_name
 
 SERIES = Path(__file__).resolve().parents[1] / "benchmarks" / "series"
 SMOOTHING = 5

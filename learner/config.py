@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from correction.engines.device_choice import Device, Dtype, decided, device_of, dtype_of, is_open
-from correction.parts import CorrectionSettings
-from correction.schedule import defers, needs_proximal_forward
-from correction.settings import DerivedSettings
+from correction.settings.base import DerivedSettings
+from correction.settings.parts import CorrectionSettings
+from correction.settings.schedule import defers, needs_proximal_forward
 
 if TYPE_CHECKING:  # reading settings must not cost the import of torch
     import torch
@@ -191,7 +191,7 @@ class LearnerConfig(DerivedSettings):
         Raises: ConfigError naming the sizes, or the dtype.
         """
         from correction.errors import ConfigError
-        from learner.families import FAMILIES
+        from learner.hf.families import FAMILIES
 
         family = FAMILIES.get(getattr(hf_config, "model_type", ""))
         if family is not None and family.qk_norm == "all_heads" and self.tensor_parallel > 1:

@@ -26,17 +26,20 @@ from correction.engines.processor import Processor
 from correction.engines.weight_bucket import WeightBucket
 from correction.errors import ConfigError, DataError
 from correction.loss import broken_tokens, loss_metrics, policy_scale
-from learner import checkpoint, convert, export, hf_folder, model, model_capture, parallel
-from learner.abort import Abort
+from learner import model_capture
 from learner.config import LearnerConfig
-from learner.logprobs import scaled_logits
-from learner.loss import correction_objective, supervised_objective
-from learner.megatron import DistributedDataParallel
-from learner.model_check import is_surplus_allowed
-from learner.optimizer import GuardedOptimizer, Update, mean_norms
-from learner.optimizer_steps import demonstration_batch, first_values, optimizer_steps, sequences_read, uncorrected
+from learner.hf import hf_folder
+from learner.hf.model_check import is_surplus_allowed
+from learner.model import model, parallel
+from learner.model.megatron import DistributedDataParallel
 from learner.results import Proximal, SkipReason, StepResult, StepValues
-from learner.step import ObjectiveFunction, Pass, attach_schedule, run_microbatches, train_step
+from learner.training.abort import Abort
+from learner.training.logprobs import scaled_logits
+from learner.training.loss import correction_objective, supervised_objective
+from learner.training.optimizer import GuardedOptimizer, Update, mean_norms
+from learner.training.optimizer_steps import demonstration_batch, first_values, optimizer_steps, sequences_read, uncorrected
+from learner.training.step import ObjectiveFunction, Pass, attach_schedule, run_microbatches, train_step
+from learner.weights import checkpoint, convert, export
 
 
 @dataclass(slots=True)
@@ -349,7 +352,7 @@ class LearnerRank:
         gradient_scale: Callable[[Tensor], float],
         loss_of: Callable[[Tensor], float],
     ) -> tuple[Pass, float, Update]:
-        """One optimizer step, as learner.step.train_step."""
+        """One optimizer step, as learner.training.step.train_step."""
         state = self._require()
         return train_step(
             state.chunks, state.optimizer, corrected, objective, gradient_scale=gradient_scale, loss_of=loss_of,

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from correction.batch import PackedBatch
 from correction.engines.capture import Capture, CapturedRows, OperatorPlace, sequence_start
-from learner.convert import split_qkv
-from learner.model import PolicyModel
-from learner.model_family import HeadShape
+from learner.hf.model_family import HeadShape
+from learner.model.model import PolicyModel
+from learner.weights.convert import split_qkv
 
 Head = Callable[[Tensor], Tensor]
 

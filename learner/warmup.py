@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from correction.errors import DataError
-from correction.settings import Settings
+from correction.settings.base import Settings
 
 if TYPE_CHECKING:  # settings are read where neither torch nor Megatron is wanted
     from torch import Tensor

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from correction.errors import ConfigError
-from correction.settings import Settings
-from rollout.engine_config import EngineConfig
+from correction.settings.base import Settings
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.pool_size import PoolSizeConfig
 
 # --- task -----------------------------------------------------------------------------------------------------------

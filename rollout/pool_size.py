@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, PositiveInt, model_validator
 
-from correction.settings import Settings
+from correction.settings.base import Settings
 
 
 class PoolSizeConfig(Settings):

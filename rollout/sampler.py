@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from correction.errors import EngineError
-from rollout.answer_thread import in_answer_thread
-from rollout.chat import load_tokenizer
 from rollout.config import AnswerSampling, RolloutConfig, SamplingConfig
 from rollout.continuation import is_begun
-from rollout.engine import RolloutEngine
-from rollout.rewards import RewardPool
+from rollout.engine.answer_thread import in_answer_thread
+from rollout.engine.engine import RolloutEngine
+from rollout.rewards.rewards import RewardPool
+from rollout.tasks.chat import load_tokenizer
 from rollout.trajectory import Group, Prompt, Trajectory, UnfinishedGroup
 
 

@@ -208,8 +208,8 @@ def engine_loop() -> Iterator[BackgroundLoop]:
 @pytest.fixture(scope="session")
 def shared_engine(tiny_model: Path, engine_loop: BackgroundLoop) -> Iterator[Any]:
     """One RolloutEngine on `tiny_model`; tests that change its weights use `engine`, which restores them."""
-    from rollout.engine import RolloutEngine
-    from rollout.engine_config import EngineConfig
+    from rollout.engine.engine import RolloutEngine
+    from rollout.engine_settings.engine_config import EngineConfig
 
     config = EngineConfig(device="cpu", max_total_tokens=65_536, max_running_requests=64)
     engine = engine_loop.run(RolloutEngine.start(tiny_model, config, name="test engine"))

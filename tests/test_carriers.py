@@ -23,7 +23,7 @@ ELSEWHERE = {
     "correction/engines/agreement.py": "correction's; the service makes one of two engines' logprobs",
     "correction/engines/weight_spec.py": "what both engines call a tensor",
     "correction/engines/processor.py": "what an engine or a learner computes with: both sides say it",
-    "correction/monitor.py": "Event: the monitor makes it, an Observation takes it along",
+    "correction/early_warning/monitor.py": "Event: the monitor makes it, an Observation takes it along",
     "correction/wide.py": "WidePlace: says, in a packed batch, where wide fields are",
     "correction/engines/weight_bucket.py": "a bucket of weights, as both engines lay it out",
     "actors/weights/bucket_delta.py": "BucketDelta: tasks make it of two buckets, and weights of it; that is in its methods",

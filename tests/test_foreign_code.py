@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from correction.errors import DataError
-from learner.hf_folder import read_config, side_files
-from rollout.chat import load_tokenizer
-from rollout.engine import _read_model_config
-from rollout.engine_config import EngineConfig
+from learner.hf.hf_folder import read_config, side_files
+from rollout.engine.engine import _read_model_config
+from rollout.engine_settings.engine_config import EngineConfig
+from rollout.tasks.chat import load_tokenizer
 from tests.tiny_models import save_tiny_tokenizer
 
 CODE = """

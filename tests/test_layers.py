@@ -200,6 +200,17 @@ def test_no_import_circles() -> None:
     TopologicalSorter(graph).prepare()  # a CycleError names the modules
 
 
+def test_no_circles_of_rooms() -> None:
+    """A folder of a package as one place, each file of its top as one: whoever reads a room needs to know only those that it stands on."""
+    files = {module_name(path): path for package in PACKAGES for path in source_files(package)}
+    room = {name: ".".join(path.relative_to(ROOT).parts[:2]).removesuffix(".py") for name, path in files.items()}
+    graph: dict[str, set[str]] = defaultdict(set)
+    for name, path in files.items():
+        graph[room[name]] |= {room[other] for other in imported_modules(path, set(files))} - {room[name]}
+    assert "rollout.config" in graph["rollout.tasks"] and "rollout.engine_settings" in graph["rollout.config"], "no import was seen"
+    TopologicalSorter(graph).prepare()  # a CycleError names the rooms
+
+
 def classes(path: Path) -> list[str]:
     return [node.name for node in nodes(path) if isinstance(node, ast.ClassDef)]
 
@@ -283,10 +294,10 @@ def test_what_auto_means_is_decided_in_one_place() -> None:
     files = [path for package in PACKAGES for path in source_files(package) if '"auto"' in path.read_text()]
     of_others = {"actors/cluster/address.py", "actors/cluster/head_watch.py", "actors/doctor/kernel_rules.py"}
     assert {str(path.relative_to(ROOT)) for path in files if uses_auto(path)} == {"correction/engines/device_choice.py"} | of_others
-    sections = {"learner/config.py", "rollout/engine_config.py"}
+    sections = {"learner/config.py", "rollout/engine_settings/engine_config.py"}
     assert callers_of(r"\b(device|dtype|group_backend)_of") == {"actors/settings/derived.py"} | sections
     alone = {"actors/commands/capabilities.py", "actors/commands/diff_engines.py"}
-    assert callers_of(r"\.on_this_machine") == {"learner/learner_rank.py", "rollout/engine.py"} | alone
+    assert callers_of(r"\.on_this_machine") == {"learner/learner_rank.py", "rollout/engine/engine.py"} | alone
 
 
 def test_the_order_of_the_tests_names_files_that_exist() -> None:

@@ -15,9 +15,9 @@ from actors.record.run_folder import CHECKPOINT_FORMAT, Checkpoint, RunFolder
 from actors.state.json_lines import JsonLines
 from actors.state.resume import OLD_STATE, OtherVersionError, TrainingState, other_version
 from correction.errors import DataError
-from learner.file_sums import MANIFEST, may_pass, read_manifest_of_files, verify
-from rollout.chat import load_tokenizer
-from rollout.tasks import Task
+from learner.weights.file_sums import MANIFEST, may_pass, read_manifest_of_files, verify
+from rollout.tasks.chat import load_tokenizer
+from rollout.tasks.tasks import Task
 
 _LEARNER = "learner"
 """Folder of the learner's own files in a checkpoint's state."""
@@ -76,8 +76,11 @@ def _read(checkpoint: Checkpoint, reading: Reading) -> tuple[TrainingState, list
 
     Raises: OtherVersionError; DataError naming the file that is missing or damaged.
     """
-    from learner.checkpoint_files import TrainedApartError, check_readable  # torch: seconds that a refusal of the settings doesn't need
-    from learner.model_check import check_trainable
+    from learner.hf.model_check import check_trainable
+    from learner.weights.checkpoint_files import (  # torch: seconds that a refusal of the settings doesn't need
+        TrainedApartError,
+        check_readable,
+    )
 
     foreign = _verify(checkpoint, reading)
     state = TrainingState.load(checkpoint.state)
@@ -98,7 +101,7 @@ def verify_whole(checkpoint: Checkpoint, reading: Reading) -> None:
     Raises: OtherVersionError if a resume would refuse it, whole as it is; DataError naming a file that is missing or damaged; OSError for
         what may pass.
     """
-    from learner.checkpoint_files import TrainedApartError, check_experts
+    from learner.weights.checkpoint_files import TrainedApartError, check_experts
 
     _verify(checkpoint, reading)
     try:

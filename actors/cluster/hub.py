@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.config import RunConfig
-from actors.settings.hub_name import HubName
+from actors.hub_name import HubName
 from correction.errors import DataError, one_line
 from rollout.config import HuggingFaceTask
 

@@ -25,10 +25,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.cluster.hub import model_folder
 from actors.config import DeadlinesConfig, RunConfig
+from actors.hub_name import HubName
 from actors.processes.supervision import USUAL_START, wait_for
 from actors.settings.devices import held_by
 from actors.settings.environment import learner_environment
-from actors.settings.hub_name import HubName
 from learner.config import LearnerConfig
 
 log = logging.getLogger("evenkeel")

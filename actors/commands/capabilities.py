@@ -14,8 +14,8 @@ def capabilities() -> None:
     """
     from dataclasses import asdict
 
-    from rollout.engine_capabilities import EngineCapabilities
-    from rollout.engine_config import EngineConfig
+    from rollout.engine_settings.engine_capabilities import EngineCapabilities
+    from rollout.engine_settings.engine_config import EngineConfig
 
     device = EngineConfig().on_this_machine().resolved_device
     typer.echo(json.dumps(asdict(EngineCapabilities.of_this_machine(device)), indent=2, default=str))

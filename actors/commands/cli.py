@@ -312,7 +312,7 @@ def precision(
     It computes log-softmax of random logits in float32 and in the format, and prints the spread of the ratio of the two probabilities: the
     least mismatch to expect from an engine that samples in that format. It needs no model and takes a few seconds.
     """
-    from correction.precision import precision_gap, precision_table
+    from correction.diagnostics.precision import precision_gap, precision_table
 
     gaps = [precision_gap(dtype, tokens=tokens, seed=seed) for dtype in dtypes or ["bfloat16", "float16"]]
     typer.echo(precision_table(gaps))

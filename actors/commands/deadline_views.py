@@ -7,9 +7,9 @@ import contextlib
 from actors.cluster.hub import config_folder
 from actors.commands.config_explain import explain
 from actors.config import RunConfig
+from actors.hub_name import HubName
 from actors.plan.shape import ModelShape
 from actors.settings.deadlines import as_text, bytes_of, table
-from actors.settings.hub_name import HubName
 from correction.errors import DataError
 
 _EXAMPLES = ((256, 10**9), (32_768, 60 * 10**9))

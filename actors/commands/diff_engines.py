@@ -21,9 +21,9 @@ from correction.engines.agreement import Agreement, compare
 from correction.engines.capture import FUSED, ORDER, Capture, OperatorGap, compare_captures
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
-from rollout import engine_capture
-from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig
+from rollout.engine import engine_capture
+from rollout.engine.engine import RolloutEngine
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.sampler import sample_seed
 from rollout.trajectory import Trajectory
 

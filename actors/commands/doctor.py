@@ -101,7 +101,7 @@ def _measured(config: RunConfig) -> list[Complaint]:
     from actors.doctor.deep_rules import in_the_deep
     from actors.doctor.live import deep_facts
     from actors.settings.derived import derived
-    from learner.hf_folder import read_json
+    from learner.hf.hf_folder import read_json
 
     typer.echo("starting the learner's ranks and an engine on a model of two layers, about a minute", err=True)
     config, _ = judged(derived(config, has_gpu=_has_gpu(config)))

@@ -19,11 +19,11 @@ from actors.metrics.held_out import Evaluation
 from actors.settings.derived import with_engine_types
 from actors.settings.devices import check_engine_device, visible_gpus
 from correction.errors import DataError
-from learner.hf_folder import read_config
-from rollout.chat import ChatEncoder, load_tokenizer
+from learner.hf.hf_folder import read_config
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.sampler import Sampler
-from rollout.tasks import Task, check_task_names
+from rollout.tasks.chat import ChatEncoder, load_tokenizer
+from rollout.tasks.tasks import Task, check_task_names
 from rollout.trajectory import Prompt, Trajectory
 
 

@@ -27,8 +27,8 @@ from actors.settings.devices import visible_gpus
 from actors.state.json_lines import JsonLines
 from correction.errors import ConfigError, DataError
 from rollout.config import AnswerSampling, FileTask, ReasoningGymReward, ReasoningGymTask
-from rollout.questions import text_key
-from rollout.tasks import Task
+from rollout.tasks.questions import text_key
+from rollout.tasks.tasks import Task
 
 
 @dataclass(frozen=True, slots=True)

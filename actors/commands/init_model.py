@@ -12,12 +12,12 @@ from rich.progress import Progress
 
 from actors.commands.questions import questions
 from actors.config import InitConfig, RunConfig
-from actors.settings.hub_name import HubName
+from actors.hub_name import HubName
 from correction.errors import ConfigError, one_line
-from learner.nano import build_nano_model
+from learner.hf.nano import build_nano_model
 from learner.warmup import EncodedDemonstration, warm_up
-from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.config import TaskConfig
+from rollout.tasks.chat import ChatEncoder, load_tokenizer
 
 _RECORD = "evenkeel_init.json"
 

@@ -22,9 +22,9 @@ from actors.settings.deadlines import inversions
 from actors.settings.derived import asks_for_gpus, derived
 from actors.settings.devices import check_devices
 from correction.engines.quick_imports import uncollected
-from rollout.chat import ChatEncoder, load_tokenizer
-from rollout.rewards import RewardError, RewardPool
-from rollout.tasks import Demonstration, Task, check_task_names
+from rollout.rewards.rewards import RewardError, RewardPool
+from rollout.tasks.chat import ChatEncoder, load_tokenizer
+from rollout.tasks.tasks import Demonstration, Task, check_task_names
 
 
 @uncollected()  # it imports transformers and the task's library

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from correction.methods import PRESETS, SHORT_NAMES, preset_settings
+from correction.presets.methods import PRESETS, SHORT_NAMES, preset_settings
 
 _NARROW = 80
 """Columns under which a table of three columns would be a column of single words."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from actors.hub_name import HubName
 from actors.metrics.step_metrics import shown
-from actors.settings.hub_name import HubName
 from correction.errors import ConfigError, DataError, one_line
 
 if TYPE_CHECKING:

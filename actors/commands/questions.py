@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from actors.processes.disk_at_start import by_disk_at_start
-from rollout.chat import ChatEncoder
 from rollout.config import TaskConfig
-from rollout.tasks import Task, build_task
+from rollout.tasks.chat import ChatEncoder
+from rollout.tasks.tasks import Task, build_task
 
 DISK_OR_HUB = "their disk, or the hub"
 IF_SLOW = "If it is only slow, raise deadlines.start_s; what has been downloaded by now is kept"

@@ -17,11 +17,11 @@ from actors.checkpoints.reading import read_at_start
 from actors.cluster.hub import outline_folder
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
+from actors.hub_name import HubName, absolute
 from actors.processes.disk_at_start import MODEL_OR_RUN, by_disk_at_start
 from actors.record.run_folder import Checkpoint, RunFolder
-from actors.settings.hub_name import HubName, absolute
 from correction.errors import ConfigError, DataError, counted
-from correction.schedule import needs_topk
+from correction.settings.schedule import needs_topk
 from rollout.config import FileTask, HuggingFaceTask
 
 _MOVABLE_TASK_SETTINGS = ("rollout.task.path", "rollout.task.held_out_path")
@@ -155,7 +155,7 @@ def _check_reference(config: RunConfig, checkpoint: Checkpoint) -> None:
     """
     if not config.needs_reference:
         return
-    from learner.model_check import check_trainable, expected_shapes
+    from learner.hf.model_check import check_trainable, expected_shapes
 
     reference, has_weights = outline_folder(config.model)
     if not reference.exists():

@@ -44,7 +44,7 @@ from actors.record.terminal import TerminalView
 from actors.reports.completeness import EVALUATION, left_after_training
 from correction.errors import DeadlineExceeded, EvenkeelError, counted
 from rollout.stacks import register_stack_dump
-from rollout.tasks import Task
+from rollout.tasks.tasks import Task
 
 T = TypeVar("T")
 _LEFT_S = 600.0

@@ -31,7 +31,7 @@ from actors.processes.disk_at_start import by_disk_at_start
 from actors.settings.devices import visible_gpus
 from correction.engines.torch_build import has_cuda
 from correction.errors import one_line
-from rollout.engine_capabilities import has_plugin
+from rollout.engine_settings.engine_capabilities import has_plugin
 
 _PACKAGES = (
     *("evenkeel", "torch", "sglang", "sglang-kernel", "flashinfer-python"),

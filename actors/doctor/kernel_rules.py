@@ -17,7 +17,7 @@ RUNNER = "moe_runner_backend"
 PRODUCTS = "fp8_gemm_runner_backend"
 _KEPT_BY = ("auto", "triton")
 """SGLang's runners of experts that leave their weights as files have them; auto does so on all GPUs but Blackwell. Engines on GPUs get
-triton where a recipe says nothing (rollout/engine_config.py)."""
+triton where a recipe says nothing (rollout/engine_settings/engine_config.py)."""
 _ROUNDED_ANEW_BY = ("auto", "deep_gemm")
 """Products of float8 whose scales are powers of two on Blackwell (fp8_utils.py, requant_block_scale_ue8m0_for_deepgemm); ours is triton."""
 _GB10 = 121
@@ -42,8 +42,8 @@ def experts_stay_as_sent(shape: ModelShape, config: RunConfig) -> Iterator[Compl
 
 
 def half_precision_has_kernels(config: RunConfig, *, of_ranks: Collection[str], of_engines: Collection[str]) -> Iterator[Complaint]:
-    """In bfloat16 and in float16: torch's variable-length attention, which ranks take for both (learner/attention.py), is FlashAttention,
-    and SGLang's own kernels (sglang-kernel) have no code for older GPUs. A failure if all GPUs of a side are so.
+    """In bfloat16 and in float16: torch's variable-length attention, which ranks take for both (learner/model/attention.py), is
+    FlashAttention, and SGLang's own kernels (sglang-kernel) have no code for older GPUs. A failure if all GPUs of a side are so.
 
     Args: architectures of the GPUs that a rank, and that an engine may get, such as sm_90; those that aren't known are left out.
     """

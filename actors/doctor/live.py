@@ -39,7 +39,7 @@ from actors.weights.broadcast_group import BroadcastGroup
 from actors.weights.weight_sync import SyncTarget
 from correction.engines.rendezvous import keep_nccl_on
 from correction.errors import DeadlineExceeded, EvenkeelError, SyncError, one_line
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt
 
 _TOKENS = 48
@@ -63,7 +63,7 @@ class CheckedEngine:
     """A rollout worker's engine without task and reward. Used as a Ray actor (async)."""
 
     async def start(self, config: RunConfig, content: Mapping[str, Any]) -> None:
-        from rollout.engine import RolloutEngine
+        from rollout.engine.engine import RolloutEngine
 
         rollout = config.rollout
         if rollout.engine.resolved_device == "cuda":

@@ -21,6 +21,7 @@ from actors.doctor.room_rules import (
     units_for_all_workers,
 )
 from actors.doctor.sglang_rules import engines_have_their_sglang
+from actors.hub_name import HubName
 from actors.plan.host_memory import (
     ANSWERS,
     BATCHES,
@@ -36,7 +37,6 @@ from actors.plan.host_memory import (
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import fetched_versions, traffic, versions_text
 from actors.settings.devices import gpus_asked, held_by, workers_with_a_unit
-from actors.settings.hub_name import HubName
 from correction.errors import counted
 
 Nodes = Sequence[NodeFacts]

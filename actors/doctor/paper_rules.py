@@ -22,9 +22,9 @@ from actors.plan.shape import FLOAT8_BLOCK
 from actors.plan.traffic import checkpoint_bytes, traffic, versions_text
 from actors.settings.devices import check_shares, check_types, gpus_asked, room_for_engines, workers_asked
 from correction.errors import ConfigError, counted
-from rollout import engine_ranks
-from rollout.engine_arguments import unknown
-from rollout.engine_ranks import UNREPORTED_ROUTES
+from rollout.engine_settings import engine_ranks
+from rollout.engine_settings.engine_arguments import unknown
+from rollout.engine_settings.engine_ranks import UNREPORTED_ROUTES
 
 PaperRule = Callable[[PaperFacts, RunConfig], Iterator[Complaint]]
 FLOAT8_FAMILIES = ("qwen3", "qwen3_moe", "mixtral", "olmoe")
@@ -60,7 +60,7 @@ def layout_divides_the_model(facts: PaperFacts, config: RunConfig) -> Iterator[C
 
 
 def experts_are_there_for_their_settings(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    """learner/model.py and rollout/engine.py refuse the same, when ranks and engines start."""
+    """learner/model/model.py and rollout/engine/engine.py refuse the same, when ranks and engines start."""
     learner, kind = config.learner, facts.shape.model_type
     replay = f"learner.routing_replay = {learner.routing_replay}"
     if not facts.shape.experts and learner.routing_replay != "none":

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint, NodeFacts
 from correction.errors import ConfigError
-from rollout.engine_capabilities import EngineCapabilities
+from rollout.engine_settings.engine_capabilities import EngineCapabilities
 
 
 def engines_have_their_sglang(nodes: Sequence[NodeFacts], config: RunConfig) -> Iterator[Complaint]:

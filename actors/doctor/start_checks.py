@@ -14,17 +14,17 @@ from actors.cluster.hub import config_folder
 from actors.config import RunConfig
 from actors.doctor.facts import PaperFacts
 from actors.doctor.gather import paper_facts
+from actors.hub_name import HubName
 from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape, check_is_model
 from actors.settings.deadlines import bytes_of, with_deadlines
 from actors.settings.derived import with_optimizer
-from actors.settings.hub_name import HubName
 from correction.errors import DataError, EvenkeelError
-from learner.hf_folder import read_config, read_json, shapes_of
-from learner.model_check import check_trainable, check_weights
-from learner.plain_config import is_plainly_trainable, plain_sizes
+from learner.hf.hf_folder import read_config, read_json, shapes_of
+from learner.hf.model_check import check_trainable, check_weights
+from learner.hf.plain_config import is_plainly_trainable, plain_sizes
 from rollout.config import TaskConfig
-from rollout.plain_tokenizer import is_plainly_usable
+from rollout.tasks.plain_tokenizer import is_plainly_usable
 
 
 def check_model_folder(path: Path, *, has_weights: bool = True) -> None:
@@ -109,7 +109,7 @@ def judged(config: RunConfig, *, meant: Sequence[Gpus] | None = None) -> tuple[R
     config = checked(config, folder, has_weights=is_here and not of_hub, refused=refused, lacking=lacking)
     facts = paper_facts(config, folder, meant=meant)
     if is_here:
-        from rollout.tasks import check_files, check_task_names
+        from rollout.tasks.tasks import check_files, check_task_names
 
         with _kept(lacking):
             check_task_names(config.rollout.task)
@@ -121,10 +121,10 @@ def judged(config: RunConfig, *, meant: Sequence[Gpus] | None = None) -> tuple[R
 
 
 def _check_tokenizer(folder: Path, task: TaskConfig) -> None:
-    """Raises: DataError, ConfigError as rollout/chat.py."""
+    """Raises: DataError, ConfigError as rollout/tasks/chat.py."""
     if is_plainly_trainable(read_json(folder / "config.json")) and is_plainly_usable(folder, task):
         return
-    from rollout.chat import ChatEncoder, load_tokenizer
+    from rollout.tasks.chat import ChatEncoder, load_tokenizer
 
     ChatEncoder.for_task(load_tokenizer(folder), task)
 

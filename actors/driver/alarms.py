@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from actors.config import EarlyWarningConfig
 from actors.state.resume import Replacement
 from correction.config import CorrectionConfig
-from correction.monitor import Event, State
-from correction.replacement import breaks_at_an_alarm
-from correction.symptoms import SYMPTOMS
+from correction.early_warning.monitor import Event, State
+from correction.early_warning.replacement import breaks_at_an_alarm
+from correction.early_warning.symptoms import SYMPTOMS
 
 _NOT_EASED_BY_BOUNDS = {symptom.name for symptom in SYMPTOMS if not symptom.is_eased_by_bounds}
 

@@ -43,7 +43,7 @@ from actors.record.run_folder import Checkpoint, RunFolder
 from actors.settings.true_on_policy import check_batch
 from actors.state.resume import TrainingState
 from correction.errors import EvenkeelError, counted
-from rollout.tasks import Task
+from rollout.tasks.tasks import Task
 from rollout.trajectory import SyncReceipt
 
 _BATCH_IS_LATE_S = 0.1  # the last step is reported while the learner waits for a batch, if it waits longer than that

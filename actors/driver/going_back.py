@@ -45,7 +45,7 @@ from actors.record.patience import ByDisk, PatientWriter
 from actors.record.run_folder import RunFolder
 from actors.settings.deadlines import REPLACEMENT_PAUSE_S
 from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, RankFailed
-from rollout.tasks import Task
+from rollout.tasks.tasks import Task
 
 T = TypeVar("T")
 Found = tuple[StartingPoint, list[tuple[EventLevel, str]]]

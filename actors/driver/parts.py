@@ -14,6 +14,7 @@ from actors.carriers import ActorInfo
 from actors.cluster.cluster import lower_priority, on_drivers_node
 from actors.cluster.placement import RankPlaces, fetch_where_ranks_are
 from actors.config import RunConfig
+from actors.hub_name import absolute
 from actors.pool.pool import RolloutPool
 from actors.pool.rollout_worker import WorkerSettings
 from actors.queue.queue_actor import TrajectoryQueueActor
@@ -23,11 +24,10 @@ from actors.record.run_folder import Checkpoint
 from actors.service.correction_service import CorrectionService
 from actors.settings.deadlines import bucket_s, fetch_s
 from actors.settings.environment import OF_SERVICE, worker_environment
-from actors.settings.hub_name import absolute
 from actors.state.resume import Replacement, TrainingState
 from actors.weights.weight_sync import SyncCallbacks, WeightSync
 from correction.config import CorrectionConfig
-from correction.schedule import needs_topk
+from correction.settings.schedule import needs_topk
 from rollout.trajectory import Prompt, SyncReceipt
 
 QUEUE, SERVICE = "trajectory queue", "correction service"

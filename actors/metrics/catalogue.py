@@ -2,7 +2,7 @@
 
 Names are paths: `group/quantity`, with the unit as a suffix where it isn't plain. A family is a declared prefix with its members
 ("learner/skipped_updates/" + a SkipReason); where users choose these it is open ("reward/component/", "worker/tokens/"). What a number of
-the correction or the loss means stands in correction/quantities.py; its metric is made from that.
+the correction or the loss means stands in correction/diagnostics/quantities.py; its metric is made from that.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from actors.metrics.kinds import gauge as _gauge
 from actors.metrics.kinds import gauge_of as _of
 from actors.metrics.kinds import histogram as _histogram
 from actors.metrics.kinds import score as _score
-from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS, Quantity, Unit
-from correction.symptoms import SYMPTOMS
+from correction.diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS, Quantity, Unit
+from correction.early_warning.symptoms import SYMPTOMS
 from learner.results import ParameterGroup, SkipReason
 
 _U, _R = Unit, Reduction
@@ -212,14 +212,14 @@ DIAGNOSTIC_PLACES: dict[str, str | None] = {
     "reference_kl": "learner/reference_kl",
     **dict.fromkeys(("drift_k3_kl", "drift_from_behavior_k3_kl", "staleness_mean", "staleness_max", "mixed_version_share")),
 }
-"""Diagnostics with a place of their own in the catalogue, by their name in correction.quantities; None: a run doesn't show it: it has the
-loss's drift, over all passes, and STALENESS_PLACES, at steps that aren't diagnosed as well."""
+"""Diagnostics with a place of their own in the catalogue, by their name in correction.diagnostics.quantities; None: a run doesn't show it:
+it has the loss's drift, over all passes, and STALENESS_PLACES, at steps that aren't diagnosed as well."""
 STALENESS_PLACES = {
     "staleness_mean": "staleness/mean",
     "staleness_max": "staleness/max",
     "mixed_version_share": "staleness/mixed_version_share",
 }
-"""Places of correction.batch_numbers.staleness_numbers, which a run makes of each group's facts."""
+"""Places of correction.diagnostics.batch_numbers.staleness_numbers, which a run makes of each group's facts."""
 LOSS_PLACES: dict[str, str | None] = {
     **{quantity: metric.name for quantity, metric in _PLACED_LOSS.items()},
     "penalty_kl": "learner/reference_kl",

@@ -15,8 +15,8 @@ from actors.carriers import DiscardReason
 from actors.metrics.catalogue import CATALOGUE
 from actors.metrics.kinds import Kind, Metric
 from actors.metrics.step_number import step_of
+from correction.diagnostics.quantities import current_name
 from correction.errors import EvenkeelError
-from correction.quantities import current_name
 
 DISCARD_COUNTERS = {
     DiscardReason.INVALID: "groups/invalid_total",

@@ -17,7 +17,7 @@ from typing import Any
 from actors.plan.shape import BYTES_OF, ModelShape
 from correction.engines.gpu_share import CONTEXT, engine_budget, outside_cache
 from rollout.config import RolloutConfig
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 
 _MIB = 1 << 20
 _GRAPHS = ((20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512), (10**6, 16384, 512, 512))

@@ -1,10 +1,10 @@
 """Memory of a learner's rank, in bytes: what stays (weights, gradients, optimizer) and what a pass adds (activations, the head).
 
 Weights, gradients and optimizer are counted, not estimated: Megatron's data parallelism holds float32 gradients of all parameters
-(learner/model.py, grad_reduce_in_fp32); Adam has two float32 averages, and in half precision a float32 copy of the weights, shared by the
-data-parallel ranks if the optimizer is distributed (Rajbhandari et al. 2020, ZeRO, section 3: K = 12 bytes a parameter and K / R).
-Activations are what autograd keeps of a layer of learner/layers.py, tensor by tensor (after Korthikanti et al. 2022, section 4, whose
-layer has dropout and no gate); the head is as in learner/logprobs.py.
+(learner/model/model.py, grad_reduce_in_fp32); Adam has two float32 averages, and in half precision a float32 copy of the weights, shared by
+the data-parallel ranks if the optimizer is distributed (Rajbhandari et al. 2020, ZeRO, section 3: K = 12 bytes a parameter and K / R).
+Activations are what autograd keeps of a layer of learner/model/layers.py, tensor by tensor (after Korthikanti et al. 2022, section 4, whose
+layer has dropout and no gate); the head is as in learner/training/logprobs.py.
 
 A training pass has its peak in the head, forward or backward, or in the last layer: in its backward pass, which comes when the head's
 memory is free again, or, of experts, in its forward pass. All layers' activations are kept in both. Weights of another version are loaded
@@ -29,7 +29,7 @@ from typing import Any
 
 from actors.plan.shape import BYTES_OF, ModelShape
 from learner.config import LearnerConfig
-from learner.model_family import FEED_FORWARD_NORM_AFTER, INPUT_NORM
+from learner.hf.model_family import FEED_FORWARD_NORM_AFTER, INPUT_NORM
 
 RESERVE = 3 << 30
 """CUDA context, NCCL's buffers, kernels' workspaces and what the allocator can't use: an estimate. Compared with nothing: on the H200 what
@@ -185,11 +185,11 @@ def _gate_backward_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) 
 def _after_gate_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> float:
     """The same of norms and attention. It is more where attention is much of a layer: the feed-forward part is free by then, or nearly.
 
-    A norm goes back in float32 (learner/norm.py; torch's kernel for it on a GPU takes less than is counted here): the gradient times its
-    weight, what it had normalised, which float32 has kept, and their product. One before the feed-forward part also has the gradient that
-    it was given, and its own output is free. One after it is the first of the layer to go back. Attention has the gradients of what it gave
-    and of what it was given, and the residual's twice; free are the norm and the copy of its output that the product after it had read. The
-    variable-length kernel makes no such copy, and adds up the queries' gradient in float32.
+    A norm goes back in float32 (learner/model/norm.py; torch's kernel for it on a GPU takes less than is counted here): the gradient times
+    its weight, what it had normalised, which float32 has kept, and their product. One before the feed-forward part also has the gradient
+    that it was given, and its own output is free. One after it is the first of the layer to go back. Attention has the gradients of what
+    it gave and of what it was given, and the residual's twice; free are the norm and the copy of its output that the product after it had
+    read. The variable-length kernel makes no such copy, and adds up the queries' gradient in float32.
     """
     size, ranks = BYTES_OF[config.resolved_dtype], config.tensor_parallel
     hidden, freed = _hidden_bytes(shape, config, tokens), tokens * _feed_forward_activations(shape, config)
@@ -260,13 +260,13 @@ def _has_grouped_kernel(config: LearnerConfig) -> bool:
 
 
 def _has_variable_length_kernel(config: LearnerConfig) -> bool:
-    """Whether attention is one kernel over all sequences (learner/attention.py)."""
+    """Whether attention is one kernel over all sequences (learner/model/attention.py)."""
     return config.resolved_device == "cuda" and config.resolved_dtype != "float32"
 
 
 def _grouped_product_bytes(shape: ModelShape, config: LearnerConfig, rows: float) -> float:
-    """The backward pass of the experts' first product (learner/experts.py): gradients of what goes out and in, and the matrices of all
-    experts of a rank in one piece, or their gradients; less what the gate had kept, which is free again. 0 where it is a loop.
+    """The backward pass of the experts' first product (learner/model/experts.py): gradients of what goes out and in, and the matrices of
+    all experts of a rank in one piece, or their gradients; less what the gate had kept, which is free again. 0 where it is a loop.
 
     Args: rows: of all experts of the rank.
     """
@@ -285,7 +285,7 @@ def handed_over_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> 
 
 
 def head_bytes(shape: ModelShape, config: LearnerConfig, tokens: int, *, has_entropy_loss: bool) -> int:
-    """Peak of the head's two passes, as the head of learner/logprobs.py says, and the copies that a float32_head works with.
+    """Peak of the head's two passes, as the head of learner/training/logprobs.py says, and the copies that a float32_head works with.
 
     Without entropy in the loss the backward pass has one table of a chunk's logits in float32 where else it has two: the forward pass with
     its two may be the larger one then.

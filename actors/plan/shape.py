@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from correction.errors import DataError
-from learner.families import FAMILIES
-from learner.model_family import ATTENTION_NORM_AFTER, INPUT_NORM, QKV_BIAS, ModelFamily
+from learner.hf.families import FAMILIES
+from learner.hf.model_family import ATTENTION_NORM_AFTER, INPUT_NORM, QKV_BIAS, ModelFamily
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 FLOAT8_BLOCK = 128

@@ -127,7 +127,7 @@ def wide_bytes(shape: ModelShape, config: RunConfig, *, id_bytes: int = 4) -> in
 
     Args: id_bytes: of a token's id: 4 in the object store, 8 where a rank computes with it.
     """
-    from correction.schedule import needs_topk
+    from correction.settings.schedule import needs_topk
 
     routes = shape.layers * shape.experts_per_token * (1 if shape.experts <= 256 else 2)
     return needs_topk(config.correction) * (id_bytes + 4) + (routes if config.learner.routing_replay != "none" else 0)

@@ -30,7 +30,7 @@ from actors.processes.turns import Turns
 from actors.settings.deadlines import group_s
 from actors.weights.weight_sync import WeightSync
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, EvenkeelError, RequestError, counted
-from rollout.rewards import RewardError
+from rollout.rewards.rewards import RewardError
 from rollout.trajectory import WorkerLoad
 
 log = logging.getLogger("evenkeel.pool")

@@ -25,11 +25,12 @@ from correction.engines.rendezvous import keep_nccl_on
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError, RequestError, SyncError
-from rollout.answer_thread import in_answer_thread
 from rollout.config import AnswerSampling, RolloutConfig
+from rollout.engine.answer_thread import in_answer_thread
+from rollout.engine.temporary_files import own_folder, remove
+from rollout.engine.weight_update import require_checksums
 from rollout.sampler import Sampler
 from rollout.stacks import register_stack_dump
-from rollout.temporary_files import own_folder, remove
 from rollout.trajectory import (
     FailureKind,
     FinishReason,
@@ -42,7 +43,6 @@ from rollout.trajectory import (
     ids_of,
     logprobs_of,
 )
-from rollout.weight_update import require_checksums
 
 log = logging.getLogger("evenkeel.pool")
 T = TypeVar("T")

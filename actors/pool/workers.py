@@ -34,7 +34,7 @@ from actors.processes.turns import Turns
 from actors.processes.wait_notice import WaitNotice
 from actors.weights.weight_sync import SyncTarget
 from correction.errors import EvenkeelError
-from rollout.heartbeat import MISSES
+from rollout.engine.heartbeat import MISSES
 from rollout.trajectory import GroupFacts, UnfinishedGroup, WorkerLoad
 
 _LOAD_S = 5.0

@@ -39,9 +39,9 @@ if TYPE_CHECKING:  # torch and Megatron are imported when the rank starts
     from correction.engines.processor import Processor
     from correction.engines.weight_bucket import WeightBucket
     from correction.wide import WidePlace
-    from learner.broadcast import WeightBroadcaster
-    from learner.export import Staging
     from learner.results import Proximal, StepResult, StepValues
+    from learner.weights.broadcast import WeightBroadcaster
+    from learner.weights.export import Staging
 
 
 ABORTABLE = frozenset({"step", "proximal", "reference_logprobs", "at_sampling"})
@@ -88,9 +88,9 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
     def start(self, world_size: int, master: tuple[str, int], model: Path, version: int) -> ActorInfo:
         """Join the group and load the weights."""
         with uncollected():
-            from learner import layers
             from learner.kept_weights import KeptWeights
             from learner.learner_rank import LearnerRank
+            from learner.model import layers
 
             if self._config.resolved_device == "cuda":
                 check_received(f"learner rank {self._rank}", self._config.gpus_per_rank, ray.get_gpu_ids())
@@ -214,7 +214,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         from correction.engines.checksum import digest_of
         from correction.engines.float8 import in_float8
         from correction.engines.weight_spec import WeightSpec
-        from learner.export import weight_checksums
+        from learner.weights.export import weight_checksums
 
         self._begin(number, "export of the weights", version)
         began = time.monotonic()
@@ -255,7 +255,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         return ""
 
     def _stage(self, piece: Mapping[str, Tensor]) -> WeightBucket:
-        from learner.export import Staging
+        from learner.weights.export import Staging
 
         if self._staging is None:
             self._staging = Staging()
@@ -276,7 +276,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         """Logprobs of a fixed sequence at temperature 1, from its second token on; as RolloutEngine.score."""
         import torch
 
-        from learner.optimizer_steps import unsampled_batch
+        from learner.training.optimizer_steps import unsampled_batch
 
         ids, ends = torch.tensor(token_ids, dtype=torch.int64), torch.tensor([0, len(token_ids)])
         batch = unsampled_batch(ids, ends, torch.arange(len(ids)) > 0)
@@ -326,7 +326,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
 
         Raises: SyncError if not all members come, or it is closed meanwhile.
         """
-        from learner.broadcast import WeightBroadcaster
+        from learner.weights.broadcast import WeightBroadcaster
 
         device, given_up = self._learner.placement.device, threading.Event()
         with self._opening:

@@ -12,7 +12,7 @@ from typing import get_args
 
 from actors.processes.event_level import EventLevel
 from actors.processes.wait_notice import WaitNotice
-from correction.monitor import State
+from correction.early_warning.monitor import State
 
 _LEVELS: dict[str, EventLevel] = {level: level for level in get_args(EventLevel)}
 LEVEL_OF_STATE: dict[State, EventLevel] = {State.OK: "info", State.WATCH: "watch", State.ALARM: "alarm"}

@@ -51,11 +51,11 @@ from actors.record.ownership import FOLDERS, clear, fresh_path, is_failed_start,
 from actors.record.run_event import RunEvent
 from actors.record.skipped_batches import KEPT, SkippedBatch
 from actors.state.json_lines import JsonLines, append_whole
+from correction.diagnostics.quantities import current_name
+from correction.early_warning.monitor import Event, State
 from correction.errors import ConfigError, DataError
-from correction.monitor import Event, State
-from correction.quantities import current_name
-from correction.settings import dump_with_derived
-from learner.file_sums import flush_to_disk, seal
+from correction.settings.base import dump_with_derived
+from learner.weights.file_sums import flush_to_disk, seal
 
 SampleKind = Literal["step", "held_out"]
 """What samples are of, a training batch or an evaluation: their files' names begin so."""
@@ -193,7 +193,7 @@ class RunFolder:
 
     def keep_model_files(self, source: Path) -> None:
         """Keep config and tokenizer of a model folder, which may be moved or removed while the run goes on."""
-        from learner.hf_folder import side_files  # it imports torch, which not every user of a run folder needs
+        from learner.hf.hf_folder import side_files  # it imports torch, which not every user of a run folder needs
 
         for name, content in side_files(source).items():
             self.write_file(f"model/{name}", partial(Path.write_bytes, data=content))
@@ -234,7 +234,7 @@ class RunFolder:
         return JsonLines(self.monitor_path).read(_parse_event)
 
     def append_clipped_tokens(self, step: int, clipped: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-        """Add a step's most often clipped tokens (correction.diagnostics.clipped_tokens), if there are any, to clipped_tokens.jsonl."""
+        """Add a step's most often clipped tokens (correction/diagnostics/diagnose.py), if there are any, to clipped_tokens.jsonl."""
         if any(clipped.values()):
             JsonLines(self._clipped_path).append({"step": step, **clipped})
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from actors.metrics.catalogue import CATALOGUE
 from actors.settings.deadlines import KEEP_S
+from learner.hf.tensor_files import saving
 from learner.results import SkipReason
-from learner.tensor_files import saving
 
 if TYPE_CHECKING:  # torch: seconds that the driver's start doesn't need
     from actors.carriers import PreparedBatch
@@ -79,7 +79,7 @@ class SkippedBatch:
 
         from correction.batch import CorrectedBatch, DecisionCounts, PackedBatch
         from correction.config import CorrectionConfig
-        from correction.parts import AdvantageConfig
+        from correction.settings.parts import AdvantageConfig
 
         plain = json.loads(path.with_suffix(".json").read_text())
         found: dict[str, Any] = load_file(path.with_suffix(".safetensors")) | plain["numbers"]

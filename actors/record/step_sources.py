@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from actors.carriers import Example, PreparedBatch
 from actors.metrics.catalogue import DIAGNOSTIC_PLACES, LOSS_PLACES, SKIPPED, STALENESS_PLACES
-from correction.batch_numbers import kept_numbers, staleness_numbers
+from correction.diagnostics.batch_numbers import kept_numbers, staleness_numbers
 from learner.results import SkipReason
 from rollout.config import OverlongConfig
 from rollout.overlong import is_left_out

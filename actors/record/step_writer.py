@@ -39,8 +39,8 @@ from actors.record.step_sources import (
 from actors.record.terminal import TerminalView
 from actors.record.totals import RunTotals
 from actors.settings.deadlines import flush_s
+from correction.early_warning.monitor import Event
 from correction.errors import EvenkeelError, counted
-from correction.monitor import Event
 from learner.results import SkipReason
 from rollout.trajectory import GroupFacts, WorkerLoad
 

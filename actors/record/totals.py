@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from actors.metrics.step_metrics import listed_today, members
-from correction.monitor import Event, State
+from correction.early_warning.monitor import Event, State
 
 _OF_MONITOR = {State.WATCH: "monitor/watches_total/", State.ALARM: "monitor/alarms_total/"}
 """Families that count the monitor's events, by symptom."""

@@ -21,7 +21,7 @@ from actors.record.slowest import slowest_rows
 from actors.record.terminal import duration
 from actors.reports.report_plots import PLOTTED, draw_plots
 from actors.reports.step_columns import StepColumns, those_of
-from correction.quantities import Unit
+from correction.diagnostics.quantities import Unit
 
 T = TypeVar("T")
 _MOST_EVENTS = 200

@@ -25,8 +25,8 @@ from actors.metrics.catalogue import CATALOGUE
 from actors.metrics.step_metrics import StepMetrics, pass_at_most
 from actors.reports.curve_points import MOST_POINTS, drawn_points, running_mean
 from actors.reports.step_columns import StepColumns
-from correction.monitor import Event, State
-from correction.quantities import Unit
+from correction.diagnostics.quantities import Unit
+from correction.early_warning.monitor import Event, State
 
 _LEAST_DISTANCE = 1e-8    # nats; smaller ones, 0 among them, are drawn there on a logarithmic axis
 _INK, _GRID = "#010203", "#040506"    # stand-ins for the page's own colours, which are put in afterwards

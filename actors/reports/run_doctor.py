@@ -26,7 +26,7 @@ from actors.reports.completeness import left_after_training
 from actors.state.json_lines import JsonLines
 from actors.state.resume import OtherVersionError
 from correction.errors import ConfigError, DataError
-from learner.file_sums import may_pass
+from learner.weights.file_sums import may_pass
 
 RECENT_STEPS = 20
 """Medians are over this many last steps."""

@@ -34,15 +34,15 @@ from actors.service.gap_split import GapSplit
 from actors.service.scatter import ScatterReservoir
 from actors.settings.deadlines import tokens_s
 from actors.settings.true_on_policy import compare_batch
-from correction.advantages import group_advantages
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
-from correction.diagnostics import clipped_tokens, diagnose, proximal_of, reference_kl
+from correction.diagnostics.diagnose import clipped_tokens, diagnose, proximal_of, reference_kl
+from correction.early_warning.monitor import Monitor
+from correction.early_warning.symptoms import SYMPTOMS
 from correction.errors import LateError
-from correction.monitor import Monitor
-from correction.schedule import needs_reference_logprobs
-from correction.symptoms import SYMPTOMS
+from correction.settings.schedule import needs_reference_logprobs
+from correction.terms.advantages import group_advantages
 from rollout.packing import pack_groups
 from rollout.stacks import register_stack_dump
 from rollout.trajectory import Group

@@ -19,7 +19,7 @@ from torch import Tensor
 from actors.carriers import KeepRequest, SplitRequest
 from actors.ranks.forwards import AT_SAMPLING, NOW, ForwardRequests
 from correction.batch import PackedBatch
-from correction.variance_split import split_numbers
+from correction.diagnostics.variance_split import split_numbers
 
 TRAJECTORIES = 16
 """Most trajectories of a batch that are scored, at each version that their tokens have and at the present one."""

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from actors.config import DeadlinesConfig, RunConfig
 from actors.settings.evaluation_places import evaluation_waves
-from correction.settings import Settings
+from correction.settings.base import Settings
 from learner.config import LearnerConfig
 from rollout.config import ExactMatchReward, FunctionReward, MathVerifyReward, ReasoningGymReward, RolloutConfig
-from rollout.engine_config import EngineConfig, EngineDeadlines
+from rollout.engine_settings.engine_config import EngineConfig, EngineDeadlines
 
 ANSWER_S = 60.0
 """Seconds in which the trajectory queue's actor answers a call, in addition to the wait that the call asks for."""

@@ -1,7 +1,7 @@
 """Decides what a recipe leaves open, once for both sides: devices from the hardware, types from the devices, sizes from both.
 
 The result is what runs and what the run folder's config.yaml shows; nothing in it is `auto` but learner.layers, which depends on what is
-installed where a rank is: the rank decides (learner/layers.py), and says so when it is up.
+installed where a rank is: the rank decides (learner/model/layers.py), and says so when it is up.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from actors.config import RunConfig
+from correction.early_warning.replacement import reason_of
 from correction.engines.device_choice import Dtype, device_of, dtype_of, group_backend_of, is_open
 from correction.errors import ConfigError
-from correction.replacement import reason_of
-from correction.settings import Settings
+from correction.settings.base import Settings
 from learner.config import LearnerConfig
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 
 Section = TypeVar("Section", bound=Settings)
 

@@ -71,7 +71,7 @@ def check_shares(config: RunConfig) -> None:
 
 
 def _check_weight_group(config: RunConfig) -> None:
-    """Raises: ConfigError for a broadcast from the learner (learner/broadcast.py) to engines that would join its group otherwise."""
+    """Raises: ConfigError for a broadcast from the learner (learner/weights/broadcast.py) to engines that would join otherwise."""
     engine, learner = config.rollout.engine, config.learner
     own = "nccl" if learner.resolved_device == "cuda" else "gloo"
     is_alike = engine.resolved_device == learner.resolved_device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from actors.config import RunConfig
 from correction.engines.device_choice import KEPT_KERNELS
-from correction.schedule import needs_topk
+from correction.settings.schedule import needs_topk
 
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """For actors that compute on the CPU of a machine with GPUs: Ray 2.60 hides no GPU from an actor that asks for none."""

@@ -14,7 +14,7 @@ from actors.settings.derived import with_values
 from correction.engines.contract import Contract, SideSettings
 from correction.errors import ActorLost, ConfigError, EngineError
 from learner.config import LearnerConfig
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:  # the settings are resolved by commands that answer at once: without torch
     from correction.batch import PackedBatch
@@ -118,7 +118,7 @@ def compare_batch(batch: PackedBatch, values: StepValues) -> Agreement:
 
     Args: values: of the step, which say which tokens were in a forward pass at those weights: with one optimizer step all.
     """
-    from correction.diagnostics import proximal_of
+    from correction.diagnostics.diagnose import proximal_of
     from correction.engines.agreement import compare
 
     before_update = values.decided.before_update

@@ -25,7 +25,7 @@ from pathlib import Path
 from actors.carriers import QueueSnapshot, discarded_as
 from actors.state.json_lines import append_whole
 from correction.errors import LedgerError
-from rollout.prompt_place import PromptPlace
+from rollout.tasks.prompt_place import PromptPlace
 
 _CHUNK_BYTES = 4 << 20
 HandOver = Callable[[Callable[[], None]], object]

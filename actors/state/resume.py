@@ -25,8 +25,8 @@ from actors.state.ledger import HandOver, Ledger, LedgerMark, at_once, imbalance
 from actors.state.state_format import Columns, as_plain, of_plain
 from correction.config import CorrectionConfig
 from correction.errors import DataError
-from learner.file_sums import unreadable
-from learner.tensor_files import saving
+from learner.hf.tensor_files import saving
+from learner.weights.file_sums import unreadable
 from rollout.trajectory import Group, Prompt
 
 STATE, COLUMNS = "controller.json", "groups.safetensors"

@@ -3,7 +3,7 @@
 Left alone, SGLang 0.5.21 takes a fraction of what is free when it starts, less what anybody else has taken by the time its weights are
 loaded (mem_cache/kv_cache_configurator.py, _profile_available_bytes): its cache would depend on how far the GPU's learner has come. An
 engine with a share counts its own bytes instead (rollout/sglang_plugin/gpu_share.py), and torch's limit keeps a rank within its own
-(learner/parallel.py).
+(learner/model/parallel.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PREFILL_TOKEN = 256 << 10
 """Bytes of a token's activations: twice what the widest layer of a model of 8B has at the same time. An estimate."""
 _GRAPH = 2 << 20
 """Bytes of the graphs of decoding for each request that runs: SGLang's own estimate (arg_groups/memory_hook.py, reserve_for_graph_mb). An
-engine with a share captures none of prefill (rollout/engine_config.py)."""
+engine with a share captures none of prefill (rollout/engine_settings/engine_config.py)."""
 _SAMPLER = 16
 """Bytes for each request and word of the vocabulary while tokens are drawn: logits, logprobs and probabilities in float32, and a sorted
 copy (rollout/sglang_plugin/seeded_sampler.py)."""

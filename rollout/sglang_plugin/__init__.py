@@ -16,7 +16,7 @@ import os
 import sys
 from pathlib import Path
 
-from rollout.engine_capabilities import GPU_KERNELS, installed
+from rollout.engine_settings.engine_capabilities import GPU_KERNELS, installed
 
 STAND_INS = ("sgl_kernel", "torchvision")
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000
@@ -24,7 +24,7 @@ _OBJECTS_BETWEEN_COLLECTIONS = 50_000
 
 
 def serves_on_cpu() -> bool:
-    """SGLang's own switch, set by rollout.engine_process before SGLang is imported."""
+    """SGLang's own switch, set by rollout.engine.engine_process before SGLang is imported."""
     return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
 
 

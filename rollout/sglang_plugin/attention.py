@@ -2,7 +2,7 @@
 
 SGLang's `torch_native` backend calls SDPA once for each sequence and layer; at 64 requests that loop takes half of a decode step and more.
 Here a step, decode or prefill, is one call of a kernel of ours a layer (attention_kernel.py), which reads keys and values where they lie in
-the paged cache. It computes in float64, as the learner does where the rounding shows (learner/attention.py says why).
+the paged cache. It computes in float64, as the learner does where the rounding shows (learner/model/attention.py says why).
 """
 
 from __future__ import annotations

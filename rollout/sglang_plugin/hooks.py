@@ -33,7 +33,7 @@ FAILURE = "evenkeel.failure"
 """Sent instead of an answer: why this process has none. If it raised instead, the other processes would wait for it."""
 
 VARIABLE = "EVENKEEL_SGLANG_PLUGIN"
-"""Holds PluginSettings as JSON; set by rollout.engine_process while it starts an engine. An environment variable is the only way in
+"""Holds PluginSettings as JSON; set by rollout.engine.engine_process while it starts an engine. An environment variable is the only way in
 before SGLang runs."""
 
 

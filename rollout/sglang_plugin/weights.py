@@ -24,7 +24,7 @@ from correction.engines.float8 import BLOCK, SCALE_SUFFIX
 from correction.engines.processor import Processor
 from rollout.sglang_plugin.hooks import CHECKSUMS, FAILURE, PROCESSOR, RECEIPT, SPECS
 from rollout.sglang_plugin.rank_receipts import RankReceipts
-from rollout.weight_parts import WeightPart, text_of
+from rollout.sglang_plugin.weight_parts import WeightPart, text_of
 
 logger = logging.getLogger(__name__)
 GATE_AND_UP = ("gate_proj", "up_proj")

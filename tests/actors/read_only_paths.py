@@ -25,16 +25,16 @@ from correction.batch import CorrectedBatch, FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from correction.decision import no_counts
-from correction.diagnostics import clipped_tokens, diagnose
-from correction.methods import PRESETS
-from correction.monitor import Monitor
-from correction.schedule import needs_proximal_forward, needs_topk
+from correction.diagnostics.diagnose import clipped_tokens, diagnose
+from correction.early_warning.monitor import Monitor
+from correction.presets.methods import PRESETS
+from correction.settings.schedule import needs_proximal_forward, needs_topk
 from learner.config import LearnerConfig
 from learner.kept_weights import KeptWeights
 from learner.learner_rank import LearnerRank
 from learner.results import StepValues
+from rollout.engine.weight_update import require_checksums
 from rollout.trajectory import Group, TopLogprobs
-from rollout.weight_update import require_checksums
 from tests.actors.read_only_memory import read_only
 from tests.actors.service.service_scene import GROUPS, Learner, ServiceScene, answered, play
 from tests.learner.learner_cases import VOCAB, grouped_batch, learner_on, off_policy_batch

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from correction.advantages import group_advantages
 from correction.config import CorrectionConfig
 from correction.correct import defer
-from correction.diagnostics import diagnose
+from correction.diagnostics.diagnose import diagnose
+from correction.terms.advantages import group_advantages
 from rollout.config import OverlongConfig, TrainOverlong
 from rollout.packing import pack_groups
 from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan

@@ -31,7 +31,7 @@ from benchmarks.replayed_parts import (
 from benchmarks.replayed_run import Figures, ReplayedShape, _Store, prompt_of, recorded_shape
 from benchmarks.sides import ROOT
 from correction.errors import ConfigError
-from rollout.weight_update import require_checksums
+from rollout.engine.weight_update import require_checksums
 from tests.actors.simulation.test_simulate import LENGTHS, PROMPT, record
 
 LONG = [50, 60, 1990]

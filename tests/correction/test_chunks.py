@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from correction import PRESETS, CorrectionConfig, correct, diagnose, gap, policy_loss, segments
+from correction import PRESETS, CorrectionConfig, correct, diagnose, policy_loss
 from correction import batch as batches
+from correction.diagnostics import gap
+from correction.terms import segments
 from tests.correction.fixtures import random_batch
 
 NAMES = sorted(name for name in PRESETS if "topk" not in name)

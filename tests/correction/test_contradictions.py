@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from correction import PRESETS, ConfigError, CorrectionConfig, correct, diagnose, group_advantages, policy_loss, presets_table
-from correction.choices import Statistic, WeightMode
-from correction.divergence import Estimator, estimate, table_kl, table_tv, topk_table
-from correction.importance import bounded_weights
-from correction.objectives import clipped_loss
-from correction.rejection import second_moment_keep, token_statistic, within
+from correction.settings.choices import Statistic, WeightMode
+from correction.terms.divergence import Estimator, estimate, table_kl, table_tv, topk_table
+from correction.terms.importance import bounded_weights
+from correction.terms.objectives import clipped_loss
+from correction.terms.rejection import second_moment_keep, token_statistic, within
 from tests.correction.fixtures import MU, PROX, THETA, flat_log, worked_example
 
 LOG_RHO = flat_log(PROX) - flat_log(MU)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from correction import PRESETS, CorrectionConfig, needs_topk
-from correction.settings import Settings
+from correction.settings.base import Settings
 
 
 @pytest.mark.parametrize("preset", PRESETS)

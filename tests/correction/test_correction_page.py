@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from correction.config import CorrectionConfig
-from correction.methods import PRESETS
-from correction.quantities import DIAGNOSTICS
+from correction.diagnostics.quantities import DIAGNOSTICS
+from correction.presets.methods import PRESETS
 
 PAGE = Path(__file__).parents[2] / "docs" / "correction.md"
 

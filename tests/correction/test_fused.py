@@ -16,8 +16,8 @@ from correction import (
     policy_loss,
     policy_scale,
 )
-from correction.choices import Level
-from correction.segments import Levels
+from correction.settings.choices import Level
+from correction.terms.segments import Levels
 from tests.correction.fixtures import random_batch
 
 VARIANTS = [

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from correction.monitor import SYMPTOMS, Monitor, MonitorConfig, State, Symptom, theil_sen
+from correction.early_warning.monitor import SYMPTOMS, Monitor, MonitorConfig, State, Symptom, theil_sen
 
 START = 2 + 20  # steps skipped and of the baseline
 K3 = 1e-3

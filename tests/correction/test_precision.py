@@ -2,8 +2,8 @@
 
 import pytest
 
+from correction.diagnostics.precision import precision_gap
 from correction.errors import ConfigError
-from correction.precision import precision_gap
 
 
 def test_the_published_figures_for_bfloat16():

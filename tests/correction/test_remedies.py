@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.remedies import ExactPolicy, Sample, outcomes, recorded_table
 from correction import PRESETS, CorrectionConfig, correct
+from correction.early_warning.monitor import SYMPTOMS
+from correction.early_warning.replacement import breaks_at_an_alarm
 from correction.errors import ConfigError
-from correction.monitor import SYMPTOMS
-from correction.replacement import breaks_at_an_alarm
 from lab.recorded_runs import RecordedRun
 
 LENGTHS = (8, 128, 2048)
@@ -155,7 +155,7 @@ def test_symptoms_name_presets_that_exist() -> None:
 
 
 def test_an_unknown_setting_of_the_monitor_names_the_known_ones() -> None:
-    from correction.monitor import MonitorConfig
+    from correction.early_warning.monitor import MonitorConfig
 
     with pytest.raises((ConfigError, ValueError), match=r"setting = bf16: no level is known.*dense_bfloat16"):
         MonitorConfig(setting="bf16")

@@ -5,10 +5,10 @@ import math
 import pytest
 
 from correction.config import CorrectionConfig
+from correction.early_warning.replacement import check_replaceable, switched, tightened
 from correction.errors import ConfigError
-from correction.methods import PRESETS
+from correction.presets.methods import PRESETS
 from correction.presets.preset import Preset, score, truncate
-from correction.replacement import check_replaceable, switched, tightened
 
 
 def config(**settings):

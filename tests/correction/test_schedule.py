@@ -3,7 +3,7 @@
 import pytest
 
 from correction import CorrectionConfig
-from correction.schedule import Schedule, Stage, defers, fold_obstacle, needs_reference_logprobs
+from correction.settings.schedule import Schedule, Stage, defers, fold_obstacle, needs_reference_logprobs
 
 EARLY, LATE = Stage.EARLY, Stage.LATE
 BAND = {"lower": 0.5, "upper": 2.0}

@@ -37,8 +37,8 @@ from correction import (
     policy_scale,
     shard_sums,
 )
-from correction.rejection import second_moment_keep
 from correction.shards import second_moment_limit
+from correction.terms.rejection import second_moment_keep
 from tests.correction.fixtures import random_batch
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from correction.batch import PackedBatch
 from learner.learner_rank import LearnerRank
-from rollout.engine import RolloutEngine
+from rollout.engine.engine import RolloutEngine
 from rollout.trajectory import Trajectory
 from tests.tiny_models import SPECIAL_TOKENS, save_tiny_model, save_tiny_tokenizer
 

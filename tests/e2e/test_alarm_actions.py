@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from actors.record.run_folder import RunFolder
-from correction.monitor import State
+from correction.early_warning.monitor import State
 from tests.e2e.launch import RECIPE, Run
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

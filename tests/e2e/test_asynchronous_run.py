@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 from actors.driver.run_summary import ENDED_BY_ALARM
 from actors.record.run_folder import RunFolder
 from actors.state.resume import TrainingState
-from correction.monitor import Event, Monitor, State
+from correction.early_warning.monitor import Event, Monitor, State
 from tests.e2e.cluster import is_up, ray_cluster, scraped_roles
 from tests.e2e.launch import RAY_AGENTS, RECIPE, Run, check_private, command_of, living
 from tests.failures.measured import Recovery

@@ -27,7 +27,7 @@ from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
 from correction.correct import defer
 from correction.engines.checksum import digest_of
 from learner.config import LearnerConfig
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt
 from tests.learner.learner_cases import TIS, random_batch
 from tests.ray_sessions import leave_ray
@@ -41,7 +41,7 @@ class Worker(CheckedEngine):
     """What a rollout worker does with weights. Used as a Ray actor (async)."""
 
     async def begin(self, folder: Path) -> None:
-        from rollout.engine import RolloutEngine
+        from rollout.engine.engine import RolloutEngine
 
         self._folder = tempfile.TemporaryDirectory()
         config = EngineConfig(device="cpu", max_total_tokens=8_192, max_running_requests=8, weight_group_timeout_s=SYNC_S)

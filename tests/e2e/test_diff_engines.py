@@ -19,7 +19,7 @@ from correction.engines.capture import Capture, compare_captures
 from correction.errors import DataError
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 from tests.e2e.launch import evenkeel
 from tests.e2e.on_policy_cases import save_model
 
@@ -62,17 +62,17 @@ def other_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, sca
 
 
 SWITCHED_OFF: dict[str, tuple[str, Callable[..., object], str]] = {
-    "norm": ("learner.norm.HFRMSNorm.forward", other_norm, "layers.0.norm"),
+    "norm": ("learner.model.norm.HFRMSNorm.forward", other_norm, "layers.0.norm"),
     "linear": (
-        "learner.batch_invariant.BatchInvariantColumnLinear._forward_impl",
+        "learner.model.batch_invariant.BatchInvariantColumnLinear._forward_impl",
         lambda _, input, weight, *a, **k: flipped_product(input, weight),
         "layers.0.qkv",
     ),
     "rotary": ("megatron.core.transformer.attention.apply_rotary_pos_emb", other_rotation, "layers.0.rotary_q"),
-    "attention": ("learner.batch_invariant.attention", other_attention, "layers.0.attention"),
-    "silu": ("learner.model.silu", lambda x: x * torch.sigmoid(x), "layers.0.silu"),
-    "head": ("learner.logprobs.head_logits", flipped_product, "logits"),
-    "log_softmax": ("learner.logprobs.log_softmax", lambda z, t: torch.softmax(z / t, -1).log(), "logprobs"),
+    "attention": ("learner.model.batch_invariant.attention", other_attention, "layers.0.attention"),
+    "silu": ("learner.model.model.silu", lambda x: x * torch.sigmoid(x), "layers.0.silu"),
+    "head": ("learner.training.logprobs.head_logits", flipped_product, "logits"),
+    "log_softmax": ("learner.training.logprobs.log_softmax", lambda z, t: torch.softmax(z / t, -1).log(), "logprobs"),
 }  # fmt: skip
 """Operator -> what is replaced in the learner, by what, and where the two engines then part."""
 

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.elastic import MODEL, RUN, ElasticRun, Moment, Timeline, grown, is_balanced, prompts_of, shrunk, started
 from benchmarks.sides import NANO_RECIPE, evenkeel, steps_of
-from rollout.prompt_place import PromptPlace
+from rollout.tasks.prompt_place import PromptPlace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 DRAIN_S = 1.0

@@ -19,10 +19,10 @@ import torch
 from correction.batch import PackedBatch
 from correction.correct import correct
 from correction.engines.weight_bucket import WeightBucket
-from learner.families import FAMILIES
+from learner.hf.families import FAMILIES
 from learner.learner_rank import LearnerRank
-from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig
+from rollout.engine.engine import RolloutEngine
+from rollout.engine_settings.engine_config import EngineConfig
 from tests.conftest import BackgroundLoop
 from tests.e2e.on_policy_cases import Sampled, as_batch, random_prompts, sample_in_random_batches
 from tests.learner.learner_cases import TIS, learner_on

@@ -22,10 +22,10 @@ from actors.settings.probe_limits import ProbeLimits
 from correction.engines.weight_bucket import WeightBucket
 from learner.kept_weights import KeptWeights
 from learner.learner_rank import LearnerRank
-from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig
+from rollout.engine.engine import RolloutEngine
+from rollout.engine.weight_transfer import UpdateMode
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.trajectory import VersionSpan
-from rollout.weight_transfer import UpdateMode
 from tests.conftest import BackgroundLoop
 from tests.e2e.on_policy_cases import Sampled, as_batch, random_prompts
 from tests.e2e.test_families import copies

@@ -24,10 +24,10 @@ from correction.correct import correct
 from correction.engines.weight_bucket import WeightBucket
 from correction.errors import EngineError, SyncError
 from lab.ports import free_port
-from learner.broadcast import WeightBroadcaster
 from learner.learner_rank import LearnerRank
-from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig
+from learner.weights.broadcast import WeightBroadcaster
+from rollout.engine.engine import RolloutEngine
+from rollout.engine_settings.engine_config import EngineConfig
 from tests.conftest import BackgroundLoop
 from tests.e2e.on_policy_cases import Sampled, as_batch, random_prompts, sample_in_random_batches
 from tests.e2e.test_families import copies, worst

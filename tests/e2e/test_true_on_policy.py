@@ -32,11 +32,11 @@ from correction.correct import defer
 from correction.engines.agreement import compare
 from correction.engines.weight_bucket import WeightBucket
 from learner.config import LearnerConfig
-from learner.inputs import find_shared_prefixes
 from learner.learner_rank import LearnerRank
+from learner.model.inputs import find_shared_prefixes
 from rollout.continuation import is_begun
-from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig
+from rollout.engine.engine import RolloutEngine
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.trajectory import FinishReason, Trajectory, VersionSpan
 from tests.conftest import BackgroundLoop
 from tests.e2e.on_policy_cases import Sampled, as_batch, random_packing, random_prompts, sample_in_random_batches, save_model

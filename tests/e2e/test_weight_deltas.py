@@ -19,7 +19,7 @@ from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
 from benchmarks.weight_sync import BareWorker
 from correction.correct import defer
 from learner.config import LearnerConfig
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt
 from tests.actors.two_nodes import two_nodes
 from tests.e2e.cluster import ray_cluster

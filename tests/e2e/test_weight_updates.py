@@ -17,7 +17,7 @@ from correction.engines.checksum import compare_checksums
 from correction.engines.weight_bucket import WeightBucket
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
-from rollout.engine import RolloutEngine
+from rollout.engine.engine import RolloutEngine
 from tests.conftest import BackgroundLoop
 from tests.rollout.hf_reference import hf_model, largest_difference, response_logprobs
 

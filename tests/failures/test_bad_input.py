@@ -190,7 +190,7 @@ def test_a_judge_that_is_down_at_a_resume_is_waited_for(recipe: Path, tmp_path: 
     is refused either way."""
     from actors.commands.recipe import load_config
     from actors.config import RunConfig
-    from rollout.rewards import RewardError
+    from rollout.rewards.rewards import RewardError
 
     (tmp_path / "far_judge.py").write_text("def score(completion):\n    raise TimeoutError('the judge is down')\n")
     monkeypatch.syspath_prepend(tmp_path)

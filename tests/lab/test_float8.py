@@ -14,8 +14,8 @@ from torch import Tensor
 from correction.engines import float8 as engines
 from correction.engines.float8 import PROJECTIONS, dequantised, is_projection, quantised
 from lab.float8 import rounded_weight, write_float8_folder
-from learner.families import FAMILIES
-from learner.model_family import TensorLayout
+from learner.hf.families import FAMILIES
+from learner.hf.model_family import TensorLayout
 from tests.tiny_models import save_tiny_model
 
 NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()

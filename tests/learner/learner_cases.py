@@ -21,11 +21,11 @@ from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from lab.ports import free_port
 from learner.config import LearnerConfig
-from learner.convert import bind, to_hf
-from learner.families import family_of
+from learner.hf.families import family_of
+from learner.hf.model_family import HeadShape
 from learner.learner_rank import LearnerRank
-from learner.model import unwrap
-from learner.model_family import HeadShape
+from learner.model.model import unwrap
+from learner.weights.convert import bind, to_hf
 from tests.tiny_models import save_tiny_model
 
 VOCAB = 96

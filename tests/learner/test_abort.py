@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from correction.correct import correct
 from correction.errors import DeadlineExceeded, StepAborted
-from learner import abort
-from learner.abort import Abort
+from learner.training import abort
+from learner.training.abort import Abort
 from tests.learner.learner_cases import TIS, learner_on, off_policy_batch, save_model, weights
 
 MICROBATCHES = 6

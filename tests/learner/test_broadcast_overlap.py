@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, 
 from correction.engines.rendezvous import Rendezvous, gloo_towards, rendezvous_store
 from correction.errors import SyncError
 from lab.ports import free_port
-from learner.broadcast import WeightBroadcaster, end_to_end
+from learner.weights.broadcast import WeightBroadcaster, end_to_end
 
 NAME = "weights-overlap"
 BUCKETS = [{"a": torch.arange(12.0), "b": torch.arange(8, dtype=torch.bfloat16)}, {"c": torch.arange(100.0) * 3}]

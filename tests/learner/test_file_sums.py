@@ -14,8 +14,8 @@ import pytest
 import xxhash
 
 from correction.errors import DataError
-from learner import file_sums
-from learner.file_sums import leave_sum, read_manifest_of_files, seal, sum_of, verify
+from learner.weights import file_sums
+from learner.weights.file_sums import leave_sum, read_manifest_of_files, seal, sum_of, verify
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import torch
 from correction.engines.rendezvous import Rendezvous, keep_nccl_on, rendezvous_store
 from correction.errors import SyncError
 from lab.ports import free_port
-from learner.broadcast import WeightBroadcaster
+from learner.weights.broadcast import WeightBroadcaster
 
 Listeners = Callable[[], set[tuple[str, int]]]
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from correction.correct import correct, defer
 from correction.errors import ConfigError
-from learner import loss
-from learner.logprobs import head_logprobs
 from learner.results import SkipReason
+from learner.training import loss
+from learner.training.logprobs import head_logprobs
 from tests.learner.learner_cases import (
     TIS,
     learner_on,

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from correction.errors import DataError
-from learner import checkpoint
-from learner.checkpoint import is_complete
-from learner.checkpoint_files import TrainedApartError, check_readable
-from learner.hf_folder import write_shards
+from learner.hf.hf_folder import write_shards
 from learner.learner_rank import LearnerRank
+from learner.weights import checkpoint
+from learner.weights.checkpoint import is_complete
+from learner.weights.checkpoint_files import TrainedApartError, check_readable
 from tests.learner.learner_cases import learner_on, random_batch, save_model
 from tests.learner.moe_cases import save_moe
 from tests.tiny_models import save_tiny_tokenizer

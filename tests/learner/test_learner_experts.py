@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from correction.correct import defer
-from learner.experts import GroupedExperts, _by_kernel, _by_loop, grouped_product
-from learner.megatron import SequentialMLP
+from learner.model.experts import GroupedExperts, _by_kernel, _by_loop, grouped_product
+from learner.model.megatron import SequentialMLP
 from tests.learner.learner_cases import TIS, learner_on, random_batch
 from tests.learner.moe_cases import EXPERTS, save_moe
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from correction.correct import correct
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
-from learner.hf_folder import read_config
+from learner.hf.hf_folder import read_config
 from tests.learner.learner_cases import TIS, gradients, hf_model, largest_difference, learner_on, off_policy_batch, save_model
 from tests.learner.moe_cases import expert_gradients
 from tests.learner.test_learner_step import ppo_with_truncated_weights

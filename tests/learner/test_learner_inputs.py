@@ -9,7 +9,7 @@ import torch
 
 from correction.batch import PackedBatch
 from correction.errors import DataError
-from learner.inputs import ModelInputs, RowLayout
+from learner.model.inputs import ModelInputs, RowLayout
 from tests.learner.learner_cases import grouped_batch, random_batch
 
 

@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DataError
-from learner import families
-from learner.attention import pack
-from learner.hf_folder import read_config
-from learner.inputs import RowLayout
-from learner.loss import forward_hidden
+from learner.hf import families
+from learner.hf.hf_folder import read_config
+from learner.model.attention import pack
+from learner.model.inputs import RowLayout
+from learner.training.loss import forward_hidden
 from tests.learner.learner_cases import hf_model, hf_values, learner_on, random_batch, save_model, weights
 from tests.tiny_models import LLAMA3_ROPE
 
@@ -159,7 +159,7 @@ def test_an_export_of_one_rank_copies_queries_keys_and_values_alone(tmp_path: Pa
 
 def test_several_shards_are_read_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(tmp_path / "m")
-    monkeypatch.setattr("learner.export.SHARD_BYTES", 20_000)
+    monkeypatch.setattr("learner.weights.export.SHARD_BYTES", 20_000)
     with learner_on(folder) as learner:
         learner.save_hf(tmp_path / "out")
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1

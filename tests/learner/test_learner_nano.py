@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from correction.errors import DataError
-from learner.nano import NanoModelConfig, build_nano_model
+from learner.hf.nano import NanoModelConfig, build_nano_model
 from learner.warmup import EncodedDemonstration, WarmupConfig, pack_demonstrations, warm_up
 from tests.learner.learner_cases import learner_on
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner import norm
-from learner.norm import AllHeadsNorm, HFRMSNorm
+from learner.model import norm
+from learner.model.norm import AllHeadsNorm, HFRMSNorm
 
 HIDDEN = 64
 

@@ -20,11 +20,11 @@ from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from correction.errors import ConfigError, DataError
-from learner import checkpoint
-from learner.checkpoint import is_complete
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
-from learner.model import build
+from learner.model.model import build
+from learner.weights import checkpoint
+from learner.weights.checkpoint import is_complete
 from tests.learner.learner_cases import (
     TIS,
     VOCAB,

@@ -39,8 +39,8 @@ def exported_on_a_rank(
     learner = LearnerRank(LearnerConfig(**split), rank, ranks, "127.0.0.1", port)
     learner.load(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("learner.convert.GATHER_BYTES", most_bytes)
-        patch.setattr("learner.export.EXCHANGE_BYTES", most_bytes)
+        patch.setattr("learner.weights.convert.GATHER_BYTES", most_bytes)
+        patch.setattr("learner.weights.export.EXCHANGE_BYTES", most_bytes)
         for name in COLLECTIVES:
             patch.setattr(dist, name, counted(name, getattr(dist, name)))
         found = weights(learner)

@@ -17,8 +17,8 @@ import torch
 
 from correction.correct import correct
 from correction.errors import DataError
-from learner.inputs import ModelInputs, find_shared_prefixes
-from learner.routing import smallest_type
+from learner.model.inputs import ModelInputs, find_shared_prefixes
+from learner.model.routing import smallest_type
 from tests.learner.learner_cases import (
     TIS,
     gradients,

@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
-from learner.attention import can_share_prompts, pack, packed_attention
-from learner.balance import SharedPrefix, plan, sequence_cost
-from learner.inputs import ModelInputs, RowLayout, find_shared_prefixes
 from learner.learner_rank import LearnerRank
+from learner.model.attention import can_share_prompts, pack, packed_attention
+from learner.model.balance import SharedPrefix, plan, sequence_cost
+from learner.model.inputs import ModelInputs, RowLayout, find_shared_prefixes
 from tests.learner.learner_cases import (
     gradients,
     grouped_batch,

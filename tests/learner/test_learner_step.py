@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from correction.batch import PackedBatch
-from correction.batch_numbers import kept_numbers
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer, for_step
-from correction.diagnostics import diagnose
+from correction.diagnostics.batch_numbers import kept_numbers
+from correction.diagnostics.diagnose import diagnose
 from correction.errors import ConfigError
-from learner import balance
 from learner.learner_rank import LearnerRank
-from learner.optimizer_steps import optimizer_steps
+from learner.model import balance
 from learner.results import SkipReason
+from learner.training.optimizer_steps import optimizer_steps
 from tests.learner.learner_cases import (
     TIS,
     gradients,

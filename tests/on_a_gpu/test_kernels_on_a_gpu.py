@@ -14,8 +14,8 @@ from torch import Tensor
 from correction import PRESETS, CorrectionConfig, correct, policy_loss
 from correction.engines.checksum import ROW_WORDS, tensor_checksum
 from correction.engines.float8 import BLOCK, dequantised, quantised
-from learner.experts import _by_loop, grouped_product
-from learner.norm import AllHeadsNorm, HFRMSNorm
+from learner.model.experts import _by_loop, grouped_product
+from learner.model.norm import AllHeadsNorm, HFRMSNorm
 from tests.correction.fixtures import random_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

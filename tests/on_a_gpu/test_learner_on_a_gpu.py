@@ -22,8 +22,8 @@ from correction.batch import CorrectedBatch
 from correction.correct import defer
 from correction.engines.checksum import tensor_checksum
 from learner.config import LearnerConfig
-from learner.export import Staging
 from learner.learner_rank import LearnerRank
+from learner.weights.export import Staging
 from tests.learner.learner_cases import TIS, gradients, grouped_batch, hf_model, hf_values, learner_on, random_batch, save_model
 from tests.learner.moe_cases import save_moe
 from tests.learner.test_learner_checkpoint import SETTINGS, train

@@ -34,11 +34,11 @@ from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import SyncError
 from lab.ports import free_port
-from learner.broadcast import WeightBroadcaster
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
-from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig, EngineDeadlines
+from learner.weights.broadcast import WeightBroadcaster
+from rollout.engine.engine import RolloutEngine
+from rollout.engine_settings.engine_config import EngineConfig, EngineDeadlines
 from rollout.trajectory import Trajectory
 from tests.conftest import ROOT, BackgroundLoop
 from tests.learner.learner_cases import TIS, random_batch, run_ranks, save_model, weights

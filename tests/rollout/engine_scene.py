@@ -7,7 +7,7 @@ import random
 from torch import Tensor
 
 from correction.engines.weight_bucket import WeightBucket
-from rollout.engine import RolloutEngine
+from rollout.engine.engine import RolloutEngine
 from tests.tiny_models import SPECIAL_TOKENS
 
 TOLERANCE = 2e-5

@@ -15,7 +15,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from rollout.config import ReasoningGymTask, RewardConfig
-from rollout.rewards import RewardPool
+from rollout.rewards.rewards import RewardPool
 from rollout.trajectory import FinishReason, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
 
 CHAIN_SUM = ReasoningGymTask(dataset="chain_sum")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from correction.errors import ConfigError, DataError
-from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.config import ReasoningGymTask
+from rollout.tasks.chat import ChatEncoder, load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 
 from correction.errors import DataError
 from rollout.config import FileTask, HuggingFaceTask
-from rollout.tasks import build_task
+from rollout.tasks.tasks import build_task
 from tests.rollout.row_files import numbered, write_rows
 
 FRENCH = [{"prompt": f"Épelez été {i}", "answer": f"é{i}", "level": i % 3} for i in range(20)]

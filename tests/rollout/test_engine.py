@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from correction.errors import ConfigError, DataError
-from rollout.engine import RolloutEngine
+from rollout.engine.engine import RolloutEngine
 from rollout.trajectory import FinishReason, Trajectory, VersionSpan
 from tests.conftest import BackgroundLoop
 from tests.rollout.engine_scene import TOLERANCE, prompts

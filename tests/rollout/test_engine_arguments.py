@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from rollout.engine_arguments import refusal
-from rollout.engine_config import RESERVED_ARGUMENTS, EngineConfig
-from rollout.sglang_arguments import ATTENTION_BACKENDS, HANDED_ON
+from rollout.engine_settings.engine_arguments import refusal
+from rollout.engine_settings.engine_config import RESERVED_ARGUMENTS, EngineConfig
+from rollout.engine_settings.sglang_arguments import ATTENTION_BACKENDS, HANDED_ON
 
 
 def test_every_argument_of_sglang_is_set_refused_or_handed_on() -> None:

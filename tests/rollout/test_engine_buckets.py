@@ -17,9 +17,9 @@ from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from lab.ports import free_port
-from learner.broadcast import WeightBroadcaster, end_to_end
-from rollout import weight_transfer
-from rollout.engine import RolloutEngine
+from learner.weights.broadcast import WeightBroadcaster, end_to_end
+from rollout.engine import weight_transfer
+from rollout.engine.engine import RolloutEngine
 from rollout.trajectory import Trajectory
 from tests.conftest import BackgroundLoop
 from tests.rollout.engine_scene import buckets_of, some_tokens

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from correction.errors import EngineError
-from rollout import engine_process
-from rollout.engine_config import EngineConfig
-from rollout.engine_process import EngineProcess
+from rollout.engine import engine_process
+from rollout.engine.engine_process import EngineProcess
+from rollout.engine_settings.engine_config import EngineConfig
 from tests.e2e.launch import ROOT
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]

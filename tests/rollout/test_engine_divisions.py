@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from correction.errors import ConfigError
-from learner.families import FAMILIES
-from rollout.engine import _read_model_config
-from rollout.engine_config import EngineConfig
-from rollout.engine_ranks import obstacles
+from learner.hf.families import FAMILIES
+from rollout.engine.engine import _read_model_config
+from rollout.engine_settings.engine_config import EngineConfig
+from rollout.engine_settings.engine_ranks import obstacles
 from tests.tiny_models import save_tiny_model
 
 OVER_ALL_HEADS = {kind for kind, family in FAMILIES.items() if family.qk_norm == "all_heads"}

@@ -33,9 +33,9 @@ from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, RequestError, SyncError
 from lab.ports import free_port
-from learner.broadcast import WeightBroadcaster
-from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig, EngineDeadlines
+from learner.weights.broadcast import WeightBroadcaster
+from rollout.engine.engine import RolloutEngine
+from rollout.engine_settings.engine_config import EngineConfig, EngineDeadlines
 from rollout.trajectory import Trajectory
 from tests.conftest import BackgroundLoop
 from tests.failures.measured import Measured
@@ -50,8 +50,8 @@ GROUP_S = 5.0
 
 OWNER = """
 import asyncio, json, sys
-from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig, EngineDeadlines
+from rollout.engine.engine import RolloutEngine
+from rollout.engine_settings.engine_config import EngineConfig, EngineDeadlines
 
 async def main():
     engine = await RolloutEngine.start(sys.argv[1], EngineConfig(device="cpu", max_total_tokens=4096))

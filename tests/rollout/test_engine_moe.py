@@ -16,8 +16,8 @@ from torch import Tensor
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
-from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig
+from rollout.engine.engine import RolloutEngine
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.trajectory import Trajectory
 from tests.conftest import BackgroundLoop
 from tests.rollout.hf_reference import hf_model, largest_difference, perturbed, response_logprobs, tiny_weights

@@ -11,11 +11,11 @@ import psutil
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from learner.families import FAMILIES
+from learner.hf.families import FAMILIES
 from rollout import sglang_plugin
-from rollout.engine import RolloutEngine
-from rollout.engine_arguments import REFUSED_OF_RANKS
-from rollout.engine_config import RESERVED_ARGUMENTS
+from rollout.engine.engine import RolloutEngine
+from rollout.engine_settings.engine_arguments import REFUSED_OF_RANKS
+from rollout.engine_settings.engine_config import RESERVED_ARGUMENTS
 
 pytestmark = pytest.mark.engine
 

@@ -21,13 +21,14 @@ from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import EngineError, SyncError
-from rollout import weight_parts, weight_transfer
-from rollout.engine import RolloutEngine
-from rollout.engine_arguments import REFUSED_OF_RANKS
-from rollout.engine_config import EngineConfig
-from rollout.engine_ranks import environment_of_ranks, free_ports, obstacles
-from rollout.weight_parts import RankParts, WeightPart, text_of
-from rollout.weight_update import UpdatableEngine, UpdateCheck
+from rollout.engine import weight_transfer
+from rollout.engine.engine import RolloutEngine
+from rollout.engine.weight_update import UpdatableEngine, UpdateCheck
+from rollout.engine_settings.engine_arguments import REFUSED_OF_RANKS
+from rollout.engine_settings.engine_config import EngineConfig
+from rollout.engine_settings.engine_ranks import environment_of_ranks, free_ports, obstacles
+from rollout.sglang_plugin import weight_parts
+from rollout.sglang_plugin.weight_parts import RankParts, WeightPart, text_of
 
 
 def test_sglang_is_told_of_ranks_only_if_there_are_several() -> None:

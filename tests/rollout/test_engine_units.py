@@ -22,15 +22,15 @@ from correction.engines import checksum
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import ConfigError, RequestError, SyncError
-from rollout import engine as engine_module
 from rollout.config import AnswerSampling, SamplingConfig
-from rollout.engine import RolloutEngine
-from rollout.engine_capabilities import EngineCapabilities
-from rollout.engine_config import EngineConfig
+from rollout.engine import engine as engine_module
+from rollout.engine.engine import RolloutEngine
+from rollout.engine.sglang_answer import trajectory_of
+from rollout.engine.weight_update import UpdateCheck
+from rollout.engine_settings.engine_capabilities import EngineCapabilities
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.sampler import Sampler
-from rollout.sglang_answer import trajectory_of
 from rollout.trajectory import ExpertShape, FailureKind, FinishReason, Group, Prompt, Trajectory, VersionSpan
-from rollout.weight_update import UpdateCheck
 
 
 def checksum_by_integers(tensor: Tensor) -> str:

@@ -21,7 +21,7 @@ from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import EngineDirty, SyncError
-from rollout.engine import RolloutEngine
+from rollout.engine.engine import RolloutEngine
 from rollout.trajectory import Trajectory, VersionSpan
 from tests.conftest import BackgroundLoop
 from tests.rollout.engine_scene import TOLERANCE, buckets_of, is_healthy, prompts, some_tokens

@@ -18,9 +18,9 @@ from correction.engines.float8 import BLOCK, in_float8, is_projection, quantised
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from lab.ports import free_port
-from learner.broadcast import WeightBroadcaster
-from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig
+from learner.weights.broadcast import WeightBroadcaster
+from rollout.engine.engine import RolloutEngine
+from rollout.engine_settings.engine_config import EngineConfig
 from tests.tiny_models import save_tiny_model
 
 SHAPE = {"hidden_size": 192, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}

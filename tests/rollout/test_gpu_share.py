@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from correction.engines.gpu_share import CONTEXT, SUMMED, allocator_fraction, engine_budget, outside_cache
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.sglang_plugin import gpu_share
 from rollout.sglang_plugin.gpu_share import TARGET, cache_bytes
 from rollout.sglang_plugin.hooks import PluginSettings

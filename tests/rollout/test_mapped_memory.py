@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from correction.engines.weight_bucket import WeightBucket
-from rollout import weight_transfer
+from rollout.engine import weight_transfer
 from rollout.sglang_plugin import mapped_memory
 
 GPU = SimpleNamespace(device="cuda")

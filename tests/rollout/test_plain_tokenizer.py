@@ -13,10 +13,10 @@ import pytest
 import reasoning_gym  # noqa: F401 - fills the table of data sets
 from reasoning_gym.factory import DATASETS
 
-from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.config import FileTask
-from rollout.gym_names import plain_options
-from rollout.plain_tokenizer import _CLASSES, _FORMS, _LEGACY_FORMS, is_plainly_usable
+from rollout.tasks.chat import ChatEncoder, load_tokenizer
+from rollout.tasks.gym_names import plain_options
+from rollout.tasks.plain_tokenizer import _CLASSES, _FORMS, _LEGACY_FORMS, is_plainly_usable
 from tests.tiny_models import save_tiny_tokenizer
 
 FAMILIES = ("qwen3", "qwen2", "llama", "olmo2", "glm4", "qwen3_moe", "olmoe")

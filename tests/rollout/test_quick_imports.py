@@ -16,7 +16,7 @@ from correction.engines.quick_imports import uncollected, without_model_classes
 ROOT = Path(__file__).parents[2]
 READS = """
 import json, sys
-from learner.hf_folder import read_config
+from learner.hf.hf_folder import read_config
 config = read_config(sys.argv[1])
 loaded = [name for name in ("torch._dynamo", "transformers.models.auto.modeling_auto") if name in sys.modules]
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES  # what was left out is there for who wants it

@@ -16,11 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout import reward_guardian
 from rollout.config import FunctionReward
-from rollout.reward_cgroup import ControlGroup
-from rollout.reward_guardian import MEMORY, WORKER, end_strays, mark_of
-from rollout.rewards import RewardPool
+from rollout.rewards import reward_guardian
+from rollout.rewards.reward_cgroup import ControlGroup
+from rollout.rewards.reward_guardian import MEMORY, WORKER, end_strays, mark_of
+from rollout.rewards.rewards import RewardPool
 from rollout.trajectory import FinishReason, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
 from tests.failures.measured import REAL, Measured
 from tests.rollout.reward_scene import is_running, pids_of, sleepers, wait_until
@@ -86,7 +86,7 @@ NEXT_TO_DIE = """
     import asyncio, sys
     from pathlib import Path
     from rollout.config import FunctionReward
-    from rollout.rewards import RewardPool
+    from rollout.rewards.rewards import RewardPool
     from tests.rollout.reward_scene import pids_of
     from tests.rollout.test_reward_guardian import score
 
@@ -105,7 +105,7 @@ def test_what_worker_and_guardian_leave_that_die_together_is_ended_by_the_next_w
 ) -> None:
     (tmp_path / "user_rewards.py").write_text(textwrap.dedent(SCORER))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("rollout.rewards.end_strays", partial(end_strays, 0.0))
+    monkeypatch.setattr("rollout.rewards.rewards.end_strays", partial(end_strays, 0.0))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", textwrap.dedent(NEXT_TO_DIE), str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as worker:
@@ -221,8 +221,8 @@ def _occupied(folder: Path) -> bool:
 UNJOINED = """
     import os, subprocess, sys, time
     from pathlib import Path
-    from rollout.reward_cgroup import ControlGroup
-    from rollout.reward_guardian import become_reaper, guard
+    from rollout.rewards.reward_cgroup import ControlGroup
+    from rollout.rewards.reward_guardian import become_reaper, guard
 
     leash, held = os.pipe()
     become_reaper()

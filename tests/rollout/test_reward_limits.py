@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
-import rollout.rewards
-from rollout.reward_cgroup import ControlGroup
-from rollout.reward_usage import WrittenBytes, _is_in_memory
-from rollout.rewards import RewardError, RewardPool
+import rollout.rewards.rewards
+from rollout.rewards.reward_cgroup import ControlGroup
+from rollout.rewards.reward_usage import WrittenBytes, _is_in_memory
+from rollout.rewards.rewards import RewardError, RewardPool
 from rollout.trajectory import FailureKind, Trajectory
 from tests.failures.measured import REAL, Measured
 from tests.rollout.reward_scene import asked, is_running, scored, scored_at_once, sleepers, user_reward, wait_until, write_user_module
@@ -61,9 +61,9 @@ def has_group(is_kept_by_kernel: bool) -> Iterator[bool]:
 @contextmanager
 def specified(**changes: Any) -> Iterator[pytest.MonkeyPatch]:
     """Scoring processes are told this, whatever their settings say."""
-    specification = rollout.rewards.reward_specification
+    specification = rollout.rewards.rewards.reward_specification
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollout.rewards, "reward_specification", lambda *of: specification(*of) | changes)
+        patch.setattr(rollout.rewards.rewards, "reward_specification", lambda *of: specification(*of) | changes)
         yield patch
 
 
@@ -85,7 +85,7 @@ def test_the_whole_tree_has_the_limits(has_group: bool) -> None:
 BROOD = """
     import os, subprocess, time
     from pathlib import Path
-    from rollout.reward_guardian import clear_leftovers
+    from rollout.rewards.reward_guardian import clear_leftovers
     if os.fork() == 0:    # the scorer, below its guardian
         brood = [subprocess.Popen(["sleep", "68.5"]) for _ in range(70)]
         clear_leftovers()
@@ -180,8 +180,8 @@ class Numbers:
         self.others: list[dict[int, tuple[int, int, int]]] = []
         """What looks see first."""
         self.fuller = 0
-        monkeypatch.setattr("rollout.reward_usage._written_by", lambda pid: self._looked_at.get(pid, (0, 0, 0)))
-        monkeypatch.setattr("rollout.reward_usage._used_bytes", lambda _: self.fuller)
+        monkeypatch.setattr("rollout.rewards.reward_usage._written_by", lambda pid: self._looked_at.get(pid, (0, 0, 0)))
+        monkeypatch.setattr("rollout.rewards.reward_usage._used_bytes", lambda _: self.fuller)
 
     def find(self) -> list[int]:
         self._looked_at = self.others.pop(0) if self.others else self.of
@@ -221,7 +221,7 @@ PARENT = """
     import asyncio, sys
     from pydantic import TypeAdapter
     from rollout.config import FunctionReward
-    from rollout.rewards import RewardPool
+    from rollout.rewards.rewards import RewardPool
     from rollout.trajectory import *
 
     async def main():
@@ -283,7 +283,7 @@ def test_a_machine_without_a_process_left_fails_one_answer_after_the_other(
 ) -> None:
     """And no more than that: not the worker, whose engine is well. No descriptor stays open."""
     open_before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr("rollout.rewards.subprocess.Popen", Refusing(*refused))
+    monkeypatch.setattr("rollout.rewards.rewards.subprocess.Popen", Refusing(*refused))
     for found, reason in zip(scored(user_reward("moody"), *texts), expected, strict=True):
         assert (found.error is None and found.reward is not None) if reason is None else (reason in str(found.error))
         assert reason is None or (found.reward is None and found.failure is FailureKind.REWARD)
@@ -291,7 +291,7 @@ def test_a_machine_without_a_process_left_fails_one_answer_after_the_other(
 
 
 def test_a_worker_that_starts_without_a_process_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.rewards.subprocess.Popen", Refusing(0))
+    monkeypatch.setattr("rollout.rewards.rewards.subprocess.Popen", Refusing(0))
 
     async def run() -> None:
         await RewardPool(user_reward("length")).check(asked())

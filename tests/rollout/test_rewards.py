@@ -15,8 +15,8 @@ import pytest
 from pydantic import ValidationError
 
 from correction.errors import ConfigError
-from rollout.reward_process import RewardLoadError, build_extraction, components
-from rollout.rewards import RewardError, RewardPool, _as_reply
+from rollout.rewards.reward_process import RewardLoadError, build_extraction, components
+from rollout.rewards.rewards import RewardError, RewardPool, _as_reply
 from rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory, ids_of, logprobs_of
 from tests.failures.measured import REAL, Measured
 from tests.rollout.reward_scene import answered, asked, pids_of, reward, scored, scored_each, user_reward

@@ -13,10 +13,10 @@ import pytest
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from correction.errors import DataError
-from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.config import FileTask, RolloutConfig
-from rollout.rows import _field, read_file, with_field
-from rollout.tasks import build_task
+from rollout.tasks.chat import ChatEncoder, load_tokenizer
+from rollout.tasks.rows import _field, read_file, with_field
+from rollout.tasks.tasks import build_task
 from tests.rollout.reward_scene import asked, scored
 
 RECIPES = Path(__file__).parents[2] / "recipes"

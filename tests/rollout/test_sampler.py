@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from rollout.config import AnswerSampling, ExactMatchReward, SamplingConfig
-from rollout.engine import RolloutEngine
-from rollout.rewards import RewardPool
+from rollout.engine.engine import RolloutEngine
+from rollout.rewards.rewards import RewardPool
 from rollout.sampler import Sampler, sample_seed
 from rollout.trajectory import Group, Prompt, Trajectory
 from tests.conftest import BackgroundLoop

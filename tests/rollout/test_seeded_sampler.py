@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.engine import RolloutEngine
+from rollout.engine.engine import RolloutEngine
 from rollout.sampler import sample_seed
 from tests.conftest import BackgroundLoop
 from tests.rollout.hf_reference import hf_model

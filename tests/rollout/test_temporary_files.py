@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.temporary_files import own_folder, remove
+from rollout.engine.temporary_files import own_folder, remove
 
 
 def test_files_of_a_killed_engine_go_with_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +20,7 @@ def test_files_of_a_killed_engine_go_with_the_next_start(tmp_path: Path, monkeyp
     monkeypatch.setattr(tempfile, "tempdir", None)
     child = "import tempfile; print(tempfile.mkdtemp())"
     script = (
-        "import subprocess, sys; from rollout.temporary_files import own_folder\n"
+        "import subprocess, sys; from rollout.engine.temporary_files import own_folder\n"
         f"with own_folder() as folder: print(folder, subprocess.check_output([sys.executable, '-c', {child!r}], text=True).strip())"
     )
     command = [sys.executable, "-c", script]

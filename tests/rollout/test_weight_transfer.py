@@ -27,12 +27,12 @@ from correction.engines.checksum import digest_of
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DeadlineExceeded, SyncError
-from rollout import weight_transfer, weight_update
 from rollout.config import RolloutConfig
-from rollout.engine_config import EngineConfig
+from rollout.engine import weight_transfer, weight_update
+from rollout.engine.weight_update import UpdatableEngine
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.sglang_plugin import hooks
 from rollout.sglang_plugin.mapped_memory import keep_mapped
-from rollout.weight_update import UpdatableEngine
 from tests.actors.cases import prompt
 from tests.actors.simulated_time import simulate
 

@@ -15,13 +15,13 @@ import actors.pool.rollout_worker
 import actors.processes.loop_clock
 import actors.queue.payloads
 import actors.service.correction_service
-import learner.checkpoint_files
-import learner.file_sums
-import learner.model_check
+import learner.hf.model_check
+import learner.weights.checkpoint_files
+import learner.weights.file_sums
 from actors.checkpoints import checkpoint_reader
 from actors.processes import interrupts
 from actors.record import patience
-from rollout.rewards import RewardError
+from rollout.rewards.rewards import RewardError
 from tests.simulation import parts
 from tests.simulation.disk import Disk, SimulatedFileThread
 from tests.simulation.engine import FaultyEngine, SimulatedSampler
@@ -46,9 +46,9 @@ def doubles(schedule: FaultSchedule, disk: Disk, faults: Faults) -> Iterator[Non
             (interrupts, "handled_in", partial(_handled_in, faults)),
             (patience, "FileThread", partial(SimulatedFileThread, disk)),
             (actors.processes.loop_clock.LoopClock, "start", nothing),  # nothing is late here, and ticks would be half of all events
-            (learner.file_sums, "_side_by_side", map),
-            (learner.checkpoint_files, "check_readable", nothing),
-            (learner.model_check, "check_trainable", nothing),
+            (learner.weights.file_sums, "_side_by_side", map),
+            (learner.weights.checkpoint_files, "check_readable", nothing),
+            (learner.hf.model_check, "check_trainable", nothing),
             (checkpoint_reader, "load_tokenizer", nothing),
             (worker, "own_folder", lambda: contextlib.nullcontext(Path("temporary"))),
             (worker, "remove", nothing),

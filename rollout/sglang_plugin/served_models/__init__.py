@@ -5,4 +5,4 @@ given a package of models that is looked at first. A model that isn't in it is s
 """
 
 FILES = ("glm4", "llama", "mistral", "mixtral", "olmo2", "olmoe", "qwen2", "qwen3", "qwen3_moe")
-"""Modules of sglang.srt.models that serve the learner's families (learner/families.py)."""
+"""Modules of sglang.srt.models that serve the learner's families (learner/hf/families.py)."""

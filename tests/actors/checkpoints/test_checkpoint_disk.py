@@ -23,7 +23,7 @@ from actors.ranks.learner_rank_actor import LearnerRankActor
 from actors.record import run_folder
 from actors.record.run_folder import RunFolder
 from correction.errors import DataError, DeadlineExceeded
-from learner.file_sums import read_manifest_of_files, verify
+from learner.weights.file_sums import read_manifest_of_files, verify
 from tests.actors.cases import FakeActor
 from tests.actors.checkpoints.test_checkpoint_writer import Learner, WrittenState, folder, state, train, writer
 from tests.actors.simulated_time import simulate

@@ -21,12 +21,12 @@ from actors.commands.preparation import prepare
 from actors.commands.recipe import load_config
 from actors.commands.resume_point import find_resume_point, with_absolute_paths
 from actors.config import RunConfig
+from actors.hub_name import HubName
 from actors.record.run_folder import RunFolder
-from actors.settings.hub_name import HubName
 from correction.errors import ConfigError, DataError
-from learner.nano import NanoModelConfig, build_nano_model
+from learner.hf.nano import NanoModelConfig, build_nano_model
 from rollout.config import HuggingFaceTask
-from rollout.rows import read_dataset
+from rollout.tasks.rows import read_dataset
 from tests.e2e.launch import RECIPE
 from tests.hub_stand_in import Repository, StandInHub, stand_in_hub
 

@@ -13,8 +13,8 @@ import pytest
 from actors.commands import evaluate as command
 from correction.errors import ConfigError
 from rollout.config import RolloutConfig
-from rollout.engine_config import EngineConfig
-from rollout.tasks import build_task
+from rollout.engine_settings.engine_config import EngineConfig
+from rollout.tasks.tasks import build_task
 from rollout.trajectory import Prompt, Trajectory
 from tests.actors.cases import trajectory
 

@@ -21,8 +21,8 @@ from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from correction.errors import ConfigError, DataError, EngineError
 from rollout.config import AnswerSampling, RolloutConfig
-from rollout.rewards import RewardPool
-from rollout.tasks import build_task
+from rollout.rewards.rewards import RewardPool
+from rollout.tasks.tasks import build_task
 from rollout.trajectory import Prompt, Trajectory
 from tests.actors.cases import trajectory
 

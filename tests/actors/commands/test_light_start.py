@@ -161,9 +161,9 @@ def test_a_recipe_is_judged_where_a_gpu_is_without_anything_heavy(tiny_model: Pa
 def test_that_a_folder_has_no_tokenizer_is_told_without_transformers(tmp_path: Path) -> None:
     """Reading one takes more than three CPU seconds, most of them for torch's compiler, which transformers imports on the way."""
     asked = f"try: load_tokenizer({str(tmp_path)!r})\nexcept ValueError: print(*sys.modules)"
-    code = f"import sys\nfrom rollout.chat import load_tokenizer\n{asked}"
+    code = f"import sys\nfrom rollout.tasks.chat import load_tokenizer\n{asked}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert "rollout.chat" in done.stdout.split() and not {"transformers", "torch"} & set(done.stdout.split())
+    assert "rollout.tasks.chat" in done.stdout.split() and not {"transformers", "torch"} & set(done.stdout.split())
 
 
 READS = """

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from actors.commands.preset_views import show_preset, show_presets
 from correction import PRESETS, ConfigError, CorrectionConfig
-from correction.methods import SHORT_NAMES
+from correction.presets.methods import SHORT_NAMES
 
 
 def shown(name: str = "", *, width: int = 80, terminal: bool = True) -> list[str]:

@@ -37,7 +37,7 @@ from actors.record.run_folder import Checkpoint, RunFolder
 from actors.reports.run_doctor import diagnose, page
 from actors.settings.derived import derived
 from correction.errors import DeadlineExceeded
-from learner import file_sums
+from learner.weights import file_sums
 from rollout.config import FileTask
 from tests.actors.commands.disk_clock import notice_first
 from tests.e2e.launch import RECIPE

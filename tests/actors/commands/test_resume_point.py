@@ -27,7 +27,7 @@ from actors.reports.completeness import EVALUATION, REPORT, left_after_training
 from actors.state.json_lines import JsonLines, last_step
 from actors.state.resume import OtherVersionError, open_ledger
 from correction.errors import ConfigError, DataError
-from learner.file_sums import seal
+from learner.weights.file_sums import seal
 from tests.actors.cases import prompt
 from tests.actors.commands.finished_run import state
 from tests.e2e.launch import RECIPE

@@ -17,7 +17,7 @@ from actors.doctor.facts import NodeFacts
 from actors.record.run_folder import RunFolder
 from actors.record.terminal import TerminalView
 from correction.errors import ConfigError, DataError
-from rollout.engine_capabilities import TESTED_SGLANG
+from rollout.engine_settings.engine_capabilities import TESTED_SGLANG
 from tests.actors.doctor.test_doctor import eight
 from tests.actors.known_models import QWEN3_8B, save_config
 

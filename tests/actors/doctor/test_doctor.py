@@ -22,7 +22,7 @@ from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape
 from actors.settings.derived import derived
 from correction.errors import ConfigError
-from rollout.engine_capabilities import TESTED_SGLANG
+from rollout.engine_settings.engine_capabilities import TESTED_SGLANG
 from tests.actors.known_models import QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, save_config
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 

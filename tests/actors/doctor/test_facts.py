@@ -17,7 +17,7 @@ from actors.doctor.facts import GpuFact, NodeFacts
 from actors.doctor.gather import nodes_of_cluster, this_node
 from actors.doctor.node_rules import on_nodes
 from actors.doctor.port_check import PortListener
-from rollout.engine_capabilities import TESTED_SGLANG
+from rollout.engine_settings.engine_capabilities import TESTED_SGLANG
 from tests.actors.doctor.test_doctor import DENSE, H100, NO_FOLDER, eight
 from tests.actors.known_models import QWEN3_8B, save_config
 

@@ -14,7 +14,7 @@ from actors.driver.alarms import AlarmResponse
 from actors.driver.controller import Controller
 from actors.state.resume import Replacement
 from correction.config import CorrectionConfig
-from correction.monitor import Event, State
+from correction.early_warning.monitor import Event, State
 from tests.actors.cases import FakeActor
 from tests.actors.driver.test_controller import source
 

@@ -10,7 +10,7 @@ import pytest
 
 from actors.carriers import Observation
 from actors.driver.step_reporter import StepReporter
-from correction.monitor import Event, State
+from correction.early_warning.monitor import Event, State
 from tests.actors.cases import FakeActor
 
 EVENT = Event(step=3, name="k3_kl", state=State.ALARM, value=1.0, growth=2.0, message="m")

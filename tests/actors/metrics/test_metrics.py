@@ -21,9 +21,9 @@ from actors.record.terminal import step_line
 from actors.reports.report import summary_rows
 from actors.reports.step_columns import StepColumns
 from correction import CorrectionConfig, correct, diagnose, loss_metrics, policy_loss
+from correction.diagnostics.quantities import DIAGNOSTICS, LOSS_METRICS, Quantity, Unit, of_family
 from correction.errors import ConfigError
-from correction.parts import CriterionConfig
-from correction.quantities import DIAGNOSTICS, LOSS_METRICS, Quantity, Unit, of_family
+from correction.settings.parts import CriterionConfig
 from tests.correction.fixtures import random_batch
 
 ROOT = Path(__file__).parents[3]

@@ -35,7 +35,7 @@ from correction.correct import correct, defer
 from correction.errors import StepAborted
 from lab.background_loop import BackgroundLoop
 from learner.config import LearnerConfig
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
 from tests.actors.on_two_nodes.batch_maker import BatchMaker
@@ -127,7 +127,7 @@ class Joins:
 
 def count_hashes(rank: Any) -> None:
     """For a rank: count the pieces of weights whose checksums it computes from now on."""
-    from learner import export
+    from learner.weights import export
 
     rank.hashed, compute = 0, getattr(export.weight_checksums, "__wrapped__", export.weight_checksums)
 

@@ -19,7 +19,7 @@ from actors.config import WeightSyncConfig
 from actors.queue.payloads import checksums_of
 from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
 from correction.engines.weight_bucket import WeightBucket
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt
 from tests.actors.on_two_nodes.reader import FAR_READERS, Nodes
 from tests.actors.two_nodes import stored_bytes

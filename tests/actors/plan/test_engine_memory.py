@@ -15,8 +15,8 @@ from actors.plan.engine_memory import cache_token_bytes, default_fraction, engin
 from actors.plan.host_memory import route_cache_bytes
 from actors.plan.shape import ModelShape
 from correction.engines.gpu_share import CONTEXT, PREFILL_TOKENS
-from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig
+from rollout.engine.engine import RolloutEngine
+from rollout.engine_settings.engine_config import EngineConfig
 from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B, save_config
 from tests.actors.plan.test_plan import recipe
 

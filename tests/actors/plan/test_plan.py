@@ -23,13 +23,13 @@ from actors.settings.derived import derived
 from correction.correct import correct
 from correction.engines.float8 import BLOCK, in_float8
 from correction.errors import ConfigError, DataError
-from learner.attention import RowLayout, pack
 from learner.config import LearnerConfig
-from learner.families import FAMILIES
-from learner.hf_folder import read_config
+from learner.hf.families import FAMILIES
+from learner.hf.hf_folder import read_config
+from learner.hf.model_check import expected_shapes
 from learner.learner_rank import LearnerRank
-from learner.logprobs import head_logprobs
-from learner.model_check import expected_shapes
+from learner.model.attention import RowLayout, pack
+from learner.training.logprobs import head_logprobs
 from tests.actors.known_models import LLAMA_31_8B, QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, QWEN25_7B, save_config
 from tests.learner.learner_cases import TIS, learner_on, off_policy_batch, random_batch
 from tests.learner.test_learner_logprobs import peaks

@@ -15,9 +15,9 @@ from actors.plan.shape import ModelShape
 from correction.batch import CorrectedBatch
 from correction.config import CorrectionConfig
 from correction.correct import defer
-from learner import experts
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
+from learner.model import experts
 from tests.actors.plan.test_plan import held
 from tests.learner.learner_cases import TIS, grouped_batch, learner_on
 from tests.learner.test_learner_logprobs import LiveBytes

@@ -28,9 +28,9 @@ from correction.batch import CorrectedBatch, PackedBatch
 from correction.correct import correct
 from correction.wide import WideFields, WidePlace, route_keys
 from learner.config import LearnerConfig
-from learner.inputs import find_shared_prefixes
 from learner.kept_weights import KeptWeights
 from learner.learner_rank import LearnerRank
+from learner.model.inputs import find_shared_prefixes
 from learner.results import SkipReason
 from tests.actors.ranks.test_learner_rank_answers import Silent
 from tests.learner.learner_cases import TIS, grouped_batch, run_ranks, save_model, weights

@@ -26,9 +26,9 @@ from correction.engines.rendezvous import Rendezvous, rendezvous_store
 from correction.engines.weight_bucket import WeightBucket
 from correction.errors import SyncError
 from lab.ports import free_port
-from learner.broadcast import WeightBroadcaster
 from learner.config import LearnerConfig
 from learner.kept_weights import KeptWeights
+from learner.weights.broadcast import WeightBroadcaster
 from tests.actors.weights.rank_pieces import Pieces, rank_with
 from tests.learner.learner_cases import TIS, learner_on, random_batch, save_model
 

@@ -23,7 +23,7 @@ from actors.ranks.learner_rank_actor import LearnerRankActor
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
 from correction.errors import ActorLost, EngineError, SyncError
-from learner.abort import Abort
+from learner.training.abort import Abort
 from tests.actors.weights.rank_pieces import Pieces, rank_with
 from tests.actors.weights.sync_scene import play
 
@@ -194,7 +194,7 @@ class Waiting:
 
 def test_a_rank_leaves_a_weight_group_whose_members_it_still_awaits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its other thread does; a call that comes before the join is known, too, as calls may overtake each other."""
-    monkeypatch.setattr("learner.broadcast.WeightBroadcaster", Waiting)
+    monkeypatch.setattr("learner.weights.broadcast.WeightBroadcaster", Waiting)
     actor: Any = rank_with(Pieces(), 0)
     actor._learner.placement = SimpleNamespace(device=torch.device("cpu"))
     told = ("127.0.0.1", 1, 2)

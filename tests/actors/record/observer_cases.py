@@ -22,7 +22,7 @@ from actors.record.observer import Observer
 from actors.record.run_folder import RunFolder
 from actors.record.terminal import TerminalView
 from actors.settings.derived import derived
-from correction.monitor import Event, State
+from correction.early_warning.monitor import Event, State
 
 RECIPE = Path(__file__).parents[2] / "e2e" / "small.yaml"
 WATCH = Event(2, "k3_kl", State.WATCH, 2e-3, 2.0, "k3_kl = 0.002, 2.0 times the level")

@@ -18,7 +18,7 @@ from actors.metrics.step_metrics import StepMetrics, by_worker
 from actors.pool.scaling import ScalingDecision
 from actors.record.run_folder import RunFolder
 from actors.record.step_sources import trajectories_text
-from correction.monitor import Event, State
+from correction.early_warning.monitor import Event, State
 from learner.results import SkipReason
 from rollout.config import AnswerSampling
 from rollout.trajectory import FailureKind, SyncReceipt, Trajectory, WorkerLoad

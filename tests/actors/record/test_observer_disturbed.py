@@ -19,8 +19,8 @@ from actors.record import metric_views
 from actors.record.file_thread import FileThread
 from actors.record.metric_views import WandbView
 from actors.record.observer import Observer
+from correction.early_warning.monitor import State
 from correction.errors import DeadlineExceeded
-from correction.monitor import State
 from tests.actors.metrics.test_metrics import scalars
 from tests.actors.record.observer_cases import WATCH, Seen, diagnosed, write
 from tests.actors.record.observer_cases import seen as seen

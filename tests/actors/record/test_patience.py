@@ -23,8 +23,8 @@ from actors.record.patience import PatientWriter
 from actors.record.run_folder import RunFolder
 from actors.state.json_lines import JsonLines
 from actors.state.ledger import Ledger
+from correction.early_warning.monitor import State
 from correction.errors import DeadlineExceeded
-from correction.monitor import State
 from rollout.config import AnswerSampling
 from tests.actors.cases import prompts
 from tests.actors.driver.test_evaluation import Answers

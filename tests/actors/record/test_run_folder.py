@@ -18,7 +18,7 @@ import pytest
 from actors.metrics.step_metrics import StepMetrics
 from actors.record.run_folder import RunFolder
 from correction.errors import ConfigError
-from learner.file_sums import read_manifest_of_files, verify
+from learner.weights.file_sums import read_manifest_of_files, verify
 from tests.failures.measured import REAL, Measured
 
 ROOT = Path(__file__).parents[3]

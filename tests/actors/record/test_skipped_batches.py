@@ -15,7 +15,7 @@ from actors.record import skipped_batches
 from actors.record.skipped_batches import KEPT, SkippedBatch
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
-from correction.monitor import State
+from correction.early_warning.monitor import State
 from learner.results import SkipReason
 from tests.actors.record.observer_cases import Seen, StandInReference, diagnosed, write
 from tests.actors.record.observer_cases import seen as seen

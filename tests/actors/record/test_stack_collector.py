@@ -29,7 +29,7 @@ Thread 0x00007fc1 (most recent call first):
 
 Current thread 0x00007fc2 (most recent call first):
   File "/lib/torch/distributed/c10d.py", line 5 in all_reduce
-  File "/repo/learner/step.py", line 300 in _gather
+  File "/repo/learner/training/step.py", line 300 in _gather
 
 === sglang::scheduler (process 13)
 says nothing; state T (stopped)
@@ -67,7 +67,7 @@ def test_an_actor_with_a_heartbeat_stands_where_its_call_stands(tmp_path: Path) 
     (tmp_path / "stacks/01.txt").write_text(
         'a step\n\n=== ray::LearnerRankActor.step (process 7)\n'
         'Thread 0x0 (most recent call first):\n  File "/lib/threading.py", line 9 in wait\n\n'
-        'Thread 0x1 (most recent call first):\n  File "/repo/learner/step.py", line 9 in step\n'
+        'Thread 0x1 (most recent call first):\n  File "/repo/learner/training/step.py", line 9 in step\n'
         '  File "/lib/ray/_private/function_manager.py", line 700 in actor_method_executor\n\n'
         'Current thread 0x2 (most recent call first):\n  File "/lib/ray/_private/worker.py", line 900 in main_loop\n'
     )

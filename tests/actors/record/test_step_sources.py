@@ -20,7 +20,7 @@ from actors.record.step_sources import (
 )
 from correction.config import CorrectionConfig
 from correction.correct import correct
-from correction.diagnostics import diagnose
+from correction.diagnostics.diagnose import diagnose
 from learner.results import StepResult
 from rollout.config import MaskOverlong, OverlongConfig, TrainOverlong
 from rollout.packing import pack_groups

@@ -27,7 +27,7 @@ from actors.record.run_folder import RunFolder
 from actors.reports import book_check
 from actors.reports.book_check import LinesRead, check_books
 from actors.reports.run_doctor import RECENT_STEPS, diagnose
-from learner import file_sums
+from learner.weights import file_sums
 from tests.actors.commands.disk_clock import notice_first
 from tests.actors.commands.test_resume_disk import hanging
 from tests.actors.reports.test_run_doctor import RECIPE, run_folder

@@ -23,7 +23,7 @@ from actors.reports.report_plots import _CURVES as CURVES
 from actors.reports.report_plots import Plot, draw_curves, draw_plots
 from actors.reports.step_columns import StepColumns
 from actors.service.scatter import ScatterReservoir
-from correction.monitor import Event, State
+from correction.early_warning.monitor import Event, State
 from rollout.trajectory import FailureKind
 from tests.actors.cases import facts
 

@@ -21,8 +21,8 @@ from actors.service.gap_split import GapSplit
 from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.decision import no_counts
-from correction.monitor import MonitorConfig, State
-from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS
+from correction.diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS
+from correction.early_warning.monitor import MonitorConfig, State
 from learner.config import LearnerConfig
 from learner.results import StepValues
 from tests.actors.service.service_scene import GROUPS, ServiceScene, answered, no_decision, play

@@ -18,7 +18,7 @@ from actors.settings.true_on_policy import resolved
 from correction.config import CorrectionConfig
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 
 ROOT = Path(__file__).parents[3]
 RECIPES = [*sorted(ROOT.glob("recipes/*.yaml")), ROOT / "tests/e2e/small.yaml"]

@@ -15,7 +15,7 @@ from actors.settings.derived import derived, with_engine_types, with_optimizer
 from actors.settings.devices import check_types
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 
 RECIPE = Path(__file__).parents[2] / "e2e" / "small.yaml"
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from actors.settings.environment import learner_environment, worker_environment
-from rollout.engine import RolloutEngine
+from rollout.engine.engine import RolloutEngine
 from tests.actors.settings.test_devices import config, gpus
 
 pytestmark = pytest.mark.engine

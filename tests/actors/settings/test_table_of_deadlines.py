@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from actors.config import DeadlinesConfig, RunConfig
 from actors.settings import deadlines
 from actors.settings.deadlines import as_text, table
-from rollout.engine_config import EngineDeadlines
+from rollout.engine_settings.engine_config import EngineDeadlines
 from tests.actors.settings.test_deadlines import run_config
 
 ROOT = Path(__file__).parents[3]
@@ -31,9 +31,9 @@ COMPUTED = {
     ("actors/pool/pool.py", "max(WINDOW_S, FEWEST_FAILED * ATTEMPTS * group_s(self._config))"): "how long failures count, no wait",
     ("actors/processes/disk_at_start.py", "max(limit_s(), _COMPUTES_S if computes else 0.0)"): "a start's looks have five minutes at least",
     ("actors/processes/silence.py", "missed * limit_s"): "how long a process has been silent",
-    ("rollout/heartbeat.py", "_LEAST_SHARE * limit_s"): "processor time below which an engine computes nothing",
-    ("rollout/heartbeat.py", "limit_s * max(stood / MISSES, missed / _MISSES_AT_WORK)"): "how long an engine has been silent",
-    ("rollout/heartbeat.py", "missed * limit_s"): "how long an engine has been silent",
+    ("rollout/engine/heartbeat.py", "_LEAST_SHARE * limit_s"): "processor time below which an engine computes nothing",
+    ("rollout/engine/heartbeat.py", "limit_s * max(stood / MISSES, missed / _MISSES_AT_WORK)"): "how long an engine has been silent",
+    ("rollout/engine/heartbeat.py", "missed * limit_s"): "how long an engine has been silent",
 }
 """Sums and products of deadlines outside of the table, by file and expression, and why they are none themselves."""
 

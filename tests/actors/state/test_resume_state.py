@@ -20,8 +20,8 @@ from actors.queue.trajectory_queue import TrajectoryQueue
 from actors.state.ledger import LedgerMark
 from actors.state.resume import COLUMNS, Replacement, TrainingState
 from correction.config import CorrectionConfig
+from correction.early_warning.monitor import Monitor
 from correction.errors import DataError
-from correction.monitor import Monitor
 from rollout.trajectory import FailureKind, FinishReason, RoutedExperts, TopLogprobs, VersionSpan, ids_of, logprobs_of
 from tests.actors.cases import group, prompt, prompts
 from tests.test_layers import ROOT, imports
@@ -224,9 +224,10 @@ def test_arrays_that_can_not_be_written_are_an_error_of_the_disk(state: Training
 
 def test_reading_a_state_runs_nothing() -> None:
     """No module by which a checkpoint is read imports what unpickles, or has torch or numpy load a file, which may unpickle."""
-    names = ("actors/state/resume", "actors/state/state_format", "actors/state/ledger", "learner/checkpoint", "learner/checkpoint_files")
+    of_actors = [f"actors/state/{name}.py" for name in ("resume", "state_format", "ledger")]
+    of_learner = [*(f"learner/weights/{name}.py" for name in ("checkpoint", "checkpoint_files", "file_sums")), "learner/hf/tensor_files.py"]
     imported: set[str] = set()
-    for path in (ROOT / f"{name}.py" for name in (*names, "learner/file_sums", "learner/tensor_files")):
+    for path in (ROOT / name for name in (*of_actors, *of_learner)):
         imported |= {name for _, name in imports(path)}
         parts = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
         assert {ast.unparse(part) for part in parts}.isdisjoint({"torch.load", "torch.serialization", "np.load", "numpy.load"}), path

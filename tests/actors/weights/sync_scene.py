@@ -10,7 +10,7 @@ from actors.carriers import ExportPlan, WeightChecksums, WeightSnapshot
 from actors.config import WeightSyncConfig
 from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
 from correction.engines.checksum import compare_checksums, digest_of
-from rollout.engine_config import EngineConfig
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
 

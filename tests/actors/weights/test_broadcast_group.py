@@ -16,7 +16,7 @@ import torch
 from actors.weights.broadcast_group import BroadcastGroup
 from actors.weights.weight_sync import SyncTarget
 from correction.errors import SyncError
-from learner.broadcast import WeightBroadcaster
+from learner.weights.broadcast import WeightBroadcaster
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate
 from tests.actors.weights.sync_scene import Engine, Learner, SyncScene, plans, play

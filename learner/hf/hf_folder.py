@@ -1,0 +1,159 @@
+"""A Hugging Face model folder: reads its config, tensors and other files, and writes weights in the same form."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from correction.engines.quick_imports import without_model_classes
+from correction.errors import DataError
+from learner.hf.tensor_files import saving
+
+if TYPE_CHECKING:  # who reads a folder's JSON alone must not wait for torch
+    from torch import Tensor
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PUT_BACK = "Put back a whole copy of the file"
+"""What to do about a damaged file."""
+_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that holds one JSON object. Raises: DataError naming the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError; the last one: a thousand brackets
+        raise DataError(f"{path}: damaged, no JSON can be read from it ({error})", remedy=PUT_BACK) from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: damaged, it holds no JSON object", remedy=PUT_BACK)
+    return content
+
+
+def open_tensors(path: Path, *, kind: str = "pt") -> Any:
+    """A safetensors file; it has to be as long as its header says. Its tensors are read when they are asked for.
+
+    Args: kind: of the tensors that it gives: "pt" or "np", for which torch isn't imported.
+    Raises: DataError naming the file.
+    """
+    try:
+        with path.open("rb") as file:
+            file.read(1 << 20)  # for the disk's cache: if the disk hangs, safetensors' own read keeps all other threads from running
+        return safe_open(path, kind)
+    except (OSError, SafetensorError) as error:
+        reason = "is not there" if not path.exists() else f"damaged, no tensors can be read from it ({error})"
+        raise DataError(f"{path}: {reason}", remedy=PUT_BACK) from error
+
+
+def read_config(folder: str | os.PathLike[str]) -> Any:
+    """The folder's transformers config.
+
+    Raises: DataError if there is no config.json, or nothing that transformers knows in it.
+    """
+    from transformers import AutoConfig
+
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise DataError(f"{folder}: no config.json; a model is a Hugging Face folder with config.json, *.safetensors and a tokenizer")
+    read_json(path)
+    try:
+        return without_model_classes(lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))  # unset, it asks at a terminal
+    except Exception as error:  # each config class has checks of its own
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(f"{path}: transformers makes no model of it ({reason})", remedy=PUT_BACK) from error
+
+
+def shapes_of(folder: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
+    """Every tensor's shape by name, without torch. Raises: DataError as HFWeights and its `shapes`."""
+    return HFWeights(folder, kind="np").shapes()
+
+
+class HFWeights:
+    """The tensors of a folder, each read from disk when it is asked for."""
+
+    def __init__(self, folder: str | os.PathLike[str], *, kind: str = "pt"):
+        """Args: kind: as open_tensors. Raises: DataError if the folder has no safetensors, or the file that lists them is damaged."""
+        self.folder = Path(folder)
+        self._kind = kind
+        self._open: dict[str, Any] = {}
+        index = self.folder / INDEX_FILE
+        if index.is_file():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise DataError(f"{index}: damaged, it has no weight_map", remedy=PUT_BACK)
+            self._file_of: dict[str, str] = weight_map
+        elif (self.folder / SINGLE_FILE).is_file():
+            self._file_of = dict.fromkeys(self._file(SINGLE_FILE).keys(), SINGLE_FILE)
+        else:
+            remedy = "convert the weights to safetensors (model.save_pretrained)"
+            raise DataError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE}", remedy=remedy)
+        self._unread = set(self._file_of)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Raises: DataError if the folder has no such tensor."""
+        if name not in self._file_of:
+            raise DataError(f"{self.folder}: no tensor {name}, which its config.json asks for")
+        tensor: Tensor = self._part(name, lambda file: file.get_tensor(name))
+        self._unread.discard(name)
+        return tensor
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor's shape by name, from the headers of the files. Raises: DataError if one of those is damaged or missing."""
+        return {name: tuple(self._part(name, lambda file, name=name: file.get_slice(name).get_shape())) for name in self._file_of}
+
+    @property
+    def unread(self) -> set[str]:
+        """Tensors that nobody has asked for so far."""
+        return set(self._unread)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = open_tensors(self.folder / name, kind=self._kind)
+        return self._open[name]
+
+    def _part(self, name: str, read: Any) -> Any:
+        file = self._file_of[name]
+        try:
+            return read(self._file(file))
+        except SafetensorError as error:
+            raise DataError(f"{self.folder / file}: no tensor {name} in it ({error})", remedy=PUT_BACK) from error
+
+
+def side_files(folder: str | os.PathLike[str]) -> dict[str, bytes]:
+    """Contents of the files that are neither weights nor code, by name: config, generation config, tokenizer, chat template."""
+    files = (file for file in sorted(Path(folder).iterdir()) if file.is_file() and not file.name.endswith((*_WEIGHT_SUFFIXES, ".py")))
+    return {file.name: file.read_bytes() for file in files}
+
+
+def write_shards(folder: str | os.PathLike[str], shards: Iterable[dict[str, Tensor]]) -> None:
+    """Write weights as safetensors, one shard in memory at a time; a single shard needs no index.
+
+    Args:
+        shards: HF name -> contiguous CPU tensor.
+    Raises: OSError.
+    """
+    from safetensors.torch import save_file
+
+    target = Path(folder)
+    written: list[tuple[Path, list[str]]] = []
+    total_bytes = 0
+    for number, tensors in enumerate(shards):
+        path = target / f"shard-{number}.safetensors"
+        with saving(path):
+            save_file(tensors, path, metadata={"format": "pt"})
+        written.append((path, list(tensors)))
+        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    if len(written) == 1:
+        written[0][0].rename(target / SINGLE_FILE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, (path, names) in enumerate(written):
+        final = f"model-{number + 1:05d}-of-{len(written):05d}.safetensors"
+        path.rename(target / final)
+        weight_map |= dict.fromkeys(names, final)
+    (target / INDEX_FILE).write_text(json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2))

@@ -1,0 +1,1 @@
+"""A training step: passes over micro-batches, the loss, a guarded update."""

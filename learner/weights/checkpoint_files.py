@@ -1,0 +1,98 @@
+"""Checks of a learner's checkpoint that need no Megatron: are its files there, whole, and of this model?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from correction.errors import DataError
+from learner.hf.hf_folder import open_tensors, read_json
+from learner.hf.model_family import HeadShape
+
+FORMAT = 2
+"""Number of this layout; another one is refused."""
+MANIFEST = "manifest.json"
+RANK, RANDOM = "rank", "random"
+"""Files that every rank writes."""
+WEIGHT = "weight"
+"""Kind of a tensor that is a weight; the other kinds are names of the optimizer's state."""
+
+
+class TrainedApartError(DataError):
+    """Of a mixture of experts: ranks have written different weights for the same expert."""
+
+
+def file_name(kind: str, rank: int) -> str:
+    """Name of a rank's file in a checkpoint."""
+    return f"{kind}-{rank}.safetensors"
+
+
+def is_complete(folder: str | os.PathLike[str]) -> bool:
+    """Whether the folder has all files of a checkpoint."""
+    try:
+        ranks = read_json(Path(folder) / MANIFEST).get("ranks", 0)
+    except DataError:
+        return False
+    return all((Path(folder) / file_name(kind, rank)).is_file() for kind in (RANK, RANDOM) for rank in range(ranks))
+
+
+def read_manifest(folder: str | os.PathLike[str], hf_config: Any) -> dict[str, Any]:
+    """The manifest of a checkpoint of the model with this config.
+
+    Raises: DataError if the checkpoint is incomplete, of another format, or of a model of other shapes.
+    """
+    source = Path(folder)
+    if (source / MANIFEST).is_file():
+        manifest = read_json(source / MANIFEST)
+        if manifest.get("format") != FORMAT:
+            raise DataError(f"{source}: checkpoint format {manifest.get('format')}, but this version reads {FORMAT}")
+        if absent := [name for name in ("model", "layout", "ranks", "schedule") if name not in manifest]:
+            raise DataError(f"{source / MANIFEST}: damaged, it has no {absent[0]}")
+        for name, value in model_shape(hf_config).items():
+            if manifest["model"].get(name) != value:
+                there = manifest["model"].get(name)
+                raise DataError(f"{source}: of another model than the one loaded: {name} is {there} there, {value} here")
+        if is_complete(source):
+            return manifest
+    raise DataError(f"{source}: not a complete checkpoint of the learner: {MANIFEST} or the file of a rank is missing")
+
+
+def check_readable(folder: str | os.PathLike[str], hf_config: Any) -> None:
+    """Check the manifest, and whether each rank's files are as long as their headers say.
+
+    Raises: DataError as `read_manifest`, or naming the file that is damaged; TrainedApartError.
+    """
+    ranks = range(read_manifest(folder, hf_config)["ranks"])
+    files = {(kind, rank): open_tensors(Path(folder) / file_name(kind, rank)) for rank in ranks for kind in (RANK, RANDOM)}
+    check_written_once(folder, (files[RANK, rank].keys() for rank in ranks))
+
+
+def check_experts(folder: str | os.PathLike[str]) -> None:
+    """Check the names in each rank's file alone, without torch. Raises: TrainedApartError; DataError naming a file that is damaged."""
+    files = sorted(Path(folder).glob(f"{RANK}-*.safetensors"))
+    check_written_once(folder, (open_tensors(file, kind="np").keys() for file in files))
+
+
+def check_written_once(folder: str | os.PathLike[str], names: Iterable[Iterable[str]]) -> None:
+    """Args: names: of the tensors in each rank's file. Raises: TrainedApartError if a weight is in several of them."""
+    seen: set[str] = set()
+    for of_rank in names:
+        weights = {name for name in of_rank if name.startswith(f"{WEIGHT}/")}
+        if twice := seen & weights:
+            raise TrainedApartError(
+                f"{folder}: {len(twice)} weights of experts are in the files of several ranks, the first is {min(twice).split('/', 3)[3]}. "
+                "An earlier version wrote it, whose tensor-parallel ranks trained their copies of the experts apart where expert_parallel "
+                "was 1: none of them is the model's",
+                remedy="Start a new run from a Hugging Face folder",
+            )
+        seen |= weights
+
+
+def model_shape(hf_config: Any) -> dict[str, Any]:
+    """The options of config.json that decide which parameters there are, and their shapes."""
+    names = ["model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "tie_word_embeddings"]
+    names += ["num_experts", "moe_intermediate_size"]
+    return {name: getattr(hf_config, name, None) for name in names} | asdict(HeadShape.of(hf_config))

@@ -1,0 +1,1 @@
+"""One SGLang engine: its processes, its answers, and new weights meanwhile."""

@@ -1,0 +1,211 @@
+"""SGLang's protocol for new weights, step by step: pause, begin, buckets, end, continue.
+
+Functions of SGLang's tokenizer manager (`manager`), the owner's half of the engine. Order, deadlines, failures: weight_update.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from correction.engines.weight_bucket import WeightBucket, packed, packed_bytes
+from correction.engines.weight_spec import WeightSpec, goes_whole, widest_first
+from correction.errors import SyncError
+from rollout.engine_settings.engine_config import UpdateMode
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+async def pause_and_begin(manager: Any, mode: UpdateMode) -> None:
+    """Stop sampling. retract: what runs goes back to the queue, without its KV cache; in_place: it stays where it is.
+
+    `pause` is sent and not answered, and the forward under way ends first. By the answer to `begin` nothing is sampled any more.
+    """
+    from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, PauseGenerationReqInput
+
+    await manager.pause_generation(PauseGenerationReqInput(mode=mode))
+    _raise_unless(await manager.begin_weight_update(BeginWeightUpdateReqInput(selector="all"), None))
+
+
+async def end(manager: Any) -> None:
+    """SGLang post-processes the weights here (packing, scales)."""
+    from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+
+    _raise_unless(await manager.end_weight_update(EndWeightUpdateReqInput(), None))
+
+
+async def resume(manager: Any) -> None:
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+    await manager.continue_generation(ContinueGenerationReqInput())
+
+
+async def send(manager: Any, payloads: Sequence[bytes], *, version: int | None, flush: bool) -> None:
+    """Load one bucket.
+
+    Args:
+        payloads: of `SharedStaging`, one for each rank; each gets the whole bucket, and SGLang's loaders take its part.
+        version: given with the last bucket: from here on, tokens are of this version.
+        flush: drop the KV cache after loading; only with the last bucket, and after a pause that retracts.
+    """
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+    request = UpdateWeightsFromTensorReqInput(
+        serialized_named_tensors=list(payloads), load_format="flattened_bucket", flush_cache=flush, weight_version=_text(version)
+    )
+    _raise_unless(await manager.update_weights_from_tensor(request, None))
+
+
+class Sending:
+    """Buckets on their way: the first is prepared before the engine pauses, each further one while SGLang loads the one before."""
+
+    def __init__(
+        self,
+        buckets: Iterable[WeightBucket] | AsyncIterable[WeightBucket],
+        staging: SharedStaging,
+        admit: Callable[[WeightBucket, bool], None],
+    ) -> None:
+        """Args: admit: checks a bucket, given whether it is the last one, before it is prepared; raises SyncError."""
+
+        def payloads(item: tuple[WeightBucket, bool]) -> tuple[list[bytes], bool]:
+            admit(*item)
+            return staging.payloads(item[0]), item[1]
+
+        self._payloads = made_ahead(with_last(buckets), payloads)
+        self._first: tuple[list[bytes], bool] | None = None
+
+    async def prepare(self) -> None:
+        """All that can be done while the engine still samples. Raises: SyncError."""
+        self._first = await anext(self._payloads, None)
+
+    async def load(self, manager: Any, version: int, *, flush: bool) -> None:
+        """Into the engine, which is paused; version and flush as for `send`."""
+        following = self._first
+        while following is not None:
+            payloads, is_last = following
+            await send(manager, payloads, version=version if is_last else None, flush=flush and is_last)
+            following = await anext(self._payloads, None)
+
+    async def close(self) -> None:
+        await self._payloads.aclose()
+
+
+class Receiving:
+    """Buckets that rank 0 of a group broadcasts; there is nothing to prepare."""
+
+    def __init__(self, buckets: Sequence[Sequence[WeightSpec]], group: str) -> None:
+        self._buckets, self._group = buckets, group
+
+    async def prepare(self) -> None: ...
+
+    async def load(self, manager: Any, version: int, *, flush: bool) -> None:
+        async for bucket, is_last in with_last(self._buckets):
+            await receive(manager, bucket, self._group, version=version if is_last else None, flush=flush and is_last)
+
+    async def close(self) -> None: ...
+
+
+async def receive(manager: Any, bucket: Sequence[WeightSpec], group: str, *, version: int | None, flush: bool) -> None:
+    """Load one bucket that rank 0 of the group broadcasts, by one collective (learner/weights/broadcast.py); otherwise as `send`."""
+    from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
+
+    specs = widest_first(bucket)
+    request = UpdateWeightsFromDistributedReqInput(
+        names=[spec.name for spec in specs],
+        dtypes=[spec.dtype for spec in specs],
+        shapes=[list(spec.shape) for spec in specs],
+        group_name=group,
+        load_format=None if goes_whole(specs) else "flattened_bucket",
+        flush_cache=flush,
+        weight_version=_text(version),
+    )
+    _raise_unless(await manager.update_weights_from_distributed(request, None))
+
+
+class SharedStaging:
+    """Shared memory through which buckets go to SGLang's processes: one half is filled while SGLang reads the other.
+
+    It is kept from update to update, because to copy into fresh memory takes several times as long.
+    """
+
+    def __init__(self, ranks: int = 1) -> None:
+        """ranks: of the engine, all of which read the same memory."""
+        self._ranks = ranks
+        self._halves = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
+        self._turn = 0
+
+    def payloads(self, bucket: WeightBucket) -> list[bytes]:
+        """The bucket as SGLang takes it, for each rank: a handle to shared memory can be received once."""
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+        metadata = [
+            FlattenedTensorMetadata(
+                spec.name, torch.Size(spec.shape), getattr(torch, spec.dtype), start_idx=place.start, end_idx=place.stop, numel=len(place)
+            )
+            for spec, place in zip(bucket.specs, packed(bucket.specs), strict=True)
+        ]
+        content = {"flattened_tensor": self.copy(bucket), "metadata": metadata}
+        return [bytes(MultiprocessingSerializer.serialize(content)) for _ in range(self._ranks)]
+
+    def copy(self, bucket: WeightBucket) -> torch.Tensor:
+        """The bucket's bytes in shared memory, whole until the next call but one. One thread at a time."""
+        size = packed_bytes(bucket.specs)
+        self._turn = 1 - self._turn
+        if len(self._halves[self._turn]) < size:
+            self._halves[self._turn] = torch.empty(size, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+        half = self._halves[self._turn][:size]
+        copies = WeightBucket.of_specs(bucket.specs, half).tensors()
+        for name, tensor in bucket.tensors().items():
+            copies[name].copy_(tensor)
+        return half
+
+
+async def made_ahead(items: AsyncIterator[T], make: Callable[[T], R]) -> AsyncGenerator[R, None]:
+    """Yields make(item) for each item. A thread makes the next one while the caller works with this one."""
+    making: asyncio.Future[R] | None = None
+    try:
+        async for item in items:
+            made = None if making is None else [await making]
+            making = asyncio.ensure_future(asyncio.to_thread(make, item))
+            if made is not None:
+                yield made[0]
+        if making is not None:
+            yield await making
+    finally:
+        if making is not None:  # a thread can't be stopped; what it writes to belongs to the next update
+            await asyncio.wait({making})
+
+
+async def with_last(items: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[tuple[T, bool]]:
+    """Yields each item, and whether it is the last one, by reading one item ahead."""
+    held: list[T] = []
+    async for item in _iterate(items):
+        if held:
+            yield held.pop(), False
+        held.append(item)
+    if held:
+        yield held.pop(), True
+
+
+async def _iterate(items: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
+    if isinstance(items, AsyncIterable):
+        async for item in items:
+            yield item
+    else:
+        for item in items:
+            yield item
+
+
+def _text(version: int | None) -> str | None:
+    return None if version is None else str(version)
+
+
+def _raise_unless(answer: tuple[bool, str]) -> None:
+    success, message = answer
+    if not success:
+        raise SyncError(message)

@@ -1,0 +1,368 @@
+"""What runs in a scoring process: `python -m rollout.rewards.reward_process FD LEASH_FD PARENT_PID`, started and ended by rewards.py.
+
+It imports the standard library and what the one scorer needs; never torch. Messages go over a socket of its own, so that a scorer may print
+what it likes; each begins with its length. Requests are pickles; answers are JSON, so that the parent never unpickles what a scorer sends.
+The first message is the specification (`RewardConfig` as a dict), its answer {"ready": true} or {"error": why}. Every further message is a
+request with several completions of one question. Each of them is answered, in order and as soon as it is scored, by {"components": ...} or
+{"error": why}.
+
+A scoring process must never outlive its parent, nor what it has started: the process that is started becomes its guardian
+(reward_guardian.py) and scores in a child, which the kernel kills when the guardian dies, even in the middle of a C function.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import difflib
+import importlib
+import inspect
+import json
+import logging
+import math
+import os
+import pickle
+import re
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rollout.rewards.gym_entry import COLUMN, from_json
+from rollout.rewards.reward_cgroup import ControlGroup
+from rollout.rewards.reward_guardian import MOST_PROCESSES, become_reaper, clear_leftovers, guard, limit_process
+
+LENGTH = struct.Struct("!Q")
+"""Before each message: its size in bytes."""
+SINGLE = "reward"
+"""Name of the only component when a reward is a bare number."""
+LARGEST = 1e18
+"""Largest magnitude of a reward and of each of its parts. Advantages, gradients and their norms are float32, which ends at 3.4e38, and are
+squared and summed: the square of this leaves room for the sum of a hundred."""
+MOST_PARTS, LONGEST_NAME = 128, 256
+"""Parts of one reward, and characters of a part's name. Each becomes a metric."""
+_LONGEST_ERROR = 500
+"""Characters that are kept of an exception's text."""
+_PR_SET_PDEATHSIG = 1
+
+Scorer = Callable[[dict[str, Any]], Any]
+"""Takes a request (prompt, completion, answer, metadata), returns a number or a dict of numbers."""
+
+
+class RewardLoadError(Exception):
+    """The scorer can't be set up; the message is for the user."""
+
+
+def main(fd: int, leash: int, parent_pid: int) -> int:
+    """Guard a child that answers requests until the parent closes the socket. Returns: the exit code of either."""
+    connection = socket.socket(fileno=fd)
+    spec = _receive(connection)
+    if spec is None:
+        return 0
+    memory_bytes = None if spec["memory_gib"] is None else int(spec["memory_gib"] * 2**30)
+    written_bytes = None if spec["written_gib"] is None else int(spec["written_gib"] * 2**30)
+    group = ControlGroup.make(memory_bytes, MOST_PROCESSES) if spec["control_group"] else None
+    become_reaper()
+    guardian, begun = os.getpid(), os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    scorer = os.fork()
+    if scorer:
+        connection.close()
+        return guard(scorer, leash, parent_pid, memory_bytes, group, begun=begun, written_bytes=written_bytes)
+    os.close(leash)
+    die_with_parent(guardian)
+    if group is not None:
+        with contextlib.suppress(OSError):  # the guardian sees that it isn't in, and keeps the limits itself
+            group.join()
+    limit_process(memory_bytes)
+    serve(connection, spec, begun)
+    return 0
+
+
+def serve(connection: socket.socket, spec: dict[str, Any], begun: int) -> None:
+    """Answer requests until the socket is closed. Args: begun: event counter (eventfd) by which the guardian hears of each completion."""
+    try:
+        score = build_scorer(spec)
+    except RewardLoadError as error:
+        _send(connection, {"error": str(error)})
+        return
+    _send(connection, {"ready": True})
+    while (request := _receive(connection)) is not None:
+        completions, shared = request.pop("completions"), pickle.dumps(request)
+        for completion in completions:                              # each meets the metadata as they came, whatever a scorer does to them
+            with contextlib.suppress(OSError):  # full, or closed by the scorer: the guardian counts on from the completion before
+                os.eventfd_write(begun, 1)
+            reply = score_request(score, {**pickle.loads(shared), "completion": completion})
+            _send(connection, reply)
+            if "error" in reply:
+                clear_leftovers()
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel for SIGKILL at the death of the thread that started this process (Linux; elsewhere the closed socket ends it)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:      # it died before the kernel was asked
+        os._exit(1)
+
+
+def score_request(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:
+    """{"components": {name: value}} of one completion, or {"error": reason}."""
+    try:
+        return {"components": components(score(request))}
+    except MemoryError:
+        return {"error": "the reward ran out of memory (rollout.reward.memory_gib)"}
+    except Exception as error:
+        return {"error": f"the reward raised {error_text(error)}"}
+
+
+def error_text(error: Exception) -> str:
+    """Type of an exception and what it says, not at any length; a class of somebody's own may refuse to say it."""
+    try:
+        return shortened(f"{type(error).__name__}: {error}", _LONGEST_ERROR)
+    except Exception as another:
+        return f"{type(error).__name__}, whose text raised {type(another).__name__}"
+
+
+def shortened(text: str, most: int) -> str:
+    """At most so many characters of a text, and how many were cut off."""
+    return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most} more characters are cut off)"
+
+
+def components(value: Any) -> dict[str, float]:
+    """Named parts of what a scorer returned; a bare number is called "reward".
+
+    Raises: ValueError or TypeError if it is no number, not finite or too large; ValueError for too many parts, or a name that no metric can
+    have.
+    """
+    named = value if isinstance(value, dict) else {SINGLE: value}
+    if not named:
+        raise ValueError("an empty dict has no sum; return at least one part")
+    if len(named) > MOST_PARTS:
+        raise ValueError(f"a reward of {len(named)} parts; each becomes a metric, and it may have {MOST_PARTS}")
+    for name in map(str, named):
+        if len(name) > LONGEST_NAME:
+            raise ValueError(f"{name[:LONGEST_NAME]!a}... names a part with {len(name)} characters, and may have {LONGEST_NAME}")
+        if not is_part_name(name):
+            raise ValueError(f"{name!a} names a part, which becomes part of a metric's name: use printable characters without a slash")
+    parts = {str(name): _finite(name, part) for name, part in named.items()}
+    if abs(total := sum(parts.values())) > LARGEST:
+        raise ValueError(f"the sum of its parts, {total:g}, is too large: a reward is at most {LARGEST:g}, above or below 0")
+    return parts
+
+
+def are_parts(parts: dict[str, Any]) -> bool:
+    """Whether this could have come out of `components`."""
+    if not 0 < len(parts) <= MOST_PARTS or not all(map(is_part_name, parts)):
+        return False
+    return all(type(part) is float and abs(part) <= LARGEST for part in parts.values()) and abs(sum(parts.values())) <= LARGEST
+
+
+def is_part_name(name: str) -> bool:
+    """Whether this is a valid name for a part of a reward, and so for the end of a metric's name."""
+    return name.isprintable() and "/" not in name and 0 < len(name) <= LONGEST_NAME
+
+
+def _finite(name: str, part: Any) -> float:
+    if isinstance(part, str) or not hasattr(part, "__float__"):
+        raise TypeError(f"{name} = {part!r} is no number; return a float, or a dict of floats")
+    number = float(part)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} = {number} is not finite")
+    if abs(number) > LARGEST:
+        raise ValueError(f"{name} = {number:g} is too large: a reward is at most {LARGEST:g}, above or below 0")
+    return number
+
+
+# --- scorers --------------------------------------------------------------------------------------------------------
+
+
+def build_scorer(spec: dict[str, Any]) -> Scorer:
+    """The scorer of a specification, with everything imported that it needs.
+
+    Raises: RewardLoadError.
+    """
+    extract = build_extraction(spec["extraction"])
+    score = _SCORERS[spec["kind"]](spec)
+    return lambda request: score({**request, "completion": extract(request["completion"])})
+
+
+def build_extraction(spec: dict[str, Any]) -> Callable[[str], str]:
+    """The function that cuts the answer out of a completion; it returns "" where there is none."""
+    if spec["kind"] == "whole":
+        return lambda text: text
+    if spec["kind"] == "last_line":
+        return lambda text: next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+    if spec["kind"] == "after":
+        return lambda text: text.rpartition(spec["marker"])[2].strip() if spec["marker"] in text else ""
+    try:
+        pattern = re.compile(spec["pattern"], re.DOTALL)
+    except re.error as error:
+        raise RewardLoadError(f"rollout.reward.extraction.pattern = {spec['pattern']!r} is no regular expression: {error}") from error
+    return lambda text: _last_match(pattern, text)
+
+
+def _last_match(pattern: re.Pattern[str], text: str) -> str:
+    last = None
+    for last in pattern.finditer(text):  # noqa: B007 - only the last one counts
+        pass
+    if last is None:
+        return ""
+    return str((last[1] if pattern.groups else last[0]) or "").strip()
+
+
+def create_reasoning_gym(name: str, options: dict[str, Any], *, seed: int, size: int) -> Any:
+    """A reasoning-gym data set; the options are those of its own config class."""
+    import reasoning_gym
+
+    if name == "composite":      # the only one whose options are objects
+        from reasoning_gym.composite import DatasetSpec
+
+        options = {**options, "datasets": [DatasetSpec(**spec) for spec in options.get("datasets", [])]}
+    return reasoning_gym.create_dataset(name, seed=seed, size=size, **options)
+
+
+def _reasoning_gym(spec: dict[str, Any]) -> Scorer:
+    try:
+        dataset = create_reasoning_gym(spec["dataset"], spec["options"], seed=0, size=1)
+    except Exception as error:
+        raise RewardLoadError(f"rollout.reward.dataset = {spec['dataset']}: reasoning-gym can't make it: {error}") from error
+    if not spec["is_of_rows"]:
+        return lambda request: dataset.score_answer(request["completion"], entry=request["metadata"])
+
+    def score(request: dict[str, Any]) -> Any:
+        if COLUMN not in request["metadata"]:
+            raise ValueError(f"the row has no column {COLUMN}, which `evenkeel filter` writes and the scorer needs")
+        return dataset.score_answer(request["completion"], entry=from_json(request["metadata"][COLUMN]))
+
+    return score
+
+
+def _math_verify(spec: dict[str, Any]) -> Scorer:
+    """A scorer by math-verify, without math-verify's own timeouts: after five seconds they call a comparison "unequal", which would be
+    trained as a wrong answer. Here the reward's deadline ends a long comparison, and it counts as failed.
+    """
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)      # it warns in each process that its timeouts are off
+    def score(request: dict[str, Any]) -> float:
+        answer = request["answer"]
+        is_marked_up = "$" in answer or "\\boxed" in answer
+        reference = parse(answer if is_marked_up else f"\\boxed{{{answer}}}", parsing_timeout=None)
+        if not reference:
+            raise ValueError(f"math-verify can't read the reference answer {answer!r}")
+        found = parse(request["completion"], parsing_timeout=None)
+        return float(verify(reference, found, float_rounding=spec["float_rounding"], timeout_seconds=None))
+
+    score({"answer": "1/2", "completion": "0.5"})     # the first call compiles grammars, which the first completion should not pay for
+    return score
+
+
+def _exact_match(spec: dict[str, Any]) -> Scorer:
+    def normal(text: str) -> str:
+        return text.strip().casefold() if spec["ignore_case"] else text.strip()
+
+    return lambda request: float(normal(request["completion"]) == normal(request["answer"]))
+
+
+def _function(spec: dict[str, Any]) -> Scorer:
+    function = _import_function(spec["path"])
+    wanted = _accepted_names(function, spec["path"])
+
+    def score(request: dict[str, Any]) -> Any:
+        result = function(**{name: request[name] for name in wanted})
+        return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+    return score
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _import_function(path: str) -> Callable[..., Any]:
+    module_name, _, attributes = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise RewardLoadError(
+            f"rollout.reward.path = {path}: importing {module_name} raised {error_text(error)}; {_remedy(module_name, error)}"
+        ) from error
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            near = difflib.get_close_matches(attribute, dir(found), n=1)
+            raise RewardLoadError(
+                f"rollout.reward.path = {path}: {module_name} has no {attribute}" + (f"; did you mean {near[0]}?" if near else "")
+            )
+        found = getattr(found, attribute)
+    if not callable(found):
+        raise RewardLoadError(f"rollout.reward.path = {path} is {type(found).__name__}, not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def _remedy(module: str, error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        is_the_module = f"{module}.".startswith(f"{error.name}.")
+        return "start the run where the module lies, or install it" if is_the_module else f"install {error.name}, which it imports"
+    return "mend the module"
+
+
+def _accepted_names(function: Callable[..., Any], path: str) -> tuple[str, ...]:
+    """Which of the four arguments the function takes."""
+    offered = ("prompt", "completion", "answer", "metadata")
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return offered
+    names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    unknown = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in offered]
+    if unknown:
+        raise RewardLoadError(f"rollout.reward.path = {path}: the function asks for {', '.join(unknown)}; it can have {', '.join(offered)}")
+    return tuple(name for name in names if name in offered)
+
+
+_SCORERS: dict[str, Callable[[dict[str, Any]], Scorer]] = {
+    "reasoning_gym": _reasoning_gym,
+    "math_verify": _math_verify,
+    "exact_match": _exact_match,
+    "function": _function,
+}
+
+# --- messages -------------------------------------------------------------------------------------------------------
+
+
+def pack_message(value: Any) -> bytes:
+    """A message to the scoring process as it goes over the socket."""
+    payload = pickle.dumps(value)
+    return LENGTH.pack(len(payload)) + payload
+
+
+def _send(connection: socket.socket, value: dict[str, Any]) -> None:
+    payload = json.dumps(value).encode()
+    connection.sendall(LENGTH.pack(len(payload)) + payload)
+
+
+def _receive(connection: socket.socket) -> Any:
+    """The next message, or None when the parent has closed the socket."""
+    header = _exactly(connection, LENGTH.size)
+    payload = header and _exactly(connection, LENGTH.unpack(header)[0])
+    return pickle.loads(payload) if payload else None
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        chunk = connection.recv(size - len(data))
+        if not chunk:
+            return None
+        data += chunk
+    return bytes(data)
+
+
+if __name__ == "__main__":
+    code = main(*map(int, sys.argv[1:]))
+    if code < 0:      # as the scorer ended
+        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(os.getpid(), -code)
+    sys.exit(code)

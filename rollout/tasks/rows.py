@@ -1,0 +1,247 @@
+"""Questions from the rows of files and Hugging Face data sets. Bad rows are skipped, each with its reason."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from correction.errors import DataError
+from rollout.config import FileTask, HuggingFaceTask
+from rollout.tasks.questions import Question, SkippedRow, hash_share, text_key
+from rollout.tasks.row_reading import SURROGATE, PlacedRow, UnreadableFile, dataset_rows, file_rows
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRows:
+    """Questions of a source, and the rows that were left out."""
+
+    questions: tuple[Question, ...]
+    skipped: tuple[SkippedRow, ...]
+
+
+class RowSource:
+    """Rows of a file or data set. Held out are rows of their own, or the distinct texts with the smallest hashes."""
+
+    def __init__(self, config: FileTask | HuggingFaceTask, excess: Callable[[Question], str | None]) -> None:
+        """
+        Args:
+            excess: why a question can't be asked (too long), or None; a row with a reason is skipped.
+        Raises: DataError if there is nothing to read, or nothing left to train on.
+        """
+        self._config = config
+        self._excess = excess
+        rows = self._read(held_out=False)
+        self.skipped = rows.skipped
+        has_own_held_out = (config.held_out_path if isinstance(config, FileTask) else config.held_out_split) is not None
+        if has_own_held_out:
+            held_out_rows = self._read(held_out=True)
+            self.skipped += held_out_rows.skipped
+            self.held_out = tuple({text_key(q.text): q for q in reversed(held_out_rows.questions)}.values())[::-1][: config.held_out_size]
+        else:
+            self.held_out = _smallest_hashes(rows.questions, config.held_out_size, config.held_out_fraction)
+        kept_back = {text_key(question.text) for question in self.held_out}
+        self._train = tuple(question for question in rows.questions if text_key(question.text) not in kept_back)
+        if not self._train:
+            raise DataError(f"{self.name}: every row is held out, none is left to train on; add rows, or lower rollout.task.held_out_size")
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    @property
+    def name(self) -> str:
+        config = self._config
+        return str(config.path) if isinstance(config, FileTask) else f"{config.path} [{config.split}]"
+
+    @property
+    def questions_per_epoch(self) -> int:
+        return len(self._train)
+
+    def train_question(self, position: int) -> Question:
+        epoch, index = divmod(position, len(self._train))
+        return self._train[self._epoch_order(epoch)[index]]
+
+    def demonstration_questions(self) -> Iterator[Question]:
+        while True:
+            yield from self._train
+
+    @property
+    def distinct_train_questions(self) -> int:
+        return len({text_key(question.text) for question in self._train})
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        """Rows in the order of an epoch; the last one asked for is kept."""
+        if self._order[0] != epoch:
+            order = list(range(len(self._train)))
+            if self._config.shuffle:
+                random.Random(f"{self._config.seed}/{epoch}").shuffle(order)
+            self._order = (epoch, order)
+        return self._order[1]
+
+    def _read(self, *, held_out: bool) -> ReadRows:
+        config = self._config
+        if isinstance(config, FileTask):
+            path = config.held_out_path if held_out else config.path
+            assert path is not None
+            return read_file(path, config, self._excess)
+        split = config.held_out_split if held_out else config.split
+        assert split is not None
+        return read_dataset(config, split, self._excess)
+
+
+def _smallest_hashes(questions: Sequence[Question], size: int, fraction: float) -> tuple[Question, ...]:
+    """The distinct questions with the smallest hashes, at most `size` and at most that fraction of all (but one at least)."""
+    distinct = {text_key(question.text): question for question in reversed(questions)}      # the first of equals stays
+    by_hash = sorted(distinct, key=hash_share)
+    return tuple(distinct[key] for key in by_hash[: min(size, max(1, int(fraction * len(by_hash))))])
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+def read_file(path: Path, task: FileTask, excess: Callable[[Question], str | None]) -> ReadRows:
+    """Questions of a file.
+
+    Args:
+        excess: why a question can't be asked (too long), or None; a row with a reason is skipped.
+    Raises: DataError if the file is missing, of an unknown kind, or without a usable row.
+    """
+    check_file(path, task)
+    try:
+        return _collect(file_rows(path), str(path), task, excess)
+    except (UnreadableFile, OSError) as error:
+        raise DataError(f"{_key(path, task)} = {path}: {error}") from error
+
+
+def check_file(path: Path, task: FileTask) -> None:
+    """Raises: DataError if a file of the task is not there."""
+    if not path.is_file():
+        reason = f"{_key(path, task)} = {path}: no such file (the run was started in {Path.cwd()})"
+        raise DataError(reason, remedy="correct the path, or start the run in the folder to which it is relative")
+
+
+def _key(path: Path, task: FileTask) -> str:
+    return "rollout.task.held_out_path" if path == task.held_out_path else "rollout.task.path"
+
+
+def read_dataset(task: HuggingFaceTask, split: str, excess: Callable[[Question], str | None]) -> ReadRows:
+    """Questions of one split of a Hugging Face data set.
+
+    Raises: DataError if it can't be loaded or has no usable row.
+    """
+    return _collect(dataset_rows(task, split), f"{task.path} [{split}]", task, excess)
+
+
+def _collect(rows: Iterator[PlacedRow], name: str, task: FileTask | HuggingFaceTask, excess: Callable[[Question], str | None]) -> ReadRows:
+    questions: list[Question] = []
+    skipped: list[SkippedRow] = []
+    too_long = with_fields = 0
+    seen: set[str] = set()
+    for place, row in rows:
+        try:
+            question = _question(row, task)
+            if task.distinct and (key := text_key(question.text)) in seen:
+                continue
+            seen |= {key} if task.distinct else set()
+            with_fields += 1
+            if reason := excess(question):
+                too_long += 1
+                raise DataError(reason)
+        except DataError as error:
+            skipped.append(SkippedRow(place, str(error)))
+        else:
+            questions.append(question)
+    if not questions:
+        first = f"; the first: {skipped[0]}" if skipped else ""
+        fields = f'"{task.prompt_field}" (rollout.task.prompt_field)'
+        if task.answer_field is not None:
+            fields += f' and "{task.answer_field}" (rollout.task.answer_field)'
+        remedy = f"A row needs the text fields {fields}"
+        if with_fields == len(skipped) > 0:
+            remedy = "Take shorter questions, or a longer context" if too_long else "Take turns that the model's chat template knows"
+        raise DataError(f"{name}: none of its {len(skipped)} rows can be used{first}. {remedy}")
+    return ReadRows(tuple(questions), tuple(skipped))
+
+
+def _question(row: Any, task: FileTask | HuggingFaceTask) -> Question:
+    """Raises: DataError with the reason to skip the row."""
+    if isinstance(row, DataError):
+        raise row
+    if not isinstance(row, dict):
+        raise DataError(f"holds {type(row).__name__}, not an object with fields")
+    for name, value in row.items():
+        try:
+            half = _surrogate_in([name, value])
+        except RecursionError:
+            raise DataError(f"field {name!a} is nested too deeply") from None
+        if half:
+            raise DataError(f"field {name!a} holds {half!a}, half of a surrogate pair, which is no character")
+    text, turns = _asked(_field(row, task.prompt_field), task.prompt_field)
+    if not text.strip():
+        raise DataError(f'field "{task.prompt_field}" is empty')
+    answer = "" if task.answer_field is None else _as_text(row, task.answer_field)
+    demonstration = None if task.demonstration_field is None else _as_text(row, task.demonstration_field)
+    used = {task.prompt_field, task.answer_field, task.demonstration_field}
+    return Question(text, answer, {name: value for name, value in row.items() if name not in used}, turns, demonstration)
+
+
+def _asked(value: Any, name: str) -> tuple[str, tuple[Mapping[str, str], ...]]:
+    """The question's text, and, of a list of several turns, the turns; one turn alone, a user's, is its text. Raises: DataError."""
+    if isinstance(value, str):
+        return value, ()
+    kind = f'field "{name}" is {type(value).__name__}, neither text nor a list of turns with role and content'
+    if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
+        raise DataError(kind)
+    turns = tuple({part: turn.get(part) for part in ("role", "content")} for turn in value)
+    if not all(isinstance(part, str) for turn in turns for part in turn.values()):
+        raise DataError(f"{kind} as text")
+    if turns[-1]["role"] != "user":
+        raise DataError(f'field "{name}" ends with a turn of {turns[-1]["role"]}, not with a question of the user')
+    if len(turns) == 1:
+        return turns[0]["content"], ()
+    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns), turns
+
+
+def _field(row: dict[str, Any], name: str) -> Any:
+    """Args: name: of a column, or with dots of a field within one."""
+    value: Any = row
+    for part in [name] if name in row else name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if value is None:
+        raise DataError(f'no field "{name}" (it has {", ".join(str(key) for key in row if row[key] is not None) or "none"})')
+    return value
+
+
+def with_field(row: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """The row with this field where `_field` read it: within a column that is still there, or else in a column of that name."""
+    *outer, last = name.split(".")
+    holders = [row]
+    for part in outer:
+        inner = holders[-1].get(part)
+        holders.append(inner if isinstance(inner, dict) else {})
+    if name in row or last not in holders[-1]:
+        return {**row, name: value}
+    for part, holder in zip([last, *reversed(outer)], reversed(holders), strict=True):
+        value = {**holder, part: value}
+    return dict(value)
+
+
+def _as_text(row: dict[str, Any], name: str) -> str:
+    value = _field(row, name)
+    if isinstance(value, bytes):
+        raise DataError(f'field "{name}" is bytes, not text; write the column as text')
+    return str(value)
+
+
+def _surrogate_in(value: Any) -> str | None:
+    """The first half of a surrogate pair in a text, or in what a list or mapping holds."""
+    match value:
+        case str():
+            found = None if value.isascii() else SURROGATE.search(value)
+            return found[0] if found else None
+        case dict():
+            return _surrogate_in([*value, *value.values()])
+        case list():
+            return next((half for item in value if (half := _surrogate_in(item))), None)
+        case _:
+            return None
