@@ -166,6 +166,7 @@ def test_weights_and_biases_that_hangs_holds_nothing_up(seen: Seen, wandb_that_h
     view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, notify=partial(seen.observer.event, "warning"))
     seen.observer.steps._views.append(view)
     asyncio.run(write(seen.observer, *((step, diagnosed(state=State.OK)) for step in (1, 2, 3))))
+    until(lambda: bool(wandb_that_hangs))
     assert wandb_that_hangs == [1] and [line.step for line in seen.folder.read_metrics()] == [1, 2, 3]
     view.close(within_s=0.2)
     monkeypatch.setattr(view, "close", partial(view.close, within_s=0.2))
