@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -168,6 +170,11 @@ def test_a_resumed_controller_starts_its_service_with_the_replacement() -> None:
     settings = config(*SWITCH)
     replaced = settings.monitor.after_alarm(settings.correction)
     assert replaced is not None
-    one, _, _ = controller(*SWITCH)
-    one._alarms = AlarmResponse(settings.monitor, settings.correction, Replacement(settings.correction, replaced))
-    assert one._alarms.correction == replaced, "with which its parts start"
+    saved: Any = None, SimpleNamespace(
+        step=41, weight_version=41, elapsed_s=0.0, totals={}, replacement=Replacement(settings.correction, replaced)
+    )
+    one: Any = Controller(settings, None, None, ToldObserver(), resume_from=saved)    # type: ignore[arg-type]
+    one._source = mock.Mock(**{"start.side_effect": InterruptedError("no other part is started here")})
+    with pytest.raises(InterruptedError):
+        asyncio.run(one._start_parts())
+    one._source.start.assert_called_once_with(replaced)

@@ -65,6 +65,8 @@ def test_a_service_that_dies_as_it_compares_a_batch_is_replaced_and_the_step_goe
             "step 3: its batch is gone with the correction service, and can't be compared bit by bit"
         ]
 
+    asyncio.run(scenario())
+
 
 def test_a_service_that_nobody_replaces_takes_the_run_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the longest pause before a replacement, and a start; until then it is said what is waited for."""
@@ -92,3 +94,5 @@ def test_a_comparison_whose_answer_is_lost_though_all_parts_are_there_takes_the_
         with pytest.raises(ActorLost, match="its answer was lost"):
             await comparing_run(service)._source.compared(2, "values")
         assert service.asked == 1
+
+    asyncio.run(scenario())

@@ -81,20 +81,20 @@ def test_tensorboard_on_a_full_disk_ends_nothing_and_lacks_no_step(seen: Seen, m
 
 def test_weights_and_biases_that_fails_is_told_once_and_left_out(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its errors are no news of the disk, whatever their kind, and neither a flush nor the way back to a checkpoint ends by them."""
-    tried = list[dict[str, float]]()
+    tried, ended = list[dict[str, float]](), list[int]()
 
     def log(numbers: dict[str, float]) -> None:
         tried.append(numbers)
         if len(tried) > 1:
             raise ConnectionError("the service is down")
 
-    run = SimpleNamespace(log=log, finish=lambda: pytest.fail("it is left out"))
+    run = SimpleNamespace(log=log, finish=lambda: ended.append(1))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
     view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, notify=partial(seen.observer.event, "warning"))
     seen.observer.steps._views.append(view)
     asyncio.run(write(seen.observer, *((step, diagnosed(state=State.OK)) for step in (1, 2, 3))))
     view.close()
-    assert not view.hangs
+    assert not view.hangs and ended == [], "it is left out"
     seen.settle()
     assert [numbers["step"] for numbers in tried] == [1, 2] and [line.step for line in seen.folder.read_metrics()] == [1, 2, 3]
     (told,) = seen.folder.read_events()
@@ -130,8 +130,8 @@ def test_weights_and_biases_that_does_not_start_stops_no_start(
 
 def test_weights_and_biases_whose_start_hangs_is_given_up(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that makes the observer doesn't wait for it at all."""
-    goes_on = threading.Event()
-    run = SimpleNamespace(log=lambda _: pytest.fail("it is given up"), finish=lambda: pytest.fail("it is given up"))
+    goes_on, called = threading.Event(), list[str]()
+    run = SimpleNamespace(log=lambda _: called.append("log"), finish=lambda: called.append("finish"))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run if goes_on.wait(60.0) else None))
     view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, notify=seen.observer.waiting)
     view.write(StepMetrics(1, {}))
@@ -139,6 +139,7 @@ def test_weights_and_biases_whose_start_hangs_is_given_up(seen: Seen, monkeypatc
     view.write(StepMetrics(2, {}))
     goes_on.set()
     view.close()
+    assert not view.hangs and called == [], "it is given up"
     seen.settle()
     (told,) = seen.folder.read_events()
     assert told.text.endswith("its folder: its start is not done in 0 s")
@@ -165,6 +166,7 @@ def test_weights_and_biases_that_hangs_holds_nothing_up(seen: Seen, wandb_that_h
     view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, notify=partial(seen.observer.event, "warning"))
     seen.observer.steps._views.append(view)
     asyncio.run(write(seen.observer, *((step, diagnosed(state=State.OK)) for step in (1, 2, 3))))
+    until(lambda: bool(wandb_that_hangs))
     assert wandb_that_hangs == [1] and [line.step for line in seen.folder.read_metrics()] == [1, 2, 3]
     view.close(within_s=0.2)
     monkeypatch.setattr(view, "close", partial(view.close, within_s=0.2))

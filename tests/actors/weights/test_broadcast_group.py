@@ -273,5 +273,7 @@ def test_who_has_left_its_group_sends_nothing() -> None:
     sender = WeightBroadcaster.__new__(WeightBroadcaster)
     sender._join = lambda *_: None  # type: ignore[method-assign]
     sender.__init__("", 0, 2, "weights-1", 1.0, torch.device("cpu"))  # type: ignore[misc]
+    sender._group = object()  # type: ignore[assignment]
+    sender.close()
     with pytest.raises(SyncError, match="weight group weights-1: the learner has left it"):
         sender.send({"a": torch.zeros(2)})
