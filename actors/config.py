@@ -62,8 +62,8 @@ class WeightSyncConfig(Settings):
     """object_store: each node reads the learner's copy from Ray's object store. broadcast: torch.distributed, from the learner's rank 0 to
     all engines at once (NCCL on GPUs, gloo on CPUs); when engines come or go, versions take the object store until the group is rebuilt."""
     every_steps: PositiveInt = 1
-    """Engines get the weights of every so many steps, and of each evaluated step. More than 1 means fewer pauses, and tokens that are older
-    by up to every_steps - 1 versions, which max_staleness has to allow."""
+    """Send weights to the engines every so many steps, and at each evaluated step. More than 1 means fewer pauses, but tokens that are up
+    to every_steps - 1 versions older, which max_staleness has to allow."""
     bucket_bytes: PositiveInt = 256 << 20
     """Weights travel in buckets of about this many bytes."""
     deltas: bool = False
@@ -175,7 +175,7 @@ class MetricsConfig(Settings):
     wandb_project: str | None = None
     """Weights & Biases project; empty: off. Needs the extra "wandb"."""
     trajectories_per_step: int = Field(default=4, ge=0)
-    """Number of groups in each step of which one trajectory is kept as text."""
+    """Number of groups in each step from which one trajectory is saved as text."""
 
 
 class EarlyWarningConfig(Settings):
@@ -192,10 +192,9 @@ class EarlyWarningConfig(Settings):
     """Also compute quantiles and numbers by probability, which show where a symptom sits. This sorts the batch's tokens, in the service,
     while training goes on."""
     split_every: int = Field(default=0, ge=0)
-    """Number of batches from one exact split of stale tokens' gap into mismatch and staleness to the next; 0: never. A sample is scored at
-    the weights that sampled it. For that every rank copies its weights of up to max_staleness earlier versions to host memory, and loads
-    each again on its device in addition to the present ones. Each version takes a forward pass over 16 trajectories, for which the learner
-    waits."""
+    """Every so many batches, split the gap of stale tokens exactly into mismatch and staleness; 0: never. A sample of tokens is scored at
+    the weights that sampled it. For that every rank keeps copies of up to max_staleness earlier versions in host memory, and loads each
+    onto its device beside the present weights. Each version takes a forward pass over 16 trajectories, for which the learner waits."""
     thresholds: MonitorConfig = Field(default_factory=MonitorConfig)
     """Thresholds at which a change becomes a watch or an alarm."""
 
@@ -223,10 +222,10 @@ class RunConfig(Settings):
     name: str = Field(default="run", min_length=1, max_length=100)
     """Becomes part of the run folder's name."""
     model: Path
-    """Hugging Face folder of the policy to train: config.json, safetensors, tokenizer; or its name on the hub, hf:ORGANISATION/NAME, with
-    @REVISION if need be. A run's config.yaml has the commit that it took."""
+    """Hugging Face folder of the policy to train (config.json, safetensors, tokenizer), or its name on the hub, hf:ORGANISATION/NAME or
+    hf:ORGANISATION/NAME@REVISION. A run's config.yaml records the commit."""
     run_dir: Path | None = None
-    """Folder of the run; empty: runs/NAME-DATE-TIME. Files that a failed start has left in it are removed."""
+    """Folder of the run; empty: runs/NAME-DATE-TIME. Files left in it by a failed start are removed."""
     steps: PositiveInt = Field(le=10**9)
     """Training batches of the whole run; each makes one new version of the weights."""
     groups_per_step: PositiveInt = Field(le=10**6)
@@ -236,13 +235,13 @@ class RunConfig(Settings):
     dynamic_sampling: bool = False
     """Replace groups whose valid rewards are all alike (they carry no gradient) by new ones before the step."""
     true_on_policy: bool = False
-    """Sampled and trained logprobs of equal weights are the same bits: batch-invariant operators in engines and learner, and a check of
-    every batch. Dense models in float32 or bfloat16 on CPUs of one kind; docs/true_on_policy.md."""
+    """Make the logprobs of engines and learner bitwise equal at equal weights, by batch-invariant operators on both sides, and check every
+    batch. For dense models in float32 or bfloat16 on CPUs of one kind; docs/true_on_policy.md."""
     true_on_policy_on_difference: OnDifference = "stop"
     """At the first token whose bits differ, stop ends the run and names the token; correct warns and goes on with the correction."""
     seed: int = 0
-    """Seed of the sampling: with the prompt's id, the answer's number in its group and the position it decides a token. Questions are
-    ordered by rollout.task.seed, minibatches split by learner.seed."""
+    """Seed of sampling: together with the prompt's id, the answer's number in its group and the token's position it determines each token's
+    random number. The order of questions follows from rollout.task.seed, the split into minibatches from learner.seed."""
     rollout: RolloutConfig
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)

@@ -55,7 +55,7 @@ def levels() -> str:
 
 
 def families() -> str:
-    lines = [_row("model_type", "models", "norms", "queries and keys", "besides", "config.json may say"), _row(*["---"] * 6)]
+    lines = [_row("model_type", "models", "norms", "queries and keys", "also", "config.json may say"), _row(*["---"] * 6)]
     cells = (_norms, _heads, _besides, _may_say)
     return "\n".join(lines + [_row(f"`{kind}`", one.models, *(cell(one) for cell in cells)) for kind, one in FAMILIES.items()])
 
@@ -72,7 +72,7 @@ def _besides(family: ModelFamily) -> str:
     found = {
         "bias of q, k, v": family.has(QKV_BIAS),
         "bias of q, k, v if `attention_bias`": bool(family.optional_rules),
-        "angles turn neighbouring channels": family.rotary_interleaved,
+        "interleaved rotary embedding": family.rotary_interleaved,
         "experts": family.experts is not None,
     }
     return ", ".join(text for text, is_so in found.items() if is_so)

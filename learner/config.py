@@ -36,7 +36,7 @@ class LearnerConfig(DerivedSettings):
     tensor_parallel: int = Field(default=1, ge=1, le=10**4)
     """Ranks over which one copy's matrices are split."""
     sequence_parallel: bool = False
-    """Between the matrices, divide the rows of a pass over the tensor-parallel ranks as well; this saves memory of activations."""
+    """Between the matrix products, also split the tokens of a pass over the tensor-parallel ranks; this saves activation memory."""
     pipeline_parallel: int = Field(default=1, ge=1, le=10**4)
     """Stages, of equally many layers, that one copy is cut into; micro-batches pass through them (1F1B)."""
     virtual_pipeline: int = Field(default=1, ge=1, le=10**4)
@@ -57,7 +57,7 @@ class LearnerConfig(DerivedSettings):
     """Norms and linear layers: Megatron's own (local), or TransformerEngine's. auto takes TransformerEngine's for bfloat16 on a GPU, if
     they are installed and can honour the other settings."""
     float32_head: bool = False
-    """Multiply with the vocabulary's matrix in float32 though weights are bfloat16; holds a float32 copy of that matrix during a pass."""
+    """Compute the output head in float32 even if the weights are bfloat16; this takes a float32 copy of the head's matrix during a pass."""
     batch_invariant: bool = False
     """Batch-invariant operators, for true on-policy training; set by the run's true_on_policy together with the engines'."""
     threads: int = Field(default=1, ge=1, le=1024)
@@ -103,13 +103,13 @@ class LearnerConfig(DerivedSettings):
     """How a mixture of experts routes tokens in the proximal forward and in training. none: the learner's own choice each time. rollout
     (R3): the engine's choice while it sampled. recompute (R2): training repeats the choice of the proximal forward."""
     report_kl_every: int = Field(default=0, ge=0, le=10**9)
-    """Number of steps between two reports of the KL to the model that the run began with; each takes a forward of that model over the
-    batch.
-    0: never. It is no part of the loss. With a KL penalty on that model (correction.kl) the penalty's own KL is reported, at every step."""
+    """Report the KL to the model that the run began with every so many steps; each report takes a forward pass of that model over the
+    batch. 0: never. It isn't part of the loss. With a KL penalty on that model (correction.kl) the penalty's own KL is reported, at every
+    step."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
-    """Tokens whose logits exist at the same time; bounds the memory of the vocabulary projection."""
+    """Number of tokens whose logits are in memory at the same time; bounds the memory of the output head."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds after which a collective fails that some rank does not join. Unset: a minute more than a step or a checkpoint may take, so
+    """Seconds after which a collective fails if some rank has not joined it. Unset: a minute more than a step or a checkpoint may take, so
     that no rank fails while it waits for a slower one."""
 
     @model_validator(mode="before")
@@ -216,8 +216,8 @@ class LearnerConfig(DerivedSettings):
         }
         if wrong := [f"{name} = {getattr(hf_config, name)}" for name, fits in is_shared.items() if not fits]:
             raise ConfigError(
-                f"learner.tensor_parallel = {ranks}: {', '.join(wrong)} in the model's config.json can't be shared equally by {ranks} "
-                "ranks",
+                f"learner.tensor_parallel = {ranks}: {', '.join(wrong)} in the model's config.json can't be divided equally among "
+                f"{ranks} ranks",
                 remedy="Set it to a common divisor, or to 1",
             )
 

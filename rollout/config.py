@@ -22,11 +22,11 @@ class _Task(Settings):
     seed: int = 0
     """Which questions are drawn, and in which order. The split into training and held-out does not depend on it."""
     prompt_template: str = "{question}"
-    """What the user turn says; {question} stands for the task's own text."""
+    """Text of the user turn; {question} is replaced by the task's question."""
     system_prompt: str | None = None
     """Text of a system turn before the question; empty: none."""
     apply_chat_template: bool = True
-    """Put the tokenizer's chat template round the question; false: the bare text, for a base model without one."""
+    """Apply the tokenizer's chat template to the question; false: the bare text, for a base model without a template."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Handed to the chat template, e.g. {enable_thinking: false} for Qwen3."""
     held_out_size: PositiveInt = Field(default=512, le=10**7)
@@ -322,10 +322,10 @@ class RolloutConfig(PoolSizeConfig):
     """What happens to a prompt."""
 
     gpus_per_worker: PositiveFloat = Field(default=1.0, le=1)
-    """Share of a GPU that a worker asks for; below 1 a learner's rank, or another worker, fits on it too. Not used on a CPU. With
-    engine.tensor_parallel above 1 it must be 1, for each rank."""
+    """Share of a GPU that a worker asks for. Below 1, a learner's rank or another worker can use the same GPU. Not used on a CPU; must be 1
+    with engine.tensor_parallel above 1."""
     slots: PositiveInt | None = None
-    """Most groups that a worker has under way. Unset: twice as many as max_running_requests has room for, so that no place stays empty."""
+    """Most groups that a worker works on at once. Unset: twice as many as fit into max_running_requests, so that its batch stays full."""
     task: TaskConfig
     """Where the questions come from."""
     reward: RewardConfig
@@ -333,8 +333,8 @@ class RolloutConfig(PoolSizeConfig):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """How answers are sampled for training."""
     overlong: OverlongConfig = Field(default_factory=TrainOverlong)
-    """Answers cut at max_tokens. train is what GRPO does: they rarely score, so answers learn to end in time; mask doesn't punish
-    what might have become right, but then nothing keeps answers short; penalise presses harder."""
+    """Answers cut at max_tokens. train, as in GRPO: they rarely score, so the policy learns to finish in time. mask: left out of the loss,
+    which punishes none that might have become right, but nothing keeps answers short. penalise: a lower reward presses harder."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
     """The SGLang engine of each worker."""
 

@@ -38,7 +38,7 @@ def test_every_commit_that_is_named_is_in_the_history() -> None:
 PLACES = (
     *("on no machine with a GPU", "as on one GPU", "a Ray that counts GPUs which aren't there", "any machine: it needs no GPU"),
     *("rules about GPUs with facts that were made up", "on CPUs", "on a CPU", "on one machine", "nowhere", "in a test", "a test has"),
-    *("gloo", "Ray's schema", "on one H200"),
+    *("gloo", "Ray's schema", "on one H200", "on one H100", "NCCL on one GPU"),
 )
 """Where steps were run, in the page's words. Another place is added here by who was there."""
 
@@ -61,4 +61,4 @@ def test_the_first_hour_says_of_each_step_what_was_seen() -> None:
     hour = PAGE.split("## The first hour on a GPU")[1].split("\n## ")[0]
     steps = re.findall(r"^\| (\d+)\. .* \| (.*) \|$", hour, re.MULTILINE)
     assert [number for number, _ in steps] == [str(number) for number in range(1, len(steps) + 1)] and len(steps) > 5
-    assert [seen for _, seen in steps if not (seen == "nowhere yet" or seen.startswith("H200: "))] == []
+    assert [seen for _, seen in steps if not (seen == "nowhere yet" or seen.startswith(("H200: ", "[on one H100]")))] == []

@@ -19,6 +19,9 @@ from learner.weights.file_sums import MANIFEST, may_pass, read_manifest_of_files
 from rollout.tasks.chat import load_tokenizer
 from rollout.tasks.tasks import Task
 
+_LEARNER = "learner"
+"""Folder of the learner's own files in a checkpoint's state."""
+
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
@@ -84,12 +87,32 @@ def _read(checkpoint: Checkpoint, reading: Reading) -> tuple[TrainingState, list
     hf_config = check_trainable(checkpoint.hf)
     load_tokenizer(checkpoint.hf)
     try:
-        check_readable(checkpoint.state / "learner", hf_config)
-    except TrainedApartError as error:  # so were those of the older ones, and nothing is damaged
-        raise OtherVersionError(*error.args, remedy=f"Start a new run from its weights: model={checkpoint.hf}") from error
+        check_readable(checkpoint.state / _LEARNER, hf_config)
+    except TrainedApartError as error:
+        raise _trained_apart(checkpoint, error) from error
     if state.step != checkpoint.step:
         raise DataError(f"{checkpoint.state}: it is the state of step {state.step}, in the checkpoint of step {checkpoint.step}")
     return state, foreign
+
+
+def verify_whole(checkpoint: Checkpoint, reading: Reading) -> None:
+    """Read all files, as a resume does, but for what takes torch or transformers to understand.
+
+    Raises: OtherVersionError if a resume would refuse it, whole as it is; DataError naming a file that is missing or damaged; OSError for
+        what may pass.
+    """
+    from learner.weights.checkpoint_files import TrainedApartError, check_experts
+
+    _verify(checkpoint, reading)
+    try:
+        check_experts(checkpoint.state / _LEARNER)
+    except TrainedApartError as error:
+        raise _trained_apart(checkpoint, error) from error
+
+
+def _trained_apart(checkpoint: Checkpoint, error: DataError) -> OtherVersionError:
+    """So were those of the older checkpoints, and nothing is damaged."""
+    return OtherVersionError(*error.args, remedy=f"Start a new run from its weights: model={checkpoint.hf}")
 
 
 def _verify(checkpoint: Checkpoint, reading: Reading) -> list[str]:

@@ -34,7 +34,7 @@ def _examples(*lines: str) -> str:
 app = typer.Typer(
     name="evenkeel",
     help="Asynchronous RL post-training for language models: SGLang rollouts, a Megatron learner, a correction service between them.",
-    epilog="Exit codes: 0 done; 1 an error, said in a sentence; 2 wrong usage; 3 train: ended by an alarm; 4 diff-engines: a bit differs; "
+    epilog="Exit codes: 0 done; 1 an error, with a message; 2 wrong usage; 3 train: ended by an alarm; 4 diff-engines: some bits differ; "
     "129, 130, 143 ended by SIGHUP, Ctrl-C, SIGTERM.\n\n"
     + _examples("evenkeel init-model recipes/nano_spell_backward.yaml", "evenkeel train recipes/nano_spell_backward.yaml"),
     no_args_is_help=True,
@@ -96,7 +96,7 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="RUN_DIR", help="Go on with an earlier run from its newest checkpoint; its folder holds the recipe."),
+        typer.Option(metavar="RUN_DIR", help="Continue an earlier run from its newest checkpoint; its folder holds the recipe."),
     ] = None,
     discard_queue: Annotated[bool, typer.Option("--discard-queue", help=_DISCARD_QUEUE)] = False,
     retries: Annotated[int, typer.Option(min=0, help="Restart the run's process at most this many times if it dies or hangs.")] = 0,
@@ -105,13 +105,13 @@ def train(
 
     On a terminal it shows a live panel, anywhere else one line a step: reward, tokens a second, mismatch between the engines. Everything
     is kept in a folder of its own (runs/NAME-DATE-TIME, or run_dir): settings, metrics, sampled answers, checkpoints, and report.html at
-    the end. Ctrl-C ends after the step under way, SIGTERM without it, with a checkpoint; a second signal ends at once.
+    the end. Ctrl-C finishes the current step, SIGTERM aborts it; both write a checkpoint. A second signal ends the run at once.
 
-    With --retries a run whose process dies (a crash, kill -9, no memory) or hangs goes on from its newest checkpoint, or else anew.
-    Wrong settings are not tried again before a first new step, nor is a run that dies twice without one.
+    With --retries a run whose process dies (a crash, kill -9, out of memory) or hangs resumes from its newest checkpoint, or starts over if
+    there is none. A run that is refused for its settings before its first new step, or dies twice without one, is not retried.
 
-    Exit codes: 0 done, or ended by Ctrl-C with a checkpoint; 1 an error, said in a sentence; 3 ended by an alarm
-    (monitor.on_alarm=stop); 129 or 143 ended by SIGHUP or SIGTERM with a checkpoint: go on with --resume.
+    Exit codes: 0 done, or ended by Ctrl-C with a checkpoint; 1 an error, with a message; 3 ended by an alarm
+    (monitor.on_alarm=stop); 129 or 143 ended by SIGHUP or SIGTERM with a checkpoint: continue with --resume.
     """
     # With --resume the first positional argument, if any, is an override.
     words = [*([str(recipe)] if recipe and resume else []), *(overrides or [])]
@@ -148,7 +148,7 @@ def init_model(
     """Make a small model from nothing, for trying things out where no weights can be downloaded.
 
     It writes the Hugging Face folder that the recipe names in `model`: a tokenizer of its own, and random weights after a short supervised
-    warm-up on solved examples of the recipe's task, so that reinforcement learning starts from a model that is right now and then.
+    warm-up on solved examples of the recipe's task, so that reinforcement learning starts from a model that is sometimes right.
     """
     config = _load(recipe, overrides)
     from actors.commands.init_model import init_model_folder
@@ -190,11 +190,11 @@ def evaluate(
 ) -> None:
     """Ask a model the held-out questions of a task and print its accuracy.
 
-    SGLang answers each question once, or several times. The accuracy comes with its 95% confidence interval (Wilson, questions being its
-    unit), and with the number of answers that could not be scored; with several answers comes pass@k, the unbiased estimate of the chance
-    that at least one of k is right.
+    SGLang answers each question once, or several times. The accuracy comes with its 95% Wilson interval, whose unit is the question,
+    and with the number of answers that could not be scored. Several answers also give pass@k, the unbiased estimate of the chance that at
+    least one of k is right.
 
-    With the name of a data set an answer may have 256 tokens, or a quarter of the model's context if that is less.
+    If --task names a data set, answers have at most 256 tokens, or a quarter of the model's context if that is less.
     """
     if not task:
         raise ConfigError(
@@ -218,19 +218,18 @@ def evaluate(
     ),
 )
 def filter_rows(
-    recipe: Annotated[Path, typer.Argument(help="Recipe: its model is asked its task's training questions, as training would ask them.")],
+    recipe: Annotated[Path, typer.Argument(help="Recipe whose model is asked the training questions of its task, sampled as in training.")],
     overrides: Overrides = None,
     output: Annotated[Path | None, typer.Option(help="The .jsonl file of the questions that are kept.")] = None,
     answers: Annotated[int, typer.Option(min=1, help="Answers to each question.")] = 8,
     questions: Annotated[int | None, typer.Option(min=1, help="How many to ask. Default: all; a generated task has no end.")] = None,
-    min_solved: Annotated[int, typer.Option(min=0, help="Keep a question if at least so many of its answers are right.")] = 1,
-    max_solved: Annotated[int | None, typer.Option(min=0, help="And at most so many. Default: all of them may be.")] = None,
+    min_solved: Annotated[int, typer.Option(min=0, help="Keep a question if at least this many of its answers are right.")] = 1,
+    max_solved: Annotated[int | None, typer.Option(min=0, help="And at most this many. Default: all of them.")] = None,
 ) -> None:
     """Keep the training questions that a model solves now and then, as rows that a recipe can train on.
 
-    What it never solves carries no gradient, and what it always solves none either. Answers are sampled as in training. A record
-    of every question asked stands next to the output (OUTPUT.asked.jsonl): started again, it goes on from there, or applies other bounds at
-    once.
+    Questions that it never solves or always solves carry no gradient. Answers are sampled as in training. Every question asked is recorded
+    next to the output (OUTPUT.asked.jsonl): the same command continues after an interruption, and other bounds need no new answers.
     """
     if output is None or output.suffix != ".jsonl":
         raise ConfigError(f"evenkeel filter needs --output, a file that ends in .jsonl{'' if output is None else f'; {output} does not'}")
@@ -241,10 +240,10 @@ def filter_rows(
 
 
 @app.command(epilog=_examples("evenkeel report runs/nano-spell-backward-20260101-120000"))
-def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a run: finished, broken off, or still training.")]) -> None:
+def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a run: finished, interrupted or still training.")]) -> None:
     """Write the report of a run again: RUN_DIR/report.html, one page with all pictures in it.
 
-    A run writes its report when it ends. This is for looking at one that still trains, or was killed.
+    A run writes its report when it ends. Use this for one that is still training or was killed.
     """
     from actors.record.run_folder import RunFolder
 
@@ -269,8 +268,8 @@ def config(
 ) -> None:
     """Print a recipe as it will be used, or explain the settings.
 
-    With a recipe: YAML, with the defaults filled in and the KEY=VALUE words applied; nothing is started. Without one, or with --explain or
-    --section: the settings, two lines for each, and the deadlines that follow from them.
+    With a recipe it prints YAML with the defaults filled in and the KEY=VALUE settings applied, and starts nothing. Without one, or with
+    --explain or --section, it prints two lines for each setting, and the deadlines that follow from the settings.
     """
     from actors.commands.deadline_views import explained
 
@@ -283,11 +282,11 @@ def config(
 
 
 @app.command(epilog=_examples("evenkeel presets", "evenkeel presets icepop", "evenkeel presets | grep -i experts"))
-def presets(name: Annotated[str, typer.Argument(metavar="[NAME]", help="One preset, to be shown whole.")] = "") -> None:
-    """List the correction methods that have a name, or show one of them whole.
+def presets(name: Annotated[str, typer.Argument(metavar="[NAME]", help="The preset to show in full.")] = "") -> None:
+    """List the named correction methods, or show one in full.
 
-    The list says when to use each, and where it comes from. With a NAME: what it optimises, the settings that it stands for as YAML, what
-    is left for you to choose. A recipe takes one by `correction: {preset: NAME}`.
+    The list says when to use each method, and its source. With a NAME it shows what that method optimises, its settings as YAML, and what
+    is left for you to choose. A recipe selects a method with `correction: {preset: NAME}`.
     """
     from rich.console import Console
 
@@ -308,10 +307,10 @@ def precision(
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens to sample: more give steadier numbers.")] = 50_000,
     seed: Annotated[int, typer.Option(help="Seed of the random logits and of the samples.")] = 1234,
 ) -> None:
-    """Show how far two engines are apart that differ in the number format of their softmax alone.
+    """Show how far apart two engines are that differ only in the number format of their softmax.
 
-    It takes random logits, computes log-softmax once in float32 and once in the format, and prints how the ratio of the two probabilities
-    scatters: the least mismatch to expect where an engine samples in that format. No model is needed; a few seconds.
+    It computes log-softmax of random logits in float32 and in the format, and prints the spread of the ratio of the two probabilities: the
+    least mismatch to expect from an engine that samples in that format. It needs no model and takes a few seconds.
     """
     from correction.diagnostics.precision import precision_gap, precision_table
 

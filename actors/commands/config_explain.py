@@ -153,7 +153,7 @@ def _section_text(field: FieldInfo, models: list[type[BaseModel]]) -> str:
 def _type_text(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        bounds = "".join(sorted((_constraint_text(extra) for extra in annotation.__metadata__), reverse=True))  # the lower one first
+        bounds = " and".join(sorted(filter(None, map(_constraint_text, annotation.__metadata__)), reverse=True))  # the lower one first
         others = [one for one in typing.get_args(arguments[0]) if one is not type(None)]
         is_optional = type(None) in typing.get_args(arguments[0])
         return f"{_type_text(typing.Union[*others])}{bounds} | null" if is_optional else _type_text(arguments[0]) + bounds
@@ -184,7 +184,7 @@ def _constraint_text(constraint: object) -> str:
         case annotated_types.Le(bound):
             return f" <= {bound}"
         case FieldInfo():
-            return "".join(_constraint_text(inner) for inner in constraint.metadata)
+            return " and".join(sorted(filter(None, map(_constraint_text, constraint.metadata)), reverse=True))
         case _:
             return ""
 

@@ -27,33 +27,35 @@ UNFIT = 1
 
 
 def doctor(
-    target: Annotated[Path, typer.Argument(metavar="RECIPE|RUN_DIR", help="Recipe (YAML) of the run that is meant, or a run's folder.")],
+    target: Annotated[Path, typer.Argument(metavar="RECIPE|RUN_DIR", help="Recipe (YAML) of a run to be started, or the folder of one.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the recipe's.")] = None,
     gpus: Annotated[
-        str, typer.Option(metavar="NAMExCOUNT", help="Judge the recipe for these GPUs, such as H100x8 or H100x8x4, not for those here.")
+        str, typer.Option(metavar="NAMExCOUNT", help="Check the recipe for these GPUs, such as H100x8 or H100x8x4, instead of those here.")
     ] = "",
     deep: Annotated[
         bool,
         typer.Option("--deep", help="Also start ranks and an engine on a model of two layers, and measure: a minute, five if one hangs."),
     ] = False,
     cluster: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Judge the recipe for the nodes of this file for `ray up`, such as those of deploy.")
+        Path | None, typer.Option(metavar="FILE", help="Check the recipe for the nodes of this `ray up` file, such as those in deploy.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
     """Say what would fail or go slowly, in seconds, before anything starts; or, of a run's folder, what happened to the run.
 
-    First what follows from the recipe, the model's folder and the task's file: memory of each GPU, layouts, types, disk, what the learner
-    can't train. Then what the nodes have: this machine, or each node of the cluster at ray.address, by a small task on it: GPUs, versions,
-    folders, shared memory. With --gpus the first part alone, from config.json, for machines that aren't there; with --cluster whether nodes
-    that `ray up` would start offer the resources that the run asks for. `evenkeel train` asks the same, and stops at what can't work.
+    It first checks what follows from the recipe, the model folder and the task's file: memory of each GPU, layouts, dtypes, disk, what the
+    learner can't train. Then it checks the nodes, this machine or, by a small task on each, those of the cluster at ray.address: GPUs,
+    versions, folders, shared memory. With --gpus it makes the first part alone, from config.json, for GPUs that aren't here; with --cluster
+    it checks whether the nodes that `ray up` would start offer what the run needs. `evenkeel train` makes the same checks, and stops at
+    what can't work.
 
-    With --deep, if nothing stands in the way so far, unless it is the model's weights, its tokenizer or the task: how fast the learner's
-    groups are, whether the learner agrees with float32 on a CPU and the engine with the learner, on a model of two layers in the recipe's
-    widths; and how long a weight update would take, by broadcast too where weight_sync.transport says so. Each part has a limit of its own,
-    on GPUs a minute, and four for ranks and an engine to start. What isn't done by then is named.
+    With --deep it also measures, on a two-layer model of the recipe's widths: how fast the learner's groups are, whether the learner agrees
+    with float32 on a CPU and the engine with the learner, and how long a weight update would take, by broadcast too if that is
+    weight_sync.transport. It does so only if the earlier checks found nothing that can't work; the model's weights, its tokenizer and the
+    task may be missing. Each part has its own limit: on GPUs a minute, and four to start ranks and an engine.
 
-    Of a run's folder: how the run ended, what it waited for, which part was slow or gone, whether its books balance, and what to do.
+    For a run's folder it says how the run ended, what it waited for, which part was slow or gone, whether all prompts are accounted for,
+    and what to do.
 
     Exit codes: 0 nothing stands in the way; 1 something can't work, or the recipe can't be read.
     """
@@ -65,6 +67,8 @@ def doctor(
         raise ConfigError("evenkeel doctor: --deep measures the machines that are here; leave --gpus and --cluster out")
     if gpus and cluster:
         raise ConfigError("evenkeel doctor: --gpus is about machines that aren't there, --cluster about those of a file; take one of them")
+    if target.suffix not in (".yaml", ".yml") and not target.exists():
+        raise ConfigError(f"{target}: there is no such recipe file or run folder")
     from rich.console import Console
 
     from actors.commands.recipe import load_config

@@ -99,9 +99,9 @@ def _node_lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]
 def _parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals and text.endswith((".yaml", ".yml")):
-        raise ConfigError(f"command line: {text!r} is no override: one recipe is taken, and comes before the overrides")
+        raise ConfigError(f"command line: {text!r} is a second recipe: give one, before any KEY=VALUE")
     if not equals or not key.strip() or key != key.strip():
-        raise ConfigError(f"command line: {text!r} is no override: write KEY=VALUE without spaces, such as rollout.workers=2")
+        raise ConfigError(f"command line: {text!r} is not a setting: write KEY=VALUE without spaces, such as rollout.workers=2")
     if ".derived." in key:
         raise ConfigError(f"command line: {key}: that shows what a run has derived; set {key.replace('.derived.', '.')}")
     try:
@@ -149,6 +149,10 @@ def _forget_other_variant(tree: DictConfig, key: str, tag: Any) -> None:
 # What went wrong, in words.
 
 
+_SAID_BY_THE_TYPE = frozenset({"greater_than", "greater_than_equal", "less_than", "less_than_equal", "literal_error", "enum"})
+"""Kinds of pydantic's problems that say no more than the type with its bounds, which is printed anyway."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Source:
     """Where a key came from."""
@@ -188,7 +192,7 @@ def _describe(problem: ErrorDetails, model_class: type[BaseModel], data: Any, so
             how = f"a key at a time: {path}.KEY=VALUE" if source.recipe is None else f"to the recipe, as `{path.rpartition('.')[2]}:`"
             return f"{place}: {path} is missing{meaning}. Add the section {how}; `evenkeel config --section {path}` lists its keys"
         where = "on the command line" if source.recipe is None else "to the recipe, or on the command line"
-        return f"{place}: {path} is missing{meaning}. Add it {where}: {path}={entry.type if entry else '...'}"
+        return f"{place}: {path} is missing{meaning}. Add it {where}: {path}=VALUE{f' ({entry.type})' if entry else ''}"
     if kind in ("value_error", "assertion_error"):
         reason = str(context.get("error", problem["msg"]))
         place = source.place_of_mention(reason) or place
@@ -201,9 +205,10 @@ def _describe(problem: ErrorDetails, model_class: type[BaseModel], data: Any, so
     if kind == "union_tag_not_found":
         name = str(context["discriminator"]).strip("'")
         return f"{place}: {path} doesn't say which {name} it is. Add {path}.{name}."
-    expected = f" Expected: {entry.type}." if entry else ""
+    if entry and (kind.endswith(("_parsing", "_type")) or kind in _SAID_BY_THE_TYPE):
+        return f"{place}: {path} = {_short(value)}: expected {entry.type}."
     reason = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"{place}: {path} = {_short(value)}: {reason}.{expected}"
+    return f"{place}: {path} = {_short(value)}: {reason}.{f' Expected: {entry.type}.' if entry else ''}"
 
 
 def _of_another_kind(path: str, location: tuple[int | str, ...], model_class: type[BaseModel]) -> str | None:

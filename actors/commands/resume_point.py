@@ -160,7 +160,7 @@ def _check_reference(config: RunConfig, checkpoint: Checkpoint) -> None:
     reference, has_weights = outline_folder(config.model)
     if not reference.exists():
         raise DataError(
-            f"model = {config.model}: is not there, but with correction.kl.coefficient = {config.correction.kl.coefficient:g} and "
+            f"model = {config.model}: no such folder, but with correction.kl.coefficient = {config.correction.kl.coefficient:g} and "
             f"learner.report_kl_every = {config.learner.report_kl_every} it is the reference policy. Put it back, or say where it is: "
             f"model=FOLDER"
         )

@@ -96,11 +96,11 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Seed of the lengths that are drawn.")] = 0,
     picture: Annotated[Path, typer.Option(help="The picture to write.")] = Path("simulation.png"),
 ) -> None:
-    """Say how many workers and which staleness pay, without starting any.
+    """Predict how many workers and how much staleness pay off, without starting any.
 
-    It runs the queue and the dispatch rule of a real run in simulated time: engines and learner take as long as they are said to, or as
-    long as a run has measured (--run). The table has, for each number of workers and each max_staleness, the time of a step, how busy both
-    sides are, what the learner waits for, and how old the tokens are that it trains on. A picture shows the same; docs/sizing.md explains.
+    It runs the queue and the dispatch rule of a real run in simulated time. Engines and learner take as long as you say, or as a run has
+    measured (--run). For each number of workers and each max_staleness the table shows the time of a step, how busy both sides are, what
+    the learner waits for, and how old its training tokens are. A picture shows the same; docs/sizing.md explains both.
     """
     worker_counts, bounds = _numbers("--workers", workers, least=1), _numbers("--max-staleness", max_staleness, least=0)
     if len(worker_counts or [0]) * len(bounds or [0]) > _MOST_SHAPES:
@@ -188,7 +188,7 @@ def _costs(given: dict[str, object], run: Path | None, lengths: AnswerLengths | 
     missing = [option for name, option in (("decode", "--decode"), ("learner_token_s", "--learner-speed")) if name not in given]
     if missing or lengths is None:
         missing += ["--lengths"] * (lengths is None)
-        raise ConfigError(f"no {' and no '.join(missing)}, and no --run RUN_DIR to take speeds and lengths from")
+        raise ConfigError(f"evenkeel simulate needs {', '.join(missing)}, or --run RUN_DIR to take speeds and lengths from")
     return RunCosts(**given), lengths, 0  # type: ignore[arg-type]
 
 

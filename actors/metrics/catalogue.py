@@ -90,7 +90,7 @@ _TIME = [
     _gauge("time/diagnose_s", _U.SECONDS, _R.LAST, "diagnose", "Computing the diagnostics of the batch; the learner does not wait for it."),
     _gauge(
         "time/driver_late_s", _U.SECONDS, _R.MAX, "driver late",
-        "How late the driver's event loop was with 99 % of what was due in the step, at most: what blocks it delays every call of the run.",
+        "99th percentile of the delays of the driver's event loop in the step; what blocks the loop delays every call of the run.",
     ),
     _gauge(
         "time/service_late_s", _U.SECONDS, _R.MAX, "service late",
@@ -320,10 +320,10 @@ _GROUPS = [
     _counter("groups/refilled_total", "groups refilled", "Groups without gradient that dynamic sampling replaced by new ones."),
     _counter("groups/admitted_total", "admitted", "Groups whose sampling was started."),
     _counter("groups/trained_total", "trained", "Groups trained on; those of a skipped step count too."),
-    _counter("groups/discarded_total", "discarded", "Groups thrown away, for whatever reason."),
+    _counter("groups/discarded_total", "discarded", "Groups discarded, for whatever reason."),
     _counter("groups/lost_total", "lost groups", "Finished groups whose tokens could not be read, and which were sampled again."),
-    _counter("groups/failed_total", "failed groups", "Groups thrown away because no worker could sample them."),
-    _counter("groups/invalid_total", "invalid groups", "Groups thrown away because fewer than two of their trajectories were valid."),
+    _counter("groups/failed_total", "failed groups", "Groups discarded because no worker could sample them."),
+    _counter("groups/invalid_total", "invalid groups", "Groups discarded because fewer than two of their trajectories were valid."),
 ]
 _ROLLOUT = [
     _counter("queue/replaced_total", "replaced queues", "Times that queue and correction service were replaced: one of them had died."),

@@ -68,8 +68,8 @@ class Gpus:
         per_node, nodes = (int(match[2] or 1), int(match[3] or 1)) if match else (0, 0)
         if match is None or not memory or not per_node or not nodes:
             raise ConfigError(
-                f"--gpus {text}: no such GPUs. Write NAMExGPUS, or NAMExGPUSxNODES, such as H100x8 or H100x8x4, of each 1 or more; NAME is "
-                f"one of {', '.join(MEMORY_MIB)}, or its memory, as in 24GBx1"
+                f"--gpus {text}: write NAMExGPUS or NAMExGPUSxNODES, such as H100x8 or H100x8x4. NAME is one of "
+                f"{', '.join(MEMORY_MIB)}, or a GPU's memory, as in 24GBx1"
             )
         return cls(name, memory, per_node, nodes)
 

@@ -189,10 +189,10 @@ def _blocks(rows: int, columns: int) -> int:
 def check_is_model(folder: Path) -> None:
     """Raises: DataError if the folder has no config.json."""
     if not (folder / "config.json").is_file():
-        reason = "is not there" if not folder.exists() else "has no config.json"
+        reason = "no such folder" if not folder.exists() else "it has no config.json"
         raise DataError(
-            f"model = {folder}: {reason}; a model is a Hugging Face folder with config.json, safetensors and a tokenizer. "
-            f"`evenkeel init-model RECIPE` makes a small one; of the Hugging Face hub write hf:ORGANISATION/NAME"
+            f"model = {folder}: {reason}. Name a Hugging Face folder (config.json, safetensors, tokenizer), or a model on the hub as "
+            "hf:ORGANISATION/NAME; `evenkeel init-model RECIPE` makes a small model"
         )
 
 

@@ -15,19 +15,9 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from actors.carriers import BegunTicket, Ticket
+from actors.settings.evaluation_places import EVALUATION_SHARE, evaluation_answers_at_once
 from rollout.config import AnswerSampling
 from rollout.trajectory import Prompt, Trajectory, UnfinishedGroup
-
-_EVALUATION_SHARE = 4
-"""One in so many of a worker's slots may go to evaluations while training is fed."""
-
-
-def evaluation_answers_at_once(slots: int, samples_per_group: int) -> int:
-    """How many answers of evaluations a worker samples at a time while training is fed: those of its share of the slots.
-
-    Args: slots: groups that a worker has under way at most.
-    """
-    return max(1, slots * samples_per_group // _EVALUATION_SHARE)
 
 
 class Taker(Protocol):
@@ -175,7 +165,7 @@ class WaitingWork:
     def _room(self, worker: Taker) -> int:
         """Slots for groups: all but those that evaluation answers use, of which at most their share is counted."""
         asked = -(-worker.questions // self._samples_per_group)
-        return self._slots - min(asked, self._slots // _EVALUATION_SHARE)
+        return self._slots - min(asked, self._slots // EVALUATION_SHARE)
 
     def _forget_cancelled(self) -> None:
         """Drop questions whose evaluation has ended without them."""

@@ -10,12 +10,10 @@ from actors.pool.dispatch import Questions
 from actors.pool.faults import STRIKES
 from actors.pool.membership import Membership
 from actors.pool.workers import WorkerHandle
+from actors.settings.evaluation_places import questions_of_a_call
 from correction.errors import ActorUnavailable, EngineDirty, EngineError, EvenkeelError
 from rollout.config import AnswerSampling
 from rollout.trajectory import Prompt, Trajectory
-
-_ANSWERS = 32
-"""Answers of an evaluation that one call to a worker asks for at most."""
 
 
 class EvaluationAnswers:
@@ -38,12 +36,12 @@ class EvaluationAnswers:
             at_once: answers that a worker samples at a time for evaluations while it is fed with groups, too.
         """
         self._members, self._add, self._failed, self._wake = members, add, failed, wake
-        self._answers = min(_ANSWERS, at_once)  # of a call: a worker takes its first part whatever its size
+        self._at_once = at_once
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
         """Scored answers to each prompt, spread over the workers. A question's answers are all sampled by one of them."""
         loop = asyncio.get_running_loop()
-        size = max(1, self._answers // how.samples)
+        size = questions_of_a_call(self._at_once, how.samples)
         parts = [Questions(prompts[i : i + size], how, loop.create_future()) for i in range(0, len(prompts), size)]
         self._add(parts)
         self._wake()

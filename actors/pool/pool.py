@@ -19,7 +19,7 @@ from actors.config import DeadlinesConfig
 from actors.pool import workers
 from actors.pool.admission import PatientQueue
 from actors.pool.delivery import Delivery
-from actors.pool.dispatch import Questions, WaitingWork, continuing, evaluation_answers_at_once
+from actors.pool.dispatch import Questions, WaitingWork, continuing
 from actors.pool.evaluation_answers import EvaluationAnswers
 from actors.pool.faults import ATTEMPTS, FEWEST_FAILED, WINDOW_S, GroupBook
 from actors.pool.membership import Membership, MembershipCallbacks
@@ -31,6 +31,7 @@ from actors.processes.supervision import call_until_answered, call_with_retries,
 from actors.queue.outstanding import Outstanding
 from actors.queue.payloads import disregard, to_hand_on
 from actors.settings.deadlines import ANSWER_S, group_s
+from actors.settings.evaluation_places import evaluation_answers_at_once
 from actors.weights.weight_sync import SyncTarget, WeightSync
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError, counted
 from rollout.config import AnswerSampling

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +25,14 @@ from actors.ranks.collective_calls import NumberedRank, collective
 from actors.ranks.rank_faults import names_failures
 from actors.settings.devices import check_received
 from correction.engines.quick_imports import uncollected
-from correction.engines.rendezvous import keep_nccl_on
+from correction.engines.rendezvous import keep_nccl_on, rendezvous_store
 from correction.errors import DataError, EngineError, SyncError
 from learner.config import LearnerConfig
 from rollout.stacks import register_stack_dump
 
 if TYPE_CHECKING:  # torch and Megatron are imported when the rank starts
     from torch import Tensor
+    from torch._C._distributed_c10d import TCPStore
 
     from correction.batch import CorrectedBatch, PackedBatch
     from correction.config import CorrectionConfig
@@ -60,6 +62,8 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         self._broadcaster: WeightBroadcaster | None = None
         self._opening, self._given_up, self._group_name, self._closed_group = threading.Lock(), threading.Event(), "", ""
         """Of the weight group that is joined: whether it is given up, and its name. And the name of the last one that was closed."""
+        self._served: tuple[str, TCPStore] | None = None
+        """Name and store of the weight group that is joined next."""
         self._reserved: socket.socket | None = None
         self._staging: Staging | None = None
         self._processor: Processor | None = None
@@ -69,6 +73,9 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
     @ray.method(concurrency_group=OUT_OF_TURN)
     def address(self) -> tuple[str, int]:
         """Address at which rank 0 will listen: this node, and a port that isn't given to anybody else until the next one is asked for."""
+        return self._reserve()
+
+    def _reserve(self) -> tuple[str, int]:
         host = node_address()
         if self._reserved is not None:
             self._reserved.close()
@@ -301,8 +308,21 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         self._kept.forget()
 
     @ray.method(concurrency_group=OUT_OF_TURN)
+    def serve_broadcast(self, world_size: int, name: str, join_s: float) -> tuple[str, int]:
+        """Serve the store of a weight group (rank 0 of the learner only), before anybody is asked to join it: who doesn't find the store
+        knows that the group is over.
+
+        Returns: its address.
+        """
+        host, port = self._reserve()
+        store = rendezvous_store(host, port, rank=0, world_size=world_size, timeout=timedelta(seconds=join_s), waits=False)
+        with self._opening:
+            self._served = name, store
+        return host, port
+
+    @ray.method(concurrency_group=OUT_OF_TURN)
     def open_broadcast(self, host: str, port: int, world_size: int, name: str, join_s: float, bucket_s: float | None = None) -> None:
-        """Join the weight group as its rank 0 (rank 0 of the learner only); a step may run at the same time.
+        """Join the weight group as its rank 0, which serves its store; a step may run at the same time.
 
         Raises: SyncError if not all members come, or it is closed meanwhile.
         """
@@ -312,8 +332,10 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         with self._opening:
             if name == self._closed_group:
                 raise SyncError(f"weight group {name}: it was given up before the learner joined it")
-            self._given_up, self._group_name = given_up, name
-        broadcaster = WeightBroadcaster(host, port, world_size, name, join_s, device, bucket_s=bucket_s, given_up=given_up)
+            if (served := self._served) is None or served[0] != name:
+                raise SyncError(f"weight group {name}: nobody serves its store; serve_broadcast comes first")
+            self._given_up, self._group_name, self._served = given_up, name, None
+        broadcaster = WeightBroadcaster(host, port, world_size, name, join_s, device, bucket_s=bucket_s, given_up=given_up, store=served[1])
         with self._opening:
             if not given_up.is_set():
                 self._broadcaster = broadcaster
@@ -326,6 +348,8 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         """Leave the group, also while its members are still awaited, or before that."""
         with self._opening:
             self._closed_group = name
+            if self._served is not None and self._served[0] == name:
+                self._served = None
             if name != self._group_name:  # a late call, for one before
                 return
             self._given_up.set()

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from actors.checkpoints.checkpoint_reader import verify_whole
 from actors.checkpoints.reading import Reading, read_at_start
 from actors.config import DeadlinesConfig
 from actors.metrics.step_metrics import StepMetrics, shown
@@ -23,8 +24,9 @@ from actors.record.stack_gist import newest_gist
 from actors.reports.book_check import BookCheck, LinesRead, check_books
 from actors.reports.completeness import left_after_training
 from actors.state.json_lines import JsonLines
+from actors.state.resume import OtherVersionError
 from correction.errors import ConfigError, DataError
-from learner.weights.file_sums import may_pass, read_manifest_of_files, verify
+from learner.weights.file_sums import may_pass
 
 RECENT_STEPS = 20
 """Medians are over this many last steps."""
@@ -80,6 +82,8 @@ class RunDiagnosis:
     """What is still to be done when all steps are done and saved (completeness.py); None: they aren't."""
     damaged: tuple[str, ...]
     """A sentence for each newer checkpoint that is damaged, or can't be read now."""
+    refused: str
+    """Why a resume would refuse the newest complete checkpoint, and what to do instead; empty: it would not."""
     pace: dict[str, float]
     """Medians of the recent steps, by metric."""
     waits: tuple[Wait, ...]
@@ -97,9 +101,11 @@ class RunDiagnosis:
         match self.state:
             case RunState.RUNNING:
                 found.append("It is still running; this page is of this moment.")
+            case _ if self.refused:
+                found.append(f"{'Nothing. A' if self._is_done and not self.left else 'A'} resume would be refused: {self.refused}")
             case _ if self.left:
                 found.append(f"{resume} makes what is left: {' and '.join(self.left)}.")
-            case state if (state is RunState.COMPLETE or self.left is not None) and not self._is_last_damaged:
+            case _ if self._is_done:
                 found.append("Nothing. To train on, resume it with more steps: " + resume + " steps=N")
             case _ if self.saved_step is None:
                 found.append("Start it again: there is no checkpoint to go on from.")
@@ -124,9 +130,10 @@ class RunDiagnosis:
         return tuple(found)
 
     @property
-    def _is_last_damaged(self) -> bool:
-        """Whether the checkpoint of the last step is damaged: a resume takes an older one."""
-        return bool(self.damaged) and (self.saved_step or 0) < self.steps
+    def _is_done(self) -> bool:
+        """Whether all steps are done, and a resume would not have to go back to a checkpoint before a damaged one."""
+        is_last_damaged = bool(self.damaged) and (self.saved_step or 0) < self.steps
+        return (self.state is RunState.COMPLETE or self.left is not None) and not is_last_damaged
 
 
 def diagnose(folder: RunFolder) -> RunDiagnosis:
@@ -139,7 +146,7 @@ def diagnose(folder: RunFolder) -> RunDiagnosis:
     by_disk = partial(by_disk_at_start, limit_s=lambda: deadlines.disk_s)
     metrics = by_disk(lambda: JsonLines(folder.metrics_path).last(RECENT_STEPS, StepMetrics.of_record), "the numbers of the last steps")
     events = by_disk(folder.read_events, "the run's events")
-    saved_step, damaged = read_at_start(partial(_verified, folder), deadlines)
+    saved_step, damaged, refused = read_at_start(partial(_verified, folder), deadlines)
     steps = int(config.get("steps", 0))
     step = metrics[-1].step if metrics else 0
     lines = LinesRead()
@@ -161,6 +168,7 @@ def diagnose(folder: RunFolder) -> RunDiagnosis:
             saved_step=saved_step,
             left=left,
             damaged=damaged,
+            refused=refused,
             pace=_pace(metrics),
             waits=_waits(events),
             troubles=_troubles(events),
@@ -239,26 +247,26 @@ def _end(events: Sequence[RunEvent], is_complete: bool, is_running: bool, *, is_
     return RunState.VANISHED, f"its last event is of {last.time}" if last else "it has no events"
 
 
-def _verified(folder: RunFolder, reading: Reading) -> tuple[int | None, tuple[str, ...]]:
-    """Step of the newest checkpoint whose files have the sizes and sums that its manifest says, and what is wrong with newer ones. All of
-    it is read: eight times the model."""
+def _verified(folder: RunFolder, reading: Reading) -> tuple[int | None, tuple[str, ...], str]:
+    """Step of the newest checkpoint whose files have the sizes and sums that its manifest says, what is wrong with newer ones, and why a
+    resume would refuse this one. All of it is read: eight times the model."""
     damaged: list[str] = []
     for checkpoint in reversed(folder.checkpoints()):
         reading.begins(checkpoint)
         try:
-            manifest = read_manifest_of_files(checkpoint.path)
-            reading.has_files(manifest)
-            verify(checkpoint.path, manifest, reading.add)
+            verify_whole(checkpoint, reading)
+        except OtherVersionError as error:
+            return checkpoint.step, tuple(damaged), str(error)
         except (ConfigError, DataError, OSError) as error:
             if not checkpoint.path.exists():  # removed by the run, which has gone on meanwhile and has newer ones
                 return _verified(folder, reading)
             if may_pass(error) is not None:
                 refused = f"{checkpoint.path.name} can't be read now, which is no damage: a resume ends in this sentence until it can"
-                return checkpoint.step, (*damaged, f"{refused}: {error}")
+                return checkpoint.step, (*damaged, f"{refused}: {error}"), ""
             damaged.append(str(error))
             continue
-        return checkpoint.step, tuple(damaged)
-    return None, tuple(damaged)
+        return checkpoint.step, tuple(damaged), ""
+    return None, tuple(damaged), ""
 
 
 def _pace(metrics: Sequence[StepMetrics]) -> dict[str, float]:

@@ -14,9 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from actors.config import DeadlinesConfig, RunConfig
+from actors.settings.evaluation_places import evaluation_waves
 from correction.settings.base import Settings
 from learner.config import LearnerConfig
 from rollout.config import ExactMatchReward, FunctionReward, MathVerifyReward, ReasoningGymReward, RolloutConfig
@@ -62,13 +64,12 @@ class Scale:
     passes: int
     """How often a batch is trained on."""
     evaluation_waves: int
-    """As `waves`, for all questions of an evaluation on all workers."""
+    """Most answers one after the other until an evaluation is done, on all questions or during training, whichever takes longer."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Scale:
         rollout = config.rollout
         group, running = rollout.sampling.samples_per_group, rollout.engine.max_running_requests
-        asked = config.evaluation.problems * config.evaluation.samples
         return cls(
             answer_tokens=rollout.sampling.max_tokens,
             tokens_per_s=config.deadlines.tokens_per_s,
@@ -78,7 +79,7 @@ class Scale:
             reward_s=rollout.reward.deadline_s,
             batch_tokens=config.groups_per_step * group * rollout.sampling.max_tokens,
             passes=config.learner.epochs_per_batch,
-            evaluation_waves=1 + -(-asked // (running * rollout.fewest_workers)),
+            evaluation_waves=_evaluation_waves(config),
         )
 
 
@@ -134,7 +135,8 @@ def fetch_s(config: RunConfig) -> float:
 
 
 def deltas_s(sync_s: float) -> float:
-    """Longest time to compute or to apply a delta between two versions; an attempt then still has time to fetch all weights."""
+    """Longest time to compute a delta between two versions, for it to come to a node, all turns of others included, and to apply it there:
+    together as long as an attempt at new weights, so that receipts_s has time for another one, which fetches all weights."""
     return sync_s / 3
 
 
@@ -188,6 +190,20 @@ def _scored_in_turn(rollout: RolloutConfig) -> int:
     return -(-rollout.slots_per_worker * rollout.sampling.samples_per_group // rollout.reward.processes)
 
 
+def _evaluation_waves(config: RunConfig) -> int:
+    asked, rollout = config.evaluation, config.rollout
+    waves = partial(
+        evaluation_waves,
+        samples=asked.samples,
+        workers=rollout.fewest_workers,
+        slots=rollout.slots_per_worker,
+        samples_per_group=rollout.sampling.samples_per_group,
+        running=rollout.engine.max_running_requests,
+    )
+    between = min(asked.problems, asked.problems_between) if asked.every_steps else 0
+    return max(waves(asked.problems, is_fed=False), waves(between, is_fed=True))
+
+
 def bucket_s(config: RunConfig) -> float:
     """Longest time for the learner to send one bucket of a broadcast: what an engine gives a collective, and the time that the bytes take;
     never more than an engine has for a whole update. (sync_s would be far longer: it covers the whole sync.)"""
@@ -230,26 +246,26 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
         of(sglang, "weight_group_timeout_s", "joining a weight group, or one broadcast of it, in an engine; if late, that has failed"),
         Deadline("", bucket_s(whole), f"one bucket of a broadcast, in the learner: {bucket} more at {rate}; if late, the group is closed"),
         of(engine, "update_s", f"a weight update in the engine: {size} at {rate}; if late, the engine is lost"),
-        Deadline("", deltas_s(run.sync_s), "a delta of two versions, computed or applied (weight_sync.deltas); if late, all weights go"),
+        Deadline("", deltas_s(run.sync_s), "a delta of two versions, computed, fetched in turn or applied; if late, all weights go"),
         Deadline("", fetch_s(whole), "new weights on their way to a node; if late, the run says so and asks for them again"),
         of(run, "sync_s", "one attempt at new weights: their way to the node, the update, the checksums"),
         Deadline("", run.receipts_s, "receipts of all workers: three attempts and their pauses"),
         of(engine, "start_s", "an engine's start, with the weights on disk"),
         of(engine, "shutdown_s", "the end of an engine's processes"),
-        of(run, "start_s", "start of a worker that has a node; the wait for the ranks' nodes, and then the ranks' start; questions"),
+        of(run, "start_s", "start of a worker that has a node; wait for the ranks' nodes; start of the ranks; loading the questions"),
         Deadline("", new_parts_s(run.start_s), "new queue and service in place of lost ones; if late, the run goes back"),
         Deadline("", tokens, f"a batch's tokens on their way to the service: {scale.batch_tokens}; late groups are sampled again"),
         Deadline("", tokens_call_s(tokens), "the object store's answer about these tokens: twice as long; if late, the run goes back"),
         of(run, "batch_s", "a batch without a finished group: two groups in turn, and a new worker between them; or its tokens"),
         Deadline("", batch_call_s(run.batch_s), "the service's answer to the call for a batch, after the service's own deadline"),
         of(run, "step_s", f"an optimizer step: {scale.passes} x {scale.batch_tokens} tokens at {_LEARNER_PACE * run.tokens_per_s:g}/s"),
-        Deadline("", wide_fields_call_s(tokens, run.step_s), "wide fields of a batch in a rank: as long as its tokens, after another call"),
+        Deadline("", wide_fields_call_s(tokens, run.step_s), "wide fields of a batch in a rank: as its tokens, plus the call before"),
         Deadline("", flush_s(run.step_s), "lines of the last steps: diagnostics of two, and a skipped batch that is kept"),
-        Deadline("", newer_weights_s(run.step_s, run.sync_s), "an engine that joins: the next weights, if the present were broadcast only"),
+        Deadline("", newer_weights_s(run.step_s, run.sync_s), "an engine that joins: the next weights, if these were broadcast only"),
         of(run, "checkpoint_s", f"a checkpoint on disk: {_CHECKPOINT_COPIES} x {size} at {rate}"),
         Deadline("", run.forward_s, "forward passes for the batch ahead: two steps and a checkpoint until they begin, and two passes"),
         Deadline("", run.disk_s, "the run folder's disk with all that waits for it: as long as three checkpoints"),
-        Deadline("", reading_s(run.disk_s, checkpoint_bytes, run.bytes_per_s), "a checkpoint that is read: as long, or as its bytes take"),
+        Deadline("", reading_s(run.disk_s, checkpoint_bytes, run.bytes_per_s), "reading a checkpoint: as long, or as its size needs"),
         of(ranks, "collective_timeout_s", f"a collective of the learner's ranks: {_BEYOND_S:.0f} s more than a step or a checkpoint"),
         of(run, "evaluation_s", f"an evaluation: {scale.evaluation_waves} answers in turn, and rewards; if late, it is left out"),
         of(run, "drain_s", "groups of a rollout worker that leaves; it hands the rest back"),

@@ -92,7 +92,8 @@ class BroadcastGroup:
         self._built += 1
         rank_zero, world_size = self._learner.rank_zero, 1 + len(targets) * self._ranks
         # If rank 0's thread is still in the group before, this call fails, before any engine waits for rank 0.
-        host, port = await wait_for(rank_zero.address.remote(), "address <- learner", deadline_s=self._sync_s)
+        serving = rank_zero.serve_broadcast.remote(world_size, self._name, self._sync_s)
+        host, port = await wait_for(serving, f"store of weight group {self._name} <- learner", deadline_s=self._sync_s)
         self._asked = list(targets)
         joins = [rank_zero.open_broadcast.remote(host, port, world_size, self._name, self._sync_s, self._bucket_s)]
         joins += [t.actor.join_weight_group.remote(host, port, 1 + i * self._ranks, world_size, self._name) for i, t in enumerate(targets)]

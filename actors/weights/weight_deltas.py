@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,7 +43,9 @@ _FOR_WHO_COMES = 2
 _FRUITLESS = 3
 """After so many deltas in a row that were not smaller than the weights, none are computed any more."""
 _RELAYED = 2**20
-"""Bytes of a delta from which it is fetched in waves: the learner's node sends a smaller one to all in less time than waves take."""
+"""Bytes of a delta from which it is fetched in waves: the learner's node sends a smaller one to all in less time than waves take. With 8 ms
+that a wave costs (benchmarks/delta_relay.py) that is so at 1 Gbit/s below 0.8 MB for 7 nodes, and below 8 MB at 10 Gbit/s. Waves for too
+small a delta lose some tens of milliseconds; the other mistake loses seconds."""
 _FIRST_PATIENCE_S, _LEAST_PATIENCE_S = 10.0, 1.0
 """Seconds for which others wait for a node that fetches: as long as no fetch has ended, and at least. Else twice the last ones' time."""
 _THREADS = 4
@@ -80,7 +82,8 @@ class WeightDeltas:
         """
         Args:
             learner_node: id of the node whose store has the learner's weights; engines there need no deltas.
-            limit_s: longest time to compute the deltas of a version, and to apply them on a node, seconds.
+            limit_s: longest time to compute the deltas of a version, for them to come to a node, its wait for its turn included, and to
+                apply them there, each, seconds.
         """
         self._home, self._limit_s = learner_node, limit_s
         self._newest: WeightSnapshot | None = None
@@ -208,10 +211,9 @@ class WeightDeltas:
             delta_bytes, whole = sum(size for _, size in made), sum(_sizes(newest))
             if delta_bytes >= whole:
                 raise SyncError(f"the differences to v{copy.version} have {delta_bytes:,} bytes, the whole has {whole:,}")
-            for step, (references, size) in zip(steps, made, strict=True):
-                if size >= _RELAYED:
-                    took_s = await step.relay.in_turn(partial(self._fetch, references, node, step.version), self._patience_s)
-                    self._patience_s = max(_LEAST_PATIENCE_S, 2 * took_s, self._patience_s / 2)  # the slowest of the last few
+            fetching = self._fetch_in_turn(node, [(step, *of_step) for step, of_step in zip(steps, made, strict=True)])
+            what = f"deltas in turn, v{newest.version} <- node {node[:8]}"
+            await wait_for(fetching, what, deadline_s=self._limit_s, usual_s=self._limit_s)
             deltas = [reference for references, _ in made for reference in references]
             buckets, problem = await self._run(rebuilt, "weights of differences", node, newest, *copy.buckets, *deltas)
             if problem:
@@ -222,6 +224,13 @@ class WeightDeltas:
         finally:
             if copy.version != newest.version:
                 self._drop(node, copy)
+
+    async def _fetch_in_turn(self, node: str, deltas: Sequence[tuple[_Step, list[Any], int]]) -> None:
+        """Have the node's store fetch deltas, each when it is its turn. Args: deltas: with references and bytes. Raises: as _fetch."""
+        for step, references, size in deltas:
+            if size >= _RELAYED:
+                took_s = await step.relay.in_turn(partial(self._fetch, references, node, step.version), self._patience_s)
+                self._patience_s = max(_LEAST_PATIENCE_S, 2 * took_s, self._patience_s / 2)  # the slowest of the last few
 
     async def _fetch(self, references: list[Any], node: str, version: int) -> None:
         """Have the node's store fetch the delta to a version."""

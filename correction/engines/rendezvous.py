@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,7 +13,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-_ENVIRONMENT = threading.Lock()
+_GLOO_TOWARDS = "gloo_towards"
+"""Name under which torch knows the backend of `gloo_towards`."""
 
 
 def rendezvous_store(host: str, port: int, *, rank: int, world_size: int, timeout: timedelta, waits: bool = True) -> TCPStore:
@@ -84,21 +84,48 @@ class Rendezvous:
 def gloo_interface_towards(master: str | None, interfaces: Mapping[str, Sequence[Any]]) -> Iterator[None]:
     """Let gloo's groups made in this block listen only on the interface that leads to the master, unless the user has named one.
 
-    Left alone, gloo takes the address of the machine's own name, which may be another network's, or none. One thread at a time.
+    Left alone, gloo takes the address of the machine's own name, which may be another network's, or none. For the groups of torch and
+    Megatron, which one thread makes: the environment is the process's. Other threads have `gloo_towards`.
     Args: interfaces: of this machine, by name, with their addresses, as psutil.net_if_addrs() has them.
     """
-    with _ENVIRONMENT:
-        named = os.environ.get("GLOO_SOCKET_IFNAME")
-        interface = named or (_interface_towards(master, interfaces) if master else None)
-        os.environ.pop("GLOO_SOCKET_IFNAME", None)  # an empty value is an error for gloo
-        if interface:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
-        try:
-            yield
-        finally:
-            os.environ.pop("GLOO_SOCKET_IFNAME", None)
-            if named:
-                os.environ["GLOO_SOCKET_IFNAME"] = named
+    named = os.environ.get("GLOO_SOCKET_IFNAME")
+    interface = named or (_interface_towards(master, interfaces) if master else None)
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)  # an empty value is an error for gloo
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    try:
+        yield
+    finally:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        if named:
+            os.environ["GLOO_SOCKET_IFNAME"] = named
+
+
+def gloo_towards(master: str | None, interfaces: Mapping[str, Sequence[Any]]) -> tuple[str, Any]:
+    """A backend for one group of gloo's that listens as in `gloo_interface_towards`, and its options, as torch's functions that make groups
+    take them. Any thread may use it at any time.
+
+    torch's "gloo" takes no options: it reads the interface from the environment in the call that also connects the members. That call may
+    last until the group's timeout, if a member is gone, and no other thread could set the environment for its own group meanwhile.
+    """
+    from torch.distributed.distributed_c10d import Backend, ProcessGroupGloo  # torch.distributed takes its time
+
+    if _GLOO_TOWARDS not in Backend.backend_list:
+        Backend.register_backend(_GLOO_TOWARDS, _gloo, extended_api=True, devices=Backend.backend_capability["gloo"])
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or (_interface_towards(master, interfaces) if master else None)
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    names = interface.split(",") if interface else []
+    options._devices = [ProcessGroupGloo.create_device(interface=name) for name in names] or [ProcessGroupGloo.create_default_device()]
+    options._threads = 2 * len(options._devices)  # as torch has it
+    return _GLOO_TOWARDS, options
+
+
+def _gloo(group: Any, options: Any) -> Any:
+    """Args: group: torch's _DistributedBackendOptions."""
+    from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+    options._timeout, options.group_name, options.global_ranks_in_group = group.timeout, group.group_id, group.global_ranks_in_group
+    return ProcessGroupGloo(group.store, group.group_rank, group.group_size, options)
 
 
 def keep_nccl_on(address: str, interfaces: Mapping[str, Sequence[Any]]) -> None:

@@ -150,7 +150,7 @@ class RelaxConfig(Settings):
     below: float = Field(default=0.1, gt=0, lt=1)
     """Probability of the sampled token under the behaviour policy; the Trust Region paper's alpha."""
     ends: Literal["low", "high", "both"] = "both"
-    """Bounds that rare tokens have not: low (ratios may fall), high (ratios may rise), both."""
+    """Bounds from which rare tokens are exempt: low (ratios may fall), high (ratios may rise), both."""
 
 
 class ClipGate(Settings):

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _set_pg_timeout, _world
 
-from correction.engines.rendezvous import Rendezvous, gloo_interface_towards, rendezvous_store
+from correction.engines.rendezvous import Rendezvous, gloo_towards, rendezvous_store
 from correction.engines.weight_spec import WeightSpec, goes_whole, widest_first
 from correction.errors import SyncError
 
@@ -56,6 +56,7 @@ class WeightBroadcaster:
         *,
         bucket_s: float | None = None,
         given_up: threading.Event | None = None,
+        store: TCPStore | None = None,
     ) -> None:
         """Wait for all members.
 
@@ -63,6 +64,7 @@ class WeightBroadcaster:
             device: where the weights lie: NCCL takes tensors of a GPU alone.
             bucket_s: longest time for one bucket, seconds; None: join_s.
             given_up: set by another thread when the group is not wanted any more: nobody waits then, the members neither.
+            store: the one at host:port; None: it is served from now on.
         Raises: SyncError if they are not there in join_s, or the group is given up.
         """
         self._name, self._bucket_s, self._device = name, join_s if bucket_s is None else bucket_s, device
@@ -70,7 +72,7 @@ class WeightBroadcaster:
         self._changing = threading.Lock()
         self._on_its_way: _InThread | None = None
         self._is_aborted = False
-        self._store: TCPStore | None = None
+        self._store = store
         self._meeting: Rendezvous | None = None
         self._given_up = given_up or threading.Event()
         joining = _InThread(lambda: self._join(host, port, world_size, join_s), join_s, self._given_up)
@@ -142,15 +144,15 @@ class WeightBroadcaster:
 
     def _join(self, host: str, port: int, world_size: int, join_s: float) -> None:
         timeout, began = timedelta(seconds=join_s), time.monotonic()
-        store = self._store = rendezvous_store(host, port, rank=0, world_size=world_size, timeout=timeout, waits=False)
+        if (store := self._store) is None:
+            store = self._store = rendezvous_store(host, port, rank=0, world_size=world_size, timeout=timeout, waits=False)
         self._meeting = Rendezvous(host, port, self._name, timeout=timeout)
         self._meet(self._meeting, world_size - 1, began + _TO_COME * join_s)
-        backend = Backend("nccl" if self._device.type == "cuda" else "gloo")
-        towards = gloo_interface_towards(host, psutil.net_if_addrs()) if backend == "gloo" else contextlib.nullcontext()
-        with towards:
-            group, _ = _new_process_group_helper(
-                world_size, 0, [], backend, PrefixStore(self._name, store), group_name=GroupName(self._name), timeout=timeout
-            )
+        backend, options = ("nccl", None) if self._device.type == "cuda" else gloo_towards(host, psutil.net_if_addrs())
+        board, name = PrefixStore(self._name, store), GroupName(self._name)
+        group, _ = _new_process_group_helper(
+            world_size, 0, [], Backend(backend), board, group_name=name, backend_options=options, timeout=timeout
+        )
         _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
         self._connect(group, began + join_s)
         _set_pg_timeout(timedelta(seconds=self._bucket_s), group)

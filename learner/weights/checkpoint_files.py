@@ -70,6 +70,12 @@ def check_readable(folder: str | os.PathLike[str], hf_config: Any) -> None:
     check_written_once(folder, (files[RANK, rank].keys() for rank in ranks))
 
 
+def check_experts(folder: str | os.PathLike[str]) -> None:
+    """Check the names in each rank's file alone, without torch. Raises: TrainedApartError; DataError naming a file that is damaged."""
+    files = sorted(Path(folder).glob(f"{RANK}-*.safetensors"))
+    check_written_once(folder, (open_tensors(file, kind="np").keys() for file in files))
+
+
 def check_written_once(folder: str | os.PathLike[str], names: Iterable[Iterable[str]]) -> None:
     """Args: names: of the tensors in each rank's file. Raises: TrainedApartError if a weight is in several of them."""
     seen: set[str] = set()

@@ -60,14 +60,15 @@ class EngineDeadlines(DerivedSettings):
     DERIVED: ClassVar[frozenset[str]] = frozenset({"start_s", "generate_s", "update_s", "control_s"})
 
     heartbeat_s: float = Field(default=30.0, gt=0)
-    """An engine that answers no probe for this long, and computes nothing, is lost; one that computes, or may wait for the compiler of a
-    kernel, after ten times as long. An engine that answers is lost only by update_s."""
+    """An engine that answers no health check for this long and computes nothing is lost; one that is computing, or may be waiting for a
+    kernel to compile, is lost after ten times as long. One that answers is lost only if a weight update exceeds update_s."""
     start_s: float = Field(default=300.0, gt=0)
     """From the first import to the first answer; a large model on a cold disk needs more."""
     generate_s: float = Field(default=120.0, gt=0)
-    """One request, including requests before it and weight updates in between. Past this the request has failed, not the engine."""
+    """One request, including its wait for earlier requests and weight updates. When it is exceeded the request has failed, not the
+    engine."""
     update_s: float = Field(default=120.0, gt=0)
-    """One weight update from pause to continue, with weights that are on the engine's node; an engine that needs longer is lost. Also
+    """One weight update from pause to continue, once the weights are on the engine's node; an engine that takes longer is lost. Also limits
     joining and leaving the broadcast group."""
     control_s: float = Field(default=60.0, gt=0)
     """Any other request: specs, checksums, scores."""
@@ -83,12 +84,13 @@ class EngineConfig(Settings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the engine computes; auto is cuda where this machine, or the cluster of ray.address, has a GPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of weights and KV cache; auto is the learner's (learner.dtype), also for evaluate and filter."""
+    """Type of weights and KV cache; auto is the learner's (learner.dtype), also for `evenkeel eval` and `evenkeel filter`."""
     quantization: Literal["none", "float8_block"] = "none"
     """float8_block: the engine gets its projections in float8 e4m3, with a scale for each 128 x 128 of the learner's bfloat16 weights. Half
     the bytes of a version and of the engine's weights, more mismatch to correct. Not for true_on_policy."""
     tensor_parallel: int = Field(default=1, ge=1, le=64)
-    """GPUs of one node over which the engine is cut, for a model that one doesn't hold; on a CPU processes. It divides the heads."""
+    """GPUs of one node over which the engine splits its model, if one GPU can't hold it; on a CPU, processes. Must divide the number of
+    attention heads."""
     expert_parallel: int = Field(default=1, ge=1, le=64)
     """For a mixture of experts on several GPUs: number of groups of ranks among which the experts are divided. A group's ranks,
     tensor_parallel over this many, have a part of each of its experts; with as many groups as ranks each has whole ones. 1: every rank
@@ -103,8 +105,8 @@ class EngineConfig(Settings):
     max_total_tokens: int | None = Field(default=None, ge=1)
     """Tokens that the KV cache holds. Unset: by memory_fraction on cuda; max_running_requests x context, at most 65,536, on a CPU."""
     memory_fraction: float | None = Field(default=None, gt=0, lt=1)
-    """Share of the GPU memory that is free when the engine starts, for weights and KV cache; with rollout.gpus_per_worker below 1 of all
-    its memory. Unset: SGLang's choice, or what context, graphs and sampler leave of the worker's share. Not used on a CPU."""
+    """For weights and KV cache: share of the GPU memory that is free when the engine starts, or, with rollout.gpus_per_worker below 1, of
+    the whole memory. Unset: SGLang's choice, or what CUDA context, graphs and sampler leave of the worker's share. Not used on a CPU."""
     gpu_share: float = Field(default=1.0, gt=0, le=1)
     """Share of a GPU's whole memory within which the engine keeps all that it allocates; set by the run's rollout.gpus_per_worker."""
     context_length: int | None = Field(default=None, ge=2)
@@ -114,8 +116,8 @@ class EngineConfig(Settings):
     batch_invariant: bool = False
     """Batch-invariant operators, for true on-policy training; set by the run's true_on_policy together with the learner's."""
     projection_parts: int = Field(default=1, ge=1, le=10**4)
-    """With batch_invariant: number of partial products that the output projections of attention and MLP add up, as many as the learner's
-    tensor-parallel ranks."""
+    """With batch_invariant: number of partial products of which the output projections of attention and MLP are the sum, one for each of
+    the learner's tensor-parallel ranks."""
     return_routed_experts: bool = False
     """Return with each answer the experts that its tokens were routed to; set by the run's learner.routing_replay: rollout."""
     prefix_cache: bool = True

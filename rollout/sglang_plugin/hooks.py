@@ -73,10 +73,12 @@ def register(group_timeout_s: float) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def with_timeout(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from correction.engines.rendezvous import gloo_interface_towards
+        from correction.engines.rendezvous import gloo_towards
 
-        with gloo_interface_towards(urlsplit(kwargs.get("init_method") or "").hostname, psutil.net_if_addrs()):
-            return original(*args, **{"timeout": timedelta(seconds=group_timeout_s), **kwargs})
+        if kwargs.get("backend") == "gloo":
+            backend, options = gloo_towards(urlsplit(kwargs.get("init_method") or "").hostname, psutil.net_if_addrs())
+            kwargs |= {"backend": backend, "pg_options": options}
+        return original(*args, **{"timeout": timedelta(seconds=group_timeout_s), **kwargs})
 
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     HookRegistry.register(f"{scheduler}._add_request_to_queue", _into_current_namespace, HookType.BEFORE)

@@ -25,6 +25,8 @@ from rollout.sglang_plugin.broadcast_arrival import abort, wait_for_gpu
 
 _POLL_S = 0.02
 """Seconds between two looks at rank 0's store."""
+_CONTACT_S = 5.0
+"""Longest time to reach that store, seconds. It is there before members are asked: if nobody serves it, the group is over."""
 Answer = tuple[bool, str]
 """SGLang's: success, and a sentence."""
 
@@ -54,7 +56,7 @@ def joined_in(timeout_s: float) -> Callable[..., Any]:
 
         def work() -> None:
             try:
-                meeting = Rendezvous(master_address, master_port, group_name, timeout=timedelta(seconds=timeout_s))
+                meeting = Rendezvous(master_address, master_port, group_name, timeout=timedelta(seconds=min(timeout_s, _CONTACT_S)))
                 meeting.arrive()
                 while not meeting.has_begun():
                     if meeting.is_given_up() or end.is_there:

@@ -116,8 +116,8 @@ def read_file(path: Path, task: FileTask, excess: Callable[[Question], str | Non
 def check_file(path: Path, task: FileTask) -> None:
     """Raises: DataError if a file of the task is not there."""
     if not path.is_file():
-        reason = f"{_key(path, task)} = {path}: no such file (seen from {Path.cwd()})"
-        raise DataError(reason, remedy="correct the path, or run from its folder")
+        reason = f"{_key(path, task)} = {path}: no such file (the run was started in {Path.cwd()})"
+        raise DataError(reason, remedy="correct the path, or start the run in the folder to which it is relative")
 
 
 def _key(path: Path, task: FileTask) -> str:

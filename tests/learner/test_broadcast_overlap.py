@@ -11,12 +11,13 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _world
 
-from correction.engines.rendezvous import Rendezvous, rendezvous_store
+from correction.engines.rendezvous import Rendezvous, gloo_towards, rendezvous_store
 from correction.errors import SyncError
 from lab.ports import free_port
 from learner.weights.broadcast import WeightBroadcaster, end_to_end
@@ -30,7 +31,9 @@ def member(port: int, sizes: list[tuple[int, torch.dtype]], pipe: Connection) ->
     limit = timedelta(seconds=300)
     Rendezvous("127.0.0.1", port, NAME, timeout=limit).arrive()
     store = rendezvous_store("127.0.0.1", port, rank=1, world_size=2, timeout=limit)
-    group, _ = _new_process_group_helper(2, 1, [], Backend("gloo"), PrefixStore(NAME, store), group_name=GroupName(NAME), timeout=limit)
+    backend, options = gloo_towards("127.0.0.1", psutil.net_if_addrs())
+    board, name = PrefixStore(NAME, store), GroupName(NAME)
+    group, _ = _new_process_group_helper(2, 1, [], Backend(backend), board, group_name=name, backend_options=options, timeout=limit)
     _world.pg_group_ranks[group] = {i: i for i in range(2)}
     for count, dtype in sizes:
         pipe.recv()

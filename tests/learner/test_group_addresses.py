@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,7 +16,8 @@ import psutil
 import pytest
 import torch
 
-from correction.engines.rendezvous import keep_nccl_on, rendezvous_store
+from correction.engines.rendezvous import Rendezvous, keep_nccl_on, rendezvous_store
+from correction.errors import SyncError
 from lab.ports import free_port
 from learner.weights.broadcast import WeightBroadcaster
 
@@ -83,3 +86,37 @@ def test_a_weight_group_listens_where_its_members_meet(is_private: bool) -> None
         group.close()
     assert len(found) == 2, "its store and gloo"
     assert {address for address, _ in found} == {host}
+
+
+def test_the_user_s_word_about_the_interface_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = address_in_a_network()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with new_listeners() as listeners:
+        group = WeightBroadcaster(host, free_port(host), 1, "on lo", 30.0, torch.device("cpu"))
+        found = listeners()
+        group.close()
+    assert {address for address, _ in found} == {host, "127.0.0.1"}, "its store, and gloo"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_a_member_that_dies_while_gloo_connects_keeps_no_other_group_waiting() -> None:
+    """Of the first group all have come, and one is gone before it is connected: gloo waits for it for 20 s, in a call that nobody ends. The
+    next one has a quarter of that."""
+    port, given_up = free_port(), threading.Event()
+
+    def lead() -> None:
+        with pytest.raises(SyncError):
+            WeightBroadcaster("127.0.0.1", port, 2, "stuck", 20.0, torch.device("cpu"), given_up=given_up)
+
+    with new_listeners() as listeners:
+        leading = threading.Thread(target=lead, daemon=True)
+        leading.start()
+        Rendezvous("127.0.0.1", port, "stuck", timeout=timedelta(seconds=20)).arrive()
+        while len(listeners()) < 2:  # gloo listens, and looks for the other one
+            time.sleep(0.01)
+        group = WeightBroadcaster("127.0.0.1", free_port(), 1, "next", 5.0, torch.device("cpu"))
+        assert leading.is_alive()
+        group.send({"a": torch.zeros(2)})
+        group.close()
+    given_up.set()
+    leading.join()

@@ -161,6 +161,12 @@ def test_who_waits_goes_on_when_the_learner_is_gone(is_connecting: bool, monkeyp
     assert not is_joined and "DistNetworkError" in said
 
 
+def test_who_comes_after_the_group_was_given_up_does_not_wait_for_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is served before anybody is asked. The group has five minutes here; the engine stands still meanwhile."""
+    is_joined, said = Joining(monkeypatch, free_port(), Updater(), LONG_S).end()
+    assert not is_joined and "DistNetworkError" in said
+
+
 def test_the_wait_has_an_end_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody serves the store; whoever has its port says nothing, for which torch waits beyond its own time-out; or a member hangs."""
     said = (False, "the group was not connected in 0 s; a member may be gone")

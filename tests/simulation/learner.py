@@ -206,6 +206,9 @@ class SimulatedRank(LearnerRankActor):
         probe = probe_of(weights, len(plan.probe_ids)) if plan.probe_ids else []
         return WeightSnapshot(self._version, buckets, [["spec"]], probe, checksums, 0.1, None, error)  # type: ignore[list-item]
 
+    def serve_broadcast(self, *_: Any) -> tuple[str, int]:
+        return self.address()
+
     async def open_broadcast(  # type: ignore[override]
         self, host: str, port: int, world_size: int, name: str, join_s: float, bucket_s: float
     ) -> None:

@@ -40,7 +40,7 @@ HERE: ContextVar[Process | None] = ContextVar("process", default=None)
 DRIVER: ContextVar[Process | None] = ContextVar("driver", default=None)
 """The driver's own, of a run in which it stands still for a while; None: its tasks are plain ones, which are faster."""
 
-_OUT_OF_TURN = ("heartbeat", "begun", "hold", "release", "is_saved", "address", "open_broadcast", "close_broadcast")
+_OUT_OF_TURN = ("heartbeat", "begun", "hold", "release", "is_saved", "address", "serve_broadcast", "open_broadcast", "close_broadcast")
 """Calls in a thread of their own: they wait for none of the others."""
 _ON_A_NODE = 2
 _TASKS = 32

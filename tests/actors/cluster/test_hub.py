@@ -124,7 +124,7 @@ def test_a_run_is_judged_before_any_weights_are_downloaded(server: StandInHub, t
     server.repositories["models/acme/nano"] = Repository()
     server.repositories["models/acme/nano"].commit(files)
     config = pinned(recipe("model=hf:acme/nano", f"run_dir={tmp_path}", "rollout.reward={kind: reasoning_gym}"))[0]
-    with pytest.raises(ConfigError, match=r"num_attention_heads = 2 in the model's config\.json can't be shared"):
+    with pytest.raises(ConfigError, match=r"num_attention_heads = 2 in the model's config\.json can't be divided"):
         prepare(load_config(RunConfig, RECIPE, [f"model={config.model}", "learner.tensor_parallel=4"]))
     resolved, _, _ = prepare(config)
     assert resolved.model == config.model and server.sent("model.safetensors") == 0 and server.sent("tokenizer.json") == 1

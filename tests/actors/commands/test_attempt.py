@@ -101,5 +101,5 @@ def test_data_and_a_model_that_are_away_at_a_resume(
             shutil.rmtree(checkpoint.hf)
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     assert attempted() == AWAY
-    file, gone = r"rollout\.task\.path = \S+rows\.jsonl: no such file", "model = .*gone: is not there"
+    file, gone = r"rollout\.task\.path = \S+rows\.jsonl: no such file", "model = .*gone: no such folder"
     assert re.search({"data": file, "model": gone}.get(what, "is not there"), capsys.readouterr().err)

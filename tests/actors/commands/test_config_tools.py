@@ -175,20 +175,20 @@ def test_a_folder_is_no_recipe_and_shows_those_in_it(recipe: Path) -> None:
 
 
 def test_a_recipe_in_the_place_of_an_override(recipe: Path) -> None:
-    assert "is no override: one recipe is taken, and comes before the overrides" in problem(None, "steps=1", str(recipe))
+    assert "is a second recipe: give one, before any KEY=VALUE" in problem(None, "steps=1", str(recipe))
 
 
 def test_bad_values_name_value_reason_and_what_is_expected(recipe: Path) -> None:
     text = problem(recipe, "rollout.workers=0", "rollout.colour=green")
-    assert "command line: rollout.workers = 0: input should be greater than 0. Expected: int > 0." in text
-    assert "command line: rollout.colour = 'green'" in text and "Expected: red | blue." in text
+    assert "command line: rollout.workers = 0: expected int > 0." in text
+    assert "command line: rollout.colour = 'green'" in text and "expected red | blue." in text
 
 
 def test_all_problems_are_listed_one_a_line(recipe: Path) -> None:
     recipe.write_text("rollout:\n  workers: many\n  wrkers: 1\nobjective: {kind: klip}\n")
     lines = problem(recipe).splitlines()
     assert len(lines) == 4
-    assert lines[0] == f"{recipe}: steps is missing (Training batches). Add it to the recipe, or on the command line: steps=int > 0"
+    assert lines[0] == f"{recipe}: steps is missing (Training batches). Add it to the recipe, or on the command line: steps=VALUE (int > 0)"
     assert lines[1].startswith(f"{recipe}:2: rollout.workers = 'many'")
     assert lines[2].startswith(f"{recipe}:3: rollout.wrkers = 1: no such key")
     assert lines[3] == f"{recipe}:4: objective.kind = klip: no such kind; the nearest is clip, all are clip, score."

@@ -328,7 +328,7 @@ def test_the_reference_policy_has_to_be_there(folder: RunFolder, finished: Path,
     config.write_text(config.read_text().replace(str(finished.with_name("model")), str(tmp_path / "gone")))
     find_resume_point(folder, ())
     find_resume_point(folder, ["correction.kl.coefficient=0.1", "correction.kl.anchor=behavior"])
-    with pytest.raises(DataError, match=r"gone: is not there.*reference policy.*model=FOLDER"):
+    with pytest.raises(DataError, match=r"gone: no such folder.*reference policy.*model=FOLDER"):
         find_resume_point(folder, ["correction.kl.coefficient=0.1"])
     model = finished.with_name("model")
     assert find_resume_point(folder, ["correction.kl.coefficient=0.1", f"model={model}"])[0].model == model

@@ -395,4 +395,4 @@ def test_wrong_settings_are_said_once(tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120.0, env=environment(), cwd=tmp_path, check=False)
     assert ended.returncode == 1
     (line,) = ended.stderr.splitlines()
-    assert line.startswith(f"evenkeel: model = {tmp_path / 'none'}: is not there"), line
+    assert line.startswith(f"evenkeel: model = {tmp_path / 'none'}: no such folder"), line

@@ -204,8 +204,8 @@ def test_doctor_judges_the_deadlines_that_the_run_will_have(tmp_path: Path, whol
 
 
 def test_what_is_no_folder_is_told_how_the_hub_s_are_named(tmp_path: Path) -> None:
-    for folder, reason in ((Path("Qwen/Qwen3-0.6B"), "is not there"), (tmp_path, "has no config.json")):
-        with pytest.raises(DataError, match=f"model = {folder}: {reason}; .* of the Hugging Face hub write hf:ORGANISATION/NAME"):
+    for folder, reason in ((Path("Qwen/Qwen3-0.6B"), "no such folder"), (tmp_path, "it has no config.json")):
+        with pytest.raises(DataError, match=f"model = {folder}: {reason}. .* or a model on the hub as hf:ORGANISATION/NAME"):
             ModelShape.read(folder)
 
 

@@ -313,7 +313,7 @@ def test_gpus_by_name_and_by_memory() -> None:
     assert Gpus.parse("H100x8") == Gpus("H100", 81_559 << 20, 8, 1)
     assert (Gpus.parse("h200x8x4").count, Gpus.parse("24GBx1").memory) == (32, 24 << 30)
     for wrong in ("H100y8", "Z9x8", "", "H100x0", "H100x8x0"):
-        with pytest.raises(ConfigError, match="no such GPU"):
+        with pytest.raises(ConfigError, match="write NAMExGPUS"):
             Gpus.parse(wrong)
 
 

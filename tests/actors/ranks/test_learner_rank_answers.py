@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 import torch
 from torch import Tensor
+from torch.distributed import DistNetworkError
 
 from actors.carriers import ExportPlan
 from actors.ranks.learner_rank_actor import LearnerRankActor
 from correction.correct import correct
 from correction.engines.checksum import digest_of, tensor_checksum
 from correction.engines.float8 import in_float8
-from correction.engines.rendezvous import rendezvous_store
+from correction.engines.rendezvous import Rendezvous, rendezvous_store
 from correction.engines.weight_bucket import WeightBucket
 from correction.errors import SyncError
 from lab.ports import free_port
@@ -148,3 +152,25 @@ def test_the_port_where_rank_zero_will_listen_is_nobody_elses_until_then() -> No
     store = rendezvous_store(host, port, rank=0, world_size=1, timeout=timedelta(seconds=30))
     store.set("here", "it is")
     assert store.get("here") == b"it is" and rank.address() != (host, port)
+
+
+def test_the_store_of_a_weight_group_is_there_from_before_the_join_until_the_group_is_given_up() -> None:
+    """A member that has come to it before hears what becomes of the group; one that comes later finds nobody."""
+    rank = rank_with(Pieces())
+    rank._learner.placement = SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
+    host, port = rank.serve_broadcast(3, "weights-0-1", 20.0)
+    meeting = Rendezvous(host, port, "weights-0-1", timeout=timedelta(seconds=20))
+    meeting.arrive()
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(rank.open_broadcast, host, port, 3, "weights-0-1", 20.0)
+        while not rank._group_name:
+            time.sleep(0.01)
+        rank.close_broadcast("weights-0-1")
+        with pytest.raises(SyncError, match="weights-0-1: group was not built: the learner has left it meanwhile"):
+            opening.result(20)
+    while not meeting.is_given_up():
+        time.sleep(0.01)
+    host, port = rank.serve_broadcast(3, "weights-0-2", 20.0)
+    rank.close_broadcast("weights-0-2")
+    with pytest.raises(DistNetworkError):
+        Rendezvous(host, port, "weights-0-2", timeout=timedelta(seconds=1))

@@ -198,6 +198,7 @@ def test_a_rank_leaves_a_weight_group_whose_members_it_still_awaits(monkeypatch:
     actor: Any = rank_with(Pieces(), 0)
     actor._learner.placement = SimpleNamespace(device=torch.device("cpu"))
     told = ("127.0.0.1", 1, 2)
+    actor._served = "weights-0-1", object()
     with ThreadPoolExecutor(1) as pool:
         opening = pool.submit(actor.open_broadcast, *told, "weights-0-1", 300.0)
         while not opening.running():
@@ -210,6 +211,7 @@ def test_a_rank_leaves_a_weight_group_whose_members_it_still_awaits(monkeypatch:
     with pytest.raises(SyncError, match="weights-0-2: it was given up before the learner joined it"):
         actor.open_broadcast(*told, "weights-0-2", 300.0)
     monkeypatch.setattr(Waiting, "comes", True)
+    actor._served = "weights-0-3", object()
     actor.open_broadcast(*told, "weights-0-3", 300.0)
     joined = actor._broadcaster
     assert not joined.is_closed

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from actors.checkpoints import checkpoint_reader
 from actors.commands.cli import app
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
@@ -23,7 +24,7 @@ from actors.metrics.step_metrics import StepMetrics
 from actors.processes import disk_at_start
 from actors.processes.disk_at_start import DiskLate
 from actors.record.run_folder import RunFolder
-from actors.reports import book_check, run_doctor
+from actors.reports import book_check
 from actors.reports.book_check import LinesRead, check_books
 from actors.reports.run_doctor import RECENT_STEPS, diagnose
 from learner.weights import file_sums
@@ -84,7 +85,7 @@ def test_a_large_checkpoint_is_read_with_words(tmp_path: Path, monkeypatch: pyte
 
 def test_a_checkpoint_that_the_run_removes_meanwhile_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run that is looked at goes on, and keeps the newest ones only."""
-    folder, plain = run_folder(tmp_path / "run", saved=1), run_doctor.verify
+    folder, plain = run_folder(tmp_path / "run", saved=1), checkpoint_reader.verify
 
     def verify(path: Path, *arguments: Any) -> list[str]:
         if path.name == "step_000001":
@@ -93,7 +94,7 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_not_damaged(tmp_path: Pa
             shutil.rmtree(path)
         return plain(path, *arguments)
 
-    monkeypatch.setattr(run_doctor, "verify", verify)
+    monkeypatch.setattr(checkpoint_reader, "verify", verify)
     found = diagnose(RunFolder.view(folder.path))
     assert (found.saved_step, found.damaged) == (2, ())
 

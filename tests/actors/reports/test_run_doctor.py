@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import filelock
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from actors.commands.cli import app
@@ -15,6 +17,7 @@ from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.metrics.step_metrics import StepMetrics
 from actors.processes.wait_notice import WaitNotice
+from actors.record import run_folder as run_folder_module
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
 from actors.reports.book_check import BookCheck
@@ -75,6 +78,38 @@ def test_a_complete_run_whose_last_checkpoint_is_cut_is_told_what_a_resume_does(
     (folder.checkpoints()[-1].state / "part.json").write_text("")
     found = after(folder)
     assert found.state is RunState.COMPLETE and found.advice[0] == advice.replace("FOLDER", str(folder.path))
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_done", "begins"), [(4, False, "A resume would be refused: "), (2, True, "Nothing. A resume would be refused: ")]
+)
+def test_a_run_whose_checkpoints_are_refused_is_not_told_to_resume(tmp_path: Path, steps: int, is_done: bool, begins: str) -> None:
+    """Of a mixture whose ranks have trained the same experts apart, as an earlier version let them: its files are whole."""
+    folder = run_folder(tmp_path / "run", steps=steps)
+    with folder.checkpoint(2) as checkpoint:
+        (checkpoint.state / "learner").mkdir()
+        for rank in range(2):
+            tensors = {"weight/0/0/experts.0": np.full(2, float(rank)), f"weight/0/0/dense.{rank}": np.zeros(2)}
+            save_file(tensors, checkpoint.state / "learner" / f"rank-{rank}.safetensors")
+    if is_done:
+        folder.append_evaluation(StepMetrics(2))
+        folder.write_text("report.html", "a page")
+    found, saved = after(folder), folder.checkpoints()[-1]
+    assert (found.saved_step, found.damaged) == (2, ())
+    assert found.advice[0].startswith(f"{begins}{saved.state / 'learner'}: 1 weights of experts are in the files of several ranks")
+    assert found.advice[0].endswith(f"Start a new run from its weights: model={saved.hf}")
+    assert not any("--resume" in sentence for sentence in found.advice)
+
+
+@pytest.mark.parametrize(("format_", "whose"), [(4, "an earlier"), (6, "a later")])
+def test_a_run_whose_checkpoints_another_version_wrote_is_not_told_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: int, whose: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder_module, "CHECKPOINT_FORMAT", format_)
+        folder = run_folder(tmp_path / "run", saved=1)
+    found = after(folder)
+    assert f"written by {whose} version of evenkeel (its format is {format_}" in found.advice[0] and "--resume" not in found.advice[0]
 
 
 def test_running_complete_failed_and_stopped(tmp_path: Path) -> None:

@@ -113,6 +113,14 @@ def test_long_answers_and_many_bytes_need_no_setting() -> None:
     assert small.rollout.engine.deadlines.generate_s == pytest.approx(3 * 256 / 5) and small.deadlines.checkpoint_s == 600
 
 
+def test_an_evaluation_during_training_has_time_for_its_share_of_the_places() -> None:
+    """512 questions on one engine of 64 places are nine answers of 32,768 tokens in turn; 128 beside training's groups thirteen."""
+    alone = run_config(sampling={"max_tokens": 32_768})
+    beside = alone.model_copy(update={"evaluation": type(alone.evaluation)(every_steps=10)})
+    took = [with_deadlines(config, 10**6).deadlines.evaluation_s for config in (alone, beside)]
+    assert took[1] - took[0] == pytest.approx((13 - 9) * 32_768 / 5)
+
+
 def test_what_a_recipe_sets_stays_and_is_all_that_a_dump_has() -> None:
     """So that a resume with longer answers has longer deadlines; deriving twice gives the same."""
     config = run_config(engine={"device": "cpu", "deadlines": {"update_s": 50.0}})
@@ -216,7 +224,7 @@ def test_what_contains_another_stands_below_it_in_the_table(tokens: int, size: i
         (at["wide fields of a batch in a rank"], forward),
         (row("deadlines.step_s"), at["lines of the last steps"]),
         (row("deadlines.checkpoint_s"), at["the run folder's disk with all that waits for it"]),
-        (at["the run folder's disk with all that waits for it"], at["a checkpoint that is read"]),
+        (at["the run folder's disk with all that waits for it"], at["reading a checkpoint"]),
         (row("deadlines.step_s"), at["an engine that joins"]),
         (row("deadlines.step_s"), forward),
         (row("deadlines.checkpoint_s"), forward),

@@ -226,8 +226,8 @@ def test_engines_get_the_cores_that_the_rest_of_the_run_leaves(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], "no --decode and no --learner-speed and no --lengths, and no --run RUN_DIR"),
-        (["--decode", "8:100", "--lengths", "5,9"], "no --learner-speed, and no --run"),
+        ([], "evenkeel simulate needs --decode, --learner-speed, --lengths, or --run RUN_DIR"),
+        (["--decode", "8:100", "--lengths", "5,9"], "evenkeel simulate needs --learner-speed, or --run"),
         (["--lengths", "500,100"], "p50 500 and p99 100 tokens: the median has to be 1 or more, and not above p99"),
         (["--lengths", "many"], "--lengths many: give two numbers"),
         (["--workers", "0"], "--workers 0: give whole numbers from 1 on"),

@@ -46,7 +46,7 @@ class Learner:
         await asyncio.sleep(0.01)
         return CHECKSUMS
 
-    async def address(self) -> tuple[str, int]:
+    async def serve_broadcast(self, *_: Any) -> tuple[str, int]:
         return "127.0.0.1", 1
 
     async def open_broadcast(self, host: str, port: int, world_size: int, *_: Any) -> None:

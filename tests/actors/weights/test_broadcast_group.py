@@ -206,6 +206,35 @@ def test_a_member_that_is_mended_stays_in_its_group() -> None:
     play(scenario)
 
 
+def test_no_engine_is_asked_to_join_before_the_group_s_store_is_there() -> None:
+    """So that one that finds nobody there knows within seconds that the group is over."""
+    served = asyncio.Event()
+
+    class Serving(Learner):
+        async def serve_broadcast(self, *asked: Any) -> tuple[str, int]:
+            told.append(asked)
+            await served.wait()
+            return "10.0.0.1", 77
+
+        async def open_broadcast(self, *asked: Any) -> None:
+            told.append(asked[:4])
+
+    told: list[tuple[Any, ...]] = []
+    engine = Joining()
+
+    async def scenario() -> None:
+        learner = Learner()
+        learner.rank_zero = FakeActor(Serving())
+        building = asyncio.create_task(BroadcastGroup(learner, 5.0, 0, 1).build([SyncTarget("w", FakeActor(engine))]))
+        await asyncio.sleep(0.1)
+        assert told == [(2, "weights-0-1", 5.0)] and engine.joined == []
+        served.set()
+        await building
+        assert told[1:] == [("10.0.0.1", 77, 2, "weights-0-1")] and engine.joined == ["weights-0-1"]
+
+    play(scenario)
+
+
 def test_joining_and_sending_a_bucket_have_limits_of_their_own() -> None:
     """A whole model's time for members to come, a bucket's for what is sent to them."""
     told: list[tuple[float, float]] = []

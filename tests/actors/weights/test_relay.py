@@ -27,12 +27,16 @@ WHOLE, DELTA = 100 << 20, 5 << 20
 class RelayScene:
     """Nodes that hold version 0 when version 1 is published. A fetch takes 1 s of simulated time, a rebuild 100 s."""
 
-    def __init__(self, nodes: int, delta_bytes: int = DELTA, **fetch_s: float) -> None:
-        """Args: fetch_s: by node, where it is another one; infinite: it never ends, negative: it fails after so long."""
+    def __init__(self, nodes: int, delta_bytes: int = DELTA, limit_s: float = 1000.0, **fetch_s: float) -> None:
+        """
+        Args:
+            limit_s: for all of a node's deltas to come.
+            fetch_s: by node, where it is another one; infinite: it never ends, negative: it fails after so long.
+        """
         self.nodes = [f"n{number}" for number in range(nodes)]
         self.fetch_s = fetch_s
         self.delta_bytes = delta_bytes
-        self.deltas = WeightDeltas(HOME, 1000.0)
+        self.deltas = WeightDeltas(HOME, limit_s)
         self.deltas._run = self._run  # type: ignore[method-assign]
         self.deltas._fetch = self._fetch  # type: ignore[method-assign]
         self.deltas._start = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
@@ -145,6 +149,28 @@ def test_others_wait_for_a_silent_node_no_longer_than_twice_a_usual_fetch() -> N
         scene.deltas.close()
 
     simulate(scenario)
+
+
+def test_the_turns_of_all_nodes_together_have_one_limit(caplog: pytest.LogCaptureFixture) -> None:
+    """Each fetch takes 1 s of the 2.5 s. Those of the third wave would end after 3 s: who isn't done by then takes all weights, and the
+    fourth wave never begins."""
+
+    async def scenario() -> None:
+        scene = RelayScene(15, limit_s=2.5)
+        await scene.both()
+        snapshot = scene.deltas._newest
+        assert snapshot is not None
+        answers = {node: asyncio.ensure_future(scene.deltas.of_node(node, snapshot)) for node in scene.nodes}
+        await asyncio.sleep(2.6)
+        assert Counter(scene.began.values()) == {0.0: 1, 1.0: 2, 2.0: 4} and scene.under_way == 0
+        whole = [node for node, answer in answers.items() if answer.done()]
+        assert whole == scene.nodes[3:] and all(answers[node].result() == (["v1"], None) for node in whole)
+        await asyncio.sleep(REBUILD_S)
+        assert [answers[node].result() for node in scene.nodes[:3]] == [(["made"], DELTA)] * 3
+        scene.deltas.close()
+
+    simulate(scenario)
+    assert "node n14 fetches the whole of weights v1: deltas in turn, v1 <- node n14: not done in 2 s" in caplog.text
 
 
 def test_a_node_that_is_dropped_as_it_waits_or_fetches_takes_no_turn_with_it() -> None:
