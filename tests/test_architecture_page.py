@@ -83,7 +83,7 @@ def test_each_package_has_a_room(package: str) -> None:
         ("actors", ("driver", "pool")),
     ],
 )
-def test_a_room_imports_only_those_of_its_package_below_it_in_the_table(package: str, seen: tuple[str, str]) -> None:
+def test_a_folder_imports_only_those_of_its_package_below_it_in_the_table(package: str, seen: tuple[str, str]) -> None:
     order = [folder.split("/")[1] for folder in rooms(PAGE) if re.fullmatch(rf"{package}/\w+/", folder)]
     files = {module_name(path): path for path in source_files(package)}
     room = {name: path.relative_to(ROOT / package).parts[0] for name, path in files.items() if path.parent != ROOT / package}

@@ -200,15 +200,15 @@ def test_no_import_circles() -> None:
     TopologicalSorter(graph).prepare()  # a CycleError names the modules
 
 
-def test_no_circles_of_rooms() -> None:
-    """A folder of a package as one place, each file of its top as one: whoever reads a room needs to know only those that it stands on."""
+def test_no_circles_of_folders() -> None:
+    """Each folder of a package counts as one place, and so does each file beside them."""
     files = {module_name(path): path for package in PACKAGES for path in source_files(package)}
-    room = {name: ".".join(path.relative_to(ROOT).parts[:2]).removesuffix(".py") for name, path in files.items()}
+    place = {name: ".".join(path.relative_to(ROOT).parts[:2]).removesuffix(".py") for name, path in files.items()}
     graph: dict[str, set[str]] = defaultdict(set)
     for name, path in files.items():
-        graph[room[name]] |= {room[other] for other in imported_modules(path, set(files))} - {room[name]}
+        graph[place[name]] |= {place[other] for other in imported_modules(path, set(files))} - {place[name]}
     assert "rollout.config" in graph["rollout.tasks"] and "rollout.engine_settings" in graph["rollout.config"], "no import was seen"
-    TopologicalSorter(graph).prepare()  # a CycleError names the rooms
+    TopologicalSorter(graph).prepare()  # a CycleError names the folders
 
 
 def classes(path: Path) -> list[str]:
