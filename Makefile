@@ -46,10 +46,11 @@ train: .venv/installed  ## set up .venv, make the nano model, train it by async 
 	$(ON) $(BIN)/evenkeel init-model $(RECIPE) --if-missing
 	$(ON) $(BIN)/evenkeel train $(RECIPE)
 
-# Two processes on two cores, each of which is busy to the end. Byte code is kept, or each of some 40 processes would make it anew.
+# Three processes on two cores: one in three waits, for Ray, for an engine, for a deadline. Byte code is kept, or each of some 40 processes
+# would make it anew.
 # After `make gpu` GPUs are hidden: these tests compare bits and start several ranks, on a CPU; `make test-gpu` has those for a GPU.
 test: .venv/installed  ## set up .venv, run the test suite (10 to 14 minutes on 2 cores)
-	$(HIDE) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2
+	$(HIDE) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3
 
 test-gpu: .venv/installed-gpu  ## after make gpu: what only a GPU can compute, on one GPU (docs/gpu.md; some minutes)
 	$(BIN)/python -m pytest -m slow tests/on_a_gpu tests/learner/test_variable_length_attention.py tests/e2e/test_overlapped_updates.py

@@ -139,7 +139,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Groups for `pytest -n 2`, or more. (Those of `--dist loadgroup` go by marks, which pytest 9.2 leaves without effect.)"""
+    """Groups for `pytest -n 3`. (Those of `--dist loadgroup` go by marks, which pytest 9.2 leaves without effect.)"""
     from xdist.scheduler import LoadScopeScheduling
 
     class InGroups(LoadScopeScheduling):

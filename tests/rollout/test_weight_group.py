@@ -163,6 +163,7 @@ def test_who_waits_goes_on_when_the_learner_is_gone(is_connecting: bool, monkeyp
 
 def test_who_comes_after_the_group_was_given_up_does_not_wait_for_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is served before anybody is asked. The group has five minutes here; the engine stands still meanwhile."""
+    monkeypatch.setattr("rollout.sglang_plugin.weight_group._CONTACT_S", 0.5)
     is_joined, said = Joining(monkeypatch, free_port(), Updater(), LONG_S).end()
     assert not is_joined and "DistNetworkError" in said
 
