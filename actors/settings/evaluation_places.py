@@ -35,4 +35,5 @@ def evaluation_waves(questions: int, samples: int, *, workers: int, slots: int, 
     calls_at_once = max(1, (at_once if is_fed else groups) // (asked * samples))
     turns = -(-questions // (asked * workers * calls_at_once))
     in_the_engine = calls_at_once * asked * samples + groups * is_fed
-    return 1 + turns * -(-in_the_engine // running)
+    of_training = 1 if is_fed else -(-groups // running)  # what is still under way when an evaluation begins
+    return of_training + turns * -(-in_the_engine // running)

@@ -43,9 +43,9 @@ _FOR_WHO_COMES = 2
 _FRUITLESS = 3
 """After so many deltas in a row that were not smaller than the weights, none are computed any more."""
 _RELAYED = 2**20
-"""Bytes of a delta from which it is fetched in waves: the learner's node sends a smaller one to all in less time than waves take. With 8 ms
-that a wave costs (benchmarks/delta_relay.py) that is so at 1 Gbit/s below 0.8 MB for 7 nodes, and below 8 MB at 10 Gbit/s. Waves for too
-small a delta lose some tens of milliseconds; the other mistake loses seconds."""
+"""Bytes of a delta from which it is fetched in waves: up to some seven nodes have a smaller one sooner if the learner's node sends it to
+all. With 8 ms that a wave costs (benchmarks/delta_relay.py) that is so at 1 Gbit/s below 0.8 MB for 7 nodes, and below 8 MB at 10 Gbit/s.
+Waves for too small a delta lose some tens of milliseconds; the other mistake loses seconds."""
 _FIRST_PATIENCE_S, _LEAST_PATIENCE_S = 10.0, 1.0
 """Seconds for which others wait for a node that fetches: as long as no fetch has ended, and at least. Else twice the last ones' time."""
 _THREADS = 4

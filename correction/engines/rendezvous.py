@@ -110,7 +110,7 @@ def gloo_towards(master: str | None, interfaces: Mapping[str, Sequence[Any]]) ->
     """
     from torch.distributed.distributed_c10d import Backend, ProcessGroupGloo  # torch.distributed takes its time
 
-    if _GLOO_TOWARDS not in Backend.backend_list:
+    if _GLOO_TOWARDS.upper() not in Backend._plugins:  # where torch notes it last: another thread may be at it
         Backend.register_backend(_GLOO_TOWARDS, _gloo, extended_api=True, devices=Backend.backend_capability["gloo"])
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or (_interface_towards(master, interfaces) if master else None)
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]

@@ -217,14 +217,38 @@ class RolloutEngine(UpdatableEngine):
         They go to SGLang as one batch, because handling a call takes it about as long as sampling a short answer of a small model. All of
         them are aborted in the engine as soon as nobody waits for them, or one of them fails.
         """
-        failed_updates = self._failed_updates
+        self._requests += len(samplings)
+        try:
+            await self._until_updated(deadline_s or self.config.deadlines.generate_s, phase)
+            failed_updates = self._failed_updates
+            result = await self._answers(inputs, samplings, deadline_s or self.config.deadlines.generate_s, phase, options)
+        finally:
+            self._requests -= len(samplings)
+        if self._failed_updates != failed_updates:
+            raise EngineDirty(f"{self.name}: a weight update failed while this request ran, its tokens are of no version. Submit it again")
+        return result
+
+    async def _until_updated(self, deadline_s: float, phase: str) -> None:
+        """Wait for the end of an update under way. SGLang would keep the request, too, but sample it on half-new weights if that fails."""
+        if not self._no_update.is_set():
+            await self._process.wait(self._no_update.wait(), deadline_s, f"{phase}: waiting for new weights")
+            self._raise_if_dirty()
+
+    async def _answers(
+        self,
+        inputs: Sequence[Sequence[int]],
+        samplings: Sequence[dict[str, Any]],
+        deadline_s: float,
+        phase: str,
+        options: dict[str, Any],
+    ) -> list[dict[str, Any]]:
         request_ids = [uuid.uuid4().hex for _ in samplings]
         options |= {"input_ids": [list(token_ids) for token_ids in inputs], "sampling_params": list(samplings)}
         answers = self._process.engine.async_generate(return_logprob=True, rid=request_ids, **options)
         phase = f"{phase}: {max(map(len, inputs))} tokens, sent at weights v{self._version}"
-        self._requests += len(samplings)
         try:
-            result: list[dict[str, Any]] = await self._process.wait(answers, deadline_s or self.config.deadlines.generate_s, phase)
+            result: list[dict[str, Any]] = await self._process.wait(answers, deadline_s, phase)
+            return result
         except BaseException as error:
             if self._process.is_alive:
                 for request_id in request_ids:
@@ -232,16 +256,15 @@ class RolloutEngine(UpdatableEngine):
             if isinstance(error, Exception) and not isinstance(error, EvenkeelError):
                 raise RequestError(f"{self.name}: SGLang refused a request ({phase}): {error}") from error
             raise
-        finally:
-            self._requests -= len(samplings)
-        if self._failed_updates != failed_updates:
-            raise EngineDirty(f"{self.name}: a weight update failed while this request ran, its tokens are of no version. Submit it again")
-        return result
+
+    def _raise_if_dirty(self) -> None:
+        if self._dirty is not None:
+            raise EngineDirty(f"{self.name} is dirty: {self._dirty}. Send it a whole weight update first")
 
     def _check_request(self, token_ids: Sequence[int], max_tokens: int, temperature: float) -> None:
         self._process.raise_if_lost()
-        if self._dirty is not None and not self._is_replacing:
-            raise EngineDirty(f"{self.name} is dirty: {self._dirty}. Send it a whole weight update first")
+        if self._no_update.is_set():
+            self._raise_if_dirty()
         if not token_ids:
             raise DataError(f"{self.name}: an empty prompt: there is nothing to condition on. Give it at least one token")
         bad = next((token for token in token_ids if not 0 <= token < self.vocab_size), None)

@@ -42,8 +42,9 @@ class UpdatableEngine:
         self._version = version
         self._dirty: str | None = None
         """Why the engine is dirty; None if it isn't."""
-        self._is_replacing = False
-        """An update has begun to replace the weights: SGLang keeps requests that come now until its end."""
+        self._no_update = asyncio.Event()
+        """Cleared while the engine is paused for new weights: requests that come now wait."""
+        self._no_update.set()
         self._failed_updates = 0
         self._updating = asyncio.Lock()
         self._specs: dict[str, WeightSpec] | None = None
@@ -202,12 +203,14 @@ class UpdatableEngine:
             phase = f"weight update v{self._version} -> v{version}, {mode}"
             try:
                 await self._prepare(transfer, check, phase)
+                self._no_update.clear()
                 with waits:
                     pause_s = await self._replace_weights(version, mode, transfer, check, phase)
                 self._version = version
-                self._dirty, self._is_replacing = None, False
+                self._dirty = None
                 return check.receipt(version, pause_s)
             finally:
+                self._no_update.set()
                 await transfer.close()
 
     async def _prepare(self, transfer: Sending | Receiving, check: UpdateCheck, phase: str) -> None:
@@ -236,7 +239,7 @@ class UpdatableEngine:
         async def steps() -> float:
             await weight_transfer.pause_and_begin(self._manager, mode)
             stopped = time.perf_counter()
-            self._dirty, self._is_replacing = f"an update to v{version} has begun", True
+            self._dirty = f"an update to v{version} has begun"
             await transfer.load(self._manager, version, flush=mode == "retract")
             if self.config.tensor_parallel > 1:
                 check.require_all_ranks(version, await self._inspect(RECEIPT, deadline_s))
@@ -248,7 +251,6 @@ class UpdatableEngine:
         try:
             return await self._process.wait(replacing, deadline_s, phase, keep=True)
         except BaseException as error:
-            self._is_replacing = False
             if not replacing.done():  # its weights are here, and a broadcast ends by weight_group_timeout_s: the engine's own fault
                 self._process.declare_lost(f"{phase}: {error}")
                 raise

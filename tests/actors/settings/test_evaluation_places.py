@@ -14,8 +14,8 @@ from rollout.config import AnswerSampling
 
 
 def played(questions: int, samples: int, *, workers: int, slots: int, samples_per_group: int, running: int, is_fed: bool) -> int:
-    """Answers one after the other until all questions are answered; each takes as long. Fed engines have all their groups before the first
-    question comes, and another answer of a group for each that ends."""
+    """Answers one after the other until all questions are answered; each takes as long. Engines have all their groups before the first
+    question comes; if they are fed, another answer of a group for each that ends."""
     work, how = WaitingWork(slots, samples_per_group), AnswerSampling(samples=samples, temperature=float(samples > 1))
     work.is_fed = is_fed
     size = questions_of_a_call(evaluation_answers_at_once(slots, samples_per_group), samples)
@@ -24,7 +24,7 @@ def played(questions: int, samples: int, *, workers: int, slots: int, samples_pe
     work.add_questions(parts)
     left, waves = {part: part.size for part in parts}, 0
     takers: list[Any] = [
-        SimpleNamespace(groups=set(), questions=0, queue=deque([None] * slots * samples_per_group * is_fed)) for _ in range(workers)
+        SimpleNamespace(groups=set(), questions=0, queue=deque([None] * slots * samples_per_group)) for _ in range(workers)
     ]
     while any(left.values()):
         for taker, part in work.take(takers, takers):
@@ -33,7 +33,7 @@ def played(questions: int, samples: int, *, workers: int, slots: int, samples_pe
         for taker in takers:
             for part in [taker.queue.popleft() for _ in range(min(running, len(taker.queue)))]:
                 if part is None:
-                    taker.queue.append(None)
+                    taker.queue.extend([None] * is_fed)
                     continue
                 left[part] -= 1
                 if not left[part]:
@@ -62,8 +62,8 @@ def test_no_evaluation_takes_longer_than_is_said(sizes: dict[str, int], samples:
 
 
 def test_during_training_an_evaluation_has_a_quarter_of_the_places_behind_all_groups() -> None:
-    """128 questions on one worker of 64 places, in calls of 32: each waits for the 128 answers of groups before it. Two waves of the whole
-    engine would do for as many questions alone."""
+    """128 questions on one worker of 64 places, in calls of 32: each waits for the 128 answers of groups before it. After training two
+    waves of the whole engine do, when the last groups are done."""
     asked: dict[str, Any] = {"questions": 128, "samples": 1, **SIZES[0]}
     assert (played(**asked, is_fed=True), evaluation_waves(**asked, is_fed=True)) == (12, 13)
-    assert (played(**asked, is_fed=False), evaluation_waves(**asked, is_fed=False)) == (2, 3)
+    assert (played(**asked, is_fed=False), evaluation_waves(**asked, is_fed=False)) == (4, 4)
