@@ -1,4 +1,5 @@
-"""What the files of this repository import from each other is there, also in tests that are seldom run, and in benchmarks.
+"""What the files of this repository import from each other is there, also in tests that are seldom run, and in benchmarks. And what a test
+defines within itself is called.
 
 Read off the syntax trees, so that no engine has to be started to see it.
 """
@@ -76,3 +77,25 @@ def test_what_is_missing_is_seen(tmp_path: Path) -> None:
     (tmp_path / "outside.py").write_text("from . import own\n")
     assert list(missing(tmp_path / "outside.py")) == []
     assert list(missing(file)) == ["line 1: correction.checksum", "line 2: correction.errors.Nothing", "line 5: rollout.nowhere.x"]
+
+
+def uncalled(path: Path) -> Iterator[str]:
+    """Functions within the tests of a file that nothing in the test names: their assertions are never made. (Others may call methods.)"""
+    function = (ast.FunctionDef, ast.AsyncFunctionDef)
+    for test in ast.walk(ast.parse(path.read_text())):
+        if isinstance(test, function) and test.name.startswith("test_"):
+            named = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
+            methods = {one for node in ast.walk(test) if isinstance(node, ast.ClassDef) for one in node.body}
+            within = (node for statement in test.body for node in ast.walk(statement) if isinstance(node, function) and node not in methods)
+            yield from (f"{path.name}: {test.name}: {one.name}" for one in within if not one.decorator_list and one.name not in named)
+
+
+def test_what_a_test_defines_is_called() -> None:
+    """Two tests of a replaced service once had a scenario that was never played."""
+    assert [name for path in sorted((ROOT / "tests").rglob("test_*.py")) for name in uncalled(path)] == []
+
+
+def test_what_is_not_called_is_seen(tmp_path: Path) -> None:
+    file = tmp_path / "test_it.py"
+    file.write_text("def test_one():\n    def scenario(): assert False\n    def used(): pass\n    used()\n")
+    assert list(uncalled(file)) == ["test_it.py: test_one: scenario"]
