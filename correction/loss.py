@@ -187,7 +187,7 @@ def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]
         metrics["clip_share"] = value["clipped_tokens"] / trained
     if value["tokens"] > 0:
         metrics["ratio_mean"] = value["ratio"] / value["tokens"]
-        drift = "drift" if _moved(config) is Ratio.R else "drift_from_behavior"
+        drift = "batch_drift" if _moved(config) is Ratio.R else "batch_drift_from_behavior"
         metrics |= {f"{drift}_{name}_kl": value[f"drift_{name}"] / value["tokens"] for name in ("k1", "k3")}
         if value["entropy"] != 0:
             metrics["entropy"] = value["entropy"] / value["tokens"]

@@ -203,8 +203,8 @@ _PLACED_LOSS = {
     quantity: _of(LOSS_METRICS[quantity], f"learner/{name}", _R.MEAN)
     for quantity, name in (
         ("clip_share", "clip_share"),
-        ("drift_k3_kl", "drift_k3"),
-        ("drift_from_behavior_k3_kl", "drift_from_behavior_k3"),
+        ("batch_drift_k3_kl", "drift_k3"),
+        ("batch_drift_from_behavior_k3_kl", "drift_from_behavior_k3"),
     )
 }
 DIAGNOSTIC_PLACES: dict[str, str | None] = {

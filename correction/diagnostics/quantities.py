@@ -203,23 +203,6 @@ SPLIT = {
 """Exact parts of the gap of stale tokens, of variance_split.split_numbers: a run has them where monitor.split_every is not 0."""
 
 
-def _drifts(passes: str, how_far: str, *, behavior_absent: str = "") -> dict[str, Quantity]:
-    """KL to the target where the proximal policy is the learner's, and where not: of first passes for diagnostics, of all for the loss."""
-    return {
-        "drift_k3_kl": _Q(
-            _U.NATS,
-            "drift k3",
-            f"KL(proximal || target), estimator k3, {passes}: {how_far}; absent where the proximal policy isn't the learner's.",
-        ),
-        "drift_from_behavior_k3_kl": _Q(
-            _U.NATS,
-            "drift from behaviour, k3",
-            f"KL(behaviour || target), estimator k3, {passes}: drift, mismatch and staleness together, in bypass and with interpolated "
-            f"proximal logprobs, where the drift alone isn't known{behavior_absent}.",
-        ),
-    }
-
-
 DIAGNOSTICS = {
     **GAP,
     **_of("tokens of staleness 0", "mismatch_", "mismatch"),
@@ -248,10 +231,17 @@ DIAGNOSTICS = {
         "4 xi times the mean over sequences of the sum of total variations to the target: Trust Region, B.3, tighter for long answers.",
     ),
     "improvement_bound": _Q(_U.ONE, "improvement bound", "The smaller of the two, in units of the advantage."),
-    **_drifts(
-        "in the first pass of each token",
-        "how far the batch's earlier optimizer steps had moved the policy",
-        behavior_absent="; absent with one optimizer step per batch",
+    "drift_k3_kl": _Q(
+        _U.NATS,
+        "drift k3",
+        "KL(proximal || target), estimator k3, in the first pass of each token: how far the batch's earlier optimizer steps had moved the "
+        "policy; absent where the proximal policy isn't the learner's.",
+    ),
+    "drift_from_behavior_k3_kl": _Q(
+        _U.NATS,
+        "drift from behaviour, k3",
+        "KL(behaviour || target), estimator k3, in the first pass of each token: drift, mismatch and staleness together, in bypass and "
+        "with interpolated proximal logprobs, where the drift alone isn't known; absent with one optimizer step per batch.",
     ),
     "bad_update_share": _Q(_U.SHARE, "bad updates", "Tokens with negative advantage and mu - pi >= 0.5.", TRAINED, ".2%"),
     "broken_tokens": _Q(_U.TOKENS, "broken tokens", "Tokens of the loss mask with a value that is not finite."),
@@ -366,10 +356,25 @@ LOSS_METRICS = {
     "policy_loss": _Q(_U.ONE, "policy loss", "The policy's part of the loss."),
     "kl_loss": _Q(_U.ONE, "KL loss", "The KL penalty's part of the loss; absent without one."),
     "ratio_mean": _Q(_U.ONE, "mean ratio", "Mean of the ratio that the objective watches."),
-    "drift_k1_kl": _Q(_U.NATS, "drift k1", "KL(proximal || target), estimator k1, where the learner's own policy is the proximal one."),
-    **_drifts("over all passes of the batch", "how far the optimizer moved the policy within it"),
-    "drift_from_behavior_k1_kl": _Q(
-        _U.NATS, "drift from behaviour, k1", "KL(behaviour || target), estimator k1, in bypass and with interpolated proximal logprobs."
+    "batch_drift_k1_kl": _Q(
+        _U.NATS, "batch drift k1", "KL(proximal || target), estimator k1, where the learner's own policy is the proximal one."
+    ),
+    "batch_drift_k3_kl": _Q(
+        _U.NATS,
+        "batch drift k3",
+        "KL(proximal || target), estimator k3, over all passes of the batch: how far the optimizer moved the policy within it; absent "
+        "where the proximal policy isn't the learner's.",
+    ),
+    "batch_drift_from_behavior_k1_kl": _Q(
+        _U.NATS,
+        "batch drift from behaviour, k1",
+        "KL(behaviour || target), estimator k1, in bypass and with interpolated proximal logprobs.",
+    ),
+    "batch_drift_from_behavior_k3_kl": _Q(
+        _U.NATS,
+        "batch drift from behaviour, k3",
+        "KL(behaviour || target), estimator k3, over all passes of the batch: drift, mismatch and staleness together, in bypass and with "
+        "interpolated proximal logprobs, where the drift alone isn't known.",
     ),
     "entropy": _Q(
         _U.NATS,
@@ -388,12 +393,14 @@ LOSS_METRICS = {
     "bounded_share": _Q(_U.SHARE, "coefficients cut", "Kept tokens whose coefficient was cut to a bound; absent without bounds.", KEPT),
     "importance_weight_raw_mean": _Q(_U.ONE, "mean raw weight", "Mean importance weight of the kept tokens, before a late normaliser."),
 }
-"""The numbers of `loss_metrics`, over all passes of a batch. Two names are in DIAGNOSTICS, too (`_drifts`)."""
+"""The numbers of `loss_metrics`, over all passes of a batch; their drifts are `batch_drift_*`, those of first passes are in DIAGNOSTICS."""
 
 
 def current_name(name: str) -> str:
-    """The present name of a number in the files of an earlier run. Shares were called fractions ("rejected_fraction_positive"), and the
-    loss's mean weight had the name of the diagnostics' mean weight, which is normalised."""
+    """The present name of a number in the files of an earlier run. Shares were called fractions ("rejected_fraction_positive"). The loss's
+    mean weight and drifts had the names of the diagnostics' mean weight, which is normalised, and drifts, which are of first passes."""
     if name == "loss/importance_weight_mean":
         return "loss/importance_weight_raw_mean"
+    if name.startswith("loss/drift_"):
+        return name.replace("loss/", "loss/batch_", 1)
     return re.sub(r"^((?:correction/|loss/|monitor/\w+/)?\w+?)_fraction(_positive|_negative)?(?=_\d+$|$)", r"\1\2_share", name)

@@ -54,7 +54,7 @@ ACTIVE: dict[str, tuple[str, ...]] = {
     "gspo": (CLIPPED,),
     "luspo": (CLIPPED,),
     "gmpo": (CLIPPED,),
-    "sapo": ("loss/drift_k3_kl > 0.001",),
+    "sapo": ("loss/batch_drift_k3_kl > 0.001",),
     "cispo": (BOUNDED,),
     "m2po": (CLIPPED, "rejected_by_second_moment_token_rho > 0"),
     "opsm": (CLIPPED, "rejected_by_k1_geometric_q > 0"),

@@ -108,7 +108,7 @@ def test_numbers_of_the_correction_are_listed_one_by_one() -> None:
         told = loss_metrics(trained.partials, config)
         metrics.update(_placed("loss/", told, LOSS_PLACES))
         assert metrics["correction/kept_share"] == numbers["kept_share"]
-        assert told.keys() & numbers.keys() <= {"drift_k3_kl"}, "each number is told once, but for the drift: the loss has all passes"
+        assert not told.keys() & numbers.keys(), "each number is told once"
     with pytest.raises(MetricError, match=r"nearest one is 'correction/kept_share'"):
         StepMetrics(1, diagnostic_metrics({"kept_shares": 1.0}))
     assert lookup("correction/k2_kl").unit == "nats" and lookup("correction/staleness_in_flight_mean").unit == "versions"
@@ -124,12 +124,11 @@ def test_only_the_kl_to_the_start_model_is_told_as_such(anchor: str, place: str)
 
 
 def test_a_number_of_the_correction_is_described_at_its_source_alone() -> None:
-    """Its metric has the unit, label and meaning of its quantity, to which a run may add a sentence. The loss's drift is over all passes of
-    a batch, that of the diagnostics over the first ones: two meanings."""
-    of_both = DIAGNOSTICS.keys() & LOSS_METRICS
-    assert of_both == {"drift_k3_kl", "drift_from_behavior_k3_kl"}
-    for name in of_both:
-        assert "all passes" in LOSS_METRICS[name].help and "first pass" in DIAGNOSTICS[name].help
+    """Its metric has the unit, label and meaning of its quantity, to which a run may add a sentence. No two sources use one name: the
+    loss's drift is over all passes of a batch, that of the diagnostics over the first ones."""
+    assert not DIAGNOSTICS.keys() & LOSS_METRICS.keys()
+    for name in ("drift_k3_kl", "drift_from_behavior_k3_kl"):
+        assert "all passes" in LOSS_METRICS[f"batch_{name}"].help and "first pass" in DIAGNOSTICS[name].help
     elsewhere = {"learner/loss": "loss", "learner/entropy": "entropy", "staleness/mean": "staleness_mean", "staleness/max": "staleness_max"}
     compared = 0
     for quantities, places in ((DIAGNOSTICS, DIAGNOSTIC_PLACES), (LOSS_METRICS, LOSS_PLACES | {"penalty_kl": None})):
@@ -143,11 +142,12 @@ def test_a_number_of_the_correction_is_described_at_its_source_alone() -> None:
     assert isinstance(CATALOGUE["time/step_s"], Quantity)
 
 
-def test_shares_of_an_earlier_run_are_read_by_their_names_of_today() -> None:
-    """They were called fractions; what a reward function names is left alone, and a copy of another number isn't read."""
+def test_numbers_of_an_earlier_run_are_read_by_their_names_of_today() -> None:
+    """Shares were called fractions, and the loss's drifts as those of the diagnostics; what a reward function names is left alone, and a
+    copy of another number isn't read."""
     record = {"step": 1, "correction/kept_fraction": 0.5, "loss/importance_weight_mean": 1.5, "loss/kept_fraction": 0.5,
-              "correction/rejected_fraction_positive": 0.25, "reward/component/a_fraction": 1}
-    read = {"step": 1, "correction/kept_share": 0.5, "loss/importance_weight_raw_mean": 1.5,
+              "loss/drift_k1_kl": 0.75, "correction/rejected_fraction_positive": 0.25, "reward/component/a_fraction": 1}
+    read = {"step": 1, "correction/kept_share": 0.5, "loss/importance_weight_raw_mean": 1.5, "loss/batch_drift_k1_kl": 0.75,
             "correction/rejected_positive_share": 0.25, "reward/component/a_fraction": 1}
     assert dict(StepMetrics.of_record(record)) == read
     event = _parse_event({"step": 3, "name": "bad_update_fraction", "state": "watch", "value": 1, "growth": 2, "message": "m"})
