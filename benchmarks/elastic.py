@@ -47,6 +47,8 @@ RUN = [
 _POLL_S = 0.05
 _STOPPED_S = 2.0
 """Less than the time after which a worker without a heartbeat is lost."""
+_STEP_S = 10.0
+"""Longest wait for a step of the learner while an engine is stopped; with what follows less than that time, too."""
 _LIST_NODES = """
 import json, sys, time
 import ray
@@ -232,7 +234,8 @@ class ElasticRun:
         """Within the block a worker gets a notice that it has to leave.
 
         Its engine is stopped from a moment before until it was told to hand its groups back: the model's answers are so short that it would
-        end them in any time that it is given for them.
+        end them in any time that it is given for them. That moment is a step of the learner's, after which there are groups for all; or
+        none is made, for the groups that it lacks are with this worker.
         """
         worker = self.part(f"rollout {name}")
         engine = [one for one in worker.children(recursive=True) if one.cmdline()[:1] and one.cmdline()[0].startswith("sglang::scheduler")]
@@ -240,6 +243,9 @@ class ElasticRun:
         for process in engine:
             process.suspend()
         try:
+            steps, latest = len(steps_of(self.run_dir)), time.monotonic() + _STEP_S
+            while len(steps_of(self.run_dir)) == steps and time.monotonic() < latest:
+                time.sleep(_POLL_S)
             time.sleep(_STOPPED_S)
             yield worker
             self.until("its leave", lambda: any(moment.subject == name for moment in self.timeline.all_of("leaves")), 60)
