@@ -149,7 +149,10 @@ def folders_are_seen_everywhere(nodes: Nodes, config: RunConfig) -> Iterator[Com
     obstacles = {node.name: node.model_obstacle for node in may_hold_ranks if node.model_obstacle}
     remedy = "Put it on a file system that all nodes mount"
     if HubName.of(config.model):
-        remedy = "Let these nodes reach the hub, make room, or set HF_HOME to a folder on a file system that all nodes mount"
+        remedy = (
+            "Let these nodes reach the hub with a token that may read the model, make room, or set HF_HOME to a folder on a file system "
+            "that all nodes mount"
+        )
     for obstacle in sorted(set(obstacles.values())):
         where = ", ".join(name for name, its in obstacles.items() if its == obstacle)
         text = f"model = {config.model}: {obstacle} on {where}, where a learner rank could be put"
