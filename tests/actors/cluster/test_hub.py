@@ -244,7 +244,7 @@ def test_offline_without_a_copy_is_said(server: StandInHub, monkeypatch: pytest.
     (model_folder(NAME) / "tokenizer.json").unlink()
     offline(monkeypatch)
     for model in ("hf:acme/never-seen", str(NAME)):  # the second lacks a file
-        with pytest.raises(DataError, match=r"not complete in the cache, .* offline mode is on \(HF_HUB_OFFLINE\)\. Run `hf download acme/"):
+        with pytest.raises(DataError, match=r"not complete in the cache, .* offline mode is on \(HF_HUB_OFFLINE\). Run `hf download acme/"):
             model_folder(Path(model))
     assert re.fullmatch(r"not complete in the cache, .*, and offline mode is on \(HF_HUB_OFFLINE\)", obstacle_here(NAME))
     with pytest.raises(DataError, match="offline mode is on"):
