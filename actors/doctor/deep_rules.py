@@ -142,7 +142,7 @@ def predicted(version_bytes: int, measured_bytes: int, seconds: float) -> float:
     return max(1.0, version_bytes / measured_bytes) * seconds
 
 
-def in_the_deep(facts: DeepFacts, config: RunConfig) -> list[Complaint]:
+def deep_complaints(facts: DeepFacts, config: RunConfig) -> list[Complaint]:
     """All complaints of the third layer, the worst first."""
     return worst_first([found for rule in DEEP_RULES for found in rule(facts, config)])
 

@@ -44,7 +44,7 @@ def batch_metrics(prepared: PreparedBatch, *, correct_at: float) -> dict[str, fl
         "time/correct_s": prepared.correct_s,
         "length/max_tokens": max(t.response_tokens for t in valid),
         "length/truncated_share": sum(t.finish_reason is FinishReason.LENGTH for t in valid) / len(valid),
-        "groups/all_right": sum(g.is_uniform and _first_reward(g) >= correct_at for g in groups),
+        "groups/all_correct": sum(g.is_uniform and _first_reward(g) >= correct_at for g in groups),
         "groups/all_wrong": sum(g.is_uniform and _first_reward(g) < correct_at for g in groups),
         "sync/read_again_tokens": sum(t.read_again_tokens for t in valid),
     }
