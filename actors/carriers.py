@@ -354,7 +354,8 @@ class ExportPlan:
 
 @dataclass(frozen=True, slots=True)
 class WeightChecksums:
-    """Those of a version. A large model has two megabytes of them: they go from who computes them to who compares, not by the driver."""
+    """Checksums of all tensors of one version. A large model has two megabytes of them, so they stay in the object store: workers
+    fetch them from there to compare, and the driver passes on a reference alone."""
 
     by_name: Any
     """Reference to a dict: Hugging Face name -> checksum."""
