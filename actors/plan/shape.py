@@ -166,7 +166,7 @@ class ModelShape:
         return whole + self.layers * (entries * (1 - BYTES_OF[dtype]) + 4 * blocks)
 
     def channels(self, ranks: int, expert_ranks: int) -> dict[str, int]:
-        """Of a layer, by which its matrices are cut: what each of an engine's ranks has of them.
+        """Number of channels that each rank of an engine has of a layer, by the kind by which its matrices are cut.
 
         Args: expert_ranks: that share an expert.
         """

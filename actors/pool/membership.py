@@ -300,7 +300,7 @@ class Membership:
         return self._replace(pause_s, self._losses.why_pause(self.target, failed_starts, is_alone=is_alone), failed_starts + 1)
 
     def _after_unscored(self, worker: WorkerHandle, error: BaseException | None) -> Coroutine[Any, Any, None]:
-        """Its start failed by its reward alone. Raises: RequestError if that has been so for too long."""
+        """Replace a worker whose start has failed by its reward alone. Raises: RequestError if that has been so for too long."""
         is_alone, unscored = not any(True for _ in self.joined()), worker.unscored + 1
         pause_s = self._unscored_starts.pause_s(error, unscored, is_alone=is_alone)
         return self._replace(pause_s, "the reward of a worker that starts gives no score", worker.attempt, unscored)
