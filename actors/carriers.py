@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # torch: seconds that not every process needs
     from correction.early_warning.monitor import Event, State
     from correction.engines.processor import Processor
     from correction.engines.weight_spec import WeightSpec
-    from rollout.trajectory import Group, GroupFacts, Prompt, UnfinishedGroup
+    from rollout.trajectory import AnswerFacts, Group, GroupFacts, Prompt, UnfinishedGroup
 
 
 class DiscardReason(StrEnum):
@@ -259,6 +259,8 @@ class PreparedBatch:
     """N."""
     groups: tuple[GroupFacts, ...]
     """The groups of these tokens, in the order of the batch."""
+    places: tuple[tuple[int, int], ...]
+    """[S] of whom each sequence is: number of the group in `groups`, and of the answer in it. An answer without a place is not trained."""
     proximal_s: float
     """Seconds that the learner took for proximal (and reference) logprobs."""
     correct_s: float
@@ -275,6 +277,11 @@ class PreparedBatch:
     @property
     def prompt_ids(self) -> list[str]:
         return [group.prompt_id for group in self.groups]
+
+    @property
+    def trained(self) -> list[AnswerFacts]:
+        """[S] the answer of each sequence."""
+        return [self.groups[group].trajectories[answer] for group, answer in self.places]
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +354,8 @@ class ExportPlan:
 
 @dataclass(frozen=True, slots=True)
 class WeightChecksums:
-    """Those of a version. A large model has two megabytes of them: they go from who computes them to who compares, not by the driver."""
+    """Checksums of all tensors of one version. A large model has two megabytes of them, so they stay in the object store: workers
+    fetch them from there to compare, and the driver passes on a reference alone."""
 
     by_name: Any
     """Reference to a dict: Hugging Face name -> checksum."""

@@ -34,7 +34,7 @@ class HubName:
 
     @property
     def is_pinned(self) -> bool:
-        """At a commit, which never means anything else."""
+        """Whether the revision is a commit, which never changes its meaning as a branch does."""
         return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
 
     def at(self, commit: str) -> HubName:
@@ -42,7 +42,7 @@ class HubName:
 
     @property
     def path(self) -> Path:
-        """As a recipe's `model` holds it; a path keeps one slash of two, so it has none."""
+        """The name as a recipe's `model` holds it. It has no //, because a path would make one slash of two."""
         return Path(str(self))
 
     def __str__(self) -> str:

@@ -41,7 +41,7 @@ LEAST_OF_BATCHED, LEAST_OF_STOCK, MOST_OF_LEARNER = 0.6, 1.0, 1.15
 
 
 def fastest(seconds: Mapping[str, list[float]]) -> tuple[dict[str, float], float]:
-    """The fastest turn of each side, and the slowest over the fastest in fixed order."""
+    """The fastest turn of each side, and the slowest over the fastest with batch-invariant operators."""
     return {name: min(values) for name, values in seconds.items()}, max(seconds["batch-invariant"]) / min(seconds["batch-invariant"])
 
 

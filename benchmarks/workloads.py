@@ -98,7 +98,8 @@ def sampled_batch(model: Path, config: EngineConfig, prompts: Sequence[tuple[int
         return [Group(number, prompt, group, 0) for number, (prompt, group) in enumerate(zip(asked, scored, strict=True))]
 
     groups = asyncio.run(sample())
-    return pack_groups(groups, learner_version=0, advantage=lambda rewards, _: rewards, overlong=TrainOverlong(), max_tokens=max_tokens)
+    settings = {"learner_version": 0, "overlong": TrainOverlong(), "max_tokens": max_tokens}
+    return pack_groups(groups, advantage=lambda rewards, _: rewards, **settings).batch
 
 
 # -- decoding ------------------------------------------------------------------------------------------------------------

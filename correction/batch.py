@@ -204,8 +204,16 @@ class FinalDecision:
     """[N] float32: the objective's factor on A grad log pi of a token, without its weight; 0 where A is 0. None: not known."""
     is_clipped: Tensor | None = None
     """[N] bool: the objective's clip or gate removed the token's gradient, whether or not the token is kept. None: not known."""
+    proximal_logprobs: Tensor | None = None
+    """[N] float32, detached: log pi_prox as the loss had it, so mu in bypass and a mixture with `interpolate`. None: not known."""
     before_update: Tensor | None = None
     """[N] bool: the token's forward pass came before the first of the batch's optimizer steps; None: that of all tokens did."""
+
+    def of_loss(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(coefficients, is_clipped, proximal_logprobs), [N] each, which `policy_loss` gives. Raises: ValueError if it hasn't made this."""
+        if self.coefficients is None or self.is_clipped is None or self.proximal_logprobs is None:
+            raise ValueError("FinalDecision: it is not from policy_loss, so coefficients, clips and proximal logprobs are not known")
+        return self.coefficients, self.is_clipped, self.proximal_logprobs
 
     def of_slice(self, piece: BatchSlice) -> FinalDecision:
         """The share of a part of the batch; counts stay those of the whole."""

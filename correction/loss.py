@@ -144,7 +144,7 @@ def policy_loss(
         **_global_sums(view, corrected, late, keep, config, schedule),
     }
     partials = torch.stack([torch.as_tensor(sums.get(name, 0.0), dtype=torch.float64, device=policy.device) for name in PARTIALS])
-    decided = FinalDecision(keep, weights, late.counts, coefficients, tokens.is_clipped)
+    decided = FinalDecision(keep, weights, late.counts, coefficients, tokens.is_clipped, view.logprobs.proximal)
     return PolicyLoss(by_token.sum(), partials, decided, by_token)
 
 

@@ -280,7 +280,7 @@ class _Run:
             overlong=self._config.rollout.overlong,
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
-        )
+        ).batch
         if needs_topk(self.record.correction) == 0:
             batch = replace(batch, topk_ids=None, topk_logprobs=None)
         return batch

@@ -112,7 +112,7 @@ class StepResult:
             step=step,
             loss=0.0,
             metrics={},
-            values=StepValues(empty, FinalDecision(none, empty, no_counts(correction, empty.device), empty, none), empty),
+            values=StepValues(empty, FinalDecision(none, empty, no_counts(correction, empty.device), empty, none, empty), empty),
             entropy=None,
             grad_norms=(0.0,) * updates,
             group_norms={},

@@ -7,7 +7,7 @@ baseline nor loss. Versions, logprobs and rewards are taken as they come; nothin
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,7 @@ from torch import Tensor
 from correction.batch import PackedBatch
 from correction.errors import DataError
 from correction.wide import WideFields, WidePlace
-from rollout.config import OverlongConfig, PenaliseOverlong
-from rollout.overlong import is_left_out
+from rollout.config import MaskOverlong, OverlongConfig, PenaliseOverlong
 from rollout.trajectory import FinishReason, Group, Trajectory
 from rollout.wide_fields import fields_of, tensor_of
 
@@ -26,6 +25,17 @@ Advantage = Callable[[Tensor, Tensor], Tensor]
 
 NO_VERSION = -1
 """weight_versions of a token that no weights sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Groups as a batch."""
+
+    batch: PackedBatch
+    """Possibly of no sequence at all."""
+    places: tuple[tuple[int, int], ...]
+    """[S] whose tokens each sequence has: number of the group among those packed, and of the answer in it. What has no place is not
+    trained: it failed, or was left out as overlong."""
 
 
 def pack_groups(
@@ -37,7 +47,7 @@ def pack_groups(
     max_tokens: int,
     temperature: float = 1.0,
     wide_of: Mapping[int, Any] | None = None,
-) -> PackedBatch:
+) -> Packed:
     """One batch of all trainable groups, in the order given.
 
     Rewards for the advantages are the raw ones, less an overlong penalty. A masked overlong trajectory is in the baseline and not in
@@ -48,17 +58,23 @@ def pack_groups(
         overlong: train, mask or penalise what was cut.
         max_tokens: of the sampling; the end of a penalty's ramp.
         wide_of: where groups are without their wide fields: by group id, what holds or refers to those of all trajectories of a group.
-    Returns: the batch, possibly of no sequence at all.
     Raises: DataError for a trajectory whose logprobs or versions don't fit its tokens, or an unsuitable advantage.
     """
-    trainable = [group for group in groups if group.is_trainable]
-    scored = [(group, trajectory) for group in trainable for trajectory in group.valid]
+    places = [(g, i) for g, group in enumerate(groups) if group.is_trainable for i, one in enumerate(group.trajectories) if one.is_valid]
+    scored = [(groups[g], groups[g].trajectories[i]) for g, i in places]
     penalties = [overlong_penalty(trajectory, overlong, max_tokens) for _, trajectory in scored]
     advantages = _advantages(scored, penalties, advantage)
-    is_kept = [not is_left_out(trajectory, overlong) for _, trajectory in scored]
-    kept = [pair for pair, keep in zip(scored, is_kept, strict=True) if keep]
-    batch = _pack(kept, advantages[torch.tensor(is_kept, dtype=torch.bool)], learner_version, temperature)
-    return replace(batch, wide=_places(kept, wide_of)) if wide_of else batch
+    kept = [row for row, (_, trajectory) in enumerate(scored) if not is_left_out(trajectory, overlong)]
+    pairs = [scored[row] for row in kept]
+    batch = _pack(pairs, advantages[kept], learner_version, temperature)
+    if wide_of:
+        batch = replace(batch, wide=_wide_places(pairs, wide_of))
+    return Packed(batch, tuple(places[row] for row in kept))
+
+
+def is_left_out(trajectory: Trajectory, overlong: OverlongConfig) -> bool:
+    """Whether a scored answer counts in its group's baseline only, and is not trained."""
+    return isinstance(overlong, MaskOverlong) and _is_overlong(trajectory)
 
 
 def overlong_penalty(trajectory: Trajectory, overlong: OverlongConfig, max_tokens: int) -> float:
@@ -132,7 +148,7 @@ def _pack(kept: Sequence[tuple[Group, Trajectory]], advantages: Tensor, learner_
     return batch.with_wide_fields().validate()
 
 
-def _places(kept: Sequence[tuple[Group, Trajectory]], wide_of: Mapping[int, Any]) -> tuple[WidePlace, ...]:
+def _wide_places(kept: Sequence[tuple[Group, Trajectory]], wide_of: Mapping[int, Any]) -> tuple[WidePlace, ...]:
     """The place of each trajectory's wide fields. Raises: DataError if a group's wide fields are nowhere."""
     if missing := [group.group_id for group, _ in kept if group.group_id not in wide_of]:
         raise DataError(f"group {missing[0]} has no wide fields (top-K logprobs, routed experts), and others of its batch have")

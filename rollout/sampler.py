@@ -151,7 +151,7 @@ class Sampler:
         return trajectories
 
     async def _with_texts(self, trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
-        """With their texts, which are for the scorer and for people: tokens and logprobs stay as they were sampled."""
+        """The trajectories with their texts, for the scorer and for people. Tokens and logprobs stay as they were sampled."""
         decode = self._tokenizer.decode
         texts = await in_answer_thread(lambda: [decode(list(one.response_ids), skip_special_tokens=True) for one in trajectories])
         return tuple(replace(one, text=text) for one, text in zip(trajectories, texts, strict=True))

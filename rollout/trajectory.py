@@ -86,7 +86,7 @@ class TopLogprobs:
 
     @classmethod
     def of(cls, k: int, rows: Iterable[Iterable[tuple[Any, ...]]]) -> TopLogprobs:
-        """From entries (logprob, token id, ...), row by row."""
+        """Made from k entries (logprob, token id, ...) for each token."""
         entries = [entry for row in rows for entry in row]
         return cls(k, ids_of([entry[1] for entry in entries]), logprobs_of([entry[0] for entry in entries]))
 
@@ -234,7 +234,7 @@ class _Answers(Generic[A]):
 
     @property
     def response_tokens(self) -> int:
-        """Of all its trajectories together."""
+        """Response tokens of all its trajectories together."""
         return sum(t.response_tokens for t in self.trajectories)
 
     @property

@@ -244,6 +244,65 @@ def test_prompts_are_sampled_and_scored_in_one_place(call: str, callers: set[str
     assert callers_of(call) == callers
 
 
+def test_what_was_decided_about_a_token_is_decided_once() -> None:
+    """It travels from there: nobody decides it again to count it. `decide` runs early parts in the service and late ones in the loss; the
+    service calls `correct` or `defer` in one line; which answers are left out as overlong is settled as they are packed."""
+    of_the_pool = {"actors/pool/scaling.py"}  # its size, by a function of its own
+    assert callers_of(r"(?<!\.)\bdecide") - of_the_pool == {"correction/correct.py", "correction/loss.py"}
+    assert readers_of("correct", "defer") == ["actors/service/correction_service.py"] * 2
+    assert callers_of(r"\bis_left_out") == {"rollout/packing.py"}
+
+
+def readers_of(*names: str) -> list[str]:
+    """Files of rollout, learner and actors that read one of these names, once for each time; an import is no reading."""
+    return [
+        str(path.relative_to(ROOT))
+        for package in ("rollout", "learner", "actors")
+        for path in source_files(package)
+        if any(re.search(rf"\b{name}\b", text := path.read_text()) for name in names)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Name) and node.id in names and isinstance(node.ctx, ast.Load)
+    ]
+
+
+MAY_CATCH_DATA_ERRORS = {
+    "rollout/tasks/gym_source.py::_fits": "the entry is counted as refused, with the reason",
+    "rollout/tasks/rows.py::_collect": "the row is listed as skipped, with the reason",
+    "learner/hf/model_check.py::check_trainable": "raised again with the folder's name",
+    "learner/hf/plain_config.py::is_plainly_trainable": "the question is whether; transformers reads the others, and says what is wrong",
+    "learner/weights/checkpoint_files.py::is_complete": "the question is whether",
+    "actors/doctor/start_checks.py::_has_experts": "the learner's own check says what is wrong",
+    "actors/checkpoints/checkpoint_reader.py::newest_readable": "the checkpoint is set aside with the reason, and the one before is read",
+    "actors/checkpoints/checkpoint_reader.py::_with_prompts": "raised again with what the run needs",
+    "actors/ranks/learner_rank_actor.py::restore": "a file that was being written may be of a step that the run has left",
+    "actors/reports/run_doctor.py::_verified": "shown as damage",
+    "actors/commands/doctor.py::_of_cluster": "shown as a note: the model may be on the nodes alone",
+    "actors/commands/deadline_views.py::_weight_bytes": "the table says that the size is not known",
+}
+
+
+def test_a_data_error_is_caught_where_it_is_said_or_the_question_is_whether() -> None:
+    """Whoever catches one of the user's errors must show it: a new place stands here with its reason, or lets it through."""
+    found = set()
+    for package in PACKAGES:
+        for path in source_files(package):
+            if "DataError" in path.read_text():
+                functions = [node for node in nodes(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+                found |= {f"{path.relative_to(ROOT)}::{one.name}" for one in functions if catches(one, "DataError")}
+    assert found == set(MAY_CATCH_DATA_ERRORS)
+
+
+def catches(function: ast.AST, name: str) -> bool:
+    """Whether a function names an error in an `except`, or hands it to `suppress`."""
+    caught: list[ast.AST] = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.ExceptHandler) and node.type is not None:
+            caught.append(node.type)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
+            caught += node.args
+    return any(isinstance(one, ast.Name) and one.id == name for tree in caught for one in ast.walk(tree))
+
+
 def callers_of(call: str) -> set[str]:
     """Files of the packages that call what this pattern names."""
     return {

@@ -111,7 +111,8 @@ def verify_whole(checkpoint: Checkpoint, reading: Reading) -> None:
 
 
 def _trained_apart(checkpoint: Checkpoint, error: DataError) -> OtherVersionError:
-    """So were those of the older checkpoints, and nothing is damaged."""
+    """The refusal of a checkpoint whose ranks trained the same experts apart. Older checkpoints of the run have the same fault, so none is
+    tried; the files are whole."""
     return OtherVersionError(*error.args, remedy=f"Start a new run from its weights: model={checkpoint.hf}")
 
 

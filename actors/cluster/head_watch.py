@@ -145,7 +145,7 @@ def _wait_for_the_end(
     last: Callable[[str], object],
     over: threading.Event,
 ) -> None:
-    """Of a process of Ray's. The kernel tells of it at once: Ray may abort this process at its next call."""
+    """Wait until one of Ray's processes ends, and then end this one with a reason, before Ray aborts it at its next call."""
     with contextlib.suppress(ChildProcessError):  # Ray has waited for it
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     if over.is_set():

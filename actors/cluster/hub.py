@@ -113,14 +113,15 @@ def obstacle_here(model: Path) -> str:
     from huggingface_hub import HfApi
 
     try:
-        with _in_words(name):
-            name = _at_its_commit(name)
-            if _whole_copy(name) is not None:
-                return ""
-            HfApi().model_info(name.repository, revision=name.revision, timeout=_HUB_S)
-            return _lack_of_room(name)
-    except DataError:
-        return "it is not in the cache, nor can the hub be reached"
+        name = _at_its_commit(name)
+        if _whole_copy(name) is not None:
+            return ""
+        HfApi().model_info(name.repository, revision=name.revision, timeout=_HUB_S)
+        return _lack_of_room(name)
+    except Exception as error:
+        if (words := _words_for(error, name)) is None:
+            raise
+        return words[0]
 
 
 def _at_its_commit(name: HubName) -> HubName:
@@ -161,7 +162,7 @@ def _downloaded(name: HubName) -> Path:
     from huggingface_hub import snapshot_download
 
     if lack := _lack_of_room(name):
-        raise DataError(f"model = {name}: {lack}. Make room, or set HF_HOME to a folder on another disk")
+        raise DataError(f"model = {name}: {lack}", remedy="Make room, or set HF_HOME to a folder on another disk")
     return Path(snapshot_download(name.repository, revision=name.revision, **_WANTED))
 
 
@@ -172,36 +173,42 @@ def _gb(count: int) -> str:
 @contextlib.contextmanager
 def _in_words(name: HubName) -> Iterator[None]:
     """Raises: DataError in place of what huggingface_hub raises."""
+    try:
+        yield
+    except Exception as error:
+        if (words := _words_for(error, name)) is None:
+            raise
+        reason, remedy = words
+        raise DataError(f"model = {name}: {reason}", remedy=remedy) from error
+
+
+def _words_for(error: Exception, name: HubName) -> tuple[str, str] | None:
+    """Why huggingface_hub doesn't give a model, and the remedy, by what it raised; None: that is something else, and to be raised."""
     import httpx
     from huggingface_hub import constants, errors
 
-    at, model = constants.ENDPOINT, f"model = {name}"
+    at, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
     token = "log in with a token that may read it (hf auth login, or HF_TOKEN)"
-    try:
-        yield
-    except errors.GatedRepoError as error:
-        text = f"{model}: its owner asks for an agreement. Accept it at {at}/{name.repository} and {token}"
-        raise DataError(text) from error
-    except errors.RepositoryNotFoundError as error:
-        raise DataError(f"{model}: {at} has no such model, or it is private. Correct the name, or {token}") from error
-    except errors.RevisionNotFoundError as error:
-        text = f"{model}: it has no revision {name.revision}; take a branch, a tag or a commit of {at}/{name.repository}"
-        raise DataError(text) from error
-    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, errors.RevisionResolutionError) as error:
-        if constants.HF_HUB_OFFLINE:
-            reason, remedy = "offline mode is on (HF_HUB_OFFLINE)", f"hf download {name.repository} where there is a network"
-        else:
-            reason, remedy = f"{at} can't be reached", "Try again (files that are complete are kept), or set model to a folder that has it"
-        raise DataError(f"{model}: not complete in the cache, {constants.HF_HUB_CACHE}, and {reason}. {remedy}") from error
-    except httpx.HTTPError as error:  # errors.HfHubHTTPError too
-        reason = one_line(error)
-        raise DataError(
-            f"{model}: not complete in the cache, {constants.HF_HUB_CACHE}, and {at} doesn't provide it ({reason}). Try again: files "
-            "that are complete are kept; if you know that the cache is complete, set HF_HUB_OFFLINE=1"
-        ) from error
-    except errors.HFValidationError as error:
-        raise DataError(f"{model}: not a name that the hub allows ({error})") from error
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise DataError(f"{model}: no space left for it in {constants.HF_HUB_CACHE}. Make room, or set HF_HOME") from error
+    match error:
+        case errors.GatedRepoError():
+            return "its owner asks for an agreement", f"Accept it at {at}/{name.repository} and {token}"
+        case errors.RepositoryNotFoundError():
+            return f"{at} has no such model, or it is private", f"Correct the name, or {token}"
+        case errors.RevisionNotFoundError():
+            return f"it has no revision {name.revision}", f"take a branch, a tag or a commit of {at}/{name.repository}"
+        case errors.OfflineModeIsEnabled() | errors.LocalEntryNotFoundError() | errors.RevisionResolutionError():
+            if constants.HF_HUB_OFFLINE:
+                reason = f"not complete in the cache, {cache}, and offline mode is on (HF_HUB_OFFLINE)"
+                return reason, f"Run `hf download {name.repository}` where there is a network"
+            remedy = "Try again (files that are complete are kept), or set model to a folder that has it"
+            return f"not complete in the cache, {cache}, and {at} can't be reached", remedy
+        case httpx.HTTPError():  # errors.HfHubHTTPError too
+            return (
+                f"not complete in the cache, {cache}, and {at} doesn't provide it ({one_line(error)})",
+                "Try again: files that are complete are kept; if you know that the cache is complete, set HF_HUB_OFFLINE=1",
+            )
+        case errors.HFValidationError():
+            return f"not a name that the hub allows ({error})", ""
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            return f"no space left for it in {cache}", "Make room, or set HF_HOME"
+    return None

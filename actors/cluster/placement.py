@@ -184,7 +184,7 @@ async def _is_broken(places: RankPlaces) -> bool:
 
 
 def _held(group: PlacementGroup | None) -> Counter[str]:
-    """By node that is alive, how many of the group's bundles are there. None are if the group is removed, or if Ray doesn't know it."""
+    """Number of the group's bundles on each node that is alive. Empty if the group is removed, or if Ray doesn't know it."""
     try:
         told = placement_group_table(group) if group is not None else {}
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]

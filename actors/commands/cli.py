@@ -331,7 +331,7 @@ def diff_engines(
         bool,
         typer.Option(
             "--true-on-policy/--no-true-on-policy",
-            help="Operators of the true on-policy mode (they add in a fixed order, the same in both engines), or each engine's usual ones.",
+            help="Batch-invariant operators, the same in both engines, as true on-policy has them; or each engine's usual ones.",
         ),
     ] = True,
     dtype: Annotated[

@@ -1,4 +1,8 @@
-"""Lists every key of a pydantic configuration with its type, default and meaning; for a wrong key it finds the nearest one."""
+"""Lists every key of a pydantic configuration with its type, default and meaning; for a wrong key it finds the nearest one.
+
+It reads the types themselves, not pydantic's `model_json_schema`: that has no default where a factory makes it (27 of a run's keys), and
+recipe.py needs the classes of a section's variants, so the walk would stay beside a reader of schemas.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from actors.doctor.gather import home_of_run, nodes_of_cluster, own_machine
 from actors.doctor.node_rules import on_nodes
 from actors.doctor.paper_rules import enough, on_paper, worst_first
 from actors.doctor.room_rules import Request, requests
-from actors.doctor.start_checks import judged
+from actors.doctor.start_checks import check_on_paper
 from actors.plan.shape import check_is_model
 from actors.processes.disk_at_start import by_disk_at_start
 from actors.settings.devices import visible_gpus
@@ -98,17 +98,17 @@ def _measured_unless(complaints: list[Complaint], config: RunConfig) -> list[Com
 
 def _measured(config: RunConfig) -> list[Complaint]:
     from actors.cluster.hub import config_folder
-    from actors.doctor.deep_rules import in_the_deep
+    from actors.doctor.deep_rules import deep_complaints
     from actors.doctor.live import deep_facts
     from actors.settings.derived import derived
     from learner.hf.hf_folder import read_json
 
     typer.echo("starting the learner's ranks and an engine on a model of two layers, about a minute", err=True)
-    config, _ = judged(derived(config, has_gpu=_has_gpu(config)))
+    config, _ = check_on_paper(derived(config, has_gpu=_has_gpu(config)))
     content = read_json(config_folder(config.model) / "config.json")
     began = time.monotonic()
     found = deep_facts(config, content, lambda done: typer.echo(f"{time.monotonic() - began:4.0f} s  {done}", err=True))
-    return in_the_deep(found, config)
+    return deep_complaints(found, config)
 
 
 def _of_run(folder: Path, overrides: list[str]) -> str:
@@ -131,8 +131,8 @@ def _of_cluster(config: RunConfig, path: Path) -> tuple[list[Complaint], list[Re
     try:
         check_is_model(config_folder(config.model))
     except DataError as error:  # on the nodes it may be
-        return [*agreement(cluster, config), Complaint("note", f"neither the model nor the memory of GPUs was judged: {error}")], []
-    config, facts = judged(config, meant=())
+        return [*agreement(cluster, config), Complaint("note", f"neither the model nor the memory of GPUs was checked: {error}")], []
+    config, facts = check_on_paper(config, meant=())
     return worst_first(on_paper(facts, config) + agreement(cluster, config, facts.shape)), []
 
 
@@ -142,7 +142,7 @@ def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]
 
     if gpus:
         kind = Gpus.parse(gpus)
-        config, facts = judged(derived(config, has_gpu=True), meant=[kind])
+        config, facts = check_on_paper(derived(config, has_gpu=True), meant=[kind])
         return worst_first(on_paper(facts, config) + enough(kind, config)), []
     return _found_here(config)
 
@@ -162,7 +162,7 @@ def _found_here(config: RunConfig) -> tuple[list[Complaint], list[Request]]:
         if not isinstance(error, NoClusterError) or asks_for_gpus(config):
             return refused, []  # the rest depends on whether there are GPUs
     try:
-        config, facts = judged(derived(config, has_gpu=has_gpu))
+        config, facts = check_on_paper(derived(config, has_gpu=has_gpu))
     except EvenkeelError as error:
         if not isinstance(error, ConfigError):
             raise

@@ -175,7 +175,7 @@ class _Record:
         self._lines.append({"position": asked.position, "solved": asked.solved, "unscored": asked.unscored})
 
     def read(self) -> dict[int, Asked]:
-        """By position."""
+        """Questions that have been asked already, by position in the data set."""
         found = self._lines.read(lambda line: Asked(int(line["position"]), int(line["solved"]), int(line["unscored"])))
         return {one.position: one for one in found}
 

@@ -32,13 +32,13 @@ def plan(
     from actors.commands.plan_view import in_numbers, make_plan, sections
     from actors.commands.recipe import load_config
     from actors.doctor.paper_rules import enough, on_paper, worst_first
-    from actors.doctor.start_checks import judged
+    from actors.doctor.start_checks import check_on_paper
     from actors.doctor.views import show
     from actors.plan.gpus import Gpus
     from actors.settings.derived import derived
 
     kind = Gpus.parse(gpus)
-    config, facts = judged(derived(load_config(RunConfig, recipe, overrides or []), has_gpu=True), meant=[kind])
+    config, facts = check_on_paper(derived(load_config(RunConfig, recipe, overrides or []), has_gpu=True), meant=[kind])
     complaints = worst_first(on_paper(facts, config) + enough(kind, config))
     found = make_plan(facts, config, kind, complaints)
     if as_json:

@@ -117,7 +117,7 @@ def _of_version(plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def in_numbers(plan: RunPlan) -> dict[str, Any]:
-    """For programs; bytes and seconds."""
+    """The plan as plain numbers, for `--json`: bytes and seconds."""
     engine = asdict(plan.engine)
     return {
         "gpus": str(plan.gpus),

@@ -84,7 +84,8 @@ def find_resume_point(
 
 
 def _settings_then(point: ResumePoint, before: RunConfig) -> RunConfig:
-    """Those that the checkpoint's groups were sampled with. The folder has them too, unless a resume with others ended without saving."""
+    """The settings with which the checkpoint's groups were sampled. The run folder has the same ones, unless a resume with others ended
+    before it saved."""
     if not point.state.settings:
         return before
     try:

@@ -75,7 +75,7 @@ class Reached:
             return cls(unknown=str(error) or "no answer")
 
     def is_beyond(self, before: Reached) -> bool:
-        """Or may be."""
+        """Whether the run has got further than `before`; True also where the disk doesn't tell."""
         return bool(self.unknown) or self.checkpoint > before.checkpoint or self.step > before.step
 
     def where(self) -> str:

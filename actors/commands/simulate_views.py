@@ -48,7 +48,7 @@ def show_outcomes(console: Console, outcomes: Sequence[Outcome]) -> None:
             " ".join(f"{100 * share:.0f}" for share in ages),
         )
     Console(file=console.file, width=max(console.width, _TABLE_WIDTH), highlight=False).print(table)
-    console.print("\n" + verdict(outcomes), soft_wrap=not console.is_terminal)
+    console.print("\n" + recommendation(outcomes), soft_wrap=not console.is_terminal)
 
 
 def cheapest(outcomes: Sequence[Outcome]) -> Outcome:
@@ -57,7 +57,8 @@ def cheapest(outcomes: Sequence[Outcome]) -> Outcome:
     return min((one for one in outcomes if one.tokens_per_s >= ENOUGH * most), key=lambda one: (one.workers, one.max_staleness))
 
 
-def verdict(outcomes: Sequence[Outcome]) -> str:
+def recommendation(outcomes: Sequence[Outcome]) -> str:
+    """The cheapest of the settings tried, in a sentence, and in what direction a larger one may pay."""
     chosen = cheapest(outcomes)
     edges = [
         name

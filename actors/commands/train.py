@@ -126,7 +126,7 @@ def _from_the_start(folder: RunFolder) -> str:
 
 
 def _complete(folder: RunFolder, config: RunConfig, point: ResumePoint) -> tuple[RunSummary, str] | None:
-    """Of a run that has done and evaluated all of its steps: write its report if that is missing, and the last event. Nothing is started.
+    """End the resume of a run that is complete already: write its report if that is missing, and the last event. Nothing is started.
 
     Returns: its summary, and what to say of it; None: its evaluation is missing.
     """

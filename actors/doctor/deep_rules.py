@@ -82,7 +82,8 @@ def seeds_repeat(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]:
 
 
 def updates_meet_their_deadlines(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]:
-    """By the object store; with weight_sync.transport: broadcast an engine that joins gets its first weights that way, too."""
+    """An update by the object store must be done within its deadline. With weight_sync.transport: broadcast, engines that join get their
+    first weights that way."""
     if facts.update is not None:
         of_whom = " to an engine that joins" if config.weight_sync.transport == "broadcast" else ""
         yield from _expected(facts, config, facts.update.bytes, facts.update.export_s + facts.update.take_s, facts.update.pause_s, of_whom)
@@ -112,7 +113,14 @@ def broadcast_reaches_the_engine(facts: DeepFacts, config: RunConfig) -> Iterato
 
 
 def _expected(facts: DeepFacts, config: RunConfig, measured: int, seconds: float, pause_s: float, way: str) -> Iterator[Complaint]:
-    """Args: measured: bytes of what took `seconds` to arrive, and the engine a pause of `pause_s`."""
+    """What an update of the whole model would take, in proportion to the measured one; a warning if that is longer than its deadline.
+
+    Args:
+        measured: bytes of the update that was measured.
+        seconds: until it had arrived.
+        pause_s: seconds for which the engine paused for it.
+        way: how it was sent, for the sentence.
+    """
     publish_s, pause_s = predicted(facts.version_bytes, measured, seconds), predicted(facts.version_bytes, measured, pause_s)
     text = f"expect {publish_s:.3g} s to publish a version of {gib(facts.version_bytes)}{way}, and {pause_s:.3g} s of an engine's pause"
     text += f" (measured with {gib(measured)} under 8 requests)"
@@ -142,8 +150,8 @@ def predicted(version_bytes: int, measured_bytes: int, seconds: float) -> float:
     return max(1.0, version_bytes / measured_bytes) * seconds
 
 
-def in_the_deep(facts: DeepFacts, config: RunConfig) -> list[Complaint]:
-    """All complaints of the third layer, the worst first."""
+def deep_complaints(facts: DeepFacts, config: RunConfig) -> list[Complaint]:
+    """All complaints of the deep check (doctor --deep), the worst first."""
     return worst_first([found for rule in DEEP_RULES for found in rule(facts, config)])
 
 

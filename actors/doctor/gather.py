@@ -276,9 +276,10 @@ def _answer(call: Any, until: float, within_s: float) -> NodeFacts:
 
 
 def _with_skew(facts: NodeFacts, began: float) -> NodeFacts:
-    """By how much the node's clock was before the question, or after the answer: the start of a first process there is not counted.
+    """The facts, with the seconds by which the node's clock is ahead (negative: behind), as far as they are certain: it showed a time after
+    the answer came, or before the question was asked. The time that the answer took counts as no difference.
 
-    Args: began: this one's clock at the question.
+    Args: began: this machine's clock when the node was asked.
     """
     if facts.silence:
         return facts
@@ -307,7 +308,7 @@ def _late(within_s: float) -> str:
 
 
 def _with_resources(facts: NodeFacts, node: Mapping[str, Any], free: Mapping[str, float], unit: str, drivers: str) -> NodeFacts:
-    """And what Ray knows of it. Args: drivers: the id of the node where this process is."""
+    """The facts, with what Ray knows of the node. Args: drivers: the id of the node where this process is."""
     offered = node["Resources"]
     return replace(
         facts,

@@ -30,7 +30,8 @@ _HALF, _FLOAT8 = 80, 89
 
 
 def experts_stay_as_sent(shape: ModelShape, config: RunConfig) -> Iterator[Complaint]:
-    """On any device (layers/quantization/unquant.py, layers/moe/fused_moe_triton/layer.py)."""
+    """The weights of experts must keep their layout in the engine, on GPUs and on CPUs (SGLang's layers/quantization/unquant.py,
+    layers/moe/fused_moe_triton/layer.py)."""
     runner = _runner(config)
     if shape.experts and runner not in _KEPT_BY:
         yield Complaint(
@@ -62,7 +63,10 @@ def half_precision_has_kernels(config: RunConfig, *, of_ranks: Collection[str], 
 
 
 def weights_stay_as_sent(shape: ModelShape, config: RunConfig, architectures: Collection[str]) -> Iterator[Complaint]:
-    """Args: architectures: of the GPUs that an engine may get, such as sm_90; those that aren't known are left out."""
+    """An engine must hold the weights in the order and type in which it was sent them.
+
+    Args: architectures: of the GPUs that an engine may get, such as sm_90; those that aren't known are left out.
+    """
     numbers = _numbers(architectures)
     if config.rollout.engine.resolved_device != "cuda" or not numbers:
         return
@@ -90,10 +94,8 @@ def _rounds_anew(products: str, number: int) -> bool:
 
 
 def _types_stay(config: RunConfig, numbers: list[int]) -> Iterator[Complaint]:
-    """Failures if all GPUs are so; where there are others, an engine may be on one of those.
-
-    SGLang's layers/quantization/fp8_utils.py.
-    """
+    """GPUs without products of float8 make SGLang pack the weights anew (layers/quantization/fp8_utils.py). A failure if no GPU has them, a
+    warning if some have: the engines may be on those."""
     engine = config.rollout.engine
     packed = [number for number in numbers if _HALF <= number < _FLOAT8]
     if engine.has_float8 and packed:
@@ -110,7 +112,7 @@ def _runner(config: RunConfig) -> str:
 
 
 def _numbers(architectures: Collection[str]) -> list[int]:
-    """Of those that are known, the lowest first."""
+    """The numbers of the known architectures, lowest first: 90 for sm_90."""
     return sorted({number for one in architectures if (number := number_of(one))})
 
 

@@ -149,7 +149,10 @@ def folders_are_seen_everywhere(nodes: Nodes, config: RunConfig) -> Iterator[Com
     obstacles = {node.name: node.model_obstacle for node in may_hold_ranks if node.model_obstacle}
     remedy = "Put it on a file system that all nodes mount"
     if HubName.of(config.model):
-        remedy = "Let these nodes reach the hub, make room, or set HF_HOME to a folder on a file system that all nodes mount"
+        remedy = (
+            "Let these nodes reach the hub with a token that may read the model, make room, or set HF_HOME to a folder on a file system "
+            "that all nodes mount"
+        )
     for obstacle in sorted(set(obstacles.values())):
         where = ", ".join(name for name, its in obstacles.items() if its == obstacle)
         text = f"model = {config.model}: {obstacle} on {where}, where a learner rank could be put"
@@ -321,7 +324,8 @@ def hosts_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) -
 
 
 def _with_driver(role: HostMemory | None, driver: dict[str, int]) -> HostMemory:
-    """The driver fetches all answers, also those that are there for the role."""
+    """The memory of a node that holds the driver in addition to a role. Answers and wide fields of the role are not counted twice: the
+    driver, queue and service fetch all answers anyway."""
     own = "driver, queue and correction service"
     if role is None:
         return HostMemory(own, driver)

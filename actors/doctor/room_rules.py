@@ -38,8 +38,8 @@ def gpus_for_everybody(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
 
 
 def cpus_for_everybody(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    """As Ray counts them: a rank asks for one, a worker for one for each rank of its engine, whatever they compute with. Without
-    ray.num_cpus a private Ray has as many as the run asks for."""
+    """Ray must have the CPUs that actors ask it for: a rank one, a worker one for each rank of its engine, whatever they compute with.
+    Without ray.num_cpus a private Ray has as many as the run asks for."""
     remedy = "Lower rollout.workers, add nodes, or start them with more (ray start --num-cpus)"
     if config.ray.address is None:
         remedy = "Leave ray.num_cpus out, or raise it"
@@ -47,7 +47,7 @@ def cpus_for_everybody(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
 
 
 def _for_everybody(kind: str, nodes: Nodes, config: RunConfig, remedy: str) -> Iterator[Complaint]:
-    """More may come on a cluster that grows by itself, so that only what this machine can't hold fails."""
+    """Ray must have, and have free, what the run asks for of this resource. On a joined cluster, which may grow, a lack is a warning."""
     (row,) = [one for one in requests(nodes, config) if one.kind == kind]
     may_grow = config.ray.address is not None
     if row.asked > row.there:
@@ -76,7 +76,8 @@ def tensor_parallel_groups_inside_nodes(nodes: Nodes, config: RunConfig) -> Iter
 
 
 def engines_inside_nodes(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    """What the learner leaves. Of too few GPUs in all another rule speaks; so does one of units, which engines of one GPU take alike."""
+    """The nodes must have room for the engines beside the learner. Where GPUs are too few in all, gpus_for_everybody says so instead;
+    engines of one GPU are counted up to the units that there are: missing units have a rule of their own."""
     ranks, wanted = config.rollout.engine.tensor_parallel, config.rollout.first_workers
     is_short = gpus_asked(config) > sum(node.offered_gpus for node in nodes)
     if config.rollout.engine.resolved_device != "cuda" or is_short:

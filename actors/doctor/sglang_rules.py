@@ -14,8 +14,9 @@ from rollout.engine_settings.engine_capabilities import EngineCapabilities
 
 
 def engines_have_their_sglang(nodes: Sequence[NodeFacts], config: RunConfig) -> Iterator[Complaint]:
-    """The version that evenkeel hooks into, and evenkeel's plugin for it, wherever an engine may be put. An engine says the same, but each
-    of a worker's attempts first. Of kernels for GPUs another rule speaks."""
+    """Every node that may hold an engine must have the SGLang version that evenkeel hooks into, and evenkeel's plugin for it. The engine
+    itself refuses the same, but only after the run has begun, once in each attempt to start it. Kernels for GPUs are checked in
+    kernel_rules.py."""
     device = config.rollout.engine.resolved_device
     may_hold_engines = [node for node in nodes if not node.silence and node.rollout_units >= 1 and (device == "cpu" or node.offered_gpus)]
     refused: dict[tuple[str, str], list[str]] = {}

@@ -94,7 +94,7 @@ def _weight_bytes(folder: Path, *, has_weights: bool) -> int:
     return found if found and has_weights else max(found, ModelShape.read(folder).weight_bytes("bfloat16"))
 
 
-def judged(config: RunConfig, *, meant: Sequence[Gpus] | None = None) -> tuple[RunConfig, PaperFacts]:
+def check_on_paper(config: RunConfig, *, meant: Sequence[Gpus] | None = None) -> tuple[RunConfig, PaperFacts]:
     """The configuration as the run would be given it, and what is known without a cluster, with every reason against the run.
 
     Args:

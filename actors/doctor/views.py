@@ -17,7 +17,7 @@ from correction.errors import counted
 _COLOURS = {"fail": "bold red", "warn": "yellow", "note": "dim"}
 
 
-def verdict(complaints: Sequence[Complaint]) -> str:
+def summary(complaints: Sequence[Complaint]) -> str:
     """A sentence for the last line."""
     fails = sum(one.severity == "fail" for one in complaints)
     warns = sum(one.severity == "warn" for one in complaints)
@@ -27,12 +27,12 @@ def verdict(complaints: Sequence[Complaint]) -> str:
 
 
 def show(console: Console, complaints: Sequence[Complaint], rows: Sequence[Request]) -> None:
-    """Print the table of resources, then the complaints in the order given, and the verdict."""
+    """Print the table of resources, then the complaints in the order given, and the summary."""
     if rows:
         console.print(table_of(rows))
     for one in complaints:
         console.print(f"[{_COLOURS[one.severity]}]{one.severity}[/]  {escape(str(one))}")
-    console.print(verdict(complaints))
+    console.print(summary(complaints))
 
 
 def table_of(rows: Sequence[Request]) -> Table:
@@ -47,7 +47,7 @@ def table_of(rows: Sequence[Request]) -> Table:
 def as_json(complaints: Sequence[Complaint], rows: Sequence[Request]) -> dict[str, Any]:
     """The same as JSON, for programs."""
     return {
-        "verdict": verdict(complaints),
+        "summary": summary(complaints),
         "findings": [{"level": one.severity, "sentence": one.sentence, "setting": one.setting} for one in complaints],
         "resources": [asdict(row) for row in rows],
     }

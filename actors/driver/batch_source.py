@@ -53,7 +53,7 @@ class BatchSource:
 
     @classmethod
     async def opened(cls, config: RunConfig, point: StartingPoint, folder: RunFolder, observer: Observer, by_disk: ByDisk) -> BatchSource:
-        """With the ledger of the folder, whose file is read, and cut, after all that was to be written to it before.
+        """A source with the ledger of the run folder. Its file is read, and cut to the checkpoint, once all earlier lines are written.
 
         Raises: LedgerError; DeadlineExceeded if the disk hangs.
         """
@@ -128,7 +128,7 @@ class BatchSource:
         return await while_they_answer(self.parts, call, what, deadline_s=self._config.deadlines.sync_s, notify=notify)
 
     async def compared(self, version: int, values: Any) -> Agreement | None:
-        """As the service's. Whoever watches the parts replaces one that dies meanwhile; the next one, which lacks the batch, is asked then.
+        """Ask the correction service to compare the batch. If it dies meanwhile, its replacement is asked, which lacks the batch.
 
         Raises: as `ask`, if all parts are there; ActorLost if the next one is late.
         """

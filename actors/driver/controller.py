@@ -146,7 +146,7 @@ class Controller:
         return True
 
     async def _until_trained(self, *, goes_on: bool = False) -> None:
-        """To the last step and its checkpoint. Args: goes_on: in the middle of training."""
+        """Train to the last step, and save it. Args: goes_on: training was under way already, and goes on with replaced parts."""
         if not self._is_begun:
             self._first_evaluation = await self._evaluations.whole("before training", self._step, self._version, self._sync)
         self._is_begun = self._ending.is_training = interrupts.has_trained = True
@@ -182,7 +182,7 @@ class Controller:
         await self._by_disk(self._observer.disk.result(self._source.ledger.flush), "the ledger's lines")
 
     async def _go_back(self) -> None:
-        """To the last checkpoint, when all is withdrawn."""
+        """Go back to the last checkpoint, when no part of the run is left that could still change something."""
         reached = {"step": self._step, "version": self._version, "generation": self._generation + 1}
         await self._by_disk(self._checkpoints.off_disk(), "what it still does for an abandoned checkpoint")
         self._point, said = await self._rollbacks.found(self._config.model, self._observer.disk, self._observer.event, self._by_disk)

@@ -306,7 +306,7 @@ _LENGTH = [
 ]
 _GROUPS = [
     _gauge(
-        "groups/all_right", _U.ONE, _R.SUM, "groups all right",
+        "groups/all_correct", _U.ONE, _R.SUM, "groups all correct",
         "Groups of the batch whose answers all got the same reward, of evaluation.correct_at or more: no gradient.",
     ),
     _gauge(

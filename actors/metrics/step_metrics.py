@@ -54,9 +54,17 @@ def is_listed(name: str) -> bool:
     return _find(name) is not None
 
 
+_FORMER_NAMES = {"groups/all_right": "groups/all_correct"}
+"""Names of earlier versions and those of today; the correction knows its own."""
+
+
+def _name_today(name: str) -> str:
+    return current_name(_FORMER_NAMES.get(name, name))
+
+
 def listed_today(numbers: Mapping[str, T]) -> dict[str, T]:
     """Numbers of an earlier version's run by their names of today, without those that this version's catalogue doesn't list."""
-    named = ((current_name(name), number) for name, number in numbers.items())
+    named = ((_name_today(name), number) for name, number in numbers.items())
     return {name: number for name, number in named if is_listed(name)}
 
 
@@ -143,7 +151,7 @@ class StepMetrics(Mapping[str, float]):
         metrics = cls(step_of(record))
         values = {name: value for name, value in record.items() if name not in ("step", "non_finite")}
         values |= {name: float(word) for name, word in record.get("non_finite", {}).items()}
-        for name, value in ((current_name(name), value) for name, value in values.items()):
+        for name, value in ((_name_today(name), value) for name, value in values.items()):
             if wanted(name) and is_listed(name):
                 metrics.set(name, value)
         return metrics

@@ -156,8 +156,8 @@ def of_engines(
 
 
 def route_cache_bytes(shape: ModelShape, tokens: int) -> int:
-    """Of each rank of an engine that tells the experts of its tokens, page-locked (SGLang's state_capturer/base.py, BaseHostCache): int32,
-    a row for each token of its KV cache, filled or not, and for those of one page more, which is one token here."""
+    """Bytes of page-locked memory in which each rank of an engine keeps its tokens' experts (SGLang's state_capturer/base.py,
+    BaseHostCache): int32, a row for each token of its KV cache, filled or not, and one page more, which is one token here."""
     return (tokens + 1) * shape.layers * shape.experts_per_token * 4
 
 

@@ -92,7 +92,7 @@ class ModelShape:
 
     @property
     def tensors(self) -> int:
-        """As files and engines have them: each expert's by themselves."""
+        """Number of tensors, as files and engines count them: each expert has its own."""
         of_layer = (rule for rule in self.family.rules if "{layer}" in rule.megatron)
         layer = sum(len(rule.hf) * (self.experts if rule.is_expert else 1) for rule in of_layer)
         return self.layers * layer + (2 if self.is_tied else 3)
@@ -148,7 +148,8 @@ class ModelShape:
         return 2 * self.layers * max(self.key_heads // ranks, 1) * self.head_width * BYTES_OF[dtype]
 
     def weight_bytes(self, dtype: str, ranks: int = 1, *, float8: bool = False, attention_groups: int = 1) -> int:
-        """Bytes of the whole model, or of each rank of an engine, which has a part of every matrix; of experts as many bytes, whole or not.
+        """Bytes of the weights of one rank of an engine; with one rank, of the whole model. A rank has a part of every matrix. Its share of
+        the experts has the same size whether each expert is cut or each rank has some experts whole.
 
         Args:
             float8: the projections have a byte an entry, and 4 for each block of 128 x 128 (correction/engines/float8.py).
@@ -165,7 +166,7 @@ class ModelShape:
         return whole + self.layers * (entries * (1 - BYTES_OF[dtype]) + 4 * blocks)
 
     def channels(self, ranks: int, expert_ranks: int) -> dict[str, int]:
-        """Of a layer, by which its matrices are cut: what each of an engine's ranks has of them.
+        """Number of channels that each rank of an engine has of a layer, by the kind by which its matrices are cut.
 
         Args: expert_ranks: that share an expert.
         """

@@ -17,8 +17,8 @@ from rollout.trajectory import Prompt
 _POLL_S = 30.0
 
 
-class PatientQueue:
-    """The trajectory queue's actor, for calls that may run twice."""
+class QueueClient:
+    """Calls of the trajectory queue's actor that may run twice: one without an answer is made again."""
 
     def __init__(self, queue: Any, late: Callable[[str], None]) -> None:
         """Args: late: called when it hasn't answered for long."""
@@ -41,8 +41,8 @@ class PatientQueue:
         with suppress(ActorLost):  # `admit` says that the queue is gone, and the run what is done about it
             await self.ask("give_up", group_id, reason)
 
-    def replaced_by(self, queue: Any) -> PatientQueue:
-        return PatientQueue(queue, self._late)
+    def replaced_by(self, queue: Any) -> QueueClient:
+        return QueueClient(queue, self._late)
 
     async def admit(self, prompts: Iterator[Prompt], notice_s: float) -> AsyncIterator[list[Ticket]]:
         """Yields tickets for the next prompts, as many as there are free places; never ends.

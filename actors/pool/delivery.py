@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from actors.carriers import StoredGroup
-from actors.pool.admission import PatientQueue
+from actors.pool.admission import QueueClient
 from correction.errors import ActorLost
 
 _GATHER_S = 0.25
@@ -28,7 +28,7 @@ class Delivery:
 
     def __init__(
         self,
-        queue: PatientQueue,
+        queue: QueueClient,
         notify: Callable[[str], None],
         *,
         spawn: Callable[[Coroutine[Any, Any, None]], None],

@@ -38,11 +38,11 @@ _UNREACHED = 5
 """Calls for one group that could not reach a worker for half a minute, though it answered its heartbeat, before the group is discarded."""
 _OUTCOMES = 64
 FEWEST_FAILED = 16
-SICK_AFTER = 4
+FAILING_AFTER = 4
 """Failed requests of one worker in a row, for different groups, after which all weights are sent to it again."""
 
 
-class LossBook:
+class WorkerLosses:
     """Lost workers: when, on which nodes, and how many since a group was last finished."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class LatestGroups:
         return f"{self._bad} of the last {len(self._outcomes)} groups"
 
 
-class GroupBook:
+class GroupOutcomes:
     """Groups that failed or were lost, and how many of the latest ones were usable."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
@@ -198,13 +198,13 @@ class GroupBook:
         self._unreached[group_id] += 1
         return self._unreached[group_id] < _UNREACHED
 
-    def is_sick(self, worker: str) -> bool:
-        """Whether the worker's last requests, for SICK_AFTER different groups, have all failed, so that the worker is the likely cause. Its
-        count starts again then."""
-        is_sick = len(self._in_a_row.get(worker, ())) >= SICK_AFTER
-        if is_sick:
+    def is_failing(self, worker: str) -> bool:
+        """Whether the worker's last requests, for FAILING_AFTER different groups, have all failed, so that the worker is the likely cause.
+        Its count starts again then."""
+        is_failing = len(self._in_a_row.get(worker, ())) >= FAILING_AFTER
+        if is_failing:
             del self._in_a_row[worker]
-        return is_sick
+        return is_failing
 
     def lost(self, group_ids: Sequence[int], worker: str) -> list[int]:
         """The engine that sampled these groups was lost. Returns: those that have been lost with STRIKES engines by now."""

@@ -20,7 +20,7 @@ from actors.config import DeadlinesConfig
 from actors.pool import preemption, workers
 from actors.pool.departures import Departures, first_to_leave
 from actors.pool.elastic import Elastic
-from actors.pool.faults import LossBook
+from actors.pool.faults import WorkerLosses
 from actors.pool.pool_tasks import PoolTasks
 from actors.pool.rollout_worker import WorkerSettings
 from actors.pool.scoring import UnscoredStarts
@@ -77,7 +77,7 @@ class Membership:
         self._elastic = Elastic(self, self._config, places, lambda decision: observer.scaled(decision))
         self.target = self._elastic.first
         """Workers that are wanted; those that leave don't count."""
-        self._losses, self._unscored_starts = LossBook(), UnscoredStarts()
+        self._losses, self._unscored_starts = WorkerLosses(), UnscoredStarts()
         self._has_begun = False
         """A worker has joined."""
         self._has_scored = False
@@ -300,7 +300,7 @@ class Membership:
         return self._replace(pause_s, self._losses.why_pause(self.target, failed_starts, is_alone=is_alone), failed_starts + 1)
 
     def _after_unscored(self, worker: WorkerHandle, error: BaseException | None) -> Coroutine[Any, Any, None]:
-        """Its start failed by its reward alone. Raises: RequestError if that has been so for too long."""
+        """Replace a worker whose start has failed by its reward alone. Raises: RequestError if that has been so for too long."""
         is_alone, unscored = not any(True for _ in self.joined()), worker.unscored + 1
         pause_s = self._unscored_starts.pause_s(error, unscored, is_alone=is_alone)
         return self._replace(pause_s, "the reward of a worker that starts gives no score", worker.attempt, unscored)

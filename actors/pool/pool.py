@@ -17,11 +17,11 @@ from typing import Any
 from actors.carriers import DiscardReason, GroupFailure, StoredGroup, Ticket
 from actors.config import DeadlinesConfig
 from actors.pool import workers
-from actors.pool.admission import PatientQueue
+from actors.pool.admission import QueueClient
 from actors.pool.delivery import Delivery
 from actors.pool.dispatch import Questions, WaitingWork, continuing
 from actors.pool.evaluation_answers import EvaluationAnswers
-from actors.pool.faults import ATTEMPTS, FEWEST_FAILED, WINDOW_S, GroupBook
+from actors.pool.faults import ATTEMPTS, FEWEST_FAILED, WINDOW_S, GroupOutcomes
 from actors.pool.membership import Membership, MembershipCallbacks
 from actors.pool.pool_tasks import PoolTasks
 from actors.pool.rollout_worker import GroupOutcome, WorkerSettings
@@ -61,7 +61,7 @@ class RolloutPool:
     ) -> None:
         """Args: places: groups that admission allows outstanding. outstanding: the driver's record of the groups under way."""
         self._config, self._deadlines, self._observer, self.tasks = settings.rollout, deadlines, observer, PoolTasks()
-        self._queue = PatientQueue(queue, late=lambda text: observer.event("warning", text))
+        self._queue = QueueClient(queue, late=lambda text: observer.event("warning", text))
         self._outstanding = outstanding or Outstanding()
         self._begin_delivery()
         self._results = 3 if settings.has_wide_fields else 2
@@ -83,7 +83,7 @@ class RolloutPool:
         self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
         self._lost_groups = workers.LostGroups(lambda text: self._observer.event("info", text))
         window_s = max(WINDOW_S, FEWEST_FAILED * ATTEMPTS * group_s(self._config))  # enough for one worker with one slot
-        self._groups = GroupBook(window_s)
+        self._groups = GroupOutcomes(window_s)
         self._scoring = Scoring(self._config.reward, window_s, notify=self._observer.event, spawn=self.tasks.spawn, on_end=self._goes_on)
 
     def start(self, *, has_scored: bool = False) -> None:
@@ -273,7 +273,7 @@ class RolloutPool:
             self.tasks.spawn(self._prefer_ready(self._work, ticket.group_id))
         else:
             self._discard(ticket, DiscardReason.FAILED, why)
-        if self._groups.is_sick(worker.name):
+        if self._groups.is_failing(worker.name):
             self._engine_failed(worker, EngineDirty("its last requests have all failed, of different groups: it gets all weights anew"))
 
     async def _prefer_ready(self, work: WaitingWork, group_id: int) -> None:

@@ -194,7 +194,7 @@ class RolloutWorker:
 
     @property
     def _nothing(self) -> tuple[None, ...]:
-        """In place of a group's tokens, and of its wide fields."""
+        """What stands in place of references to a group's tokens and wide fields, where there are none."""
         return (None, None) if self._settings.has_wide_fields else (None,)
 
     async def _sampled_group(self, ticket: Ticket) -> Answer:

@@ -256,7 +256,7 @@ async def loads(joined: Sequence[WorkerHandle], turns: Turns, version: int | Non
 
 
 async def _asked(workers: Sequence[WorkerHandle], turns: Turns) -> dict[str, WorkerLoad]:
-    """As `loads`, with a call to each worker."""
+    """The load of each worker that answers in time, by name."""
 
     async def ask(worker: WorkerHandle) -> WorkerLoad | None:
         await turns.mine()

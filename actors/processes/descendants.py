@@ -29,7 +29,7 @@ def descendants(process: psutil.Process | None = None) -> list[psutil.Process]:
 
 
 def command_of(process: psutil.Process) -> str:
-    """Its command line; empty if it is gone."""
+    """A process's command line; empty if the process is gone."""
     import psutil
 
     try:

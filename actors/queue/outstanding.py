@@ -19,6 +19,8 @@ from rollout.trajectory import GroupFacts
 
 def discard_reason(group: GroupFacts, *, dynamic_sampling: bool) -> DiscardReason | None:
     """Why a group is not worth training; None: it is."""
+    # Asked twice, of the same facts: by the service when it draws groups, and by the driver when it is told of finished ones. The driver's
+    # books must be able to fill a new queue at any moment, also before the service has drawn a group.
     if not group.is_trainable:
         return DiscardReason.INVALID
     return DiscardReason.UNIFORM if dynamic_sampling and group.is_uniform else None

@@ -218,7 +218,7 @@ class LearnerGroup:
 
     @property
     def ranks(self) -> dict[str, Any]:
-        """Their actors, by their names in messages."""
+        """The actors of all ranks, by their names in messages."""
         return {f"learner rank {number}": rank for number, rank in enumerate(self._ranks)}
 
     def kill(self) -> None:

@@ -251,7 +251,7 @@ class RunFolder:
         JsonLines(self._lengths_path).append({"step": step, "tokens": list(tokens)})
 
     def read_answer_lengths(self, *, first_step: int) -> list[int]:
-        """Those of `first_step` and later ones, in order; none of a run of a version that did not write them."""
+        """Tokens of one answer of each group, from `first_step` on, in order; empty for a run of a version that did not write them."""
         steps = JsonLines(self._lengths_path).read(lambda line: (step_of(line), [int(tokens) for tokens in line["tokens"]]))
         return [tokens for step, found in steps if step >= first_step for tokens in found]
 

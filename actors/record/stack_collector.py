@@ -89,7 +89,7 @@ def _own() -> list[str]:
 
 
 def _of_this_node() -> list[str]:
-    """In a process of Ray's: those that its daemon has started for the same job, and theirs."""
+    """Stacks of the processes of this job on a node, children included. Runs in one of Ray's worker processes there."""
     daemon = psutil.Process().parent()
     return _stacks(daemon.children(recursive=True), own_job()) if daemon is not None else []
 

@@ -11,8 +11,6 @@ from actors.carriers import Example, PreparedBatch
 from actors.metrics.catalogue import DIAGNOSTIC_PLACES, LOSS_PLACES, SKIPPED, STALENESS_PLACES
 from correction.diagnostics.batch_numbers import kept_numbers, staleness_numbers
 from learner.results import SkipReason
-from rollout.config import OverlongConfig
-from rollout.overlong import is_left_out
 from rollout.trajectory import AnswerFacts, FailureKind, FinishReason, GroupFacts, SyncReceipt, WorkerLoad
 
 if TYPE_CHECKING:
@@ -29,12 +27,10 @@ _OLDEST = 8
 """Versions of the last bucket of staleness/tokens/, which is of older tokens, too."""
 
 
-def batch_metrics(prepared: PreparedBatch, *, correct_at: float, overlong: OverlongConfig) -> dict[str, float]:
+def batch_metrics(prepared: PreparedBatch, *, correct_at: float) -> dict[str, float]:
     """Rewards, lengths, staleness and group outcomes of a batch. If all answers were left out, there is no length or age of a trained one.
 
-    Args:
-        correct_at: reward of a right answer.
-        overlong: of the rollouts; says which answers were left out when the batch was packed.
+    Args: correct_at: reward of a right answer.
     """
     groups = prepared.groups
     valid = [t for group in groups for t in group.valid]
@@ -48,11 +44,11 @@ def batch_metrics(prepared: PreparedBatch, *, correct_at: float, overlong: Overl
         "time/correct_s": prepared.correct_s,
         "length/max_tokens": max(t.response_tokens for t in valid),
         "length/truncated_share": sum(t.finish_reason is FinishReason.LENGTH for t in valid) / len(valid),
-        "groups/all_right": sum(g.is_uniform and _first_reward(g) >= correct_at for g in groups),
+        "groups/all_correct": sum(g.is_uniform and _first_reward(g) >= correct_at for g in groups),
         "groups/all_wrong": sum(g.is_uniform and _first_reward(g) < correct_at for g in groups),
         "sync/read_again_tokens": sum(t.read_again_tokens for t in valid),
     }
-    numbers |= _trained_metrics([t for t in valid if not is_left_out(t, overlong)], prepared.version)
+    numbers |= _trained_metrics(prepared.trained, prepared.version)
     for name in sorted({name for t in valid for name in t.reward_components}):
         parts = [t.reward_components[name] for t in valid if name in t.reward_components]
         numbers[f"reward/component/{name}"] = statistics.fmean(parts)

@@ -82,7 +82,7 @@ class StepWriter:
             what += "; the loss scale is {} now"
             self._notify("info", shown({"learner/loss_scale": result.loss_scale}, "learner/loss_scale", what))
         metrics = StepMetrics(step.number, {"weight_version": step.version, "time/elapsed_s": step.elapsed_s, "time/step_s": step.seconds})
-        told = batch_metrics(batch, correct_at=self._config.evaluation.correct_at, overlong=self._config.rollout.overlong)
+        told = batch_metrics(batch, correct_at=self._config.evaluation.correct_at)
         metrics.update(self._parts.bounded(told))
         metrics.update(sync_metrics(step.receipts, step.differences) | worker_metrics(step.groups, step.versions))
         metrics.update(learner_metrics(result) | learner_share(step.phases, batch.tokens, step.seconds))

@@ -12,7 +12,7 @@ _OF_MONITOR = {State.WATCH: "monitor/watches_total/", State.ALARM: "monitor/alar
 
 
 class RunTotals:
-    """By their names in the catalogue."""
+    """Counters of the whole run, by their names in the catalogue."""
 
     def __init__(self, totals: Mapping[str, float] | None = None) -> None:
         """Args: totals: of an earlier part of the run, see `all`."""
@@ -47,5 +47,5 @@ class RunTotals:
         return dict(self._raised)
 
     def all(self) -> dict[str, float]:
-        """For a checkpoint."""
+        """All counters, as a checkpoint keeps them."""
         return self._counted | self._raised

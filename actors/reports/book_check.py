@@ -78,7 +78,7 @@ class _Seen:
 
 
 def check_books(folder: RunFolder, last: StepMetrics | None, read: LinesRead) -> BookCheck:
-    """Of the ledger and, up to the step at which a resume began a new one, of those that were set aside: what can be read of them.
+    """Check the ledger, and each one that a resume has set aside up to the step at which the next one began, as far as they can be read.
 
     Args:
         last: numbers of the run's last step; None: it has none.

@@ -182,9 +182,9 @@ _CURVES = (
     ),
     _Curves(
         "Groups without gradient",
-        ("groups/all_right", "groups/all_wrong"),
+        ("groups/all_correct", "groups/all_wrong"),
         "groups of the batch",
-        "Trajectories of these groups all got the same reward. Many all-wrong groups: the task is too hard; many all-right ones: too easy.",
+        "Trajectories of these groups all got the same reward. Many all wrong: the task is too hard; many all correct: too easy.",
     ),
     _Curves(
         "Where the time goes",

@@ -277,7 +277,7 @@ def _pace(metrics: Sequence[StepMetrics]) -> dict[str, float]:
 
 
 def _waits(events: Sequence[RunEvent]) -> tuple[Wait, ...]:
-    """By what was waited for, the longest first."""
+    """What the run has waited for, with the longest wait of each, longest first."""
     found: dict[str, Wait] = {}
     for event in events:
         if (notice := event.notice) is None:
@@ -289,7 +289,7 @@ def _waits(events: Sequence[RunEvent]) -> tuple[Wait, ...]:
 
 
 def _troubles(events: Sequence[RunEvent]) -> tuple[Trouble, ...]:
-    """By kind, in the order of their last event; waits have a list of their own."""
+    """Warnings and errors, one of each kind, in the order of their last event; waits have a list of their own."""
     found: dict[tuple[str, str], Trouble] = {}
     for event in events:
         if event.level not in _TROUBLE or event.notice is not None:

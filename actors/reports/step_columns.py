@@ -67,7 +67,7 @@ class StepColumns:
         return len(self._steps)
 
     def values(self, name: str) -> list[float]:
-        """Of a metric, in the order of steps; steps without it are left out."""
+        """Values of a metric, in the order of steps; steps without it are left out."""
         return self._columns[name][1].tolist() if name in self._columns else []
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:

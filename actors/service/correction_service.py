@@ -43,7 +43,7 @@ from correction.early_warning.symptoms import SYMPTOMS
 from correction.errors import LateError
 from correction.settings.schedule import needs_reference_logprobs
 from correction.terms.advantages import group_advantages
-from rollout.packing import pack_groups
+from rollout.packing import Packed, pack_groups
 from rollout.stacks import register_stack_dump
 from rollout.trajectory import Group
 
@@ -281,7 +281,8 @@ class CorrectionService(HeartbeatActor):
                 forwards.append((pending, asyncio.create_task(self._forward(version, pending))))
                 pending = []
         groups.sort(key=lambda group: group.group_id)
-        batch = await asyncio.to_thread(self._pack, groups, version)
+        packed = await asyncio.to_thread(self._pack, groups, version)
+        batch = packed.batch
         proximal_s = 0.0
         if forwards:
             batch, proximal_s = await with_forwards(batch, forwards)
@@ -305,6 +306,7 @@ class CorrectionService(HeartbeatActor):
             corrected=stored,
             tokens=batch.num_tokens,
             groups=tuple(group.facts for group in groups),
+            places=packed.places,
             proximal_s=proximal_s,
             correct_s=correct_s,
             split_s=split_s,
@@ -332,7 +334,7 @@ class CorrectionService(HeartbeatActor):
         every = self._config.learner.report_kl_every
         return self._penalises_reference_kl or (every > 0 and version % every == 0)
 
-    def _pack(self, groups: list[Group], version: int) -> PackedBatch:
+    def _pack(self, groups: list[Group], version: int) -> Packed:
         return pack_groups(
             groups,
             learner_version=version,
@@ -354,7 +356,7 @@ class CorrectionService(HeartbeatActor):
 
     async def _forward(self, version: int, groups: list[Group]) -> tuple[dict[str, Any], float]:
         """What the learner says of the groups' tokens, by its field of PackedBatch, and how long that took."""
-        if not (packed := await asyncio.to_thread(self._pack, groups, version)).num_tokens:  # all their answers are masked
+        if not (packed := (await asyncio.to_thread(self._pack, groups, version)).batch).num_tokens:  # all their answers are masked
             return {}, 0.0
         if not (self._needs_forward and self._replays_engine):
             packed = replace(packed, wide=None)

@@ -20,7 +20,7 @@ class ProbeLimits:
 
     @classmethod
     def of(cls, dtype: str, largest: float | None = None) -> ProbeLimits:
-        """Of weights of a type; `largest`: as configured, and then alone.
+        """The limits for weights of a type; `largest`: the configured one, which then holds alone.
 
         bfloat16: public comparisons of SGLang or vLLM with Megatron have means of 0.008 (Qwen3-8B, largest 0.24) to 0.03 nats (DeepSeek-V3,
         largest 0.1). float16 has three bits more, and so an eighth.
@@ -31,7 +31,7 @@ class ProbeLimits:
 
     @classmethod
     def of_run(cls, config: RunConfig) -> ProbeLimits:
-        """With an engine's projections in float8 (rollout.engine.quantization) more than the learner's type alone would.
+        """The limits of a run. Engines with float8 projections (rollout.engine.quantization) have wider ones than the learner's type alone.
 
         Measured on a CPU: the nano model's answers have a median of 0.01 and a largest of 0.06 nats, random models of two layers 0.1
         and 0.4. Routers that choose other experts need no wider limits: trained for 200 steps on text, a model of four layers has 0.013

@@ -140,7 +140,7 @@ class AnswerLengths:
         return cls(description, recorded=list(recorded), max_tokens=max_tokens, seed=seed)
 
     def afresh(self, seed: int | None = None) -> AnswerLengths:
-        """From the start: the same ones again, so that two runs can have the same answers, or those of another seed."""
+        """These lengths again from the start, so that two runs can have the same answers; with another seed, others of the same kind."""
         seed = self.seed if seed is None else seed
         return AnswerLengths(self.description, self.recorded, self.p50, self.p99, self.max_tokens, seed)
 

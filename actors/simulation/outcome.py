@@ -68,12 +68,12 @@ class Outcome:
 
     @property
     def mean_requests(self) -> float:
-        """In flight in an engine, on average over all the time."""
+        """Requests in flight in one engine, mean over time."""
         return self.request_s / (self.seconds * self.workers)
 
     @property
     def mean_staleness(self) -> float:
-        """Versions, over trained tokens."""
+        """Versions, mean over trained tokens."""
         return sum(age * tokens for age, tokens in self.tokens_by_staleness.items()) / max(1, self.tokens)
 
     def learner_wait_shares(self) -> dict[str, float]:
@@ -95,5 +95,5 @@ def _less(now: Any, before: Any) -> Any:
 
 
 def _shares(waits_s: dict[str, float], of_s: float) -> dict[str, float]:
-    """By cause, the largest first."""
+    """Share of `of_s` that was waited, by cause, largest first."""
     return {cause: seconds / of_s for cause, seconds in sorted(waits_s.items(), key=lambda item: -item[1]) if seconds > 1e-9 * of_s}

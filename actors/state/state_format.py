@@ -106,7 +106,7 @@ def of_plain(kind: Any, plain: Any, columns: Mapping[str, np.ndarray], names: Ma
 
 @functools.cache
 def _types_of_fields(kind: type, names: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    """Of a dataclass. Looked up anew for each trajectory this would take most of the time that a checkpoint's queue is read in."""
+    """The types of a dataclass's fields. Cached: looking them up for each trajectory would take most of the time of reading a queue."""
     return typing.get_type_hints(kind, localns={**dict(names), "array": _Array})
 
 

@@ -184,7 +184,7 @@ class WeightDeltas:
         return found, await self._result(summary, f"{what}, v{newest.version}", node)
 
     async def _result(self, reference: Any, what: str, node: str) -> Any:
-        """Of a Ray task on this node, which ends if it is late or this is cancelled."""
+        """The result of a Ray task on this node. The task is cancelled if it is late, or if this call is cancelled."""
         try:
             return await wait_for(reference, f"{what} <- node {node[:8]}", deadline_s=self._limit_s)
         except BaseException:  # the task would go on, and keep its versions in the store

@@ -375,6 +375,6 @@ class WeightSync:
 
 
 def _brief(error: str) -> str:
-    """In one line: how it begins and how it ends; of an error in another process the traceback is in between."""
+    """An error's text in one line, with its middle left out if it is long: there an error of another process has its traceback."""
     line = " ".join(error.split())
     return line if len(line) <= 2 * _ENDS else f"{line[:_ENDS]} ... {line[-_ENDS:]}"

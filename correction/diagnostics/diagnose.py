@@ -104,7 +104,6 @@ def _collect(
     proximal, before_update = proximal_of(batch, target, None if decided is None else decided.before_update)
     keep = corrected.keep_mask if decided is None else decided.keep_mask
     weights = corrected.importance_weights if decided is None else decided.importance_weights
-    anchor = batch.behavior_logprobs if proximal is target and not corrected.is_deferred else proximal
     mask = torch.empty_like(batch.loss_mask)
     counts = corrected.counts
     if counts is not None and decided is not None:
@@ -118,8 +117,8 @@ def _collect(
         kept_weights = masked(weights[piece.tokens], its_keep)
         added = _rejection_sums(view, its_keep, kept_weights, piece.of_tokens(entropy))
         if decided is not None and target is not None:
-            its, its_anchor = decided.of_slice(piece), piece.of_tokens(anchor)
-            added |= _clip_sums(view, its, piece.of_tokens(entropy)) | _factor_sums(view, its, its_anchor)
+            its = decided.of_slice(piece)
+            added |= _clip_sums(view, its, piece.of_tokens(entropy)) | _factor_sums(view, its)
         largest = float(kept_weights.max()) if its_keep.numel() else 0.0
         sums += DiagnosticSums(added, {"weight": largest}, {})
     spans = token_spans(batch, batch.loss_mask)
@@ -271,18 +270,16 @@ def _clip_sums(view: BatchView, decided: FinalDecision, entropy: Tensor | None) 
     return sums
 
 
-def _factor_sums(view: BatchView, decided: FinalDecision, anchor: Tensor | None) -> dict[str, float]:
-    """Sums of c, the factor on A grad log pi that a token was trained with, and phi = c / r; empty if c isn't known.
-
-    Args: anchor: [N] log pi_prox, under the target in r.
-    """
-    if decided.coefficients is None or anchor is None:
+def _factor_sums(view: BatchView, decided: FinalDecision) -> dict[str, float]:
+    """Sums of c, the factor on A grad log pi that a token was trained with, and phi = c / r with the loss's own r; empty if c or r isn't
+    known."""
+    if decided.coefficients is None or decided.proximal_logprobs is None:
         return {}
     counted = view.mask & (view.batch.advantages != 0)
     advantages = masked(view.batch.advantages, counted).double()
     c = masked(decided.importance_weights * decided.coefficients, counted & decided.keep_mask).double()
     assert view.logprobs.target is not None  # the caller has it, or there would be no coefficients
-    phi = c * bounded_exp(masked(anchor - view.logprobs.target, counted).double())
+    phi = c * bounded_exp(masked(decided.proximal_logprobs - view.logprobs.target, counted).double())
     q = bounded_exp(view.log_ratio(Ratio.Q).double())
     return {
         "factors": int(counted.count_nonzero()),

@@ -67,7 +67,7 @@ _PERPLEXITIES = ("perplexity_behavior", "perplexity_proximal", "perplexity_ratio
 
 
 def gap_sums(batch: PackedBatch, proximal: Tensor, spans: TokenSpans, shift: float | None) -> DiagnosticSums:
-    """Of the spans' tokens of staleness 0 ("fresh"), of the older ones ("stale"), and of whole sequences.
+    """Sums over the spans' tokens of staleness 0 ("fresh"), over the older ones ("stale"), and over whole sequences.
 
     Args:
         proximal: [N] logprobs, nats, finite inside the spans, as the batch's own are.
@@ -200,7 +200,7 @@ def _variance(square: float, total: float, n: float) -> float:
 
 
 def _sequence_sums(by_sequence: Tensor) -> dict[str, float]:
-    """From the tokens, sum of log mu and sum of log rho of each sequence [S, 3]."""
+    """Sums over sequences of what follows from by_sequence [S, 3]: number of tokens, sum of log mu, sum of log rho."""
     tokens, sum_mu, sum_rho = by_sequence[by_sequence[:, 0] > 0].unbind(1)
     log_mu, log_rho, rho = sum_mu / tokens, sum_rho / tokens, bounded_exp(sum_rho)
     perplexities = ((-log_mu).exp(), (-log_mu - log_rho).exp(), (-log_rho).exp())

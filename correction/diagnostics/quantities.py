@@ -261,7 +261,7 @@ DIAGNOSTICS = {
         _U.ONE,
         "mean factor phi",
         "Mean phi of trained tokens with A other than 0: what the preset makes of r A grad log pi, clip x weight x keep; r is target / "
-        "proximal, in bypass target / behaviour.",
+        "proximal, the proximal policy as the loss had it: behaviour in bypass, a mixture with interpolated logprobs.",
     ),
     "effective_factor_std": _Q(_U.ONE, "spread of phi", "Standard deviation of this phi: 0 where all tokens count alike."),
     "effective_objective": _Q(

@@ -237,7 +237,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSe
 
 
 def _attend_equal_lengths(one: EqualLengths, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Their rows, [count * length, heads, width]."""
+    """Attention of sequences of one length. Returns: [count * length, heads, width]."""
     q, k, v = (_widened(x, one.length).view(one.count, one.length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
     output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return output.transpose(1, 2).flatten(0, 1).to(query.dtype)

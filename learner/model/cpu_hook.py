@@ -151,7 +151,7 @@ def _rules_name() -> str:
 
 
 def _header(source: bytes) -> bytes:
-    """As of Python's own cache files that go by content (PEP 552): the byte code's version, flags, a hash of the source."""
+    """The header of a byte-code file that is checked by its source's hash (PEP 552): Python's magic number, flags, the hash."""
     return MAGIC_NUMBER + (0b11).to_bytes(4, "little") + source_hash(source)
 
 

@@ -140,7 +140,8 @@ def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 
 
 def _values(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, start: int, group: Any) -> tuple[_Values, Tensor]:
-    """Of a chunk: [m, C] logprobs of the targets, [m] entropies, [m] log sum exp of the logits over temperature, and [m, V] log p."""
+    """What is computed for a chunk of m rows: [m, C] logprobs of the targets, [m] entropies, [m] log sum exp of the logits over
+    temperature; and [m, V] log p."""
     logits = scaled_logits(hidden, weight, temperature)
     largest = _all_reduce(logits.amax(-1), group, dist.ReduceOp.MAX)
     logits -= largest[:, None]

@@ -81,19 +81,19 @@ def first_values(
 ) -> tuple[Tensor, Tensor, FinalDecision]:
     """Logprobs [N], entropies [N] and what was decided about the trained tokens, each from the first pass that it was in."""
     batch = corrected.batch
-    logprobs, entropies, weights, coefficients = (torch.zeros(batch.num_tokens, dtype=torch.float32) for _ in range(4))  # sent separately
+    # sent separately
+    logprobs, entropies, weights, coefficients, proximal = (torch.zeros(batch.num_tokens, dtype=torch.float32) for _ in range(5))
     keep, clipped, before_update = (torch.zeros(batch.num_tokens, dtype=torch.bool) for _ in range(3))
     counts = []
     for number, ((sequences, _), done) in enumerate(zip(shares, passes, strict=False)):
         assert done.decided is not None and done.sums is not None  # the correction's objective decides, on every token
-        assert done.decided.coefficients is not None and done.decided.is_clipped is not None
         index = batch.token_index(sequences)
         logprobs[index], entropies[index] = done.logprobs, done.entropies
         keep[index], weights[index] = done.decided.keep_mask, done.decided.importance_weights * late_normalizer(done.sums)
-        coefficients[index], clipped[index] = done.decided.coefficients, done.decided.is_clipped
+        coefficients[index], clipped[index], proximal[index] = done.decided.of_loss()
         before_update[index] = number == 0
         counts.append(done.decided.counts)
-    whole = FinalDecision(keep, weights, reduce(operator.add, counts), coefficients, clipped)
+    whole = FinalDecision(keep, weights, reduce(operator.add, counts), coefficients, clipped, proximal)
     return logprobs, entropies, whole if len(shares) == 1 else replace(whole, before_update=before_update)
 
 

@@ -166,7 +166,7 @@ def _share_of_this_rank(
 
 def _gather(outputs: Sequence[Pass], parts: Sequence[Sequence[int]], corrected: CorrectedBatch, placement: Placement) -> Pass:
     """Each rank of the last stage fills in its own tokens; adding up completes the batch, exactly, because all others are 0."""
-    values = torch.zeros(6, corrected.batch.num_tokens, dtype=torch.float32, device=placement.device)
+    values = torch.zeros(7, corrected.batch.num_tokens, dtype=torch.float32, device=placement.device)
     sums = counts = labels = None
     if placement.is_last_stage:
         for part, output in zip(parts, outputs, strict=True):
@@ -176,19 +176,20 @@ def _gather(outputs: Sequence[Pass], parts: Sequence[Sequence[int]], corrected: 
                 if output.decided is not None:
                     values[2, index] = output.decided.importance_weights.float()
                     values[3, index] = output.decided.keep_mask.float()
-                    assert output.decided.coefficients is not None and output.decided.is_clipped is not None  # of policy_loss
-                    values[4, index] = output.decided.coefficients.float()
-                    values[5, index] = output.decided.is_clipped.float()
+                    coefficients, is_clipped, proximal = output.decided.of_loss()
+                    values[4, index], values[5, index] = coefficients.float(), is_clipped.float()
+                    values[6, index] = proximal.float()
         placement.sum_over_data(values)
         sums = _total([output.sums for output in outputs], placement)
         decided = [output.decided for output in outputs if output.decided is not None]
         counts = _total([one.counts.values for one in decided], placement)
         labels = decided[0].counts.labels if decided else None
     values, sums, counts, labels = placement.from_stage(placement.pipeline_parallel - 1, (values.cpu(), sums, counts, labels))
-    logprobs, entropies, weights, keep, coefficients, clipped = (row.clone() for row in values)  # a view would be sent with its storage
+    # a view would be sent with its storage
+    logprobs, entropies, weights, keep, coefficients, clipped, proximal = (row.clone() for row in values)
     final = None
     if counts is not None and labels is not None:
-        final = FinalDecision(keep.bool(), weights, DecisionCounts(labels, counts), coefficients, clipped.bool())
+        final = FinalDecision(keep.bool(), weights, DecisionCounts(labels, counts), coefficients, clipped.bool(), proximal)
     return Pass(sums=sums, logprobs=logprobs, entropies=entropies, microbatches=len(parts), decided=final)
 
 

@@ -22,7 +22,7 @@ WEIGHT = "weight"
 
 
 class TrainedApartError(DataError):
-    """Of a mixture of experts: ranks have written different weights for the same expert."""
+    """Ranks have written different weights for the same expert of a mixture of experts."""
 
 
 def file_name(kind: str, rank: int) -> str:

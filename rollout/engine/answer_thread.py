@@ -16,5 +16,5 @@ _THREAD = ThreadPoolExecutor(1, thread_name_prefix="answers")
 
 
 async def in_answer_thread(work: Callable[[], T]) -> T:
-    """Its result, or its error. Work comes in the order in which it is asked for."""
+    """Do work in the one thread that handles answers, in the order of the calls. Returns: its result. Raises: its error."""
     return await asyncio.get_running_loop().run_in_executor(_THREAD, work)

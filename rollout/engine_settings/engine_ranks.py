@@ -89,7 +89,8 @@ def free_ports(groups: int, first: int = 20_000, end: int = 32_000) -> dict[str,
         port = random.SystemRandom().randrange(first, end)
         if all(_is_free(port + step) for step in steps):
             return {"nccl_port": port} | ({"port": port} if groups > 1 else {})
-    raise EngineError(f"no port between {first} and {end} that is free for SGLang on 127.0.0.1, with those that it counts from there")
+    above = ", together with those above it that its groups of ranks need" if groups > 1 else ""
+    raise EngineError(f"no port between {first} and {end} is free on 127.0.0.1 for SGLang{above}")
 
 
 def _is_free(port: int) -> bool:

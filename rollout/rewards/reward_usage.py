@@ -120,7 +120,7 @@ def _is_in_memory(folder: str) -> bool:
 
 
 def _used_bytes(folder: str | None) -> int:
-    """Of the file system that a folder is on; 0: there is no folder."""
+    """Bytes in use on the file system of a folder; 0: there is no folder."""
     with contextlib.suppress(OSError):
         if folder is not None:
             found = os.statvfs(folder)

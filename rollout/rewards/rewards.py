@@ -2,8 +2,12 @@
 
 A scorer may hang in the middle of a C function (sympy on 5^5^5^5), crash, or eat memory, and the run has to go on. So each scoring
 process has a socket of its own and is ended (with all that it started: reward_guardian.py) when a call passes its deadline; the
-next call on it meets a fresh one, and calls on other processes never notice. This is not a general pool: those share pipes and locks among
-their workers, which a worker that dies hard takes with it, and they import the parent's `__main__` in each of them (here: ray, torch).
+next call on it meets a fresh one, and calls on other processes never notice.
+
+No library has this. Pebble's process pool (5.2.3) ends a worker at a deadline, too, but that worker alone: what it has started goes on,
+also when the parent is killed; nothing limits the memory, files and processes of a worker's tree; results are unpickled. Like
+concurrent.futures it shares pipes and locks among the workers, which one that dies hard may take with it, and with "spawn" it imports the
+parent's `__main__` in each (here: ray, torch).
 """
 
 from __future__ import annotations

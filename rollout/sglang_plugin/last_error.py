@@ -1,4 +1,4 @@
-"""The exception of which one of SGLang's processes dies, for the engine's owner: SGLang itself writes it to its log and nowhere else."""
+"""Keeps the exception that ends one of SGLang's processes, so that the engine's owner can name it. SGLang only writes it to its log."""
 
 from __future__ import annotations
 

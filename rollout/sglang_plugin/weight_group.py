@@ -117,7 +117,7 @@ class _FirstAnswer:
 
 
 def _watch(meeting: Rendezvous, end: _FirstAnswer) -> None:
-    """While the members are being connected, in a call that nobody can end."""
+    """Answer for the call that connects the members, which nobody can end, if the group is given up meanwhile."""
     while not end.is_there:
         try:
             if meeting.is_given_up():

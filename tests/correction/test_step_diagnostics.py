@@ -145,8 +145,14 @@ def test_noise_alone_tilts_the_buckets_in_opposite_ways():
 
 
 def coefficient(row, name):
-    """(factor on A grad log pi, whether the trust region stopped the token) of three presets, from their formulas."""
+    """(factor on A grad log pi, whether the trust region stopped the token, the loss's own r) of four presets, from their formulas."""
     r, q = math.exp(row["theta"] - row["prox"]), math.exp(row["theta"] - row["mu"])
+    if name == "a-3po":  # rho PPO(r) with log prox = log mu / d + (1 - 1/d) log theta; mu itself at staleness d of 0 and 1
+        share = 1 / max(row["age"], 1)
+        prox = share * row["mu"] + (1 - share) * row["theta"]
+        r, rho = math.exp(row["theta"] - prox), math.exp(prox - row["mu"])
+        clipped = (row["a"] > 0 and r > 1.2) or (row["a"] < 0 and r < 0.8)
+        return (0.0 if clipped else r) * rho, clipped, r
     if name == "tis-token":  # min(rho, 2) times PPO's clip 0.8 .. 1.2 on r
         clipped = (row["a"] > 0 and r > 1.2) or (row["a"] < 0 and r < 0.8)
         return (0.0 if clipped else r) * min(math.exp(row["prox"] - row["mu"]), 2.0), clipped, r
@@ -159,11 +165,12 @@ def coefficient(row, name):
 
 
 @MODERATE
-@given(seed=st.integers(0, 10**6), name=st.sampled_from(["tis-token", "bypass", "dppo-binary-tv"]))
-def test_clips_by_side_and_the_presets_own_factor(seed, name):
-    batch, target = random_batch(seed, sequences=10, spread=0.4)
+@given(seed=st.integers(0, 10**6), name=st.sampled_from(["tis-token", "bypass", "dppo-binary-tv", "a-3po"]), has_proximal=st.booleans())
+def test_clips_by_side_and_the_presets_own_factor(seed, name, has_proximal):
+    """Whether or not the batch has proximal logprobs that its preset doesn't read."""
+    batch, target = random_batch(seed, sequences=10, spread=0.4, staleness=4)
     rows = tokens_of(batch, target)
-    if name != "tis-token":
+    if name != "tis-token" and not has_proximal:
         batch = replace(batch, proximal_logprobs=None)
     config = CorrectionConfig(preset=name)
     _, decided, numbers = trained(batch, target, config)

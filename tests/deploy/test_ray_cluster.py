@@ -245,7 +245,7 @@ def test_the_doctor_judges_it(tmp_path: Path) -> None:
     good = CliRunner().invoke(app, [*words, str(LOCAL), *ASKED[LOCAL]])
     assert (good.exit_code, good.stdout) == (0, "ready\n")
     unseen = CliRunner().invoke(app, [*words, str(LOCAL), *ASKED[LOCAL], f"model={tmp_path / 'none'}"])
-    assert unseen.exit_code == 0 and "neither the model nor the memory of GPUs was judged" in unseen.stdout
+    assert unseen.exit_code == 0 and "neither the model nor the memory of GPUs was checked" in unseen.stdout
     for words_of_model in ("learner.pipeline_parallel=5", "rollout.engine.context_length=65536"):
         refused = CliRunner().invoke(app, [*words, str(LOCAL), *ASKED[LOCAL], words_of_model])
         assert refused.exit_code == 1 and "model's" in refused.stdout, "rules of the first layer"

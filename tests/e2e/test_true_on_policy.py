@@ -77,7 +77,7 @@ def folder(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def exact_engine(case: Case, folder: Path, engine_loop: BackgroundLoop) -> Iterator[RolloutEngine]:
     config = EngineConfig(device="cpu", dtype=case.dtype, threads=case.threads, batch_invariant=True, **ROOM)
-    engine = engine_loop.run(RolloutEngine.start(folder, config, name="engine of fixed order"))
+    engine = engine_loop.run(RolloutEngine.start(folder, config, name="batch-invariant engine"))
     yield engine
     engine_loop.run(engine.shutdown())
 
@@ -250,7 +250,7 @@ def test_answers_handed_back_end_elsewhere_as_if_nothing_had_happened(
             assert (await exact_engine._manager.flush_cache()).success
             return whole, begun, await answers(exact_engine, range(8), begun)
         settings = EngineConfig(device="cpu", dtype=case.dtype, threads=3 - case.threads, batch_invariant=True, **ROOM)
-        second = await RolloutEngine.start(folder, settings, name="a second engine of fixed order")
+        second = await RolloutEngine.start(folder, settings, name="a second batch-invariant engine")
         try:
             return whole, begun, await answers(second, range(8), begun)
         finally:

@@ -1,4 +1,4 @@
-"""The learner's layers of fixed order: packing, order, micro-batches and threads change no bit; values and gradients are the usual."""
+"""The learner's batch-invariant layers: packing, order, micro-batches and threads change no bit; values and gradients are the usual."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SETTINGS = {"tokens_per_microbatch": 4096, "logprob_chunk_tokens": 1000}
 
 @pytest.mark.parametrize(("family", "tie", "batch_invariant"), [(*family, True) for family in FAMILIES] + [("qwen3", True, False)])
 def test_packing_changes_no_bit(tmp_path: Path, family: str, tie: bool, batch_invariant: bool) -> None:
-    """Without fixed order the same comparison finds differences: the negative control."""
+    """With the usual operators the same comparison finds differences: the negative control."""
     batch = random_batch(groups=3, longest=150, temperature=0.7)
     folder = save_model(tmp_path / "m", family, tie=tie)
     found = []
@@ -205,7 +205,7 @@ def test_several_ranks_say_what_one_says(tmp_path: Path, split: dict[str, Any], 
         {"float32_head": True},
     ],
 )
-def test_what_has_no_fixed_order_is_refused(settings: dict[str, Any]) -> None:
+def test_what_is_not_batch_invariant_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="batch_invariant = true"):
         LearnerConfig(batch_invariant=True, **settings)
 

@@ -48,8 +48,8 @@ def test_what_leaves_a_rank_takes_its_own_bytes_along_and_no_others(tmp_path: Pa
     with learner_on(save_model(tmp_path / "m")) as learner:
         batch = off_policy_batch(learner)
         result, proximal = learner.step(correct(batch, TIS), TIS, step=0), learner.proximal(batch)
-    sent = (result.target_logprobs, result.decided.importance_weights, proximal.logprobs)
-    assert [tensor.untyped_storage().nbytes() for tensor in sent] == [4 * batch.num_tokens] * 3
+    sent = (result.target_logprobs, result.decided.importance_weights, result.decided.proximal_logprobs, proximal.logprobs)
+    assert [tensor.untyped_storage().nbytes() for tensor in sent] == [4 * batch.num_tokens] * 4
 
 
 def test_top_k_ids_are_looked_up_at_their_own_tokens(tmp_path: Path) -> None:
@@ -345,6 +345,7 @@ def test_mismatch_in_bypass_with_several_optimizer_steps_is_that_of_the_first(tm
     assert numbers["mismatch_k3_kl"] == pytest.approx(2.01e-4, rel=0.02)
     assert numbers["mismatch_tokens"] == int((batch.loss_mask & result.decided.before_update).sum())
     assert numbers["drift_from_behavior_k3_kl"] > 10 * numbers["mismatch_k3_kl"]
+    assert torch.equal(result.decided.proximal_logprobs, behavior)  # what the loss took for the proximal policy, in all four steps
 
 
 def test_epochs_go_through_the_batch_again_in_another_order(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def centred(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def pack(*groups: Group, overlong: OverlongConfig | None = None) -> PackedBatch:
-    return pack_groups(groups, learner_version=5, advantage=centred, overlong=overlong or TrainOverlong(), max_tokens=MAX_TOKENS)
+    return pack_groups(groups, learner_version=5, advantage=centred, overlong=overlong or TrainOverlong(), max_tokens=MAX_TOKENS).batch
 
 
 def test_two_sequences_lie_end_to_end_with_their_values_at_their_own_tokens() -> None:
@@ -52,7 +52,7 @@ def test_two_sequences_lie_end_to_end_with_their_values_at_their_own_tokens() ->
     batch = pack_groups(
         [group(11, first, trajectory(0.0, 1))],
         learner_version=5, advantage=centred, overlong=TrainOverlong(), max_tokens=MAX_TOKENS, temperature=0.8,
-    )  # fmt: skip
+    ).batch  # fmt: skip
     assert batch.token_ids.tolist() == [7, 8, 9, 20, 21, 7, 8, 9, 20]
     assert batch.offsets.tolist() == [0, 5, 9]
     assert batch.loss_mask.tolist() == [False] * 3 + [True] * 2 + [False] * 3 + [True]
@@ -80,10 +80,12 @@ def test_logprobs_are_rounded_once_to_float32() -> None:
 
 def test_a_failed_trajectory_is_in_neither_baseline_nor_loss() -> None:
     failed = trajectory(None, error="the reward took more than 10 s")
-    batch = pack_groups(
+    packed = pack_groups(
         [group(1, trajectory(1.0), failed, trajectory(0.0), trajectory(0.5))],
         learner_version=5, advantage=centred, overlong=TrainOverlong(), max_tokens=MAX_TOKENS,
     )  # fmt: skip
+    batch = packed.batch
+    assert packed.places == ((0, 0), (0, 2), (0, 3))
     # a reward of 0 for the failed one would make the mean 0.375
     assert batch.advantages[batch.offsets[:-1]].tolist() == [0.5, -0.5, 0.0]
     assert batch.num_sequences == 3
@@ -123,6 +125,16 @@ def test_overlong_mask_keeps_the_cut_answer_in_the_baseline_and_out_of_the_loss(
     batch = pack(group(1, trajectory(1.0), CUT), overlong=MaskOverlong())
     assert batch.advantages[batch.offsets[:-1]].tolist() == [0.5]      # alone it would be 0
     assert int(batch.loss_mask.sum()) == 2
+
+
+def test_the_batch_says_which_answers_its_sequences_are() -> None:
+    """By place among the groups given, untrainable ones counted: the recorder looks lengths and ages of the trained ones up by it."""
+    failed = replace(trajectory(1.0), reward=None, error="timeout")
+    groups = [group(4, trajectory(1.0)), group(7, CUT, trajectory(1.0), failed, trajectory(0.0, 1)), group(9, trajectory(0.0), CUT)]
+    packed = pack_groups(groups, learner_version=5, advantage=centred, overlong=MaskOverlong(), max_tokens=MAX_TOKENS)
+    assert packed.places == ((1, 1), (1, 3), (2, 0))
+    assert packed.batch.group_ids.tolist() == [7, 7, 9]
+    assert packed.batch.lengths.tolist() == [len(PROMPT_IDS) + n for n in (2, 1, 2)]
 
 
 def test_overlong_penalise_lowers_the_reward_before_the_baseline() -> None:

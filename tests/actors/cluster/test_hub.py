@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -185,7 +186,7 @@ def test_a_hub_that_is_away_is_no_obstacle_to_what_is_in_the_cache(server: Stand
     assert model_folder(config.model) == folder
     with pytest.raises(DataError, match=r"hf:acme/other: not complete in the cache, .*cache, and http://127.0.0.1:9.* set model to"):
         model_folder(Path("hf:acme/other"))
-    assert not obstacle_here(config.model) and "nor can the hub be reached" in obstacle_here(Path("hf:acme/other"))
+    assert not obstacle_here(config.model) and "http://127.0.0.1:9 can't be reached" in obstacle_here(Path("hf:acme/other"))
 
 
 def test_a_download_that_breaks_goes_on_where_it_was(server: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,9 +244,9 @@ def test_offline_without_a_copy_is_said(server: StandInHub, monkeypatch: pytest.
     (model_folder(NAME) / "tokenizer.json").unlink()
     offline(monkeypatch)
     for model in ("hf:acme/never-seen", str(NAME)):  # the second lacks a file
-        with pytest.raises(DataError, match=r"not complete in the cache, .* and offline mode is on \(HF_HUB_OFFLINE\). hf download acme/"):
+        with pytest.raises(DataError, match=r"not complete in the cache, .* offline mode is on \(HF_HUB_OFFLINE\). Run `hf download acme/"):
             model_folder(Path(model))
-    assert obstacle_here(NAME)
+    assert re.fullmatch(r"not complete in the cache, .*, and offline mode is on \(HF_HUB_OFFLINE\)", obstacle_here(NAME))
     with pytest.raises(DataError, match="offline mode is on"):
         pinned(recipe("model=hf:acme/never-seen"))
 
@@ -259,6 +260,21 @@ def test_too_little_space_is_said_before_anything_is_downloaded(server: StandInH
     assert sum(server.sent(name) for name in WANTED) == 0
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=needed, used=0, free=needed))
     model_folder(NAME)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("hf:acme/none", r"http://127\.0\.0\.1:\d+ has no such model, or it is private"),
+        ("hf:acme/tiny@no-such-branch", "it has no revision no-such-branch"),
+        ("hf:acme/gated", "its owner asks for an agreement"),
+    ],
+)
+def test_a_node_says_what_the_hub_refused_and_not_that_it_is_away(server: StandInHub, model: str, said: str) -> None:
+    """Doctor names the model, the node and a remedy round it."""
+    server.repositories["models/acme/gated"] = Repository(is_gated=True)
+    server.repositories["models/acme/gated"].commit(FILES)
+    assert re.fullmatch(said, obstacle_here(Path(model)))
 
 
 def test_a_model_of_the_hub_is_not_made(server: StandInHub) -> None:

@@ -23,7 +23,7 @@ from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.doctor.cut_model import CONTEXT, VOCABULARY, cut_config, make_model, reference
 from actors.doctor.deep_facts import ENGINE_AND_LEARNER, AgreementFact, BroadcastFact, CollectiveFact, DeepFacts, UpdateFact
-from actors.doctor.deep_rules import GRADIENT, in_the_deep, predicted
+from actors.doctor.deep_rules import GRADIENT, deep_complaints, predicted
 from actors.doctor.live import _Visit, agreement, slowest, why_no_broadcast
 from actors.settings.deadlines import with_deadlines
 from actors.settings.derived import derived
@@ -49,7 +49,7 @@ def eight(*overrides: str) -> RunConfig:
 
 
 def said(facts: DeepFacts, *overrides: str) -> list[tuple[str, str]]:
-    return [(one.severity, str(one)) for one in in_the_deep(facts, eight(*overrides))]
+    return [(one.severity, str(one)) for one in deep_complaints(facts, eight(*overrides))]
 
 
 def test_of_a_healthy_machine_only_numbers_are_told() -> None:

@@ -12,7 +12,7 @@ from actors.carriers import ExportPlan
 from actors.config import RunConfig
 from actors.doctor import live
 from actors.doctor.deep_facts import DeepFacts
-from actors.doctor.deep_rules import in_the_deep
+from actors.doctor.deep_rules import deep_complaints
 from actors.doctor.live import PART_S, START_S, _Visit, checked_engine
 from actors.doctor.on_ranks import collectives
 from tests.actors.doctor.test_deep_doctor import BY_BROADCAST, eight
@@ -122,7 +122,7 @@ def test_ranks_that_wait_for_each_other_are_told_by_the_part_that_hangs(monkeypa
     assert found.broken[0][1].startswith("collectives <- learner rank ") and found.broken[0][1].endswith("(doctor --deep waits no longer)")
     assert "start of the engine" in found.broken[1][1]
     assert group.was_killed and [one.asked for one in group.ranks.values()] == [["__ray_call__"]] * 2
-    told = [one for one in in_the_deep(found, run) if one.severity == "fail"]
+    told = [one for one in deep_complaints(found, run) if one.severity == "fail"]
     assert "ray.env.NCCL_DEBUG: INFO" in told[0].setting
     starts = {"room", "a model of two layers", "reference", "start of the ranks", "start of the engine"}
     assert {what for what, seconds in given.items() if seconds == START_S} == starts

@@ -372,7 +372,7 @@ def test_the_command_says_what_stands_in_the_way(tmp_path: Path, monkeypatch: py
     nano = [str(RECIPES / "nano_spell_backward.yaml"), f"model={model}"]
     good = CliRunner().invoke(app, ["doctor", *nano, "--json"])
     found = json.loads(good.stdout)
-    assert good.exit_code == 0 and found["verdict"].startswith("ready")
+    assert good.exit_code == 0 and found["summary"].startswith("ready")
     assert [(row["kind"], row["parts"]) for row in found["resources"]] == [("CPU", "1 rank, 1 worker")]
     monkeypatch.setattr(gather, "gpus_of_driver", list)
     bad = CliRunner().invoke(app, ["doctor", *nano, "learner.tensor_parallel=3"])

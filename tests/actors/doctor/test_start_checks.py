@@ -17,7 +17,7 @@ from actors.config import RunConfig
 from actors.doctor.facts import PaperFacts
 from actors.doctor.gather import paper_facts
 from actors.doctor.paper_rules import on_paper
-from actors.doctor.start_checks import judged
+from actors.doctor.start_checks import check_on_paper
 from actors.plan.gpus import Gpus
 from actors.plan.layouts import layouts
 from actors.plan.shape import ModelShape
@@ -76,7 +76,7 @@ def test_the_model_decides_whether_a_pair_s_optimizer_is_shared(model: dict[str,
     """Two tensor-parallel ranks hold the same experts, and of a dense model nothing twice."""
     words = [f"model={save_config(tmp_path, model)}", *["learner.data_parallel=1", "learner.expert_parallel=1"]]
     config = derived(load_config(RunConfig, RECIPES / "qwen3_30b_a3b_4nodes.yaml", words), has_gpu=True)
-    assert judged(config, meant=[H100])[0].learner.distributed_optimizer is is_shared
+    assert check_on_paper(config, meant=[H100])[0].learner.distributed_optimizer is is_shared
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_of_gpus_that_aren_t_here(tmp_path: Path, model: dict[str, Any], overrid
     """From config.json alone."""
     words = [f"model={save_config(tmp_path, model)}", *overrides.split()]
     config = derived(load_config(RunConfig, RECIPES / "qwen3_8b_8gpu.yaml", words), has_gpu=True)
-    config, facts = judged(config, meant=[H100])
+    config, facts = check_on_paper(config, meant=[H100])
     found = [one for one in on_paper(facts, config) if one.severity == "fail" and said in one.sentence]
     assert [setting in one.setting for one in found] == [True], facts.refused
 
@@ -149,7 +149,7 @@ def test_of_a_run_on_this_machine(
     rows.write_text("".join(json.dumps({"prompt": f"{i} + 1 =", "answer": str(i + 1)}) + "\n" for i in range(20)))
     words = [word.replace("ROWS", str(rows)) for word in overrides]
     config = load_config(RunConfig, SMALL, [f"model={model}", f"run_dir={tmp_path}", SCORED, *words])
-    config_of_run, facts = judged(derived(config, has_gpu=False))
+    config_of_run, facts = check_on_paper(derived(config, has_gpu=False))
     with pytest.raises(EvenkeelError, match=said) as stopped:
         prepare(config)
     (refusal,) = (*facts.refused, *facts.lacking)
@@ -166,7 +166,7 @@ def test_deep_needs_a_config_alone_but_one_that_is_trained(
     model = without(tmp_path / "model", whole, "[!c]*", **options)
     assert [path.name for path in model.glob("*") if path.suffix != ".jinja"] == ["config.json"]
     config = load_config(RunConfig, SMALL, [f"model={model}", SCORED, "rollout.task={kind: file, path: none.jsonl}"])
-    config, facts = judged(derived(config, has_gpu=False))
+    config, facts = check_on_paper(derived(config, has_gpu=False))
     failed = [one for one in on_paper(facts, config) if one.severity == "fail"]
     without_it = [one.sentence for one in failed if not one.stops_deep]
     assert any("none.jsonl: no such file" in one for one in without_it) and any("no tokenizer" in one for one in without_it)
@@ -184,7 +184,7 @@ def test_deep_says_in_a_line_why_it_measures_nothing(tmp_path: Path, whole: Path
 
 def test_nothing_is_said_of_a_whole_folder_and_the_run_gets_what_train_resolves(whole: Path, tmp_path: Path) -> None:
     config = load_config(RunConfig, SMALL, [f"model={whole}", f"run_dir={tmp_path}", SCORED, "true_on_policy=true"])
-    config, facts = judged(derived(config, has_gpu=False))
+    config, facts = check_on_paper(derived(config, has_gpu=False))
     assert facts.refused == facts.lacking == () and [one for one in on_paper(facts, config) if one.severity == "fail"] == []
     assert config.learner.batch_invariant and config.rollout.engine.batch_invariant
 
@@ -193,13 +193,13 @@ def test_doctor_judges_the_deadlines_that_the_run_will_have(tmp_path: Path, whol
     """From the bytes of the weights in the folder, which no config.json tells. Without weights: from those that config.json means."""
     words = [f"run_dir={tmp_path}", "rollout.reward={kind: reasoning_gym}", "rollout.sampling.max_tokens=8", "deadlines.bytes_per_s=100"]
     config = load_config(RunConfig, SMALL, [*words, f"model={whole}"])
-    told, facts = judged(derived(config, has_gpu=False))
+    told, facts = check_on_paper(derived(config, has_gpu=False))
     runs, _, _ = prepare(config)
     assert (told.deadlines, told.rollout.engine.deadlines) == (runs.deadlines, runs.rollout.engine.deadlines)
     size = sum(path.stat().st_size for path in whole.glob("*.safetensors"))
     assert told.rollout.engine.deadlines.update_s == pytest.approx(120 + size / 100)
     bare = load_config(RunConfig, SMALL, [*words, f"model={without(tmp_path / 'bare', whole, '*.safetensors')}"])
-    meant, _ = judged(derived(bare, has_gpu=False))
+    meant, _ = check_on_paper(derived(bare, has_gpu=False))
     assert meant.rollout.engine.deadlines.update_s == pytest.approx(120 + facts.shape.weight_bytes("bfloat16") / 100)
 
 

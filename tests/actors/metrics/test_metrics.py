@@ -261,3 +261,8 @@ def test_wandb_is_off_by_default_and_asked_for_with_a_remedy(tmp_path: Path, mon
         folder.write_text("config.yaml", "name: x\n")
         with pytest.raises(ConfigError, match=r"pip install 'evenkeel\[wandb\]'"):
             open_views(folder, MetricsConfig(wandb_project="p"), print)
+
+
+def test_groups_all_correct_were_called_all_right() -> None:
+    """A report of an earlier run draws them in the same curve."""
+    assert StepMetrics.of_record({"step": 1, "groups/all_right": 3}).record() == {"step": 1, "groups/all_correct": 3}

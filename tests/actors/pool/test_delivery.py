@@ -10,7 +10,7 @@ from typing import Any
 import ray.exceptions
 
 from actors.carriers import StoredGroup, Ticket
-from actors.pool.admission import PatientQueue
+from actors.pool.admission import QueueClient
 from actors.pool.delivery import Delivery
 from tests.actors.cases import group, prompt
 from tests.actors.simulated_time import simulate
@@ -46,7 +46,7 @@ class DeliveryScene:
         self.told: list[str] = []
         self.tasks: list[asyncio.Task[Any]] = []
         self.delivery = Delivery(
-            PatientQueue(self.queue, late=lambda _: None),
+            QueueClient(self.queue, late=lambda _: None),
             self.told.append,
             spawn=lambda work: self.tasks.append(asyncio.ensure_future(work)),
         )

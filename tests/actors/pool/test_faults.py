@@ -14,7 +14,7 @@ import pytest
 from actors.carriers import DiscardReason, GroupFailure, Ticket
 from actors.config import DeadlinesConfig
 from actors.pool.dispatch import WaitingWork
-from actors.pool.faults import GroupBook
+from actors.pool.faults import GroupOutcomes
 from actors.processes.supervision import HALF_OVER
 from actors.processes.wait_notice import LongWait
 from correction.errors import DeadlineExceeded, RequestError, counted
@@ -286,7 +286,7 @@ def test_what_goes_wrong_while_work_is_handed_out_ends_the_run_with_hundreds_of_
 
 
 def test_a_group_that_is_finished_has_a_clean_slate() -> None:
-    book = GroupBook()
+    book = GroupOutcomes()
     assert book.lost([1, 2], "0") == [] and not book.is_suspect(1)
     book.finished(1, "1", 0.0)
     assert book.lost([1, 2], "1") == [] and book.is_suspect(2) and not book.is_suspect(1)

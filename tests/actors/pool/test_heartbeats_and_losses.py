@@ -11,7 +11,7 @@ import pytest
 import ray.exceptions
 
 from actors.carriers import Ticket
-from actors.pool.faults import LossBook
+from actors.pool.faults import WorkerLosses
 from actors.pool.workers import LostGroups, WorkerHandle
 from actors.processes.supervision import HALF_OVER
 from actors.processes.wait_notice import LongWait
@@ -261,7 +261,7 @@ def test_an_evaluation_ends_rather_than_another_engine(monkeypatch: pytest.Monke
 
 
 def test_losses_are_counted_in_time_and_forgotten_with_work() -> None:
-    book = LossBook()
+    book = WorkerLosses()
     for second in range(5):
         book.lost(float(second), "a" if second < 2 else "b")
     assert [book.pause_s(size) for size in (1, 4, 5, 40)] == [16.0, 2.0, 0.0, 0.0]
@@ -280,7 +280,7 @@ def test_losses_are_counted_in_time_and_forgotten_with_work() -> None:
 
 
 def test_a_node_s_engines_that_are_lost_with_it_are_one_loss() -> None:
-    book = LossBook()
+    book = WorkerLosses()
     for at in range(0, 3000, 300):  # ten nodes of eight engines
         for engine in range(8):
             book.lost(at + engine, f"node {at}")
@@ -293,7 +293,7 @@ def test_a_node_s_engines_that_are_lost_with_it_are_one_loss() -> None:
 
 def test_a_large_pool_that_loses_its_usual_share_is_not_slowed() -> None:
     """180 of 64 workers in an hour, as on a bad spot market. Starts that fail have a pause of their own, and don't count."""
-    book = LossBook()
+    book = WorkerLosses()
     for number in range(400):
         book.lost(20.0 * number, "a")
         book.lost(20.0 * number, "a", was_up=False)
@@ -333,7 +333,7 @@ def test_a_lost_worker_is_made_up_for_when_the_last_of_its_groups_is_taken() -> 
 
 def test_losses_without_work_that_are_far_apart_end_no_run() -> None:
     """Groups of hours on a spot market: ten are lost before one is finished, and it goes on. Within an hour the eleventh is the end."""
-    book = LossBook()
+    book = WorkerLosses()
     for number in range(100):
         book.lost(400.0 * number)
         book.check(1, "its node was taken away")

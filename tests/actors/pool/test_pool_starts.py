@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import ray.exceptions
 
-from actors.pool.faults import LossBook
+from actors.pool.faults import WorkerLosses
 from actors.queue.outstanding import Outstanding
 from correction.errors import ActorLost, ConfigError, DeadlineExceeded, EngineError, EvenkeelError
 from tests.actors.cases import FakeActor
@@ -111,8 +111,8 @@ def test_a_first_worker_that_is_killed_or_late_while_it_starts_is_replaced_twice
 
 
 def quick_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = LossBook.pause_s
-    monkeypatch.setattr(LossBook, "pause_s", lambda book, *counts, **named: real(book, *counts, **named) / 100.0)
+    real = WorkerLosses.pause_s
+    monkeypatch.setattr(WorkerLosses, "pause_s", lambda book, *counts, **named: real(book, *counts, **named) / 100.0)
 
 
 @pytest.mark.parametrize("last_s", [0.0, 0.2], ids=["together", "one after the others"])

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from actors.carriers import Ticket
-from actors.pool.faults import GroupBook, LatestGroups
+from actors.pool.faults import GroupOutcomes, LatestGroups
 from actors.pool.scoring import PATIENCE_S, unscored
 from correction.errors import RequestError
 from rollout.trajectory import FailureKind, Group, GroupFacts
@@ -126,7 +126,7 @@ def test_a_group_is_unscored_if_its_rewards_alone_have_spoilt_it(kinds: list[Fai
 
 
 def test_old_failures_do_not_count_hours_later() -> None:
-    book = GroupBook(3600.0)
+    book = GroupOutcomes(3600.0)
     for number in range(15):
         book.discarded(number, "refused", 0.0)
     book.discarded(15, "refused", 3601.0)

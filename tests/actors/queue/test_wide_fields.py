@@ -243,7 +243,7 @@ def test_a_batch_that_is_kept_for_study_is_whole() -> None:
             error = ray.exceptions.ObjectLostError("id", "owner", "")
             read[name].set_exception(error) if is_gone else read[name].set_result(fields_of_group)
         corrected = correct(light.holding(read), TIS)
-        prepared = PreparedBatch(0, TIS, corrected, batch.num_tokens, (), 0.0, 0.0)
+        prepared = PreparedBatch(0, TIS, corrected, batch.num_tokens, (), (), 0.0, 0.0)
         return await keep_and_describe(lambda one: kept.append(one), 1, prepared, result)
 
     assert "not kept: skipped_batches holds" in asyncio.run(told(False))  # what `keep` says with None

@@ -68,7 +68,7 @@ def tickets(count: int) -> list[Ticket]:
 
 def packed(groups: list[Group], **options: Any) -> PackedBatch:
     own: dict[str, Any] = {"learner_version": 0, "advantage": lambda rewards, ids: rewards, "overlong": TrainOverlong(), "max_tokens": 99}
-    return pack_groups(groups, **own, **options)
+    return pack_groups(groups, **own, **options).batch
 
 
 def test_a_group_that_was_taken_apart_packs_to_the_same_batch_and_can_be_put_together() -> None:

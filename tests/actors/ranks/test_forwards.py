@@ -50,7 +50,7 @@ def test_a_request_that_was_given_up_is_not_handed_out() -> None:
 def test_the_controller_brings_what_is_needed_and_asks_again(fails: bool) -> None:
     """At the version of the request, in its order, nothing twice; an error of the learner ends the wait for the batch."""
     told: list[Any] = []
-    batch = PreparedBatch(3, None, None, 0, (), 0.0, 0.0)  # type: ignore[arg-type]
+    batch = PreparedBatch(3, None, None, 0, (), (), 0.0, 0.0)  # type: ignore[arg-type]
     answers = [ScoringRequest(3, "a", True, True, number=1), ScoringRequest(3, "b", False, True, number=2), batch]
 
     class Service:
@@ -98,7 +98,7 @@ def test_the_learner_does_what_a_request_is_for_and_nothing_with_groups_that_are
 ) -> None:
     done: list[str] = []
     told: list[Any] = []
-    batch = PreparedBatch(3, None, None, 0, (), 0.0, 0.0)  # type: ignore[arg-type]
+    batch = PreparedBatch(3, None, None, 0, (), (), 0.0, 0.0)  # type: ignore[arg-type]
     answers = [request_, batch]
 
     class Service:

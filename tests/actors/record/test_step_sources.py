@@ -109,18 +109,20 @@ def test_what_newer_weights_read_again_is_counted() -> None:
     )
     facts = Group(0, Prompt("p", "", (1,), ""), answers, 3).facts
     assert [one.read_again_tokens for one in facts.trajectories] == [107 + 120, 0, 0, 0]
-    batch = PreparedBatch(5, CorrectionConfig(preset="tis-token"), None, 500, (facts,), 0.0, 0.0)
-    assert batch_metrics(batch, correct_at=1.0, overlong=TrainOverlong())["sync/read_again_tokens"] == 227
+    batch = PreparedBatch(5, CorrectionConfig(preset="tis-token"), None, 500, (facts,), ((0, 0), (0, 1), (0, 2), (0, 3)), 0.0, 0.0)
+    assert batch_metrics(batch, correct_at=1.0)["sync/read_again_tokens"] == 227
 
 
 def cut(one: Trajectory) -> Trajectory:
     return replace(one, finish_reason=FinishReason.LENGTH)
 
 
-def diagnosed(groups: list[Group], overlong: OverlongConfig) -> dict[str, float]:
-    """What the correction says of the batch that is made of them, at version 5."""
-    batch = pack_groups(groups, learner_version=5, advantage=lambda rewards, _: rewards, overlong=overlong, max_tokens=30)
-    return diagnose(batch, correct(batch, CorrectionConfig(preset="bypass")))
+def prepared(groups: list[Group], overlong: OverlongConfig, version: int = 5) -> tuple[PreparedBatch, dict[str, float]]:
+    """The batch that is made of them, and what the correction says of it."""
+    packed = pack_groups(groups, learner_version=version, advantage=lambda rewards, _: rewards, overlong=overlong, max_tokens=30)
+    config, facts = CorrectionConfig(preset="bypass"), tuple(group.facts for group in groups)
+    batch = PreparedBatch(version, config, None, packed.batch.num_tokens, facts, packed.places, 0.0, 0.0)
+    return batch, diagnose(packed.batch, correct(packed.batch, config))
 
 
 def test_an_answer_that_is_left_out_of_the_batch_is_no_trained_one() -> None:
@@ -131,37 +133,35 @@ def test_an_answer_that_is_left_out_of_the_batch_is_no_trained_one() -> None:
         answer([(5, 0, 10)], retractions=0),
     )
     group = Group(0, Prompt("p", "", (1,), ""), answers, 1)
-    batch = PreparedBatch(5, CorrectionConfig(preset="bypass"), None, 330, (group.facts,), 0.0, 0.0)
     of_trained = ("length/trained_tokens", "staleness/mean", "staleness/max", "staleness/mixed_version_share")
     expected: list[tuple[OverlongConfig, list[float], dict[str, float]]] = [
         (TrainOverlong(), [20, (30 * 4 + 8 * 2 + 12) / 60, 4, 1 / 3], {"0": 10, "1": 12, "2": 8, "4": 30}),
         (MaskOverlong(), [15, (8 * 2 + 12) / 30, 2, 1 / 2], {"0": 10, "1": 12, "2": 8}),
     ]
     for overlong, values, tokens in expected:
-        numbers = batch_metrics(batch, correct_at=1.0, overlong=overlong)
+        batch, theirs = prepared([group], overlong)
+        numbers = batch_metrics(batch, correct_at=1.0)
         assert [numbers[name] for name in of_trained] == pytest.approx(values)
         assert {name.rpartition("/")[2]: n for name, n in numbers.items() if name.startswith("staleness/tokens/")} == tokens
         of_all = [numbers[name] for name in ("reward/mean", "length/max_tokens", "length/truncated_share")]
         assert of_all == pytest.approx([2 / 3, 30, 1 / 3])
-        theirs = diagnosed([group], overlong)
         of_both = ("staleness_mean", "staleness_max", "mixed_version_share")
         assert [theirs[name] for name in of_both] == [numbers[name] for name in of_trained[1:]], "the correction's, to the last bit"
 
 
 def test_a_batch_of_which_every_answer_is_left_out_has_no_trained_ones() -> None:
     group = Group(0, Prompt("p", "", (1,), ""), tuple(cut(answer([(5, 0, 4)], retractions=0, reward=one)) for one in (0.0, 1.0)), 5)
-    batch = PreparedBatch(5, CorrectionConfig(preset="bypass"), None, 0, (group.facts,), 0.0, 0.0)
-    numbers = batch_metrics(batch, correct_at=1.0, overlong=MaskOverlong())
+    batch, theirs = prepared([group], MaskOverlong())
+    numbers = batch_metrics(batch, correct_at=1.0)
     assert numbers["reward/mean"] == 0.5 and not any(name.startswith("staleness/") for name in numbers)
-    assert "length/trained_tokens" not in numbers and "staleness_mean" not in diagnosed([group], MaskOverlong())
+    assert "length/trained_tokens" not in numbers and "staleness_mean" not in theirs
 
 
 def test_the_oldest_tokens_are_counted_together() -> None:
     """8 versions and more."""
     answers = (answer([(0, 0, 3), (1, 3, 8)], retractions=0), answer([(2, 0, 2), (3, 2, 9)], retractions=0))
     group = Group(0, Prompt("p", "", (1,), ""), answers, 0)
-    batch = PreparedBatch(10, CorrectionConfig(preset="bypass"), None, 0, (group.facts,), 0.0, 0.0)
-    numbers = batch_metrics(batch, correct_at=1.0, overlong=TrainOverlong())
+    numbers = batch_metrics(prepared([group], TrainOverlong(), version=10)[0], correct_at=1.0)
     assert (numbers["staleness/tokens/8+"], numbers["staleness/tokens/7"], numbers["staleness/max"]) == (3 + 5 + 2, 7, 10)
 
 

@@ -162,7 +162,7 @@ def test_a_batch_of_answers_that_were_all_cut_is_one_without_tokens(steps: int) 
         waiting = asyncio.create_task(scene.next_batch(0))
         await scene.put(*cut)
         prepared = await waiting
-        assert (prepared.tokens, len(prepared.groups), scene.learner.asked) == (0, GROUPS, [])
+        assert (prepared.tokens, len(prepared.groups), prepared.trained, scene.learner.asked) == (0, GROUPS, [], [])
         found = await scene.observe(prepared)
         assert found.events == () and not any(name.startswith("rho") for name in found.diagnostics)
         await scene.service.stop()

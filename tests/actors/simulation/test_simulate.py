@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from actors.commands.cli import app
 from actors.commands.measured_costs import MeasuredRun, shape_of
 from actors.commands.recipe import load_config
-from actors.commands.simulate_views import cheapest, show_outcomes, verdict
+from actors.commands.simulate_views import cheapest, recommendation, show_outcomes
 from actors.config import RunConfig
 from actors.record.run_folder import RunFolder
 from actors.simulation.costs import AnswerLengths, DecodeSpeed, RunCosts, RunShape
@@ -260,7 +260,7 @@ def test_the_cheapest_that_is_nearly_the_best() -> None:
     """960 is within 5 % of 1000, 940 is not. Workers cost more than staleness."""
     found = [outcome(8, 1, 500), outcome(8, 4, 960), outcome(16, 1, 970), outcome(16, 2, 1000), outcome(8, 2, 940)]
     assert (cheapest(found).workers, cheapest(found).max_staleness) == (8, 4)
-    assert "No larger max_staleness was tried" in verdict(found), "8 is not the largest number of workers, 4 is the largest bound"
+    assert "No larger max_staleness was tried" in recommendation(found), "8 is not the largest number of workers, 4 is the largest bound"
 
 
 def test_the_table_is_whole_on_a_narrow_terminal() -> None:

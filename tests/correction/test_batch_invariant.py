@@ -1,4 +1,4 @@
-"""Operators of fixed order: a row's bits don't depend on its neighbours, on padding, or on one or two threads; the values are the usual.
+"""Batch-invariant operators: a row's bits don't depend on its neighbours, on padding, or on one or two threads; the values are the usual.
 
 1. linear, head, SiLU, log-softmax, norms: any row count gives the same rows.
 2. Attention: prefill of any length, in any cut, and decode in any batch agree bit for bit.
