@@ -270,8 +270,9 @@ def with_cpu_seconds(*words: str) -> tuple[subprocess.CompletedProcess[str], flo
     [
         ("qwen3", ["learner.tensor_parallel=2", "learner.sequence_parallel=true", BY_BROADCAST], ["tensor_parallel"]),
         ("qwen3_moe", ["learner.data_parallel=2", "learner.expert_parallel=2"], ["data_parallel", "expert_parallel"]),
+        ("qwen3", ["learner.pipeline_parallel=2"], ["pipeline_parallel"]),
     ],
-    ids=["dense", "experts"],
+    ids=["dense", "experts", "stages"],
 )
 def test_a_visit_on_gloo(tmp_path: Path, family: str, layout: list[str], kinds: list[str]) -> None:
     """Everything is measured, from config.json alone, agrees to float32's rounding, and nothing is left. `make test-deep` runs [dense]. It
