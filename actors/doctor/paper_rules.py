@@ -20,7 +20,7 @@ from actors.plan.learner_memory import rank_memory
 from actors.plan.pace import MEAN_SHARE, TOKENS_PER_S, pace
 from actors.plan.shape import FLOAT8_BLOCK
 from actors.plan.traffic import checkpoint_bytes, traffic, versions_text
-from actors.settings.devices import check_shares, check_types, gpus_asked, room_for_engines, workers_asked
+from actors.settings.devices import check_types, gpus_asked, room_for_engines, unfit_shares, workers_asked
 from correction.errors import ConfigError, counted
 from rollout.engine_settings import engine_ranks
 from rollout.engine_settings.engine_arguments import unknown
@@ -43,11 +43,11 @@ LESS = "Use machines with more memory, shorter answers (rollout.engine.context_l
 
 
 def devices_and_types(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    for check in (check_shares, check_types):
-        try:
-            check(config)
-        except ConfigError as error:
-            yield Complaint.refusal(error)
+    yield from map(Complaint.refusal, unfit_shares(config))
+    try:
+        check_types(config)
+    except ConfigError as error:
+        yield Complaint.refusal(error)
 
 
 def train_takes_model_and_task(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
