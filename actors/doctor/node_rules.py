@@ -34,6 +34,7 @@ from actors.plan.host_memory import (
     of_engines,
     of_learner,
 )
+from actors.plan.layouts import GPUS_PER_NODE
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import fetched_versions, traffic, versions_text
 from actors.settings.devices import gpus_asked, held_by, workers_with_a_unit
@@ -270,7 +271,8 @@ def gpus_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) ->
     ranks = [size for size, node in known if node.offered_gpus >= config.learner.tensor_parallel]
     wanted = config.rollout.engine.tensor_parallel
     engines = [size for size, node in known if node.rollout_units >= 1 and node.offered_gpus >= wanted]
-    yield from on_gpus(shape, config, of_ranks=ranks, of_engines=engines)
+    largest = max((int(node.offered_gpus) for _, node in known), default=GPUS_PER_NODE)
+    yield from on_gpus(shape, config, of_ranks=ranks, of_engines=engines, gpus_per_node=largest)
 
 
 def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:

@@ -246,7 +246,8 @@ PAPER_RULES: tuple[PaperRule, ...] = (
 def on_paper(facts: PaperFacts, config: RunConfig) -> list[Complaint]:
     """All complaints of the first layer, the worst first."""
     found = [complaint for rule in PAPER_RULES for complaint in rule(facts, config)]
-    return worst_first([*found, *on_gpus(facts.shape, config, of_ranks=facts.gpus, of_engines=facts.gpus)])
+    of_gpus = on_gpus(facts.shape, config, of_ranks=facts.gpus, of_engines=facts.gpus, gpus_per_node=facts.gpus_per_node)
+    return worst_first([*found, *of_gpus])
 
 
 def enough(gpus: Gpus, config: RunConfig) -> list[Complaint]:
