@@ -19,7 +19,7 @@ from actors.plan.layouts import obstacles
 from actors.plan.learner_memory import rank_memory
 from actors.plan.pace import MEAN_SHARE, TOKENS_PER_S, pace
 from actors.plan.shape import FLOAT8_BLOCK
-from actors.plan.traffic import checkpoint_bytes, traffic, versions_text
+from actors.plan.traffic import checkpoint_bytes, stores_versions, traffic, versions_text
 from actors.settings.devices import check_types, gpus_asked, room_for_engines, unfit_shares, workers_asked
 from correction.errors import ConfigError, counted
 from rollout.engine_settings import engine_ranks
@@ -166,7 +166,7 @@ def disk_holds_the_checkpoints(facts: PaperFacts, config: RunConfig) -> Iterator
 
 
 def object_store_holds_the_weights(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    if facts.host_bytes is None or config.weight_sync.transport != "object_store":
+    if facts.host_bytes is None or not stores_versions(config):
         return
     wide = of_engines(facts.shape, config, config.rollout.most_workers)[WIDE]
     needed, there = traffic(facts.shape, config).store + wide, int(STORE_SHARE * facts.host_bytes)
