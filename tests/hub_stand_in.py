@@ -85,6 +85,18 @@ def _entry(path: str, content: bytes) -> dict[str, Any]:
     return entry
 
 
+def _listed(files: dict[str, bytes], folder: str, *, is_recursive: bool) -> list[dict[str, Any]]:
+    """Entries below a folder, "" of all; not recursive: of the folder alone, with its own folders."""
+    start = f"{folder}/" if folder else ""
+    below = [path for path in files if path.startswith(start)]
+    if is_recursive:
+        return [_entry(path, files[path]) for path in below]
+    names = {path: path.removeprefix(start).partition("/") for path in below}
+    folders = sorted({start + name for name, slash, _ in names.values() if slash})
+    own = [_entry(path, files[path]) for path, (_, slash, _) in names.items() if not slash]
+    return own + [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in folders]
+
+
 class _Handler(BaseHTTPRequestHandler):
     hub: StandInHub
     protocol_version = "HTTP/1.1"
@@ -129,10 +141,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         commit, files = found
         if rest[:1] == ["tree"]:
-            inside = "/".join(rest[2:])
-            chosen = [_entry(path, content) for path, content in files.items() if path.startswith(inside)]
-            if "recursive" not in {key.lower() for key in parse_qs(url.query)}:
-                chosen = [one for one in chosen if "/" not in one["path"][len(inside) :].strip("/")]
+            is_recursive = parse_qs(url.query).get("recursive", ["false"])[0].lower() == "true"
+            chosen = _listed(files, "/".join(rest[2:]), is_recursive=is_recursive)
             self._answer(200, chosen)
             return
         siblings = [{"rfilename": path, "size": len(content)} for path, content in files.items()]

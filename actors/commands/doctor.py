@@ -16,14 +16,11 @@ from actors.doctor.gather import home_of_run, nodes_of_cluster, own_machine
 from actors.doctor.node_rules import on_nodes
 from actors.doctor.paper_rules import enough, on_paper, worst_first
 from actors.doctor.room_rules import Request, requests
-from actors.doctor.start_checks import check_on_paper
+from actors.doctor.start_checks import check_on_paper, check_on_paper_or_refuse
 from actors.plan.shape import check_is_model
 from actors.processes.disk_at_start import by_disk_at_start
 from actors.settings.devices import visible_gpus
-from correction.errors import ConfigError, DataError, EvenkeelError
-
-UNFIT = 1
-"""Exit code when something can't work."""
+from correction.errors import ConfigError, DataError
 
 
 def doctor(
@@ -72,8 +69,8 @@ def doctor(
     from rich.console import Console
 
     from actors.commands.recipe import load_config
+    from actors.doctor.views import UNFIT, show
     from actors.doctor.views import as_json as in_json
-    from actors.doctor.views import show
 
     config = load_config(RunConfig, target, overrides or [])
     complaints, rows = _of_cluster(config, cluster) if cluster else _found(config, gpus)
@@ -124,9 +121,11 @@ def _of_run(folder: Path, overrides: list[str]) -> str:
 def _of_cluster(config: RunConfig, path: Path) -> tuple[list[Complaint], list[Request]]:
     from actors.cluster.hub import config_folder
     from actors.doctor.cluster_file import ClusterFile, agreement
-    from actors.settings.derived import derived
+    from actors.settings.derived import derived, refusals
 
     cluster = ClusterFile.read(path, config.ray.rollout_resource)
+    if refused := list(refusals(config, has_gpu=cluster.has_gpus)):
+        return [Complaint.refusal(error) for error in refused], []
     config = derived(config, has_gpu=cluster.has_gpus)
     try:
         check_is_model(config_folder(config.model))
@@ -138,19 +137,21 @@ def _of_cluster(config: RunConfig, path: Path) -> tuple[list[Complaint], list[Re
 
 def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]]:
     from actors.plan.gpus import Gpus
-    from actors.settings.derived import derived
 
-    if gpus:
-        kind = Gpus.parse(gpus)
-        config, facts = check_on_paper(derived(config, has_gpu=True), meant=[kind])
-        return worst_first(on_paper(facts, config) + enough(kind, config)), []
-    return _found_here(config)
+    if not gpus:
+        return _found_here(config)
+    kind = Gpus.parse(gpus)
+    found = check_on_paper_or_refuse(config, has_gpu=True, meant=[kind])
+    if isinstance(found, list):
+        return found, []
+    config, facts = found
+    return worst_first(on_paper(facts, config) + enough(kind, config)), []
 
 
 def _found_here(config: RunConfig) -> tuple[list[Complaint], list[Request]]:
     """On this machine, or on the cluster at ray.address; of one that can't be joined the refusal, and what is known without it."""
     from actors.cluster.address import NoClusterError, check_ray
-    from actors.settings.derived import asks_for_gpus, derived
+    from actors.settings.derived import asks_for_gpus
 
     refused: list[Complaint] = []
     has_gpu = False
@@ -161,12 +162,10 @@ def _found_here(config: RunConfig) -> tuple[list[Complaint], list[Request]]:
         refused = [Complaint.refusal(error)]
         if not isinstance(error, NoClusterError) or asks_for_gpus(config):
             return refused, []  # the rest depends on whether there are GPUs
-    try:
-        config, facts = check_on_paper(derived(config, has_gpu=has_gpu))
-    except EvenkeelError as error:
-        if not isinstance(error, ConfigError):
-            raise
-        return [*refused, Complaint.refusal(error)], []
+    found = check_on_paper_or_refuse(config, has_gpu=has_gpu)
+    if isinstance(found, list):
+        return refused + found, []
+    config, facts = found
     try:
         nodes = None if refused else _nodes(config, facts)
     except NoClusterError as error:

@@ -24,6 +24,8 @@ def plan(
 
     Weights, gradients and optimizer are counted, activations are what autograd keeps of the learner's layers; seconds are estimates from
     assumed speeds of buses and networks. What would be refused, or go slowly, is said as `evenkeel doctor` says it.
+
+    Exit codes: 0 there is a plan, whatever is said of it; 1 the recipe or the model's config.json leaves nothing to plan with.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -32,20 +34,25 @@ def plan(
     from actors.commands.plan_view import in_numbers, make_plan, sections
     from actors.commands.recipe import load_config
     from actors.doctor.paper_rules import enough, on_paper, worst_first
-    from actors.doctor.start_checks import check_on_paper
-    from actors.doctor.views import show
+    from actors.doctor.start_checks import check_on_paper_or_refuse
+    from actors.doctor.views import UNFIT, findings, show
     from actors.plan.gpus import Gpus
-    from actors.settings.derived import derived
 
-    kind = Gpus.parse(gpus)
-    config, facts = check_on_paper(derived(load_config(RunConfig, recipe, overrides or []), has_gpu=True), meant=[kind])
+    kind, console = Gpus.parse(gpus), Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    found = check_on_paper_or_refuse(load_config(RunConfig, recipe, overrides or []), has_gpu=True, meant=[kind])
+    if isinstance(found, list):
+        if as_json:
+            typer.echo(json.dumps({"gpus": str(kind), "findings": findings(found)}, indent=2))
+        else:
+            show(console, found, [])
+        raise typer.Exit(UNFIT)
+    config, facts = found
     complaints = worst_first(on_paper(facts, config) + enough(kind, config))
-    found = make_plan(facts, config, kind, complaints)
+    made = make_plan(facts, config, kind, complaints)
     if as_json:
-        typer.echo(json.dumps(in_numbers(found), indent=2))
+        typer.echo(json.dumps(in_numbers(made), indent=2))
         return
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    for title, rows in sections(found, config).items():
+    for title, rows in sections(made, config).items():
         console.print(f"[bold]{escape(title)}[/]")
         table = Table(box=None, show_header=False, pad_edge=False)
         for what, text in rows:

@@ -9,6 +9,7 @@ from typing import Any
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint, PaperFacts
 from actors.doctor.memory_rules import gib, rank_options
+from actors.doctor.views import findings
 from actors.plan.engine_memory import EngineMemory, engine_memory
 from actors.plan.gpus import Gpus
 from actors.plan.host_memory import HostMemory, hosts
@@ -129,5 +130,5 @@ def in_numbers(plan: RunPlan) -> dict[str, Any]:
         "hosts": [{"node": one.node, "total": one.total, "parts": one.parts} for one in plan.hosts],
         "layouts": [{"layout": str(one), "bytes": one.memory.total + RESERVE, "fits": one.fits} for one in plan.layouts],
         "deadlines": [asdict(one) for one in plan.deadlines],
-        "findings": [{"level": one.severity, "sentence": one.sentence, "setting": one.setting} for one in plan.complaints],
+        "findings": findings(plan.complaints),
     }

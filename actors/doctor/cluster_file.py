@@ -21,6 +21,7 @@ from actors.doctor.kernel_rules import half_precision_has_kernels, weights_stay_
 from actors.doctor.memory_rules import on_gpus
 from actors.doctor.paper_rules import worst_first
 from actors.plan.gpus import ARCHITECTURES, MEMORY_MIB, gpu_of_instance
+from actors.plan.layouts import GPUS_PER_NODE
 from actors.plan.shape import ModelShape
 from actors.settings.devices import gpus_asked, most_workers_setting, room_for_engines, whole_gpus, workers_with_a_unit
 from correction.errors import ConfigError, one_line
@@ -252,7 +253,8 @@ def agreement(cluster: ClusterFile, config: RunConfig, shape: ModelShape | None 
         ranks = [size for size, kind in known if kind.gpus is None or kind.gpus >= config.learner.tensor_parallel]
         wanted = config.rollout.engine.tensor_parallel
         engines = [size for size, kind in known if kind.units >= 1 and (kind.gpus is None or kind.gpus >= wanted)]
-        found += on_gpus(shape, config, of_ranks=ranks, of_engines=engines)
+        largest = max((int(kind.gpus or GPUS_PER_NODE) for _, kind in known), default=GPUS_PER_NODE)
+        found += on_gpus(shape, config, of_ranks=ranks, of_engines=engines, gpus_per_node=largest)
         kinds = {kind: ARCHITECTURES[kind.gpu] for kind in cluster.kinds if kind.gpu}
         of_engines = {architecture for kind, architecture in kinds.items() if kind.units >= 1}
         found += half_precision_has_kernels(config, of_ranks=set(kinds.values()), of_engines=of_engines)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from actors.plan.layouts import GPUS_PER_NODE
 from actors.plan.shape import ModelShape
 from correction.errors import EvenkeelError
 
@@ -45,6 +46,8 @@ class PaperFacts:
     """Memory in bytes of each GPU that the run may get; empty: not known, or none is used. GPUs of a cluster's nodes are in NodeFacts."""
     architectures: tuple[str, ...] = ()
     """Of these GPUs, such as sm_90; empty: not known, or in NodeFacts as well."""
+    gpus_per_node: int = GPUS_PER_NODE
+    """Number of GPUs of the largest node that the run may get."""
     disk_free: int | None = None
     """Free bytes on the disk of the run folder."""
     closed_folder: str = ""

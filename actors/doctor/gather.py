@@ -25,6 +25,7 @@ from actors.doctor.facts import COMPILERS, GpuFact, NodeFacts, PaperFacts
 from actors.doctor.memory_rules import could_be_given
 from actors.doctor.port_check import OpenPort, why_unreachable
 from actors.plan.gpus import Gpus
+from actors.plan.layouts import GPUS_PER_NODE
 from actors.plan.shape import ModelShape
 from actors.processes.daemon_threads import DaemonThreads
 from actors.processes.disk_at_start import by_disk_at_start
@@ -59,14 +60,16 @@ def paper_facts(
     """
     shape = ModelShape.read(config_folder(model or config.model))
     if meant is not None:
-        return PaperFacts(shape, tuple(kind.memory for kind in meant), tuple(kind.architecture for kind in meant))
+        sizes, architectures = tuple(kind.memory for kind in meant), tuple(kind.architecture for kind in meant)
+        return PaperFacts(shape, sizes, architectures, max((kind.per_node for kind in meant), default=GPUS_PER_NODE))
     gpus: tuple[int, ...] = ()
     if config.ray.address is None and "cuda" in (config.learner.resolved_device, config.rollout.engine.resolved_device):
         gpus = could_be_given(_sizes(_named(gpus_of_driver(), visible_gpus())), visible_gpus())
     host = psutil.virtual_memory().total if config.ray.address is None else None
     there = model if is_resumed and model is not None else home_of_run(config)
     closed = "" if is_resumed or os.access(there, os.W_OK) else str(there)
-    return PaperFacts(shape, gpus, disk_free=shutil.disk_usage(there).free, closed_folder=closed, host_bytes=host)
+    largest, free = len(gpus) or GPUS_PER_NODE, shutil.disk_usage(there).free
+    return PaperFacts(shape, gpus, gpus_per_node=largest, disk_free=free, closed_folder=closed, host_bytes=host)
 
 
 def home_of_run(config: RunConfig) -> Path:

@@ -1,6 +1,6 @@
 """Rules about a GPU's memory, for the GPUs that a run may get: they may differ in size, and the driver's machine may have none.
 
-Each rule is a function of (shape, config, bytes of a GPU) that yields complaints.
+Each rule is a function of (shape, config, bytes of a GPU) that yields complaints; that of ranks also goes by the GPUs of a node.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from actors.config import RunConfig
@@ -28,7 +29,8 @@ _SURELY_TOO_LITTLE = 0.5
 """Share of the memory that an engine is estimated to need outside its cache."""
 
 
-def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Iterator[Complaint]:
+def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int, *, gpus_per_node: int) -> Iterator[Complaint]:
+    """Advises a layout whose tensor-parallel groups are inside nodes."""
     learner = config.learner
     if learner.resolved_device != "cuda" or obstacles(shape, learner):
         return
@@ -36,7 +38,7 @@ def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> I
     needed = rank_memory(shape, learner, **options)
     if needed.total + RESERVE <= share:
         return
-    others = layouts(shape, learner, learner.world_size, share, **options)
+    others = layouts(shape, learner, learner.world_size, share, **options, gpus_per_node=gpus_per_node)
     advised = others[0].changes(learner) if others and others[0].fits else ""
     remedy = f"Set, under learner: {advised}" if advised else _MORE_ROOM
     tokens = pass_tokens(learner, options["longest"])
@@ -132,13 +134,18 @@ def both_sides_fit_one_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int)
             )
 
 
-def on_gpus(shape: ModelShape, config: RunConfig, *, of_ranks: Collection[int], of_engines: Collection[int]) -> Iterator[Complaint]:
+def on_gpus(
+    shape: ModelShape, config: RunConfig, *, of_ranks: Collection[int], of_engines: Collection[int], gpus_per_node: int
+) -> Iterator[Complaint]:
     """Complaints for the smallest GPU that the run may get; they are failures only if the largest is too small as well.
 
-    Args: of_ranks, of_engines: bytes of each GPU that a rank, or an engine, may get; none: not known.
+    Args:
+        of_ranks, of_engines: bytes of each GPU that a rank, or an engine, may get; none: not known.
+        gpus_per_node: of the largest node.
     """
+    of_rank = partial(rank_fits_its_gpu, gpus_per_node=gpus_per_node)
     of_engine = (engine_fits_its_gpu, engine_leaves_room_outside_its_cache, both_sides_fit_one_gpu)
-    for rule, sizes in ((rank_fits_its_gpu, of_ranks), *((one, of_engines) for one in of_engine)):
+    for rule, sizes in ((of_rank, of_ranks), *((one, of_engines) for one in of_engine)):
         if not sizes:
             continue
         always = any(one.severity == "fail" for one in rule(shape, config, max(sizes)))

@@ -34,8 +34,9 @@ from actors.plan.host_memory import (
     of_engines,
     of_learner,
 )
+from actors.plan.layouts import GPUS_PER_NODE
 from actors.plan.shape import ModelShape
-from actors.plan.traffic import fetched_versions, traffic, versions_text
+from actors.plan.traffic import fetched_versions, stores_versions, traffic, versions_text
 from actors.settings.devices import gpus_asked, held_by, workers_with_a_unit
 from correction.errors import counted
 
@@ -273,7 +274,8 @@ def gpus_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) ->
     ranks = [size for size, node in known if node.offered_gpus >= config.learner.tensor_parallel]
     wanted = config.rollout.engine.tensor_parallel
     engines = [size for size, node in known if node.rollout_units >= 1 and node.offered_gpus >= wanted]
-    yield from on_gpus(shape, config, of_ranks=ranks, of_engines=engines)
+    largest = max((int(node.offered_gpus) for _, node in known), default=GPUS_PER_NODE)
+    yield from on_gpus(shape, config, of_ranks=ranks, of_engines=engines, gpus_per_node=largest)
 
 
 def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
@@ -281,11 +283,11 @@ def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) 
     with engines holds the versions that they fetch before they pause. Wide fields are on the nodes of the engines that sampled them and of
     the ranks. The driver's node holds two batches, and for a checkpoint it fetches all answers that wait, with their wide fields: of the
     longest length, as everywhere."""
-    is_stored = config.weight_sync.transport == "object_store"
+    is_fetched = config.weight_sync.transport == "object_store"
     moved, driver = traffic(shape, config), of_driver(shape, config)
     for node in nodes:
-        may_hold_a_rank = is_stored and (node.offered_gpus > 0 or config.learner.resolved_device == "cpu")
-        engines = workers_with_a_unit([node.rollout_units], config.rollout.first_workers) if is_stored else 0
+        may_hold_a_rank = stores_versions(config) and (node.offered_gpus > 0 or config.learner.resolved_device == "cpu")
+        engines = workers_with_a_unit([node.rollout_units], config.rollout.first_workers) if is_fetched else 0
         held = moved.version * fetched_versions(config, engines)
         wide = of_learner(shape, config, 1)[FETCHED] if may_hold_a_rank else of_engines(shape, config, engines)[WIDE]
         needed = moved.store if may_hold_a_rank else held * (engines > 0) + driver[BATCHES] * node.is_drivers

@@ -19,8 +19,8 @@ from actors.plan.layouts import obstacles
 from actors.plan.learner_memory import rank_memory
 from actors.plan.pace import MEAN_SHARE, TOKENS_PER_S, pace
 from actors.plan.shape import FLOAT8_BLOCK
-from actors.plan.traffic import checkpoint_bytes, traffic, versions_text
-from actors.settings.devices import check_shares, check_types, gpus_asked, room_for_engines, workers_asked
+from actors.plan.traffic import checkpoint_bytes, stores_versions, traffic, versions_text
+from actors.settings.devices import check_types, gpus_asked, room_for_engines, unfit_shares, workers_asked
 from correction.errors import ConfigError, counted
 from rollout.engine_settings import engine_ranks
 from rollout.engine_settings.engine_arguments import unknown
@@ -43,11 +43,11 @@ LESS = "Use machines with more memory, shorter answers (rollout.engine.context_l
 
 
 def devices_and_types(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    for check in (check_shares, check_types):
-        try:
-            check(config)
-        except ConfigError as error:
-            yield Complaint.refusal(error)
+    yield from map(Complaint.refusal, unfit_shares(config))
+    try:
+        check_types(config)
+    except ConfigError as error:
+        yield Complaint.refusal(error)
 
 
 def train_takes_model_and_task(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -166,7 +166,7 @@ def disk_holds_the_checkpoints(facts: PaperFacts, config: RunConfig) -> Iterator
 
 
 def object_store_holds_the_weights(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    if facts.host_bytes is None or config.weight_sync.transport != "object_store":
+    if facts.host_bytes is None or not stores_versions(config):
         return
     wide = of_engines(facts.shape, config, config.rollout.most_workers)[WIDE]
     needed, there = traffic(facts.shape, config).store + wide, int(STORE_SHARE * facts.host_bytes)
@@ -246,7 +246,8 @@ PAPER_RULES: tuple[PaperRule, ...] = (
 def on_paper(facts: PaperFacts, config: RunConfig) -> list[Complaint]:
     """All complaints of the first layer, the worst first."""
     found = [complaint for rule in PAPER_RULES for complaint in rule(facts, config)]
-    return worst_first([*found, *on_gpus(facts.shape, config, of_ranks=facts.gpus, of_engines=facts.gpus)])
+    of_gpus = on_gpus(facts.shape, config, of_ranks=facts.gpus, of_engines=facts.gpus, gpus_per_node=facts.gpus_per_node)
+    return worst_first([*found, *of_gpus])
 
 
 def enough(gpus: Gpus, config: RunConfig) -> list[Complaint]:

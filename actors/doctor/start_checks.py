@@ -12,13 +12,13 @@ from pathlib import Path
 
 from actors.cluster.hub import config_folder
 from actors.config import RunConfig
-from actors.doctor.facts import PaperFacts
+from actors.doctor.facts import Complaint, PaperFacts
 from actors.doctor.gather import paper_facts
 from actors.hub_name import HubName
 from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape, check_is_model
 from actors.settings.deadlines import bytes_of, with_deadlines
-from actors.settings.derived import with_optimizer
+from actors.settings.derived import derived, refusals, with_optimizer
 from correction.errors import DataError, EvenkeelError
 from learner.hf.hf_folder import read_config, read_json, shapes_of
 from learner.hf.model_check import check_trainable, check_weights
@@ -118,6 +118,18 @@ def check_on_paper(config: RunConfig, *, meant: Sequence[Gpus] | None = None) ->
             if not of_hub:
                 _check_tokenizer(folder, config.rollout.task)
     return config, replace(facts, refused=tuple(refused), lacking=tuple(lacking))
+
+
+def check_on_paper_or_refuse(
+    config: RunConfig, *, has_gpu: bool, meant: Sequence[Gpus] | None = None
+) -> tuple[RunConfig, PaperFacts] | list[Complaint]:
+    """As `check_on_paper`, of a configuration whose devices and types are still open; or the refusals without which no more can be told."""
+    if refused := list(refusals(config, has_gpu=has_gpu)):
+        return list(map(Complaint.refusal, refused))
+    try:
+        return check_on_paper(derived(config, has_gpu=has_gpu), meant=meant)
+    except EvenkeelError as error:
+        return [Complaint.refusal(error)]
 
 
 def _check_tokenizer(folder: Path, task: TaskConfig) -> None:

@@ -14,6 +14,8 @@ from actors.doctor.facts import Complaint
 from actors.doctor.room_rules import Request
 from correction.errors import counted
 
+UNFIT = 1
+"""Exit code when something can't work."""
 _COLOURS = {"fail": "bold red", "warn": "yellow", "note": "dim"}
 
 
@@ -48,6 +50,10 @@ def as_json(complaints: Sequence[Complaint], rows: Sequence[Request]) -> dict[st
     """The same as JSON, for programs."""
     return {
         "summary": summary(complaints),
-        "findings": [{"level": one.severity, "sentence": one.sentence, "setting": one.setting} for one in complaints],
+        "findings": findings(complaints),
         "resources": [asdict(row) for row in rows],
     }
+
+
+def findings(complaints: Sequence[Complaint]) -> list[dict[str, str]]:
+    return [{"level": one.severity, "sentence": one.sentence, "setting": one.setting} for one in complaints]

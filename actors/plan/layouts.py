@@ -17,6 +17,8 @@ _VARIED = (
     *("distributed_optimizer", "recompute_activations"),
 )
 """Settings in which layouts differ."""
+GPUS_PER_NODE = 8
+"""Where nothing is known of the nodes."""
 _LARGEST_TENSOR_PARALLEL = 8
 """A tensor-parallel group stays inside a node."""
 
@@ -55,7 +57,7 @@ def layouts(
     longest: int,
     loads_other: bool,
     has_entropy_loss: bool = False,
-    gpus_per_node: int = 8,
+    gpus_per_node: int = GPUS_PER_NODE,
 ) -> list[Layout]:
     """All layouts with this number of ranks: first those that fit into memory, and of these first those with the least communication.
 

@@ -78,6 +78,12 @@ def stored_versions(config: RunConfig) -> int:
     return 2 + config.weight_sync.deltas
 
 
+def stores_versions(config: RunConfig) -> bool:
+    """Whether rank 0 copies each version that it sends into its object store (actors/weights/weight_sync.py): by broadcast only if engines
+    that join may have to wait some steps for the next one."""
+    return config.weight_sync.transport == "object_store" or config.weight_sync.every_steps > 1
+
+
 def fetched_versions(config: RunConfig, engines: int) -> int:
     """The most versions of the weights that a node of rollout workers holds at a time. Engines are updated one by one: where there are
     several, one may be reading a version when another fetches the next. A single one has let go of the older by then, whose copy Ray drops
@@ -95,16 +101,23 @@ def versions_text(config: RunConfig) -> str:
 
 def _store_s(version: int, config: RunConfig) -> tuple[float, float, float]:
     """(export, way to another node, pause) through the object store, seconds."""
-    bus_s = version / BUS if config.learner.resolved_device == "cuda" else 0.0
     on_gpu = config.rollout.engine.resolved_device == "cuda"
     pause_s = _pause_s(version, min(version, config.weight_sync.bucket_bytes), on_gpu=on_gpu)
-    return bus_s + version / HOST_COPY, version / NETWORK if config.ray.address is not None else 0.0, pause_s
+    return _storing_s(version, config), version / NETWORK if config.ray.address is not None else 0.0, pause_s
+
+
+def _storing_s(version: int, config: RunConfig) -> float:
+    """A copy from the GPU to the host, and one into the object store."""
+    return (version / BUS if config.learner.resolved_device == "cuda" else 0.0) + version / HOST_COPY
 
 
 def _broadcast_s(version: int, config: RunConfig) -> tuple[float, float, float]:
-    """(export, way to another node, pause) by broadcast, seconds: the learner sends while the engines receive, from device to device."""
+    """(export, way to another node, pause) by broadcast, seconds: the learner sends while the engines receive, from device to device. Where
+    versions are stored, too, a bucket is on its way while it is copied, and all wait for the slower."""
     rate = BUS if config.learner.resolved_device == "cuda" else HOST_COPY
     sent_s = version / (min(rate, NETWORK) if config.ray.address is not None else rate)
+    if stores_versions(config):
+        sent_s = max(sent_s, _storing_s(version, config))
     return sent_s, 0.0, sent_s
 
 

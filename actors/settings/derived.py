@@ -6,13 +6,14 @@ installed where a rank is: the rank decides (learner/model/layers.py), and says 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from actors.config import RunConfig
 from correction.early_warning.replacement import reason_of
-from correction.engines.device_choice import Dtype, device_of, dtype_of, group_backend_of, is_open
+from correction.engines.device_choice import device_of, dtype_of, group_backend_of, is_open
 from correction.errors import ConfigError
 from correction.settings.base import Settings
 from learner.config import LearnerConfig
@@ -38,10 +39,18 @@ def derived(config: RunConfig, *, has_gpu: bool) -> RunConfig:
         has_gpu: whether this machine has a GPU, or the cluster that is joined.
     Raises: ConfigError for settings that can't be honoured on these devices.
     """
-    learner = _learner(config.learner, has_gpu)
-    engine = _engine(config.rollout.engine, learner, config.rollout.gpus_per_worker, has_gpu)
+    learner, engine = _learner(config.learner, has_gpu), _engine(config, has_gpu)
     rollout = config.rollout.model_copy(update={"engine": engine})
     return config.model_copy(update={"learner": learner, "rollout": rollout})
+
+
+def refusals(config: RunConfig, *, has_gpu: bool) -> Iterator[ConfigError]:
+    """Why `derived` would refuse: of learner and engine each its reason."""
+    for section in (lambda: _learner(config.learner, has_gpu), lambda: _engine(config, has_gpu)):
+        try:
+            section()
+        except ConfigError as error:
+            yield error
 
 
 def with_optimizer(config: RunConfig, *, has_experts: bool) -> RunConfig:
@@ -67,11 +76,12 @@ def _learner(learner: LearnerConfig, has_gpu: bool) -> LearnerConfig:
     return with_values(learner, values, "learner")
 
 
-def _engine(engine: EngineConfig, learner: LearnerConfig, share: float, has_gpu: bool) -> EngineConfig:
-    values = _engine_types(engine, learner.resolved_dtype, has_gpu)
+def _engine(config: RunConfig, has_gpu: bool) -> EngineConfig:
+    engine = config.rollout.engine
+    values = _engine_types(config, has_gpu)
     if values["device"] == "cuda":
         values |= _unset(engine, max_running_requests=GPU_RUNNING_REQUESTS)
-        values["gpu_share"] = share
+        values["gpu_share"] = config.rollout.gpus_per_worker
     return with_values(engine, values, "rollout.engine")
 
 
@@ -82,15 +92,16 @@ def with_engine_types(config: RunConfig, *, has_gpu: bool) -> RunConfig:
         has_gpu: whether this machine has a GPU.
     Raises: ConfigError as `derived`.
     """
-    learner, engine = config.learner, config.rollout.engine
-    dtype = dtype_of(learner.dtype, device_of(learner.device, has_gpu=has_gpu))
-    engine = with_values(engine, _engine_types(engine, dtype, has_gpu), "rollout.engine")
+    engine = with_values(config.rollout.engine, _engine_types(config, has_gpu), "rollout.engine")
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
 
 
-def _engine_types(engine: EngineConfig, learner: Dtype, has_gpu: bool) -> dict[str, Any]:
+def _engine_types(config: RunConfig, has_gpu: bool) -> dict[str, Any]:
+    """Device, type and backend of an engine; a type that is left open is the learner's."""
+    engine, learner = config.rollout.engine, config.learner
+    sent = dtype_of(learner.dtype, device_of(learner.device, has_gpu=has_gpu))
     device = device_of(engine.device, has_gpu=has_gpu)
-    dtype, backend = dtype_of(engine.dtype, device, learner=learner), group_backend_of(engine.weight_group_backend, device)
+    dtype, backend = dtype_of(engine.dtype, device, learner=sent), group_backend_of(engine.weight_group_backend, device)
     return {"device": device, "dtype": dtype, "weight_group_backend": backend}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from actors.config import RunConfig
@@ -20,7 +20,8 @@ def check_devices(config: RunConfig) -> None:
 
     Raises: ConfigError.
     """
-    check_shares(config)
+    for error in unfit_shares(config):
+        raise error
     if config.ray.address is not None:
         return
     shares, parts = _wanted(config, workers_asked(config))
@@ -33,66 +34,64 @@ def check_devices(config: RunConfig) -> None:
         )
 
 
-def check_shares(config: RunConfig) -> None:
-    """Refuse two ranks on one GPU, which NCCL can't connect, and devices and shares that don't go with the transport of the weights.
-
-    Raises: ConfigError.
-    """
+def unfit_shares(config: RunConfig) -> Iterator[ConfigError]:
+    """Each reason against the shares of GPUs: two ranks on one, which NCCL can't connect, and devices and shares that don't go with the
+    transport of the weights."""
     learner, rollout = config.learner, config.rollout
     if rollout.engine.resolved_device == "cuda" and rollout.gpus_per_worker < 1 and rollout.engine.tensor_parallel > 1:
-        raise ConfigError(
+        yield ConfigError(
             f"rollout.gpus_per_worker = {rollout.gpus_per_worker:g} with engine.tensor_parallel = {rollout.engine.tensor_parallel}: an "
             "engine's ranks are on whole GPUs of one node",
             remedy="Set rollout.gpus_per_worker to 1, or tensor_parallel to 1",
         )
-    _check_weight_group(config)
-    _check_nccl_options(config)
+    yield from _unlike_in_the_weight_group(config)
+    yield from _unlike_options_of_nccl(config)
     if learner.resolved_device != "cuda":
         return
     if learner.gpus_per_rank <= 0.5 and learner.world_size > 1:
-        raise ConfigError(
+        yield ConfigError(
             f"learner.gpus_per_rank = {learner.gpus_per_rank:g} with {learner.world_size} ranks: two of them would fit on one GPU, where "
             "NCCL makes no group of them",
             remedy="Set it above 0.5, or have one rank",
         )
     if learner.gpus_per_rank < 1 and learner.tensor_parallel > 1:
-        raise ConfigError(
+        yield ConfigError(
             f"learner.gpus_per_rank = {learner.gpus_per_rank:g} with tensor_parallel = {learner.tensor_parallel}: the ranks of a group are "
             "asked for together, as whole GPUs of one node",
             remedy="Set it to 1",
         )
     is_shared = learner.gpus_per_rank < 1 or rollout.gpus_per_worker < 1
     if is_shared and config.weight_sync.transport == "broadcast":
-        raise ConfigError(
+        yield ConfigError(
             "weight_sync.transport = broadcast where a rank or a worker has a share of a GPU: an engine may be on the learner's own, and "
             "NCCL makes no group of two processes on one",
             remedy="Set weight_sync.transport: object_store, or learner.gpus_per_rank and rollout.gpus_per_worker to 1",
         )
 
 
-def _check_weight_group(config: RunConfig) -> None:
-    """Raises: ConfigError for a broadcast from the learner (learner/weights/broadcast.py) to engines that would join otherwise."""
+def _unlike_in_the_weight_group(config: RunConfig) -> Iterator[ConfigError]:
+    """Against a broadcast from the learner (learner/weights/broadcast.py) to engines that would join otherwise."""
     engine, learner = config.rollout.engine, config.learner
     own = "nccl" if learner.resolved_device == "cuda" else "gloo"
     is_alike = engine.resolved_device == learner.resolved_device
     if config.weight_sync.transport != "broadcast" or (is_alike and engine.resolved_group_backend == own):
         return
     or_auto = "rollout.engine.weight_group_backend: auto, or " if is_alike else ""
-    raise ConfigError(
+    yield ConfigError(
         f"weight_sync.transport = broadcast: the learner, on {learner.resolved_device}, joins the weight group by {own}, and engines, on "
         f"{engine.resolved_device}, by {engine.resolved_group_backend}: a group has one backend, and one kind of device",
         remedy=f"Set {or_auto}weight_sync.transport: object_store",
     )
 
 
-def _check_nccl_options(config: RunConfig) -> None:
-    """Raises: ConfigError for options by which SGLang's NCCL would differ from the learner's, in one group (settings/environment.py)."""
+def _unlike_options_of_nccl(config: RunConfig) -> Iterator[ConfigError]:
+    """Against options by which SGLang's NCCL would differ from the learner's, in one group (settings/environment.py)."""
     engine = config.rollout.engine
     if engine.resolved_device != "cuda" or config.weight_sync.transport != "broadcast":
         return
     for name in SETS_NVLS:
         if engine.engine_args.get(name):
-            raise ConfigError(
+            yield ConfigError(
                 f"rollout.engine.engine_args.{name} = {engine.engine_args[name]!r} with weight_sync.transport = broadcast: SGLang sets "
                 "NCCL_NVLS_ENABLE: 1 for it, which the learner's ranks don't have, and NCCL wants it alike in one group",
                 remedy="Set weight_sync.transport: object_store, or leave it out",

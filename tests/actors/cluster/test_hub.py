@@ -27,7 +27,7 @@ from actors.record.run_folder import RunFolder
 from correction.errors import ConfigError, DataError
 from learner.hf.nano import NanoModelConfig, build_nano_model
 from rollout.config import HuggingFaceTask
-from rollout.tasks.rows import read_dataset
+from rollout.tasks.rows import RowSource, read_dataset
 from tests.e2e.launch import RECIPE
 from tests.hub_stand_in import Repository, StandInHub, stand_in_hub
 
@@ -165,6 +165,45 @@ def test_a_data_set_keeps_its_commit_too(server: StandInHub, tmp_path: Path, mon
     task = config.rollout.task
     assert isinstance(task, HuggingFaceTask) and task.revision == data.commits[0][0] and task.revision in said[1]
     assert [question.text for question in read_dataset(task, "train", lambda text: None).questions] == ["1 + 1"]
+
+
+DATA = {"path": "acme/two", "subset": "main", "held_out_split": "test", "prompt_field": "question"}
+"""As the first recipe names its data set: one of two subsets, and a split of its own to be held out."""
+
+
+def two_subsets() -> Repository:
+    """A data set in GSM8K's layout: its card names two subsets of two splits, each question says where it is from."""
+    files, card = {}, "---\nconfigs:\n"
+    for subset in ("main", "socratic"):
+        card += f"- config_name: {subset}\n  data_files:\n"
+        for split in ("train", "test"):
+            card += f"  - split: {split}\n    path: {subset}/{split}-*\n"
+            rows = (f'{{"question": "{subset} {split} {number}", "answer": "{number}"}}\n' for number in range(2))
+            files[f"{subset}/{split}-00000-of-00001.jsonl"] = "".join(rows).encode()
+    repository = Repository()
+    repository.commit(files | {"README.md": f"{card}---\n".encode()})
+    return repository
+
+
+def test_a_data_set_of_subsets_and_splits_is_read_from_the_hub_and_then_without_it(
+    server: StandInHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of one subset and nothing of the other; training and held-out questions from the splits that are named."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "rows")
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", server.address)
+    server.repositories["datasets/acme/two"] = two_subsets()
+    task = pinned(recipe("rollout.reward.kind=math_verify", f"rollout.task={ {'kind': 'huggingface'} | DATA }"))[0].rollout.task
+    assert isinstance(task, HuggingFaceTask)
+    for is_offline in (False, True):
+        if is_offline:
+            offline(monkeypatch)
+            monkeypatch.setattr(server, "requests", [])
+        source = RowSource(task, lambda _: None)
+        assert sorted(source.train_question(i).text for i in range(source.questions_per_epoch)) == ["main train 0", "main train 1"]
+        assert [question.text for question in source.held_out] == ["main test 0", "main test 1"]
+    assert server.requests == [], "the second time"
 
 
 def test_offline_the_cache_is_enough_and_the_hub_is_not_asked(server: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ H100 = Gpus.parse("H100x8")
 RANKS = "rollout.engine.tensor_parallel"
 IN_FLOAT32 = "learner.device=cpu rollout.engine.device=cpu learner.dtype=float32 rollout.engine.dtype=float32"
 FAR_DELTAS = "weight_sync.deltas=true ray.address=auto"
+KEPT_COPIES = "weight_sync.transport=broadcast weight_sync.every_steps=2"
 FLOAT8 = "rollout.engine.quantization=float8_block"
 
 
@@ -103,6 +104,7 @@ def test_engines_of_two_gpus_make_room_where_one_has_none() -> None:
         ("", {"disk_free": 100 << 30}, "fail", "a checkpoint has 122 GiB, but the run folder's disk has 100 GiB free", "run_dir"),
         ("", {"disk_free": 200 << 30}, "warn", "2 checkpoints and the one being written have 366 GiB", "checkpoint.keep"),
         ("", {"host_bytes": 64 << 30}, "warn", "Ray's object store has about 19.2 GiB", "object-store-memory"),
+        (KEPT_COPIES, {"host_bytes": 64 << 30}, "warn", "two versions of the weights and two batches take", "object-store-memory"),
         ("weight_sync.deltas=true", {}, "warn", "deltas = True in a cluster of this machine alone", "Leave it out"),
         (f"{FAR_DELTAS} {IN_FLOAT32}", {}, "note", "changes has a third of the bytes, not a fiftieth", "Leave it out"),
         ("", {"host_bytes": 128 << 30}, "warn", "GiB of this machine's 128 GiB outside its GPUs: copy for a checkpoint 122", "more memory"),
@@ -233,6 +235,13 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
          "Update the driver"),
         ([node(gpus=(), architectures=(), visible_devices="", offered_gpus=0.0)], "", "fail", "CUDA_VISIBLE_DEVICES = '' hides them",
          "Unset it"),
+        (
+            [node(), node(name="b", object_store=20 << 30)],
+            f"ray.address=auto {KEPT_COPIES}",
+            "warn",
+            "b: two versions of the weights and two batches",
+            "object-store-memory",
+        ),
         ([node(), node(name="b", object_store=20 << 30)], "ray.address=auto", "warn", "b: two versions of the weights and two batches",
          "--object-store-memory"),
         (

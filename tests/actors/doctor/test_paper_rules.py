@@ -16,8 +16,11 @@ from typer.testing import CliRunner
 from actors.cluster import address, cluster
 from actors.commands.cli import app
 from actors.config import RunConfig
+from actors.doctor.cluster_file import ClusterFile, NodeKind, agreement
 from actors.doctor.facts import NodeFacts, PaperFacts
+from actors.doctor.gather import paper_facts
 from actors.doctor.memory_rules import rank_options
+from actors.doctor.node_rules import on_nodes
 from actors.doctor.paper_rules import enough, on_paper
 from actors.plan.gpus import Gpus
 from actors.plan.learner_memory import RESERVE, rank_memory, state_bytes
@@ -215,3 +218,17 @@ def test_a_rank_that_doesn_t_fit_is_told_a_layout_that_does(words: str, model: d
     mended = eight(*asked, *advice)
     assert [c for c in on_paper(facts, mended) if c.severity == "fail"] == [], remedy
     assert mended.learner.world_size == eight(*asked).learner.world_size
+
+
+def test_that_layout_has_no_group_larger_than_a_node(tmp_path: Path) -> None:
+    """Eight ranks on nodes of four GPUs, whether the nodes are meant, there, or in a cluster file."""
+    kind, asked = Gpus.parse("A100-40x4x4"), ["ray.address=auto", "learner.data_parallel=8", *ALONE.split()]
+    config = eight(*asked)
+    facts = paper_facts(config, save_config(tmp_path, QWEN3_8B), meant=[kind])
+    there = [node(name=f"10.0.0.{i}", offered_gpus=4.0, gpu_bytes=(kind.memory,) * 4) for i in range(4)]
+    file = ClusterFile(Path("cluster.yaml"), (NodeKind("worker", 4, 4.0, 4.0, kind.name),), None, (), False)
+    for found in (on_paper(facts, config), on_nodes(there, config, DENSE), agreement(file, config, DENSE)):
+        (remedy,) = [one.setting for one in found if "rank needs" in one.sentence]
+        mended = eight(*asked, *(f"learner.{word}" for word in remedy.removeprefix("Set, under learner: ").split()))
+        assert [one for one in on_paper(facts, mended) + enough(kind, mended) if one.severity == "fail"] == [], remedy
+        assert mended.learner.tensor_parallel == 4, "on a node of eight it would be 8"

@@ -28,6 +28,7 @@ from tests.actors.known_models import QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, save_c
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
 RECIPES = Path(__file__).parents[3] / "recipes"
+GPU_CLUSTER = RECIPES.parent / "deploy" / "ray-cluster-gpu.yaml"
 SMALL = Path(__file__).parents[2] / "e2e" / "small.yaml"
 H100 = Gpus.parse("H100x8")
 OLMO2 = {**QWEN3_8B, "model_type": "olmo2"}
@@ -107,6 +108,26 @@ def test_both_commands_ask(tmp_path: Path, words: list[str]) -> None:
     model = save_config(tmp_path, QWEN3_8B | WINDOW)
     done = CliRunner().invoke(app, [*words, str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={model}"])
     assert "use_sliding_window = True of qwen3" in done.stdout and "1 failure: the run can't work like this" in done.stdout, done.output
+
+
+@pytest.mark.parametrize("words", [["doctor", "--gpus", "H100x8"], ["doctor", "--cluster", str(GPU_CLUSTER)], ["plan"], ["doctor"]])
+def test_what_leaves_devices_and_types_undecided_is_told_of_both_sides_in_json_too(words: list[str]) -> None:
+    """A learner on the CPU computes in float32, for which TransformerEngine has no use, and engines on a GPU don't take it."""
+    recipe = [str(RECIPES / "qwen3_8b_8gpu.yaml"), "learner.device=cpu", "learner.layers=transformer_engine", "ray.address=null"]
+    done = CliRunner().invoke(app, [*words, *recipe, "--json"])
+    found = json.loads(done.stdout)["findings"]
+    of_both = ("layers = transformer_engine: ", "rollout.engine.dtype = float32 with device = cuda")
+    assert [(one["level"], text in one["sentence"]) for one, text in zip(found, of_both, strict=True)] == [("fail", True)] * 2, found
+    assert done.exit_code == 1
+
+
+@pytest.mark.parametrize("words", [["doctor", "--gpus", "H100x8"], ["plan"], ["doctor"]])
+def test_a_model_that_isn_t_there_is_a_finding(words: list[str], tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, [*words, str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={tmp_path / 'none'}", "--json"])
+    (found,) = json.loads(done.stdout)["findings"]
+    assert "none: no such folder. Name a" in found["sentence"] and found["level"] == "fail" and done.exit_code == 1
+    in_words = CliRunner().invoke(app, [*words, str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={tmp_path / 'none'}"])
+    assert in_words.stdout.rstrip().endswith("1 failure: the run can't work like this")
 
 
 @pytest.fixture(scope="module")

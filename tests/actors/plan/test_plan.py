@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -274,6 +273,17 @@ def test_seconds_of_a_broadcast_are_those_of_its_slowest_link(tmp_path: Path) ->
     assert by_gloo.export_s == by_gloo.version / HOST_COPY
 
 
+def test_a_broadcast_of_every_other_version_waits_for_the_copy_that_is_kept(tmp_path: Path) -> None:
+    """Whoever joins before the next version takes it from the object store. Bucket by bucket it is sent and copied at the same time."""
+    shape, model = ModelShape.of(QWEN3_8B), save_config(tmp_path, QWEN3_8B)
+    words = ("weight_sync.transport=broadcast", "weight_sync.every_steps=2")
+    stored = recipe("qwen3_8b_8gpu", model, "weight_sync.every_steps=2")
+    for address in ((), ("ray.address=auto",)):
+        moved = traffic(shape, recipe("qwen3_8b_8gpu", model, *words, *address))
+        assert moved.export_s == moved.pause_s == moved.version / BUS + moved.version / HOST_COPY, "slower than a bus or network alone"
+        assert moved.export_s == traffic(shape, stored).export_s and moved.fetch_s == 0
+
+
 def test_what_is_read_again_is_read_on_all_gpus_of_an_engine(tmp_path: Path) -> None:
     """100,000 tokens, 30,000 a second a GPU: 3.3 s on one for a model of 8B, half of it on two."""
     shape, model = ModelShape.of(QWEN3_8B), save_config(tmp_path, QWEN3_8B)
@@ -325,67 +335,3 @@ def test_a_family_that_isn_t_trained_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(DataError, match=r"no config\.json can be read from it"):
         ModelShape.read(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "model", "gpus", "shown"),
-    [
-        ("qwen3_0.6b_1gpu", QWEN3_06B, "A10Gx1", ["14.7 GiB of 15.7 GiB", "17 of 2,048 tokens", "1.87 GiB for context"]),
-        ("qwen3_30b_a3b_4nodes", QWEN3_30B_A3B, "H200x8x4", ["4 nodes of 8 x H200", "16 ranks", "to another node 6.1 s"]),
-    ],
-)
-def test_the_command_plans_the_other_recipes(name: str, model: dict[str, Any], gpus: str, shown: list[str], tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from actors.commands.cli import app
-
-    words = ["plan", str(RECIPES / f"{name}.yaml"), f"model={save_config(tmp_path, model)}", "--gpus", gpus]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0 and done.stdout.rstrip().endswith("ready"), done.output
-    assert all(text in done.stdout for text in shown), done.stdout
-
-
-def test_the_engines_of_an_elastic_pool_are_those_it_begins_with(tmp_path: Path) -> None:
-    """Two to four engines: the run begins with two."""
-    import yaml
-    from typer.testing import CliRunner
-
-    from actors.commands.cli import app
-
-    recipe = yaml.safe_load((RECIPES / "qwen3_8b_8gpu.yaml").read_text())
-    recipe["rollout"] = {key: value for key, value in recipe["rollout"].items() if key != "workers"} | {"min_workers": 2, "max_workers": 4}
-    path = tmp_path / "elastic.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    done = CliRunner().invoke(app, ["plan", str(path), f"model={save_config(tmp_path, QWEN3_8B)}"])
-    assert "engines: 2 (up to 4)" in done.stdout, done.output
-
-
-def test_the_command_says_what_an_update_has_engines_read_again(tmp_path: Path) -> None:
-    """Tokens of a full cache, but no more than 256 requests half way through their context; none where keys and values are kept."""
-    from typer.testing import CliRunner
-
-    from actors.commands.cli import app
-
-    words = ["plan", str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={save_config(tmp_path, QWEN3_8B)}"]
-    moved = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["traffic"]
-    tokens, seconds = moved["recomputed_tokens"], moved["recompute_s"]
-    assert tokens > 100_000 and seconds > 1.0
-    in_place = "rollout.engine.weight_update_mode=in_place"
-    shown, kept = (" ".join(CliRunner().invoke(app, [*words, *more]).stdout.split()) for more in ([], [in_place]))
-    assert f"read again up to {tokens:,} tokens an engine, about {seconds:.0f} s (retract)" in shown and "read again" not in kept
-
-
-def test_the_command_prints_the_numbers(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from actors.commands.cli import app
-
-    model = save_config(tmp_path, QWEN3_8B)
-    words = ["plan", str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={model}"]
-    found = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
-    assert (found["parameters"], found["findings"]) == (8_190_735_360, [])
-    assert found["rank"]["total"] == sum(size for name, size in found["rank"].items() if name != "total")
-    in_float8 = json.loads(CliRunner().invoke(app, [*words, "rollout.engine.quantization=float8_block", "--json"]).stdout)
-    assert in_float8["traffic"]["version"] < found["traffic"]["version"] and in_float8["deadlines"] == found["deadlines"] != []
-    shown = CliRunner().invoke(app, [*words, "--gpus", "24GBx8"])
-    assert "a learner rank needs" in shown.stdout and "the run can't work like this" in shown.stdout

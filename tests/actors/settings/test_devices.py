@@ -24,6 +24,7 @@ from actors.settings.devices import (
     gpus_asked,
     held_by,
     room_for_engines,
+    unfit_shares,
     whole_gpus,
     workers_with_a_unit,
 )
@@ -144,6 +145,18 @@ def test_what_nccl_cant_connect_is_refused(monkeypatch: pytest.MonkeyPatch, over
     gpus(monkeypatch, 8)
     with pytest.raises(ConfigError, match=said):
         check_devices(config(*overrides.split()))
+
+
+def test_every_reason_against_the_shares_is_told() -> None:
+    """`doctor` and `plan` list them; a run stops at the first."""
+    both = ("rollout.engine.engine_args.enable_nccl_nvls=true", "weight_sync.transport=broadcast")
+    asked = load_config(RunConfig, RECIPE, [*TWO_RANKS.split(), "learner.gpus_per_rank=0.4", "learner.tensor_parallel=2", *both])
+    told = [error.reason for error in unfit_shares(derived(asked, has_gpu=True))]
+    starts = ("rollout.gpus_per_worker = 0.5", "rollout.engine.engine_args.enable", *["learner.gpus_per_rank = 0.4"] * 2, "weight_sync.tr")
+    assert [reason.startswith(start) for reason, start in zip(told, starts, strict=True)] == [True] * 5, told
+    with pytest.raises(ConfigError) as first:
+        check_devices(derived(asked, has_gpu=True))
+    assert first.value.reason == told[0]
 
 
 @pytest.mark.parametrize("name", ["enable_nccl_nvls", "enable_symm_mem"])

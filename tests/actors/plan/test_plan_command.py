@@ -1,0 +1,111 @@
+"""What `evenkeel plan` prints, in words and as numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from actors.commands.cli import app
+from actors.plan.gpus import Gpus
+from actors.plan.traffic import BUS, HOST_COPY, PACKED
+from tests.actors.known_models import QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, save_config
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+PARAMETERS = 8_190_735_360
+"""Of Qwen3-8B, as published."""
+OF_NODES = (
+    "learner: 16 ranks, bfloat16",
+    "to another node 6.1 s",  # 61 GB at 10 GB a second
+    "two versions and two batches of 0.447 GiB each",  # 1,024 answers of 18,432 tokens, 25 bytes and, for the prompts' 2,048, keys of 4
+    "a node with 8 ranks",  # of the 16 those that a node has GPUs for
+    "versions in the object store 114 GiB",  # two of 56.9 GiB, on rank 0's node
+    "a node with 8 engines",
+    "versions fetched to the object store 114 GiB",  # one is read while the next is fetched
+    "buckets in shared memory 4 GiB",  # two of 256 MiB for each engine
+    "layouts of 16 ranks",
+)
+
+
+def printed(*words: str) -> str:
+    done = CliRunner().invoke(app, ["plan", *words])
+    assert done.exit_code == 0, done.output
+    return " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "gpus", "shown"),
+    [
+        ("qwen3_0.6b_1gpu", QWEN3_06B, "A10Gx1", ["14.7 GiB of 15.7 GiB", "17 of 2,048 tokens", "1.87 GiB for context"]),
+        ("qwen3_30b_a3b_4nodes", QWEN3_30B_A3B, "H200x8x4", ["18,867 tensors; 4 nodes of 8 x H200", *OF_NODES]),
+    ],
+)
+def test_the_command_plans_the_other_recipes(name: str, model: dict[str, Any], gpus: str, shown: list[str], tmp_path: Path) -> None:
+    text = printed(str(RECIPES / f"{name}.yaml"), f"model={save_config(tmp_path, model)}", "--gpus", gpus)
+    assert text.endswith("ready") and [one for one in shown if one not in text] == [], text
+
+
+def test_the_engines_of_an_elastic_pool_are_those_it_begins_with(tmp_path: Path) -> None:
+    """Two to four engines: the run begins with two."""
+    recipe = yaml.safe_load((RECIPES / "qwen3_8b_8gpu.yaml").read_text())
+    recipe["rollout"] = {key: value for key, value in recipe["rollout"].items() if key != "workers"} | {"min_workers": 2, "max_workers": 4}
+    path = tmp_path / "elastic.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    assert "engines: 2 (up to 4)" in printed(str(path), f"model={save_config(tmp_path, QWEN3_8B)}")
+
+
+def test_the_command_says_in_words_what_it_has_in_numbers(tmp_path: Path) -> None:
+    """What engines read again are the tokens of a full cache, but no more than 256 requests half way through their context; none where keys
+    and values are kept."""
+    words = [str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={save_config(tmp_path, QWEN3_8B)}"]
+    found = json.loads(CliRunner().invoke(app, ["plan", *words, "--json"]).stdout)
+    moved, engine = found["traffic"], found["engine"]
+    shown, kept = (printed(*words, *more) for more in ([], ["rollout.engine.weight_update_mode=in_place"]))
+    assert moved["recomputed_tokens"] > 100_000 and moved["recompute_s"] > 1.0 and "read again" not in kept
+    version, seconds = 2 * PARAMETERS, (2 * PARAMETERS / BUS + 2 * PARAMETERS / HOST_COPY, moved["pause_s"])
+    (host,) = found["hosts"]
+    parts = " ".join(f"{what} {gib(size)}" for what, size in host["parts"].items() if size)
+    layouts = " ".join(f"{'fits' if one['fits'] else 'too large'}, {gib(one['bytes'])} {one['layout']}" for one in found["layouts"][:8])
+    for row in (
+        "8.19B parameters in 399 tensors; 8 x H100 (80 GiB)",  # 36 layers of 11, embedding, head and last norm
+        "batch Each of 300 steps trains on 64 prompts x 8 samples = 512 trajectories",
+        # Of half the parameters each rank has 2 bytes and gradients in float32; three more in float32 it shares with another rank.
+        f"learner: 4 ranks, bfloat16 weights {gib(PARAMETERS)} gradients {gib(2 * PARAMETERS)} optimizer {gib(3 * PARAMETERS)} activations",
+        f"reserve 3 GiB together {gib(found['rank']['total'])} of {gib(Gpus.parse('H100x8').memory)}",
+        f"engines: 4, bfloat16 weights {gib(version)} KV cache {gib(engine['cache'])}: {engine['tokens']:,} tokens in addition",
+        f"requests {engine['tokens'] // 10_240} of 10,240 tokens; 256 at most",
+        f"one version of the weights bytes {gib(version)} estimates learner {seconds[0]:.1f} s, an engine's pause {seconds[1]:.1f} s",
+        f"read again up to {moved['recomputed_tokens']:,} tokens an engine, about {moved['recompute_s']:.0f} s (retract)",
+        f"284 s rollout.engine.deadlines.update_s: a weight update in the engine: {version / 1e9:.1f} GB at 100 MB/s",  # and 120 s
+        f"object store {gib(moved['store'])}: two versions and two batches of {gib(512 * 10_240 * PACKED)} each at most",
+        f"checkpoint {gib(16 * PARAMETERS)}; 2 are kept",  # the weights for ranks and to serve, 12 bytes of the optimizer
+        f"memory of the hosts the node {gib(host['total'])} {parts} layouts of 4 ranks {layouts}",
+    ):
+        assert row in shown, shown
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.3g} GiB"
+
+
+def test_the_command_prints_the_numbers(tmp_path: Path) -> None:
+    words = ["plan", str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={save_config(tmp_path, QWEN3_8B)}"]
+    found = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    assert (found["parameters"], found["findings"]) == (PARAMETERS, [])
+    assert found["rank"]["total"] == sum(size for name, size in found["rank"].items() if name != "total")
+    (host,) = found["hosts"]
+    assert host["node"] == "the node" and host["total"] == sum(host["parts"].values())
+    assert host["parts"]["copy for a checkpoint"] == found["traffic"]["checkpoint"], "all ranks are there"
+    assert host["parts"]["versions in the object store"] == 2 * found["traffic"]["version"]
+    assert host["parts"]["buckets in shared memory"] == 4 * 2 * (256 << 20), "of four engines"
+    own = next(one for one in found["layouts"] if one["layout"] == "tensor_parallel=2 data_parallel=2 recompute_activations=true")
+    assert own == {"layout": own["layout"], "bytes": found["rank"]["total"], "fits": True}, "the recipe's own"
+    assert [one["fits"] for one in found["layouts"]] == [one["bytes"] <= Gpus.parse("H100x8").memory for one in found["layouts"]]
+    in_float8 = json.loads(CliRunner().invoke(app, [*words, "rollout.engine.quantization=float8_block", "--json"]).stdout)
+    assert in_float8["traffic"]["version"] < found["traffic"]["version"] and in_float8["deadlines"] == found["deadlines"] != []
+    shown = CliRunner().invoke(app, [*words, "--gpus", "24GBx8"])
+    assert "a learner rank needs" in shown.stdout and "the run can't work like this" in shown.stdout
