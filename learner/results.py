@@ -155,6 +155,16 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class SplitLogprobs:
+    """Logprobs of a batch's N tokens, by which the gap of stale ones is split into mismatch and staleness."""
+
+    at_sampling: Tensor
+    """[N] float32, CPU, nats: of each trained token at the weights that sampled it; NaN where no copy of them is kept."""
+    now: Tensor
+    """[N] float32, CPU, nats: at the weights from which the update starts."""
+
+
+@dataclass(frozen=True, slots=True)
 class Proximal:
     """A forward pass over a batch at the weights from which its update starts."""
 
