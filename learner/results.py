@@ -1,4 +1,5 @@
-"""The learner's results. The driver and the correction service read them and don't need Megatron, so it is not imported here."""
+"""The learner's results, and the worked examples that its warm-up takes. The driver and the correction service read them and don't need
+Megatron, so it is not imported here."""
 
 from __future__ import annotations
 
@@ -176,3 +177,13 @@ class Proximal:
     """As StepResult's."""
     route_places: tuple[WidePlace, ...] | None = None
     """[S] from another process: where the routed experts of each sequence are."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedDemonstration:
+    """A prompt with the answer that is to be imitated."""
+
+    prompt_ids: tuple[int, ...]
+    """With the generation prompt; at least one token."""
+    answer_ids: tuple[int, ...]
+    """With the end-of-sequence token."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_layers import PACKAGES, ROOT, nodes, source_files
+from tests.test_layers import PACKAGES, ROOT, imported_from, module_name, nodes, source_files
 
 CARRIERS = ("actors/carriers.py", "actors/part_carriers.py", "rollout/trajectory.py", "learner/results.py")
 """What crosses a process or a package stands in its package's file for that; actors has a second one, for what a part is made with and what
@@ -32,6 +32,19 @@ ELSEWHERE = {
     "actors/doctor/facts.py": "the doctor's: what a node says of itself, next to the other facts that the rules read",
     "actors/doctor/cut_model.py": "the doctor's Reference: what the task next to it computes",
 }
+IMPORTED = {
+    "CapturedRows": "correction's: what a capture has of each operator, next to the functions that compare two captures",
+    "OperatorPlace": "correction's: likewise, where in the model that is",
+    "OperatorGap": "correction's: what they return",
+    "Quantity": "correction's: a number that diagnostics name, next to the list of them all",
+    "SideSettings": "correction's: what the contract of both engines is made of, next to what it refuses",
+    "Contract": "correction's: gives both sides their settings",
+    "ModelFamily": "the learner's: what a row of its table of model families says",
+    "EngineCapabilities": "the engine's: looks for them itself, where it is made",
+    "ChatEncoder": "behaviour: encodes texts for the engine",
+    "PromptPlace": "what a prompt's id is made of, and parsed to",
+}
+"""What a module of another package imports, and doesn't stand there either, with the reasons."""
 UNSEEN = {"ExpertShape": "what an engine reads routed experts by, in one process"}
 """Carriers that no annotation of a call leads to."""
 TUPLES = {
@@ -228,9 +241,36 @@ def test_a_call_to_an_actor_or_a_task_carries_what_stands_in_the_files_of_carrie
         assert {name for name in carried if not dataclasses(homes[name])[name]} == set(), f"{called}: not frozen"
         all_carried |= carried
     ours = {name for path in CARRIERS for name in dataclasses(ROOT / path)}
-    assert ours - all_carried == set(UNSEEN), "a carrier that nobody carries, or a reason for one that is seen"
+    imported = {name for its in imported_elsewhere().values() for name in its}
+    assert ours - all_carried - imported == set(UNSEEN), "a carrier that nobody carries, or a reason for one that is seen"
     assert {"VersionSpan", "Event", "WidePlace"} <= all_carried, "what lies in fields was not seen"
     assert {str(homes[name].relative_to(ROOT)) for name in all_carried} >= set(ELSEWHERE), "a reason for what nobody carries"
+
+
+def imported_elsewhere() -> dict[Path, set[str]]:
+    """Dataclasses and named tuples that modules of other packages import, by the file that they stand in."""
+    homes = {module_name(path): path for package in PACKAGES for path in source_files(package)}
+    found: dict[Path, set[str]] = defaultdict(set)
+    for package in PACKAGES:
+        for path in source_files(package):
+            for node in nodes(path):
+                home = homes.get(imported_from(node, path)) if isinstance(node, ast.ImportFrom) else None
+                if home is not None and not home.is_relative_to(ROOT / package):
+                    found[home] |= {alias.name for alias in node.names} & (dataclasses(home).keys() | named_tuples(home))
+    return found
+
+
+def named_tuples(path: Path) -> set[str]:
+    return {node.name for node in nodes(path) if isinstance(node, ast.ClassDef) and "NamedTuple" in map(ast.unparse, node.bases)}
+
+
+def test_what_another_package_imports_stands_in_the_files_of_carriers() -> None:
+    """And is frozen."""
+    found = {str(home.relative_to(ROOT)): names for home, names in imported_elsewhere().items()}
+    assert {"Prompt", "StepResult", "PackedBatch"} <= set().union(*found.values()), "no import was seen"
+    others = {name for home, names in found.items() if home not in (*CARRIERS, *ELSEWHERE) for name in names}
+    assert others == IMPORTED.keys()
+    assert [name for home, names in found.items() for name in names if not dataclasses(ROOT / home).get(name, True)] == []
 
 
 def test_a_call_to_an_actor_or_a_task_takes_and_returns_no_tuple_of_several_types() -> None:
