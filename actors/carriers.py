@@ -1,5 +1,6 @@
-"""What actors and driver send each other. What crosses packages too is in theirs: rollout/trajectory.py, learner/results.py,
-correction/batch.py, correction/engines/. tests/test_carriers.py lists the few that are elsewhere, with reasons.
+"""What actors and driver send each other: groups, batches and weights. What a part is made with, and what it says of itself, is in
+actors/part_carriers.py; what crosses packages too in theirs: rollout/trajectory.py, learner/results.py, correction/batch.py,
+correction/engines/. tests/test_carriers.py lists the few that are elsewhere, with reasons.
 
 Frozen: nothing is changed after it was handed over, and tensors are read-only by agreement.
 """
@@ -47,28 +48,6 @@ def discarded_as(reason: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ActorInfo:
-    """Who an actor is and where its numbers are."""
-
-    role: str
-    """"rollout", "learner", ..."""
-    name: str
-    """Its name among the actors of that role."""
-    pid: int
-    """Process id of the actor."""
-    target: str
-    """host:port of its Prometheus endpoint."""
-    detail: str = ""
-    """Further facts for people."""
-    node: str = ""
-    """Id of its node; empty: not known."""
-
-    @property
-    def key(self) -> str:
-        return f"{self.role}-{self.name}"
-
-
-@dataclass(frozen=True, slots=True)
 class Ticket:
     """A place in the queue: the right to sample one group."""
 
@@ -109,6 +88,30 @@ class QueueSnapshot:
     """The same by reason; empty in checkpoints of earlier versions."""
     unreported: tuple[tuple[str, DiscardReason], ...] = ()
     """Discarded, as (prompt id, reason), and not yet in the ledger."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSnapshot:
+    """The queue's state, with finished groups as the queue has them: their tokens are in the object store."""
+
+    state: QueueSnapshot
+    """Without its finished groups."""
+    finished: tuple[StoredGroup, ...]
+    """Those groups."""
+    tickets: tuple[Ticket, ...]
+    """Their tickets, in the same order: a group whose tokens are lost is sampled again."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSettlement:
+    """What the queue says of a step that is over."""
+
+    discarded: list[tuple[str, DiscardReason]]
+    """Groups thrown away since the step before, as (prompt id, reason)."""
+    counts: dict[str, int]
+    """Groups by state, and the totals since the run began (TrajectoryQueue.counts)."""
+    outstanding: list[str]
+    """Ids of all prompts that are under way; the ledger compares them with its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,10 @@ from typing import Any
 
 import ray
 
-from actors.carriers import ActorInfo, ExportPlan, WeightChecksums, WeightSnapshot
+from actors.carriers import ExportPlan, WeightChecksums, WeightSnapshot
+from actors.part_carriers import ActorInfo, WorkerSettings
 from actors.pool.pool import RolloutPool
-from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
+from actors.pool.rollout_worker import RolloutWorker
 from actors.pool.workers import WorkerHandle
 from actors.queue.payloads import read_now
 from actors.simulation.costs import AnswerLengths

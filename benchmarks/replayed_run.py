@@ -32,10 +32,9 @@ from actors.driver.controller import Controller
 from actors.driver.empty_steps import EmptySteps
 from actors.driver.evaluation import Evaluations
 from actors.driver.parts import make_sync
-from actors.pool.rollout_worker import WorkerSettings
+from actors.part_carriers import WaitNotice, WorkerSettings
 from actors.processes.loop_clock import LoopClock
 from actors.processes.supervision import kill, unless_failed
-from actors.processes.wait_notice import WaitNotice
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.observer import Observer
 from actors.record.run_event import EventKind

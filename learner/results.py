@@ -1,4 +1,5 @@
-"""The learner's results. The driver and the correction service read them and don't need Megatron, so it is not imported here."""
+"""The learner's results, and the worked examples that its warm-up takes. The driver and the correction service read them and don't need
+Megatron, so it is not imported here."""
 
 from __future__ import annotations
 
@@ -155,6 +156,16 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class SplitLogprobs:
+    """Logprobs of a batch's N tokens, by which the gap of stale ones is split into mismatch and staleness."""
+
+    at_sampling: Tensor
+    """[N] float32, CPU, nats: of each trained token at the weights that sampled it; NaN where no copy of them is kept."""
+    now: Tensor
+    """[N] float32, CPU, nats: at the weights from which the update starts."""
+
+
+@dataclass(frozen=True, slots=True)
 class Proximal:
     """A forward pass over a batch at the weights from which its update starts."""
 
@@ -166,3 +177,13 @@ class Proximal:
     """As StepResult's."""
     route_places: tuple[WidePlace, ...] | None = None
     """[S] from another process: where the routed experts of each sequence are."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedDemonstration:
+    """A prompt with the answer that is to be imitated."""
+
+    prompt_ids: tuple[int, ...]
+    """With the generation prompt; at least one token."""
+    answer_ids: tuple[int, ...]
+    """With the end-of-sequence token."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from correction.errors import DataError
 from correction.settings.base import Settings
+from learner.results import EncodedDemonstration
 
 if TYPE_CHECKING:  # settings are read where neither torch nor Megatron is wanted
     from torch import Tensor
@@ -26,16 +26,6 @@ class WarmupConfig(Settings):
     """Demonstrations in each step, over all ranks."""
     seed: int = 0
     """Seed of the order of the demonstrations."""
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedDemonstration:
-    """A prompt with the answer that is to be imitated."""
-
-    prompt_ids: tuple[int, ...]
-    """With the generation prompt; at least one token."""
-    answer_ids: tuple[int, ...]
-    """With the end-of-sequence token."""
 
 
 def pack_demonstrations(demonstrations: Sequence[EncodedDemonstration]) -> tuple[Tensor, Tensor, Tensor]:

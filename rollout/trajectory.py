@@ -1,9 +1,10 @@
-"""What rollouts hand on: prompts, trajectories, their groups, and receipts for weights. Nothing is changed after it was handed over."""
+"""What rollouts hand on: prompts, worked examples, trajectories, their groups, and receipts for weights. Nothing is changed after it was
+handed over."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from operator import attrgetter
@@ -49,6 +50,23 @@ class Prompt:
     """What the reward function is given to compare with."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The task's own entry (reasoning-gym scorers need it)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A worked example for the supervised warm-up."""
+
+    question: str
+    """The question's own text."""
+    prompt: str | Sequence[Mapping[str, str]]
+    """What the chat template is given: what a prompt of the run is made of."""
+    answer: str
+    """What the model shall say."""
+
+    @property
+    def prompt_text(self) -> str:
+        """All that the prompt says, for a tokenizer to learn from."""
+        return self.prompt if isinstance(self.prompt, str) else "\n\n".join(turn["content"] for turn in self.prompt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import pairwise
@@ -14,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_layers import PACKAGES, ROOT, nodes, source_files
+from tests.test_layers import PACKAGES, ROOT, imported_from, module_name, nodes, source_files
 
-CARRIERS = ("actors/carriers.py", "rollout/trajectory.py", "learner/results.py")
-"""What crosses a process or a package stands in its package's one file. A packed batch and what is made of it: correction/batch.py."""
+CARRIERS = ("actors/carriers.py", "actors/part_carriers.py", "rollout/trajectory.py", "learner/results.py")
+"""What crosses a process or a package stands in its package's file for that; actors has a second one, for what a part is made with and what
+it says of itself. A packed batch and what is made of it: correction/batch.py."""
 ELSEWHERE = {
     "correction/batch.py": "correction's own: what its functions take and give",
     "correction/engines/agreement.py": "correction's; the service makes one of two engines' logprobs",
@@ -29,10 +31,32 @@ ELSEWHERE = {
     "actors/weights/bucket_delta.py": "BucketDelta: tasks make it of two buckets, and weights of it; that is in its methods",
     "actors/doctor/facts.py": "the doctor's: what a node says of itself, next to the other facts that the rules read",
     "actors/doctor/cut_model.py": "the doctor's Reference: what the task next to it computes",
-    "actors/pool/rollout_worker.py": "WorkerSettings: what one worker is made with, next to the class that takes it",
 }
+IMPORTED = {
+    "CapturedRows": "correction's: what a capture has of each operator, next to the functions that compare two captures",
+    "OperatorPlace": "correction's: likewise, where in the model that is",
+    "OperatorGap": "correction's: what they return",
+    "Quantity": "correction's: a number that diagnostics name, next to the list of them all",
+    "SideSettings": "correction's: what the contract of both engines is made of, next to what it refuses",
+    "Contract": "correction's: gives both sides their settings",
+    "ModelFamily": "the learner's: what a row of its table of model families says",
+    "EngineCapabilities": "the engine's: looks for them itself, where it is made",
+    "ChatEncoder": "behaviour: encodes texts for the engine",
+    "PromptPlace": "what a prompt's id is made of, and parsed to",
+}
+"""What a module of another package imports, and doesn't stand there either, with the reasons."""
 UNSEEN = {"ExpertShape": "what an engine reads routed experts by, in one process"}
 """Carriers that no annotation of a call leads to."""
+TUPLES = {
+    "tuple[str, int]": "host and port, as Python's sockets have them",
+    "tuple[StepResult | None, StepValues | None]": "num_returns: the values stay in the object store until somebody reads them",
+    "tuple[None, Proximal | None]": "num_returns: the group waits for the first, the second stays in the object store; so below",
+    "tuple[None, Tensor | None]": "num_returns",
+    "tuple[None, SplitLogprobs | None]": "num_returns",
+    "tuple[GroupOutcome, *tuple[Any, ...]]": "num_returns: tokens and wide fields of a group stay in the object store of its node",
+    "tuple[dict[str, str], str]": "num_returns: checksums of all weights stay in the object store, their digest goes to the driver",
+}
+"""Tuples of several types in what is called from another process, with the reasons: num_returns is Ray's word for results apart."""
 OF_THE_DOCTOR = {
     "CheckedEngine": "lives for one check, and is called by the file that it stands in",
     "PortListener": "a socket on another node, likewise; it is handed nothing",
@@ -92,13 +116,12 @@ def class_of(path: Path, name: str) -> ast.ClassDef:
 
 
 @cache
-def aliases() -> dict[str, frozenset[str]]:
-    """Names of types that stand for others (`Outcome = Group | Failure`), in all packages -> the names in what they stand for."""
-    found: dict[str, frozenset[str]] = {}
+def aliases() -> dict[str, list[ast.expr]]:
+    """Names of types that stand for others (`Outcome = Group | Failure`), in all packages -> what they stand for."""
+    found: dict[str, list[ast.expr]] = defaultdict(list)
     for node in (node for package in PACKAGES for path in source_files(package) for node in nodes(path)):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name | ast.Subscript | ast.BinOp):
-            name = ast.unparse(node.targets[0])
-            found[name] = found.get(name, frozenset()) | plain_names([node.value])
+            found[ast.unparse(node.targets[0])].append(node.value)
     return found
 
 
@@ -115,17 +138,46 @@ def names_in(expressions: Iterable[ast.expr | None]) -> set[str]:
     waiting = set(plain_names(expressions))
     while waiting:
         found.add(name := waiting.pop())
-        waiting |= aliases().get(name, frozenset()) - found
+        waiting |= plain_names(aliases().get(name, [])) - found
     return found
 
 
-def names_in_calls(name: str) -> set[str]:
-    """Names in the annotations of a task, or of an actor's public methods and of its `__init__`."""
-    _, node = given_to_ray()[name]
-    methods = [one for one in getattr(node, "body", []) if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
-    calls = [one for one in methods if not one.name.startswith("_") or one.name == "__init__"] if isinstance(node, ast.ClassDef) else [node]
+@cache
+def classes_of_actors() -> dict[str, ast.ClassDef]:
+    return {node.name: node for path in source_files("actors") for node in nodes(path) if isinstance(node, ast.ClassDef)}
+
+
+def called_of(node: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """A task itself; of an actor `__init__` and the public methods, those of its bases too."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return [node]
+    assert isinstance(node, ast.ClassDef)
+    methods = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+    bases = [classes_of_actors()[name] for name in map(ast.unparse, node.bases) if name in classes_of_actors()]
+    own = [one for one in methods if not one.name.startswith("_") or one.name == "__init__"]
+    return own + [method for base in bases for method in called_of(base)]
+
+
+def annotations_of(name: str) -> list[ast.expr]:
+    """Those of all that a call to an actor or a task takes and returns."""
+    calls = called_of(given_to_ray()[name][1])
     given = [arg.annotation for one in calls for arg in ast.walk(one.args) if isinstance(arg, ast.arg)]
-    return names_in([*given, *(one.returns for one in calls)])
+    return [one for one in (*given, *(call.returns for call in calls)) if one is not None]
+
+
+def mixed_tuples(annotations: list[ast.expr]) -> set[str]:
+    """Tuples of several types in annotations and in the aliases that these name, at any depth."""
+    found: set[str] = set()
+    waiting, seen = list(annotations), set[str]()
+    while waiting:
+        for part in ast.walk(waiting.pop()):
+            if isinstance(part, ast.Subscript) and ast.unparse(part.value) == "tuple" and isinstance(part.slice, ast.Tuple):
+                kinds = {ast.unparse(kind) for kind in part.slice.elts} - {"..."}
+                found |= {ast.unparse(part)} if len(kinds) > 1 else set()
+            elif isinstance(part, ast.Name) and part.id not in seen:
+                seen.add(part.id)
+                waiting += aliases().get(part.id, [])
+    return found
 
 
 def names_in_fields(path: Path, name: str) -> set[str]:
@@ -159,7 +211,7 @@ def test_each_field_of_a_carrier_says_what_it_is(name: str) -> None:
     explained = {one: {field_of(field) for field, text in pairwise(body) if is_text(text)} for one, body in bodies.items()}
     for one, body in bodies.items():
         explained[one] |= {part.name for part in body if isinstance(part, ast.FunctionDef) and is_text(part.body[0])}
-    assert any("token" in field for fields in explained.values() for field in fields if field), "no docstring was seen"
+    assert sum(map(len, explained.values())) > 10, "no docstring was seen"
     bare = []
     for one, body in bodies.items():
         named = [other for other in re.findall(r"\w+", ast.get_docstring(class_of(ROOT / name, one)) or "") if other in explained]
@@ -179,18 +231,53 @@ def is_text(statement: ast.stmt) -> bool:
 def test_a_call_to_an_actor_or_a_task_carries_what_stands_in_the_files_of_carriers() -> None:
     """Itself, or in a field of what it carries. A field that says Any holds a reference to an object of the store."""
     homes = {name: path for package in PACKAGES for path in source_files(package) for name in dataclasses(path)}
-    assert set(OF_THE_DOCTOR) < ray_actors().keys() and {"this_node", "rebuilt", "_given_gpus", "checksums_of", "reference"} <= ray_tasks()
+    assert set(OF_THE_DOCTOR) < ray_actors().keys()
+    assert {"this_node", "rebuilt", "_given_places", "checksums_of", "reference"} <= ray_tasks()
     all_carried: set[str] = set()
     for called in given_to_ray().keys() - OF_THE_DOCTOR:
-        carried = within(names_in_calls(called), homes)
+        carried = within(names_in(annotations_of(called)), homes)
         assert carried or called in ray_tasks(), f"{called}: no dataclass was seen: the test would pass for nothing"
         assert {name: home for name in carried if (home := str(homes[name].relative_to(ROOT))) not in (*CARRIERS, *ELSEWHERE)} == {}, called
         assert {name for name in carried if not dataclasses(homes[name])[name]} == set(), f"{called}: not frozen"
         all_carried |= carried
     ours = {name for path in CARRIERS for name in dataclasses(ROOT / path)}
-    assert ours - all_carried == set(UNSEEN), "a carrier that nobody carries, or a reason for one that is seen"
+    imported = {name for its in imported_elsewhere().values() for name in its}
+    assert ours - all_carried - imported == set(UNSEEN), "a carrier that nobody carries, or a reason for one that is seen"
     assert {"VersionSpan", "Event", "WidePlace"} <= all_carried, "what lies in fields was not seen"
     assert {str(homes[name].relative_to(ROOT)) for name in all_carried} >= set(ELSEWHERE), "a reason for what nobody carries"
+
+
+def imported_elsewhere() -> dict[Path, set[str]]:
+    """Dataclasses and named tuples that modules of other packages import, by the file that they stand in."""
+    homes = {module_name(path): path for package in PACKAGES for path in source_files(package)}
+    found: dict[Path, set[str]] = defaultdict(set)
+    for package in PACKAGES:
+        for path in source_files(package):
+            for node in nodes(path):
+                home = homes.get(imported_from(node, path)) if isinstance(node, ast.ImportFrom) else None
+                if home is not None and not home.is_relative_to(ROOT / package):
+                    found[home] |= {alias.name for alias in node.names} & (dataclasses(home).keys() | named_tuples(home))
+    return found
+
+
+def named_tuples(path: Path) -> set[str]:
+    return {node.name for node in nodes(path) if isinstance(node, ast.ClassDef) and "NamedTuple" in map(ast.unparse, node.bases)}
+
+
+def test_what_another_package_imports_stands_in_the_files_of_carriers() -> None:
+    """And is frozen."""
+    found = {str(home.relative_to(ROOT)): names for home, names in imported_elsewhere().items()}
+    assert {"Prompt", "StepResult", "PackedBatch"} <= set().union(*found.values()), "no import was seen"
+    others = {name for home, names in found.items() if home not in (*CARRIERS, *ELSEWHERE) for name in names}
+    assert others == IMPORTED.keys()
+    assert [name for home, names in found.items() for name in names if not dataclasses(ROOT / home).get(name, True)] == []
+
+
+def test_a_call_to_an_actor_or_a_task_takes_and_returns_no_tuple_of_several_types() -> None:
+    """A carrier says what each value is, in which shape and unit; in a tuple only its reader knows. The exceptions are listed."""
+    found = {called: mixed_tuples(annotations_of(called)) for called in given_to_ray().keys() - OF_THE_DOCTOR}
+    assert {called: wrong for called, its in found.items() if (wrong := its - TUPLES.keys())} == {}
+    assert set().union(*found.values()) == TUPLES.keys(), "a reason for a tuple that nobody sends"
 
 
 def test_every_part_with_a_heartbeat_is_among_the_actors() -> None:

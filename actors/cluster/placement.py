@@ -295,7 +295,7 @@ def _not_on(nodes: Sequence[str]) -> dict[str, str]:
 
 async def _first_gpus(config: LearnerConfig, group: PlacementGroup) -> dict[int, int]:
     """By bundle, the place on its node of the first GPU that Ray has given it."""
-    look = ray.remote(_given_gpus)
+    look = ray.remote(_given_places)
     asked = [
         look.options(
             num_cpus=0,
@@ -305,7 +305,7 @@ async def _first_gpus(config: LearnerConfig, group: PlacementGroup) -> dict[int,
         for bundle in range(group.bundle_count)
     ]
     found = await asyncio.gather(*(wait_for(one, f"GPUs of bundle {i} <- Ray", deadline_s=_LOOK_S) for i, one in enumerate(asked)))
-    return {bundle: min(places_of(given, visible)) for bundle, (given, visible) in enumerate(found)}
+    return {bundle: min(places) for bundle, places in enumerate(found)}
 
 
 def places_of(given: Sequence[int | str], visible: Sequence[str] | None) -> list[int]:
@@ -318,6 +318,6 @@ def places_of(given: Sequence[int | str], visible: Sequence[str] | None) -> list
     return [list(visible).index(str(gpu)) if visible else int(gpu) for gpu in given]
 
 
-def _given_gpus() -> tuple[list[int | str], Sequence[str] | None]:
-    """The arguments of `places_of`. To be called in a Ray task, whose own CUDA_VISIBLE_DEVICES has only the GPUs that it was given."""
-    return list(ray.get_gpu_ids()), ray._private.worker.global_worker.original_visible_accelerator_ids.get("GPU")
+def _given_places() -> list[int]:
+    """Place on its node of each GPU that Ray gave this task, whose own CUDA_VISIBLE_DEVICES has no others."""
+    return places_of(list(ray.get_gpu_ids()), ray._private.worker.global_worker.original_visible_accelerator_ids.get("GPU"))

@@ -15,7 +15,8 @@ from actors.config import InitConfig, RunConfig
 from actors.hub_name import HubName
 from correction.errors import ConfigError, one_line
 from learner.hf.nano import build_nano_model
-from learner.warmup import EncodedDemonstration, warm_up
+from learner.results import EncodedDemonstration
+from learner.warmup import warm_up
 from rollout.config import TaskConfig
 from rollout.tasks.chat import ChatEncoder, load_tokenizer
 

@@ -24,7 +24,8 @@ from actors.settings.devices import check_devices
 from correction.engines.quick_imports import uncollected
 from rollout.rewards.rewards import RewardError, RewardPool
 from rollout.tasks.chat import ChatEncoder, load_tokenizer
-from rollout.tasks.tasks import Demonstration, Task, check_task_names
+from rollout.tasks.tasks import Task, check_task_names
+from rollout.trajectory import Demonstration
 
 
 @uncollected()  # it imports transformers and the task's library

@@ -27,6 +27,7 @@ from actors.doctor.room_rules import requests
 from actors.doctor.views import table_of
 from actors.driver.controller import Controller
 from actors.driver.run_summary import RunSummary
+from actors.part_carriers import WaitNotice
 from actors.plan.shape import ModelShape
 from actors.processes import interrupts
 from actors.processes.daemon_threads import DaemonThreads
@@ -35,7 +36,6 @@ from actors.processes.driver_heartbeat import beating
 from actors.processes.event_level import EventLevel
 from actors.processes.output import put
 from actors.processes.supervision import HALF_OVER
-from actors.processes.wait_notice import WaitNotice
 from actors.record.observer import Observer
 from actors.record.run_event import EventKind
 from actors.record.run_folder import RunFolder

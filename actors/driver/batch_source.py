@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.carriers import DiscardReason, ForwardRequest, PreparedBatch, QueueSnapshot, Ticket
+from actors.carriers import DiscardReason, ForwardRequest, PreparedBatch, QueueSettlement, QueueSnapshot, Ticket
 from actors.config import RunConfig
 from actors.driver.going_back import lost_among, while_they_answer
 from actors.driver.parts import QUEUE, SERVICE, StartingPoint, make_queue, start_service
@@ -32,6 +32,7 @@ from correction.errors import ActorLost, EvenkeelError
 
 if TYPE_CHECKING:
     from correction.engines.agreement import Agreement
+    from learner.results import StepResult
 
 _LOOK_S = 0.1
 _LAST_TOKENS_S = 5.0
@@ -127,7 +128,7 @@ class BatchSource:
         call, notify = partial(method.remote, *arguments), self._observer.event
         return await while_they_answer(self.parts, call, what, deadline_s=self._config.deadlines.sync_s, notify=notify)
 
-    async def compared(self, version: int, values: Any) -> Agreement | None:
+    async def compared(self, version: int, result: StepResult) -> Agreement | None:
         """Ask the correction service to compare the batch. If it dies meanwhile, its replacement is asked, which lacks the batch.
 
         Raises: as `ask`, if all parts are there; ActorLost if the next one is late.
@@ -135,7 +136,7 @@ class BatchSource:
         while True:
             asked, parts = self.service, self.parts
             try:
-                found: Agreement | None = await self.ask(asked.compared, version, (values,))
+                found: Agreement | None = await self.ask(asked.compared, version, result)
                 return found
             except ActorLost as error:
                 lost = [parts[name] for name in await lost_among(parts, error) if name in parts]
@@ -183,9 +184,11 @@ class BatchSource:
         Returns: the queue's counts, and what was discarded since the step before, as (prompt id, reason).
         Raises: LedgerError if queue and ledger don't agree.
         """
-        discarded, counts, held = await self.ask(self.queue.advance, version, batch.group_ids, published)
-        known = [prompt_id for prompt_id in held if self.outstanding.knows(prompt_id)]
-        coming = len(held) - len(known)  # admitted, but the pool hasn't got the answer yet; a new queue would admit them again
+        settled: QueueSettlement = await self.ask(self.queue.advance, version, batch.group_ids, published)
+        discarded, counts = settled.discarded, settled.counts
+        known = [prompt_id for prompt_id in settled.outstanding if self.outstanding.knows(prompt_id)]
+        # Admitted, but the pool hasn't got the answer yet; a new queue would admit them again.
+        coming = len(settled.outstanding) - len(known)
         counted = counts | {"admitted": counts["admitted"] - coming, "in_flight": counts["in_flight"] - coming}
         self.ledger.settle(step, trained=batch.prompt_ids, discarded=discarded, outstanding=known, counts=counted)
         self.outstanding.settle(version, published, trained=batch.prompt_ids, discarded=discarded)

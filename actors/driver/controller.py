@@ -252,7 +252,7 @@ class Controller:
     async def _learn_and_publish(self, batch: PreparedBatch) -> Any:
         result = await self._learn(batch)
         if (config := self._config).true_on_policy:
-            compared = partial(self._source.compared, batch.version, result.values)
+            compared = partial(self._source.compared, batch.version, result)
             await check_batch(compared, config.true_on_policy_on_difference, step=self._step + 1, observer=self._observer)
         await self._publish()  # engines take it while we go on
         return result

@@ -17,9 +17,9 @@ from ray.exceptions import RayError
 
 from actors.config import DeadlinesConfig, EvaluationConfig
 from actors.metrics.held_out import UNKNOWN, Evaluation, Proportion, pass_at, share_over_questions
+from actors.part_carriers import WaitNotice
 from actors.processes.event_level import EventLevel
 from actors.processes.supervision import abandon, wait_for
-from actors.processes.wait_notice import WaitNotice
 from actors.weights.weight_sync import WeightSync
 from correction.errors import DeadlineExceeded, EvenkeelError, counted
 from rollout.config import AnswerSampling

@@ -35,10 +35,10 @@ from ray.exceptions import (
 
 from actors.checkpoints.checkpoint_reader import ResumePoint, newest_readable, take_back
 from actors.driver.parts import REPLACEABLE, StartingPoint
+from actors.part_carriers import WaitNotice
 from actors.processes.event_level import EventLevel, Notify
 from actors.processes.part_heartbeat import Hear, raise_when_silent
 from actors.processes.supervision import call_with_retries, first_error, kill, unless_failed, wait_for
-from actors.processes.wait_notice import WaitNotice
 from actors.queue.payloads import no_room
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.patience import ByDisk, PatientWriter

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.carriers import ActorInfo
 from actors.cluster.cluster import lower_priority, on_drivers_node
 from actors.cluster.placement import RankPlaces, fetch_where_ranks_are
 from actors.config import RunConfig
 from actors.hub_name import absolute
+from actors.part_carriers import ActorInfo, WorkerSettings
 from actors.pool.pool import RolloutPool
-from actors.pool.rollout_worker import WorkerSettings
 from actors.queue.queue_actor import TrajectoryQueueActor
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.observer import Observer

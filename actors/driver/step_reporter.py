@@ -54,8 +54,7 @@ class StepReporter:
 
     def _observed(self, step: FinishedStep) -> Awaitable[Observation | None]:
         """Diagnostics of a step's batch, to be awaited. The service is called now, because it holds the batch for only one more step."""
-        batch, result = step.batch, step.result
-        reference = self._service.observe.remote(step.number, batch.version, (result.values,))
+        reference = self._service.observe.remote(step.number, step.batch.version, step.result)
 
         async def reported() -> Observation | None:
             observation: Observation | None = await reference

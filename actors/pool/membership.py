@@ -17,12 +17,12 @@ import ray
 from ray.exceptions import RayError
 
 from actors.config import DeadlinesConfig
+from actors.part_carriers import WorkerSettings
 from actors.pool import preemption, workers
 from actors.pool.departures import Departures, first_to_leave
 from actors.pool.elastic import Elastic
 from actors.pool.faults import WorkerLosses
 from actors.pool.pool_tasks import PoolTasks
-from actors.pool.rollout_worker import WorkerSettings
 from actors.pool.scoring import UnscoredStarts
 from actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
 from actors.processes.supervision import AGAIN_S, kill, unwrapped, wait_for

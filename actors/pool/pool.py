@@ -16,6 +16,7 @@ from typing import Any
 
 from actors.carriers import DiscardReason, GroupFailure, StoredGroup, Ticket
 from actors.config import DeadlinesConfig
+from actors.part_carriers import WorkerSettings
 from actors.pool import workers
 from actors.pool.admission import QueueClient
 from actors.pool.delivery import Delivery
@@ -24,7 +25,7 @@ from actors.pool.evaluation_answers import EvaluationAnswers
 from actors.pool.faults import ATTEMPTS, FEWEST_FAILED, WINDOW_S, GroupOutcomes
 from actors.pool.membership import Membership, MembershipCallbacks
 from actors.pool.pool_tasks import PoolTasks
-from actors.pool.rollout_worker import GroupOutcome, WorkerSettings
+from actors.pool.rollout_worker import GroupOutcome
 from actors.pool.scoring import Scoring
 from actors.pool.workers import PoolObserver, WorkerHandle
 from actors.processes.supervision import call_until_answered, call_with_retries, unless_failed, wait_for

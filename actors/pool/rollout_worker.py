@@ -8,15 +8,15 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import psutil
 import ray
 
-from actors.carriers import ActorInfo, BegunTicket, GroupFailure, Ticket, WeightChecksums
+from actors.carriers import BegunTicket, GroupFailure, Ticket, WeightChecksums
 from actors.metrics.exporter import MetricsEndpoint, listen_address, node_address
+from actors.part_carriers import ActorInfo, WorkerSettings
 from actors.pool.preemption import EndNotice
 from actors.queue import payloads
 from actors.settings.devices import check_received
@@ -25,7 +25,7 @@ from correction.engines.rendezvous import keep_nccl_on
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError, RequestError, SyncError
-from rollout.config import AnswerSampling, RolloutConfig
+from rollout.config import AnswerSampling
 from rollout.engine.answer_thread import in_answer_thread
 from rollout.engine.temporary_files import own_folder, remove
 from rollout.engine.weight_update import require_checksums
@@ -52,34 +52,6 @@ Answer = tuple[GroupOutcome, *tuple[Any, ...]]
 UNANSWERED = (RequestError, DataError, DeadlineExceeded)
 """Errors of one request after which the engine goes on."""
 _ABORT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """Settings that all rollout workers of a run share."""
-
-    rollout: RolloutConfig
-    model: Path
-    """Folder with config and tokenizer; the weights come from the learner."""
-    sample: Prompt
-    """A prompt on which the reward function is tried when a worker starts, so that its errors show then."""
-    bind: str
-    """metrics.bind."""
-    resource: str
-    """Ray resource of which a worker asks for one unit."""
-    seed: int = 0
-    """Seed of the run's samples."""
-    topk: int = 0
-    """Most likely tokens to keep with each sampled one, for corrections that look at them."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of the worker's process; the engine's processes inherit them."""
-    fetch_s: float = 60.0
-    """Longest wait for the bytes of a version to come to the node."""
-
-    @property
-    def has_wide_fields(self) -> bool:
-        """Whether groups have wide fields: many values a token (correction/wide.py)."""
-        return self.topk > 0 or self.rollout.engine.return_routed_experts
 
 
 class RolloutWorker:

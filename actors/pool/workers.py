@@ -22,16 +22,16 @@ from typing import Any, Protocol
 import ray
 from ray.util.scheduling_strategies import NodeLabelSchedulingStrategy, NotIn
 
-from actors.carriers import ActorInfo, Ticket
+from actors.carriers import Ticket
 from actors.cluster.cluster import lower_priority
 from actors.config import DeadlinesConfig
-from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
+from actors.part_carriers import ActorInfo, WaitNotice, WorkerSettings
+from actors.pool.rollout_worker import RolloutWorker
 from actors.pool.scaling import ScalingDecision
 from actors.processes.event_level import EventLevel
 from actors.processes.silence import until_silent
 from actors.processes.supervision import USUAL_START, call_with_retries, kill, unwrapped, wait_for
 from actors.processes.turns import Turns
-from actors.processes.wait_notice import WaitNotice
 from actors.weights.weight_sync import SyncTarget
 from correction.errors import EvenkeelError
 from rollout.engine.heartbeat import MISSES

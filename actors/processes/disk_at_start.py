@@ -9,9 +9,9 @@ from concurrent.futures import wait
 from typing import TypeVar
 
 from actors.config import DeadlinesConfig
+from actors.part_carriers import WaitNotice
 from actors.processes.daemon_threads import DaemonThreads
 from actors.processes.output import put
-from actors.processes.wait_notice import WaitNotice
 from correction.errors import DeadlineExceeded
 
 T = TypeVar("T")

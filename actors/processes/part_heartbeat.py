@@ -16,10 +16,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from actors.part_carriers import PartReport, WaitNotice
 from actors.processes.event_level import EventLevel
 from actors.processes.silence import until_silent
 from actors.processes.supervision import first_error, kill
-from actors.processes.wait_notice import WaitNotice
 from correction.errors import ActorLost, EvenkeelError
 
 CONCURRENCY_GROUPS = {"heartbeat": 1}
@@ -30,8 +30,6 @@ other, too."""
 _MISSES = 4
 """Heartbeats in a row without an answer after which a part is lost."""
 _MOST_NOTICES = 1000
-Told = tuple[int, str | WaitNotice]
-"""What a part reports, with its number."""
 Hear = Callable[[EventLevel, str | WaitNotice], object]
 """Takes level and text of what a part reports."""
 
@@ -43,7 +41,7 @@ class SequentialHeartbeatActor:
     """
 
     @ray.method(concurrency_group="heartbeat")
-    def heartbeat(self, heard: int) -> list[Told]:
+    def heartbeat(self, heard: int) -> list[PartReport]:
         """Returns: no notices; a rank has none to report."""
         return []
 
@@ -59,19 +57,18 @@ class HeartbeatActor:
     """Base of async actors that are parts of the run: answers heartbeats."""
 
     def __init__(self) -> None:
-        self._notices: deque[Told] = deque(maxlen=_MOST_NOTICES)
+        self._notices: deque[PartReport] = deque(maxlen=_MOST_NOTICES)
         self._number = 0
 
     def report(self, said: str | WaitNotice) -> None:
         """Send a sentence, or the notice of a wait, to the run's events, with the next heartbeat."""
         self._number += 1
-        self._notices.append((self._number, said))
+        self._notices.append(PartReport(self._number, said))
 
     @ray.method(concurrency_group="heartbeat")
-    async def heartbeat(self, heard: int) -> list[Told]:
-        """Reports after the last one heard, each with its number; at most the newest _MOST_NOTICES. Args: heard: number of the last one
-        heard."""
-        while self._notices and self._notices[0][0] <= heard:
+    async def heartbeat(self, heard: int) -> list[PartReport]:
+        """Reports after the last one heard, at most the newest _MOST_NOTICES. Args: heard: number of the last one heard."""
+        while self._notices and self._notices[0].number <= heard:
             self._notices.popleft()
         return list(self._notices)
 
@@ -87,10 +84,10 @@ async def raise_when_silent(parts: Mapping[str, Any], limit_s: float, notify: He
 async def _follow(name: str, actor: Any, limit_s: float, notify: Hear) -> None:
     newest = 0
 
-    def heard(notices: list[Told]) -> float:
+    def heard(reports: list[PartReport]) -> float:
         nonlocal newest
-        for number, said in notices:
-            newest = number
+        for report in reports:
+            newest, said = report.number, report.said
             notify("warning", replace(said, what=f"{name}: {said.what}") if isinstance(said, WaitNotice) else f"{name}: {said}")
         return 0.0
 

@@ -8,8 +8,7 @@ from typing import TypeVar
 
 from ray.exceptions import ActorUnavailableError
 
-from actors.processes.supervision import HALF_OVER, wait_for
-from actors.processes.wait_notice import LongWait
+from actors.processes.supervision import HALF_OVER, LongWait, wait_for
 from correction.errors import DeadlineExceeded
 
 T = TypeVar("T")

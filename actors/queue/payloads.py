@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.carriers import QueueSnapshot, StoredGroup
+from actors.carriers import HeldSnapshot, QueueSnapshot, StoredGroup
+from actors.part_carriers import WaitNotice
 from actors.processes.supervision import call_with_retries, has_failed, wait_for
-from actors.processes.wait_notice import WaitNotice
 from actors.settings.deadlines import tokens_call_s, tokens_s
 from correction.errors import ActorLost, EvenkeelError, counted
 from rollout.trajectory import Group, GroupFacts
@@ -219,16 +219,15 @@ async def whole_snapshot(
         tell: takes a sentence, if there are such groups.
     Raises: DeadlineExceeded.
     """
-    snapshot: QueueSnapshot
     what = "snapshot <- trajectory queue"
-    snapshot, held, tickets = await call_with_retries(lambda: queue.snapshot.remote(), what, deadline_s=deadline_s)
-    groups, lost = await whole(held, deadline_s=deadline_s if tokens_s is None else tokens_s)
+    held: HeldSnapshot = await call_with_retries(lambda: queue.snapshot.remote(), what, deadline_s=deadline_s)
+    groups, lost = await whole(held.finished, deadline_s=deadline_s if tokens_s is None else tokens_s)
     gone = frozenset(lost)
-    again = [ticket for ticket in tickets if ticket.group_id in gone]
+    again = [ticket for ticket in held.tickets if ticket.group_id in gone]
     if again:
         tell(f"the tokens of {counted(len(again), 'finished group')} can't be read: the checkpoint has their prompts, to be sampled again")
-    in_flight = sorted([*snapshot.in_flight, *again], key=lambda ticket: ticket.group_id)
-    return replace(snapshot, finished=tuple(groups), in_flight=tuple(in_flight))
+    in_flight = sorted([*held.state.in_flight, *again], key=lambda ticket: ticket.group_id)
+    return replace(held.state, finished=tuple(groups), in_flight=tuple(in_flight))
 
 
 def checksums_of(*buckets: Any) -> tuple[dict[str, str], str]:

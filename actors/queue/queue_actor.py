@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
-from actors.carriers import DiscardReason, QueueContents, QueueSnapshot, StoredGroup, Ticket
+from actors.carriers import DiscardReason, HeldSnapshot, QueueContents, QueueSettlement, StoredGroup, Ticket
 from actors.processes.numbered import NumberedCalls
 from actors.processes.part_heartbeat import HeartbeatActor
 from actors.queue.trajectory_queue import TrajectoryQueue
@@ -32,7 +30,7 @@ class TrajectoryQueueActor(HeartbeatActor):
         """For each waiting caller its condition, and the future that wakes it."""
         self._admissions, self._losses, self._of_service = NumberedCalls(), NumberedCalls(), NumberedCalls()
         self._is_filled = False
-        self._advance: tuple[int, Any] = (-1, None)
+        self._advance: tuple[int, QueueSettlement | None] = (-1, None)
         """Version of the last `advance`, and its answer."""
 
     def _notify(self) -> None:
@@ -124,31 +122,27 @@ class TrajectoryQueueActor(HeartbeatActor):
             await self._wait_until(lambda: take() and len(drawn) == places, asyncio.get_running_loop().time() + _JOIN_S)
         return drawn
 
-    async def advance(
-        self, version: int, trained: list[int], published: int | None = None
-    ) -> tuple[list[tuple[str, DiscardReason]], dict[str, int], list[str]]:
+    async def advance(self, version: int, trained: list[int], published: int | None = None) -> QueueSettlement:
         """Note that the learner has new weights, trained on these groups, which leave the queue.
 
         Args: published: version that the engines get; None: this one.
-        Returns: what was discarded since the last call, as (prompt id, reason); the counts; ids of all prompts that are under way, which
-            the ledger compares with its own. Asked again for the same version, the answer is the same.
+        Returns: asked again for the same version, the same.
         """
-        if version != self._advance[0]:
+        last, settlement = self._advance
+        if settlement is None or version != last:
             self._queue.publish(version, published)
             self._queue.settle(trained)
-            self._advance = version, (self._queue.take_discarded(), self._queue.counts(), self._queue.outstanding())
+            settlement = QueueSettlement(self._queue.take_discarded(), self._queue.counts(), self._queue.outstanding())
+            self._advance = version, settlement
             self._notify()
-        answer: tuple[list[tuple[str, DiscardReason]], dict[str, int], list[str]] = self._advance[1]
-        return answer
+        return settlement
 
     async def waiting_for(self, version: int) -> str:
         return self._queue.waiting_for(version)
 
-    async def snapshot(self) -> tuple[QueueSnapshot, list[StoredGroup], list[Ticket]]:
-        """The queue's state without its finished groups; the finished groups; and their tickets in the same order."""
-        snapshot = self._queue.snapshot()
-        held: Any = snapshot.finished
-        return replace(snapshot, finished=()), list(held), [self._queue._entries[one.group_id].ticket for one in held]
+    async def snapshot(self) -> HeldSnapshot:
+        """The queue's state, for a checkpoint."""
+        return self._queue.held_snapshot()
 
     async def fill(self, contents: QueueContents) -> None:
         """Fill an empty queue. Only the first call does it; repeated ones change nothing."""

@@ -22,11 +22,11 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from actors.carriers import DiscardReason, Finished, QueueContents, QueueSnapshot, Ticket, discarded_as
+from actors.carriers import DiscardReason, Finished, HeldSnapshot, QueueContents, QueueSnapshot, Ticket, discarded_as
 from correction.errors import DataError, LedgerError
 from rollout.trajectory import Prompt
 
@@ -258,7 +258,14 @@ class TrajectoryQueue:
         given_up = ", ".join(f"{count} {reason}" for reason, count in self.discarded_by_reason.items())
         return clause + (f"; discarded so far: {given_up}" if given_up else "")
 
+    def held_snapshot(self) -> HeldSnapshot:
+        """The state, of a queue that holds StoredGroups."""
+        whole = self.snapshot()
+        held: tuple[Any, ...] = whole.finished
+        return HeldSnapshot(replace(whole, finished=()), held, tuple(self._entries[one.group_id].ticket for one in held))
+
     def snapshot(self) -> QueueSnapshot:
+        """The state, of a queue that holds Groups."""
         entries = [self._entries[i] for i in sorted(self._entries)]
         return QueueSnapshot(
             version=self.version,

@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,15 +25,27 @@ if TYPE_CHECKING:  # torch and Megatron: not in the driver
 
     from actors.ranks.learner_group import LearnerGroup
     from correction.batch import PackedBatch
-    from learner.results import Proximal
+    from learner.results import Proximal, SplitLogprobs
     from rollout.trajectory import Group
 
 
 T = TypeVar("T")
 
 
-Forward = tuple[Sequence["Group"], asyncio.Task[tuple[dict[str, Any], float]]]
-"""Groups of a batch; and a task for what the learner computes of them, by the field of PackedBatch, with the seconds that it takes."""
+@dataclass(frozen=True, slots=True)
+class ForwardAnswer:
+    """What the learner has computed for a request."""
+
+    fields: dict[str, Any]
+    """By the field of PackedBatch."""
+    split: SplitLogprobs | None
+    """For a SplitRequest."""
+    seconds: float
+    """Time that it took, seconds."""
+
+
+Forward = tuple[Sequence["Group"], asyncio.Task[ForwardAnswer]]
+"""Groups of a batch; and a task for what the learner computes of them."""
 
 
 class GroupsLost(EvenkeelError):
@@ -43,10 +55,6 @@ class GroupsLost(EvenkeelError):
         """Args: why: by group id."""
         super().__init__(f"wide fields of groups {sorted(why)} are lost")
         self.why = dict(why)
-
-
-AT_SAMPLING, NOW = "at_sampling", "now"
-"""Names of the two results for tokens scored at the weights that sampled them, and at the present weights."""
 
 
 async def next_batch(
@@ -88,7 +96,7 @@ async def next_batch(
 
 
 async def _results(request: ForwardRequest, learner: LearnerGroup, step: int) -> tuple[Any, Any, Any]:
-    """What the learner computes for a request, each a reference: proximal and reference logprobs, and those at sampling; None: not wanted.
+    """What the learner computes for a request, each a reference: a Proximal, reference logprobs, SplitLogprobs; None: not wanted.
 
     Raises: GroupsLost, before anything is computed.
     """
@@ -122,9 +130,9 @@ def _check(lost: Mapping[int, str]) -> None:
 
 async def with_forwards(batch: PackedBatch, forwards: Sequence[Forward]) -> tuple[PackedBatch, float]:
     """The batch with the learner's results for chunks of its groups put in their places; and the learner's seconds."""
-    answers = [(chunk, *await task) for chunk, task in forwards]
-    chunks = [(chunk, found) for chunk, found, _ in answers]
-    return await asyncio.to_thread(_put_in_place, batch, chunks), sum(seconds for *_, seconds in answers)
+    answers = [(chunk, await task) for chunk, task in forwards]
+    chunks = [(chunk, answer.fields) for chunk, answer in answers]
+    return await asyncio.to_thread(_put_in_place, batch, chunks), sum(answer.seconds for _, answer in answers)
 
 
 def _put_in_place(batch: PackedBatch, chunks: Sequence[tuple[Sequence[Group], dict[str, Any]]]) -> PackedBatch:
@@ -154,14 +162,12 @@ class ForwardRequests:
     def __init__(self) -> None:
         self._number = 0
         self._waiting: deque[ForwardRequest] = deque()
-        self._answers: dict[int, asyncio.Future[tuple[dict[str, Any], float]]] = {}
+        self._answers: dict[int, asyncio.Future[ForwardAnswer]] = {}
         self._changed = asyncio.Event()
 
-    async def ask(self, wanted: ForwardRequest, *, deadline_s: float) -> tuple[dict[str, Any], float]:
+    async def ask(self, wanted: ForwardRequest, *, deadline_s: float) -> ForwardAnswer:
         """Have the learner do what a request names, and wait for the results.
 
-        Returns: the results by the field of PackedBatch; of a SplitRequest under AT_SAMPLING and NOW, [N] float32; and the learner's
-        seconds.
         Raises: DeadlineExceeded if the learner doesn't come to that version; GroupsLost.
         """
         self._number += 1
@@ -191,7 +197,7 @@ class ForwardRequests:
         number: int,
         proximal: Proximal | None,
         reference: Tensor | None,
-        at_sampling: tuple[Tensor, Tensor] | None,
+        split: SplitLogprobs | None,
         seconds: float,
         lost: Mapping[int, str],
     ) -> None:
@@ -209,6 +215,4 @@ class ForwardRequests:
                 found["wide"] = proximal.route_places
         if reference is not None:
             found["reference_logprobs"] = reference
-        if at_sampling is not None:
-            found[AT_SAMPLING], found[NOW] = at_sampling
-        answer.set_result((found, seconds))
+        answer.set_result(ForwardAnswer(found, split, seconds))

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
 
-from actors.carriers import ActorInfo, ExportPlan, WeightChecksums, WeightSnapshot
+from actors.carriers import ExportPlan, WeightChecksums, WeightSnapshot
 from actors.cluster.placement import RankPlaces
+from actors.part_carriers import ActorInfo, WaitNotice
 from actors.processes.part_heartbeat import sequential_actor
 from actors.processes.supervision import USUAL_START, call_with_retries, kill, lost_if_late, wait_for
-from actors.processes.wait_notice import WaitNotice
 from actors.queue.payloads import checksums_of, disregard
 from actors.ranks.collective_calls import CollectiveCaller, all_of
 from actors.ranks.learner_rank_actor import ABORTABLE, LearnerRankActor
@@ -151,8 +151,7 @@ class LearnerGroup:
         await self._ask("keep_weights", version, oldest, what=f"copy of the weights v{version} to keep")
 
     async def at_sampling(self, batch: Any, *, version: int, oldest: int) -> Any:
-        """Reference to two tensors, [N] float32 each: log pi of the trained tokens at the weights that sampled them (NaN where no copy of
-        these is kept), and at the present weights. Arguments as of `proximal`; copies older than `oldest` are freed."""
+        """Reference to SplitLogprobs. Arguments as of `proximal`; copies of weights older than `oldest` are freed."""
         return await self._found("at_sampling", batch, version, oldest, what=f"logprobs at the weights that sampled, v{version}")
 
     async def export(self, plan: ExportPlan, *, deadline_s: float | None = None) -> WeightSnapshot:

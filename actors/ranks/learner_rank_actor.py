@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import ray
 
-from actors.carriers import ActorInfo, ExportPlan, WeightChecksums, WeightSnapshot
+from actors.carriers import ExportPlan, WeightChecksums, WeightSnapshot
 from actors.cluster.hub import model_folder
 from actors.metrics.exporter import MetricsEndpoint, listen_address, node_address
+from actors.part_carriers import ActorInfo
 from actors.processes.part_heartbeat import OUT_OF_TURN, SequentialHeartbeatActor
 from actors.queue.payloads import read_now
 from actors.ranks.collective_calls import NumberedRank, collective
@@ -28,6 +29,7 @@ from correction.engines.quick_imports import uncollected
 from correction.engines.rendezvous import keep_nccl_on, rendezvous_store
 from correction.errors import DataError, EngineError, SyncError
 from learner.config import LearnerConfig
+from learner.results import SplitLogprobs
 from rollout.stacks import register_stack_dump
 
 if TYPE_CHECKING:  # torch and Megatron are imported when the rank starts
@@ -197,12 +199,13 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         self._kept.keep(version, oldest=oldest)
 
     @collective
-    def at_sampling(self, number: int, batch: PackedBatch, version: int, oldest: int) -> tuple[None, tuple[Tensor, Tensor] | None]:
+    def at_sampling(self, number: int, batch: PackedBatch, version: int, oldest: int) -> tuple[None, SplitLogprobs | None]:
         """As `proximal`: logprobs at the weights that sampled each token, as KeptWeights.at_sampling, and at the present ones."""
+
         self._begin(number, "logprobs at the weights that sampled", version)
         batch = batch.holding(self._read) if self._read else batch
         with self._learner.abort.during(number):
-            found = self._kept.at_sampling(batch, oldest=oldest), self._learner.logprobs(batch)
+            found = SplitLogprobs(self._kept.at_sampling(batch, oldest=oldest), now=self._learner.logprobs(batch))
         return None, found if self._rank == 0 else None
 
     @collective

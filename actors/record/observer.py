@@ -12,15 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.carriers import ActorInfo, DiscardReason, PreparedBatch, ScatterSample, Ticket
+from actors.carriers import DiscardReason, PreparedBatch, ScatterSample, Ticket
 from actors.config import RunConfig
 from actors.metrics.driver_endpoint import DriverEndpoint
 from actors.metrics.held_out import Evaluation
 from actors.metrics.step_metrics import DISCARD_COUNTERS, StepMetrics, shown
+from actors.part_carriers import ActorInfo, WaitNotice
 from actors.pool.scaling import ScalingDecision
 from actors.processes.event_level import EventLevel
 from actors.processes.loop_clock import LoopClock
-from actors.processes.wait_notice import WaitNotice
 from actors.record.finished_step import FinishedStep
 from actors.record.patience import PatientWriter
 from actors.record.probe_watch import ProbeWatch

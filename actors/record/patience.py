@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from actors.config import DeadlinesConfig
+from actors.part_carriers import WaitNotice
 from actors.processes.disk_at_start import ON_DISK, DiskLate
 from actors.processes.supervision import wait_for
-from actors.processes.wait_notice import WaitNotice
 from actors.record.file_thread import FileThread
 
 T = TypeVar("T")

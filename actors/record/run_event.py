@@ -10,8 +10,8 @@ from datetime import datetime
 from enum import StrEnum
 from typing import get_args
 
+from actors.part_carriers import WaitNotice
 from actors.processes.event_level import EventLevel
-from actors.processes.wait_notice import WaitNotice
 from correction.early_warning.monitor import State
 
 _LEVELS: dict[str, EventLevel] = {level: level for level in get_args(EventLevel)}

@@ -13,9 +13,9 @@ from actors.carriers import Observation, PreparedBatch
 from actors.config import RunConfig
 from actors.metrics.driver_endpoint import DriverEndpoint
 from actors.metrics.step_metrics import StepMetrics, shown
+from actors.part_carriers import WaitNotice
 from actors.processes.event_level import EventLevel
 from actors.processes.supervision import abandon, unless_set, wait_for
-from actors.processes.wait_notice import WaitNotice
 from actors.record.finished_step import FinishedStep
 from actors.record.metric_views import open_views, views_from_an_earlier_step
 from actors.record.patience import PatientWriter, wait_for_disk

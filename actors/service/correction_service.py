@@ -28,7 +28,7 @@ from actors.processes.numbered import NumberedCaller
 from actors.processes.part_heartbeat import HeartbeatActor
 from actors.processes.supervision import lost_if_late, wait_for
 from actors.queue import payloads
-from actors.ranks.forwards import Forward, ForwardRequests, GroupsLost, with_forwards
+from actors.ranks.forwards import Forward, ForwardAnswer, ForwardRequests, GroupsLost, with_forwards
 from actors.service.drawing import Drawing
 from actors.service.gap_split import GapSplit
 from actors.service.scatter import ScatterReservoir
@@ -49,7 +49,7 @@ from rollout.trajectory import Group
 
 if TYPE_CHECKING:
     from correction.engines.agreement import Agreement
-    from learner.results import Proximal, StepValues
+    from learner.results import Proximal, SplitLogprobs, StepResult, StepValues
 
 log = logging.getLogger("evenkeel.correction")
 _VALUES = "what the learner computed of a batch <- rank 0"
@@ -147,7 +147,7 @@ class CorrectionService(HeartbeatActor):
         number: int,
         proximal: Proximal | None,
         reference: Tensor | None,
-        at_sampling: tuple[Tensor, Tensor] | None,
+        split: SplitLogprobs | None,
         seconds: float,
         lost: Mapping[int, str],
     ) -> None:
@@ -155,7 +155,7 @@ class CorrectionService(HeartbeatActor):
 
         References to the first three are enough: each is an argument of its own, and Ray brings what an argument refers to.
         """
-        self._forwards.answer(number, proximal, reference, at_sampling, seconds, lost)
+        self._forwards.answer(number, proximal, reference, split, seconds, lost)
 
     async def stop(self) -> None:
         """Stop: no further batch is drawn."""
@@ -164,12 +164,12 @@ class CorrectionService(HeartbeatActor):
             self._ahead[1].cancel()
             self._ahead = None
 
-    async def observe(self, step: int, version: int, values: tuple[Any]) -> Observation | None:
+    async def observe(self, step: int, version: int, result: StepResult) -> Observation | None:
         """Diagnostics of the batch of `version` and what the monitor says about them.
 
         Args:
             step: number of the batch's step.
-            values: reference to the step's StepValues; in a tuple, because Ray would bring a bare one on the event loop.
+            result: the learner's, with a reference to its values. They are read here: Ray would bring a bare reference on the event loop.
         Returns: None if the batch isn't held (any more), or is left out because another one waits for its turn already.
         """
         trained = self._undiagnosed.pop(version, None)  # its tensors live as long as this call
@@ -184,7 +184,7 @@ class CorrectionService(HeartbeatActor):
         finally:
             self._waiting_to_observe -= 1
         try:
-            observation = await asyncio.to_thread(self._observe, step, version, trained, reference, await self._values(values))
+            observation = await asyncio.to_thread(self._observe, step, version, trained, reference, await self._values(result))
             return replace(observation, late_s=self._clock.read())
         finally:
             self._observing.release()
@@ -208,15 +208,15 @@ class CorrectionService(HeartbeatActor):
             numbers["reference_kl"] = reference_kl(target_logprobs, reference, batch.loss_mask)
         return Observation(dict(numbers), tuple(events), state, time.monotonic() - began, clipped, monitor=self._monitor.state_dict())
 
-    async def compared(self, version: int, values: tuple[Any]) -> Agreement | None:
-        """True on-policy: sampled against trained logprobs of the batch of `version`. None: it isn't held. Args: values: as `observe`."""
+    async def compared(self, version: int, result: StepResult) -> Agreement | None:
+        """True on-policy: sampled against trained logprobs of the batch of `version`. None: it isn't held. Args: result: as `observe`."""
         if (trained := self._undiagnosed.get(version)) is None:
             return None
-        return await asyncio.to_thread(compare_batch, trained.corrected.batch, await self._values(values))
+        return await asyncio.to_thread(compare_batch, trained.corrected.batch, await self._values(result))
 
-    async def _values(self, values: tuple[Any]) -> StepValues:
-        """What the learner computed of a batch. Args: values: as `observe`."""
-        reading, limit_s = payloads.value_of(values[0]), self._config.deadlines.batch_s
+    async def _values(self, result: StepResult) -> StepValues:
+        """What the learner computed of a batch. Args: result: as `observe`."""
+        reading, limit_s = payloads.value_of(result.values), self._config.deadlines.batch_s
         found: StepValues = await wait_for(reading, _VALUES, deadline_s=limit_s, notice=self.report)
         return found
 
@@ -354,10 +354,10 @@ class CorrectionService(HeartbeatActor):
         part = self._correction.advantage
         return partial(group_advantages, estimator=part.estimator, ddof=part.ddof, epsilon=part.epsilon)
 
-    async def _forward(self, version: int, groups: list[Group]) -> tuple[dict[str, Any], float]:
-        """What the learner says of the groups' tokens, by its field of PackedBatch, and how long that took."""
+    async def _forward(self, version: int, groups: list[Group]) -> ForwardAnswer:
+        """What the learner says of the groups' tokens."""
         if not (packed := (await asyncio.to_thread(self._pack, groups, version)).batch).num_tokens:  # all their answers are masked
-            return {}, 0.0
+            return ForwardAnswer({}, None, 0.0)
         if not (self._needs_forward and self._replays_engine):
             packed = replace(packed, wide=None)
         wanted = ScoringRequest(

@@ -10,8 +10,8 @@ from typing import Any
 import ray
 
 from actors.carriers import DiscardReason, StoredGroup
+from actors.part_carriers import WaitNotice
 from actors.processes.numbered import NumberedCaller
-from actors.processes.wait_notice import WaitNotice
 from actors.queue import payloads
 from actors.queue.outstanding import discard_reason
 from actors.settings.deadlines import ANSWER_S

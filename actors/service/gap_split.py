@@ -14,12 +14,12 @@ from dataclasses import replace
 
 import ray
 import torch
-from torch import Tensor
 
 from actors.carriers import KeepRequest, SplitRequest
-from actors.ranks.forwards import AT_SAMPLING, NOW, ForwardRequests
+from actors.ranks.forwards import ForwardRequests
 from correction.batch import PackedBatch
 from correction.diagnostics.variance_split import split_numbers
+from learner.results import SplitLogprobs
 
 TRAJECTORIES = 16
 """Most trajectories of a batch that are scored, at each version that their tokens have and at the present one."""
@@ -58,8 +58,7 @@ class GapSplit:
     async def keep(self, version: int) -> float:
         """Have the ranks keep a copy of their weights, which are of `version`. Returns: the seconds that it took."""
         wanted = KeepRequest(version, oldest=version - self._max_staleness)
-        _, seconds = await self._forwards.ask(wanted, deadline_s=self._deadline_s)
-        return seconds
+        return (await self._forwards.ask(wanted, deadline_s=self._deadline_s)).seconds
 
     async def split(self, batch: PackedBatch, version: int) -> tuple[dict[str, float], float]:
         """Split the gap of a batch. Returns: the numbers of quantities.SPLIT (none without stale tokens of kept versions), and the seconds
@@ -69,8 +68,9 @@ class GapSplit:
         oldest = version + self._every - self._max_staleness
         stored = await asyncio.to_thread(ray.put, sample)
         wanted = SplitRequest(version, stored, oldest=oldest, fetch_s=self._fetch_s(sample))
-        found, seconds = await self._forwards.ask(wanted, deadline_s=self._deadline_s)
-        return await asyncio.to_thread(_numbers, sample, found[AT_SAMPLING], found[NOW], version), seconds
+        answer = await self._forwards.ask(wanted, deadline_s=self._deadline_s)
+        assert answer.split is not None
+        return await asyncio.to_thread(_numbers, sample, answer.split, version), answer.seconds
 
     def _sample(self, batch: PackedBatch, version: int) -> PackedBatch | None:
         """Some of the sequences with stale tokens; None: there are none."""
@@ -83,7 +83,6 @@ class GapSplit:
         return replace(sample, proximal_logprobs=None, reference_logprobs=None, topk_ids=None, topk_logprobs=None).select(chosen)
 
 
-def _numbers(sample: PackedBatch, at_sampling: Tensor, now: Tensor, version: int) -> dict[str, float]:
-    """Args: at_sampling, now: [N] float32, log pi of the sample's tokens, as LearnerGroup.at_sampling finds them."""
-    known = sample.loss_mask & (sample.weight_versions < version) & at_sampling.isfinite() & now.isfinite()
-    return split_numbers(sample.behavior_logprobs[known], at_sampling[known], now[known])
+def _numbers(sample: PackedBatch, found: SplitLogprobs, version: int) -> dict[str, float]:
+    known = sample.loss_mask & (sample.weight_versions < version) & found.at_sampling.isfinite() & found.now.isfinite()
+    return split_numbers(sample.behavior_logprobs[known], found.at_sampling[known], found.now[known])

@@ -182,19 +182,8 @@ class EngineProcess:
 
     def _environment(self) -> dict[str, str]:
         on_cpu = self._config.resolved_device == "cpu"
-        settings = PluginSettings(
-            engine_id=self._engine_id,
-            last_error=str(self._last_error),
-            attention="stock" if self._config.attention_backend == "stock" or self._config.attention_data_parallel > 1 else "batched",
-            batch_invariant=self._config.batch_invariant,
-            projection_parts=self._config.projection_parts,
-            float8=self._config.has_float8,
-            gpu_share=self._config.gpu_share,
-            memory_fraction=self._config.memory_fraction,
-            max_running_requests=self._config.max_running_requests,
-            group_timeout_s=self._config.weight_group_timeout_s,
-        )
-        environment = {VARIABLE: settings.model_dump_json(), _MODELS: os.environ.get(_MODELS, served_models.__name__)}
+        settings = PluginSettings(engine_id=self._engine_id, last_error=str(self._last_error), engine=self._config)
+        environment = {VARIABLE: settings.as_variable(), _MODELS: os.environ.get(_MODELS, served_models.__name__)}
         if self._config.log_level == "error":
             environment |= {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}    # dozens of lines about kernels that a CPU has no use for
         if self._config.batch_invariant:                                # scores by log_softmax, as sampled tokens have theirs

@@ -232,6 +232,11 @@ class EngineConfig(Settings):
         return self.model_copy(update={"device": device} | values)
 
     @property
+    def has_stock_attention(self) -> bool:
+        """On a CPU: SGLang's loop over the sequences, in place of evenkeel's kernel for all of them at once."""
+        return self.attention_backend == "stock" or self.attention_data_parallel > 1
+
+    @property
     def has_compiled_attention(self) -> bool:
         """Whether the engine's attention is rollout/sglang_plugin/attention.c. It can't take padded steps, which groups of ranks have."""
         has_own = self.attention_backend is None and not self.batch_invariant and self.attention_data_parallel == 1

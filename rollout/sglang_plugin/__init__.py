@@ -61,19 +61,20 @@ def register() -> None:
         gc.enable()
     register_stack_dump()
     settings = hooks.PluginSettings.from_environment()
+    engine = settings.engine
     if settings.last_error and _is_child():
         last_error.keep(Path(settings.last_error))
     if serves_on_cpu():
-        attention.register(settings.attention)
+        attention.register("stock" if engine.has_stock_attention else "batched")
         hooks.use_plain_host_memory()
         matrix_products.use_fastest()
         experts.register()
-    elif settings.gpu_share < 1:
-        gpu_share.register(settings)
-    if settings.float8:
+    elif engine.gpu_share < 1:
+        gpu_share.register(engine)
+    if engine.has_float8:
         float8.register(on_cpu=serves_on_cpu())
-    if settings.batch_invariant:
-        batch_invariant.register(settings.projection_parts)
+    if engine.batch_invariant:
+        batch_invariant.register(engine.projection_parts)
     seeded_sampler.register()
     weights.register()
-    hooks.register(settings.group_timeout_s)
+    hooks.register(engine.weight_group_timeout_s)

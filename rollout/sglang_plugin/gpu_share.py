@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from correction.engines.gpu_share import CONTEXT, engine_budget, outside_cache
-from rollout.sglang_plugin.hooks import PluginSettings
+from rollout.engine_settings.engine_config import EngineConfig
 
 TARGET = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
 
@@ -22,19 +22,19 @@ the memory outside the cache; beyond it other processes have taken the memory.""
 logger = logging.getLogger(__name__)
 
 
-def register(settings: PluginSettings) -> None:
+def register(engine: EngineConfig) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def of_the_share(_original: Callable[..., int], configurator: Any, *_: Any, **__: Any) -> int:
         gc.collect()  # as the original does: memory that loading the weights has left behind would count as the engine's
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(configurator.gpu_id)
-        return cache_bytes(settings, free, total, torch.cuda.memory_reserved(configurator.gpu_id), configurator.model_config.vocab_size)
+        return cache_bytes(engine, free, total, torch.cuda.memory_reserved(configurator.gpu_id), configurator.model_config.vocab_size)
 
     HookRegistry.register(TARGET, of_the_share, HookType.AROUND)
 
 
-def cache_bytes(settings: PluginSettings, free: int, total: int, own: int, vocabulary: int) -> int:
+def cache_bytes(engine: EngineConfig, free: int, total: int, own: int, vocabulary: int) -> int:
     """Bytes for the KV cache: what the share leaves, less what is missing on the GPU because others have taken more than theirs.
 
     Args:
@@ -42,12 +42,12 @@ def cache_bytes(settings: PluginSettings, free: int, total: int, own: int, vocab
         own: bytes that this process has allocated: weights.
     Raises: RuntimeError, in SGLang's log, if the share has no room for a cache, or others have taken nearly all of it.
     """
-    requests = settings.max_running_requests
-    cache = engine_budget(total, settings.gpu_share, settings.memory_fraction, requests, vocabulary) - own
+    requests = engine.max_running_requests
+    cache = engine_budget(total, engine.gpu_share, engine.memory_fraction, requests, vocabulary) - own
     rest = outside_cache(requests, vocabulary)
     if cache <= 0:
         raise RuntimeError(
-            f"no room for a KV cache: of a GPU of {total / 2**30:.3g} GiB the engine has {settings.gpu_share:g}, its weights take "
+            f"no room for a KV cache: of a GPU of {total / 2**30:.3g} GiB the engine has {engine.gpu_share:g}, its weights take "
             f"{own / 2**30:.3g} GiB, context, prefill, graphs and sampler {rest / 2**30:.3g}. Raise rollout.gpus_per_worker, or lower "
             "rollout.engine.max_running_requests"
         )

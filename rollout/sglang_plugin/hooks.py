@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from correction.engines import host_memory
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.sglang_plugin.broadcast_arrival import received_in
 from rollout.sglang_plugin.mapped_memory import keep_mapped
 from rollout.sglang_plugin.weight_group import joined_in, leave
@@ -46,22 +47,12 @@ class PluginSettings(BaseModel):
     """Marks the processes of one engine: they carry it in their environment."""
     last_error: str = ""
     """File for the exception of which a process of the engine dies."""
-    attention: Literal["batched", "stock"] = "batched"
-    """On a CPU: our kernel for all sequences at once, or SGLang's loop over them."""
-    batch_invariant: bool = False
-    """Batch-invariant operators, attention included, in place of SGLang's."""
-    projection_parts: int = 1
-    """If batch-invariant: number of partial products that an output projection adds up."""
-    float8: bool = False
-    """The engine's projections are in float8."""
-    gpu_share: float = 1.0
-    """Share of a GPU's memory for all that the engine allocates."""
-    memory_fraction: float | None = None
-    """With a share below 1: largest fraction of the whole GPU's memory for weights and KV cache."""
-    max_running_requests: int = 1
-    """Requests decoded together."""
-    group_timeout_s: float = 60.0
-    """A collective of the weight-update group fails after this; torch's own default would block the scheduler for 30 minutes."""
+    engine: EngineConfig = EngineConfig()
+    """The engine's own."""
+
+    def as_variable(self) -> str:
+        """What VARIABLE holds: all but `engine_args`, which are SGLang's, and may be what no JSON says."""
+        return self.model_dump_json(exclude={"engine": {"engine_args"}})
 
     @classmethod
     def from_environment(cls) -> PluginSettings:

@@ -27,7 +27,7 @@ _POLL_S = 0.02
 """Seconds between two looks at rank 0's store."""
 _CONTACT_S = 5.0
 """Longest time to reach that store, seconds. It is there before members are asked: if nobody serves it, the group is over."""
-Answer = tuple[bool, str]
+SglangAnswer = tuple[bool, str]
 """SGLang's: success, and a sentence."""
 
 
@@ -35,7 +35,7 @@ def joined_in(timeout_s: float) -> Callable[..., Any]:
     """A hook around SGLang's joining of a weight group. Args: timeout_s: longest time for it, seconds."""
 
     def join(
-        original: Callable[..., Answer],
+        original: Callable[..., SglangAnswer],
         updater: Any,
         master_address: str,
         master_port: int,
@@ -43,10 +43,10 @@ def joined_in(timeout_s: float) -> Callable[..., Any]:
         world_size: int,
         group_name: str,
         backend: str = "nccl",
-    ) -> Answer:
+    ) -> SglangAnswer:
         began, end = time.monotonic(), _FirstAnswer()
 
-        def connect() -> Answer:
+        def connect() -> SglangAnswer:
             if updater.device == "cuda":
                 torch.cuda.set_device(updater.gpu_id)  # of this thread
             answer = original(updater, master_address, master_port, rank_offset, world_size, group_name, backend)
@@ -76,7 +76,7 @@ def joined_in(timeout_s: float) -> Callable[..., Any]:
     return join
 
 
-def leave(original: Callable[..., Answer], updater: Any, group_name: str) -> Answer:
+def leave(original: Callable[..., SglangAnswer], updater: Any, group_name: str) -> SglangAnswer:
     """A hook around SGLang's leaving of a weight group. Nobody waits for the group's end."""
     group = updater._model_update_group.pop(group_name, None)
     if group is None:
@@ -95,13 +95,13 @@ class _FirstAnswer:
 
     def __init__(self) -> None:
         self._lock, self._there = threading.Lock(), threading.Event()
-        self._answer: Answer = False, ""
+        self._answer: SglangAnswer = False, ""
 
     @property
     def is_there(self) -> bool:
         return self._there.is_set()
 
-    def give(self, answer: Answer) -> bool:
+    def give(self, answer: SglangAnswer) -> bool:
         """Returns: whether it is the first."""
         with self._lock:
             if self.is_there:
@@ -110,7 +110,7 @@ class _FirstAnswer:
             self._there.set()
             return True
 
-    def within(self, seconds: float) -> Answer:
+    def within(self, seconds: float) -> SglangAnswer:
         if not self._there.wait(seconds):
             self.give((False, f"the group was not connected in {seconds:.0f} s; a member may be gone"))
         return self._answer

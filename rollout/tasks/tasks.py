@@ -22,26 +22,9 @@ from rollout.tasks.gym_source import ReasoningGymSource, check_names
 from rollout.tasks.prompt_place import PromptPlace
 from rollout.tasks.questions import Question, QuestionSource, SkippedRow, text_key
 from rollout.tasks.rows import RowSource, check_file, with_field
-from rollout.trajectory import Prompt
+from rollout.trajectory import Demonstration, Prompt
 
 _FINGERPRINT_POSITIONS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Demonstration:
-    """A worked example for the supervised warm-up."""
-
-    question: str
-    """The question's own text."""
-    prompt: str | Sequence[Mapping[str, str]]
-    """What the chat template is given: what a prompt of the run is made of."""
-    answer: str
-    """What the model shall say."""
-
-    @property
-    def prompt_text(self) -> str:
-        """All that the prompt says, for a tokenizer to learn from."""
-        return self.prompt if isinstance(self.prompt, str) else "\n\n".join(turn["content"] for turn in self.prompt)
 
 
 @dataclass(frozen=True, slots=True)

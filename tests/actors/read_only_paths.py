@@ -32,11 +32,11 @@ from correction.settings.schedule import needs_proximal_forward, needs_topk
 from learner.config import LearnerConfig
 from learner.kept_weights import KeptWeights
 from learner.learner_rank import LearnerRank
-from learner.results import StepValues
+from learner.results import SplitLogprobs, StepValues
 from rollout.engine.weight_update import require_checksums
 from rollout.trajectory import Group, TopLogprobs
 from tests.actors.read_only_memory import read_only
-from tests.actors.service.service_scene import GROUPS, Learner, ServiceScene, answered, play
+from tests.actors.service.service_scene import GROUPS, Learner, ServiceScene, answered, play, result_of
 from tests.learner.learner_cases import VOCAB, grouped_batch, learner_on, off_policy_batch
 from tests.learner.moe_cases import random_routes
 
@@ -57,7 +57,7 @@ class FarLearner(Learner):
     async def reference_logprobs(self, batch: PackedBatch, *, version: int) -> Tensor:
         return read_only(await super().reference_logprobs(batch, version=version))
 
-    async def at_sampling(self, batch: PackedBatch, *, version: int, oldest: int) -> tuple[Tensor, Tensor]:
+    async def at_sampling(self, batch: PackedBatch, *, version: int, oldest: int) -> SplitLogprobs:
         return read_only(await super().at_sampling(batch, version=version, oldest=oldest))
 
 
@@ -93,7 +93,7 @@ def serve(preset: str, steps: int) -> None:
             await scene.put(*[with_topk(answered(ticket), k) for ticket in tickets], apart_s=0.0)
             prepared = await waiting
             values = read_only(values_of(prepared))
-            assert await scene.service.observe(version + 1, version, (values,)) is not None
+            assert await scene.service.observe(version + 1, version, result_of(values)) is not None
             await scene.queue.advance(version + 1, [group.group_id for group in prepared.groups])
         assert await scene.service.scatter() is not None
         await scene.service.stop()

@@ -128,7 +128,7 @@ def test_the_log_of_a_run_is_its_events(tmp_path: Path, capsys: pytest.CaptureFi
 
     from actors.commands.train import _log_as_events
     from actors.config import RunConfig
-    from actors.processes.wait_notice import WaitNotice
+    from actors.part_carriers import WaitNotice
     from actors.record.observer import Observer
     from actors.record.terminal import TerminalView
     from actors.settings.derived import derived

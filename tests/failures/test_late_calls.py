@@ -105,10 +105,11 @@ class ImpatientRun(ReplayedRun):
         await self.sync.publish()
         settle = partial(self.queue.advance.remote, learner.version, [group.group_id for group in batch.groups])
         notify = lambda _, text: self.said.append(text)  # noqa: E731
-        _, self.counts, self.outstanding = await while_they_answer(
+        settled = await while_they_answer(
             {"trajectory queue": self.queue}, settle, f"advance to v{learner.version}", deadline_s=PATIENCE_S, notify=notify
         )
-        self.service.observe.remote(step, batch.version, (result.values,))
+        self.counts, self.outstanding = settled.counts, settled.outstanding
+        self.service.observe.remote(step, batch.version, result)
         self.trained.append(tuple(group.prompt_id for group in batch.groups))
 
 
@@ -145,7 +146,7 @@ def test_calls_that_are_given_up_and_made_again_do_their_work_once(logs: Path) -
 
         try:
             await unless_failed(steps(), run.feeding())
-            run.said += [text for _, text in await run.service.heartbeat.remote(0)]
+            run.said += [report.said for report in await run.service.heartbeat.remote(0)]
             return run
         finally:
             await run.close()

@@ -1,4 +1,4 @@
-"""Whose processes an engine ends, when it has failed to start and never told which are its own."""
+"""What an engine's processes are given; and whose it ends, when it has failed to start and never told which are its own."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from correction.errors import EngineError
 from rollout.engine import engine_process
 from rollout.engine.engine_process import EngineProcess
 from rollout.engine_settings.engine_config import EngineConfig
+from rollout.sglang_plugin.hooks import PluginSettings
 from tests.e2e.launch import ROOT
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -46,3 +47,18 @@ def test_the_children_of_a_failed_start_are_ended_whatever_the_clock_says(monkey
         for child in (before, *started):
             child.kill()
             child.wait()
+
+
+def test_an_engine_s_processes_are_given_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that its owner was given, but for SGLang's own arguments: they may be what no JSON says."""
+    arguments = {"page_size": object()}
+    config = EngineConfig(device="cuda", dtype="bfloat16", max_running_requests=7, gpu_share=0.5, engine_args=arguments)
+
+    async def environment() -> dict[str, str]:
+        return EngineProcess("test", config)._environment()
+
+    for name, value in asyncio.run(environment()).items():
+        monkeypatch.setenv(name, value)
+    settings = PluginSettings.from_environment()
+    assert settings.engine == config.model_copy(update={"engine_args": {}})
+    assert settings.engine_id and settings.last_error.endswith(f"{settings.engine_id}.error")

@@ -14,18 +14,17 @@ from correction.engines.gpu_share import CONTEXT, SUMMED, allocator_fraction, en
 from rollout.engine_settings.engine_config import EngineConfig
 from rollout.sglang_plugin import gpu_share
 from rollout.sglang_plugin.gpu_share import TARGET, cache_bytes
-from rollout.sglang_plugin.hooks import PluginSettings
 
 GIB = 1 << 30
 TOTAL, WEIGHTS, WORDS = 24 * GIB, int(1.2 * GIB), 151_936
-SETTINGS = PluginSettings(gpu_share=0.35, max_running_requests=128)
+ENGINE = EngineConfig(gpu_share=0.35, max_running_requests=128)
 
 
 def test_the_cache_is_the_same_whoever_comes_first() -> None:
     """A learner of 15 GiB that comes before the engine, between its start and its cache, or later. SGLang's own rule would give the engine
     0.35 x 23.25 GiB, 0.35 x 8.25 GiB, or less than nothing: free less what the others took meanwhile."""
     before = TOTAL - CONTEXT - WEIGHTS
-    caches = {cache_bytes(SETTINGS, free, TOTAL, WEIGHTS, WORDS) for free in (before, before - 15 * GIB)}
+    caches = {cache_bytes(ENGINE, free, TOTAL, WEIGHTS, WORDS) for free in (before, before - 15 * GIB)}
     assert len(caches) == 1
     assert caches.pop() + WEIGHTS + outside_cache(128, WORDS) == int(0.35 * TOTAL), "all of it is in the share"
 
@@ -51,19 +50,19 @@ def test_a_fraction_is_of_the_whole_gpu_and_never_more_than_the_share() -> None:
 
 def test_what_has_no_room_is_said_with_numbers() -> None:
     with pytest.raises(RuntimeError, match=r"of 24 GiB the engine has 0\.35, its weights take 8 GiB, .* sampler 1\.87\. Raise roll"):
-        cache_bytes(SETTINGS, TOTAL, TOTAL, 8 * GIB, WORDS)
+        cache_bytes(ENGINE, TOTAL, TOTAL, 8 * GIB, WORDS)
     with pytest.raises(RuntimeError, match=r"still has 6\.4\d GiB to take, but 1\.5 are free: others on it have taken more than theirs"):
-        cache_bytes(SETTINGS, 3 * GIB // 2, TOTAL, WEIGHTS, WORDS)
+        cache_bytes(ENGINE, 3 * GIB // 2, TOTAL, WEIGHTS, WORDS)
 
 
 def test_a_small_shortfall_makes_the_cache_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts may be larger than was estimated: what is missing of the share is taken from the cache, and said."""
     told: list[str] = []
     monkeypatch.setattr(gpu_share.logger, "warning", lambda text, *values: told.append(text % values))
-    whole = cache_bytes(SETTINGS, TOTAL, TOTAL, WEIGHTS, WORDS)
+    whole = cache_bytes(ENGINE, TOTAL, TOTAL, WEIGHTS, WORDS)
     needed = whole + outside_cache(128, WORDS) - CONTEXT
-    assert cache_bytes(SETTINGS, needed, TOTAL, WEIGHTS, WORDS) == whole and not told
-    assert cache_bytes(SETTINGS, needed - GIB // 2, TOTAL, WEIGHTS, WORDS) == whole - GIB // 2
+    assert cache_bytes(ENGINE, needed, TOTAL, WEIGHTS, WORDS) == whole and not told
+    assert cache_bytes(ENGINE, needed - GIB // 2, TOTAL, WEIGHTS, WORDS) == whole - GIB // 2
     assert f"The KV cache has {(whole - GIB // 2) / GIB:.3g} GiB instead of {whole / GIB:.3g}" in told[0]
 
 
@@ -80,12 +79,12 @@ def test_it_takes_the_place_of_sglang_s_own_rule(monkeypatch: pytest.MonkeyPatch
     assert {"gpu_id", "model_config"} <= {node.target.id for node in owner.body if isinstance(node, ast.AnnAssign)}  # type: ignore[attr-defined]
     hooks: dict[str, Any] = {}
     monkeypatch.setattr(hook_registry.HookRegistry, "register", lambda target, hook, kind: hooks.__setitem__(target, hook))
-    gpu_share.register(SETTINGS)
+    gpu_share.register(ENGINE)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GIB, TOTAL))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: WEIGHTS)
     configurator = type("Configurator", (), {"gpu_id": 0, "model_config": type("Model", (), {"vocab_size": WORDS})})()
-    assert hooks[TARGET](None, configurator, 20.0) == cache_bytes(SETTINGS, 20 * GIB, TOTAL, WEIGHTS, WORDS)
+    assert hooks[TARGET](None, configurator, 20.0) == cache_bytes(ENGINE, 20 * GIB, TOTAL, WEIGHTS, WORDS)
 
 
 def test_only_an_engine_with_a_share_is_sized_by_it() -> None:

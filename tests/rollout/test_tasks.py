@@ -17,7 +17,8 @@ from rollout.rewards.reward_process import create_reasoning_gym
 from rollout.tasks.chat import ChatEncoder, load_tokenizer
 from rollout.tasks.prompt_place import PromptPlace
 from rollout.tasks.questions import hash_share, text_key
-from rollout.tasks.tasks import Demonstration, build_task
+from rollout.tasks.tasks import build_task
+from rollout.trajectory import Demonstration
 from tests.rollout.row_files import numbered, write_rows
 
 TWO_TERMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}

@@ -20,8 +20,9 @@ import pytest
 import torch
 
 from actors.carriers import WeightChecksums
+from actors.part_carriers import WorkerSettings
 from actors.pool import rollout_worker
-from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
+from actors.pool.rollout_worker import RolloutWorker
 from correction.engines import host_memory
 from correction.engines.checksum import digest_of
 from correction.engines.weight_bucket import WeightBucket

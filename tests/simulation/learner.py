@@ -19,7 +19,8 @@ from typing import Any
 import ray
 import torch
 
-from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
+from actors.carriers import ExportPlan, WeightSnapshot
+from actors.part_carriers import ActorInfo
 from actors.ranks.collective_calls import collective
 from actors.ranks.learner_rank_actor import LearnerRankActor
 from actors.ranks.rank_faults import as_rank_failure, names_failures

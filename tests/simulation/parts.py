@@ -11,8 +11,9 @@ from typing import Any
 
 import ray.exceptions
 
-from actors.carriers import ActorInfo, Ticket
+from actors.carriers import Ticket
 from actors.metrics.step_metrics import StepMetrics
+from actors.part_carriers import ActorInfo
 from actors.processes.supervision import abandon, wait_for
 from actors.record.patience import PatientWriter
 from actors.record.run_folder import RunFolder

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from actors.checkpoints import checkpoint_writer
-from actors.processes.supervision import HALF_OVER
-from actors.processes.wait_notice import LongWait, WaitNotice
+from actors.part_carriers import WaitNotice
+from actors.processes.supervision import HALF_OVER, LongWait
 from actors.ranks.learner_group import LearnerGroup
 from actors.ranks.learner_rank_actor import LearnerRankActor
 from actors.record import run_folder

@@ -13,12 +13,12 @@ from unittest import mock
 
 import pytest
 
-from actors.carriers import PreparedBatch
+from actors.carriers import PreparedBatch, QueueSettlement
 from actors.config import DeadlinesConfig, RunConfig
 from actors.driver.batch_source import BatchSource
 from actors.driver.controller import Controller
 from actors.driver.evaluation import Evaluations
-from actors.processes.wait_notice import WaitNotice
+from actors.part_carriers import WaitNotice
 from correction.errors import DeadlineExceeded, StepAborted
 from tests.actors.cases import FakeActor, prompts
 
@@ -380,7 +380,7 @@ def test_a_step_s_line_says_what_the_ways_of_its_groups_took() -> None:
 
     class Queue:
         async def advance(self, *_: Any) -> Any:
-            return [], {"admitted": 4, "trained": 2, "discarded": 0, "in_flight": 2, "finished": 0, "drawn": 0}, []
+            return QueueSettlement([], {"admitted": 4, "trained": 2, "discarded": 0, "in_flight": 2, "finished": 0, "drawn": 0}, [])
 
     async def scenario() -> dict[str, float]:
         one = source(controller(RecordingObserver()), FakeActor(Prepared()))

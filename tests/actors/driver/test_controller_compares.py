@@ -76,7 +76,7 @@ def test_a_service_that_nobody_replaces_takes_the_run_back(monkeypatch: pytest.M
     async def scenario() -> None:
         run = comparing_run(ComparingService(ActorDiedError()))
         run._source._observer.waiting = lambda notice: notices.append(str(notice))  # type: ignore[method-assign]
-        comparing = asyncio.wait_for(run._source.compared(2, "values"), 9000.0)
+        comparing = asyncio.wait_for(run._source.compared(2, None), 9000.0)
         with pytest.raises(ActorLost, match=r"^comparison of the batch of version 2 <- a new correction service: not done in 660 s"):
             await comparing
         assert asyncio.get_running_loop().time() == pytest.approx(660.0, abs=1.0)
@@ -92,7 +92,7 @@ def test_a_comparison_whose_answer_is_lost_though_all_parts_are_there_takes_the_
         lost = ActorLost("what the learner computed of a batch <- rank 0: its answer was lost")
         service = ComparingService(RayTaskError("compared", "a long traceback", lost))
         with pytest.raises(ActorLost, match="its answer was lost"):
-            await comparing_run(service)._source.compared(2, "values")
+            await comparing_run(service)._source.compared(2, None)
         assert service.asked == 1
 
     asyncio.run(scenario())

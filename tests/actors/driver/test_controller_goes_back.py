@@ -18,8 +18,8 @@ from actors.driver.batch_source import BatchSource
 from actors.driver.controller import Controller
 from actors.driver.going_back import Rollbacks
 from actors.driver.parts import StartingPoint
+from actors.part_carriers import WorkerSettings
 from actors.pool.pool import RolloutPool
-from actors.pool.rollout_worker import WorkerSettings
 from actors.record.patience import PatientWriter
 from actors.state.ledger import Ledger
 from correction.errors import ActorLost, DataError, DeadlineExceeded

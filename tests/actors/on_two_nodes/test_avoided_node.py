@@ -10,7 +10,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 import actors.pool.workers
-from actors.pool.rollout_worker import WorkerSettings
+from actors.part_carriers import WorkerSettings
 from actors.pool.workers import create
 from actors.processes.supervision import kill
 from tests.actors.pool.pool_cases import worker_settings

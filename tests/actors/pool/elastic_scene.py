@@ -15,10 +15,10 @@ import pytest
 import ray.exceptions
 
 import actors.pool.workers
-from actors.carriers import ActorInfo, BegunTicket, Ticket
+from actors.carriers import BegunTicket, Ticket
 from actors.config import DeadlinesConfig
+from actors.part_carriers import ActorInfo, WorkerSettings
 from actors.pool.pool import RolloutPool
-from actors.pool.rollout_worker import WorkerSettings
 from actors.pool.scaling import ScalingDecision
 from actors.queue.queue_actor import TrajectoryQueueActor
 from correction.errors import EngineError

@@ -13,8 +13,9 @@ import pytest
 import ray.exceptions
 
 import actors.pool.workers
-from actors.carriers import ActorInfo, GroupFailure, Ticket
+from actors.carriers import GroupFailure, Ticket
 from actors.config import DeadlinesConfig
+from actors.part_carriers import ActorInfo
 from actors.pool.pool import RolloutPool
 from actors.queue.queue_actor import TrajectoryQueueActor
 from actors.state.ledger import imbalance_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from actors.pool.workers import WorkerSettings
+from actors.part_carriers import WorkerSettings
 from rollout.config import RolloutConfig
 from tests.actors.cases import prompt
 

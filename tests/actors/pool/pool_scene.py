@@ -12,8 +12,9 @@ import pytest
 import ray.exceptions
 
 import actors.pool.workers
-from actors.carriers import ActorInfo, Ticket
+from actors.carriers import Ticket
 from actors.config import DeadlinesConfig
+from actors.part_carriers import ActorInfo
 from actors.pool.pool import RolloutPool
 from actors.queue.queue_actor import TrajectoryQueueActor
 from rollout.config import AnswerSampling

@@ -14,11 +14,11 @@ import pytest
 import ray.exceptions
 
 import actors.pool.workers
-from actors.carriers import ActorInfo, Ticket
+from actors.carriers import Ticket
 from actors.config import DeadlinesConfig
+from actors.part_carriers import ActorInfo, WorkerSettings
 from actors.pool.dispatch import Questions, WaitingWork
 from actors.pool.pool import RolloutPool
-from actors.pool.rollout_worker import WorkerSettings
 from actors.queue.queue_actor import TrajectoryQueueActor
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.trajectory import Group, GroupFacts

@@ -16,7 +16,8 @@ import ray.exceptions
 from actors.carriers import GroupFailure, Ticket, WeightChecksums
 from actors.config import RunConfig
 from actors.driver.parts import worker_settings
-from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
+from actors.part_carriers import WorkerSettings
+from actors.pool.rollout_worker import RolloutWorker
 from correction.engines.checksum import digest_of
 from correction.errors import (
     DataError,

@@ -17,8 +17,7 @@ import ray.exceptions
 from actors.cluster.cluster import on_drivers_node
 from actors.processes.numbered import NumberedCaller
 from actors.processes.part_heartbeat import HeartbeatActor, raise_when_silent
-from actors.processes.supervision import HALF_OVER
-from actors.processes.wait_notice import LongWait
+from actors.processes.supervision import HALF_OVER, LongWait
 from correction.errors import ActorLost
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate
@@ -110,13 +109,13 @@ def test_what_nobody_heard_is_kept_to_a_limit_and_what_was_heard_makes_room() ->
             part.report(f"notice {number}")
             if number % 500 == 499:
                 told = await part.heartbeat(heard)
-                assert [text for _, text in told] == [f"notice {n}" for n in range(number - 499, number + 1)]
+                assert [report.said for report in told] == [f"notice {n}" for n in range(number - 499, number + 1)]
                 assert await part.heartbeat(heard) == told, "an answer that was lost is asked for again"
-                heard = told[-1][0]
+                heard = told[-1].number
         for number in range(1200):
             part.report(f"unheard {number}")
         told = await part.heartbeat(heard)
-        assert [told[0][1], told[-1][1], len(told)] == ["unheard 200", "unheard 1199", 1000]
+        assert [told[0].said, told[-1].said, len(told)] == ["unheard 200", "unheard 1199", 1000]
         assert await part.heartbeat(0) == told
 
     asyncio.run(scenario())

@@ -30,7 +30,8 @@ def test_the_actor_waits_for_places_and_groups() -> None:
         await actor.put(stored(group(ticket)))
         assert [g.group_id for g in await asyncio.wait_for(drawing, 5.0)] == [0]
         assert not placing.done()
-        discarded, counts, _ = await actor.advance(1, [0])
+        settled = await actor.advance(1, [0])
+        discarded, counts = settled.discarded, settled.counts
         assert (discarded, counts["trained"]) == ([], 1)
         assert await asyncio.wait_for(placing, 5.0) == 1
 
@@ -96,7 +97,7 @@ def test_what_may_be_asked_twice_happens_once() -> None:
         assert actor._queue.counts()["discarded"] == 2
         with pytest.raises(LateError, match="call 1 came after call 2"):
             await actor.draw(1, 2, 5.0, number=1)
-        assert told[0] == [("train/0/1", "why")] and told[1]["trained"] == 1
+        assert told.discarded == [("train/0/1", "why")] and told.counts["trained"] == 1
         assert await actor.advance(1, [drawn.group_id]) == told and actor._queue.counts()["trained"] == 1
 
     asyncio.run(scenario())

@@ -168,7 +168,7 @@ def both_ways(rank: int, ranks: int, port: int, folder: Path, replay: str) -> di
             expected = actor._kept.at_sampling(batch, oldest=0), learner.logprobs(batch)
             assert actor.fetch(light, None, 3, 60.0, everything=True) == {}
             again = actor.at_sampling(3, light, 1, 0)[1]
-            torch.testing.assert_close(again, expected, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close((again.at_sampling, again.now), expected, rtol=0, atol=0, equal_nan=True)
             del store.held["group 5"]
             lost = {name: actor.fetch(light, None, 3, 60.0, everything=name == "everything") for name in ("lost", "everything")}
         learner.close()

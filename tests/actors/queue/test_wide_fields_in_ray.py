@@ -114,7 +114,7 @@ class Run:
         )
         result = await self.learner.step(batch.corrected, batch.correction, step=self.step)
         await self.queue.advance.remote(self.learner.version, batch.group_ids)
-        assert await service.observe.remote(self.step, version, (result.values,)) is not None
+        assert await service.observe.remote(self.step, version, result) is not None
         self.step += 1
         return batch, result
 

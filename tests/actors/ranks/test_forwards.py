@@ -38,8 +38,8 @@ def test_a_request_that_was_given_up_is_not_handed_out() -> None:
         proximal: Any = SimpleNamespace(logprobs=torch.ones(1), route_places=None)
         requests.answer(taken.number - 1, proximal, None, None, 1.0, {})
         requests.answer(taken.number, proximal, None, None, 2.0, {})
-        found, seconds = await second
-        assert list(found) == ["proximal_logprobs"] and seconds == 2.0 and not third.done()
+        answer = await second
+        assert list(answer.fields) == ["proximal_logprobs"] and answer.seconds == 2.0 and not third.done()
         assert (await requests.take()).batch == "third"
         third.cancel()
 
@@ -57,7 +57,7 @@ def test_the_controller_brings_what_is_needed_and_asks_again(fails: bool) -> Non
         async def next_batch(self) -> Any:
             return answers.pop(0)
 
-        async def forwarded(self, number: int, proximal: Any, reference: Any, at_sampling: Any, seconds: float, lost: Any) -> None:
+        async def forwarded(self, number: int, proximal: Any, reference: Any, split: Any, seconds: float, lost: Any) -> None:
             told.append((number, proximal, reference))
 
     class Learner:

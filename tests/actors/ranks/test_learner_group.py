@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from actors.processes.wait_notice import WaitNotice
+from actors.part_carriers import WaitNotice
 from actors.ranks.collective_calls import NumberedRank, collective
 from actors.ranks.learner_group import LearnerGroup
 from correction.config import CorrectionConfig

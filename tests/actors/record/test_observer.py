@@ -12,9 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.carriers import ActorInfo, DiscardReason, Example, Observation, ScalingCause
+from actors.carriers import DiscardReason, Example, Observation, ScalingCause
 from actors.driver.evaluation import evaluate
 from actors.metrics.step_metrics import StepMetrics, by_worker
+from actors.part_carriers import ActorInfo
 from actors.pool.scaling import ScalingDecision
 from actors.record.run_folder import RunFolder
 from actors.record.step_sources import trajectories_text

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from actors.driver.evaluation import evaluate
+from actors.part_carriers import WaitNotice
 from actors.processes import disk_at_start
-from actors.processes.wait_notice import WaitNotice
 from actors.record import patience
 from actors.record.file_thread import FileThread
 from actors.record.patience import PatientWriter

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from actors.processes.supervision import HALF_OVER, wait_for
-from actors.processes.wait_notice import LongWait
+from actors.processes.supervision import HALF_OVER, LongWait, wait_for
 from actors.record import stack_collector
 from actors.record.run_folder import RunFolder
 from actors.record.stack_collector import StackCollector

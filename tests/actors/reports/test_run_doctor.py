@@ -16,7 +16,7 @@ from actors.commands.cli import app
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.metrics.step_metrics import StepMetrics
-from actors.processes.wait_notice import WaitNotice
+from actors.part_carriers import WaitNotice
 from actors.record import run_folder as run_folder_module
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder

@@ -24,7 +24,7 @@ from correction.config import CorrectionConfig
 from correction.decision import no_counts
 from correction.wide import WideFields, WidePlace
 from learner.config import LearnerConfig
-from learner.results import StepValues
+from learner.results import SplitLogprobs, StepResult, StepValues
 from rollout.config import RolloutConfig
 from rollout.trajectory import Group
 from tests.actors.cases import FakeActor, group, prompts, stored, trajectory
@@ -82,12 +82,12 @@ class Learner:
     async def keep_weights(self, version: int, *, oldest: int) -> None:
         self.kept = {v for v in getattr(self, "kept", set()) if v >= oldest} | {version}
 
-    async def at_sampling(self, batch: PackedBatch, *, version: int, oldest: int) -> tuple[Tensor, Tensor]:
+    async def at_sampling(self, batch: PackedBatch, *, version: int, oldest: int) -> SplitLogprobs:
         """The engine says -1 of every token. The learner: 0.1 more at kept weights of even versions and 0.2 at odd ones; now, 0.5 more."""
         kept = sum((batch.weight_versions == v for v in self.kept), torch.zeros_like(batch.loss_mask))
         self.kept = {v for v in self.kept if v >= oldest}
         told = torch.where(kept.bool(), -0.9 + 0.1 * (batch.weight_versions % 2), torch.nan)
-        return told, torch.full_like(told, -0.5)
+        return SplitLogprobs(told, now=torch.full_like(told, -0.5))
 
 
 def answered(ticket: Ticket, *, rewards: Sequence[float | None] = (0.0, 1.0)) -> Group:
@@ -97,6 +97,12 @@ def answered(ticket: Ticket, *, rewards: Sequence[float | None] = (0.0, 1.0)) ->
     pairs = zip(ids, rewards, strict=True)
     answers = (trajectory(ticket.prompt, tokens, reward=reward, version=ticket.admitted_version) for tokens, reward in pairs)
     return replace(group(ticket), trajectories=tuple(answers))
+
+
+def result_of(values: StepValues) -> StepResult:
+    """A step's result of which these are the values."""
+    nothing = StepResult.of_nothing(0, CorrectionConfig(), updates=1, learning_rate=0.0, loss_scale=None)
+    return replace(nothing, values=values)
 
 
 class ServiceScene:
@@ -159,7 +165,7 @@ class ServiceScene:
             decided = FinalDecision(corrected.keep_mask, corrected.importance_weights, no_counts(prepared.correction))
         number = prepared.version + 1 if step is None else step
         values = StepValues(target, decided, torch.full_like(target, torch.nan) if entropies is None else entropies)
-        observation = await self.service.observe(number, prepared.version, (values,))
+        observation = await self.service.observe(number, prepared.version, result_of(values))
         assert observation is not None
         return observation
 

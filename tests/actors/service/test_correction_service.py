@@ -143,7 +143,7 @@ def test_groups_that_teach_nothing_are_replaced(rewards: tuple[float | None, ...
         await scene.put(answered(refill))
         prepared = await waiting
         assert [g.group_id for g in prepared.groups] == [1, 2, 3, 4]
-        ((prompt_id, why),), _, _ = await scene.queue.advance(1, [1, 2, 3, 4])
+        ((prompt_id, why),) = (await scene.queue.advance(1, [1, 2, 3, 4])).discarded
         assert prompt_id == "train/0/0" and reason in why
         await scene.service.stop()
 
@@ -223,7 +223,7 @@ def test_a_queue_that_does_not_answer_is_asked_again_and_named(monkeypatch: pyte
         monkeypatch.setattr(scene.queue, "waiting_for", silent)
         with pytest.raises(DeadlineExceeded, match=r"^batch of version 0 <- trajectory queue: not done in 2 s"):
             await scene.next_batch(0)
-        told.extend(text for _, text in await scene.service.heartbeat(0))
+        told.extend(report.said for report in await scene.service.heartbeat(0))
         await scene.service.stop()
 
     play(scenario)
@@ -252,7 +252,8 @@ def test_a_queue_that_is_late_costs_nothing_but_time(monkeypatch: pytest.MonkeyP
         await scene.put(answered(tickets[0], rewards=(1.0, 1.0)), *[answered(ticket) for ticket in tickets[1:]])
         prepared = await waiting
         assert [g.group_id for g in prepared.groups] == [1, 2, 3, 4] and held[0] == held[1]
-        discarded, counts, _ = await scene.queue.advance(1, [1, 2, 3, 4])
+        settled = await scene.queue.advance(1, [1, 2, 3, 4])
+        discarded, counts = settled.discarded, settled.counts
         assert len(discarded) == 1 and (counts["admitted"], counts["trained"], counts["discarded"]) == (GROUPS + 1, GROUPS, 1)
         assert counts["in_flight"] + counts["finished"] + counts["drawn"] == 0
         await scene.service.stop()

@@ -25,7 +25,7 @@ from correction.diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS
 from correction.early_warning.monitor import MonitorConfig, State
 from learner.config import LearnerConfig
 from learner.results import StepValues
-from tests.actors.service.service_scene import GROUPS, ServiceScene, answered, no_decision, play
+from tests.actors.service.service_scene import GROUPS, ServiceScene, answered, no_decision, play, result_of
 
 
 def test_the_kl_to_the_start_model_is_told_now_and_then_and_is_no_part_of_the_batch() -> None:
@@ -71,7 +71,7 @@ def test_diagnostics_are_of_the_batch_that_was_trained_last() -> None:
         prepared = await scene.batch(0)
         nothing = FinalDecision(torch.zeros(1).bool(), torch.ones(1), no_counts(prepared.correction))
         values = StepValues(torch.zeros(1), nothing, torch.zeros(1))
-        assert await scene.service.observe(8, 7, (values,)) is None, "version 7 is none that was trained"
+        assert await scene.service.observe(8, 7, result_of(values)) is None, "version 7 is none that was trained"
         prepared = await scene.batch(1)
         numbers = (await scene.observe(prepared, gap=0.1, step=5)).diagnostics
         assert numbers["mismatch_k1_kl"] == pytest.approx(-0.1, rel=1e-5)
@@ -289,7 +289,7 @@ def test_one_batch_waits_for_its_diagnostics_and_the_next_is_left_out(monkeypatc
         for version in range(3):
             prepared = await scene.batch(version)
             values = StepValues(prepared.corrected.batch.behavior_logprobs, no_decision(prepared), prepared.corrected.batch.advantages)
-            observing.append(asyncio.create_task(scene.service.observe(version + 1, version, (values,))))
+            observing.append(asyncio.create_task(scene.service.observe(version + 1, version, result_of(values))))
             await asyncio.sleep(0.05)
         assert [task.done() for task in observing] == [False, False, True] and observing[2].result() is None
         assert scene.service._undiagnosed.keys() <= {3}, "nothing holds the batches of steps past but the two that are at it"

@@ -9,8 +9,8 @@ import pytest
 
 from actors.carriers import StoredGroup, Ticket
 from actors.config import DeadlinesConfig
+from actors.part_carriers import WaitNotice
 from actors.processes.part_heartbeat import raise_when_silent
-from actors.processes.wait_notice import WaitNotice
 from actors.queue import payloads
 from actors.record.run_event import RunEvent
 from tests.actors.cases import FakeActor, prompt
