@@ -1,13 +1,17 @@
 """Finished groups on their way from the pool to the trajectory queue: many by one call.
 
 A call costs both processes about as much for one group as for a hundred. So there is one at a time, and what finishes meanwhile goes with
-the next. While the learner is at work nobody waits for a group, and each call waits a moment for others to come along; once the learner
-waits for its batch, none does.
+the next. While the learner is at work nobody waits for a group, and each call waits for others to come along; once the learner waits for
+its batch, none does.
+
+A group that waits here is lost with no process that the run survives: a new queue is filled from the driver's record, and so is a
+checkpoint (actors.queue.outstanding).
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -16,9 +20,11 @@ from actors.carriers import StoredGroup
 from actors.pool.admission import PatientQueue
 from correction.errors import ActorLost
 
-_GATHER_S = 0.25
-"""Seconds that a call waits for further groups. Nearly each call here lets the queue answer a call of the correction service, so it costs
-three processes."""
+_SHORTEST_S, _LONGEST_S = 0.25, 1.0
+_SHARE = 0.25
+"""Of a step: how long a call waits for further groups, between the shortest and the longest time. Nearly each call here lets the queue
+answer a call of the correction service, so it costs three processes. But a batch that gets its last group late is corrected late, and a
+group that isn't worth training gives its place back when the service has seen it: in a short step that can't wait for a second."""
 _AGAIN_S = 2.0
 """Seconds from a call that didn't reach the queue to the next one."""
 
@@ -37,6 +43,7 @@ class Delivery:
         self._queue, self._notify, self._spawn = queue, notify, spawn
         self._waiting: list[StoredGroup] = []
         self._is_urgent = asyncio.Event()
+        self._gather_s, self._urgent_at = _SHORTEST_S, math.inf
         self._is_under_way = self._is_closed = False
 
     def add(self, *groups: StoredGroup) -> None:
@@ -52,7 +59,9 @@ class Delivery:
 
     @contextmanager
     def urgent(self) -> Iterator[None]:
-        """Within the block the learner waits for groups: no call waits for further ones."""
+        """Within the block, once a step, the learner waits for groups: no call waits for further ones."""
+        step_s, self._urgent_at = (now := asyncio.get_running_loop().time()) - self._urgent_at, now
+        self._gather_s = min(max(_SHARE * step_s, _SHORTEST_S), _LONGEST_S)
         self._is_urgent.set()
         try:
             yield
@@ -64,7 +73,7 @@ class Delivery:
         try:
             while self._waiting and not self._is_closed:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(_GATHER_S):
+                    async with asyncio.timeout(self._gather_s):
                         await self._is_urgent.wait()
                 sent, self._waiting = self._waiting, []
                 try:

@@ -74,6 +74,30 @@ def test_while_the_learner_is_at_work_groups_wait_a_moment_for_others() -> None:
     simulate(scenario)
 
 
+def test_the_longer_a_step_takes_the_longer_groups_wait_for_others() -> None:
+    """A quarter of the step, 0.25 s at least and 1 s at most. Of ten groups a second, for 4 s, a call takes 11, 6 or 3."""
+
+    async def calls(scene: DeliveryScene, step_s: float) -> int:
+        """Of the step after one of this length; each begins with a learner that has its batch at once."""
+        with scene.delivery.urgent():
+            pass
+        await asyncio.sleep(step_s)
+        with scene.delivery.urgent():
+            pass
+        before = len(scene.queue.calls)
+        for _ in range(40):
+            scene.finish(0)
+            await asyncio.sleep(0.1)
+        await scene.end()
+        return len(scene.queue.calls) - before
+
+    async def scenario() -> None:
+        scene = DeliveryScene()
+        assert [await calls(scene, step_s) for step_s in (60.0, 2.0, 0.4)] == [4, 7, 14]
+
+    simulate(scenario)
+
+
 def test_while_the_learner_waits_no_group_does_but_for_a_call_under_way() -> None:
     """The first goes at once; what finishes during its call goes with the next. A learner that begins to wait ends the moment."""
 
