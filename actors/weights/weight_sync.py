@@ -72,8 +72,8 @@ class SyncTarget:
     """Task that compares the logprobs of the fixed prompt."""
     unprobed: int = 0
     """Number of versions since the last finished comparison."""
-    received_at: float = -math.inf
-    """Event-loop time (s) of its last receipt."""
+    answered_at: float = -math.inf
+    """Event-loop time (s) of its last receipt, or answer to a probe."""
     load: WorkerLoad | None = None
     """Load of its worker, from the last receipt."""
     node: str = ""
@@ -297,7 +297,7 @@ class WeightSync:
         if not target.is_verified:  # marked dirty while this was under way: only a verified sync counts now
             return
         target.version, target.trouble = receipt.version, ""
-        target.received_at, target.load = asyncio.get_running_loop().time(), receipt.load
+        target.answered_at, target.load = asyncio.get_running_loop().time(), receipt.load
         self._callbacks.receipt(receipt)
         if snapshot.probe_logprobs:
             probe = self._compare_probe(target, snapshot.version, snapshot.probe_logprobs)
@@ -310,7 +310,7 @@ class WeightSync:
         except (EvenkeelError, ray.exceptions.RayError) as error:
             log.warning("%s: %s", what, error)  # an engine that is broken shows it in its work, or at the next sync
             return
-        target.unprobed = 0
+        target.unprobed, target.answered_at = 0, asyncio.get_running_loop().time()
         self._callbacks.probe(target, version, [abs(a - b) for a, b in zip(logprobs, expected, strict=True)])
 
     def _end_probe(self, target: SyncTarget) -> None:
