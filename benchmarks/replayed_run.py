@@ -26,7 +26,7 @@ import ray
 from rich.console import Console
 
 from actors.carriers import PreparedBatch, Ticket
-from actors.config import CheckpointConfig, EarlyWarningConfig, RunConfig
+from actors.config import CheckpointConfig, EarlyWarningConfig, RunConfig, WeightSyncConfig
 from actors.driver.batch_source import BatchSource
 from actors.driver.controller import Controller
 from actors.driver.empty_steps import EmptySteps
@@ -72,6 +72,8 @@ class Figures:
 
     admission_s: list[float] = field(default_factory=list)
     gap_s: list[float] = field(default_factory=list)
+    gap_unpublished_s: list[float] = field(default_factory=list)
+    """Of `gap_s`: those after a step whose weights weren't published."""
     receipts_s: list[float] = field(default_factory=list)
     probes: int = 0
     """Comparisons of an engine's logprobs of the probe with the learner's."""
@@ -122,6 +124,8 @@ class ReplayedShape:
     recorded: AnswerLengths | None = None
     """None: lengths are lognormal, of mean `tokens`."""
     prompt_tokens: int = PROMPT_TOKENS
+    every: int = 1
+    """Steps from one published version to the next."""
 
     @property
     def lengths(self) -> AnswerLengths:
@@ -135,7 +139,7 @@ class ReplayedShape:
 
     @property
     def config(self) -> RunConfig:
-        requests = max(SAMPLES, 2 * self.groups * SAMPLES // self.workers)  # all that admission allows
+        requests = max(SAMPLES, (self.every + 1) * self.groups * SAMPLES // self.workers)  # all that admission allows
         rollout = RolloutConfig.model_validate(
             {
                 "task": {"kind": "file", "path": "none"},
@@ -146,8 +150,9 @@ class ReplayedShape:
             }
         )
         config = RunConfig(
-            model=Path("model"), steps=self.steps + WARM_UP, groups_per_step=self.groups, max_staleness=1, rollout=rollout,
+            model=Path("model"), steps=self.steps + WARM_UP, groups_per_step=self.groups, max_staleness=self.every, rollout=rollout,
             correction=CORRECTION, monitor=EarlyWarningConfig(detailed=False), checkpoint=CheckpointConfig(every_steps=0),
+            weight_sync=WeightSyncConfig(every_steps=self.every),
         )  # fmt: skip
         return derived(config, has_gpu=False)
 
@@ -324,14 +329,17 @@ class ReplayedRun(Controller):
         figures.calls, figures.stored = self._uses.calls, self._store.grown
 
     async def _learn(self, batch: PreparedBatch) -> Any:
-        self.figures.gap_s.append(time.monotonic() - self._learned_at)
+        is_published = self.sync.version == self._version
+        gaps = self.figures.gap_s if is_published else self.figures.gap_unpublished_s
+        gaps.append(time.monotonic() - self._learned_at)
         result = await super()._learn(batch)
         self._learned_at = time.monotonic()
         return result
 
     async def _publish(self) -> None:
         await super()._publish()
-        self._waits.append(asyncio.create_task(self._receipts()))
+        if self.sync.version == self._version:
+            self._waits.append(asyncio.create_task(self._receipts()))
 
     async def _learn_and_publish(self, batch: PreparedBatch) -> Any:
         result = await super()._learn_and_publish(batch)
@@ -350,7 +358,8 @@ class ReplayedRun(Controller):
         await asyncio.sleep(_SETTLE_S)  # so that by how much this was late is read here
         self._clock.read()
         self._late = LateLoop() if self.profile == "late" else None
-        figures.admission_s, figures.gap_s, figures.receipts_s, figures.probes, figures.tokens = [], [], [], 0, 0
+        figures.admission_s, figures.gap_s, figures.gap_unpublished_s, figures.receipts_s = [], [], [], []
+        figures.probes = figures.tokens = 0
         self._counted_from = time.monotonic()
         self._learned_at = time.monotonic()
 
