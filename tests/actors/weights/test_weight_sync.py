@@ -115,8 +115,7 @@ def test_a_probe_that_waits_in_a_full_engine_holds_up_neither_receipt_nor_update
 
 
 def test_of_many_engines_sixteen_are_probed_at_each_version_in_turn() -> None:
-    """Of 40, each at one of three versions, where all of them at each would be a call of the driver's for each. The first version of whoever
-    joins or was dirty is probed besides."""
+    """Of 40, each at one of three versions. The first version of whoever joins or was dirty is probed besides."""
 
     async def scenario() -> None:
         scene = SyncScene(**{str(number): Engine() for number in range(40)})
