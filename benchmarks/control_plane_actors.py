@@ -10,9 +10,10 @@ are as long as its were in the mean; with --tokens besides, answers are scaled t
 
 Printed for each number of workers and of groups, with the goals: processor seconds for each million tokens trained, process by process,
 what of them a process takes in that time without any work, and by how much its anonymous memory has grown; how long a place that has become
-free waits for its group (p50, p99); what the learner waits between two steps; from publishing a version to the last worker's receipt; how
-late the driver's event loop was; how many calls of Ray's the processes made for a group; and the tokens a second at which the first of the
-single processes would have no time left; before that, what Ray takes for a call that does nothing. And what a start takes: each worker
+free waits for its group (p50, p99); what the learner waits between two steps, and how much of that for the batch's last group to be
+sampled; from publishing a version to the last worker's receipt; how late the driver's event loop was; how many calls of Ray's the processes
+made for a group; and the tokens a second at which the first of the single processes would have no time left; before that, what Ray takes
+for a call that does nothing. And what a start takes: each worker
 is handed as many checksums as Qwen3-30B-A3B has tensors, and compares its own; weights have no bytes.
 
 With --every 2 every second step's weights are published, with one more version of staleness; what the learner waits after the other steps
@@ -131,10 +132,10 @@ def _tell(shape: ReplayedShape, found: Figures, used: dict[str, tuple[float, int
     made = ", ".join(f"{name} {number / groups:.2f}" for name, number in found.calls.items() if number)
     print(f"  {calls / groups:.2f} calls of Ray's for a group of {shape.tokens * SAMPLES} tokens, made by: {made}")
     print(f"  a free place has its group after {_of(found.admission_s, 0.5):.3f} s (p50), {_of(found.admission_s, 0.99):.3f} s (p99)")
-    gap_s, receipts_s = statistics.median(found.gap_s), statistics.median(found.receipts_s)
+    gap_s, last_s, receipts_s = map(statistics.median, (found.gap_s, found.last_group_s, found.receipts_s))
     print(
-        f"  the learner waits {gap_s:.3f} s between steps; the last receipt comes {receipts_s:.3f} s after publishing (goal 2); the "
-        f"driver's loop is late by {found.late_s * 1e3:.0f} ms (p99; goal 50)"
+        f"  the learner waits {gap_s:.3f} s between steps, {last_s:.3f} of them until the last answer is sampled; the last receipt comes "
+        f"{receipts_s:.3f} s after publishing (goal 2); the driver's loop is late by {found.late_s * 1e3:.0f} ms (p99; goal 50)"
     )
     if found.gap_unpublished_s:
         print(f"  ... that is after a published step; after another one it waits {statistics.median(found.gap_unpublished_s):.3f} s")

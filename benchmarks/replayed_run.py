@@ -74,6 +74,8 @@ class Figures:
     gap_s: list[float] = field(default_factory=list)
     gap_unpublished_s: list[float] = field(default_factory=list)
     """Of `gap_s`: those after a step whose weights weren't published."""
+    last_group_s: list[float] = field(default_factory=list)
+    """From the end of the step before until the batch's last group was finished; 0: it was by then."""
     receipts_s: list[float] = field(default_factory=list)
     probes: int = 0
     """Comparisons of an engine's logprobs of the probe with the learner's."""
@@ -205,6 +207,8 @@ class TimedObserver(Observer):
     def __init__(self, config: RunConfig, folder: RunFolder, figures: Figures, *, steps: int) -> None:
         super().__init__(config, folder, TerminalView(steps, "replayed", console=Console(file=io.StringIO(), width=200)))
         self.figures, self.freed_at = figures, 0.0
+        self.finished_at: dict[int, float] = {}
+        """By id of each group that is under way."""
 
     def event(self, level: str, text: str | WaitNotice, kind: EventKind = EventKind.NONE) -> None:
         super().event(level, text, kind)
@@ -218,6 +222,7 @@ class TimedObserver(Observer):
     def group_finished(self, group: GroupFacts, worker: str) -> None:
         super().group_finished(group, worker)
         self.figures.wide.append(group.wide_bytes)
+        self.finished_at[group.group_id] = time.monotonic()
 
     def admitted(self, tickets: Sequence[Ticket]) -> None:
         super().admitted(tickets)
@@ -332,6 +337,8 @@ class ReplayedRun(Controller):
         is_published = self.sync.version == self._version
         gaps = self.figures.gap_s if is_published else self.figures.gap_unpublished_s
         gaps.append(time.monotonic() - self._learned_at)
+        finished_at = max(self.observer.finished_at.pop(group.group_id) for group in batch.groups)
+        self.figures.last_group_s.append(max(0.0, finished_at - self._learned_at))
         result = await super()._learn(batch)
         self._learned_at = time.monotonic()
         return result
@@ -358,7 +365,7 @@ class ReplayedRun(Controller):
         await asyncio.sleep(_SETTLE_S)  # so that by how much this was late is read here
         self._clock.read()
         self._late = LateLoop() if self.profile == "late" else None
-        figures.admission_s, figures.gap_s, figures.gap_unpublished_s, figures.receipts_s = [], [], [], []
+        figures.admission_s, figures.gap_s, figures.gap_unpublished_s, figures.last_group_s, figures.receipts_s = [], [], [], [], []
         figures.probes = figures.tokens = 0
         self._counted_from = time.monotonic()
         self._learned_at = time.monotonic()
