@@ -26,7 +26,7 @@ import ray
 from rich.console import Console
 
 from actors.carriers import PreparedBatch, Ticket
-from actors.config import CheckpointConfig, EarlyWarningConfig, RunConfig
+from actors.config import CheckpointConfig, EarlyWarningConfig, RunConfig, WeightSyncConfig
 from actors.driver.batch_source import BatchSource
 from actors.driver.controller import Controller
 from actors.driver.empty_steps import EmptySteps
@@ -71,6 +71,10 @@ class Figures:
 
     admission_s: list[float] = field(default_factory=list)
     gap_s: list[float] = field(default_factory=list)
+    gap_unpublished_s: list[float] = field(default_factory=list)
+    """Of `gap_s`: those after a step whose weights weren't published."""
+    last_group_s: list[float] = field(default_factory=list)
+    """From the end of the step before until the batch's last group was finished; 0: it was by then."""
     receipts_s: list[float] = field(default_factory=list)
     probes: int = 0
     """Comparisons of an engine's logprobs of the probe with the learner's."""
@@ -121,6 +125,8 @@ class ReplayedShape:
     recorded: AnswerLengths | None = None
     """None: lengths are lognormal, of mean `tokens`."""
     prompt_tokens: int = PROMPT_TOKENS
+    every: int = 1
+    """Steps from one published version to the next."""
 
     @property
     def lengths(self) -> AnswerLengths:
@@ -134,7 +140,7 @@ class ReplayedShape:
 
     @property
     def config(self) -> RunConfig:
-        requests = max(SAMPLES, 2 * self.groups * SAMPLES // self.workers)  # all that admission allows
+        requests = max(SAMPLES, (self.every + 1) * self.groups * SAMPLES // self.workers)  # all that admission allows
         rollout = RolloutConfig.model_validate(
             {
                 "task": {"kind": "file", "path": "none"},
@@ -145,8 +151,9 @@ class ReplayedShape:
             }
         )
         config = RunConfig(
-            model=Path("model"), steps=self.steps + WARM_UP, groups_per_step=self.groups, max_staleness=1, rollout=rollout,
+            model=Path("model"), steps=self.steps + WARM_UP, groups_per_step=self.groups, max_staleness=self.every, rollout=rollout,
             correction=CORRECTION, monitor=EarlyWarningConfig(detailed=False), checkpoint=CheckpointConfig(every_steps=0),
+            weight_sync=WeightSyncConfig(every_steps=self.every),
         )  # fmt: skip
         return derived(config, has_gpu=False)
 
@@ -199,6 +206,8 @@ class TimedObserver(Observer):
     def __init__(self, config: RunConfig, folder: RunFolder, figures: Figures, *, steps: int) -> None:
         super().__init__(config, folder, TerminalView(steps, "replayed", console=Console(file=io.StringIO(), width=200)))
         self.figures, self.freed_at = figures, 0.0
+        self.finished_at: dict[int, float] = {}
+        """By id of each group that is under way."""
 
     def event(self, level: str, text: str | WaitNotice, kind: EventKind = EventKind.NONE) -> None:
         super().event(level, text, kind)
@@ -212,6 +221,7 @@ class TimedObserver(Observer):
     def group_finished(self, group: GroupFacts, worker: str) -> None:
         super().group_finished(group, worker)
         self.figures.wide.append(group.wide_bytes)
+        self.finished_at[group.group_id] = time.monotonic()
 
     def admitted(self, tickets: Sequence[Ticket]) -> None:
         super().admitted(tickets)
@@ -323,14 +333,19 @@ class ReplayedRun(Controller):
         figures.calls, figures.stored = self._uses.calls, self._store.grown
 
     async def _learn(self, batch: PreparedBatch) -> Any:
-        self.figures.gap_s.append(time.monotonic() - self._learned_at)
+        is_published = self.sync.version == self._version
+        gaps = self.figures.gap_s if is_published else self.figures.gap_unpublished_s
+        gaps.append(time.monotonic() - self._learned_at)
+        finished_at = max(self.observer.finished_at.pop(group.group_id) for group in batch.groups)
+        self.figures.last_group_s.append(max(0.0, finished_at - self._learned_at))
         result = await super()._learn(batch)
         self._learned_at = time.monotonic()
         return result
 
     async def _publish(self) -> None:
         await super()._publish()
-        self._waits.append(asyncio.create_task(self._receipts()))
+        if self.sync.version == self._version:
+            self._waits.append(asyncio.create_task(self._receipts()))
 
     async def _learn_and_publish(self, batch: PreparedBatch) -> Any:
         result = await super()._learn_and_publish(batch)
@@ -349,7 +364,8 @@ class ReplayedRun(Controller):
         await asyncio.sleep(_SETTLE_S)  # so that by how much this was late is read here
         self._clock.read()
         self._late = LateLoop() if self.profile == "late" else None
-        figures.admission_s, figures.gap_s, figures.receipts_s, figures.probes, figures.tokens = [], [], [], 0, 0
+        figures.admission_s, figures.gap_s, figures.gap_unpublished_s, figures.last_group_s, figures.receipts_s = [], [], [], [], []
+        figures.probes = figures.tokens = 0
         self._counted_from = time.monotonic()
         self._learned_at = time.monotonic()
 

@@ -1,13 +1,17 @@
 """Finished groups on their way from the pool to the trajectory queue: many by one call.
 
 A call costs both processes about as much for one group as for a hundred. So there is one at a time, and what finishes meanwhile goes with
-the next. While the learner is at work nobody waits for a group, and each call waits a moment for others to come along; once the learner
-waits for its batch, none does.
+the next. While the learner is at work nobody waits for a group, and each call waits for others to come along, if others are being sampled;
+once the learner waits for its batch, none does.
+
+A group that waits here is lost with no process that the run survives: a new queue is filled from the driver's record, and so is a
+checkpoint (actors.queue.outstanding).
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -16,9 +20,11 @@ from actors.carriers import StoredGroup
 from actors.pool.admission import QueueClient
 from correction.errors import ActorLost
 
-_GATHER_S = 0.25
-"""Seconds that a call waits for further groups. Nearly each call here lets the queue answer a call of the correction service, so it costs
-three processes."""
+_SHORTEST_S, _LONGEST_S = 0.25, 1.0
+_SHARE = 0.25
+"""Of a step: how long a call waits for further groups, between the shortest and the longest time. Nearly each call here lets the queue
+answer a call of the correction service, so it costs three processes. But a group that isn't worth training gives its place back when the
+service has seen it: in a short step that can't wait for a second."""
 _AGAIN_S = 2.0
 """Seconds from a call that didn't reach the queue to the next one."""
 
@@ -36,12 +42,17 @@ class Delivery:
         """Args: notify: called when the queue can't be reached. spawn: starts a task for the calls."""
         self._queue, self._notify, self._spawn = queue, notify, spawn
         self._waiting: list[StoredGroup] = []
-        self._is_urgent = asyncio.Event()
+        self._goes_now = asyncio.Event()
+        self._is_urgent = False
+        self._gather_s, self._urgent_at = _SHORTEST_S, math.inf
         self._is_under_way = self._is_closed = False
 
-    def add(self, *groups: StoredGroup) -> None:
-        """Hand finished groups over."""
+    def add(self, *groups: StoredGroup, are_last: bool = False) -> None:
+        """Hand finished groups over. Args: are_last: no other one is being sampled. A batch that would wait for these is corrected before
+        the learner asks for it."""
         self._waiting += groups
+        if are_last:
+            self._goes_now.set()
         if self._waiting and not self._is_under_way:
             self._is_under_way = True
             self._spawn(self._deliver())
@@ -52,21 +63,27 @@ class Delivery:
 
     @contextmanager
     def urgent(self) -> Iterator[None]:
-        """Within the block the learner waits for groups: no call waits for further ones."""
-        self._is_urgent.set()
+        """Within the block, once a step, the learner waits for groups: no call waits for further ones."""
+        step_s, self._urgent_at = (now := asyncio.get_running_loop().time()) - self._urgent_at, now
+        self._gather_s = min(max(_SHARE * step_s, _SHORTEST_S), _LONGEST_S)
+        self._is_urgent = True
+        self._goes_now.set()
         try:
             yield
         finally:
-            self._is_urgent.clear()
+            self._is_urgent = False
+            self._goes_now.clear()
 
     async def _deliver(self) -> None:
         failures = 0
         try:
             while self._waiting and not self._is_closed:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(_GATHER_S):
-                        await self._is_urgent.wait()
+                    async with asyncio.timeout(self._gather_s):
+                        await self._goes_now.wait()
                 sent, self._waiting = self._waiting, []
+                if not self._is_urgent:
+                    self._goes_now.clear()
                 try:
                     await self._queue.put(sent)
                 except ActorLost as error:  # another queue gets them from who knows all that is under way, if this one is gone

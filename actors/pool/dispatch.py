@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -56,7 +57,10 @@ class WaitingWork:
         self._tickets: list[tuple[int, int, Ticket]] = []
         """Heap of (group id, arrival number, ticket); a smaller id is an older group."""
         self._came = 0
-        self._questions: list[Questions] = []
+        self._questions: deque[Questions] = deque()
+        """Those whose evaluation has ended without them leave at the head."""
+        self._asked = 0
+        """Answers that they ask for."""
         self.is_fed = False
         """Training goes on: evaluations keep to their share of the slots."""
         self._failed_at: dict[int, Taker] = {}
@@ -94,14 +98,14 @@ class WaitingWork:
 
     def add_questions(self, parts: Sequence[Questions]) -> None:
         self._questions += parts
+        self._asked += sum(part.size for part in parts)
 
     def __bool__(self) -> bool:
-        self._forget_cancelled()
-        return bool(self._tickets or self._questions)
+        return bool(self._tickets or self._first_questions())
 
     def __str__(self) -> str:
         groups = f"{len(self._tickets)} groups (the oldest is {self._tickets[0][0]})" if self._tickets else ""
-        questions = f"{sum(part.size for part in self._questions)} evaluation answers" if self._questions else ""
+        questions = f"{self._asked} evaluation answers" if self._first_questions() else ""
         return " and ".join(part for part in (groups, questions) if part) or "nothing"
 
     def take(self, ready: Sequence[T], sharers: Sequence[T], most: int | None = None) -> Iterator[tuple[T, Ticket | Questions]]:
@@ -112,8 +116,7 @@ class WaitingWork:
             sharers: workers that a share is kept for: those, and whoever will soon be.
             most: groups; None: all that there is room for.
         """
-        self._forget_cancelled()
-        if self._questions:
+        if self._first_questions():
             yield from self._take_questions(ready, sharers)
         if self._tickets:
             yield from self._take_groups(ready, sharers, len(self._tickets) if most is None else most)
@@ -121,13 +124,14 @@ class WaitingWork:
     def _take_questions(self, ready: Sequence[T], sharers: Sequence[T]) -> Iterator[tuple[T, Questions]]:
         slots, samples = self._slots, self._samples_per_group
         most = evaluation_answers_at_once(slots, samples) if self.is_fed else slots * samples
-        share = (sum(w.questions for w in sharers) + sum(part.size for part in self._questions)) / max(1, len(sharers))
-        while self._questions and ready:
-            worker, size = min(ready, key=lambda w: (w.questions, len(w.groups))), self._questions[0].size
-            if worker.questions and (worker.questions >= share or worker.questions + size > most):
+        share = (sum(w.questions for w in sharers) + self._asked) / max(1, len(sharers))
+        while ready and (part := self._first_questions()) is not None:
+            worker = min(ready, key=lambda w: (w.questions, len(w.groups)))
+            if worker.questions and (worker.questions >= share or worker.questions + part.size > most):
                 return
-            worker.questions += size
-            yield worker, self._questions.pop(0)
+            worker.questions += part.size
+            self._drop_first_questions()
+            yield worker, part
 
     def _take_groups(self, ready: Sequence[T], sharers: Sequence[T], most: int) -> Iterator[tuple[T, Ticket]]:
         total = len(self._tickets) + sum(len(w.groups) for w in sharers)
@@ -167,9 +171,14 @@ class WaitingWork:
         asked = -(-worker.questions // self._samples_per_group)
         return self._slots - min(asked, self._slots // EVALUATION_SHARE)
 
-    def _forget_cancelled(self) -> None:
-        """Drop questions whose evaluation has ended without them."""
-        self._questions = [part for part in self._questions if not part.answers.done()]
+    def _first_questions(self) -> Questions | None:
+        """The oldest ones that are still asked. Takes the same time however many wait: each change in the pool looks."""
+        while self._questions and self._questions[0].answers.done():
+            self._drop_first_questions()
+        return self._questions[0] if self._questions else None
+
+    def _drop_first_questions(self) -> None:
+        self._asked -= self._questions.popleft().size
 
 
 def continuing(ticket: Ticket, begun: UnfinishedGroup) -> BegunTicket:

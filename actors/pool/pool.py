@@ -260,7 +260,7 @@ class RolloutPool:
             self._work.forget(ticket.group_id)
             self._observer.group_finished(outcome, worker.name)
             self._outstanding.finish(group := StoredGroup(outcome, payload, wide, worker.source))
-            self._delivery.add(group)
+            self._delivery.add(group, are_last=self._outstanding.are_all_sampled)
             self._scoring.finished(outcome)
         else:
             may_go_on = not outcome.is_final and self._groups.failed(ticket.group_id, worker.name)

@@ -43,8 +43,10 @@ _RECEIPT_S = 1.0
 STOP_S = 20.0
 """Longest wait for the end of an engine, seconds."""
 _NODE_ID = "ray.io/node-id"
-_PROBES = 6
-"""Probes per limit_s while they are answered."""
+_PROBES, _PROBES_OF_MANY = 6, 2
+"""Heartbeats per limit_s of a worker that gives no other sign of life, in a pool of up to _FEW workers and in a larger one. The driver of
+500 workers would make a hundred calls a second. A process that ends is noticed at once in any case: it has a call open, `end_notice`."""
+_FEW = 64
 
 
 class WorkerState(StrEnum):
@@ -216,18 +218,21 @@ def first_work(worker: WorkerHandle) -> str:
     return f"rollout worker {worker.name} sampled its first group {now - worker.asked_at:.1f} s after it was asked for: {spent}"
 
 
-async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
-    """Ask a worker for its load every few seconds, and return the reason when it is lost. (The worker watches its engine itself.) It isn't
-    asked shortly after it finished a group or took weights. When half of the limit is over for it or its engine, stacks are collected.
+async def until_lost(worker: WorkerHandle, limit_s: float, pool_size: Callable[[], int]) -> str:
+    """Ask a worker for its load when it has given no other sign of life for a while, and return the reason when it is lost. (The worker
+    watches its engine itself.) When half of the limit is over for it or its engine, stacks are collected.
+
+    A worker that hangs is lost limit_s after the next heartbeat: that begins limit_s / 6 after its last sign of life (an answer, a finished
+    group, a receipt, an answered probe of the weights), in a pool of more than 64 workers limit_s / 2.
 
     Args: limit_s: seconds without an answer.
     """
     clock = asyncio.get_running_loop().time
 
     async def pause() -> None:
-        await asyncio.sleep(limit_s / _PROBES)
-        while clock() - max(worker.worked_at, worker.sync.received_at) < limit_s / _PROBES:
-            await asyncio.sleep(limit_s / _PROBES)
+        answered_at = clock()
+        while (rest_s := max(answered_at, worker.worked_at, worker.sync.answered_at) + _pause_s(limit_s, pool_size()) - clock()) > 0.0:
+            await asyncio.sleep(rest_s)
 
     def heard(load: WorkerLoad) -> float:
         return load.silent_s
@@ -239,6 +244,10 @@ async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
     except (EvenkeelError, ray.exceptions.RayError) as error:
         return str(unwrapped(error))
     return f"missed its heartbeat: its process answered none of {MISSES} probes in {limit_s:g} s"
+
+
+def _pause_s(limit_s: float, pool_size: int) -> float:
+    return limit_s / (_PROBES if pool_size <= _FEW else _PROBES_OF_MANY)
 
 
 async def loads(joined: Sequence[WorkerHandle], turns: Turns, version: int | None = None) -> dict[str, WorkerLoad]:

@@ -121,6 +121,11 @@ class Outstanding:
         return [ticket for prompt_id, ticket in self._tickets.items() if prompt_id not in others]
 
     @property
+    def are_all_sampled(self) -> bool:
+        """No group is being sampled, or waits to be. Takes the same time however many are under way."""
+        return len(self._finished) + len(self._to_discard) + len(self._unreported) >= len(self._tickets)
+
+    @property
     def finished(self) -> list[StoredGroup]:
         return list(self._finished.values())
 

@@ -3,8 +3,9 @@
 `publish` hands a version over and returns; receipts come later. An engine that is still busy with an older version skips to the newest.
 No work goes to an engine without a receipt for the published version (actors.pool.pool looks at `SyncTarget.version`). The first sync of an
 engine, and the first after a failure, compares checksums of every tensor, taken in the engine's own process, and for true on-policy also
-what the two processes compute with. After each sync the logprobs of a fixed prompt (the probe) are compared while the engine works on: a
-full engine may take long to answer. If newer weights come first, that comparison is left out.
+what the two processes compute with. After a sync the logprobs of a fixed prompt (the probe) are compared while the engine works on: a
+full engine may take long to answer. If newer weights come first, that comparison is left out. Of many engines _PROBED are compared at each
+version, in turn, and each one after its first sync.
 
 What was published stays in the object store until the next version is: whoever joins or is to be mended reads it there, and the learner
 has nothing to do with it (publication.py).
@@ -24,6 +25,7 @@ next one is overdue, the learner copies it to the store, once for all who need i
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -50,10 +52,11 @@ log = logging.getLogger("evenkeel.sync")
 _ATTEMPTS = 3
 _LATE = 3  # attempts in a row, without anybody who has a version, after which its copy in the object store counts as lost
 _FINAL = (EngineError, ActorLost)  # of an engine that is gone, or its worker; what derives from them (dirty, not reached now) may pass
+_PROBED = 16
 _UNPROBED = 10
+"""Number of an engine's probes in a row that weren't answered before the next version, after which there is a warning."""
 _TOLD = 3  # engines whose trouble is told where several are missing
 _ENDS = 150  # characters of either end of a long error
-"""Number of versions in a row whose probe wasn't answered before the next version, after which there is a warning."""
 
 
 @dataclass(slots=True)
@@ -70,10 +73,12 @@ class SyncTarget:
     """Task that brings the engine up to date."""
     probe: asyncio.Task[None] | None = None
     """Task that compares the logprobs of the fixed prompt."""
+    probed_version: int = -1
+    """Version whose probe it was last asked for; -1: none yet."""
     unprobed: int = 0
-    """Number of versions since the last finished comparison."""
-    received_at: float = -math.inf
-    """Event-loop time (s) of its last receipt."""
+    """Number of probes that it was asked for in vain since the last finished comparison."""
+    answered_at: float = -math.inf
+    """Event-loop time (s) of its last receipt, or answer to a probe."""
     load: WorkerLoad | None = None
     """Load of its worker, from the last receipt."""
     node: str = ""
@@ -125,6 +130,8 @@ class WeightSync:
         self._plan = ExportPlan(config.bucket_bytes, float8=engine.has_float8)
         self._probe_ids = list(probe_ids) if len(probe_ids) > 1 else []  # the first token has no logprob
         self._targets: dict[str, SyncTarget] = {}
+        self._to_probe: set[str] = set()
+        """Names of the engines whose turn it is to be probed at the newest version."""
         self._versions = PublishedVersions(learner, self._plan, sync_s, callbacks.loss)
         self._turns, self._generation = Turns(), generation
         self._deltas = WeightDeltas(learner.node, deltas_s(sync_s)) if config.deltas else None
@@ -158,6 +165,8 @@ class WeightSync:
         )
         snapshot, receipts = await self._export_to(members, plan) if members else (await self._learner.export(plan), [])
         self._versions.add(snapshot)
+        in_turn = heapq.nsmallest(_PROBED, self._targets.values(), key=lambda target: target.probed_version)
+        self._to_probe = {target.name for target in in_turn}
         if self._deltas is not None:
             self._deltas.published(snapshot, {target.node for target in self._targets.values()})
         for target, receipt in receipts:
@@ -297,9 +306,10 @@ class WeightSync:
         if not target.is_verified:  # marked dirty while this was under way: only a verified sync counts now
             return
         target.version, target.trouble = receipt.version, ""
-        target.received_at, target.load = asyncio.get_running_loop().time(), receipt.load
+        target.answered_at, target.load = asyncio.get_running_loop().time(), receipt.load
         self._callbacks.receipt(receipt)
-        if snapshot.probe_logprobs:
+        if snapshot.probe_logprobs and (receipt.digest or target.name in self._to_probe):
+            target.probed_version = snapshot.version
             probe = self._compare_probe(target, snapshot.version, snapshot.probe_logprobs)
             target.probe = asyncio.create_task(probe, name=f"probe {target.name}")
 
@@ -310,7 +320,7 @@ class WeightSync:
         except (EvenkeelError, ray.exceptions.RayError) as error:
             log.warning("%s: %s", what, error)  # an engine that is broken shows it in its work, or at the next sync
             return
-        target.unprobed = 0
+        target.unprobed, target.answered_at = 0, asyncio.get_running_loop().time()
         self._callbacks.probe(target, version, [abs(a - b) for a, b in zip(logprobs, expected, strict=True)])
 
     def _end_probe(self, target: SyncTarget) -> None:
@@ -322,7 +332,7 @@ class WeightSync:
             target.unprobed += 1
             if target.unprobed % _UNPROBED == 0:
                 log.warning(
-                    "rollout worker %s: %d weight versions in a row came before their probe was answered: whether the engine agrees with "
+                    "rollout worker %s: %d times in a row newer weights came before the probe was answered: whether the engine agrees with "
                     "the learner was not compared (it has more requests than places; rollout.engine.max_running_requests)",
                     target.name, target.unprobed,
                 )

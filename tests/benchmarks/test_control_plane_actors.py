@@ -124,10 +124,21 @@ TIMES = (
 def test_the_object_store_s_growth_is_a_multiple_of_the_wide_fields(capsys: pytest.CaptureFixture[str], wide: list[int], text: str) -> None:
     """Two batches of 4 groups are in flight, of 0.2 million tokens: 8 bytes for each as answers, 34 as batches."""
     figures = Figures(tokens=300_000, seconds=3.0, idle={"driver": 0.0}, admission_s=[0.1], gap_s=[0.1], receipts_s=[0.1], wide=wide)
-    figures.stored, figures.exports = 44_000_000, {0: 1}
+    figures.last_group_s, figures.stored, figures.exports = [0.0], 44_000_000, {0: 1}
     control_plane_actors._tell(ReplayedShape(2, 4, 1000, 1e5, 3, 1, wide=WideShape(topk=20)), figures, {"driver": (1.0, 0)})
     (line,) = [one for one in capsys.readouterr().out.splitlines() if "wide fields" in one]
     assert line.startswith("  160 bytes a token in wide fields, ") and line.endswith(text)
+
+
+def test_the_learner_s_wait_after_a_step_without_new_weights_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = Figures(tokens=300_000, seconds=3.0, idle={"driver": 0.0}, admission_s=[0.1], gap_s=[1.2, 1.4], receipts_s=[0.1], wide=[0])
+    figures.gap_unpublished_s, figures.last_group_s = [0.3, 0.5], [0.9, 1.0]
+    shape = ReplayedShape(2, 4, 1000, 1e5, 3, 1, every=2)
+    assert (shape.config.weight_sync.every_steps, shape.config.max_staleness) == (2, 2)
+    control_plane_actors._tell(shape, figures, {"driver": (1.0, 0)})
+    told = capsys.readouterr().out
+    assert "the learner waits 1.300 s between steps, 0.950 of them until the last answer is sampled" in told
+    assert "after a published step; after another one it waits 0.400 s" in told
 
 
 def test_bytes_that_others_write_to_the_store_s_files_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import ray.exceptions
 
 from actors.carriers import StoredGroup, Ticket
 from actors.pool.admission import QueueClient
 from actors.pool.delivery import Delivery
+from rollout.trajectory import GroupFacts
 from tests.actors.cases import group, prompt
+from tests.actors.pool.mortal_workers import Mortal, World, play
 from tests.actors.simulated_time import simulate
 
 CALL_S = 0.005
@@ -74,6 +77,30 @@ def test_while_the_learner_is_at_work_groups_wait_a_moment_for_others() -> None:
     simulate(scenario)
 
 
+def test_the_longer_a_step_takes_the_longer_groups_wait_for_others() -> None:
+    """A quarter of the step, 0.25 s at least and 1 s at most. Of ten groups a second, for 4 s, a call takes 11, 6 or 3."""
+
+    async def calls(scene: DeliveryScene, step_s: float) -> int:
+        """Of the step after one of this length; each begins with a learner that has its batch at once."""
+        with scene.delivery.urgent():
+            pass
+        await asyncio.sleep(step_s)
+        with scene.delivery.urgent():
+            pass
+        before = len(scene.queue.calls)
+        for _ in range(40):
+            scene.finish(0)
+            await asyncio.sleep(0.1)
+        await scene.end()
+        return len(scene.queue.calls) - before
+
+    async def scenario() -> None:
+        scene = DeliveryScene()
+        assert [await calls(scene, step_s) for step_s in (60.0, 2.0, 0.4)] == [4, 7, 14]
+
+    simulate(scenario)
+
+
 def test_while_the_learner_waits_no_group_does_but_for_a_call_under_way() -> None:
     """The first goes at once; what finishes during its call goes with the next. A learner that begins to wait ends the moment."""
 
@@ -96,6 +123,51 @@ def test_while_the_learner_waits_no_group_does_but_for_a_call_under_way() -> Non
         scene.finish(4)
         await scene.end()
         assert scene.queue.calls[3:] == [[4]] and scene.queue.at[-1] >= began + 0.25
+
+    simulate(scenario)
+
+
+def test_the_last_groups_that_are_being_sampled_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other one comes along. With a staleness of one they complete the next batch; to correct it later would keep the learner waiting.
+    A pool of two workers that take 10 s for a group samples eight."""
+
+    async def scenario() -> None:
+        world = World(monkeypatch, workers=2, places=8)
+        finished_at: list[float] = []
+        taken_at: list[float] = []
+        put = world.queue.put
+
+        async def taken(groups: list[StoredGroup]) -> None:
+            taken_at.extend([world.now] * len(groups))
+            await put(groups)
+
+        async def apart(mortal: Mortal, ticket: Ticket) -> GroupFacts:
+            await asyncio.sleep(10.0 + ticket.group_id)
+            finished_at.append(world.now)
+            return group(ticket).facts
+
+        monkeypatch.setattr(world.queue, "put", taken)
+        world.sample = apart
+        await world.begin()
+        await world.all_done(8)
+        waited_s = [taken - finished for finished, taken in zip(finished_at, taken_at, strict=True)]
+        assert waited_s == pytest.approx([0.25] * 7 + [0.0], abs=1e-6)
+
+    play(scenario)
+
+
+def test_after_the_last_groups_of_a_batch_others_wait_again() -> None:
+    async def scenario() -> None:
+        scene = DeliveryScene()
+        scene.finish(0)
+        scene.delivery.add(StoredGroup(group(Ticket(1, prompt(1), 0)).facts, None), are_last=True)
+        await asyncio.sleep(2 * CALL_S)
+        assert scene.queue.calls == [[0, 1]]
+        scene.finish(2)
+        await asyncio.sleep(0.1)
+        assert scene.queue.calls == [[0, 1]]
+        await scene.end()
+        assert scene.queue.calls == [[0, 1], [2]]
 
     simulate(scenario)
 

@@ -315,3 +315,29 @@ def test_an_evaluation_that_ended_leaves_no_questions_behind() -> None:
         assert not waiting and list(waiting.take([taker], [taker])) == [] and taker.questions == 0
 
     asyncio.run(scenario())
+
+
+def test_whether_questions_wait_costs_the_same_however_many_do() -> None:
+    """Each change in the pool asks that. Those of an evaluation that has ended leave when their turn comes, and count for no share then."""
+
+    class CountingFuture(asyncio.Future[Any]):
+        looks = 0
+
+        def done(self) -> bool:
+            CountingFuture.looks += 1
+            return super().done()
+
+    async def scenario() -> None:
+        waiting, loop = WaitingWork(slots=4, samples_per_group=2), asyncio.get_running_loop()
+        parts = [Questions([prompt(i)], AnswerSampling(), CountingFuture(loop=loop)) for i in range(1000)]
+        waiting.add_questions(parts)
+        CountingFuture.looks = 0
+        assert all(waiting for _ in range(100)) and str(waiting) == "1000 evaluation answers"
+        assert CountingFuture.looks == 101
+        for part in parts[:998]:
+            part.answers.cancel()
+        takers = [worker(), worker()]
+        assert [part for _, part in waiting.take(takers, takers)] == parts[998:]
+        assert [taker.questions for taker in takers] == [1, 1] and not waiting and str(waiting) == "nothing"
+
+    asyncio.run(scenario())

@@ -225,6 +225,31 @@ def test_a_worker_that_has_just_finished_something_is_not_asked_whether_it_lives
     play(scenario)
 
 
+@pytest.mark.parametrize(("workers", "times", "pause_s"), [(64, 30, 5.0), (65, 10, 15.0)])
+def test_a_large_pool_asks_a_third_as_often(monkeypatch: pytest.MonkeyPatch, workers: int, times: int, pause_s: float) -> None:
+    """Within 150 s, with heartbeat_s at 30 s; a hang is noticed that much later than the pause. An answered probe of the weights is a sign
+    of life, too: it was a call to the same process."""
+
+    async def scenario() -> None:
+        world = World(monkeypatch, workers=workers, places=0)
+        await world.begin()
+        await asyncio.sleep(1.0)
+        asked = world.mortals["0"].loads
+        await asyncio.sleep(150.0)
+        assert world.mortals["0"].loads == asked + times
+        world.mortals["0"].is_frozen, froze = True, world.now
+        while not world.lost:
+            await asyncio.sleep(0.5)
+        assert 30.0 <= world.now - froze <= 30.5 + pause_s
+        worker, asked = world.pool.members.workers["1"], world.mortals["1"].loads
+        for _ in range(6):
+            worker.sync.answered_at = world.now
+            await asyncio.sleep(pause_s - 1.0)
+        assert world.mortals["1"].loads <= asked + 1
+
+    play(scenario)
+
+
 def test_a_node_that_lost_two_is_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         world = World(monkeypatch, workers=3, places=30)

@@ -24,7 +24,18 @@ from correction.diagnostics.diagnose import diagnose
 from learner.results import StepResult
 from rollout.config import MaskOverlong, OverlongConfig, TrainOverlong
 from rollout.packing import pack_groups
-from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan, WorkerLoad, ids_of, logprobs_of
+from rollout.trajectory import (
+    AnswerFacts,
+    FinishReason,
+    Group,
+    GroupFacts,
+    Prompt,
+    Trajectory,
+    VersionSpan,
+    WorkerLoad,
+    ids_of,
+    logprobs_of,
+)
 from tests.actors.cases import facts
 
 
@@ -111,6 +122,30 @@ def test_what_newer_weights_read_again_is_counted() -> None:
     assert [one.read_again_tokens for one in facts.trajectories] == [107 + 120, 0, 0, 0]
     batch = PreparedBatch(5, CorrectionConfig(preset="tis-token"), None, 500, (facts,), ((0, 0), (0, 1), (0, 2), (0, 3)), 0.0, 0.0)
     assert batch_metrics(batch, correct_at=1.0)["sync/read_again_tokens"] == 227
+
+
+def test_rewards_of_a_batch_by_group_each_of_which_is_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1,024 groups this holds up the driver's event loop in one go. Rewards 1, 1 (all right), 0, 0 (all wrong) and 1, 0, with one answer
+    that failed: means 1, 0 and 1/2, deviations 0, 0 and 1/2."""
+    looks: list[int] = []
+
+    def valid(self: GroupFacts) -> tuple[AnswerFacts, ...]:
+        looks.append(self.group_id)
+        return tuple(one for one in self.trajectories if one.is_valid)
+
+    monkeypatch.setattr(GroupFacts, "valid", property(valid))
+    rewards = [(1.0, 1.0), (0.0, 0.0), (1.0, None, 0.0)]
+    groups = [
+        GroupFacts(i, f"p{i}", tuple(replace(one, reward=r) for one, r in zip(facts(i, *[5] * len(of)).trajectories, of, strict=True)), 0)
+        for i, of in enumerate(rewards)
+    ]
+    failed = replace(groups[2].trajectories[1], error="it failed")
+    groups[2] = replace(groups[2], trajectories=(groups[2].trajectories[0], failed, groups[2].trajectories[2]))
+    batch = PreparedBatch(0, CorrectionConfig(preset="bypass"), None, 30, tuple(groups), 0.0, 0.0)
+    numbers = batch_metrics(batch, correct_at=1.0, overlong=TrainOverlong())
+    assert (numbers["groups/all_right"], numbers["groups/all_wrong"]) == (1, 1)
+    assert [numbers[f"reward/{name}"] for name in ("mean", "std", "group_std")] == pytest.approx([0.5, 0.5, 1 / 6])
+    assert looks == [0, 1, 2]
 
 
 def cut(one: Trajectory) -> Trajectory:

@@ -114,6 +114,38 @@ def test_a_probe_that_waits_in_a_full_engine_holds_up_neither_receipt_nor_update
     play(scenario)
 
 
+def test_of_many_engines_sixteen_are_probed_at_each_version_in_turn() -> None:
+    """Of 40, each at one of three versions. The first version of whoever joins or was dirty is probed besides."""
+
+    async def scenario() -> None:
+        scene = SyncScene(**{str(number): Engine() for number in range(40)})
+        await scene.join()
+        await asyncio.sleep(0.05)
+
+        async def probed(version: int) -> list[str]:
+            del scene.differences[:]
+            await scene.publish(version)
+            await scene.sync.receipts(version, deadline_s=5.0)
+            await asyncio.sleep(0.05)
+            return [name for name, _, _ in scene.differences]
+
+        assert len(scene.differences) == 40, "all of them have just joined"
+        rounds = [await probed(version) for version in range(1, 6)]
+        assert [len(names) for names in rounds] == [16] * 5
+        for first in range(3):
+            assert len({name for names in rounds[first : first + 3] for name in names}) == 40, "each in any three versions"
+        due = await probed(6)
+        scene.sync.resync(scene.targets[due[0]], "it failed")
+        scene.targets["new"] = SyncTarget("new", FakeActor(Engine()))
+        scene.sync.join(scene.targets["new"])
+        await scene.sync.receipts(6, deadline_s=5.0)
+        await asyncio.sleep(0.05)
+        assert sorted(name for name, _, _ in scene.differences) == sorted([*due, due[0], "new"])
+        await scene.sync.close()
+
+    play(scenario)
+
+
 def test_many_probes_in_a_row_that_find_no_place_are_told(caplog: pytest.LogCaptureFixture) -> None:
 
     async def scenario() -> None:
@@ -128,7 +160,7 @@ def test_many_probes_in_a_row_that_find_no_place_are_told(caplog: pytest.LogCapt
         await scene.sync.close()
 
     play(scenario)
-    assert "rollout worker w: 10 weight versions in a row came before their probe was answered" in caplog.text
+    assert "rollout worker w: 10 times in a row newer weights came before the probe was answered" in caplog.text
 
 
 def test_a_wait_for_receipts_names_the_missing() -> None:
