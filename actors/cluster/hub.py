@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,10 @@ _OUTLINE = _WANTED | {"allow_patterns": list(_FILES[1:])}
 """All but the weights."""
 _HUB_S = 10.0
 """Seconds in which the hub has to answer a request."""
+
+
+class HubAway(DataError):
+    """The hub doesn't answer, or not with what was asked for, and the cache isn't enough. As far as is known the name is right."""
 
 
 def pinned(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -103,6 +108,55 @@ def config_folder(model: Path) -> Path:
 
     with _in_words(name):
         return Path(hf_hub_download(name.repository, "config.json", revision=_at_its_commit(name).revision)).parent
+
+
+def outline_by_file(model: Path) -> Path:
+    """The folder of `outline_folder`, for a thread that may be left behind: snapshot_download's own would keep the process from ending.
+
+    Args: model: a name of the hub. Raises: as `model_folder`; HubAway.
+    """
+    name = HubName.of(model)
+    assert name is not None
+    from huggingface_hub import HfApi, constants, hf_hub_download
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
+
+    if constants.HF_HUB_OFFLINE:
+        return outline_folder(model)[0]
+    with _in_words(name):
+        name = _at_its_commit(name)
+        info = HfApi().model_info(name.repository, revision=name.revision, timeout=_HUB_S)
+        files = filter_repo_objects([one.rfilename for one in info.siblings or ()], **_OUTLINE)
+        return [Path(hf_hub_download(name.repository, file, revision=name.revision)) for file in files][-1].parent
+
+
+def check_data_set(task: HuggingFaceTask) -> None:
+    """Raises: DataError if the hub has no such data set or revision, and the cache no copy; HubAway."""
+    import httpx
+    from huggingface_hub import HfApi, constants, errors
+
+    at, data = constants.ENDPOINT, f"rollout.task.path = {task.path}"
+    try:
+        HfApi().dataset_info(task.path, revision=task.revision, timeout=_HUB_S)
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
+        if (_rows_in_cache() / task.path.replace("/", "___")).exists():  # as the datasets package names it
+            return
+        if isinstance(error, errors.RevisionNotFoundError):
+            reason, remedy = f"it has no revision {task.revision}", f"take a branch, a tag or a commit of {at}/datasets/{task.path}"
+        else:
+            reason = f"no such folder here, and {at} has no such data set, or it is private"
+            remedy = "correct the name, or log in with a token that may read it (hf auth login, or HF_TOKEN)"
+        raise DataError(f"{data}: {reason}", remedy=remedy) from error
+    except errors.OfflineModeIsEnabled as error:
+        raise HubAway(f"{data}: not looked up, as offline mode is on (HF_HUB_OFFLINE)", remedy="a run needs it in the cache") from error
+    except httpx.HTTPError as error:
+        raise HubAway(f"{data}: not looked up, as {at} doesn't answer ({one_line(error)})", remedy="a run needs it in the cache") from error
+
+
+def _rows_in_cache() -> Path:
+    """Folder in which the datasets package, which takes seconds to import, keeps what it has read."""
+    from huggingface_hub import constants
+
+    return Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
 
 
 def obstacle_here(model: Path) -> str:
@@ -192,10 +246,11 @@ def _in_words(name: HubName) -> Iterator[None]:
             reason, remedy = "offline mode is on (HF_HUB_OFFLINE)", f"hf download {name.repository} where there is a network"
         else:
             reason, remedy = f"{at} can't be reached", "Try again (files that are complete are kept), or set model to a folder that has it"
-        raise DataError(f"{model}: not complete in the cache, {constants.HF_HUB_CACHE}, and {reason}. {remedy}") from error
+        kind = DataError if constants.HF_HUB_OFFLINE else HubAway
+        raise kind(f"{model}: not complete in the cache, {constants.HF_HUB_CACHE}, and {reason}. {remedy}") from error
     except httpx.HTTPError as error:  # errors.HfHubHTTPError too
         reason = one_line(error)
-        raise DataError(
+        raise HubAway(
             f"{model}: not complete in the cache, {constants.HF_HUB_CACHE}, and {at} doesn't provide it ({reason}). Try again: files "
             "that are complete are kept; if you know that the cache is complete, set HF_HUB_OFFLINE=1"
         ) from error
