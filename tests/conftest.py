@@ -89,6 +89,7 @@ _WAITING = (
     "tests/actors/checkpoints/test_checkpoint_disk.py",
     "tests/actors/cluster/test_head_watch.py",
     "tests/actors/cluster/test_hub.py",
+    "tests/actors/cluster/test_hub_data.py",
     "tests/actors/commands/test_resume_disk.py",
     "tests/actors/commands/test_retries.py",
     "tests/actors/driver/test_going_back.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 from pathlib import Path
@@ -10,11 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "gpu.md").read_text()
-ROWS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.splitlines() if re.match(r"\| [AB]\d+ \|", line)]
+ROWS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.splitlines() if re.match(r"\| [AB]\d+b? \|", line)]
 
 
 def test_every_finding_has_a_row_in_order() -> None:
-    assert [row[0] for row in ROWS] == [f"A{i}" for i in range(15)] + [f"B{i}" for i in range(1, 15)]
+    of_a = [name for i in range(15) for name in (f"A{i}", f"A{i}b") if name in ("A4b", "A7b") or not name.endswith("b")]
+    assert [row[0] for row in ROWS] == of_a + [f"B{i}" for i in range(1, 15)]
 
 
 def test_what_is_closed_names_a_test_that_exists_and_what_is_open_names_none() -> None:
@@ -24,6 +26,29 @@ def test_what_is_closed_names_a_test_that_exists_and_what_is_open_names_none() -
         tests, files = re.findall(r"`(test_\w+)`", by), re.findall(r"`(tests/[\w/]+\.py)`", by)
         assert bool(tests or files) == bool(commits) == (not state.startswith("open: ")), f"{name}: {state}"
         assert [one for one in tests if f"def {one}(" not in sources] == [] and [one for one in files if not (ROOT / one).is_file()] == []
+
+
+def slow() -> set[str]:
+    """Names of tests, and of files of tests, that `make test` leaves out. Only files that have such tests are parsed."""
+    found = set[str]()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        if "pytest.mark.slow" not in (text := path.read_text()):
+            continue
+        if is_whole := re.search(r"^pytestmark = .*pytest\.mark\.slow", text, re.MULTILINE) is not None:
+            found.add(str(path.relative_to(ROOT)))
+        for one in ast.parse(text).body:
+            if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) and (
+                is_whole or "pytest.mark.slow" in map(ast.unparse, one.decorator_list)
+            ):
+                found.add(one.name)
+    return found
+
+
+def test_slow_tests_are_marked_in_the_table() -> None:
+    named = [(name, bool(mark)) for row in ROWS for name, mark in re.findall(r"`((?:tests/[\w/]+\.py)|test_\w+)`( \(slow\))?", row[3])]
+    marked = {name for name, is_marked in named if is_marked}
+    assert marked and marked == {name for name, _ in named} & slow()
+    assert not marked & {name for name, is_marked in named if not is_marked}, "everywhere"
 
 
 def test_every_commit_that_is_named_is_in_the_history() -> None:

@@ -57,7 +57,9 @@ class PaperFacts:
     refused: tuple[EvenkeelError, ...] = ()
     """Why `train` would not take the model's config, or settings that go with it (start_checks.py)."""
     lacking: tuple[EvenkeelError, ...] = ()
-    """Why it would not take the weights, the tokenizer, the task or its file."""
+    """Why it would not take the weights, the tokenizer, the task, its file or data set."""
+    unknown: tuple[str, ...] = ()
+    """What of these the hub didn't say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Each rule is a function of (shape, config, bytes of a GPU) that yields complaint
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from actors.plan.shape import ModelShape
 from actors.settings.devices import workers_asked
 from correction.engines.gpu_share import outside_cache
 
+Rule = Callable[[ModelShape, RunConfig, int], Iterator[Complaint]]
 _MORE_ROOM = (
     "Raise learner.tensor_parallel or pipeline_parallel, set learner.recompute_activations: true, lower learner.tokens_per_microbatch (or, "
     "where answers are longer than that, rollout.engine.context_length and rollout.sampling.max_tokens), or learner.logprob_chunk_tokens, "
@@ -143,8 +144,8 @@ def on_gpus(
         of_ranks, of_engines: bytes of each GPU that a rank, or an engine, may get; none: not known.
         gpus_per_node: of the largest node.
     """
-    of_rank = partial(rank_fits_its_gpu, gpus_per_node=gpus_per_node)
-    of_engine = (engine_fits_its_gpu, engine_leaves_room_outside_its_cache, both_sides_fit_one_gpu)
+    of_rank: Rule = partial(rank_fits_its_gpu, gpus_per_node=gpus_per_node)
+    of_engine: tuple[Rule, ...] = (engine_fits_its_gpu, engine_leaves_room_outside_its_cache, both_sides_fit_one_gpu)
     for rule, sizes in ((of_rank, of_ranks), *((one, of_engines) for one in of_engine)):
         if not sizes:
             continue

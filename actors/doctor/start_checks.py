@@ -14,6 +14,7 @@ from actors.cluster.hub import config_folder
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint, PaperFacts
 from actors.doctor.gather import paper_facts
+from actors.doctor.hub_checks import ask_the_hub
 from actors.hub_name import HubName
 from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape, check_is_model
@@ -104,6 +105,7 @@ def check_on_paper(config: RunConfig, *, meant: Sequence[Gpus] | None = None) ->
     """
     refused: list[EvenkeelError] = []
     lacking: list[EvenkeelError] = []
+    unknown: list[str] = []
     is_here, of_hub = meant is None, HubName.of(config.model) is not None
     folder = config_folder(config.model)
     config = checked(config, folder, has_weights=is_here and not of_hub, refused=refused, lacking=lacking)
@@ -114,10 +116,11 @@ def check_on_paper(config: RunConfig, *, meant: Sequence[Gpus] | None = None) ->
         with _kept(lacking):
             check_task_names(config.rollout.task)
             check_files(config.rollout.task)
+        outline, unknown = ask_the_hub(config, lacking)
         with _kept(lacking):
-            if not of_hub:
-                _check_tokenizer(folder, config.rollout.task)
-    return config, replace(facts, refused=tuple(refused), lacking=tuple(lacking))
+            if (with_tokenizer := outline if of_hub else folder) is not None:
+                _check_tokenizer(with_tokenizer, config.rollout.task)
+    return config, replace(facts, refused=tuple(refused), lacking=tuple(lacking), unknown=tuple(unknown))
 
 
 def check_on_paper_or_refuse(

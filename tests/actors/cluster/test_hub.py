@@ -1,4 +1,4 @@
-"""Models and data of the hub, against a stand-in of it on loopback: what is downloaded how often, what a run records, what is said."""
+"""Models of the hub, against a stand-in of it on loopback: what is downloaded how often, what a run records, what is said."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,61 +14,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from actors.cluster import hub
 from actors.cluster.hub import config_folder, model_folder, obstacle_here, outline_folder, pinned
 from actors.commands.cli import app
 from actors.commands.preparation import prepare
-from actors.commands.recipe import load_config
 from actors.commands.resume_point import find_resume_point, with_absolute_paths
-from actors.config import RunConfig
 from actors.hub_name import HubName
 from actors.record.run_folder import RunFolder
 from correction.errors import ConfigError, DataError
 from learner.hf.nano import NanoModelConfig, build_nano_model
-from rollout.config import HuggingFaceTask
-from rollout.tasks.rows import RowSource, read_dataset
+from tests.actors.cluster.hub_scene import FILES, NAME, WANTED, offline, recipe
 from tests.e2e.launch import RECIPE
-from tests.hub_stand_in import Repository, StandInHub, stand_in_hub
-
-NAME = Path("hf:acme/tiny")
-FILES = {
-    "config.json": b'{"model_type": "qwen3"}',
-    "tokenizer.json": b'{"version": "1.0"}',
-    "model-00001-of-00002.safetensors": bytes(range(256)) * 400,
-    "model-00002-of-00002.safetensors": bytes(reversed(range(256))) * 100,
-    "model.safetensors.index.json": b"{}",
-    "pytorch_model.bin": b"the same again",
-    "onnx/model.safetensors": b"and again",
-    "consolidated.safetensors": b"and again",
-}
-WANTED = {name for name in FILES if "/" not in name and not name.endswith(".bin") and not name.startswith("consolidated")}
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
-    """A hub with one model, and an empty cache. huggingface_hub has read its environment when it was imported."""
-    from huggingface_hub import constants
-
-    with stand_in_hub() as running:
-        monkeypatch.setattr(constants, "ENDPOINT", running.address)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", running.address + "/{repo_id}/resolve/{revision}/{filename}")
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # its protocol has no stand-in
-        monkeypatch.setattr(hub, "_HUB_S", 2.0)
-        running.repositories["models/acme/tiny"] = Repository()
-        running.repositories["models/acme/tiny"].commit(FILES)
-        yield running
-
-
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-
-
-def recipe(*overrides: str) -> RunConfig:
-    return load_config(RunConfig, RECIPE, [f"model={NAME}", *overrides])
+from tests.hub_stand_in import Repository, StandInHub
 
 
 @pytest.mark.parametrize("text", ["hf:acme/tiny", "hf:/acme/tiny", "hf://acme/tiny"])
@@ -126,7 +81,7 @@ def test_a_run_is_judged_before_any_weights_are_downloaded(server: StandInHub, t
     server.repositories["models/acme/nano"].commit(files)
     config = pinned(recipe("model=hf:acme/nano", f"run_dir={tmp_path}", "rollout.reward={kind: reasoning_gym}"))[0]
     with pytest.raises(ConfigError, match=r"num_attention_heads = 2 in the model's config\.json can't be divided"):
-        prepare(load_config(RunConfig, RECIPE, [f"model={config.model}", "learner.tensor_parallel=4"]))
+        prepare(recipe(f"model={config.model}", "learner.tensor_parallel=4"))
     resolved, _, _ = prepare(config)
     assert resolved.model == config.model and server.sent("model.safetensors") == 0 and server.sent("tokenizer.json") == 1
     assert resolved.deadlines.start_s > 0
@@ -150,60 +105,6 @@ def test_a_resume_takes_the_recorded_commit_and_no_other(server: StandInHub, tmp
         commit = server.repositories["models/acme/tiny"].commit({"config.json": b"{}"})
         again, _ = find_resume_point(folder, [])
     assert again.model == config.model and commit not in str(again.model)
-
-
-def test_a_data_set_keeps_its_commit_too(server: StandInHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "rows")
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", server.address)
-    data = server.repositories["datasets/acme/sums"] = Repository()
-    data.commit({"train.jsonl": b'{"prompt": "1 + 1", "answer": "2"}\n'})
-    named = {"rollout.task.kind": "huggingface", "rollout.task.path": "acme/sums", "rollout.reward.kind": "math_verify"}
-    config, said = pinned(recipe(*(f"{key}={value}" for key, value in named.items())))
-    data.commit({"train.jsonl": b'{"prompt": "2 + 2", "answer": "4"}\n'})
-    task = config.rollout.task
-    assert isinstance(task, HuggingFaceTask) and task.revision == data.commits[0][0] and task.revision in said[1]
-    assert [question.text for question in read_dataset(task, "train", lambda text: None).questions] == ["1 + 1"]
-
-
-DATA = {"path": "acme/two", "subset": "main", "held_out_split": "test", "prompt_field": "question"}
-"""As the first recipe names its data set: one of two subsets, and a split of its own to be held out."""
-
-
-def two_subsets() -> Repository:
-    """A data set in GSM8K's layout: its card names two subsets of two splits, each question says where it is from."""
-    files, card = {}, "---\nconfigs:\n"
-    for subset in ("main", "socratic"):
-        card += f"- config_name: {subset}\n  data_files:\n"
-        for split in ("train", "test"):
-            card += f"  - split: {split}\n    path: {subset}/{split}-*\n"
-            rows = (f'{{"question": "{subset} {split} {number}", "answer": "{number}"}}\n' for number in range(2))
-            files[f"{subset}/{split}-00000-of-00001.jsonl"] = "".join(rows).encode()
-    repository = Repository()
-    repository.commit(files | {"README.md": f"{card}---\n".encode()})
-    return repository
-
-
-def test_a_data_set_of_subsets_and_splits_is_read_from_the_hub_and_then_without_it(
-    server: StandInHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of one subset and nothing of the other; training and held-out questions from the splits that are named."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "rows")
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", server.address)
-    server.repositories["datasets/acme/two"] = two_subsets()
-    task = pinned(recipe("rollout.reward.kind=math_verify", f"rollout.task={ {'kind': 'huggingface'} | DATA }"))[0].rollout.task
-    assert isinstance(task, HuggingFaceTask)
-    for is_offline in (False, True):
-        if is_offline:
-            offline(monkeypatch)
-            monkeypatch.setattr(server, "requests", [])
-        source = RowSource(task, lambda _: None)
-        assert sorted(source.train_question(i).text for i in range(source.questions_per_epoch)) == ["main train 0", "main train 1"]
-        assert [question.text for question in source.held_out] == ["main test 0", "main test 1"]
-    assert server.requests == [], "the second time"
 
 
 def test_offline_the_cache_is_enough_and_the_hub_is_not_asked(server: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:

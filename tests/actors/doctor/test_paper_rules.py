@@ -34,6 +34,7 @@ OLMOE = {"shape": replace(EXPERTS, model_type="olmoe")}
 RECOMPUTED = "learner.routing_replay=recompute learner.optimizer_steps_per_batch=2 correction.proximal=recompute"
 ALONE = "learner.tensor_parallel=1 learner.sequence_parallel=false"
 FOUR = "learner.tensor_parallel=4 learner.data_parallel=1"
+NO_HUB = "rollout.task.path=/tmp"  # a data set in a folder
 ARGS, BACKEND = "rollout.engine.engine_args", "rollout.engine.attention_backend"
 ENGINES = "rollout.engine.device=cpu rollout.engine.dtype=bfloat16 weight_sync.transport=object_store"
 FRACTION, REQUESTS = "rollout.engine.memory_fraction", "rollout.engine.max_running_requests"
@@ -91,7 +92,7 @@ def test_the_doctor_looks_where_the_run_folder_would_be_made(tmp_path: Path, mon
     monkeypatch.setattr(cluster, "gpus_there", lambda _: 8)
     monkeypatch.setattr(address, "check_ray", lambda _: None)
     model = f"model={save_config(tmp_path / 'model', QWEN3_8B)}"
-    words = [str(RECIPES / "qwen3_8b_8gpu.yaml"), model, "ray.address=auto", f"run_dir={tmp_path / 'runs' / 'one'}"]
+    words = [str(RECIPES / "qwen3_8b_8gpu.yaml"), model, "ray.address=auto", f"run_dir={tmp_path / 'runs' / 'one'}", NO_HUB]
     done = CliRunner().invoke(app, ["doctor", *words])
     assert shown == [tmp_path] and done.exit_code == 1
     assert "the run folder isn't the same on 10.0.0.1" in " ".join(done.stdout.split())
@@ -109,7 +110,7 @@ def test_what_follows_from_the_recipe_is_said_also_where_no_cluster_answers(
     monkeypatch.setattr(address, "check_ray", (lambda _: None) if late else refuse)
     monkeypatch.setattr(cluster, "Cluster", refuse)
     recipe_path, model = str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={save_config(tmp_path / 'model', QWEN3_8B)}"
-    words = ["doctor", recipe_path, model, "ray.address=auto", "learner.pipeline_parallel=5"]
+    words = ["doctor", recipe_path, model, "ray.address=auto", "learner.pipeline_parallel=5", NO_HUB]
     done = CliRunner().invoke(app, [*words, "learner.device=cuda", "rollout.engine.device=cuda", "--json"])
     said = [(one["level"], one["sentence"]) for one in json.loads(done.stdout)["findings"]]
     assert done.exit_code == 1 and said[0][0] == "fail" and "no Ray cluster answers there" in said[0][1]
@@ -122,7 +123,7 @@ def test_what_is_said_of_this_machine_starts_no_ray(tmp_path: Path, monkeypatch:
     started = list[object]()
     monkeypatch.setattr(ray, "init", lambda *_, **__: started.append(1))
     on_cpus = ["learner.device=cpu", "rollout.engine.device=cpu"]
-    words = [str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={save_config(tmp_path, QWEN3_8B)}", *on_cpus]
+    words = [str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={save_config(tmp_path, QWEN3_8B)}", *on_cpus, NO_HUB]
     done = CliRunner().invoke(app, ["doctor", *words, "--json"])
     assert [row["kind"] for row in json.loads(done.stdout)["resources"]] == ["CPU"], done.output
     assert not started and not ray.is_initialized()
