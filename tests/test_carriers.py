@@ -43,6 +43,7 @@ IMPORTED = {
     "EngineCapabilities": "the engine's: looks for them itself, where it is made",
     "ChatEncoder": "behaviour: encodes texts for the engine",
     "PromptPlace": "what a prompt's id is made of, and parsed to",
+    "Packed": "what packing returns to the correction service, next to it",
 }
 """What a module of another package imports, and doesn't stand there either, with the reasons."""
 UNSEEN = {"ExpertShape": "what an engine reads routed experts by, in one process"}

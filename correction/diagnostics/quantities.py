@@ -232,14 +232,12 @@ DIAGNOSTICS = {
     ),
     "improvement_bound": _Q(_U.ONE, "improvement bound", "The smaller of the two, in units of the advantage."),
     "drift_k3_kl": _Q(
-        _U.NATS,
-        "drift k3",
+        _U.NATS, "drift k3",
         "KL(proximal || target), estimator k3, in the first pass of each token: how far the batch's earlier optimizer steps had moved the "
         "policy; absent where the proximal policy isn't the learner's.",
     ),
     "drift_from_behavior_k3_kl": _Q(
-        _U.NATS,
-        "drift from behaviour, k3",
+        _U.NATS, "drift from behaviour, k3",
         "KL(behaviour || target), estimator k3, in the first pass of each token: drift, mismatch and staleness together, in bypass and "
         "with interpolated proximal logprobs, where the drift alone isn't known; absent with one optimizer step per batch.",
     ),
@@ -356,25 +354,19 @@ LOSS_METRICS = {
     "policy_loss": _Q(_U.ONE, "policy loss", "The policy's part of the loss."),
     "kl_loss": _Q(_U.ONE, "KL loss", "The KL penalty's part of the loss; absent without one."),
     "ratio_mean": _Q(_U.ONE, "mean ratio", "Mean of the ratio that the objective watches."),
-    "batch_drift_k1_kl": _Q(
-        _U.NATS, "batch drift k1", "KL(proximal || target), estimator k1, where the learner's own policy is the proximal one."
-    ),
+    "batch_drift_k1_kl": _Q(_U.NATS, "batch drift k1", "As batch_drift_k3_kl, by estimator k1."),
     "batch_drift_k3_kl": _Q(
-        _U.NATS,
-        "batch drift k3",
+        _U.NATS, "batch drift k3",
         "KL(proximal || target), estimator k3, over all passes of the batch: how far the optimizer moved the policy within it; absent "
         "where the proximal policy isn't the learner's.",
     ),
     "batch_drift_from_behavior_k1_kl": _Q(
-        _U.NATS,
-        "batch drift from behaviour, k1",
-        "KL(behaviour || target), estimator k1, in bypass and with interpolated proximal logprobs.",
+        _U.NATS, "batch drift from behaviour, k1", "As batch_drift_from_behavior_k3_kl, by estimator k1."
     ),
     "batch_drift_from_behavior_k3_kl": _Q(
-        _U.NATS,
-        "batch drift from behaviour, k3",
-        "KL(behaviour || target), estimator k3, over all passes of the batch: drift, mismatch and staleness together, in bypass and with "
-        "interpolated proximal logprobs, where the drift alone isn't known.",
+        _U.NATS, "batch drift from behaviour, k3",
+        "KL(behaviour || target), estimator k3, over all passes: drift, mismatch and staleness together, in bypass and with interpolated "
+        "proximal logprobs, where the drift alone isn't known.",
     ),
     "entropy": _Q(
         _U.NATS,

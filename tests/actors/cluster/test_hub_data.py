@@ -11,7 +11,7 @@ import pytest
 from actors.cluster.hub import pinned
 from actors.doctor import hub_checks
 from actors.doctor.paper_rules import train_takes_model_and_task
-from actors.doctor.start_checks import judged
+from actors.doctor.start_checks import check_on_paper
 from actors.settings.derived import derived
 from rollout.config import HuggingFaceTask
 from rollout.tasks.rows import RowSource, read_dataset
@@ -76,7 +76,7 @@ def test_a_data_set_of_subsets_and_splits_is_read_from_the_hub_and_then_without_
 
 def told(*words: str) -> list[tuple[str, str]]:
     """What the doctor says of a run on this machine that is worth more than a number."""
-    config, facts = judged(derived(recipe("rollout.reward.kind=math_verify", *words), has_gpu=False))
+    config, facts = check_on_paper(derived(recipe("rollout.reward.kind=math_verify", *words), has_gpu=False))
     return [(one.severity, str(one)) for one in train_takes_model_and_task(facts, config)]
 
 

@@ -47,8 +47,8 @@ class RecordedLook:
         self._asked.append(options)
         return RecordedLook(self._asked, options["scheduling_strategy"].placement_group_bundle_index)
 
-    async def remote(self) -> tuple[list[str], list[str]]:
-        return GPUS_OF_BUNDLE[self._bundle], VISIBLE
+    async def remote(self) -> list[int]:
+        return placement.places_of(GPUS_OF_BUNDLE[self._bundle], VISIBLE)
 
 
 class TwoNodes:

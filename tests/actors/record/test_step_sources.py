@@ -143,7 +143,7 @@ def test_rewards_of_a_batch_by_group_each_of_which_is_gone_through_once(monkeypa
     groups[2] = replace(groups[2], trajectories=(groups[2].trajectories[0], failed, groups[2].trajectories[2]))
     batch = PreparedBatch(0, CorrectionConfig(preset="bypass"), None, 30, tuple(groups), 0.0, 0.0)
     numbers = batch_metrics(batch, correct_at=1.0, overlong=TrainOverlong())
-    assert (numbers["groups/all_right"], numbers["groups/all_wrong"]) == (1, 1)
+    assert (numbers["groups/all_correct"], numbers["groups/all_wrong"]) == (1, 1)
     assert [numbers[f"reward/{name}"] for name in ("mean", "std", "group_std")] == pytest.approx([0.5, 0.5, 1 / 6])
     assert looks == [0, 1, 2]
 
