@@ -30,7 +30,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from actors.weights.relay import Relay, fetched
-from actors.weights.weight_deltas import _task
+from actors.weights.weight_deltas import task_on
 from benchmarks.sides import ROOT, TimeRatio, in_turns, options
 
 BUCKET = 5_000_000
@@ -57,8 +57,8 @@ async def everywhere(size: int, nodes: Sequence[str], *, in_waves: bool) -> floa
 
     async def to(node: str) -> None:
         if in_waves:
-            await relay.in_turn(partial(_task(fetched, node).remote, delta), PATIENCE_S)
-        await _task(handed, node).remote(*delta)
+            await relay.in_turn(partial(task_on(fetched, node).remote, delta), PATIENCE_S)
+        await task_on(handed, node).remote(*delta)
 
     began = time.perf_counter()
     await asyncio.gather(*map(to, nodes))

@@ -231,9 +231,8 @@ def token_losses(view: BatchView, target: Tensor, config: CorrectionConfig) -> T
     advantages = torch.where(view.mask, view.batch.advantages, 0)
     if part.kind == "score":
         return _score(view, target, advantages, part, config)
-    level = {"clip": getattr(part, "level", Level.TOKEN), "gamma": Level.SEQUENCE}.get(part.kind, Level.TOKEN)
-    segments = view.levels.at(level)
-    log_ratio = leveled_log_ratio(target, _anchor(view, part.ratio, config), view.mask, segments, level=level)
+    segments = view.levels.at(part.level)
+    log_ratio = leveled_log_ratio(target, _anchor(view, part.ratio, config), view.mask, segments, level=part.level)
     nothing = torch.zeros_like(view.mask)
     if part.kind == "clip":
         low, high = _clip_limits(view, part.clip_low, part.clip_high, part.relax)

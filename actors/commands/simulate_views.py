@@ -9,13 +9,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from actors.reports.colours import COLOURS
 from actors.simulation.outcome import FULL_ENGINES, HANDOVER, PUBLISH, UNDER_WAY, Outcome
 from correction.errors import counted
 
 ENOUGH = 0.95
 """Share of the best throughput that the choice in the last sentence has to reach."""
 _CAUSES = (FULL_ENGINES, UNDER_WAY, HANDOVER, PUBLISH)
-_COLOURS = ("#3a7fc1", "#dd7a2b", "#3c9c63", "#a05cb8", "#c94f5c", "#8a8f2f")
 _COLUMNS = (
     *("\n\nworkers", "max\nstale-\nness", "\nstep\ns", "\n\ntokens/s", "\nx the\nfirst", "\nlearner\ntrains"),
     *("waits for\nfull\nengines", "answers\nunder\nway", "\n\nother", "\nengines\nsample", "requests\nan\nengine"),
@@ -92,7 +92,7 @@ def draw_outcomes(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
 def _draw_throughput(axes: Any, outcomes: Sequence[Outcome]) -> None:
     for i, staleness in enumerate(sorted({one.max_staleness for one in outcomes})):
         line = sorted((one.workers, one.tokens_per_s) for one in outcomes if one.max_staleness == staleness)
-        axes.plot(*zip(*line, strict=True), "o-", color=_COLOURS[i % len(_COLOURS)], markersize=4, label=f"max_staleness {staleness}")
+        axes.plot(*zip(*line, strict=True), "o-", color=COLOURS[i % len(COLOURS)], markersize=4, label=f"max_staleness {staleness}")
     limit = max(one.tokens / one.train_s for one in outcomes)
     axes.axhline(limit, color="#888888", linestyle="--", linewidth=1, label="a learner that never waits")
     axes.set_ylim(0)
@@ -106,8 +106,8 @@ def _draw_learner_time(axes: Any, outcomes: Sequence[Outcome]) -> None:
     names = [f"{one.workers}\n{one.max_staleness}" for one in outcomes]
     places = range(len(outcomes))
     floor = [one.learner_share for one in outcomes]
-    axes.bar(places, floor, color=_COLOURS[2], label="trains")
-    for cause, colour in zip(_CAUSES, (_COLOURS[0], _COLOURS[1], _COLOURS[3], _COLOURS[5]), strict=True):
+    axes.bar(places, floor, color=COLOURS[2], label="trains")
+    for cause, colour in zip(_CAUSES, (COLOURS[0], COLOURS[1], COLOURS[3], COLOURS[5]), strict=True):
         shares = [one.learner_wait_shares().get(cause, 0.0) for one in outcomes]
         if max(shares) >= 0.005:
             axes.bar(places, shares, bottom=floor, color=colour, label=f"waits: {cause}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -161,3 +161,6 @@ class NodeFacts:
     """The node's clock when the small task began and when it was done, seconds since 1970."""
     compilers: tuple[str, ...] = COMPILERS
     """Those of the three that are on the node's PATH."""
+
+
+Nodes = Sequence[NodeFacts]

@@ -6,13 +6,11 @@ Each rule is a function of (nodes, config) that yields complaints; node_rules.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from actors.config import RunConfig
-from actors.doctor.facts import Complaint, NodeFacts
+from actors.doctor.facts import Complaint, NodeFacts, Nodes
 from actors.doctor.memory_rules import gib
-
-Nodes = Sequence[NodeFacts]
 
 LEAST_LOCKED = 1 << 30
 """Fewest bytes that a process should be allowed to lock: NCCL registers its buffers with the network card, some MiB for each channel and

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from actors.config import RunConfig
-from actors.doctor.facts import COMPILERS, Complaint, NodeFacts
-from actors.doctor.kernel_rules import half_precision_has_kernels, number_of, weights_stay_as_sent
+from actors.doctor.facts import COMPILERS, Complaint, NodeFacts, Nodes
+from actors.doctor.kernel_rules import architecture_of, half_precision_has_kernels, weights_stay_as_sent
 from actors.doctor.link_rules import gpus_of_a_group_are_linked, nodes_answer, ports_are_open, rdma_may_lock_memory
 from actors.doctor.memory_rules import could_be_given, gib, on_gpus
 from actors.doctor.paper_rules import LESS, worst_first
@@ -40,7 +40,6 @@ from actors.plan.traffic import fetched_versions, stores_versions, traffic, vers
 from actors.settings.devices import gpus_asked, held_by, workers_with_a_unit
 from correction.errors import counted
 
-Nodes = Sequence[NodeFacts]
 NodeRule = Callable[[Nodes, RunConfig], Iterator[Complaint]]
 
 FEWEST_OPEN_FILES = 4096
@@ -246,8 +245,9 @@ def _uses_gpus(config: RunConfig) -> bool:
 def _runs(kind: str, built: Sequence[str]) -> bool:
     """Whether kernels built for these architectures run on a GPU of this one: those of a minor version run on later ones of the same
     major."""
-    major, minor = divmod(number_of(kind), 10)
-    return any(major == other and minor >= lowest for other, lowest in (divmod(number_of(one), 10) for one in built))
+    if (ours := architecture_of(kind)) is None:
+        return False
+    return any(of is not None and ours.major == of.major and ours.minor >= of.minor for of in map(architecture_of, built))
 
 
 def _names(nodes: Nodes, package: str, version: str) -> str:

@@ -5,16 +5,14 @@ Each rule is a function of (nodes, config) that yields complaints.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from actors.config import RunConfig
-from actors.doctor.facts import Complaint, NodeFacts
+from actors.doctor.facts import Complaint, Nodes
 from actors.doctor.paper_rules import FEWER
 from actors.settings.devices import gpus_asked, room_for_engines, workers_with_a_unit
 from correction.errors import counted
-
-Nodes = Sequence[NodeFacts]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from actors.carriers import ScatterSample
 from actors.metrics.catalogue import CATALOGUE
 from actors.metrics.step_metrics import StepMetrics, pass_at_most
+from actors.reports.colours import COLOURS
 from actors.reports.curve_points import MOST_POINTS, drawn_points, running_mean
 from actors.reports.step_columns import StepColumns
 from correction.diagnostics.quantities import Unit
@@ -30,12 +31,11 @@ from correction.early_warning.monitor import Event, State
 
 _LEAST_DISTANCE = 1e-8    # nats; smaller ones, 0 among them, are drawn there on a logarithmic axis
 _INK, _GRID = "#010203", "#040506"    # stand-ins for the page's own colours, which are put in afterwards
-_COLOURS = ("#3a7fc1", "#dd7a2b", "#3c9c63", "#a05cb8", "#c94f5c", "#8a8f2f")
 _ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "fontsize": 9, "handlelength": 1.2, "borderaxespad": 0.1}
 """Where a legend hides no curve."""
 _MARKS: dict[State, Any] = {
-    State.WATCH: {"color": _COLOURS[1], "linestyle": ":", "linewidth": 1.2},
-    State.ALARM: {"color": _COLOURS[4], "linestyle": "--", "linewidth": 1.2},
+    State.WATCH: {"color": COLOURS[1], "linestyle": ":", "linewidth": 1.2},
+    State.ALARM: {"color": COLOURS[4], "linestyle": "--", "linewidth": 1.2},
 }
 """Lines at events of the monitor."""
 _STYLE: dict[str, Any] = {
@@ -224,13 +224,13 @@ def draw_accuracy(evaluations: Sequence[StepMetrics]) -> Plot | None:
         y = [metrics["held_out/accuracy"] for metrics in points]
         low = [metrics.get("held_out/wilson_low", value) for metrics, value in zip(points, y, strict=True)]
         high = [metrics.get("held_out/wilson_high", value) for metrics, value in zip(points, y, strict=True)]
-        axes.errorbar(x, y, [np.subtract(y, low).clip(0), np.subtract(high, y).clip(0)], fmt="none", ecolor=_COLOURS[0], capsize=3)
-        axes.fill_between(x, low, high, color=_COLOURS[0], alpha=0.18, linewidth=0)
-        axes.plot(x, y, "o-", color=_COLOURS[0], markersize=4, label="mean")
+        axes.errorbar(x, y, [np.subtract(y, low).clip(0), np.subtract(high, y).clip(0)], fmt="none", ecolor=COLOURS[0], capsize=3)
+        axes.fill_between(x, low, high, color=COLOURS[0], alpha=0.18, linewidth=0)
+        axes.plot(x, y, "o-", color=COLOURS[0], markersize=4, label="mean")
         if best := [(metrics.step, *found) for metrics in points if (found := pass_at_most(metrics)) is not None]:
             steps, ks, shares, lows, highs = zip(*best, strict=True)
-            axes.fill_between(steps, lows, highs, color=_COLOURS[1], alpha=0.18, linewidth=0)
-            axes.plot(steps, shares, "s--", color=_COLOURS[1], markersize=4, label=f"pass@{max(ks)}")
+            axes.fill_between(steps, lows, highs, color=COLOURS[1], alpha=0.18, linewidth=0)
+            axes.plot(steps, shares, "s--", color=COLOURS[1], markersize=4, label=f"pass@{max(ks)}")
             axes.legend(ncols=2, **_ABOVE)
         axes.set_ylim(0, 1.02)
         axes.set_ylabel("share of right answers")
@@ -252,7 +252,7 @@ def draw_curves(curves: _Curves, steps: StepColumns, warnings: Sequence[Event] =
         return None
 
     def draw(axes: Axes) -> None:
-        for (label, x, y), colour in zip(series, itertools.cycle(_COLOURS), strict=False):
+        for (label, x, y), colour in zip(series, itertools.cycle(COLOURS), strict=False):
             smooth = running_mean(np.log(y) if curves.is_logarithmic else y, max(1, len(y) // 25))
             smooth = np.exp(smooth) if curves.is_logarithmic else smooth
             if len(y) > 25:  # a running mean over the faint single steps
@@ -286,7 +286,7 @@ def draw_staleness(steps: StepColumns) -> Plot | None:
 
     def draw(axes: Axes) -> None:
         floor = np.zeros(len(starts))
-        for age, share, colour in zip(ages, shares, itertools.cycle(_COLOURS), strict=False):
+        for age, share, colour in zip(ages, shares, itertools.cycle(COLOURS), strict=False):
             top = floor + share
             axes.stairs(top, edges, baseline=floor, fill=True, color=colour, alpha=0.75, linewidth=0, label=f"staleness {age}")
             floor = top
@@ -310,7 +310,7 @@ def draw_scatter(sample: ScatterSample | None) -> Plot | None:
     finite = np.isfinite(mu) & np.isfinite(prox)
     fresh = sample.staleness <= 0
     distance = np.maximum(np.abs(prox - mu), _LEAST_DISTANCE)
-    layers = [("staleness 0", finite & fresh, _COLOURS[0]), ("older", finite & ~fresh, _COLOURS[1])]
+    layers = [("staleness 0", finite & fresh, COLOURS[0]), ("older", finite & ~fresh, COLOURS[1])]
 
     def draw(left: Axes, right: Axes) -> None:
         lowest = float(np.minimum(mu, prox)[finite].min(initial=-1.0))

@@ -175,12 +175,12 @@ class WeightDeltas:
     async def _start(self) -> None:
         """Start the process that computes deltas. Ray runs the next tasks of this node in it, if it keeps it: on a node without a CPU to
         spare it ends an idle process after a second, and then each delta begins with another start."""
-        await self._result(_task(imports, self._home).remote(), "process for differences", self._home)
+        await self._result(task_on(imports, self._home).remote(), "process for differences", self._home)
 
     async def _run(self, function: Any, what: str, node: str, newest: WeightSnapshot, *arguments: Any) -> tuple[list[Any], Any]:
         """Run a generator as a Ray task on a node. Returns: references to what it yields for each bucket, and its last value."""
         count = len(newest.buckets)
-        *found, summary = _task(function, node, num_returns=count + 1).remote(count, *arguments)
+        *found, summary = task_on(function, node, num_returns=count + 1).remote(count, *arguments)
         return found, await self._result(summary, f"{what}, v{newest.version}", node)
 
     async def _result(self, reference: Any, what: str, node: str) -> Any:
@@ -234,7 +234,7 @@ class WeightDeltas:
 
     async def _fetch(self, references: list[Any], node: str, version: int) -> None:
         """Have the node's store fetch the delta to a version."""
-        await self._result(_task(fetched, node).remote(references), f"delta, v{version}", node)
+        await self._result(task_on(fetched, node).remote(references), f"delta, v{version}", node)
 
     def _drop(self, node: str, copy: _Copy) -> None:
         if self._copies.get(node) is copy:
@@ -248,7 +248,7 @@ def _sizes(snapshot: WeightSnapshot) -> list[int]:
     return [sum(spec.nbytes for spec in bucket) for bucket in snapshot.specs]
 
 
-def _task(function: Any, node: str, **options: Any) -> Any:
+def task_on(function: Any, node: str, **options: Any) -> Any:
     """The function as a Ray task on this node; empty: on any."""
     place = NodeAffinitySchedulingStrategy(node, soft=False) if node else None
     # No retries: for one Ray would keep the arguments in the store; if a result is lost, the node fetches all weights.

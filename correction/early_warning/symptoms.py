@@ -35,8 +35,6 @@ class Symptom:
     """True: narrower bounds of the correction help against it. False: they would add to it, or don't help."""
     has_reference_level: bool = False
     """True: reference_levels.py has its levels in published setups, and above the alarm level it is an alarm without a baseline, too."""
-    presets: tuple[str, ...] = ()
-    """Corrections that the remedy names, the first one first. Sources differ about most: docs/correction.md."""
 
     def quantity(self, value: float) -> float:
         """What is followed, >= 0."""
@@ -54,7 +52,6 @@ SYMPTOMS = (
         "then set correction.preset: dppo-binary-tv or tis-token, on which sources differ (docs/correction.md, What was found)",
         offset=1e-9,
         has_reference_level=True,
-        presets=("dppo-binary-tv", "tis-token"),
     ),
     Symptom(
         "k3_kl",
@@ -62,7 +59,6 @@ SYMPTOMS = (
         "lower max_staleness, or set correction.preset: dppo-binary-tv or mis-token",
         offset=1e-9,
         implied_by="mismatch_k3_kl",
-        presets=("dppo-binary-tv", "mis-token"),
     ),
     Symptom(
         "ess_token",
@@ -74,7 +70,6 @@ SYMPTOMS = (
         least=0.05,
         limit=0.95,
         implied_by="k3_kl",
-        presets=("tis-token", "icepop"),
     ),
     Symptom(
         "rejected_share",
@@ -113,7 +108,6 @@ SYMPTOMS = (
         "tokens of negative advantage that the sampler found likely have lost 0.5 or more of their probability (mu - pi >= 0.5)",
         "set correction.preset: dppo-binary-tv, or lower the learning rate",
         offset=5e-3,
-        presets=("dppo-binary-tv",),
     ),
     Symptom(
         "broken_tokens",

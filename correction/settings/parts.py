@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -230,6 +230,8 @@ class GeometricClipObjective(Settings):
     """r, or q."""
     log_clip: float = Field(default=0.4, gt=0)
     """Bound of the log ratio."""
+    level: ClassVar[Level] = Level.TOKEN
+    """Of the ratios that are clipped."""
 
 
 class SoftGateObjective(Settings):
@@ -242,6 +244,7 @@ class SoftGateObjective(Settings):
     """Temperature where the advantage is positive."""
     tau_negative: float = Field(default=1.05, gt=0)
     """Temperature elsewhere."""
+    level: ClassVar[Level] = Level.TOKEN
 
 
 class ScoreObjective(Settings):
@@ -276,6 +279,7 @@ class GammaObjective(Settings):
     """Exponent k where the advantage is negative."""
     lambda_negative: float = Field(default=2.0, gt=0)
     """Decay l where the advantage is negative."""
+    level: ClassVar[Level] = Level.SEQUENCE
 
 
 Objective = Annotated[

@@ -48,7 +48,6 @@ from learner.training.optimizer import GuardedOptimizer
 from learner.weights import convert
 from learner.weights.checkpoint_files import (
     FORMAT,
-    MANIFEST,
     RANDOM,
     RANK,
     WEIGHT,
@@ -58,7 +57,7 @@ from learner.weights.checkpoint_files import (
     model_shape,
     read_manifest,
 )
-from learner.weights.file_sums import flush_to_disk, leave_sum
+from learner.weights.file_sums import MANIFEST, flush_to_disk, leave_sum
 
 
 class _TensorPiece(NamedTuple):

@@ -11,10 +11,10 @@ from typing import Any
 from correction.errors import DataError
 from learner.hf.hf_folder import open_tensors, read_json
 from learner.hf.model_family import HeadShape
+from learner.weights.file_sums import MANIFEST
 
 FORMAT = 2
 """Number of this layout; another one is refused."""
-MANIFEST = "manifest.json"
 RANK, RANDOM = "rank", "random"
 """Files that every rank writes."""
 WEIGHT = "weight"

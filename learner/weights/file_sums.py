@@ -22,6 +22,7 @@ from correction.errors import DataError
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
+"""In a checkpoint: this one. In its folder of the learner: what the learner says of its own files (checkpoint_files.py)."""
 _LEFT = ".xxh3"
 """Suffix of the files that `leave_sum` writes."""
 _CHUNK_BYTES = 4 << 20

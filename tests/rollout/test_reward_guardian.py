@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -196,10 +197,10 @@ def test_a_group_whose_guardian_and_worker_are_gone_is_removed_at_the_next_start
         own.remove()
         left, used, kept = ([place / f"evenkeel-reward-{of}" for place in places] for of in (gone.pid, "unseen", member.pid))
         try:
-            for folder in (*left, *used, *kept):
+            for folder in (*left, *kept):
                 folder.mkdir()
             for folder in used:
-                (folder / "cgroup.procs").write_text(str(member.pid))
+                _join(folder, member.pid)
             again = ControlGroup.make(1 << 30, 10)
             assert again is not None
             again.remove()
@@ -210,12 +211,26 @@ def test_a_group_whose_guardian_and_worker_are_gone_is_removed_at_the_next_start
             member.wait()
             for folder in (*left, *used, *kept):
                 assert wait_until(lambda folder=folder: not _occupied(folder))
-                if folder.exists():
+                with contextlib.suppress(FileNotFoundError):
                     folder.rmdir()
 
 
+def _join(folder: Path, pid: int) -> None:
+    """Put a process into a new group. As long as it is empty, a start in another test process may remove it."""
+    while True:
+        folder.mkdir(exist_ok=True)
+        try:
+            (folder / "cgroup.procs").write_text(str(pid))
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENODEV):
+                raise
+
+
 def _occupied(folder: Path) -> bool:
-    return folder.exists() and bool((folder / "cgroup.procs").read_text())
+    with contextlib.suppress(OSError):  # it may be removed meanwhile
+        return bool((folder / "cgroup.procs").read_text())
+    return False
 
 
 UNJOINED = """

@@ -226,8 +226,11 @@ def test_a_call_for_older_weights_that_comes_late_itself_is_refused(monkeypatch:
     async def scenario() -> None:
         scene = TransferScene(monkeypatch)
         await scene.worker.update_weights(2, [scene.arrives(bucket) for bucket in BUCKETS], None)
+        refused = [scene.arrives(bucket) for bucket in BUCKETS]
         with pytest.raises(SyncError, match="weights v1 were asked for after v2; those stay"):
-            await scene.worker.update_weights(1, [scene.arrives(bucket) for bucket in BUCKETS], None)
+            await scene.worker.update_weights(1, refused, None)
+        for unread in refused:
+            unread.close()
         with pytest.raises(SyncError, match="weights v1 were asked for after v2; those stay"):
             await scene.worker.receive_weights(1, [], "weights-0-1")
         assert scene.engine.version == 2 and scene.events.count("pause") == 1
