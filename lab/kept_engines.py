@@ -31,6 +31,7 @@ from actors.commands.init_model import init_model_folder
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.queue.outstanding import discard_reason
+from actors.record.step_sources import objective_metrics
 from actors.settings.derived import derived
 from actors.settings.devices import visible_gpus
 from correction.batch import PackedBatch
@@ -88,7 +89,7 @@ class RunRecord:
     first_version: int
     """The learner's version at its first step."""
     steps: list[dict[str, float]] = field(default_factory=list)
-    """For each step: correction.diagnostics by their names; the loss's numbers as "loss/..."; reward_mean (of all sampled groups),
+    """For each step: correction.diagnostics by their names; the loss's numbers as a run names them; reward_mean (of all sampled groups),
     reward_trained_mean, entropy, grad_norm, learning_rate, optimizer_steps, skipped_steps, groups, tokens, and the seconds of
     generate_s, train_s, sync_s, step_s."""
     batches: list[list[Group]] = field(default_factory=list)
@@ -315,7 +316,7 @@ def _learner_numbers(result: StepResult) -> dict[str, float]:
         numbers["grad_norm"] = result.grad_norm
     if result.entropy is not None:
         numbers["entropy"] = result.entropy
-    return numbers | {f"loss/{name}": value for name, value in result.metrics.items()}
+    return numbers | objective_metrics(result)
 
 
 def _batch_numbers(groups: list[Group]) -> dict[str, float]:

@@ -65,7 +65,7 @@ KEPT = (
     *("ess_token", "ess_sequence", "bad_update_share", "broken_tokens", "rejected_share", "pearson", "probability_gap_mean"),
     *("perplexity_ratio", "staleness_mean", "bucket_rho_std_0", "bucket_rho_std_1", "bucket_rho_std_2", "bucket_rho_std_3"),
     *("bucket_rho_std_4", "entropy", "grad_norm", "loss", "learning_rate", "reward_mean", "reward_std", "advantage_std", "skipped_steps"),
-    *("loss/clip_share", "reference_kl", "sampled_reward"),
+    *("learner/clip_share", "reference_kl", "sampled_reward"),
 )
 """Numbers that are recorded: all that one of the two systems reads, and some more."""
 
@@ -175,7 +175,7 @@ class Recorder(KeptEngines):
                 self.batches[step] = logprobs_of(run, groups)
             mine = run.step(step, groups) | batch_numbers(groups)
             mine["sampled_reward"] = statistics.fmean(reward for groups in sampled for reward in rewards_of(groups))
-            mine["reference_kl"] = mine["loss/penalty_kl"]
+            mine["reference_kl"] = mine["learner/reference_kl"]
             numbers.append(mine)
             self._sync(run)
         return numbers

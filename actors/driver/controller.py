@@ -83,7 +83,7 @@ class Controller:
         self._is_begun = self._step > 0  # the evaluation before training is over, or left out
         self._is_trained = False         # all steps that there will be are done and saved
         self.summary: RunSummary | None = None  # of a run that has done and saved all that it had to
-        self._steps = StepReporter(observer.steps, on_observed=self._observed)
+        self._steps = StepReporter(observer.steps, service=lambda: self._source.service, on_observed=self._observed)
         self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines, begins_at=self._step)
         self._by_disk: ByDisk = partial(by_disk, deadlines=config.deadlines, notice=observer.waiting)
 
@@ -209,7 +209,6 @@ class Controller:
         advance = (self._version, self._sync.version) if under_way and under_way.is_trained else None
         await self._source.fill(under_way.batch if under_way else None, advance)
         self._pool.follow_queue(self._source.queue)
-        self._steps.follow(self._source.service)
         if under_way is None:  # it may have been asked for logprobs
             await self._learner.settled()
         self._observer.replaced_queue()
@@ -231,7 +230,7 @@ class Controller:
         await done_or_reported(self._checkpoints.finished(), "checkpoint under way", _END_S, self._warn)
         await done_or_reported(self._steps.flush(), "lines of the last steps", _END_S, self._warn)
         self._checkpoints.abandon()
-        self._observer.steps.abandon()
+        self._steps.abandon()
 
     async def _train(self) -> None:
         while self._step_under_way or (self._step < self._config.steps and not self._ends_early):
@@ -267,7 +266,7 @@ class Controller:
 
     def _on_sigterm(self) -> None:
         """Called at SIGTERM, whose sender may kill in a few seconds: abort the step under way, so that finished steps are saved."""
-        self._observer.steps.stop_waiting()
+        self._steps.stop_waiting()
         self._abort_task = asyncio.create_task(done_or_reported(self._learner.abort(), "end of the step under way", _END_S, self._warn))
 
     async def _publish(self) -> None:
@@ -354,7 +353,6 @@ class Controller:
             observer.joined(info)
         for note in self._alarms.notes():
             observer.event("info", note)
-        self._steps.follow(self._source.service)
         probe_ids, pool = self._held_out[0].token_ids, self._pool
         self._sync = make_sync(config, self._learner, probe_ids, observer, pool, generation=self._generation, on_receipt=self._receipt)
         observer.follow(self._pool.members)

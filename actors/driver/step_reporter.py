@@ -16,15 +16,13 @@ T = TypeVar("T")
 class StepReporter:
     """Holds the last finished step until there is time to report it: while the next one is waited for or trained, or at a flush."""
 
-    def __init__(self, writer: StepWriter, *, on_observed: Callable[[Observation], None]) -> None:
-        """Args: on_observed: called with a step's Observation when it is ready; that may be after the next step has begun."""
-        self._writer, self._on_observed = writer, on_observed
-        self._service: Any = None
+    def __init__(self, writer: StepWriter, *, service: Callable[[], Any], on_observed: Callable[[Observation], None]) -> None:
+        """Args:
+        service: the present correction service, which diagnoses the steps; it may be replaced.
+        on_observed: called with a step's Observation when it is ready; that may be after the next step has begun.
+        """
+        self._writer, self._service, self._on_observed = writer, service, on_observed
         self._unreported: FinishedStep | None = None
-
-    def follow(self, service: Any) -> None:
-        """Set the correction service, which diagnoses the steps."""
-        self._service = service
 
     def end_step(self, finished: Callable[[], FinishedStep]) -> None:
         """Keep the step that ends now; report the one before, if that has not been done. Args: finished: Observer.end_step."""
@@ -47,6 +45,14 @@ class StepReporter:
         self._report()
         await self._writer.flush()
 
+    def stop_waiting(self) -> None:
+        """As StepWriter's."""
+        self._writer.stop_waiting()
+
+    def abandon(self) -> None:
+        """As StepWriter's."""
+        self._writer.abandon()
+
     def _report(self) -> None:
         step, self._unreported = self._unreported, None
         if step is not None:
@@ -54,7 +60,7 @@ class StepReporter:
 
     def _observed(self, step: FinishedStep) -> Awaitable[Observation | None]:
         """Diagnostics of a step's batch, to be awaited. The service is called now, because it holds the batch for only one more step."""
-        reference = self._service.observe.remote(step.number, step.batch.version, step.result)
+        reference = self._service().observe.remote(step.number, step.batch.version, step.result)
 
         async def reported() -> Observation | None:
             observation: Observation | None = await reference

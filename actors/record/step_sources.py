@@ -104,8 +104,13 @@ def learner_metrics(result: StepResult) -> dict[str, float | None]:
         "learner/optimizer_steps": result.optimizer_steps,
         **{SKIPPED + reason: result.skipped.count(reason) for reason in SkipReason},
         "learner/microbatches": result.microbatches,
-        **_placed("loss/", result.metrics, LOSS_PLACES),
+        **objective_metrics(result),
     }
+
+
+def objective_metrics(result: StepResult) -> dict[str, float]:
+    """The objective's own numbers."""
+    return _placed("loss/", result.metrics, LOSS_PLACES)
 
 
 def undiagnosed(result: StepResult) -> dict[str, float]:

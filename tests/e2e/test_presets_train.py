@@ -33,7 +33,7 @@ NANO = Path(__file__).parents[2] / "recipes" / "nano_spell_backward.yaml"
 STEPS = 20
 STRESS = {"mu_noise": 0.5, "learning_rate": 3e-3, "optimizer_steps_per_batch": 4, "seed": 7}
 
-CLIPPED = "loss/clip_share > 0"
+CLIPPED = "learner/clip_share > 0"
 """The objective's clip or gate took gradients away."""
 BOUNDED = "loss/bounded_share > 0"
 """The objective's coefficient was cut."""
@@ -54,7 +54,7 @@ ACTIVE: dict[str, tuple[str, ...]] = {
     "gspo": (CLIPPED,),
     "luspo": (CLIPPED,),
     "gmpo": (CLIPPED,),
-    "sapo": ("loss/batch_drift_k3_kl > 0.001",),
+    "sapo": ("learner/drift_k3 > 0.001",),
     "cispo": (BOUNDED,),
     "m2po": (CLIPPED, "rejected_by_second_moment_token_rho > 0"),
     "opsm": (CLIPPED, "rejected_by_k1_geometric_q > 0"),

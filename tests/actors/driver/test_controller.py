@@ -236,7 +236,9 @@ def test_sigterm_saves_without_the_step_under_way_and_ctrl_c_with_it(number: int
         run._ending.is_training = True
         run._source, run._learner = source(run, FakeActor(Service())), SimpleNamespace(abort=abort)  # type: ignore[assignment]
         run._source.settle, run._learn_and_publish = settle, learn  # type: ignore[method-assign]
-        run._steps = SimpleNamespace(report_during=lambda work, **_: work, end_step=lambda _: None)  # type: ignore[assignment]
+        run._steps = SimpleNamespace(  # type: ignore[assignment]
+            report_during=lambda work, **_: work, end_step=lambda _: None, stop_waiting=observer.stop_waiting
+        )
         run._empty_steps = SimpleNamespace(note=lambda *_: None)  # type: ignore[assignment]
         run._checkpoints = SimpleNamespace(  # type: ignore[assignment]
             finished=nothing, save_with_retries=save_with_retries, saved_step=1, is_due=lambda step: False

@@ -50,7 +50,7 @@ def going_back_to(step: int, monkeypatch: pytest.MonkeyPatch) -> Controller:
     run._folder = SimpleNamespace(path=Path("run"))  # type: ignore[assignment]
     run._rollbacks = SimpleNamespace(found=finds, allow=lambda *_, **__: None)  # type: ignore[assignment]
     run._pool = SimpleNamespace(serve=nothing_now, raise_on_failure=lambda: asyncio.sleep(60.0))  # type: ignore[assignment]
-    run._steps = SimpleNamespace(flush=nothing)  # type: ignore[assignment]
+    run._steps = SimpleNamespace(flush=nothing, abandon=lambda: None)  # type: ignore[assignment]
     monkeypatch.setattr(run, "_withdraw", nothing)
 
     async def start() -> None:

@@ -26,8 +26,9 @@ class ReporterScene:
         self.observation = observation
         self.observed: Any = None
         self.is_cancelled = False
-        self.reporter = StepReporter(self, on_observed=lambda observation: self.events.extend(observation.events))  # type: ignore[arg-type]
-        self.reporter.follow(FakeActor(SimpleNamespace(observe=self._observe)))
+        service = FakeActor(SimpleNamespace(observe=self._observe))
+        on_observed = lambda observation: self.events.extend(observation.events)  # noqa: E731
+        self.reporter = StepReporter(self, service=lambda: service, on_observed=on_observed)  # type: ignore[arg-type]
 
     async def _observe(self, step: int, *_: Any) -> Observation | None:
         return self.observation
