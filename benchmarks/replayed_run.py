@@ -14,14 +14,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import ray
 from rich.console import Console
 
@@ -46,7 +44,7 @@ from actors.simulation.costs import AnswerLengths
 from actors.state.resume import open_ledger
 from actors.weights.weight_sync import SyncTarget
 from benchmarks.late_loop import LateLoop, LongestHalt
-from benchmarks.process_use import Uses
+from benchmarks.process_use import StoreUse, Uses
 from benchmarks.replayed_parts import SAMPLES, ReplayedRank, ReplayPool, WideShape, WorkerHost
 from correction.config import CorrectionConfig
 from correction.errors import ConfigError
@@ -175,31 +173,6 @@ def recorded_shape(lengths: AnswerLengths, mean: int | None) -> tuple[AnswerLeng
     return AnswerLengths.like(scaled, description, max_tokens=max(scaled)), max(1, round(statistics.fmean(scaled)))
 
 
-class _Store:
-    """Ray's object store on this node: what of its files was written to, which is never given back.
-
-    Objects are written by the processes that make them: the store's own process (the raylet) has none of it in its memory.
-    """
-
-    def __init__(self) -> None:
-        raylet = next(one for one in psutil.Process().children() if one.name() == "raylet")
-        self._open = Path(f"/proc/{raylet.pid}/fd")
-        self._first = self._written()
-
-    @property
-    def grown(self) -> int:
-        return self._written() - self._first
-
-    def _written(self) -> int:
-        """Bytes."""
-        by_file: dict[int, int] = {}
-        for one in self._open.iterdir():
-            with suppress(FileNotFoundError):  # closed meanwhile
-                if "plasma" in os.readlink(one):
-                    by_file[one.stat().st_ino] = 512 * one.stat().st_blocks
-        return sum(by_file.values())
-
-
 class TimedObserver(Observer):
     """A run's observer that also records how long places waited, and prints warnings."""
 
@@ -234,7 +207,7 @@ class ReplayedRun(Controller):
 
     def __init__(self, shape: ReplayedShape, *, profile: str) -> None:
         """Start the parts; workers join as they come."""
-        self._store = _Store()
+        self._store = StoreUse()
         self.shape, self.figures, self.profile = shape, Figures(), profile
         self._prompt = partial(prompt_of, tokens=shape.prompt_tokens)
         self._temporary = tempfile.TemporaryDirectory(prefix="ek-replayed-")

@@ -20,6 +20,7 @@ from actors.carriers import ExportPlan
 from actors.commands.measured_costs import recorded_lengths
 from actors.simulation.costs import AnswerLengths
 from benchmarks import control_plane_actors
+from benchmarks.process_use import StoreUse
 from benchmarks.replayed_parts import (
     ReplayedBucket,
     ReplayedEngine,
@@ -28,7 +29,7 @@ from benchmarks.replayed_parts import (
     WideShape,
     tensor_names,
 )
-from benchmarks.replayed_run import Figures, ReplayedShape, _Store, prompt_of, recorded_shape
+from benchmarks.replayed_run import Figures, ReplayedShape, prompt_of, recorded_shape
 from benchmarks.sides import ROOT
 from correction.errors import ConfigError
 from rollout.engine.weight_update import require_checksums
@@ -149,7 +150,7 @@ def test_bytes_that_others_write_to_the_store_s_files_count(tmp_path: Path, monk
         file.truncate(1 << 24)
         file.write(bytes(1 << 20))
         file.flush()
-        store = _Store()
+        store = StoreUse()
         subprocess.run(["dd", "if=/dev/urandom", f"of={file.name}", "bs=1M", "count=3", "seek=4", "conv=notrunc,fsync"], check=True)
         assert store.grown == pytest.approx(3 << 20, rel=0.01)
 
