@@ -1,4 +1,4 @@
-"""Measures processor time and memory of processes and of the object store, and, on request, in which threads or event-loop functions the time is spent."""
+"""Measures processor time and memory of processes and of the object store, and which threads or event-loop functions take the time."""
 
 from __future__ import annotations
 
