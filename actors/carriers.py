@@ -263,7 +263,7 @@ class PreparedBatch:
     groups: tuple[GroupFacts, ...]
     """The groups of these tokens, in the order of the batch."""
     places: tuple[tuple[int, int], ...]
-    """[S] of whom each sequence is: number of the group in `groups`, and of the answer in it. An answer without a place is not trained."""
+    """[S] which answer each sequence is: number of the group in `groups`, and of the answer in it. What has no place is not trained."""
     proximal_s: float
     """Seconds that the learner took for proximal (and reference) logprobs."""
     correct_s: float

@@ -124,6 +124,8 @@ def outline_by_file(model: Path) -> Path:
         return outline_folder(model)[0]
     with _in_words(name):
         name = _at_its_commit(name)
+        if (whole := _whole_copy(name)) is not None:
+            return whole
         info = HfApi().model_info(name.repository, revision=name.revision, timeout=_HUB_S)
         files = filter_repo_objects([one.rfilename for one in info.siblings or ()], **_OUTLINE)
         return [Path(hf_hub_download(name.repository, file, revision=name.revision)) for file in files][-1].parent

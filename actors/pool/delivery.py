@@ -4,7 +4,7 @@ A call costs both processes about as much for one group as for a hundred. So the
 the next. While the learner is at work nobody waits for a group, and each call waits for others to come along, if others are being sampled;
 once the learner waits for its batch, none does.
 
-A group that waits here is lost with no process that the run survives: a new queue is filled from the driver's record, and so is a
+If a process dies and the run goes on, no group that waits here is lost: a new queue is filled from the driver's record, and so is a
 checkpoint (actors.queue.outstanding).
 """
 
@@ -43,7 +43,7 @@ class Delivery:
         self._queue, self._notify, self._spawn = queue, notify, spawn
         self._waiting: list[StoredGroup] = []
         self._goes_now = asyncio.Event()
-        self._is_urgent = False
+        self._is_urgent = self._has_last = False
         self._gather_s, self._urgent_at = _SHORTEST_S, math.inf
         self._is_under_way = self._is_closed = False
 
@@ -52,6 +52,7 @@ class Delivery:
         the learner asks for it."""
         self._waiting += groups
         if are_last:
+            self._has_last = True
             self._goes_now.set()
         if self._waiting and not self._is_under_way:
             self._is_under_way = True
@@ -72,7 +73,8 @@ class Delivery:
             yield
         finally:
             self._is_urgent = False
-            self._goes_now.clear()
+            if not self._has_last:
+                self._goes_now.clear()
 
     async def _deliver(self) -> None:
         failures = 0
@@ -81,7 +83,7 @@ class Delivery:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._gather_s):
                         await self._goes_now.wait()
-                sent, self._waiting = self._waiting, []
+                sent, self._waiting, self._has_last = self._waiting, [], False
                 if not self._is_urgent:
                     self._goes_now.clear()
                 try:

@@ -60,7 +60,7 @@ class WaitingWork:
         self._questions: deque[Questions] = deque()
         """Those whose evaluation has ended without them leave at the head."""
         self._asked = 0
-        """Answers that they ask for."""
+        """Answers that these ask for; of an evaluation that has ended without them also those that aren't at the head yet."""
         self.is_fed = False
         """Training goes on: evaluations keep to their share of the slots."""
         self._failed_at: dict[int, Taker] = {}

@@ -223,19 +223,25 @@ async def until_lost(worker: WorkerHandle, limit_s: float, pool_size: Callable[[
     watches its engine itself.) When half of the limit is over for it or its engine, stacks are collected.
 
     A worker that hangs is lost limit_s after the next heartbeat: that begins limit_s / 6 after its last sign of life (an answer, a finished
-    group, a receipt, an answered probe of the weights), in a pool of more than 64 workers limit_s / 2.
+    group, a receipt, an answered probe of the weights), in a pool of more than 64 workers limit_s / 2. If its engine was silent at the last
+    heartbeat it is limit_s / 6 in any pool, or half of the engine's limit could pass unseen.
 
     Args: limit_s: seconds without an answer.
     """
-    clock = asyncio.get_running_loop().time
+    clock, engine_silent_s = asyncio.get_running_loop().time, 0.0
+
+    def pause_s() -> float:
+        return limit_s / (_PROBES if pool_size() <= _FEW or engine_silent_s > 0.0 else _PROBES_OF_MANY)
 
     async def pause() -> None:
         answered_at = clock()
-        while (rest_s := max(answered_at, worker.worked_at, worker.sync.answered_at) + _pause_s(limit_s, pool_size()) - clock()) > 0.0:
+        while (rest_s := max(answered_at, worker.worked_at, worker.sync.answered_at) + pause_s() - clock()) > 0.0:
             await asyncio.sleep(rest_s)
 
     def heard(load: WorkerLoad) -> float:
-        return load.silent_s
+        nonlocal engine_silent_s
+        engine_silent_s = load.silent_s
+        return engine_silent_s
 
     what = f"heartbeat <- rollout worker {worker.name}"
     await pause()
@@ -244,10 +250,6 @@ async def until_lost(worker: WorkerHandle, limit_s: float, pool_size: Callable[[
     except (EvenkeelError, ray.exceptions.RayError) as error:
         return str(unwrapped(error))
     return f"missed its heartbeat: its process answered none of {MISSES} probes in {limit_s:g} s"
-
-
-def _pause_s(limit_s: float, pool_size: int) -> float:
-    return limit_s / (_PROBES if pool_size <= _FEW else _PROBES_OF_MANY)
 
 
 async def loads(joined: Sequence[WorkerHandle], turns: Turns, version: int | None = None) -> dict[str, WorkerLoad]:

@@ -201,7 +201,6 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
     @collective
     def at_sampling(self, number: int, batch: PackedBatch, version: int, oldest: int) -> tuple[None, SplitLogprobs | None]:
         """As `proximal`: logprobs at the weights that sampled each token, as KeptWeights.at_sampling, and at the present ones."""
-
         self._begin(number, "logprobs at the weights that sampled", version)
         batch = batch.holding(self._read) if self._read else batch
         with self._learner.abort.during(number):

@@ -165,7 +165,8 @@ class WeightSync:
         )
         snapshot, receipts = await self._export_to(members, plan) if members else (await self._learner.export(plan), [])
         self._versions.add(snapshot)
-        in_turn = heapq.nsmallest(_PROBED, self._targets.values(), key=lambda target: target.probed_version)
+        verified = (target for target in self._targets.values() if target.is_verified)  # others are probed after their first sync anyway
+        in_turn = heapq.nsmallest(_PROBED, verified, key=lambda target: target.probed_version)
         self._to_probe = {target.name for target in in_turn}
         if self._deltas is not None:
             self._deltas.published(snapshot, {target.node for target in self._targets.values()})

@@ -354,14 +354,14 @@ LOSS_METRICS = {
     "policy_loss": _Q(_U.ONE, "policy loss", "The policy's part of the loss."),
     "kl_loss": _Q(_U.ONE, "KL loss", "The KL penalty's part of the loss; absent without one."),
     "ratio_mean": _Q(_U.ONE, "mean ratio", "Mean of the ratio that the objective watches."),
-    "batch_drift_k1_kl": _Q(_U.NATS, "batch drift k1", "As batch_drift_k3_kl, by estimator k1."),
+    "batch_drift_k1_kl": _Q(_U.NATS, "batch drift k1", "KL(proximal || target), estimator k1, over all passes of the batch."),
     "batch_drift_k3_kl": _Q(
         _U.NATS, "batch drift k3",
         "KL(proximal || target), estimator k3, over all passes of the batch: how far the optimizer moved the policy within it; absent "
         "where the proximal policy isn't the learner's.",
     ),
     "batch_drift_from_behavior_k1_kl": _Q(
-        _U.NATS, "batch drift from behaviour, k1", "As batch_drift_from_behavior_k3_kl, by estimator k1."
+        _U.NATS, "batch drift from behaviour, k1", "KL(behaviour || target), estimator k1, over all passes of the batch."
     ),
     "batch_drift_from_behavior_k3_kl": _Q(
         _U.NATS, "batch drift from behaviour, k3",

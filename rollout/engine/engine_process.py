@@ -182,7 +182,10 @@ class EngineProcess:
 
     def _environment(self) -> dict[str, str]:
         on_cpu = self._config.resolved_device == "cpu"
-        settings = PluginSettings(engine_id=self._engine_id, last_error=str(self._last_error), engine=self._config)
+        # Not validated again: a capture's engine has arguments of SGLang that a recipe may not name.
+        settings = PluginSettings.model_construct(
+            engine_id=self._engine_id, last_error=str(self._last_error), engine=self._config
+        )
         environment = {VARIABLE: settings.as_variable(), _MODELS: os.environ.get(_MODELS, served_models.__name__)}
         if self._config.log_level == "error":
             environment |= {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}    # dozens of lines about kernels that a CPU has no use for

@@ -125,8 +125,8 @@ def test_what_newer_weights_read_again_is_counted() -> None:
 
 
 def test_rewards_of_a_batch_by_group_each_of_which_is_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 1,024 groups this holds up the driver's event loop in one go. Rewards 1, 1 (all right), 0, 0 (all wrong) and 1, 0, with one answer
-    that failed: means 1, 0 and 1/2, deviations 0, 0 and 1/2."""
+    """Of 1,024 groups this holds up the driver's event loop in one go. Rewards 1, 1 (all correct), 0, 0 (all wrong) and 1, 0, with one
+    answer that failed: means 1, 0 and 1/2, deviations 0, 0 and 1/2."""
     looks: list[int] = []
 
     def valid(self: GroupFacts) -> tuple[AnswerFacts, ...]:
@@ -141,8 +141,9 @@ def test_rewards_of_a_batch_by_group_each_of_which_is_gone_through_once(monkeypa
     ]
     failed = replace(groups[2].trajectories[1], error="it failed")
     groups[2] = replace(groups[2], trajectories=(groups[2].trajectories[0], failed, groups[2].trajectories[2]))
-    batch = PreparedBatch(0, CorrectionConfig(preset="bypass"), None, 30, tuple(groups), 0.0, 0.0)
-    numbers = batch_metrics(batch, correct_at=1.0, overlong=TrainOverlong())
+    places = ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 2))
+    batch = PreparedBatch(0, CorrectionConfig(preset="bypass"), None, 30, tuple(groups), places, 0.0, 0.0)
+    numbers = batch_metrics(batch, correct_at=1.0)
     assert (numbers["groups/all_correct"], numbers["groups/all_wrong"]) == (1, 1)
     assert [numbers[f"reward/{name}"] for name in ("mean", "std", "group_std")] == pytest.approx([0.5, 0.5, 1 / 6])
     assert looks == [0, 1, 2]
