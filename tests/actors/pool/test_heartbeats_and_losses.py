@@ -186,13 +186,15 @@ def test_a_frozen_worker_is_condemned_by_its_heartbeat(monkeypatch: pytest.Monke
     play(scenario)
 
 
-def test_stacks_are_asked_for_once_each_time_an_engine_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its worker answers, and says for how long the engine has not: half of its time is 15 s."""
+@pytest.mark.parametrize("workers", [2, 65])
+def test_stacks_are_asked_for_once_each_time_an_engine_is_silent(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    """Its worker answers, and says for how long the engine has not: half of its time is 15 s. A large pool asks each 15 s; but as often as a
+    small one while an engine is silent, or it would see neither an answer nor half of the next silence."""
     stacks: list[LongWait] = []
 
     async def scenario() -> None:
         HALF_OVER.set(stacks.append)
-        world = World(monkeypatch, workers=2, places=0)
+        world = World(monkeypatch, workers=workers, places=0)
         await world.begin()
         for seconds in (10.0, 20.0, 30.0, 0.0, 20.0):
             world.mortals["1"].engine_silent_s = seconds
