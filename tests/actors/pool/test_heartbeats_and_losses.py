@@ -188,8 +188,8 @@ def test_a_frozen_worker_is_condemned_by_its_heartbeat(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("workers", [2, 65])
 def test_stacks_are_asked_for_once_each_time_an_engine_is_silent(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
-    """Its worker answers, and says for how long the engine has not: half of its time is 15 s. A large pool asks each 15 s; but as often as a
-    small one while an engine is silent, or it would see neither an answer nor half of the next silence."""
+    """Its worker answers, and says for how long the engine has not: half of its time is 15 s. A large pool asks each 15 s; but as often as
+    a small one while an engine is silent, or it would miss the end of a silence."""
     stacks: list[LongWait] = []
 
     async def scenario() -> None:
