@@ -67,13 +67,12 @@ _RUNS = (
     "tests/e2e",
     "nodes",
     "tests/failures",
-    "tests/simulation",
-    "tests/actors/plan",
 )
-"""Whole runs, which wait as much as they compute, the longest first: one of the processes begins with them, and goes on with long files
-that compute."""
+"""Whole runs, which wait as much as they compute, the longest first: one of the processes begins with them, and is the last to end."""
 
 _COMPUTING = (
+    "tests/actors/plan",
+    "tests/simulation",
     "tests/actors/service",
     "tests/actors/checkpoints",
     "tests/actors/record",
@@ -89,6 +88,7 @@ _WAITING = (
     "tests/actors/checkpoints/test_checkpoint_disk.py",
     "tests/actors/cluster/test_head_watch.py",
     "tests/actors/cluster/test_hub.py",
+    "tests/actors/cluster/test_shared_gpu.py",
     "tests/actors/cluster/test_hub_data.py",
     "tests/actors/commands/test_resume_disk.py",
     "tests/actors/commands/test_retries.py",

@@ -65,8 +65,8 @@ class Delivery:
     @contextmanager
     def urgent(self) -> Iterator[None]:
         """Within the block, once a step, the learner waits for groups: no call waits for further ones."""
-        step_s, self._urgent_at = (now := asyncio.get_running_loop().time()) - self._urgent_at, now
-        self._gather_s = min(max(_SHARE * step_s, _SHORTEST_S), _LONGEST_S)
+        last_step, self._urgent_at = (now := asyncio.get_running_loop().time()) - self._urgent_at, now
+        self._gather_s = min(max(_SHARE * last_step, _SHORTEST_S), _LONGEST_S)
         self._is_urgent = True
         self._goes_now.set()
         try:

@@ -67,7 +67,7 @@ def test_answers_handed_back_are_continued_from_their_tokens(
         await engine.update_weights(version + 1, [WeightBucket.of(new)])
         await engine.generate([5], max_tokens=20, ignore_stop=True)
         running.append(asyncio.ensure_future(engine.generate(PROMPT, **late)))
-        while engine.requests_in_flight < 70:
+        while len(engine._manager.rid_to_state) < 70:  # SGLang has them: what comes after the abort would find free places
             await asyncio.sleep(0.01)
         try:
             await engine.hand_back()
