@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from subprocess import PIPE
 from typing import Any
 
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -47,8 +49,6 @@ RUN = [
 _POLL_S = 0.05
 _STOPPED_S = 2.0
 """Less than the time after which a worker without a heartbeat is lost."""
-_STEP_S = 10.0
-"""Longest wait for a step of the learner while an engine is stopped; with what follows less than that time, too."""
 _LIST_NODES = """
 import json, sys, time
 import ray
@@ -233,20 +233,14 @@ class ElasticRun:
     def _held_engine(self, name: str, drain_s: float) -> Iterator[psutil.Process]:
         """Within the block a worker gets a notice that it has to leave.
 
-        Its engine is stopped from a moment before until it was told to hand its groups back: the model's answers are so short that it would
-        end them in any time that it is given for them. That moment is a step of the learner's, after which there are groups for all; or
-        none is made, for the groups that it lacks are with this worker.
+        Its engine is stopped in the midst of answers until it was told to hand its groups back: the model's answers are so short that it
+        would end them in any time that it is given for them.
         """
         worker = self.part(f"rollout {name}")
         engine = [one for one in worker.children(recursive=True) if one.cmdline()[:1] and one.cmdline()[0].startswith("sglang::scheduler")]
         assert engine
-        for process in engine:
-            process.suspend()
+        self.until(f"rollout worker {name} in the midst of answers", lambda: self._is_stopped_busy(name, engine), 60)
         try:
-            steps, latest = len(steps_of(self.run_dir)), time.monotonic() + _STEP_S
-            while len(steps_of(self.run_dir)) == steps and time.monotonic() < latest:
-                time.sleep(_POLL_S)
-            time.sleep(_STOPPED_S)
             yield worker
             self.until("its leave", lambda: any(moment.subject == name for moment in self.timeline.all_of("leaves")), 60)
             time.sleep(drain_s + _STOPPED_S)
@@ -254,6 +248,28 @@ class ElasticRun:
             for process in engine:
                 with contextlib.suppress(psutil.NoSuchProcess):  # a pool that did not wait for it has ended the worker
                     process.resume()
+
+    def _is_stopped_busy(self, name: str, engine: list[psutil.Process]) -> bool:
+        """Stop an engine. It goes on if it has no request: it would get none, for it could not take newer weights either."""
+        for process in engine:
+            process.suspend()
+        time.sleep(_POLL_S)
+        is_busy = self.requests_in_flight(name) > 0
+        if not is_busy:
+            for process in engine:
+                process.resume()
+        return is_busy
+
+    def requests_in_flight(self, name: str) -> float:
+        """Of one worker, by its own metrics."""
+        found = re.search(r"service discovery at (\S+)", self.events())
+        assert found is not None
+        with urllib.request.urlopen(found[1], timeout=10) as answer:
+            targets = json.load(answer)
+        (worker,) = (one["targets"][0] for one in targets if (one["labels"]["role"], one["labels"]["name"]) == ("rollout", name))
+        with urllib.request.urlopen(f"http://{worker}/metrics", timeout=10) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        return sum(s.value for family in families if family.name == "evenkeel_rollout_requests_in_flight" for s in family.samples)
 
     def stop(self, limit_s: float = 240.0) -> int:
         """After the step under way, by Ctrl-C. Returns: the exit code."""
