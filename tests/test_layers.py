@@ -364,7 +364,7 @@ def test_what_auto_means_is_decided_in_one_place() -> None:
     """And for a run once, before its config.yaml is written: parts are given what was decided. An engine or a learner without a run decides
     at its start. Ray's address and SGLang's arguments have an auto of their own."""
     files = [path for package in PACKAGES for path in source_files(package) if '"auto"' in path.read_text()]
-    of_others = {"actors/cluster/address.py", "actors/cluster/head_watch.py", "actors/doctor/kernel_rules.py"}
+    of_others = {"actors/cluster/address.py", "actors/cluster/cluster.py", "actors/doctor/kernel_rules.py"}
     assert {str(path.relative_to(ROOT)) for path in files if uses_auto(path)} == {"correction/engines/device_choice.py"} | of_others
     sections = {"learner/config.py", "rollout/engine_settings/engine_config.py"}
     assert callers_of(r"\b(device|dtype|group_backend)_of") == {"actors/settings/derived.py"} | sections
