@@ -29,17 +29,21 @@ _ENGINES = (
     "tests/e2e/test_diff_engines.py",
     "tests/e2e/test_true_on_policy.py",
     "tests/e2e/test_weight_updates.py",
+    "tests/rollout/test_broadcast_arrival.py",
     "tests/rollout/test_continuation.py",
     "tests/rollout/test_engine.py",
+    "tests/rollout/test_engine_arguments.py",
     "tests/rollout/test_engine_buckets.py",
     "tests/rollout/test_engine_failures.py",
     "tests/rollout/test_engine_process.py",
     "tests/rollout/test_engine_updates.py",
+    "tests/rollout/test_gpu_share.py",
     "tests/rollout/test_overlap_hooks.py",
     "tests/rollout/test_sampler.py",
     "tests/rollout/test_seeded_sampler.py",
+    "tests/rollout/test_weight_group.py",
 )
-"""Files whose tests own engines: of several processes only one imports SGLang, and starts the shared engine."""
+"""Files whose tests own engines, or call SGLang: of several processes only one imports SGLang, and starts the shared engine."""
 
 _RANKS = (
     "tests/actors/doctor/test_on_ranks.py",
@@ -58,7 +62,7 @@ _RANKS = (
 _NODES = "tests/actors/on_two_nodes"
 """Folder whose tests share a Ray cluster."""
 
-_TREES = ("tests/test_carriers.py", "tests/test_imports.py", "tests/test_layers.py")
+_TREES = ("tests/test_architecture_page.py", "tests/test_carriers.py", "tests/test_imports.py", "tests/test_layers.py")
 """Files that read the same syntax trees."""
 
 _RUNS = (

@@ -76,31 +76,36 @@ def dataclasses(path: Path) -> dict[str, bool]:
 def given_to_ray() -> dict[str, tuple[Path, ast.AST]]:
     """Classes and functions that the packages have Ray make actors and tasks of, with their files: what is given to ray.remote by name, or
     to a function that hands its own argument on to it, at any depth."""
-    trees = {path: ast.parse(path.read_text()) for path in source_files("actors")}
-    functions = [(path, node) for path in trees for node in nodes(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    calls = {path: calls_in(ast.parse(path.read_text())) for path in source_files("actors")}
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    functions = [(path, node, calls_in(node)) for path in calls for node in nodes(path) if isinstance(node, kinds)]
     takes: dict[tuple[Path | None, str], int] = {(None, "ray.remote"): 0}
     """(file of a function, None for one that others import, and its name) -> place of the argument that comes to Ray."""
     while more := {
         (path if node.name.startswith("_") else None, node.name): own.index(name)
-        for path, node in functions
+        for path, node, its_calls in functions
         if (own := [one.arg for one in node.args.args if one.arg != "self"])
-        for name in handed_on(node, path, takes)
+        for name in handed_on(its_calls, path, takes)
         if name in own
     }.items() - takes.items():
         takes |= dict(more)
-    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    homes = {node.name: (path, node) for path in trees for node in nodes(path) if isinstance(node, kinds) and node.col_offset == 0}
-    return {name: homes[name] for path, tree in trees.items() for name in handed_on(tree, path, takes) if name in homes}
+    tops = [(path, node) for path in calls for node in nodes(path) if isinstance(node, (ast.ClassDef, *kinds)) and node.col_offset == 0]
+    homes = {node.name: (path, node) for path, node in tops}
+    return {name: homes[name] for path, its_calls in calls.items() for name in handed_on(its_calls, path, takes) if name in homes}
 
 
-def handed_on(tree: ast.AST, path: Path, takes: dict[tuple[Path | None, str], int]) -> Iterator[str]:
-    """Names at those places in calls to these functions, or to what such a call returns (`ray.remote(num_cpus=0)(function)`)."""
-    for call in ast.walk(tree):
-        if isinstance(call, ast.Call):
-            function = ast.unparse(call.func.func if isinstance(call.func, ast.Call) else call.func).removeprefix("self.")
-            at = takes.get((None, function), takes.get((path, function)))
-            if at is not None and len(call.args) > at and isinstance(name := call.args[at], ast.Name):
-                yield name.id
+def calls_in(tree: ast.AST) -> list[tuple[str, list[ast.expr]]]:
+    """Functions that are called there, or whose result is (`ray.remote(num_cpus=0)(function)`), with the arguments by place."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [(ast.unparse(one.func.func if isinstance(one.func, ast.Call) else one.func).removeprefix("self."), one.args) for one in calls]
+
+
+def handed_on(calls: list[tuple[str, list[ast.expr]]], path: Path, takes: dict[tuple[Path | None, str], int]) -> Iterator[str]:
+    """Names at those places in calls to these functions."""
+    for function, arguments in calls:
+        at = takes.get((None, function), takes.get((path, function)))
+        if at is not None and len(arguments) > at and isinstance(name := arguments[at], ast.Name):
+            yield name.id
 
 
 def ray_actors() -> dict[str, Path]:

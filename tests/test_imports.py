@@ -7,11 +7,12 @@ Read off the syntax trees, so that no engine has to be started to see it.
 from __future__ import annotations
 
 import ast
+import symtable
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from tests.test_layers import imported_from, nodes
+from tests.test_layers import imported_from, nodes, statements
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("correction", "rollout", "learner", "actors", "lab", "benchmarks", "docs", "tests")
@@ -28,20 +29,8 @@ def defined(path: Path) -> frozenset[str]:
     """Names that a file binds at its top level, imports and branches included."""
     if path.is_dir():
         return frozenset()
-    inside_others = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-    waiting: list[ast.AST] = list(ast.parse(path.read_text()).body)
-    found = set()
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.alias):
-            found.add((node.asname or node.name).partition(".")[0])
-        if not isinstance(node, inside_others):
-            waiting += ast.iter_child_nodes(node)
-    return frozenset(found)
+    bound = symtable.symtable(path.read_text(), str(path), "exec").get_symbols()
+    return frozenset(symbol.get_name() for symbol in bound if symbol.is_assigned() or symbol.is_imported())
 
 
 def missing(path: Path) -> Iterator[str]:
@@ -82,12 +71,13 @@ def test_what_is_missing_is_seen(tmp_path: Path) -> None:
 def uncalled(path: Path) -> Iterator[str]:
     """Functions within the tests of a file that nothing in the test names: their assertions are never made. (Others may call methods.)"""
     function = (ast.FunctionDef, ast.AsyncFunctionDef)
-    for test in ast.walk(ast.parse(path.read_text())):
-        if isinstance(test, function) and test.name.startswith("test_"):
-            named = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
-            methods = {one for node in ast.walk(test) if isinstance(node, ast.ClassDef) for one in node.body}
-            within = (node for statement in test.body for node in ast.walk(statement) if isinstance(node, function) and node not in methods)
-            yield from (f"{path.name}: {test.name}: {one.name}" for one in within if not one.decorator_list and one.name not in named)
+    tests = [node for node in nodes(path) if isinstance(node, function) and node.name.startswith("test_")]
+    for test in tests:
+        its = list(statements(test))[1:]
+        methods = {one for node in its if isinstance(node, ast.ClassDef) for one in node.body}
+        within = [node for node in its if isinstance(node, function) and node not in methods and not node.decorator_list]
+        named = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)} if within else set()
+        yield from (f"{path.name}: {test.name}: {one.name}" for one in within if one.name not in named)
 
 
 def test_what_a_test_defines_is_called() -> None:

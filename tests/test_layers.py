@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from correction.engines.quick_imports import uncollected
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("correction", "rollout", "learner", "actors")
 FOLDERS = ("deploy", "docs", "recipes", "benchmarks", "tests", "lab")
@@ -39,17 +41,28 @@ _READ = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.AsyncFun
 _STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 
-@cache
 def nodes(path: Path) -> list[ast.AST]:
     """Imports, classes, functions and assignments of a file, wherever they stand in it. Each file is read by a dozen tests."""
-    waiting: list[ast.AST] = [ast.parse(path.read_text())]
-    found = []
-    while waiting:  # no expression holds a statement, and most nodes are expressions
-        node = waiting.pop()
-        if isinstance(node, _READ):
-            found.append(node)
+    return ours[path] if path in (ours := _nodes_of_ours()) else _nodes(path)
+
+
+@cache
+def _nodes_of_ours() -> dict[Path, list[ast.AST]]:
+    """Of all files at once: they stay, but the garbage collector would look through them again and again, which takes most of the time."""
+    with uncollected():
+        return {path: _nodes(path) for top in (*PACKAGES, *FOLDERS) for path in (ROOT / top).rglob("*.py")}
+
+
+def _nodes(path: Path) -> list[ast.AST]:
+    return [node for node in statements(ast.parse(path.read_text())) if isinstance(node, _READ)]
+
+
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """As ast.walk, in the order of the lines and without expressions: none holds a statement, and most nodes are expressions."""
+    waiting = [tree]
+    while waiting:
+        yield (node := waiting.pop())
         waiting += reversed([child for child in ast.iter_child_nodes(node) if isinstance(child, _STATEMENTS)])
-    return found
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
@@ -351,7 +364,7 @@ def test_what_auto_means_is_decided_in_one_place() -> None:
     """And for a run once, before its config.yaml is written: parts are given what was decided. An engine or a learner without a run decides
     at its start. Ray's address and SGLang's arguments have an auto of their own."""
     files = [path for package in PACKAGES for path in source_files(package) if '"auto"' in path.read_text()]
-    of_others = {"actors/cluster/address.py", "actors/cluster/head_watch.py", "actors/doctor/kernel_rules.py"}
+    of_others = {"actors/cluster/address.py", "actors/cluster/cluster.py", "actors/doctor/kernel_rules.py"}
     assert {str(path.relative_to(ROOT)) for path in files if uses_auto(path)} == {"correction/engines/device_choice.py"} | of_others
     sections = {"learner/config.py", "rollout/engine_settings/engine_config.py"}
     assert callers_of(r"\b(device|dtype|group_backend)_of") == {"actors/settings/derived.py"} | sections

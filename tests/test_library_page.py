@@ -65,9 +65,9 @@ def test_every_row_of_the_others_names_their_file() -> None:
 
 
 LOOP = '''
-import json, sys, torch
+import json, torch
 names = {}
-exec(open(sys.argv[1]).read(), names)
+exec(open("loop.py").read(), names)
 torch.manual_seed(0)
 class Bigram(torch.nn.Module):
     def __init__(self):
@@ -96,16 +96,25 @@ print(json.dumps(found))
 '''
 
 
-def test_the_plain_loop_of_the_page_runs(tmp_path: Path) -> None:
-    """One micro-batch or three: the same numbers and the same step, under the distribution's name."""
-    example = re.search(r"<!-- example: loop -->\n```python\n(.*?)```", TEXT, re.DOTALL)
-    assert example
-    (tmp_path / "loop.py").write_text(example[1])
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """By `LOOP` and `README`, each in names of its own, under the distribution's name: one process imports torch for both."""
+    folder = tmp_path_factory.mktemp("page")
+    loop = re.search(r"<!-- example: loop -->\n```python\n(.*?)```", TEXT, re.DOTALL)
+    lines = re.search(r"```python\n(.*?)```", (ROOT / "distribution" / "README.md").read_text(), re.DOTALL)
+    assert loop and lines
+    (folder / "loop.py").write_text(loop[1])
+    (folder / "lines.py").write_text(lines[1])
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "distribution"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-P", "-c", LOOP, str(tmp_path / "loop.py")]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-P", "-c", "import sys\nfor program in sys.argv[1:]: exec(program, {})", LOOP, README]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    (whole, step), (split, split_step) = json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines()[-2:]]
+
+
+def test_the_plain_loop_of_the_page_runs(printed: list[Any]) -> None:
+    """One micro-batch or three: the same numbers and the same step."""
+    (whole, step), (split, split_step) = printed[0]
     assert max(map(abs, step)) > 1e-3
     assert split_step == pytest.approx(step, rel=1e-6, abs=1e-12)
     assert split == pytest.approx(whole, rel=1e-6, abs=1e-12)
@@ -113,7 +122,7 @@ def test_the_plain_loop_of_the_page_runs(tmp_path: Path) -> None:
 
 
 README = """
-import json, sys, torch
+import json, torch
 torch.manual_seed(0)
 attention_mask = torch.arange(6) < torch.tensor([6, 4, 5, 3])[:, None]
 response_mask = attention_mask & (torch.arange(6) > 0)
@@ -124,22 +133,15 @@ world, gradients = 1, []
 for micro_batches in ([[0, 1, 2, 3]], [[0], [1, 2, 3]]):
     table = old_logprobs.clone().requires_grad_()
     names = {**globals(), "model_logprobs": lambda rows: table[rows]}
-    exec(open(sys.argv[1]).read(), names)
+    exec(open("lines.py").read(), names)
     gradients.append(table.grad.flatten().tolist())
 print(json.dumps([names["numbers"]["kept_share"], *gradients]))
 """
 
 
-def test_the_ten_lines_of_the_distributions_readme_run(tmp_path: Path) -> None:
+def test_the_ten_lines_of_the_distributions_readme_run(printed: list[Any]) -> None:
     """In one micro-batch or two, with the same gradient."""
-    example = re.search(r"```python\n(.*?)```", (ROOT / "distribution" / "README.md").read_text(), re.DOTALL)
-    assert example
-    (tmp_path / "lines.py").write_text(example[1])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "distribution"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-P", "-c", README, str(tmp_path / "lines.py")]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    kept, whole, split = json.loads(done.stdout.splitlines()[-1])
+    kept, whole, split = printed[1]
     assert kept == 1.0 and max(map(abs, whole)) > 1e-2
     assert split == pytest.approx(whole, rel=1e-6, abs=1e-9)
 

@@ -23,6 +23,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.cluster.address import NoClusterError, check_ray
+from actors.cluster.head_watch import OwnDaemon
 from actors.cluster.security import loopback_only, protect_token, require_authentication
 from actors.config import RunConfig
 from actors.processes import interrupts
@@ -163,12 +164,23 @@ class Cluster:
         return Path(node.get_logs_dir_path()) if node is not None else Path("/tmp/ray/session_latest/logs")
 
     @property
-    def own_daemons(self) -> Mapping[str, subprocess.Popen[bytes]]:
+    def own_daemons(self) -> Mapping[str, OwnDaemon]:
         """A private Ray's control service and raylet, by name: they are children of this process. Empty for a joined cluster."""
         node: Any = ray._private.worker._global_node
         if node is None or self._config.ray.address is not None:
             return {}
-        return {name: node.all_processes[name][0].process for name in ("gcs_server", "raylet")}
+        here = next(one for one in ray.nodes() if one["NodeID"] == ray.get_runtime_context().get_node_id())  # type: ignore[no-untyped-call]
+        raylet_at = f"{here['NodeManagerAddress']}:{here['NodeManagerPort']}"
+        addresses = {"gcs_server": ray.get_runtime_context().gcs_address, "raylet": raylet_at}
+        return {name: OwnDaemon(node.all_processes[name][0].process, address) for name, address in addresses.items()}
+
+    @property
+    def head_address(self) -> str | None:
+        """host:port of a joined cluster's control service; None for a private one, and for one that is joined by ray://."""
+        address = self._config.ray.address
+        if address is None or address.startswith("ray://"):
+            return None
+        return str(ray.get_runtime_context().gcs_address) if address == "auto" else address
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         node: Any = ray._private.worker._global_node

@@ -19,13 +19,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import psutil
-import ray
 
-from actors.config import RayConfig
 from actors.processes import interrupts
 from actors.processes.descendants import descendants
 from actors.processes.event_level import Notify
@@ -54,20 +53,27 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 
 accept the connection."""
 
 
+@dataclass(frozen=True, slots=True)
+class OwnDaemon:
+    """A process of a private cluster, which is a child of this one."""
+
+    process: subprocess.Popen[bytes]
+    address: str
+    """host:port at which it listens."""
+
+
 @contextlib.contextmanager
-def ends_with_the_head(
-    settings: RayConfig, run_dir: Path, last: Callable[[str], object], notify: Notify
-) -> Iterator[None]:
-    """In this context the loss of a joined cluster's head ends this process. One joined by ray:// is not watched.
+def ends_with_the_head(address: str | None, run_dir: Path, last: Callable[[str], object], notify: Notify) -> Iterator[None]:
+    """In this context the loss of a joined cluster's head ends this process.
 
     Args:
+        address: host:port of the head's control service; None: there is none to watch.
         last: takes the reason, in another thread; the process ends at most two seconds later.
         notify: takes level and message, in that thread, when the head hangs and when it answers again.
     """
-    if settings.address is None or settings.address.startswith("ray://"):
+    if address is None:
         yield
         return
-    address = ray.get_runtime_context().gcs_address if settings.address == "auto" else settings.address
     remedy = (
         "and what the cluster knew of this run goes with it. Start a head again (deploy/README.md), then: "
         f"evenkeel train --resume {run_dir}, with ray.address=HOST:PORT if it is another one"
@@ -77,30 +83,25 @@ def ends_with_the_head(
 
 
 @contextlib.contextmanager
-def ends_with_own_ray(
-    own: Mapping[str, subprocess.Popen[bytes]], run_dir: Path, last: Callable[[str], object], notify: Notify
-) -> Iterator[None]:
+def ends_with_own_ray(own: Mapping[str, OwnDaemon], run_dir: Path, last: Callable[[str], object], notify: Notify) -> Iterator[None]:
     """In this context the death of a private cluster's control service or raylet ends this process. To be left before the cluster ends.
 
     Args:
-        own: these two processes, by name; none: the cluster is a joined one, and not watched here.
+        own: these two, "gcs_server" and "raylet"; none: the cluster is a joined one, and not watched here.
         last, notify: as for ends_with_the_head.
     """
     if not own:
         yield
         return
-    address = ray.get_runtime_context().gcs_address
-    service = f"the control service of this run's own Ray (gcs_server, at {address})"
+    service_at, raylet_at = own["gcs_server"].address, own["raylet"].address
+    service = f"the control service of this run's own Ray (gcs_server, at {service_at})"
     remedy = f"and the run ends with it. To go on: evenkeel train --resume {run_dir}; with --retries N a run does so by itself"
     # A raylet's agents would look for it for a minute; actors end by themselves.
-    left = [below for process in own.values() for below in descendants(psutil.Process(process.pid))]
-    ends = [partial(_wait_for_the_end, name, process, left, remedy, last) for name, process in own.items()]
-    node = ray.get_runtime_context().get_node_id()
-    here = next(one for one in ray.nodes() if one["NodeID"] == node)  # type: ignore[no-untyped-call]
-    raylet_at = f"{here['NodeManagerAddress']}:{here['NodeManagerPort']}"
-    raylet = f"the raylet of this run's own Ray (process {own['raylet'].pid}, at {raylet_at})"
+    left = [below for daemon in own.values() for below in descendants(psutil.Process(daemon.process.pid))]
+    ends = [partial(_wait_for_the_end, name, daemon.process, left, remedy, last) for name, daemon in own.items()]
+    raylet = f"the raylet of this run's own Ray (process {own['raylet'].process.pid}, at {raylet_at})"
     looks = (
-        partial(_look, address, service, _GOES_ON, _head_hangs_s(), remedy, last, notify),
+        partial(_look, service_at, service, _GOES_ON, _head_hangs_s(), remedy, last, notify),
         partial(_look, raylet_at, raylet, _STANDS_STILL, _raylet_hangs_s(), remedy, last, notify),
     )
     with _threads(*looks, *ends):

@@ -25,8 +25,8 @@ from actors.processes.daemon_threads import DaemonThreads
 from actors.processes.descendants import adopted_orphans, end_new
 from actors.processes.driver_heartbeat import HeartbeatListener
 from actors.processes.event_level import EventLevel
+from actors.processes.long_wait import LongWait
 from actors.processes.output import put
-from actors.processes.supervision import LongWait
 from actors.record.run_folder import RunFolder
 from actors.record.stack_gist import FOLDER, collections
 from actors.state.json_lines import last_step

@@ -167,7 +167,7 @@ def _run_in(
                 Cluster(config) as cluster,
                 ends_with_own_ray(cluster.own_daemons, folder.path, last, observer.event),
             ):
-                beyond_its_end.enter_context(ends_with_the_head(config.ray, folder.path, last, observer.event))
+                beyond_its_end.enter_context(ends_with_the_head(cluster.head_address, folder.path, last, observer.event))
                 observer.event("info", f"output of the actors: {cluster.log_folder}")
                 _look_at_nodes(config, folder, observer, view, point.checkpoint.hf if point else config.model)
                 register_stack_dump()

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from ray.exceptions import ActorUnavailableError
 
-from actors.processes.supervision import HALF_OVER, LongWait, wait_for
+from actors.processes.long_wait import LongWait
+from actors.processes.supervision import HALF_OVER, wait_for
 from correction.errors import DeadlineExceeded
 
 T = TypeVar("T")

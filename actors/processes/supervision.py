@@ -13,7 +13,6 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,6 +20,7 @@ import ray
 import ray.exceptions
 
 from actors.part_carriers import WaitNotice
+from actors.processes.long_wait import LongWait
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EvenkeelError, one_line
 
 log = logging.getLogger("evenkeel")
@@ -37,19 +37,6 @@ _DETAIL_S = 5.0
 """Longest wait, seconds, for the clause that says what is missing."""
 AGAIN_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Pauses between attempts to reach an unavailable actor, seconds: a network that comes back within half a minute does no harm."""
-
-
-@dataclass(frozen=True, slots=True)
-class LongWait:
-    """A wait so long that the stacks of all processes are wanted."""
-
-    what: str
-    """As in a WaitNotice."""
-    has_deadline: bool = True
-    """Half of its deadline has passed; False: it has none."""
-
-    def __str__(self) -> str:
-        return f"half of the time for {self.what} is over" if self.has_deadline else f"a long wait for {self.what} (no deadline)"
 
 
 async def wait_for(

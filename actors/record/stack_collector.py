@@ -15,7 +15,8 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.processes.event_level import Notify
-from actors.processes.supervision import LongWait, wait_for
+from actors.processes.long_wait import LongWait
+from actors.processes.supervision import wait_for
 from actors.record.run_folder import RunFolder
 from actors.record.stack_gist import FOLDER, collections
 from correction.errors import EvenkeelError

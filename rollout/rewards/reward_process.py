@@ -12,7 +12,6 @@ A scoring process must never outlive its parent, nor what it has started: the pr
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import difflib
@@ -28,7 +27,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rollout.rewards.gym_entry import COLUMN, from_json
@@ -273,13 +272,18 @@ def _function(spec: dict[str, Any]) -> Scorer:
 
     def score(request: dict[str, Any]) -> Any:
         result = function(**{name: request[name] for name in wanted})
-        return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+        return _awaited(result) if inspect.isawaitable(result) else result
 
     return score
 
 
-async def _awaited(result: Any) -> Any:
-    return await result
+def _awaited(result: Awaitable[Any]) -> Any:
+    import asyncio  # a third of a scoring process's start, and few rewards need it
+
+    async def wait() -> Any:
+        return await result
+
+    return asyncio.run(wait())
 
 
 def _import_function(path: str) -> Callable[..., Any]:

@@ -70,7 +70,7 @@ def test_empty_factors_and_those_that_do_not_fit_are_left_to_torch() -> None:
 
 
 PROGRAM = """
-import torch
+import psutil, torch
 from torch.profiler import profile
 from correction.engines import matrix_products
 matrix_products.is_needed = lambda: True
@@ -87,21 +87,7 @@ exact = torch.nn.functional.linear(x.double(), weight.double())
 torch.testing.assert_close(y, exact.float())
 torch.testing.assert_close(x.grad, (slope.double() @ weight.double()).float())
 torch.testing.assert_close(weight.grad, (slope.double().flatten(0, 1).t() @ x.double().flatten(0, 1)).float())
-"""
 
-
-def test_torch_multiplies_and_differentiates_with_them() -> None:
-    """In a process of its own, since an override is for all of it; the second call must not override again, nor anything warn."""
-    done = subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr
-
-
-KERNELS = """
-import psutil, torch
-from correction.engines import matrix_products
-matrix_products.is_needed = lambda: True
-matrix_products.use_fastest()
 torch.set_num_threads(1)
 weight = torch.ones(64, 64)
 def megabytes(rows):
@@ -113,11 +99,22 @@ print(megabytes(range(1200, 1800)) - kept)
 """
 
 
-def test_kernels_that_were_compiled_are_not_all_kept() -> None:
+@pytest.fixture(scope="module")
+def ended() -> subprocess.CompletedProcess[str]:
+    """A process of its own, since an override is for all of it, and so are warnings and the sizes of caches."""
+    command, environment = [sys.executable, "-W", "error", "-c", PROGRAM], os.environ | KEPT_KERNELS
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+
+
+def test_torch_multiplies_and_differentiates_with_them(ended: subprocess.CompletedProcess[str]) -> None:
+    """The second call must not override again, nor anything warn."""
+    assert ended.returncode == 0, ended.stderr
+    assert "Warning" not in ended.stderr
+
+
+def test_kernels_that_were_compiled_are_not_all_kept(ended: subprocess.CompletedProcess[str]) -> None:
     """Of 600 numbers of rows, after 600 others: half a megabyte each, unless earlier ones give way."""
-    environment = os.environ | KEPT_KERNELS
-    done = subprocess.run([sys.executable, "-c", KERNELS], capture_output=True, text=True, check=True, timeout=120, env=environment)
-    assert float(done.stdout) < 100
+    assert float(ended.stdout) < 100, ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from rollout.trajectory import FinishReason, Prompt, Trajectory, VersionSpan, id
 
 CHAIN_SUM = ReasoningGymTask(dataset="chain_sum")
 USER_REWARDS = """
-    import asyncio, json, mmap, os, pickle, resource, signal, socket, struct, subprocess, sys, time
+    import json, mmap, os, pickle, resource, signal, socket, struct, subprocess, sys, time
 
     class Touch:
         def __init__(self, path): self.path = path
@@ -39,6 +39,7 @@ USER_REWARDS = """
     def length(completion): return len(completion)
     def parts(*, completion, answer, metadata): return {"right": float(completion == answer), "bonus": metadata["bonus"]}
     async def slowly(prompt, completion, **rest):
+        import asyncio
         await asyncio.sleep(0.01)
         return len(prompt) + len(completion)
     def loud(completion):

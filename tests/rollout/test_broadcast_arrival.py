@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch._C._distributed_c10d import ErrorType
 
 from rollout.sglang_plugin import hooks
@@ -55,6 +54,8 @@ class WatchedGroup:
 
 def hooked(monkeypatch: pytest.MonkeyPatch, arriving: Arriving, group: Any, *, device: str = "cuda", timeout_s: float) -> Callable[[], Any]:
     """SGLang's receiving of BUCKET as the plugin registers it, over a stand-in that returns as soon as NCCL's kernel is enqueued."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
     registered: dict[str, tuple[Callable[..., Any], HookType]] = {}
     monkeypatch.setattr(HookRegistry, "register", lambda target, hook, kind: registered.__setitem__(target, (hook, kind)))
     hooks.register(timeout_s)

@@ -10,8 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt import runtime_context
-from sglang.srt.utils.weight_versions import compute_weight_version_spans, record_weight_version_events
 
 from rollout.sglang_plugin import hooks
 
@@ -24,11 +22,15 @@ def request(tokens: int, *, finished: bool = False, retracted: bool = False, chu
 
 def spans(of: Any, tokens: int) -> list[tuple[str, int, int]]:
     """What SGLang answers when the request has so many tokens at version 2."""
+    from sglang.srt.utils.weight_versions import compute_weight_version_spans
+
     return [(span.version, span.start, span.end) for span in compute_weight_version_spans(of.weight_version_events, "2", tokens)]
 
 
 @pytest.fixture
 def serving(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from sglang.srt import runtime_context
+
     state = SimpleNamespace(weight_version="1")
     monkeypatch.setattr(runtime_context, "get_serving", lambda: state)
     return state
@@ -36,6 +38,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def change(serving: Any, scheduler: Any, live: list[Any], version: str | None) -> None:
     """As SGLang's record_weight_version_change, hooked."""
+    from sglang.srt.utils.weight_versions import record_weight_version_events
 
     def original(_: Any, new_version: str | None) -> None:
         if new_version is not None and new_version != serving.weight_version:

@@ -82,7 +82,7 @@ def test_answers_to_true_rows_are_scored(name: str, row: dict[str, Any], right: 
     rollout = of_recipe(name, parquet(tmp_path / "rows.parquet", [row]))
     assert isinstance(rollout.task, FileTask)
     (question,) = read_file(rollout.task.path, rollout.task, lambda _: None).questions
-    patient = rollout.reward.model_copy(update={"deadline_s": 60.0})
+    patient = rollout.reward.model_copy(update={"deadline_s": 60.0, "processes": 1})  # each takes a second to import sympy
     found = scored(patient, right, wrong, prompt=asked(question.answer))
     assert [one.reward for one in found] == [1.0, 0.0], found
 

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from correction.engines.rendezvous import Rendezvous, rendezvous_store
 from lab.ports import free_port
@@ -86,6 +85,8 @@ class Store:
 
 def hook_of(monkeypatch: pytest.MonkeyPatch, target: str, timeout_s: float = LONG_S) -> Callable[..., Any]:
     """What the plugin puts around a function of SGLang's."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
     registered: dict[str, tuple[Callable[..., Any], HookType]] = {}
     monkeypatch.setattr(HookRegistry, "register", lambda target, hook, kind: registered.__setitem__(target, (hook, kind)))
     hooks.register(timeout_s)

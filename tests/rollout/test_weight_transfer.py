@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import resource
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from multiprocessing.reduction import ForkingPickler
@@ -33,9 +32,9 @@ from rollout.engine import weight_transfer, weight_update
 from rollout.engine.weight_update import UpdatableEngine
 from rollout.engine_settings.engine_config import EngineConfig
 from rollout.sglang_plugin import hooks
-from rollout.sglang_plugin.mapped_memory import keep_mapped
 from tests.actors.cases import prompt
 from tests.actors.simulated_time import simulate
+from tests.rollout.memory_reader import read_all
 
 WEIGHTS = {f"layer{i}": torch.arange(4.0) + i for i in range(3)}
 BUCKETS = [WeightBucket.of({name: tensor}) for name, tensor in WEIGHTS.items()]
@@ -268,21 +267,11 @@ def test_what_another_thread_still_copies_is_waited_for(monkeypatch: pytest.Monk
     asyncio.run(scenario())
 
 
-def _read(payloads: Any, found: Any) -> None:
-    """The scheduler's side: how many pages it had to be given for each bucket that it read."""
-    while (payload := payloads.recv()) is not None:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        bucket = {"flattened_tensor": pickle.loads(payload)}
-        total = int(bucket["flattened_tensor"][::4096].sum())
-        keep_mapped(SimpleNamespace(device="cpu"), flattened_tensor_bucket_dict=bucket)
-        found.send((total, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before))
-
-
 def test_a_scheduler_maps_the_shared_memory_once() -> None:
     """Two halves of 32 MiB, in turn: 8,192 pages each, which the system hands out by sixteen. Read again, they are there."""
     context = torch.multiprocessing.get_context("spawn")
     (payloads, theirs), (found, told) = context.Pipe(), context.Pipe()
-    process = context.Process(target=_read, args=(theirs, told), daemon=True)
+    process = context.Process(target=read_all, args=(theirs, told), daemon=True)
     process.start()
     staging = weight_transfer.SharedStaging()
     pages = []

@@ -17,7 +17,8 @@ import pytest
 
 from actors.checkpoints import checkpoint_writer
 from actors.part_carriers import WaitNotice
-from actors.processes.supervision import HALF_OVER, LongWait
+from actors.processes.long_wait import LongWait
+from actors.processes.supervision import HALF_OVER
 from actors.ranks.learner_group import LearnerGroup
 from actors.ranks.learner_rank_actor import LearnerRankActor
 from actors.record import run_folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 import struct
@@ -13,15 +14,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
+from actors.cluster.cluster import Cluster
 from actors.cluster.head_watch import (
     _KEEPALIVE_MS,
     _LIMIT,
     _PROBE_MS,
     _PROBES,
+    OwnDaemon,
     _answers,
     _wait_for_the_end,
     ends_with_own_ray,
@@ -31,12 +35,21 @@ from actors.config import RayConfig
 from actors.processes.interrupts import NO_CLUSTER
 
 ROOT = Path(__file__).parents[3]
+
+
+def answer_all(head: socket.socket) -> None:
+    """As a server of gRPC does, after its client's first words."""
+    with suppress(OSError):  # closed
+        while True:
+            with head.accept()[0] as connection:
+                connection.recv(100)
+                connection.sendall(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+
+
 LIMIT_S = 2
 STANDS = f"""
-import socket, time, types
+import socket, time
 from pathlib import Path
-import ray
-from actors.config import RayConfig
 from actors.processes import interrupts
 from actors.cluster.head_watch import ends_with_the_head
 interrupts.is_attempt = IS_ATTEMPT
@@ -45,8 +58,7 @@ def tell(text):
     time.sleep(1000)  # a folder on a disk that hangs
 head = socket.create_server(("127.0.0.1", 0))
 address = "127.0.0.1:%d" % head.getsockname()[1]
-ray.get_runtime_context = lambda: types.SimpleNamespace(gcs_address=address)
-with ends_with_the_head(RayConfig(address=address), Path("runs/one"), tell, lambda *_: None):
+with ends_with_the_head(address, Path("runs/one"), tell, lambda *_: None):
     time.sleep({2 * LIMIT_S})
     print(address, flush=True)
     head.close()
@@ -57,29 +69,24 @@ with ends_with_the_head(RayConfig(address=address), Path("runs/one"), tell, lamb
 HANGS = """
 import socket, time
 from pathlib import Path
-from actors.config import RayConfig
 from actors.cluster.head_watch import ends_with_the_head
 head = socket.create_server(("127.0.0.1", 0), backlog=100)
-settings = RayConfig(address="127.0.0.1:%d" % head.getsockname()[1])
-with ends_with_the_head(settings, Path("runs/one"), print, lambda *told: print(*told, flush=True)):
+with ends_with_the_head("127.0.0.1:%d" % head.getsockname()[1], Path("runs/one"), print, lambda *told: print(*told, flush=True)):
     time.sleep(120)
 """
-OWN_HANGS = """
-import socket, subprocess, threading, time, types
+OWN_HANGS = f"""
+import socket, subprocess, threading, time
+from contextlib import suppress
 from pathlib import Path
-import ray
 from actors.processes import interrupts
-from actors.cluster.head_watch import ends_with_own_ray
-from tests.actors.cluster.test_head_watch import answer_all
+from actors.cluster.head_watch import OwnDaemon, ends_with_own_ray
 interrupts.is_attempt = True
+{inspect.getsource(answer_all)}
 service, listens = (socket.create_server(("127.0.0.1", 0), backlog=100) for _ in range(2))
 threading.Thread(target=answer_all, args=(service,), daemon=True).start()
-ray.get_runtime_context = lambda: types.SimpleNamespace(
-    gcs_address="127.0.0.1:%d" % service.getsockname()[1], get_node_id=lambda: "here"
-)
-ray.nodes = lambda: [{"NodeID": "here", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": listens.getsockname()[1]}]
-own = {name: subprocess.Popen(["sleep", "100"]) for name in ("gcs_server", "raylet")}
-print(*(process.pid for process in own.values()), flush=True)
+places = {{"gcs_server": service, "raylet": listens}}
+own = {{name: OwnDaemon(subprocess.Popen(["sleep", "100"]), "127.0.0.1:%d" % at.getsockname()[1]) for name, at in places.items()}}
+print(*(one.process.pid for one in own.values()), flush=True)
 with ends_with_own_ray(own, Path("runs/one"), print, lambda *told: print(*told, flush=True)):
     time.sleep(120)
 """
@@ -141,20 +148,18 @@ def test_a_raylet_of_its_own_that_hangs_ends_the_process_once_ray_has_given_it_u
 
 
 OWN = """
-import socket, subprocess, sys, time, types
+import socket, subprocess, sys, time
 from pathlib import Path
-import psutil, ray
 from actors.processes import interrupts
-from actors.cluster.head_watch import ends_with_own_ray
+from actors.cluster.head_watch import OwnDaemon, ends_with_own_ray
 interrupts.is_attempt = True
 service = socket.create_server(("127.0.0.1", 0))
-port = service.getsockname()[1]
-ray.get_runtime_context = lambda: types.SimpleNamespace(gcs_address="127.0.0.1:%d" % port, get_node_id=lambda: "here")
-ray.nodes = lambda: [{"NodeID": "here", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}]
+at = "127.0.0.1:%d" % service.getsockname()[1]
 agent = "import subprocess, time; print(subprocess.Popen(['sleep', '100'], start_new_session=True).pid, flush=True); time.sleep(100)"
 own = {"gcs_server": subprocess.Popen(["sleep", "100"]), "raylet": subprocess.Popen([sys.executable, "-c", agent], stdout=subprocess.PIPE)}
 of_raylet = int(own["raylet"].stdout.readline())
-with ends_with_own_ray(own, Path("runs/one"), lambda text: print(text, flush=True), print):
+daemons = {name: OwnDaemon(process, at) for name, process in own.items()}
+with ends_with_own_ray(daemons, Path("runs/one"), lambda text: print(text, flush=True), print):
     print(own["WHO"].pid, own["gcs_server"].pid, own["raylet"].pid, of_raylet, flush=True)
     own["WHO"].kill()
     time.sleep(60)
@@ -202,21 +207,28 @@ def test_own_ray_may_end_after_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[str]()
     monkeypatch.setattr("actors.processes.interrupts.end_all", lambda why, *_, **__: said.append(why))
     with socket.create_server(("127.0.0.1", 0)) as service, subprocess.Popen(["sleep", "100"]) as raylet:
-        port = service.getsockname()[1]
-        context = SimpleNamespace(gcs_address=f"127.0.0.1:{port}", get_node_id=lambda: "here")
-        monkeypatch.setattr("ray.get_runtime_context", lambda: context)
-        monkeypatch.setattr("ray.nodes", lambda: [{"NodeID": "here", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}])
-        with ends_with_own_ray({"raylet": raylet}, Path("runs/one"), print, print):
+        daemon = OwnDaemon(raylet, f"127.0.0.1:{service.getsockname()[1]}")
+        with ends_with_own_ray({"gcs_server": daemon, "raylet": daemon}, Path("runs/one"), print, print):
             watches = [thread for thread in threading.enumerate() if thread.name == "Ray watch"]
         raylet.kill()
         for watch in watches:
             watch.join(60.0)
-    assert len(watches) == 3 and not any(watch.is_alive() for watch in watches) and said == []
+    assert len(watches) == 4 and not any(watch.is_alive() for watch in watches) and said == []
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [(None, None), ("ray://10.0.0.1:10001", None), ("10.0.0.1:6379", "10.0.0.1:6379"), ("auto", "10.0.0.2:6379")],
+)
+def test_the_head_of_a_joined_cluster_is_looked_after(monkeypatch: pytest.MonkeyPatch, address: str | None, expected: str | None) -> None:
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.2:6379"))
+    config: Any = SimpleNamespace(ray=RayConfig(address=address))
+    assert Cluster(config).head_address == expected
 
 
 def test_a_private_ray_has_no_head_to_look_after_and_a_joined_one_no_processes_of_ours() -> None:
     before = threading.active_count()
-    with ends_with_the_head(RayConfig(), Path("runs/one"), print, print), ends_with_own_ray({}, Path("runs/one"), print, print):
+    with ends_with_the_head(None, Path("runs/one"), print, print), ends_with_own_ray({}, Path("runs/one"), print, print):
         assert threading.active_count() == before
 
 
@@ -231,7 +243,7 @@ def test_a_head_that_hangs_is_told_once_and_so_is_its_return(monkeypatch: pytest
 
     with socket.create_server(("127.0.0.1", 0)) as head:
         address = f"127.0.0.1:{head.getsockname()[1]}"
-        with ends_with_the_head(RayConfig(address=address), Path("runs/one"), lambda text: pytest.fail(text), tell):
+        with ends_with_the_head(address, Path("runs/one"), lambda text: pytest.fail(text), tell):
             assert changed.wait(60.0)
             changed.clear()
             answering = threading.Thread(target=answer_all, args=(head,), daemon=True)
@@ -259,12 +271,3 @@ def test_a_head_that_dies_while_it_hangs_has_not_answered() -> None:
         with pytest.raises((ConnectionRefusedError, ConnectionResetError)):  # as its socket is gone, or just going
             _answers(address, 30.0)
         dying.join()
-
-
-def answer_all(head: socket.socket) -> None:
-    """As a server of gRPC does, after its client's first words."""
-    with suppress(OSError):  # closed
-        while True:
-            with head.accept()[0] as connection:
-                connection.recv(100)
-                connection.sendall(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))

@@ -36,7 +36,7 @@ def recipe(*words: str) -> RunConfig:
 
 def generated(*words: str) -> RunConfig:
     task = ["rollout.task.kind=reasoning_gym", "rollout.task.dataset=spell_backward", "rollout.task.options.max_word_len=5"]
-    return recipe(*task, "rollout.reward.kind=reasoning_gym", *words)
+    return recipe(*task, "rollout.reward.kind=reasoning_gym", "rollout.reward.processes=1", *words)
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_generated_questions_are_distinct_and_scored_from_their_rows_as_by_their
     filter_questions(config, output, Bounds.of(2, 1, None), questions=40, say=told.append)
     assert len(seen) == len(set(seen)) == 40
     words = shlex.split(told[-1].partition("RECIPE ")[2])
-    trained = recipe("rollout.reward.kind=reasoning_gym", *words)
+    trained = recipe("rollout.reward.kind=reasoning_gym", "rollout.reward.processes=1", *words)
     task = build_task(trained.rollout.task)
     train = [task.train_prompt(i) for i in range(task.questions_per_epoch or 0)]
     prompts = {prompt.text: prompt for prompt in train}

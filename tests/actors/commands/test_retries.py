@@ -219,7 +219,7 @@ import sys
 from pathlib import Path
 from actors.processes import interrupts
 from actors.commands import retries
-from actors.processes.interrupts import NO_CLUSTER
+assert not {"ray", "torch"} & sys.modules.keys(), "a small parent, in which little could die"
 retries._COMMAND = (sys.executable, "-c", sys.argv[1])
 retries._PAUSE_S = 0.0
 with interrupts.guarded(grace_s=0.5):

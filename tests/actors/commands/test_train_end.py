@@ -150,7 +150,7 @@ def run_in(
 
     @contextlib.contextmanager
     def cluster(_: Any) -> Iterator[Any]:
-        yield SimpleNamespace(own_daemons={}, log_folder="logs")
+        yield SimpleNamespace(own_daemons={}, head_address=None, log_folder="logs")
         at("Ray's shutdown")
 
     def event(level: str, text: Any, kind: str = "") -> None:

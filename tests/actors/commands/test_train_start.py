@@ -43,7 +43,8 @@ def test_nodes_are_looked_at_before_the_controller_runs(tmp_path: Path, monkeypa
     monkeypatch.setattr(train, "nodes_of_cluster", nodes)
     monkeypatch.setattr(train, "_run_controller", runs)
     monkeypatch.setattr(train, "Controller", lambda *_, **__: None)
-    monkeypatch.setattr(train, "Cluster", lambda _: contextlib.nullcontext(SimpleNamespace(own_daemons={}, log_folder="logs")))
+    cluster = SimpleNamespace(own_daemons={}, head_address=None, log_folder="logs")
+    monkeypatch.setattr(train, "Cluster", lambda _: contextlib.nullcontext(cluster))
     for name in ("ends_with_own_ray", "ends_with_the_head"):
         monkeypatch.setattr(train, name, lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(train, "register_stack_dump", lambda: None)

@@ -12,7 +12,8 @@ import pytest
 from actors.carriers import ScalingCause, Ticket
 from actors.pool.departures import first_to_leave
 from actors.pool.preemption import watch_nodes
-from actors.processes.supervision import HALF_OVER, LongWait
+from actors.processes.long_wait import LongWait
+from actors.processes.supervision import HALF_OVER
 from rollout.config import AnswerSampling
 from rollout.trajectory import FinishReason, Trajectory, UnfinishedGroup, VersionSpan, ids_of, logprobs_of
 from tests.actors.cases import prompt

@@ -15,7 +15,8 @@ from actors.carriers import DiscardReason, GroupFailure, Ticket
 from actors.config import DeadlinesConfig
 from actors.pool.dispatch import WaitingWork
 from actors.pool.faults import GroupOutcomes
-from actors.processes.supervision import HALF_OVER, LongWait
+from actors.processes.long_wait import LongWait
+from actors.processes.supervision import HALF_OVER
 from correction.errors import DeadlineExceeded, RequestError, counted
 from tests.actors.pool.mortal_workers import GROUP_S, START_S, Mortal, Outcome, World, play
 from tests.failures.measured import PLAYED, Measured

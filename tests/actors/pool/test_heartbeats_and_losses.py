@@ -13,7 +13,8 @@ import ray.exceptions
 from actors.carriers import Ticket
 from actors.pool.faults import WorkerLosses
 from actors.pool.workers import LostGroups, WorkerHandle
-from actors.processes.supervision import HALF_OVER, LongWait
+from actors.processes.long_wait import LongWait
+from actors.processes.supervision import HALF_OVER
 from actors.weights.weight_sync import SyncTarget
 from correction.errors import EngineError, LateError
 from rollout.config import AnswerSampling

@@ -15,9 +15,10 @@ import ray
 import ray.exceptions
 
 from actors.cluster.cluster import on_drivers_node
+from actors.processes.long_wait import LongWait
 from actors.processes.numbered import NumberedCaller
 from actors.processes.part_heartbeat import HeartbeatActor, raise_when_silent
-from actors.processes.supervision import HALF_OVER, LongWait
+from actors.processes.supervision import HALF_OVER
 from correction.errors import ActorLost
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate

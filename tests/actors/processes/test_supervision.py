@@ -19,7 +19,8 @@ import pytest
 import ray.exceptions
 
 from actors.part_carriers import WaitNotice
-from actors.processes.supervision import HALF_OVER, LongWait, Stopwatch, call_with_retries, together, unwrapped, wait_for
+from actors.processes.long_wait import LongWait
+from actors.processes.supervision import HALF_OVER, Stopwatch, call_with_retries, together, unwrapped, wait_for
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, SyncError, counted
 from tests.actors.simulated_time import simulate
 

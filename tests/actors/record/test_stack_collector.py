@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from actors.processes.supervision import HALF_OVER, LongWait, wait_for
+from actors.processes.long_wait import LongWait
+from actors.processes.supervision import HALF_OVER, wait_for
 from actors.record import stack_collector
 from actors.record.run_folder import RunFolder
 from actors.record.stack_collector import StackCollector
