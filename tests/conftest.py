@@ -51,6 +51,8 @@ _RANKS = (
     "tests/actors/plan/test_plan_step_ranks.py",
     "tests/actors/queue/test_wide_fields.py",
     "tests/actors/service/test_read_only_batches.py",
+    "tests/correction/test_shard_ranks.py",
+    "tests/learner/test_broadcast_overlap.py",
     "tests/learner/test_learner_batch_invariant.py",
     "tests/learner/test_learner_kept_weights.py",
     "tests/learner/test_learner_layers.py",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,6 @@ def save_tiny_model(folder: Path, family: str = "qwen3", *, tie: bool = True, se
         shape: over the configuration that stands here.
     """
     import torch
-    import transformers
 
     settings: dict[str, Any] = {
         "vocab_size": 512,
@@ -53,14 +55,31 @@ def save_tiny_model(folder: Path, family: str = "qwen3", *, tie: bool = True, se
         "pad_token_id": SPECIAL_TOKENS.index("<pad>"),
         "dtype": "float32",
     }
-    config = getattr(transformers, f"{_CLASSES[family]}Config")(**(settings | _OF_FAMILY.get(family, {}) | shape))
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in _files(family, json.dumps(settings | _OF_FAMILY.get(family, {}) | shape), seed).items():
+        (folder / name).write_bytes(content)
+    torch.manual_seed(seed)  # what a test draws next is the same, whoever was the first to make such a model
+    return folder
+
+
+@lru_cache(maxsize=32)
+def _files(family: str, settings: str, seed: int) -> dict[str, bytes]:
+    """A model's files by name. Many tests want the same one, and transformers takes a tenth of a second to make it.
+
+    Args: settings: of its configuration, as JSON.
+    """
+    import torch
+    import transformers
+
+    config = getattr(transformers, f"{_CLASSES[family]}Config")(**json.loads(settings))
     torch.manual_seed(seed)
     model = getattr(transformers, f"{_CLASSES[family]}ForCausalLM")(config).float()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.15).add_(1.0 if parameter.ndim == 1 else 0.0)
-    model.save_pretrained(folder)
-    return folder
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def save_tiny_tokenizer(folder: Path) -> Path:

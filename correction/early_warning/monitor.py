@@ -22,8 +22,9 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from pydantic import Field, field_validator
@@ -130,23 +131,37 @@ class _Series:
         """Whether there are enough values for the baseline, and for a level that doesn't overlap it."""
         return self.seen >= config.skip_steps + config.baseline_steps + config.level_steps
 
-    def scatter(self) -> float:
-        """Robust standard deviation of the first steps, at least 2%: otherwise any change would stand out in a series that hardly moves."""
-        middle = statistics.median(self.first)
-        return max(_MAD_TO_STD * statistics.median(abs(y - middle) for y in self.first), 0.02)
-
-    def memory(self) -> float:
-        """Factor on standard errors for noise in which a step resembles the one before: from the correlation of neighbours at the start."""
-        mean = statistics.fmean(self.first)
-        y = [value - mean for value in self.first]
-        square = sum(value * value for value in y)
-        correlation = sum(a * b for a, b in itertools.pairwise(y)) / square if square > 0 else 0.0
-        correlation = min(max(correlation, 0.0), 0.9)
-        return math.sqrt((1 + correlation) / (1 - correlation))
+    @property
+    def start(self) -> _Start:
+        """What was usual in the first steps."""
+        return _start_of(tuple(self.first))
 
     def shift(self, steps: int) -> float:
         """Level of the last steps above that of the start."""
-        return statistics.median(list(self.last)[-steps:]) - statistics.median(self.first)
+        return statistics.median(list(self.last)[-steps:]) - self.start.level
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What was usual in a run's first steps, by the logarithms of a diagnostic."""
+
+    level: float
+    """Median."""
+    scatter: float
+    """Robust standard deviation, at least 2%: otherwise any change would stand out in a series that hardly moves."""
+    memory: float
+    """Factor on standard errors for noise in which a step resembles the one before: from the correlation of neighbours."""
+
+
+@lru_cache(maxsize=256)  # asked several times a step, and the first steps stay what they are
+def _start_of(first: tuple[float, ...]) -> _Start:
+    middle, mean = statistics.median(first), statistics.fmean(first)
+    scatter = max(_MAD_TO_STD * statistics.median(abs(y - middle) for y in first), 0.02)
+    y = [value - mean for value in first]
+    square = sum(value * value for value in y)
+    correlation = sum(a * b for a, b in itertools.pairwise(y)) / square if square > 0 else 0.0
+    correlation = min(max(correlation, 0.0), 0.9)
+    return _Start(middle, scatter, math.sqrt((1 + correlation) / (1 - correlation)))
 
 
 @dataclass(slots=True)
@@ -164,6 +179,9 @@ class Monitor:
     def __init__(self, config: MonitorConfig | None = None, symptoms: Sequence[Symptom] = SYMPTOMS) -> None:
         self._config = config or MonitorConfig()
         self._symptoms = tuple(symptoms)
+        self._followed: dict[str, tuple[Callable[[float], float], float]] = dict.fromkeys(_CLUES, (float, 1e-9))
+        """What is followed of a diagnostic, and what is added to it before the log."""
+        self._followed |= {symptom.name: (symptom.quantity, symptom.offset) for symptom in self._symptoms}
         self._series: dict[str, _Series] = {}
         self._symptom_states = {symptom.name: _SymptomState() for symptom in self._symptoms}
 
@@ -213,11 +231,8 @@ class Monitor:
                 self._symptom_states[name] = _SymptomState()
 
     def _record(self, step: int, diagnostics: Mapping[str, float]) -> None:
-        followed = {symptom.name: (symptom.quantity, symptom.offset) for symptom in self._symptoms}
-        for name in _CLUES:
-            followed.setdefault(name, (lambda value: value, 1e-9))
         kept = max(self._config.level_steps, self._config.trend_steps)
-        for name, (quantity, offset) in followed.items():
+        for name, (quantity, offset) in self._followed.items():
             if name in diagnostics and math.isfinite(diagnostics[name]):
                 series = self._series.setdefault(name, _Series(kept))
                 series.add(step, math.log(quantity(diagnostics[name]) + offset), self._config)
@@ -230,11 +245,12 @@ class Monitor:
         part = self._config
         if not series.is_ready(part) or symptom.quantity(value) < symptom.least:
             return State.OK
-        if self._is_up(series, part.alarm_growth, part.alarm_deviations):
+        shifts = [self._shift(series, steps) for steps in (part.level_steps, part.jump_steps)]
+        if _is_up(shifts, part.alarm_growth, part.alarm_deviations):
             return State.ALARM
-        if self._is_up(series, part.watch_growth, part.watch_deviations):
+        if _is_up(shifts, part.watch_growth, part.watch_deviations):
             return State.WATCH
-        shift, error = self._shift(series, part.level_steps)
+        shift, error = shifts[0]
         return State.WATCH if shift >= 2 * error and self._rises(series) else State.OK
 
     def _is_over_reference(self, symptom: Symptom, value: float) -> bool:
@@ -242,16 +258,12 @@ class Monitor:
         if self._config.setting is None or not symptom.has_reference_level or value < LEVELS[self._config.setting].alarm:
             return False
         series = self._series[symptom.name]
-        return not series.is_ready(self._config) or statistics.median(series.first) >= math.log(LEVELS[self._config.setting].alarm)
-
-    def _is_up(self, series: _Series, growth: float, deviations: float) -> bool:
-        """Whether the level of the last steps (level_steps, or jump_steps) exceeds the start's by both the growth and the deviations."""
-        shifts = (self._shift(series, steps) for steps in (self._config.level_steps, self._config.jump_steps))
-        return any(shift >= math.log(growth) and shift >= deviations * error for shift, error in shifts)
+        return not series.is_ready(self._config) or series.start.level >= math.log(LEVELS[self._config.setting].alarm)
 
     def _shift(self, series: _Series, steps: int) -> tuple[float, float]:
         """Log level of the last steps minus that of the start, and its standard error."""
-        error = _MEDIAN_LOSS * series.scatter() * series.memory() * math.sqrt(1 / steps + 1 / self._config.baseline_steps)
+        start = series.start
+        error = _MEDIAN_LOSS * start.scatter * start.memory * math.sqrt(1 / steps + 1 / self._config.baseline_steps)
         return series.shift(steps), error
 
     def _rises(self, series: _Series) -> bool:
@@ -259,8 +271,8 @@ class Monitor:
         count = len(series.last)
         if count < self._config.trend_steps:
             return False
-        trend = theil_sen(list(series.last))
-        error = _MEDIAN_LOSS * series.scatter() * series.memory() * math.sqrt(12 / (count**3 - count))
+        trend, start = theil_sen(list(series.last)), series.start
+        error = _MEDIAN_LOSS * start.scatter * start.memory * math.sqrt(12 / (count**3 - count))
         return trend * count >= math.log(self._config.watch_growth) and trend >= self._config.watch_deviations * error
 
     def _settle(self, symptom: Symptom, value: float) -> bool:
@@ -332,6 +344,14 @@ class Monitor:
 
 _CLUES = ("mismatch_k3_kl", "stale_k3_kl", *(f"bucket_rho_std_{k}" for k in range(len(BUCKET_EDGES) + 1)))
 """Followed only to say where a symptom sits: they give no events of their own."""
+
+
+def _is_up(shifts: Iterable[tuple[float, float]], growth: float, deviations: float) -> bool:
+    """Whether the level of the last steps, of level_steps or of jump_steps, exceeds the start's by both the growth and the deviations.
+
+    Args: shifts: of both, as `Monitor._shift` gives them.
+    """
+    return any(shift >= math.log(growth) and shift >= deviations * error for shift, error in shifts)
 
 
 def _quantity(name: str) -> Quantity:

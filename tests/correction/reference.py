@@ -122,35 +122,33 @@ def run(method: Method, batch: list[Sequence]) -> ReferenceOutcome:
     weights = [[float(method.weight(s, t)) if is_in else 1.0 for t, is_in in enumerate(s.mask)] for s in batch]
     factor = 1 / mean_weight(method.normalize, batch, weights, keep)
     weights = [[w * factor for w in row] for row in weights]
-    counted = keep if method.counts_kept else [s.mask for s in batch]
-    loss = torch.zeros((), dtype=torch.float64)
+    masks = [s.mask for s in batch]
+    counted = keep if method.counts_kept else masks
+    loss, of_counted, of_all = torch.zeros((), dtype=torch.float64), share(method.mean, batch, counted), share(method.mean, batch, masks)
     for i, s in enumerate(batch):
         kept_ones = [t for t in s.trained if keep[i][t]]
         if kept_ones:
             terms = [weights[i][t] * method.loss(s, t) for t in kept_ones]
-            loss = loss + sum(terms) * share(method.mean, batch, counted, i)
+            loss = loss + sum(terms) * of_counted(i)
         if method.penalty is not None and s.trained:
-            loss = loss + sum(method.penalty(s, t) for t in s.trained) * share(method.mean, batch, [s.mask for s in batch], i)
+            loss = loss + sum(method.penalty(s, t) for t in s.trained) * of_all(i)
     return ReferenceOutcome(loss, [w for row in weights for w in row], [k for row in keep for k in row])
 
 
-def share(mean: str, batch: list[Sequence], counted: list[list[bool]], i: int) -> float:
+def share(mean: str, batch: list[Sequence], counted: list[list[bool]]) -> Callable[[int], float]:
     """What a token of sequence i is multiplied by; a sequence without a counted token is none."""
     counts = [sum(row) for row in counted]
-    sequences = sum(n > 0 for n in counts)
-    if mean == "token":
-        return 1 / sum(counts)
-    if mean == "sequence":
-        return 1 / (counts[i] * sequences)
-    if mean == "sum":
-        return 1 / sequences
-    if mean == "constant":
-        return 1 / (1024 * sequences)
-    assert mean == "prompt"
-    by_group: dict[int, int] = {}
+    tokens, sequences, by_group = sum(counts), sum(n > 0 for n in counts), dict[int, int]()
     for s, n in zip(batch, counts, strict=True):
         by_group[s.group] = by_group.get(s.group, 0) + n
-    return 1 / (by_group[batch[i].group] * sum(n > 0 for n in by_group.values()))
+    groups = sum(n > 0 for n in by_group.values())
+    return {
+        "token": lambda i: 1 / tokens,
+        "sequence": lambda i: 1 / (counts[i] * sequences),
+        "sum": lambda i: 1 / sequences,
+        "constant": lambda i: 1 / (1024 * sequences),
+        "prompt": lambda i: 1 / (by_group[batch[i].group] * groups),
+    }[mean]
 
 
 def mean_weight(over: str, batch: list[Sequence], weights: list[list[float]], keep: list[list[bool]]) -> float:

@@ -1,5 +1,6 @@
 """What must not break: empty, single, masked, vetoed, huge ratios, probabilities 0 and 1, not-a-number, a million tokens."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -36,14 +37,14 @@ def tiny(lengths, *, mu=-1.0, mask=True, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("preset", NAMES)
-@pytest.mark.parametrize("lengths", [[], [0], [1], [0, 3, 0, 1, 0]], ids=str)
-@pytest.mark.parametrize("mask", [True, False])
-def test_empty_short_and_fully_masked(preset, lengths, mask):
-    batch = tiny(lengths, mask=mask)
-    _, out, grad = step(batch, batch.behavior_logprobs, CorrectionConfig(preset=preset))
-    assert grad.isfinite().all() and math.isfinite(float(out.loss))
-    if not mask or sum(lengths) == 0:
-        assert float(out.loss) == 0 and not grad.any()
+def test_empty_short_and_fully_masked(preset):
+    config = CorrectionConfig(preset=preset)
+    for lengths, mask in itertools.product(([], [0], [1], [0, 3, 0, 1, 0]), (True, False)):
+        batch = tiny(lengths, mask=mask)
+        _, out, grad = step(batch, batch.behavior_logprobs, config)
+        assert grad.isfinite().all() and math.isfinite(float(out.loss)), (lengths, mask)
+        if not mask or sum(lengths) == 0:
+            assert float(out.loss) == 0 and not grad.any(), (lengths, mask)
 
 
 @pytest.mark.parametrize("way", [correct, defer])
@@ -63,14 +64,14 @@ def test_everything_vetoed_is_zero_loss_without_nan(way):
 
 
 @pytest.mark.parametrize("preset", NAMES)
-@pytest.mark.parametrize("jump", [60.0, -60.0])
-def test_ratios_of_e_to_the_60_stay_finite(preset, jump):
+def test_ratios_of_e_to_the_60_stay_finite(preset):
     """Products over a sequence reach e^300 and e^-300 here."""
     batch, _ = random_batch(5)
     batch = replace(batch, behavior_logprobs=batch.behavior_logprobs.float() - 61, advantages=batch.advantages.float())
-    batch = replace(batch, proximal_logprobs=batch.behavior_logprobs + jump)
-    _, _, grad = step(batch, (batch.behavior_logprobs + jump).float(), CorrectionConfig(preset=preset))
-    assert grad.isfinite().all()
+    for jump in (60.0, -60.0):
+        moved = replace(batch, proximal_logprobs=batch.behavior_logprobs + jump)
+        _, _, grad = step(moved, (batch.behavior_logprobs + jump).float(), CorrectionConfig(preset=preset))
+        assert grad.isfinite().all(), jump
 
 
 @pytest.mark.parametrize("preset", NAMES)
@@ -88,20 +89,16 @@ def test_probabilities_zero_and_one(preset):
 
 
 @pytest.mark.parametrize("preset", NAMES)
-@pytest.mark.parametrize("poison", [NAN, INF, -INF])
-def test_what_is_masked_changes_nothing(preset, poison):
+def test_what_is_masked_changes_nothing(preset):
     config = CorrectionConfig(preset=preset)
     batch, target = random_batch(11, spread=0.05)
     _, expected, expected_grad = step(batch, target, config)
-
-    def poisoned(values):
-        return torch.where(batch.loss_mask, values, poison)
-
     names = ("behavior_logprobs", "proximal_logprobs", "reference_logprobs", "advantages")
-    dirty = replace(batch, **{name: poisoned(getattr(batch, name)) for name in names})
-    _, out, grad = step(dirty, poisoned(target), config)
-    torch.testing.assert_close(out.partials, expected.partials, rtol=1e-12, atol=0)
-    torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=0)
+    for poison in (NAN, INF, -INF):
+        dirty = replace(batch, **{name: torch.where(batch.loss_mask, getattr(batch, name), poison) for name in names})
+        _, out, grad = step(dirty, torch.where(batch.loss_mask, target, poison), config)
+        torch.testing.assert_close(out.partials, expected.partials, rtol=1e-12, atol=0)
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("field", ["behavior_logprobs", "proximal_logprobs", "advantages", "target"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from itertools import pairwise, starmap
+from typing import Any
 
 import pytest
 import torch
@@ -39,26 +41,33 @@ class ReferenceCase:
 
     def sequences(self, leaf: torch.Tensor) -> list[Sequence]:
         """The same as plain numbers; log theta are the entries of the leaf."""
-        batch, scalars, found = self.batch, leaf.unbind(), []
-        for i in range(batch.num_sequences):
-            own = slice(int(batch.offsets[i]), int(batch.offsets[i + 1]))
-            found.append(
-                Sequence(
-                    mu=batch.behavior_logprobs[own].tolist(),
-                    prox=batch.proximal_logprobs[own].tolist(),
-                    reference=batch.reference_logprobs[own].tolist(),
-                    log_theta=list(scalars[own]),
-                    advantage=float(batch.advantages[own][0]),
-                    mask=batch.loss_mask[own].tolist(),
-                    age=[batch.learner_version - version for version in batch.weight_versions[own].tolist()],
-                    group=int(batch.group_ids[i]),
-                    tokens=batch.token_ids[own].tolist(),
-                    vocabulary_mu=self.mu[own].tolist(),
-                    vocabulary_theta=self.theta[own].tolist(),
-                    listed=batch.topk_ids[own].tolist(),
-                )
+        scalars, advantages = leaf.unbind(), self.batch.advantages.tolist()
+        owns = starmap(slice, pairwise(self.batch.offsets.tolist()))
+        return [
+            Sequence(
+                **{name: values[own] for name, values in self._columns.items()},
+                log_theta=list(scalars[own]),
+                advantage=advantages[own.start],
+                group=group,
             )
-        return found
+            for group, own in zip(self.batch.group_ids.tolist(), owns, strict=True)
+        ]
+
+    @cached_property
+    def _columns(self) -> dict[str, list[Any]]:
+        """What a Sequence has of each of its tokens, here of all."""
+        batch = self.batch
+        return {
+            "mu": batch.behavior_logprobs.tolist(),
+            "prox": batch.proximal_logprobs.tolist(),
+            "reference": batch.reference_logprobs.tolist(),
+            "mask": batch.loss_mask.tolist(),
+            "age": (batch.learner_version - batch.weight_versions).tolist(),
+            "tokens": batch.token_ids.tolist(),
+            "vocabulary_mu": self.mu.tolist(),
+            "vocabulary_theta": self.theta.tolist(),
+            "listed": batch.topk_ids.tolist(),
+        }
 
 
 @cache

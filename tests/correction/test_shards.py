@@ -5,14 +5,10 @@ The independent way is the same correction of the whole batch in one process.
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,7 +37,6 @@ from correction.shards import second_moment_limit
 from correction.terms.rejection import second_moment_keep
 from tests.correction.fixtures import random_batch
 
-ROOT = Path(__file__).parents[2]
 SETTINGS = [
     *({"preset": name} for name in PRESETS),
     {"preset": "mis-full", "normalize": {"population": "kept"}, "denominator": {"count": "kept"}},
@@ -279,12 +274,3 @@ def test_which_presets_need_a_factor_after_backward(preset):
         corrected = (defer if is_deferred else correct)(batch, config)
         partials = policy_loss(corrected, target, config, target_topk_logprobs=batch.topk_logprobs).partials
         assert (policy_scale(partials, config) != 1.0) == needs_gradient_factor(config, is_deferred=is_deferred)
-
-
-def test_two_real_ranks(tmp_path):
-    """With gloo: the shards' losses and DDP's gradients are those of one process."""
-    command = [sys.executable, "-m", "tests.correction.shard_ranks"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert [done.stdout.count(f"{case} are equal") for case in ("losses", "gradients")] == [2, 2]

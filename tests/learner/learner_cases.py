@@ -197,13 +197,13 @@ def run_ranks_until_killed(work: Callable[..., Any], *args: Any, ranks: int = 2,
 
 
 def rank_context() -> Any:
-    """Ranks are forked from a process that has imported torch and Megatron for them all, and torch's compiler, which its optimizers import
-    when they step; CUDA, where it is, would not survive that."""
+    """Ranks are forked from a process that has imported torch, Megatron and the rest for them all; CUDA, where it is, would not survive
+    that."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if torch.version.cuda is not None:
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["learner.learner_rank", "torch._dynamo", "tests.learner.learner_cases"])
+    context.set_forkserver_preload(["tests.learner.rank_imports"])
     return context
 
 

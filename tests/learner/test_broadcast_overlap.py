@@ -21,6 +21,7 @@ from correction.engines.rendezvous import Rendezvous, gloo_towards, rendezvous_s
 from correction.errors import SyncError
 from lab.ports import free_port
 from learner.weights.broadcast import WeightBroadcaster, end_to_end
+from tests.learner.learner_cases import rank_context
 
 NAME = "weights-overlap"
 BUCKETS = [{"a": torch.arange(12.0), "b": torch.arange(8, dtype=torch.bfloat16)}, {"c": torch.arange(100.0) * 3}]
@@ -48,7 +49,7 @@ def group_of_two(bucket_s: float) -> Iterator[tuple[WeightBroadcaster, Connectio
     port = free_port()
     ours, theirs = mp.Pipe()
     sent = [end_to_end(bucket) for bucket in BUCKETS]
-    other = mp.get_context("spawn").Process(target=member, args=(port, [(one.numel(), one.dtype) for one in sent], theirs))
+    other = rank_context().Process(target=member, args=(port, [(one.numel(), one.dtype) for one in sent], theirs))
     other.start()
     try:
         yield WeightBroadcaster("127.0.0.1", port, 2, NAME, 300.0, torch.device("cpu"), bucket_s=bucket_s), ours

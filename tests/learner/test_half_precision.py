@@ -29,7 +29,7 @@ from tests.learner.learner_cases import (
 def test_half_precision_trains_with_float32_master_weights(tmp_path: Path) -> None:
     """Steps far below its resolution add up: after 40 of them the weights have moved, as float32 training moves them."""
     folder = save_model(tmp_path / "m")
-    batch = random_batch()
+    batch = random_batch(groups=2)
     moved = {}
     for dtype in ("float32", "bfloat16", "float16"):
         with learner_on(folder, dtype=dtype, learning_rate=2e-5) as learner:

@@ -26,7 +26,7 @@ SETTINGS = {"learning_rate": 1e-3, "warmup_steps": 3, "decay": "cosine", "decay_
 
 
 def train(learner: LearnerRank, first: int, last: int) -> list[float]:
-    batches = [random_batch(step) for step in range(first, last)]
+    batches = [random_batch(step, groups=2) for step in range(first, last)]
     return [learner.supervised_step(batch.token_ids, batch.offsets, batch.loss_mask) for batch in batches]
 
 

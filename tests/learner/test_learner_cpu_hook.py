@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
+import types
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-import learner.model.megatron  # noqa: F401
 from correction.errors import ConfigError
+from learner.model import megatron
 from learner.model.cpu_hook import _RULES, _MegatronFinder, _MegatronLoader
-from tests.learner.learner_cases import save_model
+from tests.learner.learner_cases import learner_on, save_model
 
 ON_CPU = not torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(not ON_CPU, reason="torch sees a GPU: nothing is re-targeted")
@@ -79,20 +81,26 @@ def test_megatron_imported_too_early_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert "learner.model.megatron" not in sys.modules
 
 
-def test_an_installed_apex_does_not_change_the_optimizer(tmp_path: Path) -> None:
-    """Megatron would take its Adam, whose number of steps is in no checkpoint of ours. Apex stands for TransformerEngine, too."""
-    code = f"""
-import sys, types
-optimizers = types.ModuleType("apex.optimizers")
-optimizers.FusedAdam = optimizers.FusedSGD = type("FusedAdam", (), {{}})
-sys.modules |= {{"apex": types.ModuleType("apex"), "apex.optimizers": optimizers}}
-from learner.config import LearnerConfig
-from learner.learner_rank import LearnerRank
-from megatron.core import optimizer
-assert optimizer.Adam is optimizers.FusedAdam
-learner = LearnerRank(LearnerConfig())
-learner.load({str(save_model(tmp_path / "m"))!r})
-print(*(type(one.optimizer).__name__ for one in learner._require().optimizer._optimizer.chained_optimizers))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.split() == ["AdamW"], done.stdout + done.stderr
+@pytest.fixture
+def adam_of_apex(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
+    """The Adam of an Apex that is there while Megatron's optimizers are imported once more, and our names of them. Apex stands for
+    TransformerEngine, too."""
+    apex: Any = types.ModuleType("apex.optimizers")
+    apex.FusedAdam = apex.FusedSGD = type("FusedAdam", (), {})
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "apex", types.ModuleType("apex"))
+        patch.setitem(sys.modules, "apex.optimizers", apex)
+        importlib.reload(megatron._optimizers)
+        importlib.reload(megatron)
+        yield apex.FusedAdam
+    importlib.reload(megatron._optimizers)
+    importlib.reload(megatron)
+
+
+@pytest.mark.filterwarnings("ignore:Transformer Engine and Apex are not installed")
+def test_an_installed_apex_does_not_change_the_optimizer(tmp_path: Path, adam_of_apex: type) -> None:
+    """Megatron would take its Adam, whose number of steps is in no checkpoint of ours."""
+    assert megatron._optimizers.Adam is adam_of_apex
+    with learner_on(save_model(tmp_path / "m")) as learner:
+        made = [type(one.optimizer) for one in learner._require().optimizer._optimizer.chained_optimizers]
+    assert made == [torch.optim.AdamW]

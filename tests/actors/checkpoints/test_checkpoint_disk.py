@@ -132,9 +132,10 @@ class Rank:
 
     def __init__(self, number: int, takes_s: float) -> None:
         self.number, self.takes_s, self.at = number, takes_s, math.inf
+        self.hf: Path | None = None
 
     async def begin_save(self, number: int, folder: Path, hf: Path) -> None:
-        self.at, self.hf = asyncio.get_running_loop().time() + self.takes_s, hf
+        self.at, self.hf = asyncio.get_running_loop().time() + self.takes_s, None if self.number else hf
 
     async def begun(self) -> int:
         return 0
@@ -144,8 +145,9 @@ class Rank:
 
     async def is_saved(self) -> bool:
         is_saved = asyncio.get_running_loop().time() >= self.at
-        if is_saved and self.number == 0:
+        if is_saved and self.hf is not None:
             (self.hf / "config.json").write_text("{}")
+            self.hf = None  # asked again, five times a second, while another rank writes
         return is_saved
 
 
