@@ -18,6 +18,7 @@ monitor on runs that collapsed, and its thresholds are from half of those.
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import math
 import statistics
@@ -105,6 +106,37 @@ class Event:
     """One line: what is wrong, since when, where, and what to try."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Usual:
+    """What the first steps say of a series."""
+
+    level: float
+    """Their median."""
+    noise: float
+    """Standard error of the level of one step."""
+
+
+@functools.lru_cache(maxsize=256)  # a run's baseline stays what it is, and every step is held against it
+def _usual(first: tuple[float, ...]) -> _Usual:
+    return _Usual(statistics.median(first), _MEDIAN_LOSS * _scatter(first) * _memory(first))
+
+
+def _scatter(first: Sequence[float]) -> float:
+    """Robust standard deviation of the first steps, at least 2%: otherwise any change would stand out in a series that hardly moves."""
+    middle = statistics.median(first)
+    return max(_MAD_TO_STD * statistics.median(abs(y - middle) for y in first), 0.02)
+
+
+def _memory(first: Sequence[float]) -> float:
+    """Factor on standard errors for noise in which a step resembles the one before: from the correlation of neighbours at the start."""
+    mean = statistics.fmean(first)
+    y = [value - mean for value in first]
+    square = sum(value * value for value in y)
+    correlation = sum(a * b for a, b in itertools.pairwise(y)) / square if square > 0 else 0.0
+    correlation = min(max(correlation, 0.0), 0.9)
+    return math.sqrt((1 + correlation) / (1 - correlation))
+
+
 @dataclass(slots=True)
 class _Series:
     """The history of one diagnostic, as far as it is needed; y is its logarithm."""
@@ -130,23 +162,13 @@ class _Series:
         """Whether there are enough values for the baseline, and for a level that doesn't overlap it."""
         return self.seen >= config.skip_steps + config.baseline_steps + config.level_steps
 
-    def scatter(self) -> float:
-        """Robust standard deviation of the first steps, at least 2%: otherwise any change would stand out in a series that hardly moves."""
-        middle = statistics.median(self.first)
-        return max(_MAD_TO_STD * statistics.median(abs(y - middle) for y in self.first), 0.02)
-
-    def memory(self) -> float:
-        """Factor on standard errors for noise in which a step resembles the one before: from the correlation of neighbours at the start."""
-        mean = statistics.fmean(self.first)
-        y = [value - mean for value in self.first]
-        square = sum(value * value for value in y)
-        correlation = sum(a * b for a, b in itertools.pairwise(y)) / square if square > 0 else 0.0
-        correlation = min(max(correlation, 0.0), 0.9)
-        return math.sqrt((1 + correlation) / (1 - correlation))
+    @property
+    def usual(self) -> _Usual:
+        return _usual(tuple(self.first))
 
     def shift(self, steps: int) -> float:
         """Level of the last steps above that of the start."""
-        return statistics.median(list(self.last)[-steps:]) - statistics.median(self.first)
+        return statistics.median(list(self.last)[-steps:]) - self.usual.level
 
 
 @dataclass(slots=True)
@@ -165,6 +187,7 @@ class Monitor:
         self._config = config or MonitorConfig()
         self._symptoms = tuple(symptoms)
         self._series: dict[str, _Series] = {}
+        self._followed = dict.fromkeys(_CLUES, (_unchanged, 1e-09)) | {one.name: (one.quantity, one.offset) for one in self._symptoms}
         self._symptom_states = {symptom.name: _SymptomState() for symptom in self._symptoms}
 
     @property
@@ -213,11 +236,8 @@ class Monitor:
                 self._symptom_states[name] = _SymptomState()
 
     def _record(self, step: int, diagnostics: Mapping[str, float]) -> None:
-        followed = {symptom.name: (symptom.quantity, symptom.offset) for symptom in self._symptoms}
-        for name in _CLUES:
-            followed.setdefault(name, (lambda value: value, 1e-9))
         kept = max(self._config.level_steps, self._config.trend_steps)
-        for name, (quantity, offset) in followed.items():
+        for name, (quantity, offset) in self._followed.items():
             if name in diagnostics and math.isfinite(diagnostics[name]):
                 series = self._series.setdefault(name, _Series(kept))
                 series.add(step, math.log(quantity(diagnostics[name]) + offset), self._config)
@@ -230,11 +250,12 @@ class Monitor:
         part = self._config
         if not series.is_ready(part) or symptom.quantity(value) < symptom.least:
             return State.OK
-        if self._is_up(series, part.alarm_growth, part.alarm_deviations):
+        level, jump = self._shift(series, part.level_steps), self._shift(series, part.jump_steps)
+        if _is_up((level, jump), part.alarm_growth, part.alarm_deviations):
             return State.ALARM
-        if self._is_up(series, part.watch_growth, part.watch_deviations):
+        if _is_up((level, jump), part.watch_growth, part.watch_deviations):
             return State.WATCH
-        shift, error = self._shift(series, part.level_steps)
+        shift, error = level
         return State.WATCH if shift >= 2 * error and self._rises(series) else State.OK
 
     def _is_over_reference(self, symptom: Symptom, value: float) -> bool:
@@ -242,16 +263,11 @@ class Monitor:
         if self._config.setting is None or not symptom.has_reference_level or value < LEVELS[self._config.setting].alarm:
             return False
         series = self._series[symptom.name]
-        return not series.is_ready(self._config) or statistics.median(series.first) >= math.log(LEVELS[self._config.setting].alarm)
-
-    def _is_up(self, series: _Series, growth: float, deviations: float) -> bool:
-        """Whether the level of the last steps (level_steps, or jump_steps) exceeds the start's by both the growth and the deviations."""
-        shifts = (self._shift(series, steps) for steps in (self._config.level_steps, self._config.jump_steps))
-        return any(shift >= math.log(growth) and shift >= deviations * error for shift, error in shifts)
+        return not series.is_ready(self._config) or series.usual.level >= math.log(LEVELS[self._config.setting].alarm)
 
     def _shift(self, series: _Series, steps: int) -> tuple[float, float]:
         """Log level of the last steps minus that of the start, and its standard error."""
-        error = _MEDIAN_LOSS * series.scatter() * series.memory() * math.sqrt(1 / steps + 1 / self._config.baseline_steps)
+        error = series.usual.noise * math.sqrt(1 / steps + 1 / self._config.baseline_steps)
         return series.shift(steps), error
 
     def _rises(self, series: _Series) -> bool:
@@ -260,7 +276,7 @@ class Monitor:
         if count < self._config.trend_steps:
             return False
         trend = theil_sen(list(series.last))
-        error = _MEDIAN_LOSS * series.scatter() * series.memory() * math.sqrt(12 / (count**3 - count))
+        error = series.usual.noise * math.sqrt(12 / (count**3 - count))
         return trend * count >= math.log(self._config.watch_growth) and trend >= self._config.watch_deviations * error
 
     def _settle(self, symptom: Symptom, value: float) -> bool:
@@ -334,9 +350,18 @@ _CLUES = ("mismatch_k3_kl", "stale_k3_kl", *(f"bucket_rho_std_{k}" for k in rang
 """Followed only to say where a symptom sits: they give no events of their own."""
 
 
+def _unchanged(value: float) -> float:
+    return value
+
+
 def _quantity(name: str) -> Quantity:
     """What is known of a number that is followed; a plain one where a monitor is given symptoms of its own."""
     return DIAGNOSTICS.get(name) or Quantity(Unit.ONE, name, "")
+
+
+def _is_up(shifts: Iterable[tuple[float, float]], growth: float, deviations: float) -> bool:
+    """Whether one of these (log level above the start's, its standard error) exceeds both the growth and the deviations."""
+    return any(shift >= math.log(growth) and shift >= deviations * error for shift, error in shifts)
 
 
 def theil_sen(values: Sequence[float]) -> float:
