@@ -11,7 +11,7 @@ JSON and arrays: reading them runs nothing. A prompt is kept without its metadat
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,19 +34,6 @@ OLD_STATE = "controller.pickle"
 """The file that earlier versions wrote instead; it is not read."""
 _NAMES = {"Prompt": Prompt, "Group": Group}
 _ENCODER = json.JSONEncoder(default=float)  # float: numpy's numbers
-
-
-def _in_pieces(plain: Any, levels: int = 3) -> Iterator[str]:
-    """JSON, each group of the queue a piece: encoded at once they would hold the interpreter's lock, and the event loop, all the while."""
-    if not levels or not plain or not isinstance(plain, dict | list):
-        yield _ENCODER.encode(plain)
-        return
-    is_list = isinstance(plain, list)
-    yield "[" if is_list else "{"
-    for number, one in enumerate(plain):
-        yield (", " if number else "") + ("" if is_list else f"{_ENCODER.encode(one)}: ")
-        yield from _in_pieces(one if is_list else plain[one], levels - 1)
-    yield "]" if is_list else "}"
 
 
 class OtherVersionError(DataError):
@@ -97,7 +84,7 @@ class TrainingState:
         plain = {name: getattr(self, name) for name in ("step", "weight_version", "elapsed_s", "totals", "monitor", "data", "settings")}
         plain |= {"queue": as_plain(queue, columns), "ledger": as_plain(self.ledger, columns), "replacement": correction}
         with (folder / STATE).open("w", encoding="utf-8") as file:
-            file.writelines(_in_pieces(plain))
+            file.writelines(_ENCODER.iterencode(plain))  # json.dumps would hold the interpreter's lock, and the event loop, for all groups
         with saving(folder / COLUMNS) as path:
             save_file(columns.arrays(), path)
 
