@@ -21,7 +21,7 @@ import itertools
 import math
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -303,16 +303,15 @@ LOST = 0.8
 """Of the best mean reward of 5 steps so far, under which the reward has visibly fallen."""
 
 
-def states(run: RecordedRun, signal: str, config: MonitorConfig | None = None) -> list[State]:
+def states(run: RecordedRun, signal: str, config: MonitorConfig | None = None) -> Iterator[State]:
     """Of a signal alone, at every step."""
     read, offset = SIGNALS[signal]
-    monitor, found = Monitor(config, symptoms=(Symptom(signal, "", "", offset=offset),)), []
+    monitor = Monitor(config, symptoms=(Symptom(signal, "", "", offset=offset),))
     for step in range(run.steps):
         value = read(run.numbers(step))
         if value is not None:
             monitor.update(step, {signal: value})
-        found.append(monitor.state)
-    return found
+        yield monitor.state
 
 
 def first_watch(run: RecordedRun, signal: str) -> int | None:

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+_LOOK_S = 5.0
+"""After so long without a change whoever waits looks again, should one have gone untold."""
+
 
 class PoolTasks:
     """The tasks of one pool. An error of any of them is the pool's. One event loop uses it."""
@@ -30,6 +33,7 @@ class PoolTasks:
         """Record an error with which the run can't go on. `raise_on_failure` raises the first one."""
         if not self._failure.done():
             self._failure.set_exception(error)
+            self.changed()
 
     async def raise_on_failure(self) -> None:
         """Never returns; raises when the pool can't go on."""
@@ -52,7 +56,7 @@ class PoolTasks:
                 self._failure.result()
             self._changed.clear()
             with suppress(TimeoutError):  # asyncio.wait_for would swallow a cancellation that comes together with a change
-                async with asyncio.timeout(0.5):
+                async with asyncio.timeout(_LOOK_S):
                     await self._changed.wait()
 
     async def cancel(self, name: str) -> None:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
     from learner.results import StepResult
 
 
-_SAVED_POLL_S = 0.2
-"""Seconds between two checks whether a checkpoint is written."""
+_LEAST_POLL_S, _MOST_POLL_S = 0.2, 1.0
+"""Seconds between two checks whether a checkpoint is written: a fifth of the time that it has taken so far, within these bounds."""
 _NAMED = 4
 """Most ranks that a notice names."""
 
@@ -197,11 +197,13 @@ class LearnerGroup:
             are_written[number] = await call_with_retries(rank.is_saved.remote, f"{what} <- rank {number}", deadline_s=deadline_s)
 
         async def until_written() -> None:
+            clock = asyncio.get_running_loop().time
+            began = clock()
             while True:
                 await all_of(ask(number, rank) for number, rank in enumerate(self._ranks))
                 if all(are_written):
                     return
-                await asyncio.sleep(_SAVED_POLL_S)
+                await asyncio.sleep(min(max(_LEAST_POLL_S, (clock() - began) / 5), _MOST_POLL_S))
 
         async def missing() -> str:
             late = [f"rank {number}" for number, is_written in enumerate(are_written) if not is_written]

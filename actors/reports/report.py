@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -202,6 +203,7 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _MOST_SAMPLE_CHARACTERS else text[:_MOST_SAMPLE_CHARACTERS] + "\n[cut here; the rest is in the run folder]"
 
 
+@functools.cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("actors.reports"),

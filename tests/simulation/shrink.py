@@ -26,7 +26,8 @@ def shrunk(items: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:
         if found is not None:
             left, parts = found, 2
             continue
-        rests = ([item for j, chunk in enumerate(chunks) if j != i for item in chunk] for i in range(len(chunks)))
+        without = range(len(chunks)) if len(chunks) > 2 else ()  # the rest of one half is the other
+        rests = ([item for j, chunk in enumerate(chunks) if j != i for item in chunk] for i in without)
         found = next((rest for rest in rests if len(rest) < len(left) and fails(rest)), None)
         if found is not None:
             left, parts = found, max(parts - 1, 2)

@@ -196,7 +196,7 @@ def test_a_rank_whose_disk_hangs_is_told_from_the_first_half_minute_on(
     name, attempts = "checkpoint of step 5 (the ranks' parts) <- learner", 9 if at_end else 3
     assert {(notice.what, notice.detail) for _, notice in told.notices()} == {(name, "not written by rank 1")}
     times = [0.0, *(at for at, _ in told)]
-    assert all(later - earlier < 31.0 for earlier, later in itertools.pairwise(times)), times
+    assert all(later - earlier < 31.1 for earlier, later in itertools.pairwise(times)), times  # the end at the next look, a second later
     assert times[-1] == pytest.approx(180.0 * attempts, abs=31.0)
     assert [wait for _, wait in stacks] == [LongWait(name)] * attempts
     assert [round(at) % 180 for at, _ in stacks] == [90] * attempts

@@ -72,7 +72,7 @@ class Mortal:
             return outcome, group(ticket) if isinstance(outcome, GroupFacts) else None
         await asyncio.sleep(GROUP_S)
         self.finished.append(ticket.group_id)
-        return group(ticket).facts, group(ticket)
+        return (made := group(ticket)).facts, made
 
     async def answer(self, prompts: list[Any], how: AnswerSampling) -> list[str]:
         await self._living(self.world.sample(self, Ticket(-1, prompts[0], 0)))

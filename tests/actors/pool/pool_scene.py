@@ -48,7 +48,7 @@ class Worker:
     async def generate_group(self, ticket: Ticket, *_: Any) -> tuple[GroupFacts, Group]:
         await self._play()
         self.sampled.append(ticket.group_id)
-        return group(ticket).facts, group(ticket)
+        return (made := group(ticket)).facts, made
 
     async def answer(self, prompts: list[Any], how: AnswerSampling) -> list[str]:
         await asyncio.sleep(0)

@@ -46,7 +46,7 @@ class Engine:
         await asyncio.sleep(self.group_s * self.random.uniform(0.5, 1.5))
         self.under_way -= 1
         self.sampled += 1
-        return group(ticket).facts, group(ticket)
+        return (made := group(ticket)).facts, made
 
     async def answer(self, prompts: list[Any], how: AnswerSampling) -> list[str]:
         asked = len(prompts) * how.samples

@@ -7,6 +7,8 @@ import re
 import shutil
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -73,17 +75,23 @@ def fill(folder: RunFolder, steps: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, str]:
-    """A run of 40 steps, and its page; the tests that look at it add nothing to it."""
-    folder = made(tmp_path_factory.mktemp("finished"))
-    fill(folder, 40)
-    return folder, write_report(folder).read_text()
+def pictures() -> list[Plot]:
+    """Those of the page of the finished run."""
+    return []
 
 
 @pytest.fixture(scope="module")
-def pictures(finished: tuple[RunFolder, str]) -> list[Plot]:
-    folder, _ = finished
-    return draw_plots(StepColumns(folder.read_metrics()), folder.read_evaluations(), ScatterSample.load(folder.scatter_path))
+def finished(tmp_path_factory: pytest.TempPathFactory, pictures: list[Plot]) -> tuple[RunFolder, str]:
+    """A run of 40 steps, and its page; the tests that look at it add nothing to it."""
+    folder = made(tmp_path_factory.mktemp("finished"))
+    fill(folder, 40)
+
+    def drawn(*given: Any) -> list[Plot]:
+        pictures.extend(draw_plots(*given))
+        return pictures
+
+    with mock.patch.object(report, "draw_plots", drawn):
+        return folder, write_report(folder).read_text()
 
 
 def test_who_did_what_has_a_table_if_there_were_several(folder: RunFolder) -> None:
@@ -194,6 +202,7 @@ def test_a_run_that_has_only_begun(folder: RunFolder, steps: int) -> None:
     assert ("No step is finished yet." if steps == 0 else "Stands at step 1 of 40.") in page
 
 
+@pytest.mark.usefixtures("finished")
 def test_pictures_take_the_colours_of_the_page(pictures: list[Plot]) -> None:
     assert len(pictures) > 10
     for plot in pictures:
@@ -202,6 +211,7 @@ def test_pictures_take_the_colours_of_the_page(pictures: list[Plot]) -> None:
         assert not re.search(r"fill: *(#000000|black)|stroke: *(#000000|black)", plot.svg), plot.title
 
 
+@pytest.mark.usefixtures("finished")
 def test_pictures_of_one_page_share_no_ids(pictures: list[Plot]) -> None:
     """An id that two pictures have would cut curves of one with the frame of the other."""
     clips = [set(re.findall(r'<clipPath id="([^"]+)"', plot.svg)) for plot in pictures]

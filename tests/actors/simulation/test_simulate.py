@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 from collections import Counter
@@ -38,10 +39,16 @@ LENGTHS = [3, 5, 5, 6, 6, 6, 7, 10]
 PROMPT = 14
 
 
-def record(folder: Path, max_staleness: int, *, steps: int = 40) -> Outcome:
+@functools.cache
+def true_outcome(workers: int, max_staleness: int) -> Outcome:
+    """Of 40 steps with TRUE_COSTS."""
+    shape = RunShape(workers, 64, max_staleness, 8, 128, 512)
+    return simulate(shape, TRUE_COSTS, AnswerLengths.like(LENGTHS, "true"), prompt_tokens=PROMPT, steps=40)
+
+
+def record(folder: Path, max_staleness: int) -> Outcome:
     """A run's folder as a run would write it whose engines and learner take exactly TRUE_COSTS."""
-    shape = RunShape(1, 64, max_staleness, 8, 128, 512)
-    found = simulate(shape, TRUE_COSTS, AnswerLengths.like(LENGTHS, "true"), prompt_tokens=PROMPT, steps=steps)
+    found = true_outcome(1, max_staleness)
     sequences = 64 * 8
     mean = found.tokens / found.steps / sequences
     tokens = sequences * (mean + PROMPT)
@@ -85,7 +92,7 @@ def test_a_run_s_folder_says_what_its_engines_and_its_learner_took(tmp_path: Pat
     assert measured.costs.decode.points[1] == (512, pytest.approx(2400.0, rel=0.03))
     for workers, bound in ((1, 0), (1, 1), (2, 0), (2, 1)):
         shape = RunShape(workers, 64, bound, 8, 128, 512)
-        true = simulate(shape, TRUE_COSTS, AnswerLengths.like(LENGTHS, "true"), prompt_tokens=PROMPT, steps=40)
+        true = true_outcome(workers, bound)
         found = simulate(shape, measured.costs, measured.lengths.afresh(), prompt_tokens=measured.prompt_tokens, steps=40)
         assert found.step_s == pytest.approx(true.step_s, rel=0.05)
         assert found.mean_staleness == pytest.approx(true.mean_staleness, abs=0.1)
