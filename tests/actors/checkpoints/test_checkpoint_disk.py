@@ -147,7 +147,7 @@ class Rank:
         is_saved = asyncio.get_running_loop().time() >= self.at
         if is_saved and self.hf is not None:
             (self.hf / "config.json").write_text("{}")
-            self.hf = None  # asked again, five times a second, while another rank writes
+            self.hf = None  # it is asked again as long as another rank writes
         return is_saved
 
 
