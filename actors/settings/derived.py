@@ -1,7 +1,7 @@
 """Decides what a recipe leaves open, once for both sides: devices from the hardware, types from the devices, sizes from both.
 
-The result is what runs and what the run folder's config.yaml shows; nothing in it is `auto` but learner.layers, which depends on what is
-installed where a rank is: the rank decides (learner/model/layers.py), and says so when it is up.
+The result is what runs and what the run folder's config.yaml shows. Nothing in it is `auto` but learner.layers in half precision on a GPU,
+which depends on what is installed where a rank is: the rank decides (learner/model/layers.py), and says so when it is up.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def derived(config: RunConfig, *, has_gpu: bool) -> RunConfig:
         has_gpu: whether this machine has a GPU, or the cluster that is joined.
     Raises: ConfigError for settings that can't be honoured on these devices.
     """
-    learner, engine = _learner(config.learner, has_gpu), _engine(config, has_gpu)
+    learner, engine = _learner(config, has_gpu), _engine(config, has_gpu)
     rollout = config.rollout.model_copy(update={"engine": engine})
     return config.model_copy(update={"learner": learner, "rollout": rollout})
 
 
 def refusals(config: RunConfig, *, has_gpu: bool) -> Iterator[ConfigError]:
     """Why `derived` would refuse: of learner and engine each its reason."""
-    for section in (lambda: _learner(config.learner, has_gpu), lambda: _engine(config, has_gpu)):
+    for section in (lambda: _learner(config, has_gpu), lambda: _engine(config, has_gpu)):
         try:
             section()
         except ConfigError as error:
@@ -66,9 +66,12 @@ def with_optimizer(config: RunConfig, *, has_experts: bool) -> RunConfig:
     return config.model_copy(update={"learner": with_values(config.learner, values, "learner")})
 
 
-def _learner(learner: LearnerConfig, has_gpu: bool) -> LearnerConfig:
+def _learner(config: RunConfig, has_gpu: bool) -> LearnerConfig:
+    learner = config.learner
     device = device_of(learner.device, has_gpu=has_gpu)
     values: dict[str, Any] = {"device": device, "dtype": dtype_of(learner.dtype, device)}
+    if is_open(learner.layers) and (device == "cpu" or values["dtype"] == "float32" or config.true_on_policy):
+        values["layers"] = "local"
     if device == "cuda":
         values |= _unset(learner, tokens_per_microbatch=GPU_TOKENS_PER_MICROBATCH)
         if learner.has_copies(has_experts=False) or not learner.has_copies(has_experts=True):  # otherwise by the model

@@ -30,7 +30,7 @@ def test_a_cpu_keeps_what_it_always_had() -> None:
     assert (found.learner.device, found.learner.dtype) == ("cpu", "float32")
     assert (found.rollout.engine.device, found.rollout.engine.dtype) == ("cpu", "float32")
     assert found.rollout.engine.weight_group_backend == "gloo"
-    decided = {"device", "dtype", "weight_group_backend"}
+    decided = {"device", "dtype", "weight_group_backend", "layers"}
     assert found.learner.model_dump(exclude=decided) == plain.learner.model_dump(exclude=decided)
     assert found.rollout.engine.model_dump(exclude=decided) == plain.rollout.engine.model_dump(exclude=decided)
 
@@ -46,6 +46,20 @@ def test_a_gpu_gets_bfloat16_on_both_sides_and_sizes_that_suit_it() -> None:
     assert (learner.distributed_optimizer, learner.tokens_per_microbatch, engine.max_running_requests) == (True, 8192, 256)
     assert engine.sglang_arguments("m", 4096, 0)["dtype"] == "bfloat16"
     assert derived(config("learner.data_parallel=1"), has_gpu=True).learner.distributed_optimizer is False
+
+
+@pytest.mark.parametrize(
+    ("recipe", "has_gpu", "layers"),
+    [
+        ("", False, "local"),
+        ("learner.dtype=float32 rollout.engine.dtype=bfloat16", True, "local"),
+        ("true_on_policy=true", True, "local"),
+        ("", True, "auto"),  # by what is installed where a rank is
+        ("learner.layers=transformer_engine", True, "transformer_engine"),
+    ],
+)
+def test_layers_are_decided_here_unless_it_depends_on_what_is_installed(recipe: str, has_gpu: bool, layers: str) -> None:
+    assert derived(config(recipe), has_gpu=has_gpu).learner.layers == layers
 
 
 def open_learner(**given: Any) -> RunConfig:
@@ -128,7 +142,7 @@ def test_an_engine_without_a_run_has_the_types_of_a_run_s(overrides: str, has_gp
     engine = alone.rollout.engine
     assert (engine.device, engine.dtype) == found
     assert engine.dtype == derived(plain, has_gpu=has_gpu).rollout.engine.dtype
-    decided = {"device", "dtype", "weight_group_backend"}
+    decided = {"device", "dtype", "weight_group_backend", "layers"}
     assert engine.model_dump(exclude=decided) == plain.rollout.engine.model_dump(exclude=decided) and alone.learner == plain.learner
     with pytest.raises(ConfigError, match=r"rollout\.engine\.dtype = float32 with device = cuda"):
         with_engine_types(config("learner.dtype=float32"), has_gpu=True)
