@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # torch: seconds that not every process needs
     from correction.early_warning.monitor import Event, State
     from correction.engines.processor import Processor
     from correction.engines.weight_spec import WeightSpec
-    from rollout.trajectory import AnswerFacts, Group, GroupFacts, Prompt, UnfinishedGroup
+    from rollout.trajectory import AnswerFacts, GroupFacts, Prompt, UnfinishedGroup
 
 
 class DiscardReason(StrEnum):
@@ -69,40 +69,6 @@ class BegunTicket(Ticket):
 
 
 @dataclass(frozen=True, slots=True)
-class QueueSnapshot:
-    """The queue's state in a checkpoint: a restart from it keeps the staleness bound, and neither loses nor repeats a prompt."""
-
-    version: int
-    """Version of the published weights."""
-    admitted: int
-    """Number of groups since the run began, as in the next two fields; also the id of the next group."""
-    trained: int
-    """Groups trained on."""
-    discarded: int
-    """Groups thrown away."""
-    in_flight: tuple[Ticket, ...]
-    """Admitted and not finished: sampled again after a restart."""
-    finished: tuple[Group, ...]
-    """Finished and not trained, drawn ones included."""
-    discarded_by_reason: dict[DiscardReason, int] = field(default_factory=dict)
-    """The same by reason; empty in checkpoints of earlier versions."""
-    unreported: tuple[tuple[str, DiscardReason], ...] = ()
-    """Discarded, as (prompt id, reason), and not yet in the ledger."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeldSnapshot:
-    """The queue's state, with finished groups as the queue has them: their tokens are in the object store."""
-
-    state: QueueSnapshot
-    """Without its finished groups."""
-    finished: tuple[StoredGroup, ...]
-    """Those groups."""
-    tickets: tuple[Ticket, ...]
-    """Their tickets, in the same order: a group whose tokens are lost is sampled again."""
-
-
-@dataclass(frozen=True, slots=True)
 class QueueSettlement:
     """What the queue says of a step that is over."""
 
@@ -116,18 +82,21 @@ class QueueSettlement:
 
 @dataclass(frozen=True, slots=True)
 class QueueContents:
-    """What an empty queue is filled with: the groups under way as the driver knows them."""
+    """The groups under way, as a queue holds them: an empty one is filled with what the driver knows, and says itself what a checkpoint
+    needs."""
 
     version: int = 0
     """Version of the learner's weights when the last step was settled."""
     published: int = 0
     """Version of the weights published by then."""
+    admitted: int = 0
+    """Groups since the run began; also the id of the next group."""
     trained: int = 0
     """Groups since the run began."""
     tickets: tuple[Ticket, ...] = ()
     """Tickets of all groups under way, in the order of admission."""
     finished: tuple[StoredGroup, ...] = ()
-    """The sampled groups among these."""
+    """The sampled groups among these; their tokens are in the object store."""
     drawn: tuple[int, ...] = ()
     """Ids of the groups in the batch that the learner trains or has just trained."""
     advance: tuple[int, int] | None = None

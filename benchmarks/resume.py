@@ -28,7 +28,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from actors.carriers import QueueSnapshot
 from actors.checkpoints.checkpoint_reader import steps_without_a_line, take_back
 from actors.commands.recipe import load_config
 from actors.commands.resume_point import find_resume_point, with_absolute_paths
@@ -38,6 +37,7 @@ from actors.metrics.step_metrics import StepMetrics
 from actors.queue.trajectory_queue import TrajectoryQueue
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.state.ledger import Ledger, outstanding_ids
+from actors.state.queue_snapshot import QueueSnapshot
 from actors.state.resume import TrainingState, open_ledger
 from benchmarks.sides import NANO_RECIPE, options, scratch
 from rollout.tasks.chat import ChatEncoder, load_tokenizer
@@ -130,7 +130,8 @@ def snapshot(task: Task, steps: int, groups: int) -> QueueSnapshot:
     tickets = queue.admit([task.train_prompt(position) for position in range(steps * groups, (steps + 2) * groups)])
     for ticket in tickets[:groups]:
         queue.put(Group(ticket.group_id, ticket.prompt, tuple(_answer(ticket.prompt, steps) for _ in range(SAMPLES)), steps))
-    return queue.snapshot()
+    contents = queue.contents()
+    return QueueSnapshot.of(contents, contents.finished)
 
 
 def _answer(prompt: Prompt, version: int) -> Trajectory:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.carriers import DiscardReason, ForwardRequest, PreparedBatch, QueueSettlement, QueueSnapshot, Ticket
+from actors.carriers import DiscardReason, ForwardRequest, PreparedBatch, QueueSettlement, Ticket
 from actors.config import RunConfig
 from actors.driver.going_back import lost_among, while_they_answer
 from actors.driver.parts import QUEUE, SERVICE, StartingPoint, make_queue, start_service
@@ -26,6 +26,7 @@ from actors.record.patience import ByDisk
 from actors.record.run_folder import RunFolder
 from actors.settings.deadlines import batch_call_s, new_parts_s
 from actors.state.ledger import Ledger
+from actors.state.queue_snapshot import QueueSnapshot
 from actors.state.resume import open_ledger
 from correction.config import CorrectionConfig
 from correction.errors import ActorLost, EvenkeelError

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from actors.carriers import DiscardReason, QueueContents, QueueSnapshot, StoredGroup, Ticket
+from actors.carriers import DiscardReason, QueueContents, StoredGroup, Ticket
 from actors.queue.delays import GroupDelays
 from actors.state.ledger import listed
+from actors.state.queue_snapshot import QueueSnapshot
 from correction.errors import LedgerError
 from rollout.trajectory import GroupFacts
 
@@ -153,6 +154,7 @@ class Outstanding:
         return QueueContents(
             version=self._version,
             published=self._published,
+            admitted=self.admitted,
             trained=self._trained,
             tickets=held,
             finished=tuple(self._finished.values()),

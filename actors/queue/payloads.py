@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.carriers import HeldSnapshot, QueueSnapshot, StoredGroup
+from actors.carriers import QueueContents, StoredGroup
 from actors.part_carriers import WaitNotice
 from actors.processes.supervision import call_with_retries, has_failed, wait_for
 from actors.settings.deadlines import tokens_call_s, tokens_s
+from actors.state.queue_snapshot import QueueSnapshot
 from correction.errors import ActorLost, EvenkeelError, counted
 from rollout.trajectory import Group, GroupFacts
 
@@ -219,15 +220,12 @@ async def whole_snapshot(
         tell: takes a sentence, if there are such groups.
     Raises: DeadlineExceeded.
     """
-    what = "snapshot <- trajectory queue"
-    held: HeldSnapshot = await call_with_retries(lambda: queue.snapshot.remote(), what, deadline_s=deadline_s)
-    groups, lost = await whole(held.finished, deadline_s=deadline_s if tokens_s is None else tokens_s)
-    gone = frozenset(lost)
-    again = [ticket for ticket in held.tickets if ticket.group_id in gone]
-    if again:
-        tell(f"the tokens of {counted(len(again), 'finished group')} can't be read: the checkpoint has their prompts, to be sampled again")
-    in_flight = sorted([*held.state.in_flight, *again], key=lambda ticket: ticket.group_id)
-    return replace(held.state, finished=tuple(groups), in_flight=tuple(in_flight))
+    what = "contents <- trajectory queue"
+    contents: QueueContents = await call_with_retries(lambda: queue.contents.remote(), what, deadline_s=deadline_s)
+    groups, lost = await whole(contents.finished, deadline_s=deadline_s if tokens_s is None else tokens_s)
+    if lost:
+        tell(f"the tokens of {counted(len(lost), 'finished group')} can't be read: the checkpoint has their prompts, to be sampled again")
+    return QueueSnapshot.of(contents, groups)
 
 
 def checksums_of(*buckets: Any) -> tuple[dict[str, str], str]:

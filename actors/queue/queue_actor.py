@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from actors.carriers import DiscardReason, HeldSnapshot, QueueContents, QueueSettlement, StoredGroup, Ticket
+from actors.carriers import DiscardReason, QueueContents, QueueSettlement, StoredGroup, Ticket
 from actors.processes.numbered import NumberedCalls
 from actors.processes.part_heartbeat import HeartbeatActor
 from actors.queue.trajectory_queue import TrajectoryQueue
@@ -140,9 +140,9 @@ class TrajectoryQueueActor(HeartbeatActor):
     async def waiting_for(self, version: int) -> str:
         return self._queue.waiting_for(version)
 
-    async def snapshot(self) -> HeldSnapshot:
-        """The queue's state, for a checkpoint."""
-        return self._queue.held_snapshot()
+    async def contents(self) -> QueueContents:
+        """All that is under way, for a checkpoint."""
+        return self._queue.contents()
 
     async def fill(self, contents: QueueContents) -> None:
         """Fill an empty queue. Only the first call does it; repeated ones change nothing."""

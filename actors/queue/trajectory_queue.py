@@ -22,11 +22,11 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from actors.carriers import DiscardReason, Finished, HeldSnapshot, QueueContents, QueueSnapshot, Ticket, discarded_as
+from actors.carriers import DiscardReason, Finished, QueueContents, Ticket, discarded_as
 from correction.errors import DataError, LedgerError
 from rollout.trajectory import Prompt
 
@@ -258,22 +258,17 @@ class TrajectoryQueue:
         given_up = ", ".join(f"{count} {reason}" for reason, count in self.discarded_by_reason.items())
         return clause + (f"; discarded so far: {given_up}" if given_up else "")
 
-    def held_snapshot(self) -> HeldSnapshot:
-        """The state, of a queue that holds StoredGroups."""
-        whole = self.snapshot()
-        held: tuple[Any, ...] = whole.finished
-        return HeldSnapshot(replace(whole, finished=()), held, tuple(self._entries[one.group_id].ticket for one in held))
-
-    def snapshot(self) -> QueueSnapshot:
-        """The state, of a queue that holds Groups."""
-        entries = [self._entries[i] for i in sorted(self._entries)]
-        return QueueSnapshot(
+    def contents(self) -> QueueContents:
+        """All that is under way, for a checkpoint, of a queue that holds StoredGroups."""
+        entries = [self._entries[group_id] for group_id in sorted(self._entries)]
+        return QueueContents(
             version=self.version,
+            published=self.published,
             admitted=self.admitted,
             trained=self.trained,
-            discarded=self.discarded,
-            in_flight=tuple(e.ticket for e in entries if e.group is None),
-            finished=tuple(e.group for e in entries if e.group is not None),
+            tickets=tuple(entry.ticket for entry in entries),
+            finished=tuple(entry.group for entry in entries if entry.group is not None),
+            drawn=tuple(entry.ticket.group_id for entry in entries if entry.state is GroupState.DRAWN),
             discarded_by_reason=dict(self.discarded_by_reason),
             unreported=tuple(self._unreported),
         )
@@ -283,9 +278,9 @@ class TrajectoryQueue:
         if self._entries:
             raise DataError("TrajectoryQueue.fill needs an empty queue")
         self.version, self.published = contents.version, contents.published
-        self.trained, self.discarded_by_reason = contents.trained, Counter(contents.discarded_by_reason)
+        self.admitted, self.trained = contents.admitted, contents.trained
+        self.discarded_by_reason = Counter(contents.discarded_by_reason)
         self.discarded = self.discarded_by_reason.total()
-        self.admitted = self.trained + self.discarded + len(contents.tickets)
         self._unreported = list(contents.unreported)
         for ticket in contents.tickets:
             self._hold(_Entry(ticket, GroupState.ADMITTED))

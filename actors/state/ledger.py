@@ -22,8 +22,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actors.carriers import QueueSnapshot, discarded_as
+from actors.carriers import discarded_as
 from actors.state.json_lines import append_whole
+from actors.state.queue_snapshot import QueueSnapshot
 from correction.errors import LedgerError
 from rollout.tasks.prompt_place import PromptPlace
 

@@ -19,20 +19,21 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from actors.carriers import QueueSnapshot, Ticket
+from actors.carriers import Ticket
 from actors.processes.event_level import Notify
 from actors.state.ledger import HandOver, Ledger, LedgerMark, at_once, imbalance_of
+from actors.state.queue_snapshot import QueueSnapshot
 from actors.state.state_format import Columns, as_plain, of_plain
 from correction.config import CorrectionConfig
 from correction.errors import DataError
 from learner.hf.tensor_files import saving
 from learner.weights.file_sums import unreadable
-from rollout.trajectory import Group, Prompt
+from rollout.trajectory import Prompt
 
 STATE, COLUMNS = "controller.json", "groups.safetensors"
 OLD_STATE = "controller.pickle"
 """The file that earlier versions wrote instead; it is not read."""
-_NAMES = {"Prompt": Prompt, "Group": Group}
+_NAMES = {"Prompt": Prompt}
 _ENCODER = json.JSONEncoder(default=float)  # float: numpy's numbers
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import ray
 
-from actors.carriers import QueueSnapshot, StoredGroup, Ticket
+from actors.carriers import StoredGroup, Ticket
+from actors.queue.trajectory_queue import TrajectoryQueue
+from actors.state.queue_snapshot import QueueSnapshot
 from rollout.trajectory import (
     AnswerFacts,
     FailureKind,
@@ -87,9 +88,10 @@ def at_hand(of: Group) -> StoredGroup:
     return StoredGroup(of.facts, of)
 
 
-def with_tokens(snapshot: QueueSnapshot) -> QueueSnapshot:
-    """As a checkpoint has it."""
-    return replace(snapshot, finished=tuple(one.payload for one in snapshot.finished))  # type: ignore[attr-defined]
+def snapshot_of(queue: TrajectoryQueue) -> QueueSnapshot:
+    """As a checkpoint has it, of a queue that holds Groups or StoredGroups."""
+    contents = queue.contents()
+    return QueueSnapshot.of(contents, [getattr(one, "payload", one) for one in contents.finished])
 
 
 def stored(*groups: Group, lost: Collection[int] = ()) -> list[StoredGroup]:

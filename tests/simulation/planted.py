@@ -8,22 +8,23 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from actors.carriers import DiscardReason, Ticket
+from actors.carriers import DiscardReason, QueueContents, Ticket
 from actors.checkpoints import checkpoint_reader, checkpoint_writer
 from actors.driver.batch_source import BatchSource
 from actors.pool.dispatch import WaitingWork
 from actors.pool.pool import RolloutPool
 from actors.pool.rollout_worker import RolloutWorker
-from actors.queue import payloads
 from actors.queue.outstanding import Outstanding
 from actors.queue.trajectory_queue import GroupState, TrajectoryQueue
 from actors.ranks import collective_calls
 from actors.ranks.collective_calls import CollectiveCaller
 from actors.record.patience import PatientWriter
 from actors.state.ledger import Ledger
+from actors.state.queue_snapshot import QueueSnapshot
 from actors.weights.publication import PublishedVersions
 from actors.weights.weight_sync import WeightSync
 from correction.errors import LedgerError
@@ -224,12 +225,13 @@ def the_checkpoint_comes_before_the_ledgers_flush() -> Iterator[None]:
 @contextmanager
 def a_checkpoint_forgets_groups_whose_tokens_are_lost() -> Iterator[None]:
     """They are neither among its finished groups nor among those to be sampled."""
-    whole = payloads.whole
+    of = QueueSnapshot.of
 
-    async def forgetful(groups: Sequence[Any], *, deadline_s: float) -> Any:
-        return (await whole(groups, deadline_s=deadline_s))[0], []
+    def forgetful(contents: QueueContents, groups: Sequence[Any]) -> QueueSnapshot:
+        snapshot, finished = of(contents, groups), {one.group_id for one in contents.finished}
+        return replace(snapshot, in_flight=tuple(ticket for ticket in snapshot.in_flight if ticket.group_id not in finished))
 
-    with mock.patch.object(payloads, "whole", forgetful):
+    with mock.patch.object(QueueSnapshot, "of", forgetful):
         yield
 
 

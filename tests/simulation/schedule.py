@@ -179,11 +179,11 @@ _LATE = (
     "export",
     "wait_for_places",
     "start",
-    "snapshot",
+    "contents",
 )
 _LOST = (
     *("generate_group", "update_weights", "put", "receive_weights", "admit", "wait_for_places") * 3,
-    *("draw", "discard", "advance", "next_batch", "forwarded", "snapshot", "step", "export", "take_lost") * 2,
+    *("draw", "discard", "advance", "next_batch", "forwarded", "contents", "step", "export", "take_lost") * 2,
     *("proximal", "begin_save", "is_saved", "checkpoint_bytes", "restore"),
     *("load", "answer", "start", "abort", "heartbeat", "follow"),
 )

@@ -24,7 +24,7 @@ def calls_of(method: str, schedule: FaultSchedule, *, most: int = 6) -> list[flo
     return found[:: -(-len(found) // most)]
 
 
-@pytest.mark.parametrize("method", ["draw", "next_batch", "advance", "snapshot", "monitor_state"])
+@pytest.mark.parametrize("method", ["draw", "next_batch", "advance", "contents", "monitor_state"])
 def test_an_answer_that_is_lost_is_asked_for_again(method: str) -> None:
     """The call has run, and its caller is told that the connection was lost: nothing is done twice, and the run doesn't go back for it."""
     plain = run_of_one_worker(steps=3, groups_per_step=2, faults=())

@@ -13,7 +13,7 @@ from actors.queue.trajectory_queue import TrajectoryQueue
 from actors.record.run_folder import RunFolder
 from actors.state.ledger import Ledger, outstanding_ids
 from actors.state.resume import TrainingState
-from tests.actors.cases import group, prompt, prompts
+from tests.actors.cases import group, prompt, prompts, snapshot_of
 from tests.e2e.launch import RECIPE
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
@@ -28,7 +28,7 @@ def state(step: int) -> TrainingState:
         queue.publish(version + 1)
     older, _ = queue.admit(prompts(step, step + 2))
     queue.put(group(older))
-    return TrainingState(step, step, 1.0, queue.snapshot(), {}, {})
+    return TrainingState(step, step, 1.0, snapshot_of(queue), {}, {})
 
 
 def make_finished_run(base: Path) -> Path:

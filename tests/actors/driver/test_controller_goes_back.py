@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from actors.carriers import QueueSnapshot
 from actors.config import DeadlinesConfig
 from actors.driver.batch_source import BatchSource
 from actors.driver.controller import Controller
@@ -22,6 +21,7 @@ from actors.part_carriers import WorkerSettings
 from actors.pool.pool import RolloutPool
 from actors.record.patience import PatientWriter
 from actors.state.ledger import Ledger
+from actors.state.queue_snapshot import QueueSnapshot
 from correction.errors import ActorLost, DataError, DeadlineExceeded
 from tests.actors.driver.test_controller import RecordingObserver, controller, nothing, source
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +18,7 @@ from actors.part_carriers import ActorInfo
 from actors.pool.pool import RolloutPool
 from actors.queue.queue_actor import TrajectoryQueueActor
 from actors.state.ledger import imbalance_of
+from actors.state.queue_snapshot import QueueSnapshot
 from rollout.config import AnswerSampling
 from rollout.trajectory import Group, GroupFacts, WorkerLoad
 from tests.actors.cases import FakeActor, group, prompt
@@ -186,7 +186,7 @@ class World:
         """Admitted = trained + discarded (by reason) + under way, each prompt once; and the queue has what was told as finished."""
         queue = self.queue._queue
         under_way = [entry.ticket for entry in queue._entries.values()]
-        assert imbalance_of(replace(queue.snapshot(), in_flight=tuple(under_way), finished=()), None) is None
+        assert imbalance_of(QueueSnapshot.of(queue.contents(), ()), None) is None
         assert len(set(self.finished)) == len(self.finished), "told twice"
         assert queue.trained == 0, "or not all of them are known by their ids"
         known = [*(ticket.prompt.prompt_id for ticket in under_way), *(prompt_id for prompt_id, _ in queue._unreported)]

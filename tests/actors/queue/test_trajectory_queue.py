@@ -20,7 +20,7 @@ from actors.carriers import QueueContents, StoredGroup, Ticket
 from actors.queue.outstanding import Outstanding, discard_reason
 from actors.queue.trajectory_queue import TrajectoryQueue
 from correction.errors import DataError, LedgerError
-from tests.actors.cases import at_hand, group, prompt, prompts, with_tokens
+from tests.actors.cases import at_hand, group, prompt, prompts, snapshot_of
 
 
 class QueueLife(RuleBasedStateMachine):
@@ -119,7 +119,7 @@ class QueueLife(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         """From a checkpoint of this moment: what was being sampled is sampled again, what was drawn is drawn again."""
-        snapshot = pickle.loads(pickle.dumps(with_tokens(self.queue.snapshot())))
+        snapshot = pickle.loads(pickle.dumps(snapshot_of(self.queue)))
         restored = TrajectoryQueue(groups_per_step=self.queue.groups_per_step, max_staleness=self.queue.max_staleness)
         self.outstanding = Outstanding(snapshot, dynamic_sampling=True)
         restored.fill(self.outstanding.contents())
@@ -146,13 +146,20 @@ class QueueLife(RuleBasedStateMachine):
         self.queue, self.drawn, self.is_published = queue, [], False
 
     @invariant()
+    def another_queue_can_be_filled_with_all_that_it_holds(self) -> None:
+        other = TrajectoryQueue(groups_per_step=self.queue.groups_per_step, max_staleness=self.queue.max_staleness)
+        other.fill(self.queue.contents())
+        assert other.contents() == self.queue.contents()
+        assert other.counts() == self.queue.counts() and other.free_places == self.queue.free_places
+
+    @invariant()
     def the_bound_holds(self) -> None:
         queue = self.queue
         assert queue.admitted - queue.trained - queue.discarded <= (queue.max_staleness + 1) * queue.groups_per_step
 
     @invariant()
     def every_prompt_is_somewhere_once(self) -> None:
-        snapshot = with_tokens(self.queue.snapshot())
+        snapshot = snapshot_of(self.queue)
         held = [t.prompt.prompt_id for t in snapshot.in_flight] + [g.prompt.prompt_id for g in snapshot.finished]
         assert sorted(held + self.gone) == sorted(self.admitted)
         assert snapshot.admitted == len(self.admitted)
@@ -213,7 +220,7 @@ def test_places_are_those_that_published_weights_have_steps_for() -> None:
     assert len(tickets) == 8
     admitted = []
     for version in range(1, 7):
-        for one in queue.snapshot().in_flight:
+        for one in snapshot_of(queue).in_flight:
             queue.put(group(one))
         drawn = [found.group_id for found in queue.draw(version - 1, 2)]
         queue.publish(version, version - version % 3)
@@ -312,7 +319,7 @@ def test_a_lost_group_keeps_its_place_and_is_due_when_it_was() -> None:
     queue.lose([1])
     assert queue.counts() == {"admitted": 4, "trained": 0, "discarded": 0, "in_flight": 1, "finished": 2, "drawn": 1}
     assert queue.free_places == 0 and queue.take_lost() == [tickets[1]] and queue.take_lost() == []
-    assert [ticket.group_id for ticket in queue.snapshot().in_flight] == [1]
+    assert [ticket.group_id for ticket in snapshot_of(queue).in_flight] == [1]
     assert queue.put(group(tickets[1])) and not queue.put(group(tickets[1]))
     assert [g.group_id for g in queue.draw(0, 1)] == [1]
     with pytest.raises(LedgerError, match="group 2 was lost but the queue has it as finished"):

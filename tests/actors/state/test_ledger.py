@@ -16,13 +16,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from actors.carriers import DiscardReason, QueueSnapshot, discarded_as
+from actors.carriers import DiscardReason, discarded_as
 from actors.queue.outstanding import Outstanding
 from actors.queue.trajectory_queue import TrajectoryQueue
 from actors.state import ledger as ledger_module
 from actors.state.ledger import Ledger, LedgerMark, outstanding_ids
+from actors.state.queue_snapshot import QueueSnapshot
 from correction.errors import LedgerError
-from tests.actors.cases import at_hand, group, prompts, with_tokens
+from tests.actors.cases import at_hand, group, prompts, snapshot_of
 
 
 def lines_of(path: Path) -> list[tuple[int, str, str]]:
@@ -179,7 +180,7 @@ def queue_of(ledger: Ledger) -> QueueSnapshot:
     queue.trained = 3
     queue.discard([3], ALIKE)
     queue.take_discarded()
-    snapshot = queue.snapshot()
+    snapshot = snapshot_of(queue)
     assert outstanding_ids(snapshot) == names(4, 5, 6)
     return snapshot
 
@@ -271,7 +272,7 @@ def test_memory_and_a_resume_cost_what_is_under_way(path: Path, monkeypatch: pyt
     queue.admitted = queue.trained = count
     queue.admit(prompts(count, count + 10))
     tracemalloc.start()
-    again, warning = Ledger.resumed(path, queue.snapshot(), mark)
+    again, warning = Ledger.resumed(path, snapshot_of(queue), mark)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert warning is None and lines_counted(again) == count and again._open == ledger._open
@@ -326,7 +327,7 @@ class Books(RuleBasedStateMachine):
 
     @rule()
     def checkpoint(self) -> None:
-        snapshot = with_tokens(self.queue.snapshot())
+        snapshot = snapshot_of(self.queue)
         self.saved = self.step, snapshot, self.ledger.flush(snapshot)
 
     @precondition(lambda self: self.saved is not None)

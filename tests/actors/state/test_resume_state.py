@@ -23,7 +23,7 @@ from correction.config import CorrectionConfig
 from correction.early_warning.monitor import Monitor
 from correction.errors import DataError
 from rollout.trajectory import FailureKind, FinishReason, RoutedExperts, TopLogprobs, VersionSpan, ids_of, logprobs_of
-from tests.actors.cases import group, prompt, prompts
+from tests.actors.cases import group, prompt, prompts, snapshot_of
 from tests.test_layers import ROOT, imports
 
 
@@ -44,7 +44,7 @@ def state() -> TrainingState:
     monitor = Monitor()
     monitor.update(1, {"k3_kl": 1e-3})
     replacement = Replacement(CorrectionConfig(), CorrectionConfig.model_validate({"preset": "icepop"}))
-    return TrainingState(1, 1, 12.5, queue.snapshot(), {"groups/refilled_total": 3.0}, monitor.state_dict(), replacement)
+    return TrainingState(1, 1, 12.5, snapshot_of(queue), {"groups/refilled_total": 3.0}, monitor.state_dict(), replacement)
 
 
 def test_round_trip(state: TrainingState, tmp_path: Path) -> None:

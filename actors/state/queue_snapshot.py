@@ -1,0 +1,47 @@
+"""What a checkpoint holds of the trajectory queue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from actors.carriers import DiscardReason, QueueContents, Ticket
+from rollout.trajectory import Group
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSnapshot:
+    """The queue's state in a checkpoint: a restart from it keeps the staleness bound, and neither loses nor repeats a prompt."""
+
+    version: int
+    """Version of the published weights."""
+    admitted: int
+    """Number of groups since the run began, as in the next two fields; also the id of the next group."""
+    trained: int
+    """Groups trained on."""
+    discarded: int
+    """Groups thrown away."""
+    in_flight: tuple[Ticket, ...]
+    """Admitted and not finished: sampled again after a restart."""
+    finished: tuple[Group, ...]
+    """Finished and not trained, drawn ones included."""
+    discarded_by_reason: dict[DiscardReason, int] = field(default_factory=dict)
+    """The same by reason; empty in checkpoints of earlier versions."""
+    unreported: tuple[tuple[str, DiscardReason], ...] = ()
+    """Discarded, as (prompt id, reason), and not yet in the ledger."""
+
+    @classmethod
+    def of(cls, contents: QueueContents, groups: Sequence[Group]) -> Self:
+        """Args: groups: the finished ones whose tokens are at hand; all others are sampled again after a restart."""
+        at_hand = {group.group_id for group in groups}
+        return cls(
+            version=contents.version,
+            admitted=contents.admitted,
+            trained=contents.trained,
+            discarded=sum(contents.discarded_by_reason.values()),
+            in_flight=tuple(ticket for ticket in contents.tickets if ticket.group_id not in at_hand),
+            finished=tuple(groups),
+            discarded_by_reason=contents.discarded_by_reason,
+            unreported=contents.unreported,
+        )
