@@ -10,13 +10,14 @@ from correction.settings.base import Settings
 class PoolSizeConfig(Settings):
     """Part of rollout's settings."""
 
-    workers: PositiveInt = Field(default=1, le=10**4)
-    """Rollout workers, each with an engine of its own. With min_workers and max_workers: how many the run begins with, else min_workers."""
     min_workers: PositiveInt | None = Field(default=None, le=10**4)
     """With max_workers: the pool follows the load, between these two. It grows while the learner waits for data, and shrinks while workers
     wait for work (docs/sizing.md)."""
     max_workers: PositiveInt | None = Field(default=None, le=10**4)
     """With min_workers: the most workers. The pool never grows beyond those that admission can keep busy."""
+    workers: PositiveInt = Field(default_factory=lambda before: before.get("min_workers") or 1, le=10**4)
+    """Rollout workers, each with an engine of its own. With min_workers and max_workers: how many the run begins with; not given,
+    min_workers."""
 
     @model_validator(mode="after")
     def _sizes_of_the_pool_fit(self) -> PoolSizeConfig:
@@ -30,7 +31,7 @@ class PoolSizeConfig(Settings):
         if low is not None and high is not None:
             if low > high:
                 raise ValueError(f"min_workers = {low} is more than max_workers = {high}: lower the one or raise the other")
-            if "workers" in self.model_fields_set and not low <= self.workers <= high:
+            if not low <= self.workers <= high:
                 raise ValueError(
                     f"workers = {self.workers}, which the run would begin with, is not between min_workers = {low} and max_workers = "
                     f"{high}: change it, or leave it out"
@@ -49,8 +50,3 @@ class PoolSizeConfig(Settings):
     @property
     def most_workers(self) -> int:
         return self.max_workers or self.workers
-
-    @property
-    def first_workers(self) -> int:
-        """Workers that a run begins with."""
-        return self.workers if not self.is_elastic or "workers" in self.model_fields_set else self.fewest_workers

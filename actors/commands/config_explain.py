@@ -196,7 +196,7 @@ def _constraint_text(constraint: object) -> str:
 def _default_text(field: FieldInfo, has_keys: bool) -> str:
     if field.is_required():
         return "required"
-    default = field.get_default(call_default_factory=True) if field.default is PydanticUndefined else field.default
+    default = field.get_default(call_default_factory=True, validated_data={}) if field.default is PydanticUndefined else field.default
     if isinstance(default, BaseModel):
         tag = field_discriminator(field)
         return f"{tag}: {getattr(default, tag)}" if tag else "as below"

@@ -103,7 +103,7 @@ def shape_of(config: RunConfig) -> RunShape:
     """The settings of a recipe that decide how work flows; of an elastic pool the workers that it begins with."""
     rollout = config.rollout
     return RunShape(
-        workers=rollout.first_workers,
+        workers=rollout.workers,
         groups_per_step=config.groups_per_step,
         max_staleness=config.max_staleness,
         samples_per_group=rollout.sampling.samples_per_group,

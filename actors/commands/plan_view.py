@@ -57,7 +57,7 @@ def sections(plan: RunPlan, config: RunConfig) -> dict[str, list[tuple[str, str]
     """Title -> (what, how much)."""
     learner, rollout = config.learner, config.rollout
     ranks = f"{counted(learner.world_size, 'rank')}"
-    engines = f"{rollout.first_workers}" + (f" (up to {rollout.most_workers})" if rollout.is_elastic else "")
+    engines = f"{rollout.workers}" + (f" (up to {rollout.most_workers})" if rollout.is_elastic else "")
     engines += (f" of {rollout.engine.tensor_parallel} GPUs" if rollout.engine.tensor_parallel > 1 else "")
     head = f"{plan.parameters / 1e9:.2f}B parameters in {plan.tensors:,} tensors; {plan.gpus}"
     return {

@@ -126,7 +126,7 @@ def simulate(
         config,
         costs,
         its_lengths.afresh(seed),
-        worker_counts or [config.rollout.first_workers],
+        worker_counts or [config.rollout.workers],
         bounds or [config.max_staleness],
         prompt_tokens=its_prompt if prompt_tokens is None else prompt_tokens,
         steps=steps,

@@ -227,7 +227,7 @@ def _architectures(node: NodeFacts) -> set[str]:
 
 def _engines(node: NodeFacts, config: RunConfig) -> int:
     """Most engines that the node may get of those that the run begins with, by its units and its GPUs."""
-    engines = workers_with_a_unit([node.rollout_units], config.rollout.first_workers)
+    engines = workers_with_a_unit([node.rollout_units], config.rollout.workers)
     if config.rollout.engine.resolved_device != "cuda":
         return engines
     return min(engines, held_by(node.offered_gpus, config.rollout.gpus_of_a_worker))
@@ -287,7 +287,7 @@ def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) 
     moved, driver = traffic(shape, config), of_driver(shape, config)
     for node in nodes:
         may_hold_a_rank = stores_versions(config) and (node.offered_gpus > 0 or config.learner.resolved_device == "cpu")
-        engines = workers_with_a_unit([node.rollout_units], config.rollout.first_workers) if is_fetched else 0
+        engines = workers_with_a_unit([node.rollout_units], config.rollout.workers) if is_fetched else 0
         held = moved.version * fetched_versions(config, engines)
         wide = of_learner(shape, config, 1)[FETCHED] if may_hold_a_rank else of_engines(shape, config, engines)[WIDE]
         needed = moved.store if may_hold_a_rank else held * (engines > 0) + driver[BATCHES] * node.is_drivers

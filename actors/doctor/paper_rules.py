@@ -217,7 +217,7 @@ def host_holds_the_run(facts: PaperFacts, config: RunConfig) -> Iterator[Complai
     if host.total > facts.host_bytes:
         outside = " outside its GPUs" if "cuda" in (config.learner.resolved_device, config.rollout.engine.resolved_device) else ""
         text = f"the run takes up to {gib(host.total)} of this machine's {gib(facts.host_bytes)}{outside}: {host}"
-        engines = host.parts[OF_ENGINES] * config.rollout.first_workers / config.rollout.most_workers  # an elastic pool need not grow
+        engines = host.parts[OF_ENGINES] * config.rollout.workers / config.rollout.most_workers  # an elastic pool need not grow
         is_certain = host.parts[OF_LEARNER] + engines > facts.host_bytes
         yield Complaint("fail" if is_certain else "warn", text, f"Take a smaller model. {LESS}" if is_certain else LESS)
 

@@ -76,7 +76,7 @@ def tensor_parallel_groups_inside_nodes(nodes: Nodes, config: RunConfig) -> Iter
 def engines_inside_nodes(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     """The nodes must have room for the engines beside the learner. Where GPUs are too few in all, gpus_for_everybody says so instead;
     engines of one GPU are counted up to the units that there are: missing units have a rule of their own."""
-    ranks, wanted = config.rollout.engine.tensor_parallel, config.rollout.first_workers
+    ranks, wanted = config.rollout.engine.tensor_parallel, config.rollout.workers
     is_short = gpus_asked(config) > sum(node.offered_gpus for node in nodes)
     if config.rollout.engine.resolved_device != "cuda" or is_short:
         return
@@ -105,7 +105,7 @@ def _inside_nodes(nodes: Nodes, config: RunConfig, wanted: int, room: int, what:
 def units_for_all_workers(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     if config.ray.address is None:
         return
-    wanted = config.rollout.first_workers
+    wanted = config.rollout.workers
     placed = workers_with_a_unit([node.rollout_units for node in nodes], wanted)
     if placed < wanted:
         there = f"the nodes offer {counted(placed, 'whole unit')}" if placed else "no node offers a whole unit"
@@ -127,16 +127,16 @@ def units_for_all_workers(nodes: Nodes, config: RunConfig) -> Iterator[Complaint
 def requests(nodes: Nodes, config: RunConfig) -> list[Request]:
     """For each kind of resource: what the run asks of Ray, what the nodes have, and what of that is free."""
     rollout, learner = config.rollout, config.learner
-    ranks, workers = counted(learner.world_size, "rank"), counted(rollout.first_workers, "worker")
+    ranks, workers = counted(learner.world_size, "rank"), counted(rollout.workers, "worker")
     of_ranks = [f"{ranks} x {learner.gpus_per_rank:g}"] if learner.resolved_device == "cuda" else []
     of_workers = [f"{workers} x {rollout.gpus_of_a_worker:g}"] if rollout.engine.resolved_device == "cuda" else []
     cpus, free = sum(node.cpus for node in nodes), sum(node.free_cpus for node in nodes)
-    processes = learner.world_size + rollout.first_workers * rollout.engine.tensor_parallel
+    processes = learner.world_size + rollout.workers * rollout.engine.tensor_parallel
     rows = [Request("CPU", processes, cpus, free, f"{ranks}, {workers}")]
     gpus, free = sum(node.offered_gpus for node in nodes), sum(node.free_gpus for node in nodes)
     if of_ranks or of_workers or gpus:
         rows.insert(0, Request("GPU", gpus_asked(config), gpus, free, ", ".join(of_ranks + of_workers) or "nobody"))
     if config.ray.address is not None:
         units = sum(node.rollout_units for node in nodes)
-        rows.append(Request(config.ray.rollout_resource, rollout.first_workers, units, units - sum(n.held_units for n in nodes), workers))
+        rows.append(Request(config.ray.rollout_resource, rollout.workers, units, units - sum(n.held_units for n in nodes), workers))
     return rows

@@ -31,6 +31,7 @@ from actors.driver.run_summary import RunSummary
 from actors.driver.step_reporter import StepReporter
 from actors.driver.step_under_way import StepUnderWay
 from actors.metrics.held_out import Evaluation
+from actors.pool.elastic import first_workers
 from actors.pool.pool import RolloutPool
 from actors.processes import interrupts
 from actors.processes.supervision import Stopwatch, done_or_reported, kill, together, unless_failed, unless_set, wait_for
@@ -330,7 +331,7 @@ class Controller:
         self._held_out = self._task.held_out_prompts()[: config.evaluation.problems]
         keep = partial(self._folder.keep_model_files, outline_folder(self._point.weights)[0])
         await self._by_disk(observer.disk.result(keep), "config and tokenizer of the model")
-        workers, ranks = config.rollout.first_workers, config.learner.world_size
+        workers, ranks = first_workers(config.rollout, config.places), config.learner.world_size
         observer.phase(f"starting {counted(workers, 'rollout worker')} and {counted(ranks, 'learner rank')}")
         await self._make_queue()
         self._places = await reserve(config)  # before engines take the GPUs

@@ -62,7 +62,7 @@ def pace(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Pace:
     mean = MEAN_SHARE * longest
     answers = config.groups_per_step * rollout.sampling.samples_per_group
     fit = max(1, int(engine_memory(shape, rollout, gpu_bytes).tokens / mean))
-    at_once = rollout.first_workers * min(rollout.engine.max_running_requests, fit)
+    at_once = rollout.workers * min(rollout.engine.max_running_requests, fit)
     work = 6 * active_parameters(shape) * answers * mean * learner.epochs_per_batch
     return Pace(
         longest_answer_s=longest / TOKENS_PER_S,

@@ -27,9 +27,9 @@ class Elastic:
         """Args: places: groups that admission allows outstanding."""
         self._pool, self._on_decision = pool, on_decision
         limits = limits_of(config, places)
-        self._rule = ScalingRule(limits, config.first_workers) if config.is_elastic else None
-        self.first = self._rule.target if self._rule is not None else config.workers
+        self.first = first_workers(config, places)
         """Workers to begin with."""
+        self._rule = ScalingRule(limits, self.first) if config.is_elastic else None
         self.note = _unfed(limits) if self._rule is not None else None
         """A sentence about limits that can't be reached; None: there is nothing to say."""
         self._step_began: float | None = None
@@ -71,6 +71,12 @@ def limits_of(config: RolloutConfig, places: int) -> PoolLimits:
     samples = config.sampling.samples_per_group
     at_a_time = min(config.engine.max_running_requests, config.slots_per_worker * samples)
     return PoolLimits(config.fewest_workers, config.most_workers, fed_by_admission(places, samples, at_a_time))
+
+
+def first_workers(config: RolloutConfig, places: int) -> int:
+    """Workers that a run begins with; of a pool that follows the load, no more than admission feeds. Args: places: as limits_of."""
+    limits = limits_of(config, places)
+    return min(config.workers, limits.most) if config.is_elastic else config.workers
 
 
 def _unfed(limits: PoolLimits) -> str | None:

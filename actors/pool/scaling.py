@@ -111,7 +111,7 @@ class ScalingRule:
 
     def __init__(self, limits: PoolLimits, target: int) -> None:
         self.limits = limits
-        self.target = max(limits.lowest, min(target, limits.most))
+        self.target = target
         self._window: deque[StepLoad] = deque(maxlen=_WINDOW)
         self._left_out = _SETTLING  # the first step waits for the first groups, however many workers there are
         self._present = 0

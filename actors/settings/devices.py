@@ -247,7 +247,7 @@ def held_by(gpus: float, share: float) -> int:
 
 def workers_asked(config: RunConfig) -> int:
     """Number of workers for which there must be room at the start: on a private Ray all that the pool may grow to."""
-    return config.rollout.most_workers if config.ray.address is None else config.rollout.first_workers
+    return config.rollout.most_workers if config.ray.address is None else config.rollout.workers
 
 
 def gpus_asked(config: RunConfig, *, workers: int | None = None) -> int:

@@ -97,5 +97,6 @@ def test_every_field_says_what_it_means() -> None:
 )
 def test_sizes_of_the_pool(changes: dict[str, int], first: int, fewest: int, most: int) -> None:
     config = RolloutConfig.model_validate({"task": CHAIN_SUM, "reward": {"kind": "reasoning_gym"}} | changes)
-    assert (config.first_workers, config.fewest_workers, config.most_workers) == (first, fewest, most)
+    assert (config.workers, config.fewest_workers, config.most_workers) == (first, fewest, most)
     assert config.is_elastic == ("max_workers" in changes)
+    assert RolloutConfig.model_validate(config.model_dump()) == config, "as a resume reads it from config.yaml"

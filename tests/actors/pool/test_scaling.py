@@ -8,7 +8,7 @@ import random
 import pytest
 
 from actors.carriers import ScalingCause
-from actors.pool.elastic import limits_of
+from actors.pool.elastic import first_workers, limits_of
 from actors.pool.scaling import LEARNER_WAITS, WORKERS_WAIT, PoolLimits, ScalingRule, StepLoad, decide, fed_by_admission
 from rollout.config import RolloutConfig
 
@@ -95,6 +95,7 @@ def test_limits_come_from_places_and_slots() -> None:
     config = RolloutConfig.model_validate(common | settings | {"min_workers": 2, "max_workers": 9})
     assert limits_of(config, 32) == PoolLimits(2, 9, 4)
     assert limits_of(config.model_copy(update={"slots": 4}), 32) == PoolLimits(2, 9, 8), "32 requests at a time, if it has 4 slots"
+    assert [first_workers(config.model_copy(update={"workers": asked}), 32) for asked in (2, 3, 9)] == [2, 3, 4]
 
 
 def test_a_node_on_its_way_that_is_not_needed_any_more_is_given_up() -> None:
