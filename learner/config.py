@@ -59,7 +59,7 @@ class LearnerConfig(DerivedSettings):
     float32_head: bool = False
     """Compute the output head in float32 even if the weights are bfloat16; this takes a float32 copy of the head's matrix during a pass."""
     batch_invariant: bool = False
-    """Batch-invariant operators, for true on-policy training; set by the run's true_on_policy together with the engines'."""
+    """Batch-invariant operators, for true on-policy training. In a run this is what true_on_policy says, as for the engines."""
     threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads of each rank. 1 is the safe choice if ranks and engines share cores."""
     seed: int = 1234

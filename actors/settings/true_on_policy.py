@@ -34,8 +34,8 @@ def resolved(config: RunConfig, model: Path | None = None) -> RunConfig:
     """
     # Set to false as well: the learner replays the routes that a batch brings, and "recompute" is to replay the learner's own.
     config = _with_settings(config, {"return_routed_experts": config.learner.routing_replay == "rollout"}, {})
-    if not config.true_on_policy:
-        return config
+    if not config.true_on_policy:  # a run that had it may be resumed without it: its config.yaml has what followed from it
+        return _with_settings(config, {"batch_invariant": False, "projection_parts": 1}, {"batch_invariant": False})
     steps = config.learner.total_optimizer_steps_per_batch
     if steps > 1 and not config.learner.needs_proximal_forward(config.correction):
         raise ConfigError(

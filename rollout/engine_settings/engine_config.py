@@ -114,7 +114,7 @@ class EngineConfig(Settings):
     attention_backend: str | None = None
     """SGLang's name of an attention backend. Unset: SGLang's choice on cuda, evenkeel's own on a CPU ("stock" is SGLang's)."""
     batch_invariant: bool = False
-    """Batch-invariant operators, for true on-policy training; set by the run's true_on_policy together with the learner's."""
+    """Batch-invariant operators, for true on-policy training. In a run this is what true_on_policy says, as for the learner."""
     projection_parts: int = Field(default=1, ge=1, le=10**4)
     """With batch_invariant: number of partial products of which the output projections of attention and MLP are the sum, one for each of
     the learner's tensor-parallel ranks."""

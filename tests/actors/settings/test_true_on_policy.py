@@ -55,6 +55,8 @@ def test_the_run_folder_shows_what_the_switch_has_set(tmp_path: Path) -> None:
     assert shown == {True} and written["rollout"]["engine"]["dtype"] == written["learner"]["dtype"] == "bfloat16"
     again = load_config(RunConfig, tmp_path / "run" / "config.yaml")
     assert again == config == resolved(again)
+    without = resolved(load_config(RunConfig, tmp_path / "run" / "config.yaml", ["true_on_policy=false"]))
+    assert not without.learner.batch_invariant and not without.rollout.engine.batch_invariant, "on a resume, for example"
 
 
 @pytest.mark.parametrize("difference", ["stop", "correct"])
