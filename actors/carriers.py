@@ -129,6 +129,8 @@ class StoredGroup:
     """Reference to the WideFields of its trajectories; None: they are in the Group, if there are any."""
     source: str = ""
     """Who sampled it, and where, for messages; empty: it comes from a checkpoint."""
+    reason: DiscardReason | None = None
+    """Why it isn't worth training, as the driver decides when it is sampled; None: it is."""
 
     @property
     def group_id(self) -> int:

@@ -266,6 +266,11 @@ def test_what_was_decided_about_a_token_is_decided_once() -> None:
     assert callers_of(r"\bis_left_out") == {"rollout/packing.py"}
 
 
+def test_whether_a_group_is_worth_training_is_decided_once() -> None:
+    """By the driver's books when it is sampled: the queue and the correction service are told."""
+    assert callers_of(r"\bdiscard_reason") == {"actors/queue/outstanding.py"}
+
+
 def readers_of(*names: str) -> list[str]:
     """Files of rollout, learner and actors that read one of these names, once for each time; an import is no reading."""
     return [

@@ -259,7 +259,7 @@ class RolloutPool:
             self._groups.finished(ticket.group_id, worker.name, self._now())
             self._work.forget(ticket.group_id)
             self._observer.group_finished(outcome, worker.name)
-            self._outstanding.finish(group := StoredGroup(outcome, payload, wide, worker.source))
+            group = self._outstanding.finish(StoredGroup(outcome, payload, wide, worker.source))
             self._delivery.add(group, are_last=self._outstanding.are_all_sampled)
             self._scoring.finished(outcome)
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from actors.carriers import DiscardReason, QueueContents, StoredGroup, Ticket
 from actors.queue.delays import GroupDelays
@@ -20,8 +21,6 @@ from rollout.trajectory import GroupFacts
 
 def discard_reason(group: GroupFacts, *, dynamic_sampling: bool) -> DiscardReason | None:
     """Why a group is not worth training; None: it is."""
-    # Asked twice, of the same facts: by the service when it draws groups, and by the driver when it is told of finished ones. The driver's
-    # books must be able to fill a new queue at any moment, also before the service has drawn a group.
     if not group.is_trainable:
         return DiscardReason.INVALID
     return DiscardReason.UNIFORM if dynamic_sampling and group.is_uniform else None
@@ -64,16 +63,19 @@ class Outstanding:
             self._tickets[ticket.prompt.prompt_id] = ticket
             self.admitted = ticket.group_id + 1
 
-    def finish(self, group: StoredGroup) -> None:
-        """Note that a worker has sampled this group; it is on its way to the queue."""
+    def finish(self, group: StoredGroup) -> StoredGroup:
+        """Note that a worker has sampled this group. Returns: the group as the queue gets it: it says whether it is worth training."""
+        if reason := discard_reason(group.facts, dynamic_sampling=self._dynamic_sampling):
+            group = replace(group, reason=reason)
         if group.prompt_id not in self._tickets or group.prompt_id in self._unreported:
             self.delays.forget(group.facts.group_id)
-            return
+            return group
         self.delays.finished(group.facts)
-        if reason := discard_reason(group.facts, dynamic_sampling=self._dynamic_sampling):
-            self._to_discard[group.prompt_id] = reason
+        if group.reason is not None:
+            self._to_discard[group.prompt_id] = group.reason
         else:
             self._finished.setdefault(group.prompt_id, group)
+        return group
 
     def knows(self, prompt_id: str) -> bool:
         """Whether the prompt's group is under way."""

@@ -76,7 +76,7 @@ class CorrectionService(HeartbeatActor):
         register_stack_dump()
         self._config, self._queue = config, queue
         books, bytes_per_s = NumberedCaller(queue, late=self.report), config.deadlines.bytes_per_s
-        self._drawing = Drawing(books, dynamic_sampling=config.dynamic_sampling, bytes_per_s=bytes_per_s, notice=self.report)
+        self._drawing = Drawing(books, bytes_per_s=bytes_per_s, notice=self.report)
         self._correction = self._next_correction = correction or config.correction
         self._monitor = Monitor(config.monitor.thresholds)
         if monitor_state is not None:

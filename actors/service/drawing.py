@@ -13,7 +13,6 @@ from actors.carriers import DiscardReason, StoredGroup
 from actors.part_carriers import WaitNotice
 from actors.processes.numbered import NumberedCaller
 from actors.queue import payloads
-from actors.queue.outstanding import discard_reason
 from actors.settings.deadlines import ANSWER_S
 from correction.errors import ActorLost
 from rollout import wide_fields
@@ -30,11 +29,9 @@ something else."""
 class Drawing:
     """The correction service's side of the queue."""
 
-    def __init__(
-        self, books: NumberedCaller, *, dynamic_sampling: bool, bytes_per_s: float, notice: Callable[[WaitNotice], None] | None = None
-    ) -> None:
+    def __init__(self, books: NumberedCaller, *, bytes_per_s: float, notice: Callable[[WaitNotice], None] | None = None) -> None:
         """Args: notice: takes a notice of tokens that are waited for; None: the log."""
-        self._books, self._dynamic_sampling, self._bytes_per_s, self._notice = books, dynamic_sampling, bytes_per_s, notice
+        self._books, self._bytes_per_s, self._notice = books, bytes_per_s, notice
         self._losses = Counter[int]()
         """Number of losses by group id, of groups that are in no batch yet."""
         self.wide_of: dict[int, Any] = {}
@@ -53,8 +50,8 @@ class Drawing:
                 continue
             kept, given_up = list[StoredGroup](), dict[DiscardReason, list[int]]()
             for group in drawn:
-                if reason := discard_reason(group.facts, dynamic_sampling=self._dynamic_sampling):
-                    given_up.setdefault(reason, []).append(group.group_id)
+                if group.reason is not None:
+                    given_up.setdefault(group.reason, []).append(group.group_id)
                 else:
                     kept.append(group)
             for reason, group_ids in given_up.items():

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from actors.carriers import StoredGroup, Ticket
+from actors.queue.outstanding import discard_reason
 from actors.queue.trajectory_queue import TrajectoryQueue
 from actors.state.queue_snapshot import QueueSnapshot
 from rollout.trajectory import (
@@ -94,7 +95,7 @@ def snapshot_of(queue: TrajectoryQueue) -> QueueSnapshot:
     return QueueSnapshot.of(contents, [getattr(one, "payload", one) for one in contents.finished])
 
 
-def stored(*groups: Group, lost: Collection[int] = ()) -> list[StoredGroup]:
+def stored(*groups: Group, lost: Collection[int] = (), dynamic_sampling: bool = False) -> list[StoredGroup]:
     """Finished groups as they reach the queue; those in `lost` went with their node."""
     found = []
     for one in groups:
@@ -103,7 +104,7 @@ def stored(*groups: Group, lost: Collection[int] = ()) -> list[StoredGroup]:
             reference.set_exception(ray.exceptions.ObjectLostError("", "", ""))
         else:
             reference.set_result(one)
-        found.append(StoredGroup(one.facts, reference))
+        found.append(StoredGroup(one.facts, reference, reason=discard_reason(one.facts, dynamic_sampling=dynamic_sampling)))
     return found
 
 

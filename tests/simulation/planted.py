@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from actors.carriers import DiscardReason, QueueContents, Ticket
+from actors.carriers import DiscardReason, QueueContents, StoredGroup, Ticket
 from actors.checkpoints import checkpoint_reader, checkpoint_writer
 from actors.driver.batch_source import BatchSource
 from actors.pool.dispatch import WaitingWork
@@ -163,7 +163,15 @@ def a_new_queue_has_the_batch_in_training_once_more() -> Iterator[None]:
 @contextmanager
 def a_new_queue_has_the_discarded_groups_back() -> Iterator[None]:
     """Others were admitted in their places."""
-    with mock.patch("actors.queue.outstanding.discard_reason", lambda *_, **__: ""):
+    finish = Outstanding.finish
+
+    def keep(self: Outstanding, group: StoredGroup) -> StoredGroup:
+        group = finish(self, group)
+        if self._to_discard.pop(group.prompt_id, None):
+            self._finished.setdefault(group.prompt_id, group)
+        return group
+
+    with mock.patch.object(Outstanding, "finish", keep):
         yield
 
 

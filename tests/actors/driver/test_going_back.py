@@ -213,7 +213,7 @@ def test_a_group_that_can_never_be_read_takes_the_run_back_and_ends_it_the_fourt
     async def lost_three_times() -> ActorLost:
         async def ask(*_: Any, **__: Any) -> None: ...
 
-        drawing = Drawing(SimpleNamespace(ask=ask), dynamic_sampling=False, bytes_per_s=1e6)  # type: ignore[arg-type]
+        drawing = Drawing(SimpleNamespace(ask=ask), bytes_per_s=1e6)  # type: ignore[arg-type]
         with pytest.raises(ActorLost) as found:
             for _ in range(3):
                 await drawing.lose({4: LATE})

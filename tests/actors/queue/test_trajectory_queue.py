@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from actors.carriers import QueueContents, StoredGroup, Ticket
-from actors.queue.outstanding import Outstanding, discard_reason
+from actors.queue.outstanding import Outstanding
 from actors.queue.trajectory_queue import TrajectoryQueue
 from correction.errors import DataError, LedgerError
 from tests.actors.cases import at_hand, group, prompt, prompts, snapshot_of
@@ -55,9 +55,8 @@ class QueueLife(RuleBasedStateMachine):
     def finish(self, data: st.DataObject) -> None:
         ticket = self.sampling.pop(data.draw(st.integers(0, len(self.sampling) - 1)))
         rewards = data.draw(st.sampled_from([(1.0, 0.0)] * 4 + [(1.0, 1.0)]))
-        finished = at_hand(group(ticket, rewards=rewards))
+        finished = self.outstanding.finish(at_hand(group(ticket, rewards=rewards)))
         assert self.queue.put(finished)
-        self.outstanding.finish(finished)
         before = self.queue.counts()
         assert not self.queue.put(finished) and self.queue.counts() == before
 
@@ -65,8 +64,8 @@ class QueueLife(RuleBasedStateMachine):
     def draw(self) -> None:
         """The service takes what is there, and discards some of it, which frees their places."""
         for drawn in self.queue.draw(self.preparing, self.queue.groups_per_step - len(self.drawn)):
-            if reason := discard_reason(drawn.facts, dynamic_sampling=True):
-                self.queue.discard([drawn.group_id], reason)
+            if drawn.reason is not None:
+                self.queue.discard([drawn.group_id], drawn.reason)
                 self.gone.append(drawn.prompt_id)
             else:
                 self.drawn.append(drawn)
@@ -107,8 +106,7 @@ class QueueLife(RuleBasedStateMachine):
         for i in finish:
             if i < len(self.sampling):
                 ticket = self.sampling.pop(i)
-                self.queue.put(at_hand(group(ticket)))
-                self.outstanding.finish(at_hand(group(ticket)))
+                self.queue.put(self.outstanding.finish(at_hand(group(ticket))))
         self.draw()
         if len(self.drawn) == self.queue.groups_per_step:
             self.train()

@@ -129,7 +129,8 @@ class ServiceScene:
             "deadlines": DeadlinesConfig(batch_s=5.0, step_s=2.0, checkpoint_s=1.0),
             "monitor": EarlyWarningConfig(detailed=False),
         }
-        self.service = CorrectionService(RunConfig.model_validate(settings | changes), FakeActor(self.queue), monitor_state)
+        self.config = RunConfig.model_validate(settings | changes)
+        self.service = CorrectionService(self.config, FakeActor(self.queue), monitor_state)
 
     async def admit(self, start: int, stop: int) -> list[Ticket]:
         return await self.queue.admit(prompts(start, stop))
@@ -171,7 +172,7 @@ class ServiceScene:
 
     async def put(self, *groups: Group, apart_s: float = 0.01) -> None:
         for finished in groups:
-            await self.queue.put(stored(finished))
+            await self.queue.put(stored(finished, dynamic_sampling=self.config.dynamic_sampling))
             await asyncio.sleep(apart_s)
 
 

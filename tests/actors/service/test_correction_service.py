@@ -109,7 +109,7 @@ def test_which_groups_fill_a_synchronous_batch_does_not_depend_on_arrival(seed: 
             under_way += await scene.admit(admitted, admitted + places)
             if under_way:
                 ticket = under_way.pop(order.randrange(len(under_way)))
-                await scene.queue.put(stored(answered(ticket, rewards=(1.0, 1.0) if ticket.group_id in uniform else (0.0, 1.0))))
+                await scene.put(answered(ticket, rewards=(1.0, 1.0) if ticket.group_id in uniform else (0.0, 1.0)), apart_s=0.0)
             await asyncio.sleep(0.02 * order.random())
 
     async def scenario() -> None:
