@@ -351,8 +351,8 @@ class Controller:
         _, (self._learner, infos) = await together(self._source.fill(), starting)
         for info in infos:
             observer.joined(info)
-        for note in self._alarms.notes():
-            observer.event("info", note)
+        for level, note in self._alarms.notes():
+            observer.event(level, note)
         probe_ids, pool = self._held_out[0].token_ids, self._pool
         self._sync = make_sync(config, self._learner, probe_ids, observer, pool, generation=self._generation, on_receipt=self._receipt)
         observer.follow(self._pool.members)
