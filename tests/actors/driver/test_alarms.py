@@ -192,4 +192,4 @@ def test_the_controller_says_the_notes_of_the_start_at_their_levels(monkeypatch:
     with pytest.raises(InterruptedError):
         asyncio.run(one._start_parts())
     (plan, warning) = observer.told
-    assert plan.startswith("info: at the first alarm") and warning.startswith("warning: what monitor.on_alarm = switch_preset puts in place")
+    assert plan.startswith("info: at the first alarm") and warning.startswith("warning: what monitor.on_alarm = switch_preset puts")
