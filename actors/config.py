@@ -131,8 +131,8 @@ class DeadlinesConfig(DerivedSettings):
     sync_s: PositiveFloat = 120.0
     """Longest wait for an engine to confirm new weights, seconds; it has three attempts."""
     drain_s: float = Field(default=20.0, ge=0)
-    """Longest time for which a rollout worker that leaves goes on with its groups, seconds; then it hands the rest back, with the tokens
-    sampled so far, for which it has as long again, and at least 10 s. A preemption notice should leave time for both (Kubernetes leaves
+    """Longest time for which a rollout worker that leaves goes on with its groups, seconds. Then it hands the rest back with the tokens
+    sampled so far; that may take as long again (at least 10 s). A preemption notice should leave time for both (Kubernetes leaves
     30 s unless it is told otherwise): what isn't handed back by then is sampled anew."""
     checkpoint_s: PositiveFloat = 600.0
     """Longest time to write a checkpoint, seconds."""

@@ -365,7 +365,7 @@ def _global_sums(
         segments = view.levels.at(config.importance.level)
         if late.by_unit is not None:
             weights = late.by_unit.weights
-        else:  # early ones, of which those that are kept late are averaged; each token has its unit's, so that the largest is it
+        else:  # early weights: every token of a unit has the unit's weight, so the maximum recovers it
             weights = segments.maximum(corrected.importance_weights if corrected.plain_weights is None else corrected.plain_weights)
         units = weight_sums(weights, view.mask, keep, segments, config.normalize.population)
         sums["normalizer_weight"], sums["normalizer_units"] = units[0], units[1]

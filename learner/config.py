@@ -54,8 +54,8 @@ class LearnerConfig(DerivedSettings):
     initial_loss_scale: float = Field(default=2.0**16, ge=1.0, le=2.0**32)
     """float16: factor on the loss at the start. Megatron's scaler halves it after overflows and doubles it after 1,000 updates without."""
     layers: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Norms and linear layers: Megatron's own (local), or TransformerEngine's. auto takes TransformerEngine's for bfloat16 on a GPU, if
-    they are installed and can honour the other settings."""
+    """Norms and linear layers: Megatron's own (local), or TransformerEngine's. auto takes TransformerEngine's for bfloat16 and float16 on
+    a GPU, if they are installed and can honour the other settings."""
     float32_head: bool = False
     """Compute the output head in float32 even if the weights are bfloat16; this takes a float32 copy of the head's matrix during a pass."""
     batch_invariant: bool = False

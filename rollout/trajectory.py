@@ -312,7 +312,7 @@ class Group(_Answers[Trajectory]):
     trajectories: tuple[Trajectory, ...]
     """[G], in the order of their seeds."""
     admitted_version: int
-    """Learner's version when the group was admitted; no token is older."""
+    """Version of the published weights when the group was admitted; no token is older."""
     generate_s: float = 0.0
     """Seconds from the first request to the last answer."""
     reward_s: float = 0.0

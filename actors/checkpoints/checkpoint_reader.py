@@ -1,6 +1,7 @@
 """Which checkpoint a run goes on from: the newest one whose files are all as they were written; and what is taken back for it.
 
-A resume goes on from it, and a run that has lost its learner or its queue. Nothing in the folder is changed before `take_back`.
+A resume goes on from it, and so does a run that goes back to a checkpoint (driver/going_back.py). Nothing in the folder is changed before
+`take_back`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from actors.config import EarlyWarningConfig
+from actors.processes.event_level import EventLevel
 from actors.state.resume import Replacement
 from correction.config import CorrectionConfig
 from correction.early_warning.monitor import Event, State
@@ -47,18 +48,21 @@ class AlarmResponse:
         """The correction to go on with."""
         return self.replacement.correction if self.replacement else self._configured
 
-    def notes(self) -> list[str]:
-        """Sentences for the start of the run."""
-        notes = []
+    def notes(self) -> list[tuple[EventLevel, str]]:
+        """Events of the start: level and sentence."""
+        notes: list[tuple[EventLevel, str]] = []
         if self.replacement is not None:
-            notes.append("the correction is the one that an earlier alarm has put in place; set another `correction` to leave it")
+            put = "the correction is the one that an earlier alarm has put in place; set another `correction` to leave it"
+            notes.append(("info", put))
         elif self._earlier is not None:
-            notes.append("the correction is the configured one, which has changed since an earlier alarm put another in its place")
+            changed = "the correction is the configured one, which has changed since an earlier alarm put another in its place"
+            notes.append(("info", changed))
         if self._monitor.on_alarm != "none":
-            notes.append(f"at the first alarm of the early warning: {self._plan()}")
+            notes.append(("info", f"at the first alarm of the early warning: {self._plan()}"))
         after = self._monitor.after_alarm(self._configured)
         if after is not None and (reason := breaks_at_an_alarm(after)) is not None:
-            notes.append(f"warning: what monitor.on_alarm = {self._monitor.on_alarm} puts in place would not hold then: {reason}")
+            fails = f"what monitor.on_alarm = {self._monitor.on_alarm} puts in place would not hold at an alarm: {reason}"
+            notes.append(("warning", fails))
         return notes
 
     def take(self, events: Iterable[Event]) -> None:

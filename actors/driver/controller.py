@@ -1,4 +1,4 @@
-"""The controller: starts the parts, turns the loop, ends cleanly. It knows every part; no part knows it.
+"""The controller: starts the parts, runs the training loop and shuts everything down. It knows every part; no part knows it.
 
 The loop is `_train`; what runs at the same time (sampling, weight sync, the next batch, evaluations) lives in the parts.
 """
@@ -201,7 +201,7 @@ class Controller:
         await self._start_parts()
 
     async def _replace(self, lost: list[str], failure: BaseException) -> None:
-        """Queue and service by new ones. Learner, engines and what they have under way go on. Raises: what an update has failed with."""
+        """Replace queue and service; learner and engines keep running. Raises: what an update has failed with."""
         self._observer.doing(f"{' and '.join(lost)} gone: new ones start, rollouts go on")
         await unless_set(self._ending.is_asked, self._rollbacks.pause(self._observer.event))
         self._source.replace(self._alarms.correction)
@@ -258,7 +258,7 @@ class Controller:
         return result
 
     async def _settle(self, batch: PreparedBatch, result: Any) -> None:
-        """Write a step down that is made. Args: result: the learner's."""
+        """Record a finished step in queue, ledger and metrics. Args: result: the learner's."""
         of_step = self._step + 1, self._version, batch, result, self._watch.read()
         counts, discarded = await self._source.settle(self._step + 1, batch, version=self._version, published=self._sync.version)
         self._step, self._step_under_way = self._step + 1, None
@@ -313,7 +313,7 @@ class Controller:
         return None if self._ends_early else await self._ending.last(self._evaluations.whole("after training", *of_last))
 
     async def _save(self) -> None:
-        """Take a checkpoint of everything. The learner is idle, and nothing of the queue is between two places."""
+        """Save a checkpoint. The learner is idle, and no group is being moved in the queue."""
         await self._checkpoints.finished()
         self._observer.doing(f"checkpoint of step {self._step}")
         await self._steps.flush()  # a resume goes on after this step: its line and counts have to be there by then
@@ -343,7 +343,7 @@ class Controller:
         self._parts |= self._source.parts
 
     async def _start_parts(self) -> None:
-        """At the starting point, to the first receipt; the queue and the pool are there."""
+        """Start service and learner at the starting point; return when one engine holds the first weights. Queue and pool are there."""
         config, observer = self._config, self._observer
         self._source.start(self._alarms.correction)
         self._parts |= self._source.parts
@@ -352,8 +352,8 @@ class Controller:
         _, (self._learner, infos) = await together(self._source.fill(), starting)
         for info in infos:
             observer.joined(info)
-        for note in self._alarms.notes():
-            observer.event("info", note)
+        for level, note in self._alarms.notes():
+            observer.event(level, note)
         probe_ids, pool = self._held_out[0].token_ids, self._pool
         self._sync = make_sync(config, self._learner, probe_ids, observer, pool, generation=self._generation, on_receipt=self._receipt)
         observer.follow(self._pool.members)

@@ -288,7 +288,7 @@ def what_is_lost(lost: list[str], error: BaseException) -> str:
 
 
 def what_is_done_again(point: StartingPoint, *, step: int, version: int, generation: int) -> str:
-    """One sentence for the run's events, when the run stands there.
+    """Event text, logged once the run is back at the checkpoint.
 
     Args:
         step, version: as far as the run had come.
@@ -305,8 +305,8 @@ def what_is_done_again(point: StartingPoint, *, step: int, version: int, generat
 def what_goes_on(lost: list[str], error: BaseException, *, step: int) -> str:
     """One sentence for the run's events when queue and service are replaced. Args: step: the last finished one."""
     return (
-        f"lost: {', '.join(lost)} ({lost_answer(error) or error}). New ones go on after step {step}, with all groups that are under way; "
-        "no step is lost, but diagnostics of the batches that the service held are"
+        f"lost: {', '.join(lost)} ({lost_answer(error) or error}). New ones go on after step {step}, with all groups that are under way. "
+        "No step is lost. The diagnostics of the batches that the service held are lost"
     )
 
 

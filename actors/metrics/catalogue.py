@@ -1,8 +1,9 @@
 """The one catalogue of metrics: every number that a run shows is listed here once, with its unit, reduction and way of writing.
 
-Names are paths: `group/quantity`, with the unit as a suffix where it isn't plain. A family is a declared prefix with its members
-("learner/skipped_updates/" + a SkipReason); where users choose these it is open ("reward/component/", "worker/tokens/"). What a number of
-the correction or the loss means stands in correction/diagnostics/quantities.py; its metric is made from that.
+Names are paths: `group/quantity`. Durations, shares and token counts mostly end in their unit (_s, _share, _tokens). A family is a
+declared prefix with its members ("learner/skipped_updates/" + a SkipReason); where users choose these it is open ("reward/component/",
+"worker/tokens/"). What a number of the correction or the loss means stands in correction/diagnostics/quantities.py; its metric is made
+from that.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Metric(Quantity):
     name: str
     kind: Kind
     reduction: Reduction
-    """How whoever computes it makes one value of those of several parts: for readers of docs/metrics.md; nothing here reduces anything."""
+    """How values of several ranks or workers are combined. Documentation only: whoever records the metric combines them."""
     part: str = "part"
     """Of a family: what its open part names; the Prometheus label."""
 

@@ -103,8 +103,7 @@ def shown(metrics: Mapping[str, float], name: str, within: str = "{}") -> str:
 class StepMetrics(Mapping[str, float]):
     """The numbers of one step (or of one evaluation), by listed name.
 
-    Absent is absent: None is not recorded, and nothing is filled with 0. A value that is not finite is kept as such, because it is
-    news; the JSONL view writes it apart from the others, since JSON has no word for it.
+    Missing values are left out, not set to 0. NaN and infinity are kept; metrics.jsonl stores them separately because JSON can't.
     """
 
     def __init__(self, step: int, values: Mapping[str, float | None] | None = None) -> None:

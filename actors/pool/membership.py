@@ -40,7 +40,7 @@ _STARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class MembershipCallbacks:
-    """Told of members, by what gives them work."""
+    """Functions that Membership calls when a worker joins, is lost or leaves."""
 
     changed: Callable[[], None]
     """Workers may now take work that waits."""
@@ -151,7 +151,7 @@ class Membership:
         return max(self._progressed, self.attended_since())
 
     def progress(self) -> None:
-        """What the run waits for comes nearer."""
+        """Restart the clock of deadlines.batch_s."""
         self._progressed = self._now()
 
     def finished_group(self) -> None:

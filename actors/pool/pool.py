@@ -275,7 +275,7 @@ class RolloutPool:
         else:
             self._discard(ticket, DiscardReason.FAILED, why)
         if self._groups.is_failing(worker.name):
-            self._engine_failed(worker, EngineDirty("its last requests have all failed, of different groups: it gets all weights anew"))
+            self._engine_failed(worker, EngineDirty("its last requests failed for several different groups"))
 
     async def _prefer_ready(self, work: WaitingWork, group_id: int) -> None:
         """Let a group that has failed wait so long for new weights of other workers; then it goes to one that has them already."""

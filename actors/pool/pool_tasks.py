@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 _LOOK_S = 5.0
-"""After so long without a change whoever waits looks again, should one have gone untold."""
+"""Longest time between two looks, seconds, in case a change was not announced."""
 
 
 class PoolTasks:

@@ -5,9 +5,9 @@ is neither's number that holds the run up: admission, the longest answers or the
 
 Why it comes to rest at constant load: say that a worker makes r groups a second and the learner could take L. The pool grows to at most
 ceil(L / r), which is n / (1 - learner's waiting share) with n workers, and shrinks to no fewer than ceil(1.1 L / r), which is 1.1 n times
-the busy share. So what a growing pool comes to, a shrinking one doesn't leave, nor the other way round. The thresholds keep noise from
-deciding. After each change the window begins anew, and again with each worker that comes or goes; the pool grows no further while one that
-was asked for has not come, but it may shrink.
+the busy share. So growing and shrinking don't alternate at constant load. The thresholds keep noise from deciding. After each
+change the window begins anew, and again with each worker that comes or goes; the pool grows no further while one that was asked for has not
+come, but it may shrink.
 """
 
 from __future__ import annotations

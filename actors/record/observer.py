@@ -1,6 +1,6 @@
-"""What happens in a run, told by those to whom it happens: said on the terminal and in events.log, counted, and kept until the step's end.
+"""Receives the run's events: prints and logs them, counts them, and keeps what belongs to a step until the step ends.
 
-What follows then is the step's: step_writer.py.
+Then step_writer.py takes over.
 """
 
 from __future__ import annotations

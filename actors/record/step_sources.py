@@ -214,7 +214,7 @@ def _wait_share(parts: Collection[WorkerLoad]) -> float:
 
 
 def first_lengths(groups: Sequence[GroupFacts]) -> list[int]:
-    """Response tokens of one answer of each group: answers of one prompt are alike, and a line of all would be long."""
+    """Response tokens of one answer per group. One is enough: answers to one prompt have similar lengths."""
     return [group.example.response_tokens for group in groups]
 
 

@@ -94,7 +94,7 @@ class TerminalView:
         self._console.print(line, soft_wrap=True)
 
     def show(self, table: Table) -> None:
-        """What a line has no room for."""
+        """Print what doesn't fit in one line, as a table."""
         self._console.print(table, soft_wrap=self._live is None)
 
     def close(self, summary: str = "") -> None:
@@ -159,7 +159,7 @@ class _State:
         return Panel(Group(*parts), title=title, title_align="left", padding=(0, 1))
 
     def _numbers(self) -> Table:
-        """Whole at 80 columns, which is what a terminal has if nobody has asked for more."""
+        """The main numbers; fits 80 columns, the usual width."""
         table = Table.grid(expand=True, padding=(0, 1))
         table.add_column(style="dim", no_wrap=True)
         table.add_column(no_wrap=True, ratio=1, overflow="ellipsis")

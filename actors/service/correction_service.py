@@ -319,7 +319,7 @@ class CorrectionService(HeartbeatActor):
 
     @property
     def _penalises_reference_kl(self) -> bool:
-        """The reference policy's logprobs belong to every batch."""
+        """Whether every batch needs the reference policy's logprobs."""
         return needs_reference_logprobs(self._correction)
 
     @property

@@ -1,4 +1,4 @@
-"""Every deadline that follows from others: the length of an answer, the slowest rate of tokens, the bytes of the model and of a second.
+"""Derives deadlines from answer length, token rate, model size and byte rate, and lists all that a run has.
 
 A deadline that a recipe sets stays; the others grow with the run, so that a long wait that is nobody's fault is no error: answers of 32k
 tokens and 60 GB of weights need no setting. The order of the deadlines matters: each wait is longer than what it waits for may take with

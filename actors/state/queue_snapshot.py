@@ -27,7 +27,7 @@ class QueueSnapshot:
     finished: tuple[Group, ...]
     """Finished and not trained, drawn ones included."""
     discarded_by_reason: dict[DiscardReason, int] = field(default_factory=dict)
-    """The same by reason; empty in checkpoints of earlier versions."""
+    """The same by reason. A checkpoint in which they don't add up to `discarded` is refused (ledger.imbalance_of)."""
     unreported: tuple[tuple[str, DiscardReason], ...] = ()
     """Discarded, as (prompt id, reason), and not yet in the ledger."""
 

@@ -210,7 +210,8 @@ class WeightDeltas:
             made = [await asyncio.shield(step.making) for step in steps]
             delta_bytes, whole = sum(size for _, size in made), sum(_sizes(newest))
             if delta_bytes >= whole:
-                raise SyncError(f"the differences to v{copy.version} have {delta_bytes:,} bytes, the whole has {whole:,}")
+                of_deltas = f"the deltas from v{copy.version} ({delta_bytes:,} bytes)"
+                raise SyncError(f"{of_deltas} are not smaller than the weights ({whole:,} bytes)")
             fetching = self._fetch_in_turn(node, [(step, *of_step) for step, of_step in zip(steps, made, strict=True)])
             what = f"deltas in turn, v{newest.version} <- node {node[:8]}"
             await wait_for(fetching, what, deadline_s=self._limit_s, usual_s=self._limit_s)

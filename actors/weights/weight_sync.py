@@ -333,8 +333,8 @@ class WeightSync:
             target.unprobed += 1
             if target.unprobed % _UNPROBED == 0:
                 log.warning(
-                    "rollout worker %s: %d times in a row newer weights came before the probe was answered: whether the engine agrees with "
-                    "the learner was not compared (it has more requests than places; rollout.engine.max_running_requests)",
+                    "rollout worker %s: %d times in a row newer weights came before the probe was answered: engine and learner were "
+                    "not compared. The engine is full, and the probe waited too long. Raise rollout.engine.max_running_requests",
                     target.name, target.unprobed,
                 )
         target.probe = None

@@ -316,7 +316,7 @@ DIAGNOSTICS = {
         "penalty on it has its own.",
     ),
 }
-"""The numbers of `diagnose`, which also gives the families in DIAGNOSTIC_FAMILIES; SPLIT; and that of diagnostics.reference_kl."""
+"""The numbers of `diagnose`, which also gives the families in DIAGNOSTIC_FAMILIES; SPLIT; and that of `reference_kl` (diagnose.py)."""
 
 DIAGNOSTIC_FAMILIES = {
     "rejected_by_": _Q(

@@ -1,1 +1,1 @@
-"""A run against its own start: what is followed, what is usual, and another correction in the middle of a run. Without torch."""
+"""Compares a run with its own start, and makes the correction that replaces the present one after an alarm. Without torch."""

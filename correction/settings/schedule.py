@@ -76,7 +76,7 @@ class Schedule:
 
 
 def fold_obstacle(config: CorrectionSettings, *, is_deferred: bool, has_auxiliary_loss: bool = False) -> str | None:
-    """Why the late global quantities are no single factor on the gradient; None if they are."""
+    """Why late batch-wide quantities can't be applied as one factor on the gradient; None if they can."""
     schedule = Schedule.of(config, is_deferred=is_deferred)
     for criterion, stage in zip(config.rejection, schedule.criteria, strict=True):
         if criterion.statistic is Statistic.SECOND_MOMENT and stage is Stage.LATE:

@@ -30,8 +30,8 @@ Microbatch = tuple[CorrectedBatch, ModelInputs]
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The result of one optimizer step or forward pass: of the whole batch, on the CPU and complete on every rank. Before the ranks have
-    gathered it, that of one micro-batch of this rank, on its device."""
+    """Result of one pass. From run_microbatches: whole batch, CPU, same on all ranks. Inside it: one micro-batch of this rank, on its
+    device."""
 
     sums: Tensor | None
     """The objective's sums, over micro-batches and ranks; None without an objective."""

@@ -135,7 +135,7 @@ class RolloutEngine(UpdatableEngine):
                 logits do (with batch_invariant to the last bit). Unset: random ones.
             topk: most likely tokens to report at each position, with their logprobs, in addition to the sampled one; see check_topk.
             has_routes: report routed experts, if the engine was started for them; False for answers that nothing is trained on.
-            ignore_stop: go on to max_tokens whatever is sampled (for tests and benchmarks).
+            ignore_stop: go on to max_tokens whatever is sampled (for checks and benchmarks; answers of a run stop).
             begun: what another engine has of each sample (rollout.continuation): whole ones stay as they are, others are continued.
         Returns: a trajectory for each sample, in the order of the seeds, without text and reward; an aborted one carries an error, and
             after `hand_back` the tokens that are kept of it.

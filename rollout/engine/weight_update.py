@@ -229,10 +229,11 @@ class UpdatableEngine:
     async def _replace_weights(
         self, version: int, mode: UpdateMode, transfer: Sending | Receiving, check: UpdateCheck, phase: str
     ) -> float:
-        """Returns: seconds in which surely no token was sampled: from the answer to `begin` until the request to go on is sent.
+        """Returns: lower bound of the pause, seconds, from the engine's answer to `begin` until it is told to continue. Two message delays
+        are not included.
 
-        SGLang doesn't answer `pause`: its scheduler reads it when the forward under way is over, whose tokens count, and `begin` after it.
-        What isn't counted is the way of that answer, and of the request to go on: a message each.
+        SGLang doesn't answer `pause`: its scheduler reads it after the forward under way, and `begin` after that, so the tokens of that
+        forward come before the pause.
         """
         deadline_s = self.config.deadlines.update_s
 

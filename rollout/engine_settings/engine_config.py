@@ -128,8 +128,8 @@ class EngineConfig(Settings):
     weight_group_backend: Literal["auto", "gloo", "nccl"] = "auto"
     """torch.distributed backend of the broadcast transport; auto is nccl on cuda, gloo on a CPU."""
     weight_group_timeout_s: float = Field(default=60.0, gt=0)
-    """A collective of the broadcast transport fails after this, as does joining its group; less than deadlines.update_s, after which the
-    engine counts as lost."""
+    """Timeout of a broadcast collective and of joining its group, seconds. Must be below deadlines.update_s, after which the engine counts
+    as lost."""
     log_level: Literal["debug", "info", "warning", "error"] = "error"
     """Level of SGLang's own log lines; its warnings are mostly about models and kernels that are not there."""
     deadlines: EngineDeadlines = EngineDeadlines()

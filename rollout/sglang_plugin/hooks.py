@@ -51,7 +51,7 @@ class PluginSettings(BaseModel):
     """The engine's own."""
 
     def as_variable(self) -> str:
-        """What VARIABLE holds: all but `engine_args`, which are SGLang's, and may be what no JSON says."""
+        """The settings as JSON, without engine_args: those may not be serialisable."""
         return self.model_dump_json(exclude={"engine": {"engine_args"}})
 
     @classmethod

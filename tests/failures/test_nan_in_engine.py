@@ -25,7 +25,7 @@ from tests.failures.measured import Recovery
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 GROUPS, CHUNK, WEIGHT = 16, 16 << 20, "model.norm.weight"
-ANEW = "its last requests have all failed, of different groups: it gets all weights anew"
+ANEW = "gets no work until a full weight sync has succeeded: its last requests failed for several different groups"
 
 
 class Memory:

@@ -45,10 +45,11 @@ def test_nothing_is_done_unless_it_is_asked_for() -> None:
 
 def test_a_replacement_that_would_leave_out_most_at_an_alarm_is_told_at_the_start() -> None:
     """mis-geometric has a band of 0.001 nats: at an alarm the KL is beyond it. Presets on tokens hold."""
-    notes = alarms(*SWITCH).notes()
-    assert [note for note in notes if note.startswith("warning: what monitor.on_alarm = switch_preset puts in place would not hold")]
-    assert "once the KL exceeds 0.001 nats" in notes[-1] and "dppo-binary-tv" in notes[-1]
-    assert len(alarms("monitor.on_alarm=switch_preset", "monitor.preset=mis-full").notes()) == 1
+    (plan, _), (level, text) = alarms(*SWITCH).notes()
+    assert plan == "info" and level == "warning", "a plan is no trouble; one that won't help is"
+    assert text.startswith("what monitor.on_alarm = switch_preset puts in place would not hold at an alarm: ")
+    assert "once the KL exceeds 0.001 nats" in text and "dppo-binary-tv" in text
+    assert [level for level, _ in alarms("monitor.on_alarm=switch_preset", "monitor.preset=mis-full").notes()] == ["info"]
 
 
 def test_only_alarms_count() -> None:
@@ -87,13 +88,13 @@ def test_a_resume_goes_on_with_the_replacement_unless_another_correction_is_conf
     before.decide()
     resumed = alarms(*SWITCH, earlier=before.replacement)
     assert resumed.correction.preset == "mis-geometric" and resumed.replacement == before.replacement
-    assert "an earlier alarm has put in place" in resumed.notes()[0]
+    assert resumed.notes()[0][0] == "info" and "an earlier alarm has put in place" in resumed.notes()[0][1]
     resumed.take([event()])
     assert resumed.decide() is None
     without_action = alarms(earlier=before.replacement)
     assert without_action.correction.preset == "mis-geometric"
     changed = alarms("correction.preset=icepop", earlier=before.replacement)
-    assert changed.correction.preset == "icepop" and "has changed since" in changed.notes()[0]
+    assert changed.correction.preset == "icepop" and "has changed since" in changed.notes()[0][1]
 
 
 def test_narrower_bounds_are_no_answer_to_rejection() -> None:
@@ -178,3 +179,17 @@ def test_a_resumed_controller_starts_its_service_with_the_replacement() -> None:
     with pytest.raises(InterruptedError):
         asyncio.run(one._start_parts())
     one._source.start.assert_called_once_with(replaced)
+
+
+def test_the_controller_says_the_notes_of_the_start_at_their_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At "info" nobody who looks for warnings would find that the replacement won't help."""
+    one, _, observer = controller(*SWITCH)
+    one._held_out, one._pool, one._places = [mock.Mock()], mock.Mock(), None
+    one._source = mock.Mock(parts={}, fill=mock.AsyncMock())
+    monkeypatch.setattr("actors.driver.controller.still_there", mock.AsyncMock())
+    monkeypatch.setattr("actors.driver.controller.start_learner", mock.AsyncMock(return_value=(None, [])))
+    monkeypatch.setattr("actors.driver.controller.make_sync", mock.Mock(side_effect=InterruptedError("that was the notes' time")))
+    with pytest.raises(InterruptedError):
+        asyncio.run(one._start_parts())
+    (plan, warning) = observer.told
+    assert plan.startswith("info: at the first alarm") and warning.startswith("warning: what monitor.on_alarm = switch_preset puts")

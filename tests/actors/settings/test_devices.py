@@ -254,15 +254,6 @@ def test_the_environment_of_a_role(monkeypatch: pytest.MonkeyPatch) -> None:
     assert on_cpu.items() >= KEPT_KERNELS.items(), "or kernels for each shape stay in memory"
 
 
-def test_torch_reads_the_variables_that_keep_a_process_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its own header: a name that it doesn't know would do nothing."""
-    gpus(monkeypatch, 8)
-    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
-    learner = learner_environment(config("weight_sync.transport=broadcast"))
-    names = [name for name in learner if name.startswith("TORCH_NCCL")]
-    assert len(names) == 3 and all(f'"{name}"' in header.read_text() for name in names)
-
-
 def test_neighbouring_ranks_are_on_one_node_and_on_neighbouring_gpus() -> None:
     nodes = {0: "b", 1: "a", 2: "b", 3: "a"}
     assert in_order(nodes, {"a": "10.0.0.2", "b": "10.0.0.1"}, {0: 4, 1: 2, 2: 0, 3: 0}) == (2, 0, 3, 1)
