@@ -42,10 +42,8 @@ log = logging.getLogger("evenkeel.pool")
 _MAX_RESYNCS = 3
 """Full syncs that a worker gets for an engine that says it is dirty, before it is replaced; counted anew with each finished group."""
 _CALL = "a worker's call"
-_FEW = 64
-"""Up to this many workers, a change is acted on at once; in a larger pool the changes of some milliseconds are collected first."""
 _LOOK_S = 2e-5
-"""Seconds of waiting for further changes, times the number of workers: looking through hundreds of them takes milliseconds."""
+"""Seconds of waiting for further changes in a large pool, times the number of workers: looking through hundreds takes milliseconds."""
 
 
 class RolloutPool:
@@ -352,7 +350,7 @@ class RolloutPool:
         self.tasks.changed()
         if self._will_look or self.tasks.is_stopping or not self._work:  # hundreds of workers need not be looked through for nothing
             return
-        if len(self.members.workers) <= _FEW:
+        if len(self.members.workers) <= workers.FEW:
             self._hand_out()
             return
         self._will_look = True

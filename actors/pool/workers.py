@@ -44,9 +44,10 @@ STOP_S = 20.0
 """Longest wait for the end of an engine, seconds."""
 _NODE_ID = "ray.io/node-id"
 _PROBES, _PROBES_OF_MANY = 6, 2
-"""Heartbeats per limit_s of a worker that gives no other sign of life, in a pool of up to _FEW workers and in a larger one. The driver of
+"""Heartbeats per limit_s of a worker that gives no other sign of life, in a pool of up to FEW workers and in a larger one. The driver of
 500 workers would make a hundred calls a second. A process that ends is noticed at once in any case: it has a call open, `end_notice`."""
-_FEW = 64
+FEW = 64
+"""In a pool of up to so many workers each gets all the attention that it could use; in a larger one the driver would have no time for it."""
 
 
 class WorkerState(StrEnum):
@@ -231,7 +232,7 @@ async def until_lost(worker: WorkerHandle, limit_s: float, pool_size: Callable[[
     clock, engine_silent_s = asyncio.get_running_loop().time, 0.0
 
     def pause_s() -> float:
-        return limit_s / (_PROBES if pool_size() <= _FEW or engine_silent_s > 0.0 else _PROBES_OF_MANY)
+        return limit_s / (_PROBES if pool_size() <= FEW or engine_silent_s > 0.0 else _PROBES_OF_MANY)
 
     async def pause() -> None:
         answered_at = clock()
