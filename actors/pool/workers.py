@@ -47,7 +47,7 @@ _PROBES, _PROBES_OF_MANY = 6, 2
 """Heartbeats per limit_s of a worker that gives no other sign of life, in a pool of up to FEW workers and in a larger one. The driver of
 500 workers would make a hundred calls a second. A process that ends is noticed at once in any case: it has a call open, `end_notice`."""
 FEW = 64
-"""In a pool of up to so many workers each gets all the attention that it could use; in a larger one the driver would have no time for it."""
+"""Workers of a pool that isn't large: each gets all the attention that it can use. A larger pool would leave the driver no time."""
 
 
 class WorkerState(StrEnum):
