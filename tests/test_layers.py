@@ -10,7 +10,7 @@ import ast
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -67,7 +67,11 @@ def statements(tree: ast.AST) -> Iterator[ast.AST]:
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """(line, top-level name) of every absolute import in a file, those inside functions and `if TYPE_CHECKING` too."""
-    for node in nodes(path):
+    return imports_among(nodes(path))
+
+
+def imports_among(found: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
+    for node in found:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name.split(".")[0]) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:

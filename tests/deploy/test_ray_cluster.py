@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,6 @@ def test_the_doctor_judges_it(tmp_path: Path) -> None:
     assert bad.exit_code == 1 and "'sampler'" in bad.stdout
     with pytest.raises(ConfigError, match="no cluster file of `ray up`"):
         ClusterFile.read(RECIPE, "rollout")
-    (nested := tmp_path / "nested.yaml").write_text("[" * 5_000)
+    (nested := tmp_path / "nested.yaml").write_text("[" * sys.getrecursionlimit())
     with pytest.raises(ConfigError, match="no cluster file of `ray up`"):
         ClusterFile.read(nested, "rollout")

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reasoning_gym  # noqa: F401 - fills the table of data sets
-from reasoning_gym.factory import DATASETS
 
 from rollout.config import FileTask
 from rollout.tasks.chat import ChatEncoder, load_tokenizer
@@ -127,7 +125,10 @@ def test_what_transformers_has_to_say_something_of_does_not_pass(whole: Path, tm
 
 
 def test_options_of_every_data_set_are_read_as_the_package_has_them() -> None:
-    """The other way, to compare with: reasoning-gym imported."""
+    """The other way, to compare with: reasoning-gym imported. In here, as each of several pytest processes reads this file."""
+    import reasoning_gym  # noqa: F401 - fills the table of data sets
+    from reasoning_gym.factory import DATASETS
+
     assert {name: set(plain_options(name)) for name in DATASETS} == {
         name: {field.name for field in dataclasses.fields(options)} for name, (_, options) in DATASETS.items()
     }

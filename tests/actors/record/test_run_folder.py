@@ -92,7 +92,7 @@ def test_a_folder_that_takes_no_file_of_its_owner_is_said_and_stays_free(folder:
 
 
 def test_a_configuration_of_brackets_alone_is_said(folder: RunFolder) -> None:
-    (folder.path / "config.yaml").write_text("[" * 5_000)
+    (folder.path / "config.yaml").write_text("[" * sys.getrecursionlimit())
     with pytest.raises(ConfigError, match=r"config\.yaml: not valid YAML"):
         folder.read_config()
 

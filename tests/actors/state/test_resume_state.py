@@ -24,7 +24,7 @@ from correction.early_warning.monitor import Monitor
 from correction.errors import DataError
 from rollout.trajectory import FailureKind, FinishReason, RoutedExperts, TopLogprobs, VersionSpan, ids_of, logprobs_of
 from tests.actors.cases import group, prompt, prompts, snapshot_of
-from tests.test_layers import ROOT, imports
+from tests.test_layers import ROOT, imports_among
 
 
 @pytest.fixture
@@ -228,8 +228,9 @@ def test_reading_a_state_runs_nothing() -> None:
     of_learner = [*(f"learner/weights/{name}.py" for name in ("checkpoint", "checkpoint_files", "file_sums")), "learner/hf/tensor_files.py"]
     imported: set[str] = set()
     for path in (ROOT / name for name in (*of_actors, *of_learner)):
-        imported |= {name for _, name in imports(path)}
-        parts = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+        found = list(ast.walk(ast.parse(path.read_text())))
+        imported |= {name for _, name in imports_among(found)}
+        parts = [node for node in found if isinstance(node, ast.Attribute)]
         assert {ast.unparse(part) for part in parts}.isdisjoint({"torch.load", "torch.serialization", "np.load", "numpy.load"}), path
     assert "safetensors" in imported, "no import was seen"
     assert imported.isdisjoint({"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"})
