@@ -58,7 +58,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
 
 
 def build(hf_config: Any, config: LearnerConfig, placement: Placement) -> list[PolicyModel]:
-    """This rank's part of the model of a Hugging Face config, with random weights: one chunk of layers, or virtual_pipeline of them.
+    """This rank's part of the model of a Hugging Face config, its weights still to be loaded: one chunk of layers, or virtual_pipeline of them.
 
     Raises: DataError if the architecture isn't supported, or its layers make no equal stages; ConfigError if tensor-parallel ranks can't
         share it.
@@ -157,7 +157,9 @@ def transformer_config(hf_config: Any, config: LearnerConfig, placement: Placeme
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
         use_cpu_initialization=placement.device.type == "cpu",
-        perform_initialization=True,  # its values are overwritten, but it also marks the parameters that are split over ranks
+        perform_initialization=True,  # which also marks the parameters that are split over ranks
+        init_method=leave_unset,
+        output_layer_init_method=leave_unset,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # what variable_seq_lengths insists on, even without experts
         # The loss is a sum whose denominator is already in it: no averaging over micro-batches or ranks.
@@ -173,6 +175,11 @@ def transformer_config(hf_config: Any, config: LearnerConfig, placement: Placeme
         cuda_graph_scope=[],  # its default warns that it is deprecated
         **experts,
     )
+
+
+def leave_unset(weight: Tensor) -> Tensor:
+    """In place of Megatron's random values, each of which convert.load overwrites: 8B of them take a CPU a minute."""
+    return weight
 
 
 def _no_experts(hf_config: Any, config: LearnerConfig) -> dict[str, Any]:

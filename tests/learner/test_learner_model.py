@@ -23,9 +23,11 @@ from correction.engines.weight_spec import WeightSpec
 from correction.errors import DataError
 from learner.hf import families
 from learner.hf.hf_folder import read_config
+from learner.model import model
 from learner.model.attention import pack
 from learner.model.inputs import RowLayout
 from learner.training.loss import forward_hidden
+from learner.weights.convert import bind
 from tests.learner.learner_cases import hf_model, hf_values, learner_on, random_batch, save_model, weights
 from tests.tiny_models import LLAMA3_ROPE
 
@@ -48,12 +50,18 @@ def test_every_family_is_compared() -> None:
 
 
 @pytest.mark.parametrize(("family", "tie", "shape"), [(*one, {}) for one in FAMILIES] + [(name, False, shape) for name, shape in OPTIONS])
-def test_logits_equal_hugging_face(tmp_path: Path, family: str, tie: bool, shape: dict[str, Any]) -> None:
+def test_logits_equal_hugging_face(
+    tmp_path: Path, family: str, tie: bool, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron leaves its matrices unset, here NaN: whatever the folder didn't fill would be seen."""
+    monkeypatch.setattr(model, "leave_unset", lambda weight: torch.nn.init.constant_(weight, torch.nan))
     folder = save_model(tmp_path / "m", family, tie=tie, **shape)
     batch = random_batch()
     with learner_on(folder) as learner, torch.no_grad():
-        model = learner._policies[0]
-        ours = forward_hidden(model, batch.token_ids, RowLayout(tuple(batch.lengths.tolist())))[0] @ model.head_weight.t()
+        policy = learner._policies[0]
+        unset = [name for name, tensor in itertools.chain(policy.named_parameters(), policy.named_buffers()) if not tensor.isfinite().all()]
+        assert not unset
+        ours = forward_hidden(policy, batch.token_ids, RowLayout(tuple(batch.lengths.tolist())))[0] @ policy.head_weight.t()
         bounds = batch.offsets.tolist()
         reference = hf_model(folder)
         theirs = torch.cat([reference(batch.token_ids[a:b][None]).logits[0] for a, b in itertools.pairwise(bounds)])
@@ -135,6 +143,15 @@ def test_weights_come_back_bit_for_bit(tmp_path: Path, family: str, tie: bool) -
     assert (tmp_path / "out" / "tokenizer.json").exists()
     ids = torch.arange(9)[None]
     assert torch.equal(hf_model(folder)(ids).logits, hf_model(tmp_path / "out")(ids).logits)
+
+
+def test_a_parameter_that_no_rule_fills_is_refused(tmp_path: Path) -> None:
+    """It would stay as its memory was."""
+    with learner_on(save_model(tmp_path / "m")) as learner:
+        policy, family = learner._policies[0], families.FAMILIES["qwen3"]
+        assert len(bind(policy, family)) == len(list(policy.parameters()))
+        with pytest.raises(DataError, match="no rule for Megatron's parameter decoder.final_layernorm.weight"):
+            bind(policy, replace(family, rules=tuple(rule for rule in family.rules if rule.megatron != "decoder.final_layernorm.weight")))
 
 
 def test_a_bucket_is_a_snapshot(tmp_path: Path) -> None:
