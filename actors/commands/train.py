@@ -26,13 +26,13 @@ from actors.doctor.paper_rules import stop_at_failures
 from actors.doctor.room_rules import requests
 from actors.doctor.views import table_of
 from actors.driver.controller import Controller
+from actors.driver.run_loop import run_controller
 from actors.driver.run_summary import RunSummary
 from actors.part_carriers import WaitNotice
 from actors.plan.shape import ModelShape
 from actors.processes import interrupts
 from actors.processes.daemon_threads import DaemonThreads
 from actors.processes.disk_at_start import MODEL_OR_RUN, DiskLate, by_disk_at_start, is_disk_late
-from actors.processes.driver_heartbeat import beating
 from actors.processes.event_level import EventLevel
 from actors.processes.output import put
 from actors.processes.supervision import HALF_OVER
@@ -172,7 +172,7 @@ def _run_in(
                 _look_at_nodes(config, folder, observer, view, point.checkpoint.hf if point else config.model)
                 register_stack_dump()
                 HALF_OVER.set(collector.half_over)
-                summary = _run_controller(controller, silence_s=config.deadlines.driver_s)
+                summary = run_controller(controller, silence_s=config.deadlines.driver_s)
                 code = summary.exit_code
     except BaseException as error:
         is_interrupted = isinstance(error, interrupts.Interrupted)
@@ -285,23 +285,6 @@ def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer, vie
         if one.severity != "fail":
             observer.event("warning" if one.severity == "warn" else "info", str(one))
     stop_at_failures(found)
-
-
-def _run_controller(controller: Controller, *, silence_s: float) -> RunSummary:
-    """Args: silence_s: after which it counts as hung. Raises: Interrupted if a signal has ended it at once."""
-    try:
-        return asyncio.run(_run_with_daemon_threads(controller, silence_s))
-    except asyncio.CancelledError:
-        if controller.ended_by is None:
-            raise
-        raise interrupts.Interrupted(controller.ended_by) from None
-
-
-async def _run_with_daemon_threads(controller: Controller, silence_s: float) -> RunSummary:
-    """Run with threads that don't keep the process alive if they hang, on its disk above all."""
-    asyncio.get_running_loop().set_default_executor(DaemonThreads())
-    with beating(silence_s):
-        return await controller.run()
 
 
 @contextlib.contextmanager

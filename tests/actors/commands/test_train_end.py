@@ -166,7 +166,7 @@ def run_in(
     monkeypatch.setattr(train, "Observer", lambda *_: observer)
     monkeypatch.setattr(train, "Controller", lambda *_, **__: controller)
     monkeypatch.setattr(train, "Cluster", cluster)
-    monkeypatch.setattr(train, "_run_controller", run)
+    monkeypatch.setattr(train, "run_controller", run)
     monkeypatch.setattr(train, "_report", lambda _: at("the report"))
     for name in ("_look_at_nodes", "register_stack_dump", "StackCollector"):
         monkeypatch.setattr(train, name, lambda *_: SimpleNamespace(half_over=None))

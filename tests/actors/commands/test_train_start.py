@@ -41,7 +41,7 @@ def test_nodes_are_looked_at_before_the_controller_runs(tmp_path: Path, monkeypa
         raise DataError("and has come to its end")
 
     monkeypatch.setattr(train, "nodes_of_cluster", nodes)
-    monkeypatch.setattr(train, "_run_controller", runs)
+    monkeypatch.setattr(train, "run_controller", runs)
     monkeypatch.setattr(train, "Controller", lambda *_, **__: None)
     cluster = SimpleNamespace(own_daemons={}, head_address=None, log_folder="logs")
     monkeypatch.setattr(train, "Cluster", lambda _: contextlib.nullcontext(cluster))

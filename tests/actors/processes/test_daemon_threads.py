@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[3]
 HANGS = """
 import asyncio, time
 from types import SimpleNamespace
-from actors.commands.train import _run_controller
+from actors.driver.run_loop import run_controller
 
 async def run():
     reading = asyncio.ensure_future(asyncio.to_thread(time.sleep, 1000))
     await asyncio.sleep(0.1)
     raise SystemExit("the disk hangs")
 
-_run_controller(SimpleNamespace(run=run), silence_s=600.0)
+run_controller(SimpleNamespace(run=run), silence_s=600.0)
 """
 
 

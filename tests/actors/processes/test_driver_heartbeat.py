@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from actors.commands.train import _run_controller
+from actors.driver.run_loop import run_controller
 from actors.processes import driver_heartbeat
 from actors.processes.driver_heartbeat import HeartbeatListener
 
@@ -44,7 +44,7 @@ def run(seconds: float, error: BaseException | None = None) -> Any:
 def test_a_run_beats_from_its_event_loops_begin_to_its_end(listener: HeartbeatListener, error: OSError | None) -> None:
     assert "EVENKEEL_HEARTBEAT" not in os.environ and not os.get_inheritable(listener.writer), "it is this process's alone"
     with contextlib.nullcontext() if error is None else pytest.raises(OSError, match="no space left"):
-        _run_controller(run(0.5, error), silence_s=4.0)
+        run_controller(run(0.5, error), silence_s=4.0)
     *during, last = beats(listener)
     assert set(during) == {4.0} and 4 <= len(during) <= 14, "one in 0.04 s"
     assert last == math.inf
@@ -56,7 +56,7 @@ def test_a_run_without_such_a_parent_beats_nowhere(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("EVENKEEL_HEARTBEAT", raising=False)
     driver_heartbeat.inherit()
     before = set(os.listdir("/dev/fd"))
-    _run_controller(run(0.0), silence_s=4.0)
+    run_controller(run(0.0), silence_s=4.0)
     assert driver_heartbeat._writer is None and set(os.listdir("/dev/fd")) <= before
 
 
@@ -69,7 +69,7 @@ def test_a_parent_that_reads_nothing_or_is_gone_ends_no_run(listener: HeartbeatL
             break
     driver_heartbeat._write(listener.writer, 4.0)
     listener.close()
-    _run_controller(run(0.1), silence_s=4.0)
+    run_controller(run(0.1), silence_s=4.0)
 
 
 def test_a_parent_that_was_stopped_for_hours_hears_of_the_end(listener: HeartbeatListener, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_a_parent_that_was_stopped_for_hours_hears_of_the_end(listener: Heartbea
     with contextlib.suppress(BlockingIOError):
         while True:
             os.write(listener.writer, struct.pack("d", 0.05))
-    _run_controller(run(0.0), silence_s=4.0)
+    run_controller(run(0.0), silence_s=4.0)
     monkeypatch.setattr(driver_heartbeat, "_TURN_S", 0.01)
     turns = 0
     while not listener.is_over and turns < 100:
