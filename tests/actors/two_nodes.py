@@ -20,6 +20,7 @@ def nodes_of_ray(head: Mapping[str, Any], *others: Mapping[str, Any]) -> Iterato
         "RAY_AUTH_MODE": "disabled",
         "PYTHONWARNINGS": "ignore",
         "RAY_prestart_worker_first_driver": "0",  # processes that no actor here can use: these have an environment
+        "RAY_idle_worker_killing_time_threshold_ms": "600000",  # by default a second; the next task's process would import torch anew
     }
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

@@ -59,11 +59,15 @@ async def learner(folder: Path, **settings: Any) -> AsyncIterator[LearnerGroup]:
 
 @pytest.fixture(scope="module")
 def started(cluster: Cluster, engine_loop: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LearnerGroup, Path]]:
-    """Ranks for two tests, since they take seconds to start, and the checkpoint of their beginning. A step has many micro-batches."""
+    """Ranks for two tests, since they take seconds to start, and the checkpoint of their beginning. A step has many micro-batches.
+
+    A process that computes checksums is there, too: while it starts, Ray would start others for the tasks that wait.
+    """
     folder = tmp_path_factory.mktemp("ranks")
     ranks = learner(folder, tokens_per_microbatch=64)
     group = engine_loop.run(ranks.__aenter__())
     engine_loop.run(save(group, folder / "start"))
+    engine_loop.run(sums_in_a_task(group))
     yield group, folder / "start"
     engine_loop.run(ranks.__aexit__(None, None, None))
 
@@ -83,6 +87,10 @@ def start(started: tuple[LearnerGroup, Path]) -> Path:
 async def save(group: LearnerGroup, folder: Path) -> None:
     await group.begin_save(folder, folder.with_name(f"{folder.name}_hf"), deadline_s=60.0)
     await group.saved(deadline_s=60.0)
+
+
+async def sums_in_a_task(group: LearnerGroup) -> None:
+    await group.checksums((await group.export(UNHASHED)).buckets, deadline_s=60.0)
 
 
 async def digest(group: LearnerGroup) -> str:
