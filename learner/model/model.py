@@ -58,7 +58,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
 
 
 def build(hf_config: Any, config: LearnerConfig, placement: Placement) -> list[PolicyModel]:
-    """This rank's part of the model of a Hugging Face config, its weights still to be loaded: one chunk of layers, or virtual_pipeline of them.
+    """This rank's part of the model of a Hugging Face config, weights not set: one chunk of layers, or virtual_pipeline of them.
 
     Raises: DataError if the architecture isn't supported, or its layers make no equal stages; ConfigError if tensor-parallel ranks can't
         share it.

@@ -150,7 +150,7 @@ def test_a_parameter_that_no_rule_fills_is_refused(tmp_path: Path) -> None:
     with learner_on(save_model(tmp_path / "m")) as learner:
         policy, family = learner._policies[0], families.FAMILIES["qwen3"]
         assert len(bind(policy, family)) == len(list(policy.parameters()))
-        with pytest.raises(DataError, match="no rule for Megatron's parameter decoder.final_layernorm.weight"):
+        with pytest.raises(DataError, match=r"no rule for Megatron's parameter decoder\.final_layernorm\.weight"):
             bind(policy, replace(family, rules=tuple(rule for rule in family.rules if rule.megatron != "decoder.final_layernorm.weight")))
 
 
