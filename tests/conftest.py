@@ -72,11 +72,11 @@ _RUNS = (
     "tests/e2e/test_asynchronous_run.py",
     "tests/e2e",
     "nodes",
-    "tests/failures",
 )
 """Whole runs, which wait as much as they compute, the longest first: one of the processes begins with them, and is the last to end."""
 
 _COMPUTING = (
+    "tests/failures",
     "tests/actors/plan",
     "tests/simulation",
     "tests/actors/service",
