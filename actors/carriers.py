@@ -26,7 +26,7 @@ class DiscardReason(StrEnum):
     """Why a group was not trained on, as events and the ledger say it."""
 
     INVALID = "fewer than two valid trajectories"
-    """Found by the correction service, like the next one."""
+    """Decided when the group is sampled, like the next one (actors/queue/outstanding.py)."""
     UNIFORM = "rewards all alike"
     """With dynamic sampling."""
     FAILED = "no usable answer"
@@ -82,8 +82,7 @@ class QueueSettlement:
 
 @dataclass(frozen=True, slots=True)
 class QueueContents:
-    """The groups under way, as a queue holds them: an empty one is filled with what the driver knows, and says itself what a checkpoint
-    needs."""
+    """The groups under way: what an empty queue is filled with, and what a queue gives for a checkpoint."""
 
     version: int = 0
     """Version of the learner's weights when the last step was settled."""

@@ -1,4 +1,4 @@
-"""The event loop of a run, from its begin to its end."""
+"""Runs the controller in an event loop: with threads that can't keep the process alive, and signs of life for whoever watches it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ if TYPE_CHECKING:  # imports for seconds
 
 
 def run_controller(controller: Controller, *, silence_s: float) -> RunSummary:
-    """Args: silence_s: after which it counts as hung. Raises: Interrupted if a signal has ended it at once."""
+    """The run, to its end. Args: silence_s: after so long without a sign of life it counts as hung.
+
+    Raises: Interrupted if a signal has ended it at once.
+    """
     try:
         return asyncio.run(_run_with_daemon_threads(controller, silence_s))
     except asyncio.CancelledError:

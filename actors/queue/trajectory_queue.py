@@ -52,7 +52,7 @@ class TrajectoryQueue:
         self.max_staleness = max_staleness
         self.version = self.published = 0
         """Versions of the learner's weights, and of the published weights: not every version is published (weight_sync.every_steps)."""
-        self.admitted = self.trained = self.discarded = 0
+        self.admitted = self.trained = 0
         """Groups since the run began; `admitted` is the id of the next one."""
         self.discarded_by_reason: Counter[DiscardReason] = Counter()
         self._unreported: list[tuple[str, DiscardReason]] = []
@@ -67,6 +67,11 @@ class TrajectoryQueue:
         """Ids of groups to be sampled again that `take_lost` has not returned yet."""
 
     # -- admission ---------------------------------------------------------------------------------------------------
+
+    @property
+    def discarded(self) -> int:
+        """Groups thrown away since the run began."""
+        return self.discarded_by_reason.total()
 
     @property
     def free_places(self) -> int:
@@ -109,7 +114,6 @@ class TrajectoryQueue:
             if entry is None:
                 raise LedgerError(f"group {group_id} can't be discarded ({reason}): the queue doesn't hold it")
             self._release(entry)
-            self.discarded += 1
             self.discarded_by_reason[reason] += 1
             self._unreported.append((entry.ticket.prompt.prompt_id, reason))
 
@@ -280,7 +284,6 @@ class TrajectoryQueue:
         self.version, self.published = contents.version, contents.published
         self.admitted, self.trained = contents.admitted, contents.trained
         self.discarded_by_reason = Counter(contents.discarded_by_reason)
-        self.discarded = self.discarded_by_reason.total()
         self._unreported = list(contents.unreported)
         for ticket in contents.tickets:
             self._hold(_Entry(ticket, GroupState.ADMITTED))

@@ -15,7 +15,7 @@ class QueueSnapshot:
     """The queue's state in a checkpoint: a restart from it keeps the staleness bound, and neither loses nor repeats a prompt."""
 
     version: int
-    """Version of the published weights."""
+    """Version of the learner's weights; after a restart the engines get them, too."""
     admitted: int
     """Number of groups since the run began, as in the next two fields; also the id of the next group."""
     trained: int
@@ -23,7 +23,7 @@ class QueueSnapshot:
     discarded: int
     """Groups thrown away."""
     in_flight: tuple[Ticket, ...]
-    """Admitted and not finished: sampled again after a restart."""
+    """Admitted and not finished, or finished with tokens that are lost: sampled again after a restart."""
     finished: tuple[Group, ...]
     """Finished and not trained, drawn ones included."""
     discarded_by_reason: dict[DiscardReason, int] = field(default_factory=dict)
