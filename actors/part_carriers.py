@@ -35,7 +35,7 @@ class WorkerSettings:
     """Most likely tokens to keep with each sampled one, for corrections that look at them."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the worker's process; the engine's processes inherit them."""
-    fetch_s: float = 60.0
+    weights_fetch_s: float = 60.0
     """Longest wait for the bytes of a version to come to the node."""
 
     @property

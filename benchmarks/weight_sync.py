@@ -74,7 +74,7 @@ class BareWorker(RolloutWorker):
 
     def __init__(self) -> None:
         rollout = SimpleNamespace(engine=EngineConfig(device="cpu"))
-        super().__init__("engine", SimpleNamespace(rollout=rollout, fetch_s=60.0))  # type: ignore[arg-type]
+        super().__init__("engine", SimpleNamespace(rollout=rollout, weights_fetch_s=60.0))  # type: ignore[arg-type]
         self._endpoint = SimpleNamespace(set=lambda *_: None)  # type: ignore[assignment]
 
     async def start_engine(self, model: Path, dtype: str = "float32") -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .batch import CorrectedBatch, DecisionCounts, PackedBatch, batch_slices
 from .config import CorrectionConfig
-from .decision import BatchView, decide, needs_all_tokens, no_counts
+from .decision import BatchView, apply_stage, needs_all_tokens, no_counts
 from .errors import ConfigError, DataError
 from .settings.choices import DenominatorKind, ProximalSource
 from .settings.parts import AdvantageConfig
@@ -182,7 +182,7 @@ def _decide_early(
     for piece in batch_slices(batch, is_divisible=not needs_all_tokens(config)):
         own = piece.of_batch(batch)
         view = BatchView.of(own, Logprobs(own.behavior_logprobs, piece.of_tokens(proximal), None), moment_limits=limits)
-        decision = decide(view, config, schedule, Stage.EARLY)
+        decision = apply_stage(view, config, schedule, Stage.EARLY)
         counts += decision.counts
         weights[piece.tokens], keep[piece.tokens] = decision.weights, decision.keep
         if schedule.normalization is Stage.EARLY and decision.by_unit is not None:

@@ -1,7 +1,8 @@
 """What the parts decide about a batch: importance weights and who stays. One set of functions for service and training forward.
 
-A `BatchView` is a batch with the policies that are known at this point. `decide` runs the parts of one stage (schedule.py); both stages
-together decide everything exactly once. What was decided is counted here as well, and travels with the batch: nobody decides it again.
+A `BatchView` is a batch with the policies that are known at this point. `apply_stage` runs the parts of one stage (schedule.py); both
+stages together decide everything exactly once. What was decided is counted here as well, and travels with the batch: nobody decides it
+again.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def needs_all_tokens(config: CorrectionSettings) -> bool:
     return any(criterion.statistic is Statistic.SECOND_MOMENT for criterion in config.rejection)
 
 
-def decide(view: BatchView, config: CorrectionSettings, schedule: Schedule, stage: Stage) -> Decision:
+def apply_stage(view: BatchView, config: CorrectionSettings, schedule: Schedule, stage: Stage) -> Decision:
     """Run the parts of one stage."""
     results: dict[int, CriterionResult] = {}
     for number, criterion in enumerate(config.rejection):

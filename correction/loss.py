@@ -16,7 +16,7 @@ from torch import Tensor
 from .batch import CorrectedBatch, FinalDecision
 from .config import CorrectionConfig
 from .correct import early_proximal, probability_factor
-from .decision import BatchView, Decision, decide, divergence_of_tokens, drop_broken_units, unit_advantages
+from .decision import BatchView, Decision, apply_stage, divergence_of_tokens, drop_broken_units, unit_advantages
 from .errors import DataError
 from .settings.choices import Level, ProximalSource, Ratio
 from .settings.parts import ClipGate, DivergenceGate, KlConfig, RelaxConfig, ScoreObjective
@@ -116,7 +116,7 @@ def policy_loss(
     schedule = Schedule.of(config, is_deferred=corrected.is_deferred)
     view = _training_view(corrected, target_logprobs.detach(), config, schedule, listed)
     target = _at_least_float32(target_logprobs)
-    late = decide(view, config, schedule, Stage.LATE)
+    late = apply_stage(view, config, schedule, Stage.LATE)
     tokens, coefficients = _losses_and_coefficients(view, target, config)
     keep = corrected.keep_mask & late.keep
     if tokens.units is not None:

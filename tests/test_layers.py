@@ -262,10 +262,9 @@ def test_prompts_are_sampled_and_scored_in_one_place(call: str, callers: set[str
 
 
 def test_what_was_decided_about_a_token_is_decided_once() -> None:
-    """It travels from there: nobody decides it again to count it. `decide` runs early parts in the service and late ones in the loss; the
-    service calls `correct` or `defer` in one line; which answers are left out as overlong is settled as they are packed."""
-    of_the_pool = {"actors/pool/scaling.py"}  # its size, by a function of its own
-    assert callers_of(r"(?<!\.)\bdecide") - of_the_pool == {"correction/correct.py", "correction/loss.py"}
+    """It travels from there: nobody decides it again to count it. `apply_stage` runs early parts in the service and late ones in the loss;
+    the service calls `correct` or `defer` in one line; which answers are left out as overlong is settled as they are packed."""
+    assert callers_of(r"\bapply_stage") == {"correction/correct.py", "correction/loss.py"}
     assert readers_of("correct", "defer") == ["actors/service/correction_service.py"] * 2
     assert callers_of(r"\bis_left_out") == {"rollout/packing.py"}
 

@@ -110,17 +110,17 @@ def _measured(config: RunConfig) -> list[Complaint]:
 
 def _of_run(folder: Path, overrides: list[str]) -> str:
     from actors.record.run_folder import RunFolder
-    from actors.reports.run_doctor import diagnose, page
+    from actors.reports.run_doctor import diagnose_run, page
 
     if overrides:
         raise ConfigError(f"{folder}: a run's folder has its recipe; leave out {' '.join(overrides)}")
     view = by_disk_at_start(lambda: RunFolder.view(folder), f"{folder}, to be opened")
-    return page(diagnose(view))
+    return page(diagnose_run(view))
 
 
 def _of_cluster(config: RunConfig, path: Path) -> tuple[list[Complaint], list[Request]]:
     from actors.cluster.hub import config_folder
-    from actors.doctor.cluster_file import ClusterFile, agreement
+    from actors.doctor.cluster_file import ClusterFile, cluster_complaints
     from actors.settings.derived import derived, refusals
 
     cluster = ClusterFile.read(path, config.ray.rollout_resource)
@@ -130,9 +130,10 @@ def _of_cluster(config: RunConfig, path: Path) -> tuple[list[Complaint], list[Re
     try:
         check_is_model(config_folder(config.model))
     except DataError as error:  # on the nodes it may be
-        return [*agreement(cluster, config), Complaint("note", f"neither the model nor the memory of GPUs was checked: {error}")], []
+        unchecked = Complaint("note", f"neither the model nor the memory of GPUs was checked: {error}")
+        return [*cluster_complaints(cluster, config), unchecked], []
     config, facts = check_on_paper(config, meant=())
-    return worst_first(on_paper(facts, config) + agreement(cluster, config, facts.shape)), []
+    return worst_first(on_paper(facts, config) + cluster_complaints(cluster, config, facts.shape)), []
 
 
 def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]]:

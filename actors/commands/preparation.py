@@ -15,7 +15,7 @@ from actors.config import RunConfig
 from actors.doctor.facts import Complaint
 from actors.doctor.gather import paper_facts
 from actors.doctor.paper_rules import on_paper, stop_at_failures
-from actors.doctor.start_checks import checked
+from actors.doctor.start_checks import config_for_model
 from actors.pool.scoring import PATIENCE_S
 from actors.processes.disk_at_start import MODEL_OR_RUN, ON_DISK, by_disk_at_start
 from actors.settings.deadlines import inversions
@@ -66,7 +66,7 @@ def _read_model(
     Returns: the configuration with all that follows from the model, the tokenizer for the task's prompts, and what is to be said.
     Raises: DataError, ConfigError.
     """
-    config = checked(config, model, has_weights=has_weights)
+    config = config_for_model(config, model, has_weights=has_weights)
     check_task_names(config.rollout.task)
     facts = paper_facts(config, model, is_resumed=is_resumed)
     of_paper = on_paper(facts, config)

@@ -242,7 +242,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def agreement(cluster: ClusterFile, config: RunConfig, shape: ModelShape | None = None) -> list[Complaint]:
+def cluster_complaints(cluster: ClusterFile, config: RunConfig, shape: ModelShape | None = None) -> list[Complaint]:
     """What a recipe asks for and the cluster doesn't have, the worst first; both names of resources and sizes.
 
     Args: shape: of the recipe's model, to judge the memory of GPUs that are known.

@@ -232,7 +232,7 @@ class _Visit:
                 return False
             await self._wait(engine.take.remote(1, snapshot.buckets), "first weights of the engine")
             scored = await self._wait(engine.score.remote(probe), "probe of the engine")
-            self._agreements.append(agreement(ENGINE_AND_LEARNER, scored, snapshot.probe_logprobs))
+            self._agreements.append(compare_logprobs(ENGINE_AND_LEARNER, scored, snapshot.probe_logprobs))
             before = await self._wait(engine.answer.remote(probe), "answers of the engine")
             self._update = await self._update_under_requests(engine, snapshot)
             self._repeats = before == await self._wait(engine.answer.remote(probe), "answers of the engine")
@@ -267,7 +267,7 @@ class _Visit:
             send_s = time.monotonic() - began
             await calls[0]
             scored = await self._wait(engine.score.remote(self._sequences[0]), "probe of the engine")
-            self._agreements.append(agreement("the engine after a broadcast and the learner", scored, sent.probe_logprobs))
+            self._agreements.append(compare_logprobs("the engine after a broadcast and the learner", scored, sent.probe_logprobs))
             self._say("the learner has broadcast weights to the engine")
             return replace(fact, bytes=receipt.bytes, join_s=join_s, send_s=send_s, pause_s=receipt.pause_s)
         except (EvenkeelError, ray.exceptions.RayError) as error:
@@ -295,7 +295,7 @@ class _Visit:
         try:
             norms = await self._each(group, backward, self._sequences)
             off = abs(norms[0] / made.gradient_norm - 1)
-            self._agreements.append(agreement("the learner and float32 on a CPU", snapshot.probe_logprobs, made.logprobs, off))
+            self._agreements.append(compare_logprobs("the learner and float32 on a CPU", snapshot.probe_logprobs, made.logprobs, off))
             self._say("the learner is compared with float32")
         except (EvenkeelError, ray.exceptions.RayError) as error:
             self._failed("forward and backward pass of the learner", error)
@@ -368,7 +368,7 @@ def slowest(found: Sequence[CollectiveFact]) -> list[CollectiveFact]:
     return [wrong.get(one.group, one) for one in worst]
 
 
-def agreement(sides: str, one: Sequence[float], other: Sequence[float], gradient: float | None = None) -> AgreementFact:
+def compare_logprobs(sides: str, one: Sequence[float], other: Sequence[float], gradient: float | None = None) -> AgreementFact:
     """Args: one, other: logprobs of the same tokens."""
     differences = [abs(a - b) for a, b in zip(one, other, strict=True)]
     if not all(map(math.isfinite, differences)):

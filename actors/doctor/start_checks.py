@@ -42,7 +42,7 @@ def _check_weights(path: Path) -> None:
     shapes_of(path)
 
 
-def checked(
+def config_for_model(
     config: RunConfig,
     folder: Path,
     *,
@@ -50,7 +50,7 @@ def checked(
     refused: list[EvenkeelError] | None = None,
     lacking: list[EvenkeelError] | None = None,
 ) -> RunConfig:
-    """The configuration as the run would be given it, if the model's folder goes with it: what true on-policy sets
+    """The configuration as a run would have it with the model in this folder, which is checked: what true on-policy sets
     (actors/settings/true_on_policy.py), whether ranks share the optimizer, and every deadline.
 
     Args:
@@ -108,7 +108,7 @@ def check_on_paper(config: RunConfig, *, meant: Sequence[Gpus] | None = None) ->
     unknown: list[str] = []
     is_here, of_hub = meant is None, HubName.of(config.model) is not None
     folder = config_folder(config.model)
-    config = checked(config, folder, has_weights=is_here and not of_hub, refused=refused, lacking=lacking)
+    config = config_for_model(config, folder, has_weights=is_here and not of_hub, refused=refused, lacking=lacking)
     facts = paper_facts(config, folder, meant=meant)
     if is_here:
         from rollout.tasks.tasks import check_files, check_task_names

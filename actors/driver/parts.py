@@ -21,7 +21,7 @@ from actors.ranks.learner_group import LearnerGroup
 from actors.record.observer import Observer
 from actors.record.run_folder import Checkpoint
 from actors.service.correction_service import CorrectionService
-from actors.settings.deadlines import bucket_s, fetch_s
+from actors.settings.deadlines import bucket_s, weights_fetch_s
 from actors.settings.environment import OF_SERVICE, worker_environment
 from actors.state.resume import Replacement, TrainingState
 from actors.weights.weight_sync import SyncCallbacks, WeightSync
@@ -123,7 +123,7 @@ def worker_settings(config: RunConfig, model: Path, sample: Prompt) -> WorkerSet
         seed=config.seed,
         topk=needs_topk(config.correction),
         environment=worker_environment(config),
-        fetch_s=fetch_s(config),
+        weights_fetch_s=weights_fetch_s(config),
     )
 
 

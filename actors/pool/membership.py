@@ -326,7 +326,7 @@ class Membership:
         return True
 
     async def _follow_heartbeat(self, worker: WorkerHandle) -> None:
-        self.lost(worker, await workers.until_lost(worker, self._config.engine.deadlines.heartbeat_s, lambda: len(self.workers)))
+        self.lost(worker, await workers.until_worker_lost(worker, self._config.engine.deadlines.heartbeat_s, lambda: len(self.workers)))
 
     async def loads(self, version: int | None = None) -> dict[str, WorkerLoad]:
         """Running totals, by name, of the workers that answer within a few seconds.

@@ -275,14 +275,14 @@ class RolloutWorker:
 
     async def _fetched(self, version: int, references: Sequence[Any]) -> list[Any]:
         """Buckets and checksums, once all are on this node. Raises: LateError if they don't come; the engine is unchanged, not to blame."""
-        place = f"rollout worker {self._name}: weights v{version}"
+        place, limit_s = f"rollout worker {self._name}: weights v{version}", self._settings.weights_fetch_s
         try:
-            async with asyncio.timeout(self._settings.fetch_s):
+            async with asyncio.timeout(limit_s):
                 return list(await asyncio.gather(*map(payloads.value_of, references)))
         except TimeoutError:
             raise LateError(
-                f"{place}: not all of {len(references) - 1} buckets came in {self._settings.fetch_s:.0f} s; if that is the network's usual "
-                "pace, lower deadlines.bytes_per_s"
+                f"{place}: not all of {len(references) - 1} buckets came in {limit_s:.0f} s; if that is the network's usual pace, lower "
+                "deadlines.bytes_per_s"
             ) from None
         except ray.exceptions.RayError as error:
             raise LateError(f"{place} could not be read from the object store ({type(error).__name__})") from error

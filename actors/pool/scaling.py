@@ -78,7 +78,7 @@ def fed_by_admission(places: int, samples_per_group: int, requests_per_worker: i
     return math.ceil(places * samples_per_group / requests_per_worker)
 
 
-def decide(load: StepLoad, target: int, limits: PoolLimits) -> ScalingDecision | None:
+def scaling_decision(load: StepLoad, target: int, limits: PoolLimits) -> ScalingDecision | None:
     """A new target, or None if the present one stays.
 
     Args:
@@ -126,7 +126,7 @@ class ScalingRule:
         self._window.append(step)
         if len(self._window) < _WINDOW:
             return None
-        decision = decide(_together(self._window), self.target, self.limits)
+        decision = scaling_decision(_together(self._window), self.target, self.limits)
         if decision is not None:
             self.target = decision.target
             self._begin_anew(step.workers)

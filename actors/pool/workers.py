@@ -219,7 +219,7 @@ def first_work(worker: WorkerHandle) -> str:
     return f"rollout worker {worker.name} sampled its first group {now - worker.asked_at:.1f} s after it was asked for: {spent}"
 
 
-async def until_lost(worker: WorkerHandle, limit_s: float, pool_size: Callable[[], int]) -> str:
+async def until_worker_lost(worker: WorkerHandle, limit_s: float, pool_size: Callable[[], int]) -> str:
     """Ask a worker for its load when it has given no other sign of life for a while, and return the reason when it is lost. (The worker
     watches its engine itself.) When half of the limit is over for it or its engine, stacks are collected.
 

@@ -95,7 +95,7 @@ def no_room(error: BaseException) -> str:
     return ""
 
 
-def fetch_s(groups: Sequence[StoredGroup], bytes_per_s: float) -> float:
+def tokens_fetch_s(groups: Sequence[StoredGroup], bytes_per_s: float) -> float:
     """Seconds in which the tokens of these groups have to arrive."""
     return tokens_s(sum(one.response_tokens for group in groups for one in group.facts.trajectories), bytes_per_s)
 

@@ -136,7 +136,7 @@ class RunDiagnosis:
         return (self.state is RunState.COMPLETE or self.left is not None) and not is_last_damaged
 
 
-def diagnose(folder: RunFolder) -> RunDiagnosis:
+def diagnose_run(folder: RunFolder) -> RunDiagnosis:
     """Read a run's folder, while it runs or afterwards; nothing in it is changed. Each half minute stderr has what is read.
 
     Raises: ConfigError; DiskLate if the folder's disk hangs.

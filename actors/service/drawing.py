@@ -57,7 +57,7 @@ class Drawing:
             for reason, group_ids in given_up.items():
                 self.forget(group_ids)
                 await self._books.ask("discard", group_ids, reason, what="discard of groups <- trajectory queue", deadline_s=ANSWER_S)
-            limit_s = payloads.fetch_s(kept, self._bytes_per_s)
+            limit_s = payloads.tokens_fetch_s(kept, self._bytes_per_s)
             groups, lost = await payloads.fetched(kept, deadline_s=limit_s, notice=self._notice)
             if lost:
                 await self.lose(lost)

@@ -126,7 +126,7 @@ def group_s(rollout: RolloutConfig) -> float:
     return rollout.engine.deadlines.generate_s + scoring_s(rollout) + ANSWER_S
 
 
-def fetch_s(config: RunConfig) -> float:
+def weights_fetch_s(config: RunConfig) -> float:
     """Longest time for one version's bytes to come to a worker's node: an attempt (sync_s) less the engine's own time; half of the attempt
     if a recipe's settings leave less than a fifth of it."""
     engine, sync_s = config.rollout.engine.deadlines, config.deadlines.sync_s
@@ -247,7 +247,7 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
         Deadline("", bucket_s(whole), f"one bucket of a broadcast, in the learner: {bucket} more at {rate}; if late, the group is closed"),
         of(engine, "update_s", f"a weight update in the engine: {size} at {rate}; if late, the engine is lost"),
         Deadline("", deltas_s(run.sync_s), "a delta of two versions, computed, fetched in turn or applied; if late, all weights go"),
-        Deadline("", fetch_s(whole), "new weights on their way to a node; if late, the run says so and asks for them again"),
+        Deadline("", weights_fetch_s(whole), "new weights on their way to a node; if late, the run says so and asks for them again"),
         of(run, "sync_s", "one attempt at new weights: their way to the node, the update, the checksums"),
         Deadline("", run.receipts_s, "receipts of all workers: three attempts and their pauses"),
         of(engine, "start_s", "an engine's start, with the weights on disk"),

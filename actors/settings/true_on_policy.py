@@ -107,10 +107,10 @@ async def check_batch(
         if on_difference == "stop":
             raise ActorLost(lacking)
         return observer.event("warning", lacking)
-    agreement = checked(found, on_difference, step=step)
-    if agreement.first is not None:
-        observer.event("warning", f"step {step}: {describe(agreement)}")
-    observer.note(metrics_of(agreement))
+    raise_on_difference(found, on_difference, step=step)
+    if found.first is not None:
+        observer.event("warning", f"step {step}: {describe_difference(found)}")
+    observer.note(metrics_of(found))
 
 
 def compare_batch(batch: PackedBatch, values: StepValues) -> Agreement:
@@ -128,14 +128,13 @@ def compare_batch(batch: PackedBatch, values: StepValues) -> Agreement:
     return compare(batch if known is None else replace(batch, loss_mask=batch.loss_mask & known), trained)
 
 
-def checked(agreement: Agreement, on_difference: OnDifference, *, step: int) -> Agreement:
-    """The agreement as it is. Raises: EngineError naming the first token that differs, if that ends the run."""
+def raise_on_difference(agreement: Agreement, on_difference: OnDifference, *, step: int) -> None:
+    """Raises: EngineError naming the first token that differs, if that ends the run."""
     if agreement.first is not None and on_difference == "stop":
-        raise EngineError(f"step {step}: {describe(agreement)}. To go on with correction: true_on_policy_on_difference: correct")
-    return agreement
+        raise EngineError(f"step {step}: {describe_difference(agreement)}. To go on with correction: true_on_policy_on_difference: correct")
 
 
-def describe(agreement: Agreement) -> str:
+def describe_difference(agreement: Agreement) -> str:
     """What differs, in one sentence without the full stop."""
     return (
         f"true_on_policy: {agreement.differing} of {agreement.tokens} tokens of staleness 0 have other bits in training than in sampling, "

@@ -45,7 +45,7 @@ class SharedPrefix:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MicrobatchPlan:
     """For each rank its micro-batches, each a tuple of sequence indices."""
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -60,7 +60,9 @@ def sequence_cost(length: int, hidden_size: int) -> float:
     return length * (1 + length / (12 * hidden_size))
 
 
-def plan(prefixes: Iterable[SharedPrefix], ranks: int, tokens_per_microbatch: int, hidden_size: int, *, multiple: int = 1) -> Plan:
+def plan_microbatches(
+    prefixes: Iterable[SharedPrefix], ranks: int, tokens_per_microbatch: int, hidden_size: int, *, multiple: int = 1
+) -> MicrobatchPlan:
     """Spread sequences over ranks by cost, those that share a prefix together, and pack each rank's into micro-batches.
 
     Those of a prefix are split where they are too many for a micro-batch, or where ranks would otherwise be unequal.
@@ -73,7 +75,7 @@ def plan(prefixes: Iterable[SharedPrefix], ranks: int, tokens_per_microbatch: in
     shares = _level(_spread(pieces, ranks, hidden_size), hidden_size)
     packed = [_pack(share, tokens_per_microbatch) for share in shares]
     count = math.ceil(max(map(len, packed), default=0) / multiple) * multiple
-    return Plan(tuple(tuple(parts + [()] * (count - len(parts))) for parts in packed))
+    return MicrobatchPlan(tuple(tuple(parts + [()] * (count - len(parts))) for parts in packed))
 
 
 def minibatches(group_ids: Tensor, count: int, *, seed: int) -> list[list[int]]:

@@ -119,7 +119,8 @@ def microbatches_of_this_rank(
     tokens."""
     prefixes = find_shared_prefixes(batch, share_prompts=_shares_prompts(config, placement))
     multiple = placement.pipeline_parallel if config.virtual_pipeline > 1 else 1
-    plan = balance.plan(prefixes, placement.data_parallel, config.tokens_per_microbatch, transformer.hidden_size, multiple=multiple)
+    budget, ranks = config.tokens_per_microbatch, placement.data_parallel
+    plan = balance.plan_microbatches(prefixes, ranks, budget, transformer.hidden_size, multiple=multiple)
     parts = plan.microbatches[placement.data_rank]
     lengths = batch.lengths.tolist()
     blank = tuple(i for i, length in enumerate(lengths) if length > 0)[:1]

@@ -32,7 +32,7 @@ _COMPILERS = frozenset({"nvcc", "cicc", "ptxas", "cudafe++", "cc1plus", "ninja"}
 """Processes of which at least one runs while a kernel is compiled (by ninja, with nvcc)."""
 
 
-async def until_lost(
+async def until_engine_lost(
     probe: Callable[[float], Awaitable[bool]],
     cpu_s: Callable[[], Sequence[float]],
     *,

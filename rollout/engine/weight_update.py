@@ -19,7 +19,7 @@ from correction.engines.weight_spec import WeightSpec
 from correction.errors import DeadlineExceeded, EngineError, EvenkeelError, SyncError
 from rollout.engine import weight_transfer
 from rollout.engine.engine_process import CONTROLLER, EngineProcess
-from rollout.engine.heartbeat import SchedulerProbe, kernels_are_compiled, processor_seconds, until_lost
+from rollout.engine.heartbeat import SchedulerProbe, kernels_are_compiled, processor_seconds, until_engine_lost
 from rollout.engine.weight_transfer import Receiving, Sending
 from rollout.engine_settings.engine_config import EngineConfig, UpdateMode
 from rollout.sglang_plugin.hooks import CHECKSUMS, FAILURE, PROCESSOR, RECEIPT, SPECS
@@ -65,7 +65,7 @@ class UpdatableEngine:
             self.silent_s = seconds
 
         process.watch_heartbeat(
-            until_lost(
+            until_engine_lost(
                 SchedulerProbe(self._manager, is_paused=self._updating.locked),
                 lambda: processor_seconds(pid for role, pid in process.pids.items() if role != CONTROLLER),
                 limit_s=limit_s,

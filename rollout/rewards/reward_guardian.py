@@ -103,7 +103,7 @@ def guard(
             if group is not None and group.ran_out_of_memory():
                 code = MEMORY
             elif code is None:
-                tree = descendants(os.getpid())
+                tree = descendant_pids(os.getpid())
                 code = None if is_kept else _beyond_limits(tree, memory_bytes)
                 if code is None and opens_more(tree, MOST_FILES_TOGETHER):
                     code = FILES
@@ -159,7 +159,7 @@ def end_tree(group: ControlGroup | None = None) -> None:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        return descendants(os.getpid()) | (group.members() if group else set())
+        return descendant_pids(os.getpid()) | (group.members() if group else set())
 
     _end(left, group.kill if group else lambda: None)
     if group is not None:
@@ -301,7 +301,7 @@ def _end(find: Callable[[], set[int]], kill: Callable[[], object], send: Callabl
 def clear_leftovers() -> None:
     """Called after a scorer failed: kill the processes that it started, if they are so many that the next completion could start too
     few. A killed process counts in a control group until its parent has heard of its end: wait for that, too."""
-    tree = descendants(os.getppid()) - {os.getpid()}
+    tree = descendant_pids(os.getppid()) - {os.getpid()}
     if len(tree) <= MOST_PROCESSES // 2:
         return
     for pid in tree:
@@ -315,7 +315,7 @@ def clear_leftovers() -> None:
             time.sleep(_LOOK_S)
 
 
-def descendants(pid: int) -> set[int]:
+def descendant_pids(pid: int) -> set[int]:
     """Ids of all processes below a process, as the kernel lists them (Linux), zombies left out."""
     return {one for one in _everyone(pid)[1:] if not _is_zombie(one)}
 

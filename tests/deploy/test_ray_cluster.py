@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from actors.commands.cli import app
 from actors.commands.recipe import load_config
 from actors.config import RayConfig, RunConfig
-from actors.doctor.cluster_file import ClusterFile, NodeKind, _gpu_name, agreement
+from actors.doctor.cluster_file import ClusterFile, NodeKind, _gpu_name, cluster_complaints
 from actors.doctor.facts import Complaint
 from actors.plan.gpus import MEMORY_MIB
 from actors.plan.host_memory import BATCHES, FOR_CHECKPOINTS, hosts
@@ -46,7 +46,7 @@ def found(path: Path, *overrides: str, recipe: Path | None = None) -> list[Compl
     cluster = ClusterFile.read(path, RayConfig().rollout_resource)
     settings = [one for one in ASKED.get(path, ()) if one.partition("=")[0] not in {other.partition("=")[0] for other in overrides}]
     config = load_config(RunConfig, recipe or recipe_of(path), ["ray.address=auto", *settings, *overrides])
-    return agreement(cluster, derived(config, has_gpu=cluster.has_gpus))
+    return cluster_complaints(cluster, derived(config, has_gpu=cluster.has_gpus))
 
 
 @pytest.mark.parametrize("path", [CLOUD, LOCAL, IMAGE], ids=["cloud", "local", "image"])
@@ -94,8 +94,8 @@ def test_a_model_is_judged_by_the_memory_of_the_instances(tmp_path: Path) -> Non
     """Pairs of ranks of 55 GiB have a place on the H100s alone, 61 GB of weights none on the L40S. A resource may name the GPU, too."""
     cluster = ClusterFile.read(CLOUD, "rollout")
     config = derived(load_config(RunConfig, RECIPE, ["ray.address=auto"]), has_gpu=True)
-    assert agreement(cluster, config, ModelShape.of(QWEN3_8B)) == []
-    too_large = agreement(cluster, config, ModelShape.of(QWEN3_30B_A3B))
+    assert cluster_complaints(cluster, config, ModelShape.of(QWEN3_8B)) == []
+    too_large = cluster_complaints(cluster, config, ModelShape.of(QWEN3_30B_A3B))
     assert any(one.severity == "fail" and "an engine has 0 MiB for its KV cache" in one.sentence for one in too_large)
     named = content(CLOUD)
     named["available_node_types"]["rollout"] |= {"resources": {"GPU": 1, "rollout": 1, "accelerator_type:H200": 1}, "node_config": {}}
@@ -127,7 +127,7 @@ def test_an_a100_is_of_40_gb_or_of_80(instance: str, resource: str, gib: int | N
 def test_the_larger_model_has_room_on_the_nodes_with_an_image() -> None:
     cluster, config = ClusterFile.read(IMAGE, "rollout"), derived(load_config(RunConfig, LARGE), has_gpu=True)
     assert cluster.kinds[1] == NodeKind("gpus", 4, 8, 8, "H200")
-    assert agreement(cluster, config, ModelShape.of(QWEN3_30B_A3B)) == []
+    assert cluster_complaints(cluster, config, ModelShape.of(QWEN3_30B_A3B)) == []
 
 
 @pytest.mark.parametrize("path", [CLOUD, IMAGE], ids=["cloud", "image"])

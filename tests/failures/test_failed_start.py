@@ -11,7 +11,7 @@ from actors.commands.cli import main
 from actors.commands.recipe import load_config
 from actors.metrics.step_metrics import StepMetrics
 from actors.record.run_folder import RunFolder
-from actors.reports.run_doctor import RunState, diagnose
+from actors.reports.run_doctor import RunState, diagnose_run
 from correction.errors import DeadlineExceeded, EngineError
 from tests.e2e.launch import RECIPE
 
@@ -111,7 +111,7 @@ def test_a_wait_that_ends_a_run_is_among_those_that_the_doctor_names(
 
     monkeypatch.setattr("actors.commands.train.Cluster", Late)
     assert fails("train", str(recipe)) == f"evenkeel: {said}"
-    found = diagnose(RunFolder.view(tmp_path / "run"))
+    found = diagnose_run(RunFolder.view(tmp_path / "run"))
     assert [(wait.what, wait.seconds) for wait in found.waits] == [(what, 75)]
     assert found.state is RunState.FAILED and found.reason == said
     assert f"It waited 75 s for {what}: look at that part first." in found.advice

@@ -26,7 +26,7 @@ from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from learner.learner_rank import LearnerRank
 from learner.model.attention import can_share_prompts, pack, packed_attention
-from learner.model.balance import SharedPrefix, plan, sequence_cost
+from learner.model.balance import SharedPrefix, plan_microbatches, sequence_cost
 from learner.model.inputs import ModelInputs, RowLayout, find_shared_prefixes
 from tests.learner.learner_cases import (
     gradients,
@@ -310,7 +310,7 @@ def test_plans_of_families(shape: list[tuple[int, list[int]]], ranks: int, budge
     for shared, rows in shape:
         prefixes.append(SharedPrefix(tuple(range(count, count + len(rows))), shared, tuple(rows)))
         count += len(rows)
-    parts = plan(prefixes, ranks, budget, 64).microbatches
+    parts = plan_microbatches(prefixes, ranks, budget, 64).microbatches
     assert sorted(i for rank in parts for part in rank for i in part) == list(range(count))
     assert len(parts) == ranks and len({len(rank) for rank in parts}) == 1
     prefix_of = {i: number for number, prefix in enumerate(prefixes) for i in prefix.members}
@@ -324,13 +324,13 @@ def test_plans_of_families(shape: list[tuple[int, list[int]]], ranks: int, budge
 def test_ranks_share_out_a_large_group() -> None:
     """One prefix of 64 on 4 ranks: 16 members each, rather than all on one rank."""
     (prefix,) = find_shared_prefixes(grouped_batch([([10] * 64, [11] * 64)]), share_prompts=True)
-    parts = plan([prefix], 4, 10_000, 64).microbatches
+    parts = plan_microbatches([prefix], 4, 10_000, 64).microbatches
     assert [sum(map(len, rank)) for rank in parts] == [16] * 4
 
 
 def test_ranks_with_families_enough_keep_them_whole() -> None:
     prefixes = find_shared_prefixes(grouped_batch(ISSUE_SHAPE), share_prompts=True)
-    parts = plan(prefixes, 2, 10_000, 64).microbatches
+    parts = plan_microbatches(prefixes, 2, 10_000, 64).microbatches
     assert [len({i // 8 for part in rank for i in part}) for rank in parts] == [8, 8]  # 16 groups, none on both ranks
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollout.engine import heartbeat
-from rollout.engine.heartbeat import kernels_are_compiled, until_lost
+from rollout.engine.heartbeat import kernels_are_compiled, until_engine_lost
 from tests.actors.simulated_time import simulate
 
 LIMIT_S = 30.0
@@ -57,7 +57,7 @@ def lost_at(
     async def scenario() -> None:
         try:
             async with asyncio.timeout(within_s):
-                watch = until_lost(
+                watch = until_engine_lost(
                     engine.probe, engine.cpu_s, limit_s=LIMIT_S, is_excused=is_excused, compiles=compiles, silent=engine.silent
                 )
                 why = await watch

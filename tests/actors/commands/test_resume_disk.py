@@ -34,7 +34,7 @@ from actors.metrics.step_metrics import StepMetrics
 from actors.processes import disk_at_start
 from actors.processes.disk_at_start import DiskLate
 from actors.record.run_folder import Checkpoint, RunFolder
-from actors.reports.run_doctor import diagnose, page
+from actors.reports.run_doctor import diagnose_run, page
 from actors.settings.derived import derived
 from correction.errors import DeadlineExceeded
 from learner.weights import file_sums
@@ -261,7 +261,7 @@ def test_what_a_disk_refuses_is_told_from_damage(
             newest_readable(folder)
         assert caught.value.errno == number and "step_000002" in caught.value.filename
         assert "That is no damage of" in caught.value.__notes__[0]
-        assert re.search("step_000002 can't be read now, which is no damage", page(diagnose(folder)))
+        assert re.search("step_000002 can't be read now, which is no damage", page(diagnose_run(folder)))
         assert len(folder.checkpoints()) == 2
 
 

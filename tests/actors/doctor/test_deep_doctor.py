@@ -24,7 +24,7 @@ from actors.config import RunConfig
 from actors.doctor.cut_model import CONTEXT, VOCABULARY, cut_config, make_model, reference
 from actors.doctor.deep_facts import ENGINE_AND_LEARNER, AgreementFact, BroadcastFact, CollectiveFact, DeepFacts, UpdateFact
 from actors.doctor.deep_rules import GRADIENT, deep_complaints, predicted
-from actors.doctor.live import _Visit, agreement, slowest, why_no_broadcast
+from actors.doctor.live import _Visit, compare_logprobs, slowest, why_no_broadcast
 from actors.settings.deadlines import with_deadlines
 from actors.settings.derived import derived
 from correction.errors import ConfigError, DeadlineExceeded, SyncError
@@ -152,8 +152,8 @@ def test_of_each_kind_of_group_the_slowest_is_told_and_a_wrong_one_first() -> No
 
 
 def test_an_agreement_of_numbers_that_are_none_is_none() -> None:
-    assert agreement("x", [-1.0, -2.0, -3.0], [-1.5, -2.0, -3.1]).largest == 0.5
-    assert agreement("x", [-1.0, float("nan")], [-1.0, -1.0]).largest == float("inf")
+    assert compare_logprobs("x", [-1.0, -2.0, -3.0], [-1.5, -2.0, -3.1]).largest == 0.5
+    assert compare_logprobs("x", [-1.0, float("nan")], [-1.0, -1.0]).largest == float("inf")
 
 
 def test_what_is_cut_keeps_widths_and_fits_the_layout() -> None:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from actors.commands.cli import app
-from actors.doctor.cluster_file import ClusterFile, NodeKind, agreement
+from actors.doctor.cluster_file import ClusterFile, NodeKind, cluster_complaints
 from actors.doctor.facts import Complaint, GpuFact, PaperFacts
 from actors.doctor.kernel_rules import half_precision_has_kernels, weights_stay_as_sent
 from actors.doctor.node_rules import on_nodes
@@ -44,7 +44,8 @@ def test_experts_on_blackwell_want_another_runner(runner: str, setting: list[str
     assert failures(on_paper(facts, config)) == setting
     joined = [HEAD, node(gpus=(), gpu_bytes=(B200.bytes,) * 8, driver_architectures=("sm_100",) * 8, visible_devices="")]
     cluster = ClusterFile(Path("cluster.yaml"), (NodeKind("gpus", 4, 8, 8, "B200"),), None, (), is_fixed=False)
-    for found in (on_nodes(BLACKWELL, eight(*words), EXPERTS), on_nodes(joined, config, EXPERTS), agreement(cluster, config, EXPERTS)):
+    of_nodes = on_nodes(BLACKWELL, eight(*words), EXPERTS), on_nodes(joined, config, EXPERTS)
+    for found in (*of_nodes, cluster_complaints(cluster, config, EXPERTS)):
         assert [one for one in failures(found) if "triton" in one] == ([REMEDY] if setting == [REMEDY] else [])
     assert on_nodes(BLACKWELL, eight(*words), DENSE) == []
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from actors.cluster import address, cluster
 from actors.commands.cli import app
 from actors.config import RunConfig
-from actors.doctor.cluster_file import ClusterFile, NodeKind, agreement
+from actors.doctor.cluster_file import ClusterFile, NodeKind, cluster_complaints
 from actors.doctor.facts import NodeFacts, PaperFacts
 from actors.doctor.gather import paper_facts
 from actors.doctor.memory_rules import rank_options
@@ -228,7 +228,7 @@ def test_that_layout_has_no_group_larger_than_a_node(tmp_path: Path) -> None:
     facts = paper_facts(config, save_config(tmp_path, QWEN3_8B), meant=[kind])
     there = [node(name=f"10.0.0.{i}", offered_gpus=4.0, gpu_bytes=(kind.memory,) * 4) for i in range(4)]
     file = ClusterFile(Path("cluster.yaml"), (NodeKind("worker", 4, 4.0, 4.0, kind.name),), None, (), False)
-    for found in (on_paper(facts, config), on_nodes(there, config, DENSE), agreement(file, config, DENSE)):
+    for found in (on_paper(facts, config), on_nodes(there, config, DENSE), cluster_complaints(file, config, DENSE)):
         (remedy,) = [one.setting for one in found if "rank needs" in one.sentence]
         mended = eight(*asked, *(f"learner.{word}" for word in remedy.removeprefix("Set, under learner: ").split()))
         assert [one for one in on_paper(facts, mended) + enough(kind, mended) if one.severity == "fail"] == [], remedy

@@ -335,7 +335,7 @@ def test_weights_that_do_not_come_are_told_apart_from_an_engine_that_takes_none(
     """The engine isn't asked for anything: it goes on as it was."""
 
     async def scenario() -> None:
-        worker = RolloutWorker("0", replace(SETTINGS, fetch_s=0.05))
+        worker = RolloutWorker("0", replace(SETTINGS, weights_fetch_s=0.05))
         bucket = asyncio.get_running_loop().create_future()
         if not is_late:
             bucket.set_exception(ray.exceptions.ObjectLostError("", "", ""))
@@ -352,7 +352,7 @@ def test_an_attempt_at_new_weights_leaves_the_engine_its_own_time() -> None:
     rollout = {"task": {"kind": "file", "path": "none"}, "reward": {"kind": "exact_match"}, "engine": engine}
     run = {"model": "model", "steps": 1, "groups_per_step": 2, "rollout": rollout}
     found = [
-        worker_settings(RunConfig.model_validate(run | {"deadlines": {"sync_s": sync_s}}), Path("model"), prompt(0)).fetch_s
+        worker_settings(RunConfig.model_validate(run | {"deadlines": {"sync_s": sync_s}}), Path("model"), prompt(0)).weights_fetch_s
         for sync_s in (120.0, 40.0)
     ]
     assert found == [120.0 - 30.0 - 2 * 10.0, 20.0], "or half, where a recipe leaves none"

@@ -9,7 +9,7 @@ import pytest
 
 from actors.carriers import ScalingCause
 from actors.pool.elastic import first_workers, limits_of
-from actors.pool.scaling import LEARNER_WAITS, WORKERS_WAIT, PoolLimits, ScalingRule, StepLoad, decide, fed_by_admission
+from actors.pool.scaling import LEARNER_WAITS, WORKERS_WAIT, PoolLimits, ScalingRule, StepLoad, fed_by_admission, scaling_decision
 from rollout.config import RolloutConfig
 
 WIDE = PoolLimits(lowest=1, highest=64, fed=64)
@@ -77,15 +77,15 @@ def test_a_learner_that_becomes_slower_and_faster_again_is_followed() -> None:
 
 def test_both_waiting_means_that_workers_are_not_what_is_missing() -> None:
     """A synchronous run, or one whose longest answers hold everything up: more workers would wait as well."""
-    assert decide(load(4, learner_waits=0.5, workers_wait=0.5), 4, WIDE) is None
+    assert scaling_decision(load(4, learner_waits=0.5, workers_wait=0.5), 4, WIDE) is None
 
 
 def test_the_pool_does_not_grow_beyond_what_admission_feeds() -> None:
     """(max_staleness 1 + 1) x 16 groups x 8 samples are 256 requests; engines of 64 places: 4 workers."""
     assert fed_by_admission(32, 8, 64) == 4 and fed_by_admission(33, 8, 64) == 5
-    decision = decide(load(3, learner_waits=0.9), 3, PoolLimits(1, 64, 4))
+    decision = scaling_decision(load(3, learner_waits=0.9), 3, PoolLimits(1, 64, 4))
     assert decision is not None and (decision.target, decision.cause) == (4, ScalingCause.LEARNER_WAITS)
-    assert decide(load(4, learner_waits=0.9), 4, PoolLimits(1, 64, 4)) is None
+    assert scaling_decision(load(4, learner_waits=0.9), 4, PoolLimits(1, 64, 4)) is None
     assert PoolLimits(6, 64, 4).most == 6, "what the recipe asks for at least, it gets"
 
 
@@ -99,24 +99,24 @@ def test_limits_come_from_places_and_slots() -> None:
 
 
 def test_a_node_on_its_way_that_is_not_needed_any_more_is_given_up() -> None:
-    decision = decide(load(2, learner_waits=0.05, workers_wait=0.1), 4, WIDE)
+    decision = scaling_decision(load(2, learner_waits=0.05, workers_wait=0.1), 4, WIDE)
     assert decision is not None and (decision.target, decision.cause) == (2, ScalingCause.NO_LONGER_NEEDED)
     assert "2 on the way" in decision.reason
-    assert decide(load(2, learner_waits=0.6), 4, WIDE) is None, "wanted: 5, but at most 4 at a time; they are on their way"
+    assert scaling_decision(load(2, learner_waits=0.6), 4, WIDE) is None, "wanted: 5, but at most 4 at a time; they are on their way"
 
 
 def test_the_pool_grows_no_further_while_a_worker_is_on_its_way() -> None:
     """Three of four are there: they would ask for two more. Once the fourth is there, four ask for two; and a node that never comes keeps
     no pool from shrinking."""
-    assert decide(load(3, learner_waits=0.4), 4, WIDE) is None
-    grown = decide(load(4, learner_waits=0.3), 4, WIDE)
+    assert scaling_decision(load(3, learner_waits=0.4), 4, WIDE) is None
+    grown = scaling_decision(load(4, learner_waits=0.3), 4, WIDE)
     assert grown is not None and grown.target == 6
-    shrunk = decide(load(3, workers_wait=0.5), 4, WIDE)
+    shrunk = scaling_decision(load(3, workers_wait=0.5), 4, WIDE)
     assert shrunk is not None and (shrunk.target, shrunk.cause) == (2, ScalingCause.WORKERS_WAIT)
 
 
 def test_a_decision_says_what_it_was_made_of() -> None:
-    decision = decide(load(2, learner_waits=0.5, workers_wait=0.04), 2, WIDE)
+    decision = scaling_decision(load(2, learner_waits=0.5, workers_wait=0.04), 2, WIDE)
     assert decision is not None and decision.target == 4
     assert decision.reason == "in 10 s the learner waited for 50% of its time, 2 workers for 4% of theirs"
 

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, ObjectStoreFullError, OutOfDiskError, RayTaskError
 
 from actors.carriers import StoredGroup, Ticket
-from actors.queue.payloads import GONE, LATE, fetch_s, fetched, read_now, to_hand_on, whole
+from actors.queue.payloads import GONE, LATE, fetched, read_now, to_hand_on, tokens_fetch_s, whole
 from actors.service.drawing import Drawing
 from correction.errors import ActorLost
 from rollout.trajectory import AnswerFacts, FailureKind, FinishReason, Group, GroupFacts, VersionSpan
@@ -60,7 +60,7 @@ def test_tokens_that_do_not_come_in_time_are_lost_and_hold_up_no_batch() -> None
         values = [asyncio.get_running_loop().create_future() for _ in groups]
         values[0].set_result(groups[0])
         stored = [StoredGroup(one.facts, value) for one, value in zip(groups, values, strict=True)]
-        limit_s = fetch_s(stored, bytes_per_s=1e3)
+        limit_s = tokens_fetch_s(stored, bytes_per_s=1e3)
         assert limit_s == pytest.approx(60.0 + 8 * 4096 / 1e3), "two groups of two answers of two tokens"
         assert await fetched(stored, deadline_s=limit_s) == ([groups[0]], {1: LATE})
         assert asyncio.get_running_loop().time() == pytest.approx(limit_s)

@@ -23,7 +23,7 @@ from actors.record.stack_collector import StackCollector
 from actors.reports.completeness import left_after_training
 from actors.reports.report import clipped_rows, summary_rows, worker_rows, write_report
 from actors.reports.report_plots import draw_staleness
-from actors.reports.run_doctor import diagnose, page
+from actors.reports.run_doctor import diagnose_run, page
 from actors.reports.step_columns import StepColumns
 from correction.errors import ConfigError
 from tests.actors.reports.test_run_doctor import RECIPE, run_folder
@@ -73,7 +73,7 @@ def test_a_foreign_line_is_left_out_by_all_that_read_the_folder(tmp_path: Path, 
     draw_staleness(steps)
     assert clipped_rows(folder) == slowest_rows(folder) == [] and Reached.of(folder.path).checkpoint == 2
     folder.close()
-    assert ", after step 2 of 2 (newest checkpoint: step 2)" in page(diagnose(RunFolder.view(folder.path))).splitlines()[0]
+    assert ", after step 2 of 2 (newest checkpoint: step 2)" in page(diagnose_run(RunFolder.view(folder.path))).splitlines()[0]
     with RunFolder.open(folder.path) as again:
         again.rewind(2)
         assert {metrics.step for metrics in again.read_metrics()} == {1, 2}
@@ -140,7 +140,7 @@ CONFIGS = [
 def test_a_damaged_configuration_is_refused_in_one_sentence(tmp_path: Path, content: str) -> None:
     folder = run_folder(tmp_path / "run")
     (folder.path / "config.yaml").write_text(content)
-    for read in (diagnose, write_report, lambda folder: run_config(folder, ())):
+    for read in (diagnose_run, write_report, lambda folder: run_config(folder, ())):
         with pytest.raises(ConfigError, match=r"config\.yaml: (not valid YAML|steps = )") as caught:
             read(folder)
         assert "\n" not in str(caught.value)

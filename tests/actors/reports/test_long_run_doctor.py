@@ -26,7 +26,7 @@ from actors.processes.disk_at_start import DiskLate
 from actors.record.run_folder import RunFolder
 from actors.reports import book_check
 from actors.reports.book_check import LinesRead, check_books
-from actors.reports.run_doctor import RECENT_STEPS, diagnose
+from actors.reports.run_doctor import RECENT_STEPS, diagnose_run
 from learner.weights import file_sums
 from tests.actors.commands.disk_clock import notice_first
 from tests.actors.commands.test_resume_disk import hanging
@@ -54,7 +54,7 @@ def test_a_disk_that_hangs_is_told_and_ends_the_look_at_a_run(
     notice_first(monkeypatch, what)
     named = rf"{what} -> the run folder's disk"
     with hanging(folder.path / name), pytest.raises(DiskLate, match=rf"^{named}: not done in \d s{how_far}\. When that disk answers again"):
-        diagnose(RunFolder.view(folder.path))
+        diagnose_run(RunFolder.view(folder.path))
     assert re.search(rf"^evenkeel: waiting 0 s for {named}{how_far}$", capsys.readouterr().err, re.MULTILINE)
 
 
@@ -95,7 +95,7 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_not_damaged(tmp_path: Pa
         return plain(path, *arguments)
 
     monkeypatch.setattr(checkpoint_reader, "verify", verify)
-    found = diagnose(RunFolder.view(folder.path))
+    found = diagnose_run(RunFolder.view(folder.path))
     assert (found.saved_step, found.damaged) == (2, ())
 
 
@@ -103,7 +103,7 @@ def test_of_a_long_run_the_last_steps_are_parsed(tmp_path: Path, monkeypatch: py
     folder, plain, steps = run_folder(tmp_path / "run", done=RECENT_STEPS + 80), StepMetrics.of_record, []
     folder.close()
     monkeypatch.setattr(StepMetrics, "of_record", lambda record: (steps.append(record["step"]), plain(record))[1])
-    found = diagnose(RunFolder.view(folder.path))
+    found = diagnose_run(RunFolder.view(folder.path))
     assert found.step == RECENT_STEPS + 80 and found.books.is_balanced and sorted(steps) == list(range(81, RECENT_STEPS + 81))
 
 

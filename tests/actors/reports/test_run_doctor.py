@@ -21,7 +21,7 @@ from actors.record import run_folder as run_folder_module
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
 from actors.reports.book_check import BookCheck
-from actors.reports.run_doctor import RunDiagnosis, RunState, diagnose, page
+from actors.reports.run_doctor import RunDiagnosis, RunState, diagnose_run, page
 
 RECIPE = Path(__file__).parents[3] / "recipes/nano_spell_backward.yaml"
 
@@ -44,7 +44,7 @@ def run_folder(path: Path, *, steps: int = 4, done: int = 2, saved: int | None =
 
 def after(folder: RunFolder) -> RunDiagnosis:
     folder.close()
-    return diagnose(RunFolder.view(folder.path))
+    return diagnose_run(RunFolder.view(folder.path))
 
 
 def test_a_run_that_was_killed_says_so_and_what_a_resume_does_again(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_run_whose_checkpoints_another_version_wrote_is_not_told_to_resume(
 
 def test_running_complete_failed_and_stopped(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "a")
-    assert diagnose(RunFolder.view(folder.path)).state is RunState.RUNNING, "this process holds its lock"
+    assert diagnose_run(RunFolder.view(folder.path)).state is RunState.RUNNING, "this process holds its lock"
     assert after(run_folder(tmp_path / "b", steps=2)).state is RunState.COMPLETE
     failed = run_folder(tmp_path / "c", steps=2)
     failed.event("error", "weight sync v2 -> rollout 0: not done in 120 s")
@@ -325,7 +325,7 @@ def test_looking_changes_nothing_and_takes_no_lock(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", saved=2)
     folder.close()
     before = {path: path.stat().st_mtime_ns for path in folder.path.rglob("*") if path.is_file()}
-    diagnose(RunFolder.view(folder.path))
+    diagnose_run(RunFolder.view(folder.path))
     assert {path: path.stat().st_mtime_ns for path in folder.path.rglob("*") if path.is_file()} == before
     lock = filelock.FileLock(folder.path / ".owner.lock")
     lock.acquire(timeout=0)

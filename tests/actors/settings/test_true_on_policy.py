@@ -18,7 +18,7 @@ from actors.config import OnDifference, RunConfig
 from actors.metrics.step_metrics import StepMetrics
 from actors.record.run_folder import RunFolder
 from actors.settings.derived import derived
-from actors.settings.true_on_policy import check_batch, checked, compare_batch, metrics_of, resolved
+from actors.settings.true_on_policy import check_batch, compare_batch, metrics_of, raise_on_difference, resolved
 from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.decision import no_counts
@@ -131,9 +131,9 @@ def values(target: Tensor, before_update: Tensor | None = None) -> StepValues:
 def test_a_difference_stops_the_run_with_its_name_or_is_counted() -> None:
     other = torch.tensor([0.0, -1.5])
     with pytest.raises(EngineError, match=r"step 3: .*1 of 1 tokens.*by up to 0\.5 nats.*token 2 at position 1.*on_difference: correct"):
-        checked(compare_batch(batch(), values(other)), "stop", step=3)
+        raise_on_difference(compare_batch(batch(), values(other)), "stop", step=3)
     agreement = compare_batch(batch(), values(other))
-    checked(agreement, "correct", step=3)  # which raises nothing
+    raise_on_difference(agreement, "correct", step=3)
     assert StepMetrics(3, metrics_of(agreement))["true_on_policy/equal_share"] == 0.0
     assert metrics_of(agreement)["true_on_policy/max_abs_difference"] == 0.5
 
