@@ -86,6 +86,6 @@ class PartReport:
     """What a part has to tell; its next heartbeat brings it."""
 
     number: int
-    """Running number among the part's reports, from 1; the next heartbeat says the last one heard."""
-    said: str | WaitNotice
+    """Running number among the part's reports, from 1; the next heartbeat acknowledges those up to the last one received."""
+    message: str | WaitNotice
     """A sentence, or the notice of a wait."""

@@ -66,7 +66,7 @@ class Resumed:
     """Lines of the ledger that it goes on with."""
     under_way: int = 0
     """Prompts under way."""
-    said: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     """Its warnings."""
 
 
@@ -170,7 +170,7 @@ def resume(run: Path) -> Resumed:
             ledger = open_ledger(folder.path / "ledger.jsonl", point.state, lambda level, text: said.append((level, str(text))))
         found.prompts, found.under_way = ledger.flush(point.state.queue).lines, len(outstanding_ids(point.state.queue))
     found.megabytes = _resident_megabytes("VmHWM") - before
-    found.said = [text for _, text in said]
+    found.warnings = [text for _, text in said]
     return found
 
 
@@ -230,7 +230,7 @@ def main() -> None:
             run = write_run(base, model, save, prompts, arguments.groups)
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 found = pool.apply(resume, (run,))
-            print(row(run, arguments.groups, found), *found.said, sep="\n", flush=True)
+            print(row(run, arguments.groups, found), *found.warnings, sep="\n", flush=True)
 
 
 if __name__ == "__main__":

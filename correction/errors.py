@@ -33,13 +33,13 @@ class EvenkeelError(Exception):
     remedy: str = ""
     """What to change, apart from what is wrong, for callers that show the two separately. Empty: the message says it, or nobody knows."""
 
-    def __init__(self, *said: object, remedy: str = "") -> None:
+    def __init__(self, *message: object, remedy: str = "") -> None:
         """
         Args:
-            said: what is wrong, without a full stop.
+            message: what is wrong, without a full stop.
             remedy: a clause that ends the message after a semicolon, or, with a capital, its last sentence.
         """
-        super().__init__(*said)
+        super().__init__(*message)
         if remedy:
             self.remedy = remedy
 
@@ -81,9 +81,9 @@ class ActorUnavailable(ActorLost):
 class RankFailed(ActorLost):
     """A learner rank's process is there, but its device or a collective has failed in the middle of a call: it has to be ended."""
 
-    def __init__(self, *said: object, remedy: str = "", rank: str = "") -> None:
+    def __init__(self, *message: object, remedy: str = "", rank: str = "") -> None:
         """Args: rank: its name in messages."""
-        super().__init__(*said, remedy=remedy)
+        super().__init__(*message, remedy=remedy)
         self.rank = rank
 
 
@@ -110,12 +110,12 @@ class LedgerError(EvenkeelError, RuntimeError):
 class DeadlineExceeded(EvenkeelError, TimeoutError):
     """A wait reached its deadline; the message names phase, actor and version."""
 
-    def __init__(self, *said: object, what: str = "", seconds: float = 0.0, setting: str = "") -> None:
+    def __init__(self, *message: object, what: str = "", seconds: float = 0.0, setting: str = "") -> None:
         """
         Args:
             what: name of the wait and of both its sides, as in its notices; empty: the message says it.
             seconds: how long it has waited.
             setting: the setting that bounds the wait, shown as the remedy; empty: the message names it.
         """
-        super().__init__(*said, remedy=f"the deadline is set under {setting}" if setting else "")
+        super().__init__(*message, remedy=f"the deadline is set under {setting}" if setting else "")
         self.what, self.seconds = what, seconds

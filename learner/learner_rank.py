@@ -38,7 +38,7 @@ from learner.training.logprobs import scaled_logits
 from learner.training.loss import correction_objective, supervised_objective
 from learner.training.optimizer import GuardedOptimizer, Update, mean_norms
 from learner.training.optimizer_steps import demonstration_batch, first_values, optimizer_steps, sequences_read, uncorrected
-from learner.training.step import ObjectiveFunction, Pass, attach_schedule, run_microbatches, train_step
+from learner.training.step import ObjectiveFunction, PassResult, attach_schedule, run_microbatches, train_step
 from learner.weights import checkpoint, convert, export
 
 
@@ -351,7 +351,7 @@ class LearnerRank:
         objective: ObjectiveFunction,
         gradient_scale: Callable[[Tensor], float],
         loss_of: Callable[[Tensor], float],
-    ) -> tuple[Pass, float, Update]:
+    ) -> tuple[PassResult, float, Update]:
         """One optimizer step, as learner.training.step.train_step."""
         state = self._require()
         return train_step(
@@ -359,7 +359,7 @@ class LearnerRank:
             config=self.config, placement=self.placement, abort=self.abort,
         )
 
-    def _forward(self, batch: PackedBatch, *, keep_routes: bool = False) -> Pass:
+    def _forward(self, batch: PackedBatch, *, keep_routes: bool = False) -> PassResult:
         return run_microbatches(
             self._require().chunks,
             uncorrected(replace(batch, topk_ids=None, topk_logprobs=None)),  # nobody asks for them here

@@ -16,7 +16,7 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import actors  # noqa: F401  # before Ray: a test that forgets to start one gets an error, not a Ray of somebody else's
-from correction.engines.quick_imports import uncollected
+from correction.engines.quick_imports import gc_paused
 from lab.background_loop import BackgroundLoop
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
@@ -176,7 +176,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
     """torch, Ray and 4,000 tests stay to the end: no collection of garbage need look through them, now or later."""
-    with uncollected():
+    with gc_paused():
         return (yield)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from correction.engines.quick_imports import uncollected
+from correction.engines.quick_imports import gc_paused
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("correction", "rollout", "learner", "actors")
@@ -49,7 +49,7 @@ def nodes(path: Path) -> list[ast.AST]:
 @cache
 def _nodes_of_ours() -> dict[Path, list[ast.AST]]:
     """Of all files at once: they stay, but the garbage collector would look through them again and again, which takes most of the time."""
-    with uncollected():
+    with gc_paused():
         return {path: _nodes(path) for top in (*PACKAGES, *FOLDERS) for path in (ROOT / top).rglob("*.py")}
 
 

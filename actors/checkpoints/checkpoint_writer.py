@@ -16,8 +16,8 @@ from actors.config import CheckpointConfig, DeadlinesConfig
 from actors.processes.disk_at_start import DiskLate
 from actors.processes.supervision import abandon
 from actors.ranks.learner_group import LearnerGroup
+from actors.record.disk_waits import wait_for_disk
 from actors.record.observer import Observer
-from actors.record.patience import wait_for_disk
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.state.resume import TrainingState
 from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, EvenkeelError, LedgerError

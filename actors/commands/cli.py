@@ -124,9 +124,9 @@ def train(
         from actors.commands.retries import run_with_retries
 
         raise typer.Exit(run_with_retries(None if resume else recipe, words, run_dir, retries=retries, discard_queue=discard_queue))
-    from correction.engines.quick_imports import uncollected
+    from correction.engines.quick_imports import gc_paused
 
-    with uncollected():
+    with gc_paused():
         from actors.commands.train import train_run
 
     summary = train_run(None if resume else recipe, words, resume, discard_queue=discard_queue)

@@ -21,14 +21,14 @@ from actors.processes.disk_at_start import MODEL_OR_RUN, ON_DISK, by_disk_at_sta
 from actors.settings.deadlines import inversions
 from actors.settings.derived import asks_for_gpus, derived
 from actors.settings.devices import check_devices
-from correction.engines.quick_imports import uncollected
+from correction.engines.quick_imports import gc_paused
 from rollout.rewards.rewards import RewardError, RewardPool
 from rollout.tasks.chat import ChatEncoder, load_tokenizer
 from rollout.tasks.tasks import Task, check_task_names
 from rollout.trajectory import Demonstration
 
 
-@uncollected()  # it imports transformers and the task's library
+@gc_paused()  # it imports transformers and the task's library
 def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[RunConfig, Task, list[str]]:
     """Check a run before anything of it is made.
 

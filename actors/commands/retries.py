@@ -28,7 +28,7 @@ from actors.processes.event_level import EventLevel
 from actors.processes.long_wait import LongWait
 from actors.processes.output import put
 from actors.record.run_folder import RunFolder
-from actors.record.stack_gist import FOLDER, collections
+from actors.record.stack_summary import FOLDER, collections
 from actors.state.json_lines import last_step
 from correction.errors import signal_name
 from rollout.stacks import stacks_of

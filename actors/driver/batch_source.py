@@ -21,8 +21,8 @@ from actors.pool.pool import RolloutPool
 from actors.processes.supervision import call_with_retries, kill, lost_if_late, unless_set, wait_for
 from actors.queue.outstanding import Outstanding
 from actors.queue.payloads import whole_snapshot
+from actors.record.disk_waits import ByDisk
 from actors.record.observer import Observer
-from actors.record.patience import ByDisk
 from actors.record.run_folder import RunFolder
 from actors.settings.deadlines import batch_call_s, new_parts_s
 from actors.state.ledger import Ledger

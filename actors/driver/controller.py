@@ -23,11 +23,11 @@ from actors.config import RunConfig
 from actors.driver.alarms import AlarmResponse
 from actors.driver.batch_source import BatchSource
 from actors.driver.empty_steps import EmptySteps
-from actors.driver.ending import Ending
 from actors.driver.evaluation import Evaluations
 from actors.driver.going_back import Rollbacks, end_parts, lost_among, raise_when_lost, what_goes_on, what_is_done_again, what_is_lost
 from actors.driver.parts import REPLACEABLE, StartingPoint, make_sync, start_learner, worker_settings
 from actors.driver.run_summary import RunSummary
+from actors.driver.shutdown_signals import ShutdownSignals
 from actors.driver.step_reporter import StepReporter
 from actors.driver.step_under_way import StepUnderWay
 from actors.metrics.held_out import Evaluation
@@ -37,8 +37,8 @@ from actors.processes import interrupts
 from actors.processes.supervision import Stopwatch, done_or_reported, kill, together, unless_failed, unless_set, wait_for
 from actors.ranks.forwards import next_batch
 from actors.ranks.learner_group import LearnerGroup
+from actors.record.disk_waits import ByDisk, by_disk
 from actors.record.observer import Observer
-from actors.record.patience import ByDisk, by_disk
 from actors.record.run_event import EventKind
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.settings.true_on_policy import check_batch
@@ -77,7 +77,7 @@ class Controller:
         self._began = time.monotonic() - self._point.elapsed_s
         self._watch, self._warn = Stopwatch(), partial(observer.event, "warning")
         self._announce_end = partial(self._warn, kind=EventKind.ENDING)
-        self._ending = Ending(self._announce_end, self._on_sigterm, lambda: self._checkpoints.saved_step)
+        self._shutdown = ShutdownSignals(self._announce_end, self._on_sigterm, lambda: self._checkpoints.saved_step)
         self._alarms = AlarmResponse(config.monitor, config.correction, self._point.replacement)
         self._alarm = ""  # why an alarm ends the run; empty: none does
         self._first_evaluation: Evaluation | None = None
@@ -93,7 +93,7 @@ class Controller:
 
         Raises: EvenkeelError kinds, with what to change.
         """
-        with self._ending.handled():
+        with self._shutdown.handled():
             self._observer.serve()
             try:
                 await self._start()
@@ -131,7 +131,7 @@ class Controller:
 
     def _goes_on_after(self, lost: list[str], failure: BaseException, *, is_replaced: bool) -> bool:
         """Whether parts are replaced, or the run goes back. If not, all is trained and saved. Raises: what ends the run."""
-        self._ending.is_training = self._ending.is_training and is_replaced
+        self._shutdown.is_training = self._shutdown.is_training and is_replaced
         if self._is_trained and self._ends_early:
             return False
         if self.ended_by is not None and lost and not is_replaced:  # would start all parts to save its last step
@@ -150,28 +150,28 @@ class Controller:
         """Train to the last step, and save it. Args: goes_on: training was under way already, and goes on with replaced parts."""
         if not self._is_begun:
             self._first_evaluation = await self._evaluations.whole("before training", self._step, self._version, self._sync)
-        self._is_begun = self._ending.is_training = interrupts.has_trained = True
+        self._is_begun = self._shutdown.is_training = interrupts.has_trained = True
         if not goes_on:
             gc.freeze()  # a full garbage collection need not walk through all that the imports made
             self._observer.phase("training")
             self._observer.training_begins(time.monotonic() - self._began)
         prompts = map(self._task.train_prompt, itertools.count(self._source.outstanding.admitted))
         await unless_failed(self._train_and_save(), self._pool.feed(prompts, self._source.take_unfinished(), self._observer.admitted))
-        self._ending.is_training, self._is_trained = False, True
+        self._shutdown.is_training, self._is_trained = False, True
 
     async def _finish(self, after: Evaluation | None) -> RunSummary:
         is_early = self._step < self._config.steps
         how = time.monotonic() - self._began, is_early, self._alarm, self.ended_by if is_early else None
         self.summary = RunSummary(self._step, self._first_evaluation, after, *how)
-        self._ending.done(self.summary.exit_code)
+        self._shutdown.done(self.summary.exit_code)
         await self._steps.flush()
-        await unless_set(self._ending.is_hurried, self._source.keep_scatter())
+        await unless_set(self._shutdown.is_hurried, self._source.keep_scatter())
         return self.summary
 
     @property
     def ended_by(self) -> int | None:
         """The signal that has asked for the end."""
-        return self._ending.by
+        return self._shutdown.by
 
     @property
     def _ends_early(self) -> bool:
@@ -203,7 +203,7 @@ class Controller:
     async def _replace(self, lost: list[str], failure: BaseException) -> None:
         """Replace queue and service; learner and engines keep running. Raises: what an update has failed with."""
         self._observer.doing(f"{' and '.join(lost)} gone: new ones start, rollouts go on")
-        await unless_set(self._ending.is_asked, self._rollbacks.pause(self._observer.event))
+        await unless_set(self._shutdown.is_asked, self._rollbacks.pause(self._observer.event))
         self._source.replace(self._alarms.correction)
         self._parts |= self._source.parts
         under_way = self._step_under_way
@@ -237,7 +237,7 @@ class Controller:
         while self._step_under_way or (self._step < self._config.steps and not self._ends_early):
             await self._checkpoints.finished(at_once=True)
             if self._step_under_way is None:
-                if (batch := await unless_set(self._ending.is_asked, self._next_batch())) is None:
+                if (batch := await unless_set(self._shutdown.is_asked, self._next_batch())) is None:
                     break
                 self._step_under_way = StepUnderWay(batch, self._learn_and_publish)
             if (result := await self._step_under_way.result()) is None:
@@ -303,14 +303,15 @@ class Controller:
         await self._steps.flush()  # the alarm is reported before what it leads to
         if (action := self._alarms.decide()) is not None and action.replacement is not None:
             self._warn(action.text)
-            await unless_set(self._ending.is_hurried, self._source.switch(action.replacement.correction))
+            await unless_set(self._shutdown.is_hurried, self._source.switch(action.replacement.correction))
         elif action is not None and self._step < self._config.steps:
             self._announce_end(action.text)
             self._alarm = action.text
 
     async def _evaluate_last(self) -> Evaluation | None:
-        of_last = self._step, self._version, self._sync
-        return None if self._ends_early else await self._ending.last(self._evaluations.whole("after training", *of_last))
+        if self._ends_early:
+            return None
+        return await self._shutdown.unless_interrupted(self._evaluations.whole("after training", self._step, self._version, self._sync))
 
     async def _save(self) -> None:
         """Save a checkpoint. The learner is idle, and no group is being moved in the queue."""
@@ -321,7 +322,7 @@ class Controller:
         await self._checkpoints.begin(self._step, self._learner, self._training_state)
 
     async def _training_state(self) -> TrainingState:
-        queue, monitor = await self._source.saved(self._ending.is_hurried)
+        queue, monitor = await self._source.saved(self._shutdown.is_hurried)
         mark = await self._by_disk(self._observer.disk.result(partial(self._source.ledger.flush, queue)), "the ledger's lines")
         of_run = self._alarms.replacement, mark, self._task.fingerprint, self._config.model_dump(mode="json")
         return TrainingState(self._step, self._version, time.monotonic() - self._began, queue, self._observer.totals(), monitor, *of_run)
@@ -384,7 +385,7 @@ class Controller:
         self._observer.doing("ending")
         if self._step_under_way is not None:
             self._step_under_way.drop()
-        if not (at_once := self._ending.is_at_once):
+        if not (at_once := self._shutdown.is_at_once):
             await done_or_reported(self._checkpoints.finished(), "checkpoint under way", self._config.deadlines.checkpoint_s, self._warn)
         await done_or_reported(self._steps.flush(), "lines of the last steps", 1.0 if at_once else _END_S, self._warn)
         self._checkpoints.abandon()

@@ -37,11 +37,12 @@ from actors.checkpoints.checkpoint_reader import ResumePoint, newest_readable, t
 from actors.driver.parts import REPLACEABLE, StartingPoint
 from actors.part_carriers import WaitNotice
 from actors.processes.event_level import EventLevel, Notify
-from actors.processes.part_heartbeat import Hear, raise_when_silent
+from actors.processes.part_heartbeat import NotifyOrWait, raise_when_silent
 from actors.processes.supervision import call_with_retries, first_error, kill, unless_failed, wait_for
 from actors.queue.payloads import no_room
 from actors.ranks.learner_group import LearnerGroup
-from actors.record.patience import ByDisk, PatientWriter
+from actors.record.disk_waits import ByDisk
+from actors.record.retrying_writer import RetryingWriter
 from actors.record.run_folder import RunFolder
 from actors.settings.deadlines import REPLACEMENT_PAUSE_S
 from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, RankFailed
@@ -72,7 +73,7 @@ _ANSWER = "an answer"
 """Pseudo part: every part is alive, but the answer to a call is lost."""
 
 
-async def raise_when_lost(parts: Mapping[str, Any], heartbeat_s: float, notify: Hear) -> None:
+async def raise_when_lost(parts: Mapping[str, Any], heartbeat_s: float, notify: NotifyOrWait) -> None:
     """Watch actors; never returns. Raises: ActorLost naming the first whose process ends, or sends no heartbeat for `heartbeat_s` seconds.
 
     Args:
@@ -229,7 +230,7 @@ class Rollbacks:
         notify("warning", f"queue or service were lost {number} times in {ROLLBACKS_S / 60:.0f} minutes: new ones in {pause_s:.0f} s")
         await asyncio.sleep(pause_s)
 
-    async def found(self, model: Path, disk: PatientWriter, notify: Notify, by_disk: ByDisk) -> Found:
+    async def found(self, model: Path, disk: RetryingWriter, notify: Notify, by_disk: ByDisk) -> Found:
         """Find the newest readable checkpoint, and cut the run folder back to it, after all lines that wait for the disk.
 
         While the disk refuses, this is tried again every _DISK_AGAIN_S, _DISK_ATTEMPTS times in all.

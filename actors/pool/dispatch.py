@@ -21,14 +21,14 @@ from rollout.config import AnswerSampling
 from rollout.trajectory import Prompt, Trajectory, UnfinishedGroup
 
 
-class Taker(Protocol):
-    """What one worker has under way."""
+class PoolWorker(Protocol):
+    """What a worker has under way."""
 
     groups: set[int]
     questions: int
 
 
-T = TypeVar("T", bound=Taker)
+T = TypeVar("T", bound=PoolWorker)
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +63,7 @@ class WaitingWork:
         """Answers that these ask for; of an evaluation that has ended without them also those that aren't at the head yet."""
         self.is_fed = False
         """Training goes on: evaluations keep to their share of the slots."""
-        self._failed_at: dict[int, Taker] = {}
+        self._failed_at: dict[int, PoolWorker] = {}
         """By group: the worker that could not sample it."""
         self._overdue: set[int] = set()
         """Groups of `_failed_at` that have waited for another worker long enough."""
@@ -75,7 +75,7 @@ class WaitingWork:
             self._came += 1
             heapq.heappush(self._tickets, (ticket.group_id, self._came, ticket))
 
-    def add_failed(self, ticket: Ticket, worker: Taker) -> None:
+    def add_failed(self, ticket: Ticket, worker: PoolWorker) -> None:
         """One that a worker could not sample: another takes it, if one has the published weights or will soon have them."""
         self._failed_at[ticket.group_id] = worker
         self._overdue.discard(ticket.group_id)
@@ -108,23 +108,23 @@ class WaitingWork:
         questions = f"{self._asked} evaluation answers" if self._first_questions() else ""
         return " and ".join(part for part in (groups, questions) if part) or "nothing"
 
-    def take(self, ready: Sequence[T], sharers: Sequence[T], most: int | None = None) -> Iterator[tuple[T, Ticket | Questions]]:
+    def take(self, ready: Sequence[T], candidates: Sequence[T], most: int | None = None) -> Iterator[tuple[T, Ticket | Questions]]:
         """What workers take now, as (worker, what one call to it is given); counted among what they have under way.
 
         Args:
             ready: workers that hold the published weights.
-            sharers: workers that a share is kept for: those, and whoever will soon be.
+            candidates: workers that a share is kept for: those, and whoever will soon hold these weights.
             most: groups; None: all that there is room for.
         """
         if self._first_questions():
-            yield from self._take_questions(ready, sharers)
+            yield from self._take_questions(ready, candidates)
         if self._tickets:
-            yield from self._take_groups(ready, sharers, len(self._tickets) if most is None else most)
+            yield from self._take_groups(ready, candidates, len(self._tickets) if most is None else most)
 
-    def _take_questions(self, ready: Sequence[T], sharers: Sequence[T]) -> Iterator[tuple[T, Questions]]:
+    def _take_questions(self, ready: Sequence[T], candidates: Sequence[T]) -> Iterator[tuple[T, Questions]]:
         slots, samples = self._slots, self._samples_per_group
         most = evaluation_answers_at_once(slots, samples) if self.is_fed else slots * samples
-        share = (sum(w.questions for w in sharers) + self._asked) / max(1, len(sharers))
+        share = (sum(w.questions for w in candidates) + self._asked) / max(1, len(candidates))
         while ready and (part := self._first_questions()) is not None:
             worker = min(ready, key=lambda w: (w.questions, len(w.groups)))
             if worker.questions and (worker.questions >= share or worker.questions + part.size > most):
@@ -133,20 +133,20 @@ class WaitingWork:
             self._drop_first_questions()
             yield worker, part
 
-    def _take_groups(self, ready: Sequence[T], sharers: Sequence[T], most: int) -> Iterator[tuple[T, Ticket]]:
-        total = len(self._tickets) + sum(len(w.groups) for w in sharers)
-        share, rest = divmod(total, max(1, len(sharers)))  # `rest` workers may hold one more than that
-        above = sum(len(w.groups) > share for w in sharers)
+    def _take_groups(self, ready: Sequence[T], candidates: Sequence[T], most: int) -> Iterator[tuple[T, Ticket]]:
+        total = len(self._tickets) + sum(len(w.groups) for w in candidates)
+        share, rest = divmod(total, max(1, len(candidates)))  # `rest` workers may hold one more than that
+        above = sum(len(w.groups) > share for w in candidates)
         for worker in sorted(ready, key=lambda w: (len(w.groups), w.questions)):
             held = len(worker.groups)
             free = min(min(share + (above < rest), self._room(worker)) - held, most)
-            taken = self._take_tickets(worker, max(0, free), ready, sharers)
+            taken = self._take_tickets(worker, max(0, free), ready, candidates)
             most -= len(taken)
             worker.groups.update(ticket.group_id for ticket in taken)
             above += held <= share < len(worker.groups)
             yield from ((worker, ticket) for ticket in taken)
 
-    def _take_tickets(self, worker: Taker, count: int, ready: Sequence[Taker], sharers: Sequence[Taker]) -> list[Ticket]:
+    def _take_tickets(self, worker: PoolWorker, count: int, ready: Sequence[PoolWorker], candidates: Sequence[PoolWorker]) -> list[Ticket]:
         """The oldest ones that this worker may have."""
         taken: list[Ticket] = []
         passed = []
@@ -155,7 +155,7 @@ class WaitingWork:
             entry = heapq.heappop(self._tickets)
             ticket = entry[-1]
             is_suspect = ticket.group_id in self._suspects
-            others = ready if ticket.group_id in self._overdue else sharers
+            others = ready if ticket.group_id in self._overdue else candidates
             failed_here = len(others) > 1 and self._failed_at.get(ticket.group_id) is worker
             if failed_here or (is_suspect and has_suspect):
                 passed.append(entry)
@@ -166,7 +166,7 @@ class WaitingWork:
             heapq.heappush(self._tickets, entry)
         return taken
 
-    def _room(self, worker: Taker) -> int:
+    def _room(self, worker: PoolWorker) -> int:
         """Slots for groups: all but those that evaluation answers use, of which at most their share is counted."""
         asked = -(-worker.questions // self._samples_per_group)
         return self._slots - min(asked, self._slots // EVALUATION_SHARE)

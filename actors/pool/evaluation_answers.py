@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from actors.pool.dispatch import Questions
-from actors.pool.faults import STRIKES
+from actors.pool.faults import MAX_ENGINE_LOSSES
 from actors.pool.membership import Membership
 from actors.pool.workers import WorkerHandle
 from actors.settings.evaluation_places import questions_of_a_call
@@ -76,4 +76,4 @@ class EvaluationAnswers:
     def _is_too_dangerous(self, part: Questions, error: EngineError) -> bool:
         """Whether so many engines were lost with these questions that the evaluation should end before it costs another one."""
         part.losses += not isinstance(error, EngineDirty)
-        return part.losses >= STRIKES
+        return part.losses >= MAX_ENGINE_LOSSES

@@ -32,8 +32,8 @@ _TOGETHER_S = 15.0
 """Seconds within which engines of one node are lost with it."""
 ATTEMPTS = 2
 """Failed requests of one group after which it is discarded."""
-STRIKES = 3
-"""Engines lost while they sampled one group after which the group is taken for the cause, and discarded."""
+MAX_ENGINE_LOSSES = 3
+"""A group with which so many engines were lost is taken for the cause, and discarded."""
 _UNREACHED = 5
 """Calls for one group that could not reach a worker for half a minute, though it answered its heartbeat, before the group is discarded."""
 _OUTCOMES = 64
@@ -176,7 +176,8 @@ class GroupOutcomes:
     def __init__(self, window_s: float = WINDOW_S) -> None:
         """Args: window_s: seconds after which a group no longer counts."""
         self._failures: Counter[int] = Counter()
-        self._strikes: Counter[int] = Counter()
+        self._engine_losses: Counter[int] = Counter()
+        """By group: engines lost while they sampled it."""
         self._unreached: Counter[int] = Counter()
         self._in_a_row: dict[str, set[int]] = {}
         """Of workers that are there: groups whose requests to it have failed since it last finished one."""
@@ -207,10 +208,10 @@ class GroupOutcomes:
         return is_failing
 
     def lost(self, group_ids: Sequence[int], worker: str) -> list[int]:
-        """The engine that sampled these groups was lost. Returns: those that have been lost with STRIKES engines by now."""
+        """The engine that sampled these groups was lost. Returns: those that have been lost with MAX_ENGINE_LOSSES engines by now."""
         self._in_a_row.pop(worker, None)
-        self._strikes.update(group_ids)
-        return [group_id for group_id in group_ids if self._strikes[group_id] >= STRIKES]
+        self._engine_losses.update(group_ids)
+        return [group_id for group_id in group_ids if self._engine_losses[group_id] >= MAX_ENGINE_LOSSES]
 
     def left(self, worker: str) -> None:
         """It is gone, however it went. Its name never comes again."""
@@ -218,11 +219,11 @@ class GroupOutcomes:
 
     def were_lost(self, group_ids: Sequence[int]) -> bool:
         """Whether one of these groups was lost with an engine before."""
-        return any(self._strikes[group_id] > 0 for group_id in group_ids)
+        return any(self._engine_losses[group_id] > 0 for group_id in group_ids)
 
     def is_suspect(self, group_id: int) -> bool:
         """Whether the next loss makes this group the cause. A worker is given only one such group at a time."""
-        return self._strikes[group_id] >= STRIKES - 1
+        return self._engine_losses[group_id] >= MAX_ENGINE_LOSSES - 1
 
     def discarded(self, group_id: int, reason: str, now: float) -> None:
         """The group was discarded. Args: now: seconds.
@@ -235,6 +236,6 @@ class GroupOutcomes:
 
     def _close(self, group_id: int, now: float, *, is_usable: bool) -> None:
         self._failures.pop(group_id, None)
-        self._strikes.pop(group_id, None)
+        self._engine_losses.pop(group_id, None)
         self._unreached.pop(group_id, None)
         self._latest.add(now, is_good=is_usable)

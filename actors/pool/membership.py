@@ -19,14 +19,14 @@ from ray.exceptions import RayError
 from actors.config import DeadlinesConfig
 from actors.part_carriers import WorkerSettings
 from actors.pool import preemption, workers
-from actors.pool.departures import Departures, first_to_leave
+from actors.pool.draining import WorkerDrainer, first_to_leave
 from actors.pool.elastic import Elastic
 from actors.pool.faults import WorkerLosses
 from actors.pool.pool_tasks import PoolTasks
 from actors.pool.scoring import UnscoredStarts
 from actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
+from actors.processes.call_throttle import CallThrottle
 from actors.processes.supervision import AGAIN_S, kill, unwrapped, wait_for
-from actors.processes.turns import Turns
 from actors.settings.deadlines import group_s
 from actors.weights.weight_sync import WeightSync
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, EvenkeelError, RequestError, counted
@@ -85,12 +85,12 @@ class Membership:
         self._replacing = 0
         """Number of replacements that are due but not yet asked for."""
         self._progressed = self._attended = self._now()
-        self._departures = Departures(tasks, self.forget, observer, deadlines.drain_s)
+        self._drainer = WorkerDrainer(tasks, self.forget, observer, deadlines.drain_s)
         self._draining: dict[str, float | None] = {}
         """Nodes that Ray drains: event-loop time (s) at which each goes; None: nobody says when. Until they are gone."""
         self.generation = 0
         """Of the run, see actors/driver/going_back.py."""
-        self.turns = Turns()
+        self.throttle = CallThrottle()
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class Membership:
     def _let_go(self, worker: WorkerHandle, why: str, left_s: float | None = None) -> None:
         if self.sync is not None:
             self.sync.leave(worker.name)
-        self._departures.begin(worker, why, left_s)
+        self._drainer.begin(worker, why, left_s)
 
     def _staying(self) -> list[WorkerHandle]:
         return [w for w in self.workers.values() if w.state is not WorkerState.LEAVING]
@@ -256,7 +256,7 @@ class Membership:
         self.progress()
         self._observer.joined(info)
         self._tasks.spawn(self._follow_heartbeat(worker))
-        self._tasks.spawn(self._departures.wait_for_end_notice(worker, self._got_sigterm))
+        self._tasks.spawn(self._drainer.wait_for_end_notice(worker, self._got_sigterm))
         if self.sync is not None:
             self.sync.join(worker.sync)
         self._callbacks.changed()
@@ -334,7 +334,7 @@ class Membership:
         Args: version: made by a step that has just ended; if it was published, workers send their loads with its receipts. None: ask all.
         """
         is_published = self.sync is not None and self.sync.version == version
-        return await workers.loads(list(self.joined()), self.turns, version if is_published else None)
+        return await workers.loads(list(self.joined()), self.throttle, version if is_published else None)
 
     async def call(self, worker: WorkerHandle, call: Callable[[], Any], what: str) -> Any:
         """The result of a call to a worker, which may run twice. Requests and rewards have deadlines of their own, which come first.

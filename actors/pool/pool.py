@@ -201,7 +201,7 @@ class RolloutPool:
             if self._groups.were_lost([group_id]):  # on a worker that died together with others, without it
                 sign = f"sign of life <- rollout worker {worker.name}"
                 await call_with_retries(lambda: worker.actor.load.remote(), sign, deadline_s=ANSWER_S)
-            await self.members.turns.mine()  # a step hands out all of its groups together
+            await self.members.throttle.wait()  # a step hands out all of its groups together
             if not self.members.is_current(worker):  # meanwhile a version was published, or the worker lost
                 raise EngineDirty(f"rollout worker {worker.name} no longer holds the published weights")
             lived = True
@@ -364,9 +364,10 @@ class RolloutPool:
     def _hand_out(self) -> None:
         """Workers take what waits."""
         current = [w for w in self.members.joined() if self.members.is_current(w)]
-        soon = [w for w in self.members.joined() if w.sync.version >= 0]  # without one that is new or dirty: a full sync takes its time
+        # A new or dirty one is left out: a full sync takes its time.
+        candidates = [w for w in self.members.joined() if w.sync.version >= 0]
         most = self._scoring.places(is_idle=not any(w.groups for w in self.members.workers.values()))
-        for worker, work in self._work.take(current, soon, most):
+        for worker, work in self._work.take(current, candidates, most):
             if isinstance(work, Questions):
                 self.tasks.spawn(self._evaluations.ask(worker, work), name=_CALL)
                 continue

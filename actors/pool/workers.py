@@ -28,10 +28,10 @@ from actors.config import DeadlinesConfig
 from actors.part_carriers import ActorInfo, WaitNotice, WorkerSettings
 from actors.pool.rollout_worker import RolloutWorker
 from actors.pool.scaling import ScalingDecision
+from actors.processes.call_throttle import CallThrottle
 from actors.processes.event_level import EventLevel
 from actors.processes.silence import until_silent
 from actors.processes.supervision import USUAL_START, call_with_retries, kill, unwrapped, wait_for
-from actors.processes.turns import Turns
 from actors.weights.weight_sync import SyncTarget
 from correction.errors import EvenkeelError
 from rollout.engine.heartbeat import MISSES
@@ -239,7 +239,7 @@ async def until_worker_lost(worker: WorkerHandle, limit_s: float, pool_size: Cal
         while (rest_s := max(answered_at, worker.worked_at, worker.sync.answered_at) + pause_s() - clock()) > 0.0:
             await asyncio.sleep(rest_s)
 
-    def heard(load: WorkerLoad) -> float:
+    def note_silence(load: WorkerLoad) -> float:
         nonlocal engine_silent_s
         engine_silent_s = load.silent_s
         return engine_silent_s
@@ -247,13 +247,13 @@ async def until_worker_lost(worker: WorkerHandle, limit_s: float, pool_size: Cal
     what = f"heartbeat <- rollout worker {worker.name}"
     await pause()
     try:
-        await until_silent(lambda: worker.actor.load.remote(), what, limit_s=limit_s, misses=MISSES, heard=heard, pause=pause)
+        await until_silent(lambda: worker.actor.load.remote(), what, limit_s=limit_s, misses=MISSES, on_answer=note_silence, pause=pause)
     except (EvenkeelError, ray.exceptions.RayError) as error:
         return str(unwrapped(error))
     return f"missed its heartbeat: its process answered none of {MISSES} probes in {limit_s:g} s"
 
 
-async def loads(joined: Sequence[WorkerHandle], turns: Turns, version: int | None = None) -> dict[str, WorkerLoad]:
+async def loads(joined: Sequence[WorkerHandle], throttle: CallThrottle, version: int | None = None) -> dict[str, WorkerLoad]:
     """Running totals, by name, of the workers that answer within a few seconds.
 
     Args: version: workers with a receipt of this version, or a newer one, sent their totals with it, and aren't asked. None: ask all.
@@ -264,14 +264,14 @@ async def loads(joined: Sequence[WorkerHandle], turns: Turns, version: int | Non
         if on_their_way:
             await asyncio.wait(on_their_way, timeout=_RECEIPT_S)
         told = {w.name: w.sync.load for w in joined if w.sync.version >= version and w.sync.load is not None}
-    return told | await _asked([w for w in joined if w.name not in told], turns)
+    return told | await _asked([w for w in joined if w.name not in told], throttle)
 
 
-async def _asked(workers: Sequence[WorkerHandle], turns: Turns) -> dict[str, WorkerLoad]:
+async def _asked(workers: Sequence[WorkerHandle], throttle: CallThrottle) -> dict[str, WorkerLoad]:
     """The load of each worker that answers in time, by name."""
 
     async def ask(worker: WorkerHandle) -> WorkerLoad | None:
-        await turns.mine()
+        await throttle.wait()
         try:
             return await wait_for(worker.actor.load.remote(), f"load <- rollout worker {worker.name}", deadline_s=_LOAD_S)
         except (EvenkeelError, ray.exceptions.RayError):

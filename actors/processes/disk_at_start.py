@@ -38,7 +38,7 @@ def by_disk_at_start(
     detail: Callable[[], str] = lambda: "",
     say: Callable[[WaitNotice], object] = lambda notice: put(f"evenkeel: {notice}\n", sys.stderr),
 ) -> T:
-    """As `by_disk` of patience.py, where there is no event loop: a thread does the work, or this one if the machine has none left.
+    """As `by_disk` of disk_waits.py, where there is no event loop: a thread does the work, or this one if the machine has none left.
 
     Args:
         disk: which one may be late, in words.

@@ -67,16 +67,16 @@ def exit_code(number: int) -> int:
     return 128 + number
 
 
-class _Heard:
-    """When each signal that counted came last: tells a listener which ones count as one with it (SAME_S). Each Ctrl-C counts."""
+class _SignalTimes:
+    """When each signal that counted came last, by which one that comes soon after it counts as one with it (SAME_S). Each Ctrl-C counts."""
 
-    def __init__(self, before: _Heard | None = None) -> None:
-        """Args: before: another listener, who has heard all until now."""
+    def __init__(self, before: _SignalTimes | None = None) -> None:
+        """Args: before: those of another receiver, which has got all until now."""
         self._last: dict[int, float] = {signal.SIGTERM: -math.inf, signal.SIGHUP: -math.inf}
         if before is not None:
             self._last |= before._last
 
-    def again(self, number: int) -> bool:
+    def is_repeat(self, number: int) -> bool:
         """Whether this signal, which comes now, counts as one with the one before it."""
         if number not in self._last or (now := time.monotonic()) - self._last[number] < SAME_S:
             return number in self._last
@@ -94,9 +94,9 @@ class _Guard:
         self._is_swallowed = False
         self.done_code: int | None = None
         """Exit code of what this process was to do, once all of it is done."""
-        self.heard = _Heard()
+        self.received = _SignalTimes()
         """By the main thread, in an event loop or not."""
-        self._heard_by_thread = _Heard()
+        self._received_by_thread = _SignalTimes()
         self._before: dict[int, Any] = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGALRM)}
         self._hook_before = sys.unraisablehook
         sys.unraisablehook = self._swallowed
@@ -108,8 +108,8 @@ class _Guard:
         self._thread.start()
 
     def tell_thread(self) -> None:
-        """What an event loop has heard, which has not come to the thread."""
-        self._heard_by_thread = _Heard(self.heard)
+        """What an event loop has received, which has not come to the thread."""
+        self._received_by_thread = _SignalTimes(self.received)
 
     def arm(self) -> None:
         for number in SIGNALS:
@@ -133,7 +133,7 @@ class _Guard:
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         leave_terminal(number)
-        is_again = self.heard.again(number)
+        is_again = self.received.is_repeat(number)
         if self.raised is None and not is_again:  # raise once: unwinding must not be interrupted; the thread limits its time
             self.raised = number
             raise Interrupted(number)
@@ -188,7 +188,7 @@ class _Guard:
                 number = self._reader.recv(1)[0]
             except TimeoutError:
                 return None
-            if number in SIGNALS and not self._heard_by_thread.again(number):
+            if number in SIGNALS and not self._received_by_thread.is_repeat(number):
                 return number
         return None
 
@@ -221,10 +221,10 @@ def rearm() -> None:
 @contextlib.contextmanager
 def handled_in(loop: AbstractEventLoop, handle: Callable[[int], None]) -> Iterator[None]:
     """An event loop gets the signals, by `handle`, for a while; of those that count as one (SAME_S) the first."""
-    heard = _guard.heard if _guard is not None else _Heard()
+    received = _guard.received if _guard is not None else _SignalTimes()
 
     def handled(number: int) -> None:
-        if not heard.again(number):
+        if not received.is_repeat(number):
             leave_terminal(number)
             handle(number)
 

@@ -30,7 +30,7 @@ other, too."""
 _MISSES = 4
 """Heartbeats in a row without an answer after which a part is lost."""
 _MOST_NOTICES = 1000
-Hear = Callable[[EventLevel, str | WaitNotice], object]
+NotifyOrWait = Callable[[EventLevel, str | WaitNotice], object]
 """Takes level and text of what a part reports."""
 
 
@@ -41,7 +41,7 @@ class SequentialHeartbeatActor:
     """
 
     @ray.method(concurrency_group="heartbeat")
-    def heartbeat(self, heard: int) -> list[PartReport]:
+    def heartbeat(self, acknowledged: int) -> list[PartReport]:
         """Returns: no notices; a rank has none to report."""
         return []
 
@@ -60,20 +60,20 @@ class HeartbeatActor:
         self._notices: deque[PartReport] = deque(maxlen=_MOST_NOTICES)
         self._number = 0
 
-    def report(self, said: str | WaitNotice) -> None:
+    def report(self, message: str | WaitNotice) -> None:
         """Send a sentence, or the notice of a wait, to the run's events, with the next heartbeat."""
         self._number += 1
-        self._notices.append(PartReport(self._number, said))
+        self._notices.append(PartReport(self._number, message))
 
     @ray.method(concurrency_group="heartbeat")
-    async def heartbeat(self, heard: int) -> list[PartReport]:
-        """Reports after the last one heard, at most the newest _MOST_NOTICES. Args: heard: number of the last one heard."""
-        while self._notices and self._notices[0].number <= heard:
+    async def heartbeat(self, acknowledged: int) -> list[PartReport]:
+        """Reports after the last one received, at most the newest _MOST_NOTICES. Args: acknowledged: the number of that one."""
+        while self._notices and self._notices[0].number <= acknowledged:
             self._notices.popleft()
         return list(self._notices)
 
 
-async def raise_when_silent(parts: Mapping[str, Any], limit_s: float, notify: Hear) -> None:
+async def raise_when_silent(parts: Mapping[str, Any], limit_s: float, notify: NotifyOrWait) -> None:
     """Watch actors; never returns. Raises: ActorLost naming the first that has given no sign of life for `limit_s` seconds, and is killed.
 
     Args: parts: actors by name. notify: takes level and sentence of what they report.
@@ -81,14 +81,17 @@ async def raise_when_silent(parts: Mapping[str, Any], limit_s: float, notify: He
     await first_error(_follow(name, actor, limit_s, notify) for name, actor in parts.items())
 
 
-async def _follow(name: str, actor: Any, limit_s: float, notify: Hear) -> None:
+async def _follow(name: str, actor: Any, limit_s: float, notify: NotifyOrWait) -> None:
     newest = 0
 
-    def heard(reports: list[PartReport]) -> float:
+    def pass_on(reports: list[PartReport]) -> float:
         nonlocal newest
         for report in reports:
-            newest, said = report.number, report.said
-            notify("warning", replace(said, what=f"{name}: {said.what}") if isinstance(said, WaitNotice) else f"{name}: {said}")
+            newest, message = report.number, report.message
+            if isinstance(message, WaitNotice):
+                notify("warning", replace(message, what=f"{name}: {message.what}"))
+            else:
+                notify("warning", f"{name}: {message}")
         return 0.0
 
     try:
@@ -97,7 +100,7 @@ async def _follow(name: str, actor: Any, limit_s: float, notify: Hear) -> None:
             f"heartbeat <- {name}",
             limit_s=limit_s,
             misses=_MISSES,
-            heard=heard,
+            on_answer=pass_on,
             pause=lambda: asyncio.sleep(limit_s / _MISSES),
             half_over=lambda: notify("warning", f"{name}: no heartbeat for {limit_s / 2:.0f} s; it is ended after {limit_s:.0f} s"),
         )

@@ -23,7 +23,7 @@ async def until_silent(
     *,
     limit_s: float,
     misses: int,
-    heard: Callable[[T], float],
+    on_answer: Callable[[T], float],
     pause: Callable[[], Awaitable[None]],
     half_over: Callable[[], object] = lambda: None,
 ) -> None:
@@ -34,12 +34,12 @@ async def until_silent(
         call: asks for a sign. Where the process can't be reached, which Ray says at once, it is made again: a moment later there may be a
             network again.
         what: the wait's name.
-        heard: takes an answer. Returns: seconds of limit_s for which what the process looks after has been silent itself.
+        on_answer: takes an answer. Returns: seconds of limit_s for which what the process looks after has been silent itself.
         pause: waits after an answer, until the process is to be called again.
         half_over: called when half of the limit is over.
     Raises: as wait_for, but for the deadline: what the process raises, or ActorLost.
     """
-    missed, is_told = 0, False
+    missed, is_reported = 0, False
     while missed < misses:
         try:
             answer = await wait_for(_reached(call), what, deadline_s=limit_s / misses, notice_s=limit_s)
@@ -47,12 +47,12 @@ async def until_silent(
             missed += 1
             silent_s = missed * limit_s / misses
         else:
-            missed, silent_s = 0, heard(answer)
-        if silent_s >= limit_s / 2 and not is_told:
+            missed, silent_s = 0, on_answer(answer)
+        if silent_s >= limit_s / 2 and not is_reported:
             half_over()
             if (collect := HALF_OVER.get()) is not None:
                 collect(LongWait(what))
-        is_told = silent_s >= limit_s / 2
+        is_reported = silent_s >= limit_s / 2
         if not missed:
             await pause()
 

@@ -25,7 +25,7 @@ from actors.queue.payloads import read_now
 from actors.ranks.collective_calls import NumberedRank, collective
 from actors.ranks.rank_faults import names_failures
 from actors.settings.devices import check_received
-from correction.engines.quick_imports import uncollected
+from correction.engines.quick_imports import gc_paused
 from correction.engines.rendezvous import keep_nccl_on, rendezvous_store
 from correction.errors import DataError, EngineError, SyncError
 from learner.config import LearnerConfig
@@ -89,7 +89,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
     @names_failures
     def start(self, world_size: int, master: tuple[str, int], model: Path, version: int) -> ActorInfo:
         """Join the group and load the weights."""
-        with uncollected():
+        with gc_paused():
             from learner.kept_weights import KeptWeights
             from learner.learner_rank import LearnerRank
             from learner.model import layers

@@ -22,9 +22,9 @@ from actors.pool.scaling import ScalingDecision
 from actors.processes.event_level import EventLevel
 from actors.processes.loop_clock import LoopClock
 from actors.record.finished_step import FinishedStep
-from actors.record.patience import PatientWriter
 from actors.record.probe_watch import ProbeWatch
-from actors.record.repeated import Repeated
+from actors.record.repeated_warnings import RepeatedWarnings
+from actors.record.retrying_writer import RetryingWriter
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
 from actors.record.step_sources import FAILED_TRAJECTORIES
@@ -49,7 +49,7 @@ class Observer:
     def __init__(self, config: RunConfig, folder: RunFolder, view: TerminalView, totals: dict[str, float] | None = None) -> None:
         """Args: totals: running totals of an earlier part of the run, see `totals()`."""
         self._config, self._folder, self._view = config, folder, view
-        self._totals, self._repeated, self._clock = RunTotals(totals), Repeated(), LoopClock()
+        self._totals, self._repeated, self._clock = RunTotals(totals), RepeatedWarnings(), LoopClock()
         self._finished: dict[str, list[GroupFacts]] = {}
         self._receipts: list[SyncReceipt] = []
         self._probes = ProbeWatch(ProbeLimits.of_run(config))
@@ -57,7 +57,7 @@ class Observer:
         self._extra: dict[str, float] = {}
         self._step_ended = self._began = time.monotonic()
         self._endpoint = DriverEndpoint()
-        self.disk = PatientWriter(lambda text: self.event("warning", text))
+        self.disk = RetryingWriter(lambda text: self.event("warning", text))
         """Made and ended here; the driver's ledger writes by it, too."""
         self.steps = StepWriter(config, folder, view, self.disk, self._endpoint, self._totals, self.event)
 

@@ -60,11 +60,13 @@ class RunEvent:
     """Of a wait; None: the event is of something else."""
 
     @classmethod
-    def now(cls, level: EventLevel, said: str | WaitNotice, kind: EventKind = EventKind.NONE) -> RunEvent:
+    def now(cls, level: EventLevel, message: str | WaitNotice, kind: EventKind = EventKind.NONE) -> RunEvent:
         if level not in _LEVELS:
             raise ValueError(f"event level {level!r}: use one of {', '.join(_LEVELS)}")
         time = datetime.now().isoformat(timespec="seconds")
-        return cls._of_wait(time, level, said) if isinstance(said, WaitNotice) else cls(time, level, " ".join(said.split()), kind)
+        if isinstance(message, WaitNotice):
+            return cls._of_wait(time, level, message)
+        return cls(time, level, " ".join(message.split()), kind)
 
     @classmethod
     def _of_wait(cls, time: str, level: EventLevel, notice: WaitNotice) -> RunEvent:

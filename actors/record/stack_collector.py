@@ -18,7 +18,7 @@ from actors.processes.event_level import Notify
 from actors.processes.long_wait import LongWait
 from actors.processes.supervision import wait_for
 from actors.record.run_folder import RunFolder
-from actors.record.stack_gist import FOLDER, collections
+from actors.record.stack_summary import FOLDER, collections
 from correction.errors import EvenkeelError
 from rollout.stacks import own_job, stacks_of
 

@@ -16,9 +16,10 @@ from actors.metrics.step_metrics import StepMetrics, shown
 from actors.part_carriers import WaitNotice
 from actors.processes.event_level import EventLevel
 from actors.processes.supervision import abandon, unless_set, wait_for
+from actors.record.disk_waits import wait_for_disk
 from actors.record.finished_step import FinishedStep
 from actors.record.metric_views import open_views, views_from_an_earlier_step
-from actors.record.patience import PatientWriter, wait_for_disk
+from actors.record.retrying_writer import RetryingWriter
 from actors.record.reward_parts import RewardParts
 from actors.record.run_event import LEVEL_OF_STATE
 from actors.record.run_folder import RunFolder
@@ -56,7 +57,7 @@ class StepWriter:
         config: RunConfig,
         folder: RunFolder,
         view: TerminalView,
-        disk: PatientWriter,
+        disk: RetryingWriter,
         endpoint: DriverEndpoint,
         totals: RunTotals,
         notify: Callable[[EventLevel, str | WaitNotice], None],

@@ -20,9 +20,9 @@ from actors.processes.disk_at_start import by_disk_at_start
 from actors.processes.event_level import EventLevel
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
-from actors.record.stack_gist import newest_gist
-from actors.reports.book_check import BookCheck, LinesRead, check_books
+from actors.record.stack_summary import newest_stack_summary
 from actors.reports.completeness import left_after_training
+from actors.reports.ledger_check import LedgerCheck, LinesRead, check_ledger
 from actors.state.json_lines import JsonLines
 from actors.state.resume import OtherVersionError
 from correction.errors import ConfigError, DataError
@@ -90,7 +90,7 @@ class RunDiagnosis:
     troubles: tuple[Trouble, ...]
     stacks: tuple[str, ...]
     """Where each process stood the last time that a wait had used half of its deadline, or was long without one."""
-    books: BookCheck
+    books: LedgerCheck
     last_events: tuple[RunEvent, ...]
 
     @property
@@ -151,7 +151,7 @@ def diagnose_run(folder: RunFolder) -> RunDiagnosis:
     step = metrics[-1].step if metrics else 0
     lines = LinesRead()
     books = by_disk(
-        lambda: check_books(folder, metrics[-1] if metrics else None, lines), "the run's ledger",
+        lambda: check_ledger(folder, metrics[-1] if metrics else None, lines), "the run's ledger",
         counts_from=lambda: lines.newest, detail=lambda: str(lines),
     )
 
@@ -172,7 +172,7 @@ def diagnose_run(folder: RunFolder) -> RunDiagnosis:
             pace=_pace(metrics),
             waits=_waits(events),
             troubles=_troubles(events),
-            stacks=newest_gist(folder.path),
+            stacks=newest_stack_summary(folder.path),
             books=books,
             last_events=tuple(events[-LAST_EVENTS:]),
         )

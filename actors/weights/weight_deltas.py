@@ -40,8 +40,8 @@ log = logging.getLogger("evenkeel.sync")
 _FAILURES = (EvenkeelError, ray.exceptions.RayError)
 _FOR_WHO_COMES = 2
 """Number of latest deltas kept although no node needs them now: a node that joins may receive weights that are some versions old."""
-_FRUITLESS = 3
-"""After so many deltas in a row that were not smaller than the weights, none are computed any more."""
+_MAX_LARGE_DELTAS = 3
+"""After so many deltas in a row that were no smaller than the weights, none are computed any more."""
 _RELAYED = 2**20
 """Bytes of a delta from which it is fetched in waves: up to some seven nodes have a smaller one sooner if the learner's node sends it to
 all. With 8 ms that a wave costs (benchmarks/delta_relay.py) that is so at 1 Gbit/s below 0.8 MB for 7 nodes, and below 8 MB at 10 Gbit/s.
@@ -89,7 +89,8 @@ class WeightDeltas:
         self._newest: WeightSnapshot | None = None
         self._steps: list[_Step] = []
         """Consecutive versions, up to the newest."""
-        self._fruitless = 0
+        self._large_deltas = 0
+        """Latest deltas in a row that were no smaller than the weights."""
         self._starting: asyncio.Task[None] | None = None
         """Task that starts the process in which deltas are computed. An abandoned delta doesn't end it: where a start takes longer than a
         step, each version would begin another one, and none would ever end."""
@@ -102,7 +103,7 @@ class WeightDeltas:
         older, self._newest = self._newest, snapshot
         for node in self._copies.keys() - set(nodes):
             self._drop(node, self._copies[node])
-        if older is None or not any(self._is_far(node) for node in nodes) or self._fruitless >= _FRUITLESS:
+        if older is None or not any(self._is_far(node) for node in nodes) or self._large_deltas >= _MAX_LARGE_DELTAS:
             self._steps.clear()
         elif self._steps and not self._steps[-1].making.done():  # one at a time: each keeps two versions in the store
             log.warning("weights v%d are sent whole: the changes to v%d are still being computed", snapshot.version, older.version)
@@ -166,10 +167,10 @@ class WeightDeltas:
             if isinstance(error, _FAILURES):
                 log.warning("weights v%d are sent whole, because their delta could not be computed: %s", newer.version, error)
             raise
-        self._fruitless = self._fruitless + 1 if delta_bytes >= sum(_sizes(newer)) else 0
-        if self._fruitless == _FRUITLESS:
-            said = "weights are sent whole from now on: the deltas of %d versions in a row were no smaller (weight_sync.deltas)"
-            log.warning(said, _FRUITLESS)
+        self._large_deltas = self._large_deltas + 1 if delta_bytes >= sum(_sizes(newer)) else 0
+        if self._large_deltas == _MAX_LARGE_DELTAS:
+            message = "weights are sent whole from now on: the deltas of %d versions in a row were no smaller (weight_sync.deltas)"
+            log.warning(message, _MAX_LARGE_DELTAS)
         return deltas, delta_bytes
 
     async def _start(self) -> None:

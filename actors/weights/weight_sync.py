@@ -37,8 +37,8 @@ import ray
 
 from actors.carriers import ExportPlan, WeightSnapshot
 from actors.config import WeightSyncConfig
+from actors.processes.call_throttle import CallThrottle
 from actors.processes.supervision import abandon, call_with_retries, wait_for
-from actors.processes.turns import Turns
 from actors.ranks.learner_group import LearnerGroup
 from actors.settings.deadlines import deltas_s
 from actors.weights.broadcast_group import BroadcastGroup
@@ -55,7 +55,7 @@ _FINAL = (EngineError, ActorLost)  # of an engine that is gone, or its worker; w
 _PROBED = 16
 _UNPROBED = 10
 """Number of an engine's probes in a row that weren't answered before the next version, after which there is a warning."""
-_TOLD = 3  # engines whose trouble is told where several are missing
+_SHOWN = 3  # engines whose trouble a message shows where several are missing
 _ENDS = 150  # characters of either end of a long error
 
 
@@ -133,7 +133,7 @@ class WeightSync:
         self._to_probe: set[str] = set()
         """Names of the engines whose turn it is to be probed at the newest version."""
         self._versions = PublishedVersions(learner, self._plan, sync_s, callbacks.loss)
-        self._turns, self._generation = Turns(), generation
+        self._throttle, self._generation = CallThrottle(), generation
         self._deltas = WeightDeltas(learner.node, deltas_s(sync_s)) if config.deltas else None
         self._broadcast: BroadcastGroup | None = None
         if config.transport == "broadcast":
@@ -211,8 +211,8 @@ class WeightSync:
                 return
             if asyncio.get_running_loop().time() > until:
                 what = f"weight sync v{version} -> workers {', '.join(missing)}"
-                told = [f"; {name}: {_brief(trouble)}" for name in missing if (trouble := self._targets[name].trouble)]
-                why = "".join(told[:_TOLD]) + (f"; and {len(told) - _TOLD} more" if len(told) > _TOLD else "")
+                troubles = [f"; {name}: {_brief(trouble)}" for name in missing if (trouble := self._targets[name].trouble)]
+                why = "".join(troubles[:_SHOWN]) + (f"; and {len(troubles) - _SHOWN} more" if len(troubles) > _SHOWN else "")
                 raise DeadlineExceeded(f"{what}: no receipt in {deadline_s:.0f} s{why}", what=what, seconds=deadline_s)
             tasks = [t.task for t in self._targets.values() if t.task is not None and not t.task.done()]
             await (asyncio.wait(tasks, timeout=1.0) if tasks else asyncio.sleep(0.05))
@@ -252,7 +252,7 @@ class WeightSync:
                 buckets = stored
                 if self._deltas is not None and not failures and not late:  # else the whole, whatever was wrong with what it was handed
                     buckets, delta_bytes = await self._deltas.of_node(target.node, published.snapshot)
-                await self._turns.mine()
+                await self._throttle.wait()
                 if published is not self._versions.newest and not checksums:  # else it would never get any that take longer than a step
                     continue
                 version, is_asked = published.version, True

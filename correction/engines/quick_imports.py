@@ -14,7 +14,7 @@ _MODEL_CLASSES = "transformers.models.auto.modeling_auto"
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Run imports, or other start-up code, without the garbage collector.
 
     Nearly every object that an import makes stays, but the collector looks through all of them again and again: that is a fifth of SGLang's

@@ -19,7 +19,7 @@ from learner.config import LearnerConfig
 from learner.model import balance
 from learner.model.megatron import TransformerConfig
 from learner.model.parallel import Placement
-from learner.training.step import Pass, microbatches_of_this_rank
+from learner.training.step import PassResult, microbatches_of_this_rank
 
 
 def optimizer_steps(
@@ -77,7 +77,7 @@ def sequences_read(
 
 
 def first_values(
-    corrected: CorrectedBatch, shares: list[tuple[list[int], CorrectedBatch]], passes: list[Pass]
+    corrected: CorrectedBatch, shares: list[tuple[list[int], CorrectedBatch]], passes: list[PassResult]
 ) -> tuple[Tensor, Tensor, FinalDecision]:
     """Logprobs [N], entropies [N] and what was decided about the trained tokens, each from the first pass that it was in."""
     batch = corrected.batch

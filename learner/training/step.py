@@ -29,7 +29,7 @@ Microbatch = tuple[CorrectedBatch, ModelInputs]
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class PassResult:
     """Result of one pass. From run_microbatches: whole batch, CPU, same on all ranks. Inside it: one micro-batch of this rank, on its
     device."""
 
@@ -48,7 +48,7 @@ class Pass:
     """Share of tokens and layers in which the routers' own choice was the one taken."""
 
     @classmethod
-    def of_microbatch(cls, values: TokenValues, loss: MicrobatchLoss | None) -> Pass:
+    def of_microbatch(cls, values: TokenValues, loss: MicrobatchLoss | None) -> PassResult:
         """Args: loss: None without an objective."""
         sums, decided = (loss.sums, loss.decided) if loss else (None, None)
         return cls(sums, values.logprobs.detach(), values.entropies.detach(), decided=decided)
@@ -63,7 +63,7 @@ def run_microbatches(
     placement: Placement,
     abort: Abort,
     keep_routes: bool = False,
-) -> Pass:
+) -> PassResult:
     """Forward passes of this rank's share through Megatron's schedule, and backward passes if there is an objective.
 
     Gradients are left in Megatron's buffer, summed over micro-batches and ranks: the objective's scales are those of the whole batch,
@@ -79,7 +79,7 @@ def run_microbatches(
         Routes.of(its.routed_experts, len(its.token_ids), placement, shares_rows=config.sequence_parallel, keeps_taken=keep_routes)
         for _, its in microbatches
     ]
-    outputs: list[Pass] = []
+    outputs: list[PassResult] = []
 
     def forward_step(data: Iterator[tuple[Microbatch, Routes]], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         abort.before_microbatch()
@@ -89,7 +89,7 @@ def run_microbatches(
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             values = token_values(model, hidden, inputs, microbatch.batch, placement, config)
             result = objective(microbatch, values) if objective else None
-            outputs.append(Pass.of_microbatch(values, result))
+            outputs.append(PassResult.of_microbatch(values, result))
             return result.loss if result else values.logprobs.new_zeros(()), torch.zeros((), dtype=torch.int), {}
 
         return hidden, finish
@@ -165,7 +165,7 @@ def _share_of_this_rank(
     return parts, [(one.to(placement.device), its.to(placement.device)) for one, its in zip(chosen, inputs, strict=True)]
 
 
-def _gather(outputs: Sequence[Pass], parts: Sequence[Sequence[int]], corrected: CorrectedBatch, placement: Placement) -> Pass:
+def _gather(outputs: Sequence[PassResult], parts: Sequence[Sequence[int]], corrected: CorrectedBatch, placement: Placement) -> PassResult:
     """Each rank of the last stage fills in its own tokens; adding up completes the batch, exactly, because all others are 0."""
     values = torch.zeros(7, corrected.batch.num_tokens, dtype=torch.float32, device=placement.device)
     sums = counts = labels = None
@@ -191,7 +191,7 @@ def _gather(outputs: Sequence[Pass], parts: Sequence[Sequence[int]], corrected: 
     final = None
     if counts is not None and labels is not None:
         final = FinalDecision(keep.bool(), weights, DecisionCounts(labels, counts), coefficients, clipped.bool(), proximal)
-    return Pass(sums=sums, logprobs=logprobs, entropies=entropies, microbatches=len(parts), decided=final)
+    return PassResult(sums=sums, logprobs=logprobs, entropies=entropies, microbatches=len(parts), decided=final)
 
 
 def _total(rows: Sequence[Tensor | None], placement: Placement) -> Tensor | None:
@@ -211,7 +211,7 @@ def train_step(
     config: LearnerConfig,
     placement: Placement,
     abort: Abort,
-) -> tuple[Pass, float, Update]:
+) -> tuple[PassResult, float, Update]:
     """One optimizer step on a corrected batch.
 
     Args:

@@ -203,7 +203,7 @@ class _InThread:
 
     def __init__(self, work: Callable[[], None], limit_s: float, given_up: threading.Event | None = None) -> None:
         """Args: given_up: set by another thread in place of calling `give_up`."""
-        self.limit_s, self._told = limit_s, given_up
+        self.limit_s, self._given_up_elsewhere = limit_s, given_up
         self.error: BaseException | None = None
         self._work, self._until = work, time.monotonic() + limit_s
         self.is_given_up = False
@@ -217,9 +217,9 @@ class _InThread:
     def join(self) -> None:
         """Wait until it has ended, its time is over, or it is given up."""
         while (left := self._until - time.monotonic()) > 0:
-            if self._waits_no_more.wait(left if self._told is None else min(left, _MEETING_POLL_S)):
+            if self._waits_no_more.wait(left if self._given_up_elsewhere is None else min(left, _MEETING_POLL_S)):
                 return
-            if self._told is not None and self._told.is_set():
+            if self._given_up_elsewhere is not None and self._given_up_elsewhere.is_set():
                 self.give_up()
 
     def give_up(self) -> None:

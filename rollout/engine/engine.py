@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from correction.engines.quick_imports import uncollected
+from correction.engines.quick_imports import gc_paused
 from correction.errors import ConfigError, DataError, EngineDirty, EvenkeelError, RequestError
 from rollout.continuation import continued, is_begun, kept, unsampled
 from rollout.engine.answer_thread import in_answer_thread
@@ -288,7 +288,7 @@ def _read_model_config(folder: Path, engine: EngineConfig) -> tuple[int, int, bo
 
     Raises: DataError, ConfigError.
     """
-    with uncollected():
+    with gc_paused():
         from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():

@@ -54,9 +54,9 @@ class RewardError(ConfigError):
     """The reward gave no score when it was tried. At a first start that is a mistake in it, until somebody says otherwise; a run that has
     had scores knows that what the reward needs (a judge, a key, a disk, a process) is away for the moment."""
 
-    def __init__(self, *said: object, remedy: str = "", is_set_up: bool = False) -> None:
+    def __init__(self, *message: object, remedy: str = "", is_set_up: bool = False) -> None:
         """Args: is_set_up: its settings could be honoured; it is the sample that got no score."""
-        super().__init__(*said, remedy=remedy)
+        super().__init__(*message, remedy=remedy)
         self.is_set_up = is_set_up
 
 

@@ -21,7 +21,7 @@ class RankReceipts:
         for name in ("update_weights_from_tensor", "update_weights_from_distributed"):
             HookRegistry.register(f"{manager}.{name}", self._load, HookType.AFTER)
 
-    def told(self) -> dict[str, str]:
+    def receipt(self) -> dict[str, str]:
         """buckets: loaded so far; version: of the weights, as this rank has it; failure: why it missed one, or empty."""
         from sglang.srt.runtime_context import get_serving
 

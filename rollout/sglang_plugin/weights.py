@@ -41,7 +41,7 @@ def register() -> None:
 
     answers: dict[str, Callable[[Any], dict[str, str]]] = {
         PROCESSOR: lambda _: asdict(Processor.of_this_process()),
-        RECEIPT: lambda _: receipts.told(),
+        RECEIPT: lambda _: receipts.receipt(),
         SPECS: lambda checker: {name: _spec(tensor, part) for name, tensor, part in held_parts(checker._get_model())},
         CHECKSUMS: lambda checker: {name: tensor_checksum(tensor) for name, tensor, _ in held_parts(checker._get_model())},
     }

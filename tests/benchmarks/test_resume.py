@@ -48,7 +48,7 @@ def test_a_resume_parses_no_line_of_prompts_that_are_gone(runs: dict[int, Path],
         found[prompts] = resume(run)
         monkeypatch.undo()
         calls[prompts], characters[prompts] = len(parsed), sum(map(len, parsed))
-        assert (found[prompts].prompts, found[prompts].under_way, found[prompts].said) == (prompts, 16, [])
+        assert (found[prompts].prompts, found[prompts].under_way, found[prompts].warnings) == (prompts, 16, [])
         assert lines.startswith((run / "ledger.jsonl").read_bytes()) and (run / "ledger.jsonl").read_bytes().count(b"\n") == prompts
         assert JsonLines(run / "metrics.jsonl").steps() == set(range(1, prompts // 8 + 1))
     assert calls[80] == calls[1600] and characters[1600] < 1.05 * characters[80]

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from actors.record.run_folder import RunFolder
-from actors.record.stack_gist import newest_gist
+from actors.record.stack_summary import newest_stack_summary
 from actors.reports.completeness import left_after_training
 from tests.e2e.launch import RECIPE, Run
 from tests.failures.books import check_books
@@ -99,7 +99,7 @@ def test_a_driver_that_is_stopped_for_good(small_model: Path, tmp_path: Path) ->
         assert texts[0].startswith("the run's process has given no sign of life for 30 s, and is killed after 60; where it stands is in")
         assert texts[1].startswith("the run's process hung, without a sign of life for 60 s, and was killed after step ")
         assert len(texts) == 2
-        assert "says nothing; state T (stopped)" in newest_gist(run_dir)[1]
+        assert "says nothing; state T (stopped)" in newest_stack_summary(run_dir)[1]
         assert run.orphans(30.0) == []
     finally:
         run.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.record.stack_gist import newest_gist
+from actors.record.stack_summary import newest_stack_summary
 from tests.e2e.launch import RECIPE, Run
 from tests.failures.books import check_books
 from tests.failures.measured import Recovery
@@ -33,7 +33,7 @@ def stop_the_learner(run: Run) -> None:
     run.wait_until(lambda: "half of the time for learner step" in run.events(), "half of the step's time to be over")
     os.kill(rank, signal.SIGCONT)
     recovery.wait()
-    title, *stands = newest_gist(run.run_dir)
+    title, *stands = newest_stack_summary(run.run_dir)
     assert "half of the time for learner step" in title
     told = {line.partition(" (process ")[0]: line for line in stands}
     assert any("LearnerRankActor" in name and "state T (stopped)" in line for name, line in told.items()), stands

@@ -146,7 +146,7 @@ def test_calls_that_are_given_up_and_made_again_do_their_work_once(logs: Path) -
 
         try:
             await unless_failed(steps(), run.feeding())
-            run.said += [report.said for report in await run.service.heartbeat.remote(0)]
+            run.said += [report.message for report in await run.service.heartbeat.remote(0)]
             return run
         finally:
             await run.close()

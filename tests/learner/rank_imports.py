@@ -4,9 +4,9 @@ Without it each rank imports transformers, and looks through all of these object
 """
 # ruff: noqa: F401
 
-from correction.engines.quick_imports import uncollected
+from correction.engines.quick_imports import gc_paused
 
-with uncollected():
+with gc_paused():
     import torch._dynamo
     import transformers.models.auto.configuration_auto
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from correction.engines.quick_imports import uncollected, without_model_classes
+from correction.engines.quick_imports import gc_paused, without_model_classes
 
 ROOT = Path(__file__).parents[2]
 READS = """
@@ -51,8 +51,8 @@ def test_who_needs_the_model_classes_gets_them(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_collector_is_back_after_imports_and_leaves_their_objects_out() -> None:
     frozen = gc.get_freeze_count()
-    with pytest.raises(ZeroDivisionError), uncollected():
-        with uncollected():
+    with pytest.raises(ZeroDivisionError), gc_paused():
+        with gc_paused():
             made = [[i] for i in range(1000)]
         assert not gc.isenabled(), "the inner one leaves it to the outer"
         _ = 1 / 0

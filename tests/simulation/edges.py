@@ -21,7 +21,7 @@ import learner.weights.file_sums
 from actors.checkpoints import checkpoint_reader
 from actors.driver import going_back
 from actors.processes import interrupts
-from actors.record import patience
+from actors.record import retrying_writer
 from rollout.rewards.rewards import RewardError
 from tests.simulation import parts
 from tests.simulation.disk import Disk, SimulatedFileThread
@@ -45,7 +45,7 @@ def doubles(schedule: FaultSchedule, disk: Disk, faults: Faults) -> Iterator[Non
             (service, "diagnose", parts.diagnosed),
             (service, "clipped_tokens", parts.not_clipped),
             (interrupts, "handled_in", partial(_handled_in, faults)),
-            (patience, "FileThread", partial(SimulatedFileThread, disk)),
+            (retrying_writer, "FileThread", partial(SimulatedFileThread, disk)),
             (actors.processes.loop_clock.LoopClock, "start", nothing),  # nothing is late here, and ticks would be half of all events
             (going_back, "_LOOK_S", 3.0),  # each second, as it is, whether all parts are there would be a third of all calls
             (learner.weights.file_sums, "_side_by_side", map),

@@ -15,7 +15,7 @@ from actors.carriers import Ticket
 from actors.metrics.step_metrics import StepMetrics
 from actors.part_carriers import ActorInfo
 from actors.processes.supervision import abandon, wait_for
-from actors.record.patience import PatientWriter
+from actors.record.retrying_writer import RetryingWriter
 from actors.record.run_folder import RunFolder
 from correction.errors import EvenkeelError
 from rollout.trajectory import Prompt
@@ -54,7 +54,7 @@ class Notes:
     def __init__(self, world: Any, folder: RunFolder) -> None:
         self._world, self._folder = world, folder
         self._writing: asyncio.Task[None] | None = None
-        self.disk = PatientWriter(lambda text: self.event("warning", text))
+        self.disk = RetryingWriter(lambda text: self.event("warning", text))
         self.steps = self
 
     def __getattr__(self, name: str) -> Callable[..., None]:

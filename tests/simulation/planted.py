@@ -22,7 +22,7 @@ from actors.queue.outstanding import Outstanding
 from actors.queue.trajectory_queue import GroupState, TrajectoryQueue
 from actors.ranks import collective_calls
 from actors.ranks.collective_calls import CollectiveCaller
-from actors.record.patience import PatientWriter
+from actors.record.retrying_writer import RetryingWriter
 from actors.state.ledger import Ledger
 from actors.state.queue_snapshot import QueueSnapshot
 from actors.weights.publication import PublishedVersions
@@ -299,10 +299,10 @@ def what_is_handed_to_the_disk_is_on_it() -> Iterator[None]:
 def a_flush_leaves_refused_lines_for_later() -> Iterator[None]:
     """They wait in memory for the next step's, and a checkpoint counts on them."""
 
-    async def done(writer: PatientWriter) -> None:
+    async def done(writer: RetryingWriter) -> None:
         await writer._thread.done()
 
-    with mock.patch.object(PatientWriter, "done", done):
+    with mock.patch.object(RetryingWriter, "done", done):
         yield
 
 

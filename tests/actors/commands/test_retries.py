@@ -21,7 +21,7 @@ import pytest
 from actors.commands import retries
 from actors.processes.interrupts import NO_CLUSTER
 from actors.record.run_folder import RunFolder
-from actors.record.stack_gist import newest_gist
+from actors.record.stack_summary import newest_stack_summary
 from tests.actors.processes.test_output import Disk, stream_on
 from tests.e2e.launch import ROOT, environment
 
@@ -356,7 +356,7 @@ def test_a_child_that_hangs_is_killed_and_resumed(hung: dict[str, Hung], how: st
     ]
     assert one.process.returncode == 0 and not any(psutil.pid_exists(pid) for pid in one.pids)
     assert len((one.run_dir / "events.log").read_text().splitlines()) == 2
-    what, stands = newest_gist(one.run_dir)
+    what, stands = newest_stack_summary(one.run_dir)
     assert what.endswith("(half of the time for a sign of life of the run's process is over):")
     where = "<string>:17 train < " if how == "blocked" else "says nothing; state T"
     assert stands.startswith(f"evenkeel train (process {one.pids[0]}): {where}")

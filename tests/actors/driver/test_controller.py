@@ -136,7 +136,7 @@ def test_an_interrupt_ends_a_start_at_once_and_training_after_its_step(monkeypat
         run = controller(observer)
 
         async def start() -> None:
-            run._ending.is_training = is_training
+            run._shutdown.is_training = is_training
             for interrupt in range(2):
                 signal.raise_signal(signal.SIGINT)
                 await asyncio.sleep(0.05)
@@ -167,7 +167,7 @@ def test_an_interrupt_during_the_last_evaluation_leaves_that_out(monkeypatch: py
             await asyncio.sleep(60.0)
 
         monkeypatch.setattr(run._evaluations, "whole", endless)
-        with run._ending.handled():
+        with run._shutdown.handled():
             assert await run._evaluate_last() is None
         assert observer.events == ["[ending] interrupted (SIGTERM): leaving out the evaluation after training"]
         assert run.ended_by == signal.SIGTERM
@@ -191,10 +191,10 @@ def test_a_signal_while_the_learner_waits_for_its_batch_saves_at_once() -> None:
         async def save_with_retries(step: int, save: Any) -> None:
             saved.append(step)
 
-        run._ending.is_training = True
+        run._shutdown.is_training = True
         run._source, run._learner = source(run, FakeActor(Starved())), SimpleNamespace(abort=nothing)  # type: ignore[assignment]
         run._checkpoints = SimpleNamespace(finished=nothing, save_with_retries=save_with_retries, saved_step=1)  # type: ignore[assignment]
-        with run._ending.handled():
+        with run._shutdown.handled():
             await run._train_and_save()
         assert saved == [2] and run._step == 2
         assert "stop_waiting" in observer.events, "whoever sends SIGTERM may kill in a few seconds"
@@ -233,7 +233,7 @@ def test_sigterm_saves_without_the_step_under_way_and_ctrl_c_with_it(number: int
         async def settle(*_: Any, **__: Any) -> tuple[dict[str, int], list[Any]]:
             return {}, []
 
-        run._ending.is_training = True
+        run._shutdown.is_training = True
         run._source, run._learner = source(run, FakeActor(Service())), SimpleNamespace(abort=abort)  # type: ignore[assignment]
         run._source.settle, run._learn_and_publish = settle, learn  # type: ignore[method-assign]
         run._steps = SimpleNamespace(  # type: ignore[assignment]
@@ -243,7 +243,7 @@ def test_sigterm_saves_without_the_step_under_way_and_ctrl_c_with_it(number: int
         run._checkpoints = SimpleNamespace(  # type: ignore[assignment]
             finished=nothing, save_with_retries=save_with_retries, saved_step=1, is_due=lambda step: False
         )
-        with run._ending.handled():
+        with run._shutdown.handled():
             await run._train_and_save()
         of_step = "step 3 was aborted; a resume trains on its groups"
         assert (saved, of_step in observer.events) == (([2], True) if number == signal.SIGTERM else ([3], False))

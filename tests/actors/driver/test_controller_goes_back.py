@@ -19,7 +19,7 @@ from actors.driver.going_back import Rollbacks
 from actors.driver.parts import StartingPoint
 from actors.part_carriers import WorkerSettings
 from actors.pool.pool import RolloutPool
-from actors.record.patience import PatientWriter
+from actors.record.retrying_writer import RetryingWriter
 from actors.state.ledger import Ledger
 from actors.state.queue_snapshot import QueueSnapshot
 from correction.errors import ActorLost, DataError, DeadlineExceeded
@@ -204,7 +204,7 @@ def test_a_signal_while_it_goes_back_for_the_last_evaluation_ends_it(monkeypatch
     async def scenario() -> None:
         run = going_back_to(STEPS, monkeypatch)
         run._observer.events = told  # type: ignore[attr-defined]
-        run._ending.is_training, run._is_trained = False, True
+        run._shutdown.is_training, run._is_trained = False, True
 
         async def dies(*_: Any) -> None:
             raise ActorLost("in the evaluation")
@@ -221,7 +221,7 @@ def test_a_signal_while_it_goes_back_for_the_last_evaluation_ends_it(monkeypatch
         monkeypatch.setattr(run, "_until_trained", nothing)
         monkeypatch.setattr(run._evaluations, "whole", dies)
         monkeypatch.setattr("actors.driver.controller.lost_among", who)
-        with run._ending.handled():
+        with run._shutdown.handled():
             await run._until_done()
 
     with pytest.raises(asyncio.CancelledError):
@@ -240,7 +240,7 @@ def test_a_signal_ends_a_run_that_has_lost_a_part_without_starting_it_again(monk
         run._checkpoints._saved_step = 2
 
         async def trains(**_: Any) -> None:
-            run._ending.is_training = True
+            run._shutdown.is_training = True
             if comes == "before, in the step":
                 signal.raise_signal(signal.SIGTERM)
                 await asyncio.sleep(0.05)
@@ -259,7 +259,7 @@ def test_a_signal_ends_a_run_that_has_lost_a_part_without_starting_it_again(monk
         monkeypatch.setattr("actors.driver.controller.raise_when_lost", lambda *_: asyncio.sleep(60.0))
         monkeypatch.setattr(run, "_until_trained", trains)
         monkeypatch.setattr("actors.driver.controller.lost_among", who)
-        with run._ending.handled():
+        with run._shutdown.handled():
             await run._until_done()
 
     with pytest.raises(asyncio.CancelledError):
@@ -273,7 +273,7 @@ def test_a_loss_is_told_before_the_disk_is_waited_for_and_a_disk_that_hangs_ends
     monkeypatch: pytest.MonkeyPatch, hangs: str
 ) -> None:
     """By the sentence of that wait, also where a checkpoint was under way, which is left."""
-    told, is_back, disk = list[str](), threading.Event(), PatientWriter(lambda _: None)
+    told, is_back, disk = list[str](), threading.Event(), RetryingWriter(lambda _: None)
 
     def listed() -> list[Any]:
         if hangs == "its list of checkpoints":
@@ -347,7 +347,7 @@ def test_a_flush_that_nobody_waits_for_any_more_is_over_before_the_ledger_is_cut
 
     async def scenario() -> None:
         run = controller(GoneBack())
-        run._observer.disk = PatientWriter(lambda _: None)
+        run._observer.disk = RetryingWriter(lambda _: None)
         monkeypatch.setattr("actors.driver.batch_source.make_queue", lambda *_: object())
         run._source, folder = source(run, None), SimpleNamespace(path=tmp_path)
         run._source.ledger = ledger = Ledger(tmp_path / "ledger.jsonl", hand_over=lambda write: None)

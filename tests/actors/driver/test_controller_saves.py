@@ -61,13 +61,13 @@ def test_sigterm_leaves_tokens_seconds_and_asks_no_service(comes_at: float) -> N
         observer = RecordingObserver()
         run = await run_with_groups(observer)
         loop = asyncio.get_running_loop()
-        run._ending.is_training = True
+        run._shutdown.is_training = True
         main = asyncio.current_task()
         assert main is not None
         if comes_at:
-            loop.call_later(comes_at, run._ending._take, signal.SIGTERM, main)
+            loop.call_later(comes_at, run._shutdown._take, signal.SIGTERM, main)
         else:
-            run._ending._take(signal.SIGTERM, main)
+            run._shutdown._take(signal.SIGTERM, main)
         state = await run._training_state()
         assert comes_at + _LAST_TOKENS_S <= loop.time() <= comes_at + _LAST_TOKENS_S + 1.0
         assert [one.group_id for one in state.queue.finished] == [0, 1]
@@ -87,8 +87,8 @@ def test_ctrl_c_has_time() -> None:
         run = await run_with_groups(RecordingObserver())
         main = asyncio.current_task()
         assert main is not None
-        run._ending.is_training = True
-        run._ending._take(signal.SIGINT, main)
+        run._shutdown.is_training = True
+        run._shutdown._take(signal.SIGINT, main)
         state = await run._training_state()
         assert state.monitor is not None and "later" in state.monitor["series"]
         assert asyncio.get_running_loop().time() > run._config.deadlines.checkpoint_s
@@ -105,7 +105,7 @@ def test_an_alarm_s_answer_does_not_hold_the_save_up() -> None:
         action = SimpleNamespace(text="", replacement=replacement)
         run._alarms = SimpleNamespace(has_some=True, decide=lambda: action, replacement=replacement)  # type: ignore[assignment]
         run._steps = SimpleNamespace(flush=nothing)  # type: ignore[assignment]
-        run._ending.is_hurried.set()
+        run._shutdown.is_hurried.set()
         await run._answer_alarms()
         state = await run._training_state()
         assert asyncio.get_running_loop().time() <= _LAST_TOKENS_S + 1.0

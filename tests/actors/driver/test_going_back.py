@@ -47,7 +47,7 @@ class Part:
         self.__ray_ready__ = SimpleNamespace(remote=self._ready)
         self.heartbeat = SimpleNamespace(remote=self._beat)
 
-    async def _beat(self, heard: int) -> list[str]:
+    async def _beat(self, acknowledged: int) -> list[str]:
         return []
 
     async def _ready(self) -> None:

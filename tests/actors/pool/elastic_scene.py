@@ -164,9 +164,9 @@ class ElasticScene:
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    async def _note_asked(self, ask: Callable[..., Awaitable[Any]], workers: Sequence[Any], turns: Any) -> Any:
+    async def _note_asked(self, ask: Callable[..., Awaitable[Any]], workers: Sequence[Any], throttle: Any) -> Any:
         self.asked += [worker.name for worker in workers]
-        return await ask(workers, turns)
+        return await ask(workers, throttle)
 
     def _count(self, groups: int, tokens: int) -> None:
         self.handed_back[0] += groups

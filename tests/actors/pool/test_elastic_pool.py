@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from actors.carriers import ScalingCause, Ticket
-from actors.pool.departures import first_to_leave
+from actors.pool.draining import first_to_leave
 from actors.pool.preemption import watch_nodes
 from actors.processes.long_wait import LongWait
 from actors.processes.supervision import HALF_OVER

@@ -116,7 +116,7 @@ def test_workers_that_die_one_after_the_other_end_the_run_after_longer_and_longe
             await asyncio.sleep(1.0)
 
         world.sample = dies  # type: ignore[assignment]
-        monkeypatch.setattr("actors.pool.faults.STRIKES", 100)  # otherwise the group is found guilty first
+        monkeypatch.setattr("actors.pool.faults.MAX_ENGINE_LOSSES", 100)  # otherwise the group is found guilty first
         await world.begin()
         with pytest.raises(EngineError, match=r"^11 rollout workers were lost one after the other, all within 60 minutes, and not one"):
             await world.all_done(1)

@@ -39,7 +39,7 @@ def unreachable(world: World, monkeypatch: pytest.MonkeyPatch, seconds: float) -
 def test_a_worker_is_lost_when_it_can_not_be_reached_for_as_long_as_a_heartbeat(
     monkeypatch: pytest.MonkeyPatch, seconds: float, is_lost: bool
 ) -> None:
-    """Not by the first probe that finds no connection. Without a strike: each group would have had three in the shortest of these."""
+    """Not by the first probe that finds no connection. No group is charged with it: in the shortest of these each would lose three."""
 
     async def scenario() -> None:
         world = World(monkeypatch, workers=2, places=8)
@@ -59,7 +59,7 @@ def test_a_worker_is_lost_when_it_can_not_be_reached_for_as_long_as_a_heartbeat(
 
 @pytest.mark.parametrize("runs", [False, True], ids=["not delivered", "answer lost"])
 def test_calls_that_a_bad_network_swallows_cost_neither_worker_nor_prompt(monkeypatch: pytest.MonkeyPatch, runs: bool) -> None:
-    """Each group's first three calls fail; three strikes would be its end."""
+    """Each group's first three calls fail; three lost engines would be its end."""
 
     async def scenario() -> None:
         world, failed = World(monkeypatch, workers=2, places=8), dict.fromkeys(range(100), 0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import actors.pool.workers
-import actors.processes.turns
+import actors.processes.call_throttle
 from actors.carriers import StoredGroup, Ticket
 from actors.queue.outstanding import Outstanding
 from actors.queue.queue_actor import TrajectoryQueueActor
@@ -20,7 +20,7 @@ from rollout.config import AnswerSampling
 from rollout.trajectory import WorkerLoad
 from tests.actors.cases import CallResult, FakeActor, prompt
 from tests.actors.pool.pool_scene import DEAD, PoolScene, hang, play, raised
-from tests.actors.processes.turn_counter import TurnCounter
+from tests.actors.processes.iteration_counter import IterationCounter
 
 
 @pytest.mark.parametrize("fault", [DEAD, raised(EngineError("the scheduler is gone"))], ids=["process dead", "engine dead"])
@@ -143,23 +143,23 @@ def test_after_a_step_the_loads_come_with_the_receipts_of_its_version(monkeypatc
     play(scenario)
 
 
-def test_calls_that_begin_together_are_made_a_few_to_a_turn_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_begin_together_are_made_a_few_in_each_iteration_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step hands out all of its groups together, and asks all workers for their loads."""
 
-    monkeypatch.setattr(actors.processes.turns, "SHARED_BY", 2)
+    monkeypatch.setattr(actors.processes.call_throttle, "CALLS_PER_ITERATION", 2)
 
     async def scenario() -> None:
         made: list[int] = []
 
         async def note() -> None:
-            made.append(counter.turn)
+            made.append(counter.iteration)
 
         scene = PoolScene(monkeypatch, workers=8, places=24, faults=dict.fromkeys(map(str, range(8)), note))
         scene.pool.start()
         while len(scene.joined) < 8:
             await asyncio.sleep(0.01)
         scene.pool.follow(scene.sync)  # type: ignore[arg-type]
-        counter = TurnCounter()
+        counter = IterationCounter()
         feeding = asyncio.create_task(scene.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None))
         await scene.until_finished(24)
         assert len(made) == 24 and max(Counter(made).values()) == 2
@@ -172,7 +172,7 @@ def test_calls_that_begin_together_are_made_a_few_to_a_turn_of_the_event_loop(mo
 
 @pytest.mark.parametrize("fault", ["killed", "dirty"])
 def test_groups_that_wait_for_their_turn_are_not_sent_to_a_worker_that_failed(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """Nor do they get a strike: they never were on it."""
+    """Nor does its loss count against them: they never were on it."""
 
     async def scenario() -> None:
         scene = PoolScene(monkeypatch, places=0)

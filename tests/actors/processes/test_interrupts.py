@@ -289,11 +289,11 @@ def test_signals_that_a_library_gives_back_as_all_unwinds_have_their_grace(monke
 
 def test_signals_that_go_on_count_again() -> None:
     """Somebody who sends SIGTERM each second until the process is gone."""
-    heard = interrupts._Heard()
+    received = interrupts._SignalTimes()
     now = iter([10.0, 11.0, 11.9, 12.1, 13.0])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(interrupts, "time", SimpleNamespace(monotonic=lambda: next(now)))
-        assert [heard.again(signal.SIGTERM) for _ in range(5)] == [False, True, True, False, True]
+        assert [received.is_repeat(signal.SIGTERM) for _ in range(5)] == [False, True, True, False, True]
 
 
 @contextmanager

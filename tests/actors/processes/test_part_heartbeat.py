@@ -34,13 +34,13 @@ class Freezable(HeartbeatActor):
         super().__init__()
         self.at, self.stands_s, self.unreached_s = at, stands_s, unreached_s
 
-    async def heartbeat(self, heard: int) -> list[tuple[int, str]]:
+    async def heartbeat(self, acknowledged: int) -> list[tuple[int, str]]:
         late_s = asyncio.get_running_loop().time() - self.at
         if 0 <= late_s < self.unreached_s:
             raise ray.exceptions.ActorUnavailableError("a moment", b"1" * 16)
         if 0 <= late_s < self.stands_s:
             await asyncio.sleep(self.stands_s - late_s)
-        return await super().heartbeat(heard)
+        return await super().heartbeat(acknowledged)
 
 
 @pytest.mark.parametrize(
@@ -105,18 +105,18 @@ def test_what_nobody_heard_is_kept_to_a_limit_and_what_was_heard_makes_room() ->
     """Before, a part that had told a thousand things told nothing more. Whoever listens next gets what the last one missed."""
 
     async def scenario() -> None:
-        part, heard = HeartbeatActor(), 0
+        part, acknowledged = HeartbeatActor(), 0
         for number in range(3000):
             part.report(f"notice {number}")
             if number % 500 == 499:
-                told = await part.heartbeat(heard)
-                assert [report.said for report in told] == [f"notice {n}" for n in range(number - 499, number + 1)]
-                assert await part.heartbeat(heard) == told, "an answer that was lost is asked for again"
-                heard = told[-1].number
+                told = await part.heartbeat(acknowledged)
+                assert [report.message for report in told] == [f"notice {n}" for n in range(number - 499, number + 1)]
+                assert await part.heartbeat(acknowledged) == told, "an answer that was lost is asked for again"
+                acknowledged = told[-1].number
         for number in range(1200):
             part.report(f"unheard {number}")
-        told = await part.heartbeat(heard)
-        assert [told[0].said, told[-1].said, len(told)] == ["unheard 200", "unheard 1199", 1000]
+        told = await part.heartbeat(acknowledged)
+        assert [told[0].message, told[-1].message, len(told)] == ["unheard 200", "unheard 1199", 1000]
         assert await part.heartbeat(0) == told
 
     asyncio.run(scenario())

@@ -16,7 +16,7 @@ from actors.processes.supervision import HALF_OVER, wait_for
 from actors.record import stack_collector
 from actors.record.run_folder import RunFolder
 from actors.record.stack_collector import StackCollector
-from actors.record.stack_gist import newest_gist
+from actors.record.stack_summary import newest_stack_summary
 from correction.errors import DeadlineExceeded
 from rollout.stacks import register_stack_dump
 from tests.actors.simulated_time import simulate
@@ -40,14 +40,14 @@ def test_the_gist_names_the_functions_in_which_each_process_stood(tmp_path: Path
     (tmp_path / "stacks").mkdir()
     (tmp_path / "stacks/01.txt").write_text("of another wait\n")
     (tmp_path / "stacks/02.txt").write_text(TEXT)
-    assert newest_gist(tmp_path) == (
+    assert newest_stack_summary(tmp_path) == (
         "02.txt (half of the time for learner step 3 <- rank 0 is over):",
         "ray::LearnerRankActor.step (process 12): c10d:5 all_reduce < step:300 _gather",
         "sglang::scheduler (process 13): says nothing; state T (stopped)",
     )
     (tmp_path / "stacks/03.txt").write_text("the first rollout worker (no deadline)\n")  # as earlier versions wrote
-    assert newest_gist(tmp_path) == ("03.txt (the first rollout worker (no deadline)):",)
-    assert newest_gist(tmp_path / "none") == ()
+    assert newest_stack_summary(tmp_path) == ("03.txt (the first rollout worker (no deadline)):",)
+    assert newest_stack_summary(tmp_path / "none") == ()
 
 
 def test_an_actor_of_coroutines_stands_where_its_event_loop_stands(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_an_actor_of_coroutines_stands_where_its_event_loop_stands(tmp_path: Pat
         '  File "/lib/asyncio/base_events.py", line 600 in run_forever\n\n'
         'Current thread 0x2 (most recent call first):\n  File "/lib/ray/_private/worker.py", line 900 in main_loop\n'
     )
-    assert newest_gist(tmp_path)[1] == "ray::CorrectionService (process 7): correct:9 correct < base_events:600 run_forever"
+    assert newest_stack_summary(tmp_path)[1] == "ray::CorrectionService (process 7): correct:9 correct < base_events:600 run_forever"
 
 
 def test_an_actor_with_a_heartbeat_stands_where_its_call_stands(tmp_path: Path) -> None:
@@ -71,7 +71,8 @@ def test_an_actor_with_a_heartbeat_stands_where_its_call_stands(tmp_path: Path) 
         '  File "/lib/ray/_private/function_manager.py", line 700 in actor_method_executor\n\n'
         'Current thread 0x2 (most recent call first):\n  File "/lib/ray/_private/worker.py", line 900 in main_loop\n'
     )
-    assert newest_gist(tmp_path)[1] == "ray::LearnerRankActor.step (process 7): step:9 step < function_manager:700 actor_method_executor"
+    _, line = newest_stack_summary(tmp_path)
+    assert line == "ray::LearnerRankActor.step (process 7): step:9 step < function_manager:700 actor_method_executor"
 
 
 def test_a_long_wait_is_told_once_when_half_of_its_deadline_is_over() -> None:

@@ -19,7 +19,7 @@ from actors.processes import supervision
 from actors.processes.supervision import HALF_OVER, wait_for
 from actors.record.run_folder import RunFolder
 from actors.record.stack_collector import StackCollector
-from actors.record.stack_gist import newest_gist
+from actors.record.stack_summary import newest_stack_summary
 from correction.errors import DeadlineExceeded
 from rollout.stacks import register_stack_dump
 from tests.ray_sessions import leave_ray
@@ -90,7 +90,7 @@ def test_a_wait_that_is_half_over_leaves_the_stacks_of_the_runs_own_processes(
     assert text.startswith("half of the time for a step <- rank 0 is over\n") and " in stands_here\n" in text
     assert f"(process {stopped_pid})\nsays nothing; state T (stopped)\n" in text
     assert f"(process {theirs})" not in text and f"(process {busy_pid})" in text
-    gist = "\n".join(newest_gist(folder.path))
+    gist = "\n".join(newest_stack_summary(folder.path))
     assert "stands_here" in gist and "state T (stopped)" in gist
     assert "half of the time for a step <- rank 0 is over" in folder.events_path.read_text()
     folder.close()

@@ -24,8 +24,8 @@ from actors.metrics.step_metrics import StepMetrics
 from actors.processes import disk_at_start
 from actors.processes.disk_at_start import DiskLate
 from actors.record.run_folder import RunFolder
-from actors.reports import book_check
-from actors.reports.book_check import LinesRead, check_books
+from actors.reports import ledger_check
+from actors.reports.ledger_check import LinesRead, check_ledger
 from actors.reports.run_doctor import RECENT_STEPS, diagnose_run
 from learner.weights import file_sums
 from tests.actors.commands.disk_clock import notice_first
@@ -115,14 +115,14 @@ def test_the_ledger_s_check_holds_a_bit_a_prompt(tmp_path: Path) -> None:
     lines = [json.dumps({"step": 1, "prompt_id": one, "outcome": "trained"}) + "\n" for one in ids]
     (folder.path / "ledger.jsonl").write_text("".join(lines))
     tracemalloc.start()
-    found = check_books(folder, None, LinesRead())
+    found = check_ledger(folder, None, LinesRead())
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert found.is_balanced and found.sentence == f"balanced: {count} trained, each prompt once"
     assert most < 10 * count, "a set of their ids takes a hundred bytes a prompt"
     with (folder.path / "ledger.jsonl").open("a") as ledger:
         ledger.writelines(lines[7:9])
-    found = check_books(folder, None, LinesRead())
+    found = check_ledger(folder, None, LinesRead())
     named = ", ".join(sorted(ids[7:9]))
     assert found.sentence.startswith(f"NOT balanced: 2 prompts stand in the ledger twice, {named} among them")
 
@@ -130,14 +130,14 @@ def test_the_ledger_s_check_holds_a_bit_a_prompt(tmp_path: Path) -> None:
 def test_ids_of_any_form_are_told_apart() -> None:
     ids = ["train/0/1", "train/0/01", "train/0/\u0661", "train/1/1", "held_out/0/1", f"train/0/{1 << 16}", f"train/0/{10**40}", "train/0/0"]
     ids += [f"train/0/{'9' * 5000}", "", "x", "a/b/c", "a/0/1/2", "train/0/8", "train/00/1", "train/0/-1", "5", "/5", "05"]
-    seen = book_check._Seen()
+    seen = ledger_check._Seen()
     assert [seen.add(one) for one in ids] == [False] * len(ids) and [seen.add(one) for one in ids] == [True] * len(ids)
 
 
 def test_a_ledger_that_is_read_on_and_on_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its deadline counts from the newest lines."""
-    monkeypatch.setattr(book_check, "_LOOK", 3)
-    monkeypatch.setattr(book_check, "time", SimpleNamespace(monotonic=iter([0.0, 7.0, 9.0]).__next__))
+    monkeypatch.setattr(ledger_check, "_LOOK", 3)
+    monkeypatch.setattr(ledger_check, "time", SimpleNamespace(monotonic=iter([0.0, 7.0, 9.0]).__next__))
     read, found = LinesRead(), []
     for _ in range(7):
         read.add()

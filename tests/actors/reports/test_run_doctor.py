@@ -20,7 +20,7 @@ from actors.part_carriers import WaitNotice
 from actors.record import run_folder as run_folder_module
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
-from actors.reports.book_check import BookCheck
+from actors.reports.ledger_check import LedgerCheck
 from actors.reports.run_doctor import RunDiagnosis, RunState, diagnose_run, page
 
 RECIPE = Path(__file__).parents[3] / "recipes/nano_spell_backward.yaml"
@@ -52,7 +52,7 @@ def test_a_run_that_was_killed_says_so_and_what_a_resume_does_again(tmp_path: Pa
     assert found.state is RunState.VANISHED and found.reason.startswith("its last event is of ")
     assert found.advice[0] == f"evenkeel train --resume {tmp_path / 'run'} goes on from step 1 and does 1 of its steps again."
     assert any("The learner waits 60% of a step" in sentence for sentence in found.advice)
-    assert found.books == BookCheck(True, "balanced: 4 trained, each prompt once")
+    assert found.books == LedgerCheck(True, "balanced: 4 trained, each prompt once")
 
 
 def test_a_checkpoint_that_is_cut_does_not_count(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def test_a_queue_that_does_not_answer_is_asked_again_and_named(monkeypatch: pyte
         monkeypatch.setattr(scene.queue, "waiting_for", silent)
         with pytest.raises(DeadlineExceeded, match=r"^batch of version 0 <- trajectory queue: not done in 2 s"):
             await scene.next_batch(0)
-        told.extend(report.said for report in await scene.service.heartbeat(0))
+        told.extend(report.message for report in await scene.service.heartbeat(0))
         await scene.service.stop()
 
     play(scenario)

@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from actors.carriers import WeightChecksums
-from actors.processes.turns import SHARED_BY
+from actors.processes.call_throttle import CALLS_PER_ITERATION
 from actors.weights.weight_sync import SyncTarget
 from correction.engines.checksum import compare_checksums, digest_of
 from correction.errors import DeadlineExceeded, SyncError
@@ -301,20 +301,20 @@ def test_comparison_names_what_differs() -> None:
 
 
 def test_hundreds_of_engines_leave_the_loop_to_others() -> None:
-    """A few are asked in a turn of the event loop, in their order: a call costs half a millisecond."""
-    scene, turns, asked = SyncScene(**{f"e{i}": Engine() for i in range(200)}), 0, []
+    """A few are asked in each iteration of the event loop, in their order: a call costs half a millisecond."""
+    scene, iteration, asked = SyncScene(**{f"e{i}": Engine() for i in range(200)}), 0, []
 
     class Noting(FakeActor):
         def __getattr__(self, name: str) -> Any:
             if name == "update_weights":
-                asked.append(turns)
+                asked.append(iteration)
             return super().__getattr__(name)
 
     async def scenario() -> None:
         async def count() -> None:
-            nonlocal turns
+            nonlocal iteration
             while True:
-                turns += 1
+                iteration += 1
                 await asyncio.sleep(0)
 
         await scene.join()
@@ -324,7 +324,7 @@ def test_hundreds_of_engines_leave_the_loop_to_others() -> None:
         await scene.publish(1)
         await scene.sync.receipts(1, deadline_s=10.0)
         counting.cancel()
-        assert asked == sorted(asked) and len(asked) == 200 and max(Counter(asked).values()) == SHARED_BY
+        assert asked == sorted(asked) and len(asked) == 200 and max(Counter(asked).values()) == CALLS_PER_ITERATION
         assert [name for name, target in scene.targets.items() if target.version == 1] == list(scene.targets)
 
     play(scenario)

@@ -18,13 +18,13 @@ def collections(run_dir: Path) -> list[Path]:
     return [path for path in (run_dir / FOLDER).glob("*.txt") if path.stem.isdecimal()]  # int reads no "²"
 
 
-def newest_gist(run_dir: Path) -> tuple[str, ...]:
+def newest_stack_summary(run_dir: Path) -> tuple[str, ...]:
     """Lines of the last collection: what was waited for, then a line for each process. Empty: there is none."""
     path = max(collections(run_dir), key=lambda found: int(found.stem), default=None)
-    return gist(path.read_text(errors="replace"), path.name) if path is not None else ()
+    return stack_summary(path.read_text(errors="replace"), path.name) if path is not None else ()
 
 
-def gist(text: str, name: str) -> tuple[str, ...]:
+def stack_summary(text: str, name: str) -> tuple[str, ...]:
     """Where each process stood, innermost function first: its main thread, or, of one that serves calls, the thread that does."""
     what, *parts = re.split(r"^=== ", text, flags=re.MULTILINE)
     return (f"{name} ({what.strip()}):", *map(_line, parts))

@@ -24,8 +24,8 @@ _LEAST_HAND_BACK_S = 10.0
 """Long answers with routed experts take seconds a group to read and to send."""
 
 
-class Departures:
-    """Drains workers that leave the pool. One event loop uses it."""
+class WorkerDrainer:
+    """Drains the workers that leave one pool. One event loop uses it."""
 
     def __init__(self, tasks: PoolTasks, forget: Callable[[WorkerHandle], bool], observer: PoolObserver, drain_s: float) -> None:
         """

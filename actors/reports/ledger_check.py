@@ -26,7 +26,7 @@ _TOTALS = {"trained": "groups/trained_total", "discarded": "groups/discarded_tot
 
 
 @dataclass(frozen=True, slots=True)
-class BookCheck:
+class LedgerCheck:
     """Whether the ledger has each prompt once, and as many trained and discarded ones as the last step says. If a damaged ledger was set
     aside, this covers the time since then."""
 
@@ -77,7 +77,7 @@ class _Seen:
         return is_there
 
 
-def check_books(folder: RunFolder, last: StepMetrics | None, read: LinesRead) -> BookCheck:
+def check_ledger(folder: RunFolder, last: StepMetrics | None, read: LinesRead) -> LedgerCheck:
     """Check the ledger, and each one that a resume has set aside up to the step at which the next one began, as far as they can be read.
 
     Args:
@@ -103,20 +103,20 @@ def check_books(folder: RunFolder, last: StepMetrics | None, read: LinesRead) ->
     told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()) if count) or "no prompt has left the queue"
     if twice:
         named = ", ".join(sorted(twice)[:5])
-        return BookCheck(False, f"NOT balanced: {len(twice)} prompts stand in the ledger twice, {named} among them ({told})")
+        return LedgerCheck(False, f"NOT balanced: {len(twice)} prompts stand in the ledger twice, {named} among them ({told})")
     files = f"{' and '.join(path.name for path in aside)}, set aside as damaged by a resume"
     totals, in_ledger = _totals(last.finite()) if last else {}, _trained_and_discarded(outcomes)
     wrong = [kind for kind, total in totals.items() if total != in_ledger[kind]]
     if not wrong:
-        return BookCheck(True, f"balanced: {told}, each prompt once" + (f"; {files}, counted" if aside else ""))
+        return LedgerCheck(True, f"balanced: {told}, each prompt once" + (f"; {files}, counted" if aside else ""))
     earlier = _totals_before(folder, begun_at[0]) if aside else {}
     if earlier.keys() >= totals.keys() and all(total - earlier[kind] == counted_in[0][kind] for kind, total in totals.items()):
         since = " and ".join(f"{counted_in[0][kind]} {kind}" for kind in totals)
         lost = " and ".join(f"{sum(counted[kind] for counted in counted_in[1:])} of {earlier[kind]} {kind}" for kind in totals)
         told = f"{lost} before can be read in {files} ({told}, each prompt once)"
-        return BookCheck(True, f"balanced from step {begun_at[0]:.0f} on, with {since}; {told}")
+        return LedgerCheck(True, f"balanced from step {begun_at[0]:.0f} on, with {since}; {told}")
     say = " and ".join(f"{totals[kind]} groups {kind}, the ledger has {in_ledger[kind]}" for kind in wrong)
-    return BookCheck(False, f"NOT balanced: the last step says {say} ({told})")
+    return LedgerCheck(False, f"NOT balanced: the last step says {say} ({told})")
 
 
 def _trained_and_discarded(outcomes: Counter[str]) -> Counter[str]:

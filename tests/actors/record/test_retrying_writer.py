@@ -17,9 +17,9 @@ import pytest
 from actors.driver.evaluation import evaluate
 from actors.part_carriers import WaitNotice
 from actors.processes import disk_at_start
-from actors.record import patience
+from actors.record import retrying_writer
 from actors.record.file_thread import FileThread
-from actors.record.patience import PatientWriter
+from actors.record.retrying_writer import RetryingWriter
 from actors.record.run_folder import RunFolder
 from actors.state.json_lines import JsonLines
 from actors.state.ledger import Ledger
@@ -58,8 +58,8 @@ def told() -> list[str]:
 
 
 @pytest.fixture
-def writer(told: list[str]) -> Iterator[PatientWriter]:
-    writer = PatientWriter(told.append)
+def writer(told: list[str]) -> Iterator[RetryingWriter]:
+    writer = RetryingWriter(told.append)
     yield writer
     writer.close(within_s=60.0)
 
@@ -87,11 +87,11 @@ def test_steps_go_on_while_the_disk_takes_its_time_for_one_fsync(tmp_path: Path,
 
 
 def test_what_waits_for_a_slow_disk_is_bounded(
-    writer: PatientWriter, gate: Gate, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    writer: RetryingWriter, gate: Gate, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten jobs: files are left out. Twenty: a step waits until there is room. Lines are lost in neither case."""
-    monkeypatch.setattr(patience, "_MOST_BEFORE_A_FILE", 10)
-    monkeypatch.setattr(patience, "_MOST_BEFORE_A_STEP", 20)
+    monkeypatch.setattr(retrying_writer, "_MOST_BEFORE_A_FILE", 10)
+    monkeypatch.setattr(retrying_writer, "_MOST_BEFORE_A_STEP", 20)
     lines, sample = JsonLines(tmp_path / "lines"), tmp_path / "sample"
 
     async def scenario() -> None:
@@ -120,7 +120,7 @@ def test_what_waits_for_a_slow_disk_is_bounded(
     ]
 
 
-def lines_after_a_refusal(writer: PatientWriter, path: Path) -> list[int]:
+def lines_after_a_refusal(writer: RetryingWriter, path: Path) -> list[int]:
     """Two are refused, as there is no such folder; a flush that comes when it is there tries them once more."""
     lines = JsonLines(path / "later" / "lines")
 
@@ -135,7 +135,7 @@ def lines_after_a_refusal(writer: PatientWriter, path: Path) -> list[int]:
     return lines.read(lambda record: record["step"])
 
 
-def test_a_flush_tries_what_the_disk_has_refused_once_more(writer: PatientWriter, tmp_path: Path) -> None:
+def test_a_flush_tries_what_the_disk_has_refused_once_more(writer: RetryingWriter, tmp_path: Path) -> None:
     """A checkpoint that finds room again must not be the last thing on disk: its lines would be lost with the process."""
     assert lines_after_a_refusal(writer, tmp_path) == [1, 2]
 
@@ -146,11 +146,11 @@ def test_what_can_not_be_told_of_the_disk_costs_no_line(tmp_path: Path) -> None:
     def tell(_: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    writer = PatientWriter(tell)
+    writer = RetryingWriter(tell)
     assert lines_after_a_refusal(writer, tmp_path) == [1, 2] and writer.close(within_s=60.0) == ""
 
 
-def test_what_goes_wrong_otherwise_is_raised_at_the_flush_and_keeps_no_later_line(writer: PatientWriter, tmp_path: Path) -> None:
+def test_what_goes_wrong_otherwise_is_raised_at_the_flush_and_keeps_no_later_line(writer: RetryingWriter, tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "lines")
     for step, value in ((1, 0.5), (2, float("inf")), (3, 0.5)):
         writer.line(step, lines.append, {"step": step, "value": value})
@@ -160,7 +160,7 @@ def test_what_goes_wrong_otherwise_is_raised_at_the_flush_and_keeps_no_later_lin
     assert lines.read(lambda record: record["step"]) == [1, 3]
 
 
-def test_a_run_that_goes_back_writes_no_line_of_later_steps_any_more(writer: PatientWriter, gate: Gate, tmp_path: Path) -> None:
+def test_a_run_that_goes_back_writes_no_line_of_later_steps_any_more(writer: RetryingWriter, gate: Gate, tmp_path: Path) -> None:
     """Not those that are on their way, which are there before the folder is taken back, nor those that a full disk has refused."""
     slow, full = JsonLines(tmp_path / "slow"), JsonLines(tmp_path / "full")
     refusing = type("Refusing", (JsonLines,), {"append": lambda self, *records: JsonLines.append(self, *records)})(full.path)
@@ -185,13 +185,13 @@ def test_a_run_that_goes_back_writes_no_line_of_later_steps_any_more(writer: Pat
 
 
 def test_what_can_not_be_written_in_the_end_is_said(gate: Gate, tmp_path: Path) -> None:
-    full = PatientWriter(lambda _: None)
+    full = RetryingWriter(lambda _: None)
     for step in (1, 2):
         full.line(step, JsonLines(Path("/dev/full")).append, {"step": step})
     assert full.close(within_s=60.0) == (
         "2 lines of the run folder's files are lost: its disk refuses them ([Errno 28] No space left on device)"
     )
-    hung = PatientWriter(lambda _: None)
+    hung = RetryingWriter(lambda _: None)
     hung.do(gate)
     gate.has_one.wait()
     hung.do(lambda: None)
@@ -203,8 +203,8 @@ def test_lines_that_find_no_room_in_memory_are_counted_and_told(
     has_room: bool, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five lines where three may wait: the disk takes the last three, and the two before them are named. Without a disk all are lost."""
-    monkeypatch.setattr(patience, "_MOST", 3)
-    writer, lines = PatientWriter(told.append), JsonLines(tmp_path / "later" / "lines")
+    monkeypatch.setattr(retrying_writer, "_MOST", 3)
+    writer, lines = RetryingWriter(told.append), JsonLines(tmp_path / "later" / "lines")
 
     async def scenario() -> None:
         for step in range(1, 6):

@@ -10,26 +10,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from actors.config import DeadlinesConfig
-from actors.part_carriers import WaitNotice
-from actors.processes.disk_at_start import ON_DISK, DiskLate
-from actors.processes.supervision import wait_for
 from actors.record.file_thread import FileThread
 
 T = TypeVar("T")
-ByDisk = Callable[..., Awaitable[Any]]
-"""Type of `by_disk` with a run's settings filled in: takes the work, its name, and `counts_from`."""
 _MOST = 100_000
 """Lines kept in memory for one kind of file whose writes fail; the oldest are dropped beyond that."""
 _MOST_BEFORE_A_FILE, _MOST_BEFORE_A_STEP = 100, 1000
 """Most jobs that may wait before a file is left out, and before a step is delayed: the jobs of tens and of hundreds of steps."""
 _LOOK_S = 0.1
-_HANGS = "When that disk answers again, a resume goes on from the last checkpoint. The deadline follows from deadlines.checkpoint_s"
 
 
 class _Line(NamedTuple):
@@ -37,41 +30,7 @@ class _Line(NamedTuple):
     append: Callable[[], object]
 
 
-async def wait_for_disk(
-    work: Awaitable[T],
-    what: str,
-    *,
-    deadline_s: float,
-    notice: Callable[[WaitNotice], None],
-    counts_from: Callable[[], float] | None = None,
-) -> T:
-    """As wait_for, of work on the run folder's disk. Raises: as the work; DiskLate."""
-    named = f"{what} -> {ON_DISK}"
-    return await wait_for(work, named, deadline_s=deadline_s, notice=notice, counts_from=counts_from, raises=DiskLate)
-
-
-async def by_disk(
-    work: Awaitable[T],
-    what: str,
-    *,
-    deadlines: DeadlinesConfig,
-    notice: Callable[[WaitNotice], None],
-    counts_from: Callable[[], float] | None = None,
-) -> T:
-    """Wait for work on the run folder's disk, with a name and an end. A thread that has begun it can't be stopped.
-
-    Args:
-        notice, counts_from: as wait_for.
-    Raises: as the work; DiskLate after `disk_s`, with what to do.
-    """
-    try:
-        return await wait_for_disk(work, what, deadline_s=deadlines.disk_s, notice=notice, counts_from=counts_from)
-    except DiskLate as error:
-        error.remedy = _HANGS
-        raise
-
-
-class PatientWriter:
+class RetryingWriter:
     """Writes into the run's folder, in one thread and in the order in which it is told, and puts up with a disk that fails or is slow.
 
     A run has one: the observer makes it and ends it, the driver's ledger writes by it, too. Checkpoints have threads of their own.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 
-class Repeated:
-    """Warnings since they were last reported."""
+class RepeatedWarnings:
+    """Counts warnings by kind between two reports."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()

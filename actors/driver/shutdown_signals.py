@@ -14,7 +14,7 @@ from actors.processes.supervision import abandon
 T = TypeVar("T")
 
 
-class Ending:
+class ShutdownSignals:
     """What signals do to one run. The first one during training ends it with a checkpoint: Ctrl-C after the step under way, SIGTERM without
     it. The first one during the last evaluation cancels that evaluation, and one after it changes nothing. A second signal, or one
     while the run starts or returns to a checkpoint, ends it at once, without a further checkpoint."""
@@ -52,7 +52,7 @@ class Ending:
         with interrupts.handled_in(asyncio.get_running_loop(), lambda number: self._take(number, main)):
             yield
 
-    async def last(self, evaluation: Coroutine[Any, Any, T]) -> T | None:
+    async def unless_interrupted(self, evaluation: Coroutine[Any, Any, T]) -> T | None:
         """Result of the evaluation after training, when the last checkpoint is on disk; None if a signal has cancelled it."""
         self.last_evaluation = task = asyncio.create_task(evaluation)
         try:
