@@ -42,7 +42,8 @@ def test_runs_of_ten_thousand_seeds_keep_their_books() -> None:
 
 
 def test_seeds_differ_in_what_befalls_a_run() -> None:
-    """Every kind of fault comes in two hundred; in the fast suite runs are resumed, and go through without a fault."""
+    """Else the runs above could pass for want of faults. Every kind comes in two hundred; in the fast suite runs are resumed, and go
+    through without a fault."""
     schedules = [schedule_of(seed) for seed in range(SEEDS)]
     kinds = {fault.kind for seed in range(2 * SEEDS) for fault in schedule_of(seed).faults}
     assert len(kinds) == 34, kinds
@@ -341,15 +342,3 @@ def test_a_failure_is_told_so_that_it_can_be_played_again(monkeypatch: pytest.Mo
         again = FaultSchedule.of_text(schedule.with_faults(smallest).text())
         assert play(again).violation == play(schedule.with_faults(smallest)).violation != ""
     assert not play(again).violation
-
-
-@pytest.mark.parametrize("needed", [{3}, {0, 9}, {2, 5, 6}, {1, 4, 7, 8}])
-def test_a_schedule_shrinks_to_what_is_needed(needed: set[int]) -> None:
-    tried: list[int] = []
-
-    def fails(part: object) -> bool:
-        tried.append(1)
-        return needed <= set(part)  # type: ignore[call-overload]
-
-    assert set(shrunk(range(10), fails)) == needed
-    assert len(tried) < 100

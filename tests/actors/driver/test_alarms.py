@@ -167,18 +167,22 @@ def test_the_controller_ends_the_run_unless_it_is_over_anyway() -> None:
     assert not last._ends_early and not any("ends with a checkpoint" in line for line in observer.told)
 
 
-def test_a_resumed_controller_starts_its_service_with_the_replacement() -> None:
+def test_a_resumed_controller_starts_its_service_with_the_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = config(*SWITCH)
     replaced = settings.monitor.after_alarm(settings.correction)
     assert replaced is not None
     saved: Any = None, SimpleNamespace(
-        step=41, weight_version=41, elapsed_s=0.0, totals={}, replacement=Replacement(settings.correction, replaced)
+        step=41, weight_version=41, elapsed_s=0.0, totals={}, queue=None, monitor=None,
+        replacement=Replacement(settings.correction, replaced),
     )
     one: Any = Controller(settings, None, None, ToldObserver(), resume_from=saved)    # type: ignore[arg-type]
-    one._source = mock.Mock(**{"start.side_effect": InterruptedError("no other part is started here")})
+    one._source = source(one, None)
+    monkeypatch.setattr("actors.driver.batch_source.start_service", lambda *given: SimpleNamespace(correction=given[2]))
+    monkeypatch.setattr("actors.driver.controller.still_there", mock.AsyncMock(side_effect=InterruptedError("no other part starts here")))
+    one._places = None
     with pytest.raises(InterruptedError):
         asyncio.run(one._start_parts())
-    one._source.start.assert_called_once_with(replaced)
+    assert one._source.service.correction == replaced != settings.correction
 
 
 def test_the_controller_says_the_notes_of_the_start_at_their_levels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,10 @@ class RecordingObserver:
 
     def __init__(self, *, flush_fails: bool = False) -> None:
         self.events: list[str] = []
-        self.flush_fails = flush_fails
         self.phases: list[str] = []
+        self.evaluations = 0
+        self.flush_fails = flush_fails
+        self.pending, self.written = ["line of step 2"], list[str]()
         self.disk = SimpleNamespace(room=nothing, do=lambda job: job(), result=done_at_once)
         self.steps = self
 
@@ -50,18 +52,32 @@ class RecordingObserver:
 
     def end_step(self, *_: Any) -> None: ...
 
-    def stop_waiting(self) -> None:
-        self.events.append("stop_waiting")
+    def stop_waiting(self) -> None: ...
 
     def abandon(self) -> None: ...
 
     def evaluated(self, *_: Any) -> None:
-        self.events.append("evaluated")
+        self.evaluations += 1
 
     async def flush(self) -> None:
-        self.events.append("flush")
         if self.flush_fails:
             raise RuntimeError("no connection")
+        self.pending, self.written = [], self.written + self.pending
+
+
+class DiagnosingObserver(RecordingObserver):
+    """The lines of the last step wait a minute for their diagnosis, unless they are to wait no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waits_no_more = asyncio.Event()
+
+    def stop_waiting(self) -> None:
+        self._waits_no_more.set()
+
+    async def flush(self) -> None:
+        await asyncio.wait({asyncio.ensure_future(self._waits_no_more.wait())}, timeout=60.0)
+        await super().flush()
 
 
 class UnaskedQueue:
@@ -176,7 +192,8 @@ def test_an_interrupt_during_the_last_evaluation_leaves_that_out(monkeypatch: py
 
 
 def test_a_signal_while_the_learner_waits_for_its_batch_saves_at_once() -> None:
-    """No step is under way, and the batch may take long; what is being sampled is in the checkpoint by its prompts."""
+    """Whoever sends SIGTERM may kill in a few seconds. No step is under way, and the batch may take long, as may the last step's diagnosis;
+    what is being sampled is in the checkpoint by its prompts."""
 
     class Starved:
         async def next_batch(self, version: int) -> Any:
@@ -184,20 +201,21 @@ def test_a_signal_while_the_learner_waits_for_its_batch_saves_at_once() -> None:
             await asyncio.sleep(60.0)
 
     async def scenario() -> None:
-        observer = RecordingObserver()
+        observer = DiagnosingObserver()
         run = controller(observer)
         saved: list[int] = []
 
-        async def save_with_retries(step: int, save: Any) -> None:
+        async def begin(step: int, *_: Any) -> None:
             saved.append(step)
 
         run._shutdown.is_training = True
         run._source, run._learner = source(run, FakeActor(Starved())), SimpleNamespace(abort=nothing)  # type: ignore[assignment]
-        run._checkpoints = SimpleNamespace(finished=nothing, save_with_retries=save_with_retries, saved_step=1)  # type: ignore[assignment]
+        run._checkpoints = SimpleNamespace(  # type: ignore[assignment]
+            finished=nothing, save_with_retries=lambda _, save: save(), begin=begin, saved_step=1
+        )
         with run._shutdown.handled():
             await run._train_and_save()
-        assert saved == [2] and run._step == 2
-        assert "stop_waiting" in observer.events, "whoever sends SIGTERM may kill in a few seconds"
+        assert saved == [2] and run._step == 2 and not observer.pending
         assert observer.events[-1] == (
             "[ending] interrupted (SIGTERM): ending with a checkpoint of the last finished step, or of the one under way if it can't "
             "be aborted (once more: at once); "
@@ -338,14 +356,15 @@ def test_a_step_is_told_before_its_checkpoint_is_taken() -> None:
     async def scenario() -> None:
         observer = RecordingObserver()
         run = controller(observer)
+        written: dict[int, list[str]] = {}
 
         async def begin(step: int, *_: Any) -> None:
-            observer.events.append(f"checkpoint {step}")
+            written[step] = list(observer.written)
 
         run._checkpoints = SimpleNamespace(finished=nothing, begin=begin)  # type: ignore[assignment]
         run._learner = SimpleNamespace()  # type: ignore[assignment]
         await run._save()
-        assert observer.events == ["flush", "checkpoint 2"]
+        assert written == {2: ["line of step 2"]}
 
     asyncio.run(scenario())
 
@@ -366,8 +385,8 @@ def test_the_last_steps_are_flushed_whatever_ends_the_run(monkeypatch: pytest.Mo
         run._source = source(run, None)  # there is a queue by then, and no service
         with pytest.raises(DeadlineExceeded, match="batch of version 4"):
             await run.run()
-        told = ["flush", *(["lines of the last steps: given up (no connection)"] if fails else [])]
-        assert observer.events == told
+        assert observer.written == ([] if fails else ["line of step 2"])
+        assert observer.events == (["lines of the last steps: given up (no connection)"] if fails else [])
 
     asyncio.run(scenario())
 
@@ -384,13 +403,13 @@ def test_a_step_s_line_says_what_the_ways_of_its_groups_took() -> None:
         async def advance(self, *_: Any) -> Any:
             return QueueSettlement([], {"admitted": 4, "trained": 2, "discarded": 0, "in_flight": 2, "finished": 0, "drawn": 0}, [])
 
-    async def scenario() -> dict[str, float]:
+    noted: dict[str, float] = {}
+
+    async def scenario() -> None:
         one = source(controller(RecordingObserver()), FakeActor(Prepared()))
-        one.queue = FakeActor(Queue())
+        one.queue, one._observer.note = FakeActor(Queue()), noted.update  # type: ignore[method-assign]
         batch = await one.next(2, SilentPool())  # type: ignore[arg-type]
         await one.settle(3, batch, version=3, published=3)
-        noted: dict[str, float] = one._observer.note.call_args.args[0]  # type: ignore[attr-defined]
-        return noted
 
-    noted = asyncio.run(scenario())
+    asyncio.run(scenario())
     assert set(noted) == {"wait/handover_s"} and noted["wait/handover_s"] >= 0.2
