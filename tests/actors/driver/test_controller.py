@@ -65,21 +65,6 @@ class RecordingObserver:
         self.pending, self.written = [], self.written + self.pending
 
 
-class DiagnosingObserver(RecordingObserver):
-    """The lines of the last step wait a minute for their diagnosis, unless they are to wait no more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._waits_no_more = asyncio.Event()
-
-    def stop_waiting(self) -> None:
-        self._waits_no_more.set()
-
-    async def flush(self) -> None:
-        await asyncio.wait({asyncio.ensure_future(self._waits_no_more.wait())}, timeout=60.0)
-        await super().flush()
-
-
 class UnaskedQueue:
     """Fails when anything is asked of it."""
 
@@ -187,40 +172,6 @@ def test_an_interrupt_during_the_last_evaluation_leaves_that_out(monkeypatch: py
             assert await run._evaluate_last() is None
         assert observer.events == ["[ending] interrupted (SIGTERM): leaving out the evaluation after training"]
         assert run.ended_by == signal.SIGTERM
-
-    asyncio.run(asyncio.wait_for(scenario(), 20.0))
-
-
-def test_a_signal_while_the_learner_waits_for_its_batch_saves_at_once() -> None:
-    """Whoever sends SIGTERM may kill in a few seconds. No step is under way, and the batch may take long, as may the last step's diagnosis;
-    what is being sampled is in the checkpoint by its prompts."""
-
-    class Starved:
-        async def next_batch(self, version: int) -> Any:
-            asyncio.get_running_loop().call_later(0.05, signal.raise_signal, signal.SIGTERM)
-            await asyncio.sleep(60.0)
-
-    async def scenario() -> None:
-        observer = DiagnosingObserver()
-        run = controller(observer)
-        saved: list[int] = []
-
-        async def begin(step: int, *_: Any) -> None:
-            saved.append(step)
-
-        run._shutdown.is_training = True
-        run._source, run._learner = source(run, FakeActor(Starved())), SimpleNamespace(abort=nothing)  # type: ignore[assignment]
-        run._checkpoints = SimpleNamespace(  # type: ignore[assignment]
-            finished=nothing, save_with_retries=lambda _, save: save(), begin=begin, saved_step=1
-        )
-        with run._shutdown.handled():
-            await run._train_and_save()
-        assert saved == [2] and run._step == 2 and not observer.pending
-        assert observer.events[-1] == (
-            "[ending] interrupted (SIGTERM): ending with a checkpoint of the last finished step, or of the one under way if it can't "
-            "be aborted (once more: at once); "
-            "until that is on disk, a resume goes on from step 1"
-        )
 
     asyncio.run(asyncio.wait_for(scenario(), 20.0))
 
