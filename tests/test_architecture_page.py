@@ -63,8 +63,8 @@ def test_every_file_of_the_packages_has_a_place_on_the_page() -> None:
 
 
 def test_the_page_stays_short() -> None:
-    """One screen and one picture: sentences belong into docs/how_it_works.md."""
-    assert len(PAGE.split()) <= 1000
+    """Five minutes and one picture: sentences belong into docs/how_it_works.md. The table's bars aren't words."""
+    assert len(PAGE.replace("|", " ").split()) <= 710
 
 
 @pytest.mark.parametrize("package", PACKAGES[:4])
