@@ -38,13 +38,13 @@ def without_model_classes(read: Callable[[], T]) -> T:
     transformers writes the name of the model's class into the docstring of a config class. To find it, it imports the code of the models
     and torch's compiler, which takes a second and a half. If that import fails it leaves the name out.
     """
-    with contextlib.suppress(ImportError), _unimportable(_MODEL_CLASSES):
+    with contextlib.suppress(ImportError), unimportable(_MODEL_CLASSES):
         return read()
     return read()  # this config does need them
 
 
 @contextlib.contextmanager
-def _unimportable(module: str) -> Iterator[None]:
+def unimportable(module: str) -> Iterator[None]:
     """Let imports of a module fail within the block, unless it was imported before."""
     if module in sys.modules:
         yield

@@ -34,7 +34,7 @@ import psutil
 
 from correction.engines.device_choice import KEPT_KERNELS
 from correction.engines.environment import environment
-from correction.engines.quick_imports import gc_paused
+from correction.engines.quick_imports import gc_paused, unimportable
 from correction.errors import DeadlineExceeded, EngineError, EvenkeelError
 from rollout import sglang_plugin
 from rollout.engine_settings.engine_capabilities import EngineCapabilities
@@ -259,7 +259,7 @@ def _build_engine(arguments: dict[str, Any]) -> Any:
     sglang_plugin.platform()                                        # SGLang would ask for it only after some imports that need it
     warnings.filterwarnings("ignore", module=r"sglang\.")           # in this process: about kernels, as in the children
     policy = asyncio.get_event_loop_policy()
-    with gc_paused():
+    with gc_paused(), unimportable(sglang_plugin.UNUSED):
         from sglang.srt.entrypoints.engine import Engine
 
     EngineCapabilities.of_this_machine(arguments["device"]).require()

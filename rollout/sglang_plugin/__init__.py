@@ -19,6 +19,9 @@ from pathlib import Path
 from rollout.engine_settings.engine_capabilities import GPU_KERNELS, installed
 
 STAND_INS = ("sgl_kernel", "torchvision")
+UNUSED = "megatron"
+"""SGLang imports it where it is installed, for half a second, to name its own ranks as Megatron would in dumps of tensors. Without it, it
+leaves those names out."""
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000
 """Threshold of the garbage collector in a scheduler. With Python's default of 700 the collector takes a fifth of the start-up time."""
 
@@ -29,13 +32,16 @@ def serves_on_cpu() -> bool:
 
 
 def _is_child() -> bool:
-    return multiprocessing.parent_process() is not None
+    """Whether SGLang has started this process. It imports SGLang while it unpickles its arguments, when it has a name of its own already,
+    but multiprocessing.parent_process() is still None."""
+    return multiprocessing.current_process().name != "MainProcess"
 
 
 def platform() -> None:
     """Entry point `sglang.srt.platforms`: returns None, so that SGLang picks its platform itself."""
     if _is_child():  # the owner is not ours to tune
-        gc.disable()  # until `register`
+        gc.disable()  # until `register`, as the next
+        sys.modules.setdefault(UNUSED, None)  # type: ignore[arg-type]  # None: it can't be imported
     if not serves_on_cpu():
         return
     for name in STAND_INS:
@@ -56,6 +62,8 @@ def register() -> None:
     from rollout.stacks import register_stack_dump
 
     if _is_child():
+        if sys.modules.get(UNUSED, ...) is None:
+            del sys.modules[UNUSED]
         gc.freeze()  # what the imports made is not looked through again
         gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
         gc.enable()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from correction.engines.quick_imports import gc_paused, without_model_classes
+from rollout import sglang_plugin
 
 ROOT = Path(__file__).parents[2]
 READS = """
@@ -57,3 +61,31 @@ def test_the_collector_is_back_after_imports_and_leaves_their_objects_out() -> N
         assert not gc.isenabled(), "the inner one leaves it to the outer"
         _ = 1 / 0
     assert gc.isenabled() and len(made) == 1000 and gc.get_freeze_count() >= frozen + 1000
+
+
+class Arguments:
+    """Of a process that imports SGLang while it unpickles them, as a scheduler does."""
+
+    def __setstate__(self, _: dict[str, Any]) -> None:
+        sglang_plugin.platform()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"some": "state"}
+
+
+def tell(_: Arguments, pipe: Connection) -> None:
+    pipe.send((gc.isenabled(), sys.modules.get(sglang_plugin.UNUSED, "importable")))
+
+
+def test_a_scheduler_imports_sglang_without_the_collector_and_without_megatron() -> None:
+    """It imports SGLang before its process knows its parent: together they are a quarter of a scheduler's start. In this process, an
+    engine's owner, the plugin leaves both alone."""
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=tell, args=(Arguments(), there))
+    process.start()
+    there.close()
+    found = here.recv()
+    process.join()
+    assert found == (False, None)
+    sglang_plugin.platform()
+    assert gc.isenabled() and sys.modules.get(sglang_plugin.UNUSED, "importable") is not None
