@@ -124,6 +124,7 @@ def test_only_the_kl_to_the_start_model_is_told_as_such(anchor: str, place: str)
     assert [name for name in _placed("loss/", told, LOSS_PLACES) if name.endswith(("reference_kl", "anchor_kl"))] == [place]
 
 
+def test_a_number_of_the_correction_is_described_at_its_source_alone() -> None:
     """Its metric has the unit, label and meaning of its quantity, to which a run may add a word and a sentence. No two sources use one
     name: the loss's drift is over all passes of a batch, that of the diagnostics over the first ones."""
     assert not DIAGNOSTICS.keys() & LOSS_METRICS.keys()
