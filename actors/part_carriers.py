@@ -60,6 +60,10 @@ class ActorInfo:
     """Further facts for people."""
     node: str = ""
     """Id of its node; empty: not known."""
+    host: str = ""
+    """Address of its node, for people."""
+    layers: str = ""
+    """Of a learner rank: which layers its part of the model is made of (learner/model/layers.py)."""
 
     @property
     def key(self) -> str:

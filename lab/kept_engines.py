@@ -41,6 +41,7 @@ from correction.diagnostics.diagnose import diagnose
 from correction.settings.schedule import needs_reference_logprobs, needs_topk
 from correction.terms.advantages import group_advantages
 from lab.background_loop import BackgroundLoop
+from lab.weight_buckets import weight_buckets
 from learner.learner_rank import LearnerRank
 from learner.results import StepResult
 from rollout.packing import pack_groups
@@ -213,7 +214,7 @@ class KeptEngines:
     def _sync(self, run: _Run) -> float:
         """Send the learner's weights to the engine; returns the seconds that it took."""
         began = time.monotonic()
-        self._loop.run(self.engine.update_weights(run.version, list(run.learner.weight_buckets())))
+        self._loop.run(self.engine.update_weights(run.version, list(weight_buckets(run.learner))))
         return time.monotonic() - began
 
     async def _sample(self, position: int, run: _Run) -> tuple[list[Group], dict[str, float]]:
@@ -266,7 +267,7 @@ class _Run:
 
     def finish(self) -> RunRecord:
         checksums = sorted(self.learner.weight_checksums().items())
-        weights = (tensor for bucket in self.learner.weight_buckets() for tensor in bucket.tensors().values())
+        weights = (tensor for bucket in weight_buckets(self.learner) for tensor in bucket.tensors().values())
         self.record.weights = torch.cat([tensor.flatten().float() for tensor in weights])
         self.record.checksum = hashlib.blake2b(repr(checksums).encode(), digest_size=16).hexdigest()
         return self.record

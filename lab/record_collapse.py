@@ -47,6 +47,7 @@ from correction.terms.advantages import group_advantages
 from lab.float8 import rounded_weight
 from lab.kept_engines import KeptEngines, RunSettings, _Run, recipe
 from lab.recorded_runs import SERIES, RecordedBatch, write_run
+from lab.weight_buckets import weight_buckets
 from learner.learner_rank import LearnerRank
 from rollout.trajectory import Group
 
@@ -148,7 +149,7 @@ class Recorder(KeptEngines):
         """Send the weights in the engine's format, to which the learner's are rounded."""
         began = time.monotonic()
         dtype = getattr(torch, self.config.rollout.engine.resolved_dtype)
-        buckets = [rounded_bucket(bucket, dtype, self.kind.float8_block) for bucket in run.learner.weight_buckets()]
+        buckets = [rounded_bucket(bucket, dtype, self.kind.float8_block) for bucket in weight_buckets(run.learner)]
         self._loop.run(self.engine.update_weights(run.version, buckets))
         return time.monotonic() - began
 

@@ -23,7 +23,6 @@ from correction.engines import host_memory
 from correction.engines.capture import Capture
 from correction.engines.operators import head_logits
 from correction.engines.processor import Processor
-from correction.engines.weight_bucket import WeightBucket
 from correction.errors import ConfigError, DataError
 from correction.loss import broken_tokens, loss_metrics, policy_scale
 from learner import model_capture
@@ -241,10 +240,6 @@ class LearnerRank:
         They may share memory with the model's: nobody may train before they are done with.
         """
         return export.in_pieces(self._weights(), bucket_bytes)
-
-    def weight_buckets(self, bucket_bytes: int = 2**28) -> Iterator[WeightBucket]:
-        """Copies of the weights, in the same pieces."""
-        return (WeightBucket.of(piece) for piece in self.weights(bucket_bytes))
 
     def weight_checksums(self) -> dict[str, str]:
         """HF name -> checksum, to be compared with an engine's own."""

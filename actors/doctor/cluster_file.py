@@ -18,12 +18,12 @@ import yaml
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint
 from actors.doctor.kernel_rules import half_precision_has_kernels, weights_stay_as_sent
-from actors.doctor.memory_rules import on_gpus
+from actors.doctor.memory_rules import NodeGpus, on_gpus_of_nodes
 from actors.doctor.paper_rules import worst_first
+from actors.doctor.room_rules import engines_and_room, room_for_groups
 from actors.plan.gpus import ARCHITECTURES, MEMORY_MIB, gpu_of_instance
-from actors.plan.layouts import GPUS_PER_NODE
 from actors.plan.shape import ModelShape
-from actors.settings.devices import gpus_asked, most_workers_setting, room_for_engines, whole_gpus, workers_with_a_unit
+from actors.settings.devices import gpus_asked, held_by, most_workers_setting, workers_with_a_unit
 from correction.errors import ConfigError, one_line
 
 _START = re.compile(r"\bray start\b")
@@ -139,9 +139,8 @@ def units_for_all_workers(cluster: ClusterFile, config: RunConfig) -> Iterator[C
 def units_have_their_gpus(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:
     if config.rollout.engine.resolved_device != "cuda":
         return
-    share, ranks = config.rollout.gpus_per_worker, config.rollout.engine.tensor_parallel
     for kind in cluster.kinds:
-        if kind.gpus is not None and whole_gpus([share] * int(kind.units) * ranks) > kind.gpus:
+        if kind.gpus is not None and held_by(kind.gpus, config.rollout.gpus_of_a_worker) < int(kind.units):
             yield Complaint(
                 "warn",
                 f"{kind.name} offers {kind.units:g} units of {config.ray.rollout_resource!r} and {kind.gpus:g} GPUs, of which each worker "
@@ -169,18 +168,18 @@ def gpus_for_everybody(cluster: ClusterFile, config: RunConfig) -> Iterator[Comp
     learner, rollout = config.learner, config.rollout
     if any(kind.gpus is None for kind in cluster.kinds):
         return
-    there = sum(kind.most * int(kind.gpus or 0) for kind in cluster.kinds)
     ranks = learner.world_size if learner.resolved_device == "cuda" else 0
     workers = rollout.most_workers if rollout.engine.resolved_device == "cuda" else 0
-    groups = sum(kind.most * (int(kind.gpus or 0) // learner.tensor_parallel) for kind in cluster.kinds)
-    if ranks and groups * learner.tensor_parallel < learner.world_size * min(1.0, learner.gpus_per_rank):
+    nodes = [(int(kind.gpus or 0), int(kind.units)) for kind in cluster.kinds for _ in range(kind.most)]
+    groups = room_for_groups((gpus for gpus, _ in nodes), learner)
+    if ranks and groups * learner.tensor_parallel < ranks:
         yield Complaint(
             "fail",
             f"the learner has {learner.world_size} ranks in tensor-parallel groups of {learner.tensor_parallel}, each on one node, and "
             f"{cluster.path} has room for {groups} groups",
             "Add nodes, or lower learner.tensor_parallel",
         )
-    elif (wanted := gpus_asked(config, workers=workers)) > there:
+    elif (wanted := gpus_asked(config, workers=workers)) > (there := sum(gpus for gpus, _ in nodes)):
         yield Complaint(
             "warn",
             f"{ranks} ranks and {workers} workers ask for {wanted} GPUs, and {cluster.path} has "
@@ -188,12 +187,10 @@ def gpus_for_everybody(cluster: ClusterFile, config: RunConfig) -> Iterator[Comp
             "Add nodes",
         )
     elif workers:
-        nodes = [(int(kind.gpus or 0), int(kind.units)) for kind in cluster.kinds for _ in range(kind.most)]
-        ranks_each, asked = rollout.engine.tensor_parallel, rollout.most_workers
+        ranks_each = rollout.engine.tensor_parallel
         several = f" of {ranks_each} GPUs" if ranks_each > 1 else ""
-        if not several:  # of too few units another rule speaks
-            asked = workers_with_a_unit([units for _, units in nodes], asked)
-        if (room := room_for_engines(nodes, config)) < asked:
+        asked, room = engines_and_room(nodes, workers, config)
+        if room < asked:
             yield Complaint(
                 "warn",
                 f"{asked} workers have an engine{several}, each on one node; in addition "
@@ -249,12 +246,8 @@ def cluster_complaints(cluster: ClusterFile, config: RunConfig, shape: ModelShap
     """
     found = [complaint for rule in RULES for complaint in rule(cluster, config)]
     if shape is not None:
-        known = [(kind.gpu_bytes, kind) for kind in cluster.kinds if kind.gpu_bytes is not None]
-        ranks = [size for size, kind in known if kind.gpus is None or kind.gpus >= config.learner.tensor_parallel]
-        wanted = config.rollout.engine.tensor_parallel
-        engines = [size for size, kind in known if kind.units >= 1 and (kind.gpus is None or kind.gpus >= wanted)]
-        largest = max((int(kind.gpus or GPUS_PER_NODE) for _, kind in known), default=GPUS_PER_NODE)
-        found += on_gpus(shape, config, of_ranks=ranks, of_engines=engines, gpus_per_node=largest)
+        known = [NodeGpus((kind.gpu_bytes,), kind.gpus, kind.units) for kind in cluster.kinds if kind.gpu_bytes is not None]
+        found += on_gpus_of_nodes(shape, config, known)
         kinds = {kind: ARCHITECTURES[kind.gpu] for kind in cluster.kinds if kind.gpu}
         of_engines = {architecture for kind, architecture in kinds.items() if kind.units >= 1}
         found += half_precision_has_kernels(config, of_ranks=set(kinds.values()), of_engines=of_engines)

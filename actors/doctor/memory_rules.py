@@ -6,15 +6,15 @@ Each rule is a function of (shape, config, bytes of a GPU) that yields complaint
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint
 from actors.plan.engine_memory import engine_memory
-from actors.plan.layouts import layouts, obstacles
+from actors.plan.layouts import GPUS_PER_NODE, layouts, obstacles
 from actors.plan.learner_memory import RESERVE, pass_tokens, rank_memory
 from actors.plan.shape import ModelShape
 from actors.settings.devices import workers_asked
@@ -154,6 +154,35 @@ def on_gpus(
             if found.severity == "fail" and not always:
                 found = replace(found, severity="warn", sentence=f"on the smallest GPUs there are, of {gib(min(sizes))}: {found.sentence}")
             yield found
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGpus:
+    """GPUs of a node that the run may get."""
+
+    sizes: tuple[int, ...]
+    """Bytes of those whose memory is known."""
+    count: float | None
+    """Number that Ray offers; None: not known."""
+    units: float
+    """Units of the rollout resource there."""
+
+    def holds(self, ranks: int) -> bool:
+        """Whether a group of so many ranks can be placed there."""
+        return self.count is None or self.count >= ranks
+
+
+def on_gpus_of_nodes(shape: ModelShape, config: RunConfig, nodes: Sequence[NodeGpus]) -> Iterator[Complaint]:
+    """As on_gpus. Nodes with fewer GPUs than a tensor-parallel group or an engine needs are left out: no such group is placed there."""
+    learner, engine = config.learner.tensor_parallel, config.rollout.engine.tensor_parallel
+    largest = max((int(node.count or GPUS_PER_NODE) for node in nodes if node.sizes), default=GPUS_PER_NODE)
+    yield from on_gpus(
+        shape,
+        config,
+        of_ranks=[size for node in nodes if node.holds(learner) for size in node.sizes],
+        of_engines=[size for node in nodes if node.units >= 1 and node.holds(engine) for size in node.sizes],
+        gpus_per_node=largest,
+    )
 
 
 def could_be_given(sizes: Collection[int], offered: float) -> tuple[int, ...]:

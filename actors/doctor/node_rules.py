@@ -11,7 +11,7 @@ from actors.config import RunConfig
 from actors.doctor.facts import COMPILERS, Complaint, NodeFacts, Nodes
 from actors.doctor.kernel_rules import architecture_of, half_precision_has_kernels, weights_stay_as_sent
 from actors.doctor.link_rules import gpus_of_a_group_are_linked, nodes_answer, ports_are_open, rdma_may_lock_memory
-from actors.doctor.memory_rules import could_be_given, gib, on_gpus
+from actors.doctor.memory_rules import NodeGpus, could_be_given, gib, on_gpus_of_nodes
 from actors.doctor.paper_rules import LESS, worst_first
 from actors.doctor.room_rules import (
     cpus_for_everybody,
@@ -34,7 +34,6 @@ from actors.plan.host_memory import (
     of_engines,
     of_learner,
 )
-from actors.plan.layouts import GPUS_PER_NODE
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import fetched_versions, stores_versions, traffic, versions_text
 from actors.settings.devices import gpus_asked, held_by, workers_with_a_unit
@@ -268,14 +267,10 @@ def on_nodes(nodes: Nodes, config: RunConfig, shape: ModelShape) -> list[Complai
 
 
 def gpus_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
-    """GPUs should have enough memory for ranks and engines. Nodes with fewer GPUs than a tensor-parallel group or an engine needs are left
-    out: no such group is placed there."""
-    known = [(size, node) for node in nodes if node.offered_gpus for size in could_be_given(node.gpu_bytes, node.offered_gpus)]
-    ranks = [size for size, node in known if node.offered_gpus >= config.learner.tensor_parallel]
-    wanted = config.rollout.engine.tensor_parallel
-    engines = [size for size, node in known if node.rollout_units >= 1 and node.offered_gpus >= wanted]
-    largest = max((int(node.offered_gpus) for _, node in known), default=GPUS_PER_NODE)
-    yield from on_gpus(shape, config, of_ranks=ranks, of_engines=engines, gpus_per_node=largest)
+    """GPUs should have enough memory for ranks and engines."""
+    offering = [node for node in nodes if node.offered_gpus]
+    known = [NodeGpus(could_be_given(node.gpu_bytes, node.offered_gpus), node.offered_gpus, node.rollout_units) for node in offering]
+    yield from on_gpus_of_nodes(shape, config, known)
 
 
 def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
@@ -312,7 +307,7 @@ def hosts_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) -
     """
     on_gpus = {config.learner.resolved_device, config.rollout.engine.resolved_device} == {"cuda"}
     for node in nodes:
-        ranks = min(config.learner.world_size, int(node.offered_gpus / config.learner.gpus_per_rank)) if on_gpus else 0
+        ranks = min(config.learner.world_size, held_by(node.offered_gpus, config.learner.gpus_per_rank)) if on_gpus else 0
         engines = _engines(node, config) if on_gpus else 0
         roles = [HostMemory(counted(ranks, "rank"), of_learner(shape, config, ranks))] if ranks else []
         held = of_engines(shape, config, engines, gpu_bytes=max(node.gpu_bytes, default=0))

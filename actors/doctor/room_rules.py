@@ -5,14 +5,15 @@ Each rule is a function of (nodes, config) that yields complaints.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint, Nodes
 from actors.doctor.paper_rules import FEWER
-from actors.settings.devices import gpus_asked, room_for_engines, workers_with_a_unit
+from actors.settings.devices import gpus_asked, held_by, room_for_engines, workers_with_a_unit
 from correction.errors import counted
+from learner.config import LearnerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +70,19 @@ def tensor_parallel_groups_inside_nodes(nodes: Nodes, config: RunConfig) -> Iter
         return
     wanted = learner.world_size // learner.tensor_parallel
     what = f"the learner has {wanted} tensor-parallel groups of {learner.tensor_parallel} ranks, each on one node"
-    room = sum(int(node.offered_gpus) // learner.tensor_parallel for node in nodes)
+    room = room_for_groups((node.offered_gpus for node in nodes), learner)
     yield from _inside_nodes(nodes, config, wanted, room, what, "Lower learner.tensor_parallel, or add nodes")
 
 
 def engines_inside_nodes(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    """The nodes must have room for the engines beside the learner. Where GPUs are too few in all, gpus_for_everybody says so instead;
-    engines of one GPU are counted up to the units that there are: missing units have a rule of their own."""
-    ranks, wanted = config.rollout.engine.tensor_parallel, config.rollout.workers
+    """The nodes must have room for the engines beside the learner. Where GPUs are too few in all, gpus_for_everybody says so
+    instead."""
+    ranks = config.rollout.engine.tensor_parallel
     is_short = gpus_asked(config) > sum(node.offered_gpus for node in nodes)
     if config.rollout.engine.resolved_device != "cuda" or is_short:
         return
-    room = room_for_engines([(int(node.offered_gpus), int(node.rollout_units)) for node in nodes], config)
+    wanted, room = engines_and_room([(int(node.offered_gpus), int(node.rollout_units)) for node in nodes], config.rollout.workers, config)
     if ranks == 1:
-        wanted = workers_with_a_unit([node.rollout_units for node in nodes], wanted)
         what = f"{counted(wanted, 'engine')} in addition to the learner, each on a node with a unit of {config.ray.rollout_resource!r}"
         remedy = "Lower rollout.workers, or add nodes, or let nodes with more GPUs offer it"
     else:
@@ -100,6 +100,22 @@ def _inside_nodes(nodes: Nodes, config: RunConfig, wanted: int, room: int, what:
             f"{what}, and there is room for {room}: GPUs by node are {[int(node.offered_gpus) for node in nodes]}",
             remedy,
         )
+
+
+def room_for_groups(gpus: Iterable[float], learner: LearnerConfig) -> int:
+    """Number of the learner's tensor-parallel groups, each on one node, for which nodes with so many GPUs have room."""
+    return sum(held_by(count, learner.gpus_per_rank * learner.tensor_parallel) for count in gpus)
+
+
+def engines_and_room(nodes: Sequence[tuple[int, int]], workers: int, config: RunConfig) -> tuple[int, int]:
+    """Number of engines that need room, and for how many there is room in addition to the learner.
+
+    Engines of one GPU are counted up to the units that there are: missing units have a rule of their own.
+    Args: nodes: GPUs and units of the rollout resource of each. workers: that the run wants.
+    """
+    if config.rollout.engine.tensor_parallel == 1:
+        workers = workers_with_a_unit([units for _, units in nodes], workers)
+    return workers, room_for_engines(nodes, config)
 
 
 def units_for_all_workers(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:

@@ -116,12 +116,12 @@ _TIME = [
         "all engines of the step together.",
     ),
     _gauge(
-        "throughput/rollout_tokens_per_s", _U.TOKENS_PER_SECOND, _R.SUM, "rollout tokens/s",
+        "throughput/rollout_tokens_per_s", _U.TOKENS_PER_SECOND, _R.SUM, "rollout speed",
         "Response tokens sampled per second of wall time, all engines together: the sum of what each did between its last two reports, one "
         "a step.",
     ),
     _gauge(
-        "throughput/learner_tokens_per_s", _U.TOKENS_PER_SECOND, _R.SUM, "learner tokens/s",
+        "throughput/learner_tokens_per_s", _U.TOKENS_PER_SECOND, _R.SUM, "learner speed",
         "Prompt and response tokens trained on per second of training time, all ranks together.",
     ),
 ]
@@ -177,10 +177,10 @@ _STALENESS = [
 ]
 _PLACED_DIAGNOSTICS = {
     **{
-        prefix + quantity: _of(DIAGNOSTICS[prefix + quantity], f"{group}/{name}", reduction, which)
-        for prefix, group, which in (
-            ("mismatch_", "mismatch", "Kernels, precision and routing alone."),
-            ("", "mismatch_and_staleness", "Of all trained tokens: mismatch and staleness together."),
+        prefix + quantity: _of(DIAGNOSTICS[prefix + quantity], f"{group}/{name}", reduction, which, before=before)
+        for prefix, group, which, before in (
+            ("mismatch_", "mismatch", "Kernels, precision and routing alone.", ""),
+            ("", "mismatch_and_staleness", "Of all trained tokens: mismatch and staleness together.", "overall"),
         )
         for quantity, name, reduction in (
             ("k1_kl", "k1", _R.MEAN),
@@ -319,9 +319,9 @@ _GROUPS = [
         "Writes into the run folder that the disk did not take. Lines wait in memory; absent while there was none.",
     ),
     _counter("groups/refilled_total", "groups refilled", "Groups without gradient that dynamic sampling replaced by new ones."),
-    _counter("groups/admitted_total", "admitted", "Groups whose sampling was started."),
-    _counter("groups/trained_total", "trained", "Groups trained on; those of a skipped step count too."),
-    _counter("groups/discarded_total", "discarded", "Groups discarded, for whatever reason."),
+    _counter("groups/admitted_total", "groups admitted", "Groups whose sampling was started."),
+    _counter("groups/trained_total", "groups trained", "Groups trained on; those of a skipped step count too."),
+    _counter("groups/discarded_total", "groups discarded", "Groups discarded, for whatever reason."),
     _counter("groups/lost_total", "lost groups", "Finished groups whose tokens could not be read, and which were sampled again."),
     _counter("groups/failed_total", "failed groups", "Groups discarded because no worker could sample them."),
     _counter("groups/invalid_total", "invalid groups", "Groups discarded because fewer than two of their trajectories were valid."),

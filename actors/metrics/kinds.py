@@ -79,11 +79,14 @@ class Metric(Quantity):
         return f"evenkeel_{stem}" if stem.endswith(suffix) else f"evenkeel_{stem}{suffix}"
 
 
-def gauge_of(quantity: Quantity, name: str, reduction: Reduction = Reduction.LAST, more: str = "") -> Metric:
-    """A quantity that is declared elsewhere, as a gauge of that name. Args: more: a sentence that holds in a run alone."""
+def gauge_of(quantity: Quantity, name: str, reduction: Reduction = Reduction.LAST, more: str = "", *, before: str = "") -> Metric:
+    """A quantity that is declared elsewhere, as a gauge of that name.
+
+    Args: more: a sentence that holds in a run alone. before: a word before its label, where a run shows it of other tokens as well.
+    """
     return Metric(
         quantity.unit,
-        quantity.label,
+        f"{before} {quantity.label}".lstrip(),
         f"{quantity.help} {more}".rstrip(),
         quantity.of,
         name=name,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from actors.carriers import DiscardReason, StoredGroup, Ticket
+from actors.processes.numbered import NumberedCaller
 from actors.processes.supervision import call_until_answered
 from actors.settings.deadlines import ANSWER_S
 from correction.errors import ActorLost
@@ -23,14 +24,12 @@ class QueueClient:
     def __init__(self, queue: Any, late: Callable[[str], None]) -> None:
         """Args: late: called when it hasn't answered for long."""
         self.actor, self._late = queue, late
-        self._admissions = 0
+        self._admissions, self._losses = NumberedCaller(queue, late), NumberedCaller(queue, late)
 
     async def ask(self, method: str, *arguments: Any, waits_s: float = 0.0) -> Any:
         """Args: waits_s: that the call itself may wait."""
-        limit_s = waits_s + ANSWER_S
-        call = getattr(self.actor, method)
-        what = f"{method} <- trajectory queue"
-        return await call_until_answered(lambda: call.remote(*arguments), what, deadline_s=limit_s, notice_s=limit_s, late=self._late)
+        call = partial(getattr(self.actor, method).remote, *arguments)
+        return await call_until_answered(call, late=self._late, **_limits(method, waits_s))
 
     async def put(self, groups: list[StoredGroup]) -> None:
         """Hand over finished groups. Raises: ActorLost."""
@@ -64,13 +63,18 @@ class QueueClient:
                 held.append(next(prompts))
             if not places:
                 continue
-            self._admissions += 1
-            tickets: list[Ticket] = await self.ask("admit", held[:places], self._admissions)
+            tickets: list[Ticket] = await self._admissions.ask("admit", held[:places], **_limits("admit"))
             held = held[len(tickets) :]
             yield tickets
 
     async def sample_again(self, take: Callable[[list[Ticket]], None]) -> None:
         """Never returns: hand over the groups whose tokens were lost, whenever the queue reports some, to be sampled again."""
-        for number in itertools.count(1):
-            if tickets := await self.ask("take_lost", number, _POLL_S, waits_s=_POLL_S):
+        while True:
+            if tickets := await self._losses.ask("take_lost", _POLL_S, **_limits("take_lost", _POLL_S)):
                 take(tickets)
+
+
+def _limits(method: str, waits_s: float = 0.0) -> dict[str, Any]:
+    """Name and limits of a call. Args: waits_s: that the call itself may wait."""
+    limit_s = waits_s + ANSWER_S
+    return {"what": f"{method} <- trajectory queue", "deadline_s": limit_s, "notice_s": limit_s}

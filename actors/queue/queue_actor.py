@@ -19,7 +19,8 @@ _JOIN_S = 0.05
 class TrajectoryQueueActor(HeartbeatActor):
     """The queue as a Ray actor (async): its methods, publish and settle as one call, and waiting with a deadline.
 
-    Args of its methods: number: of the call, see NumberedCalls; the pool numbers its calls of each method, the correction service all.
+    Args of its methods: number: of the call, see NumberedCalls; the pool numbers its calls of each method, the correction service all. The
+    driver fills a queue once, and numbers `advance` by the version.
     """
 
     def __init__(self, *, groups_per_step: int, max_staleness: int) -> None:
@@ -29,9 +30,7 @@ class TrajectoryQueueActor(HeartbeatActor):
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         """For each waiting caller its condition, and the future that wakes it."""
         self._admissions, self._losses, self._of_service = NumberedCalls(), NumberedCalls(), NumberedCalls()
-        self._is_filled = False
-        self._advance: tuple[int, QueueSettlement | None] = (-1, None)
-        """Version of the last `advance`, and its answer."""
+        self._advances, self._filling = NumberedCalls(), NumberedCalls()
 
     def _notify(self) -> None:
         """Called after a change: wake the callers whose condition holds, and no others, because a run has thousands of changes."""
@@ -81,7 +80,7 @@ class TrajectoryQueueActor(HeartbeatActor):
 
         await self._of_service.once(number, lose)
 
-    async def take_lost(self, number: int, timeout_s: float) -> list[Ticket]:
+    async def take_lost(self, timeout_s: float, number: int = 0) -> list[Ticket]:
         """Groups to be sampled again, after waiting up to timeout_s for the first."""
 
         async def take() -> list[Ticket]:
@@ -128,13 +127,14 @@ class TrajectoryQueueActor(HeartbeatActor):
         Args: published: version that the engines get; None: this one.
         Returns: asked again for the same version, the same.
         """
-        last, settlement = self._advance
-        if settlement is None or version != last:
+
+        async def advance() -> QueueSettlement:
             self._queue.publish(version, published)
             self._queue.settle(trained)
-            settlement = QueueSettlement(self._queue.take_discarded(), self._queue.counts(), self._queue.outstanding())
-            self._advance = version, settlement
             self._notify()
+            return QueueSettlement(self._queue.take_discarded(), self._queue.counts(), self._queue.outstanding())
+
+        settlement: QueueSettlement = await self._advances.once(version, advance)
         return settlement
 
     async def waiting_for(self, version: int) -> str:
@@ -146,8 +146,10 @@ class TrajectoryQueueActor(HeartbeatActor):
 
     async def fill(self, contents: QueueContents) -> None:
         """Fill an empty queue. Only the first call does it; repeated ones change nothing."""
-        if not self._is_filled:
-            self._is_filled = True
+
+        async def fill() -> None:
             self._queue.fill(contents)
             if contents.advance is not None:  # at once: groups may have come into the places of those that it has trained
                 await self.advance(contents.advance[0], list(contents.drawn), contents.advance[1])
+
+        await self._filling.once(1, fill)

@@ -26,7 +26,7 @@ from actors.queue.payloads import checksums_of, disregard
 from actors.ranks.collective_calls import CollectiveCaller, all_of
 from actors.ranks.learner_rank_actor import ABORTABLE, LearnerRankActor
 from actors.settings.deadlines import wide_fields_call_s
-from correction.errors import StepAborted
+from correction.errors import ConfigError, StepAborted
 
 if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
     from correction.config import CorrectionConfig
@@ -36,7 +36,25 @@ if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
 _LEAST_POLL_S, _MOST_POLL_S = 0.2, 1.0
 """Seconds between two checks whether a checkpoint is written: a fifth of the time that it has taken so far, within these bounds."""
 _NAMED = 4
-"""Most ranks that a notice names."""
+"""Most ranks that a notice or an error names."""
+
+
+def refuse_a_mixture(infos: Sequence[ActorInfo]) -> None:
+    """Raises: ConfigError if the ranks' layers aren't of one kind: `auto` goes by what is installed where a rank is, and the parts of one
+    model would round in different ways."""
+    if len(chosen := sorted({info.layers for info in infos})) == 1:
+        return
+    found = []
+    for layers in chosen:
+        ranks = [info for info in infos if info.layers == layers]
+        names = ", ".join(info.name for info in ranks[:_NAMED]) + f" and {len(ranks) - _NAMED} more" * (len(ranks) > _NAMED)
+        hosts = ", ".join(sorted({info.host for info in ranks}))
+        found.append(f"{layers} on rank{'s' * (len(ranks) > 1)} {names} ({hosts})")
+    raise ConfigError(
+        f"learner.layers = auto: the ranks have chosen {' and '.join(found)}, by what is installed on their nodes, and a model has "
+        "layers of one kind",
+        remedy="Install the same packages on all nodes, or set learner.layers: local",
+    )
 
 
 class LearnerGroup:
@@ -59,6 +77,7 @@ class LearnerGroup:
         Args: made: is given the group before its ranks have started, so that ranks that never come up can be killed.
         Returns: the group, and for each rank its process id and metrics endpoint.
         Raises: ActorLost also past `start_s`: a rank that was stopped may answer again a moment later, but its start's answer is lost.
+            ConfigError if ranks have chosen different layers.
         """
         config, world_size, actor = places.config, places.config.world_size, sequential_actor(LearnerRankActor)
         ranks: list[Any] = [actor.options(**places.options(rank)).remote(config, rank, bind=bind) for rank in range(world_size)]
@@ -69,6 +88,7 @@ class LearnerGroup:
         master = await lost_if_late(in_time(ranks[0].address.remote(), "learner rank 0 -> a process"))
         starts = [r.start.remote(world_size, master, model, version) for r in ranks]
         infos = await lost_if_late(all_of(in_time(s, f"learner start <- rank {i}") for i, s in enumerate(starts)))
+        refuse_a_mixture(infos)
         group.start_took_s, group.node = time.monotonic() - began, infos[0].node
         return group, infos
 

@@ -102,8 +102,17 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         self._kept = KeptWeights(self._learner)
         self._version = version
         self._endpoint = MetricsEndpoint("learner", str(self._rank), bind=listen_address(self._bind))
-        detail = layers.describe(self._learner.config, self._learner.placement.device)
-        return ActorInfo("learner", str(self._rank), os.getpid(), self._endpoint.target, detail, ray.get_runtime_context().get_node_id())
+        config, device = self._learner.config, self._learner.placement.device
+        return ActorInfo(
+            "learner",
+            str(self._rank),
+            os.getpid(),
+            self._endpoint.target,
+            detail=layers.describe(config, device),
+            node=ray.get_runtime_context().get_node_id(),
+            host=node_address(),
+            layers=layers.choose(config, device),
+        )
 
     @names_failures
     def fetch(

@@ -33,7 +33,10 @@ _EVENT_STYLE = {"info": "cyan", "watch": "yellow", "warning": "yellow", "alarm":
 _MONITOR_LEVELS = ("ok", "watch", "alarm")
 """Words for the values of monitor/level."""
 _SPARKS, _SPARKS_WIDTH = "▁▂▃▄▅▆▇█", 14
-_LABEL_WIDTH = len("with staleness")
+_REWARD, _REJECTED, _WARNING = "reward/mean", "rejection/rejected_share", "monitor/level"
+_LEFT = (_REWARD, "learner/entropy", "mismatch/k3", "mismatch_and_staleness/k3", _REJECTED, _WARNING)
+"""Metrics in the left column of the panel."""
+_LABEL_WIDTH = max(len(CATALOGUE[name].label) for name in _LEFT)
 _RECENT_STEPS = 20
 _WORKERS_BY_NAME = 4
 """More workers than that are shown as a range."""
@@ -133,8 +136,8 @@ class _State:
         self.metrics = dict(metrics)
         if "held_out/accuracy" in metrics:
             self.take_evaluation(metrics)
-        if "reward/mean" in metrics:
-            self.rewards.append(metrics["reward/mean"])
+        if _REWARD in metrics:
+            self.rewards.append(metrics[_REWARD])
         if "time/step_s" in metrics:
             self._step_times.append(metrics["time/step_s"])
         step = int(metrics.get("step", 0))
@@ -165,24 +168,21 @@ class _State:
         table.add_column(no_wrap=True, ratio=1, overflow="ellipsis")
         table.add_column(style="dim", no_wrap=True)
         table.add_column(no_wrap=True)
-        left: list[tuple[str, RenderableType]] = [
-            ("reward", self._reward()),
-            ("entropy", shown(self.metrics, "learner/entropy")),
-            ("mismatch k3", shown(self.metrics, "mismatch/k3")),
-            ("with staleness", shown(self.metrics, "mismatch_and_staleness/k3")),
-            ("rejected", shown(self.metrics, "rejection/rejected_share", "{} of tokens")),
-            ("early warning", self._warning()),
-        ]
+        special: dict[str, RenderableType] = {
+            _REWARD: self._reward(),
+            _REJECTED: shown(self.metrics, _REJECTED, "{} of tokens"),
+            _WARNING: self._warning(),
+        }
         right = [
-            ("step time", shown(self.metrics, "time/step_s")),
+            (CATALOGUE["time/step_s"].label, shown(self.metrics, "time/step_s")),
             ("rollout", self._side("throughput/rollout_tokens_per_s", "wait/rollout_share")),
             ("learner", self._side("throughput/learner_tokens_per_s", "wait/learner_share")),
             ("staleness", self._staleness()),
             ("weights", shown(self.metrics, "weight_version", "version {}")),
             ("", ""),
         ]
-        for (name_1, value_1), (name_2, value_2) in zip(left, right, strict=True):
-            table.add_row(name_1, value_1, name_2, value_2)
+        for name, (label, value) in zip(_LEFT, right, strict=True):
+            table.add_row(CATALOGUE[name].label, special.get(name) or shown(self.metrics, name), label, value)
         return table
 
     def _lines(self) -> Table:
@@ -202,7 +202,7 @@ class _State:
     def _reward(self) -> str:
         if not self.rewards:
             return "-"
-        return f"{CATALOGUE['reward/mean'].text(self.rewards[-1])}  {sparkline(self.rewards, width=_SPARKS_WIDTH)}"
+        return f"{CATALOGUE[_REWARD].text(self.rewards[-1])}  {sparkline(self.rewards, width=_SPARKS_WIDTH)}"
 
     def _accuracy(self) -> str:
         if "held_out/accuracy" not in self.held_out:
@@ -228,28 +228,28 @@ class _State:
         return Text(self.phase + (f" ({duration(elapsed)})" if elapsed >= 2 else ""), style="cyan")
 
 
-_STEP_LINE = {
-    "reward": "reward/mean",
-    "step": "time/step_s",
-    "rollout": "throughput/rollout_tokens_per_s",
-    "learner": "throughput/learner_tokens_per_s",
-    "rollout waits": "wait/rollout_share",
-    "learner waits": "wait/learner_share",
-    "staleness": "staleness/mean",
-    "mismatch k3": "mismatch/k3",
-    "k3 with staleness": "mismatch_and_staleness/k3",
-    "rejected": "rejection/rejected_share",
-}
-"""What a line says of a step: words, and the metric."""
+_STEP_LINE = (
+    _REWARD,
+    "time/step_s",
+    "throughput/rollout_tokens_per_s",
+    "throughput/learner_tokens_per_s",
+    "wait/rollout_share",
+    "wait/learner_share",
+    "staleness/mean",
+    "mismatch/k3",
+    "mismatch_and_staleness/k3",
+    _REJECTED,
+)
+"""Metrics that a line says of a step."""
 
 
 def step_line(metrics: Mapping[str, float], total_steps: int) -> str:
     """A step in one line, for logs."""
-    parts = [f"{label} {shown(metrics, name)}" for label, name in _STEP_LINE.items() if name in metrics]
+    parts = [f"{CATALOGUE[name].label} {shown(metrics, name)}" for name in _STEP_LINE if name in metrics]
     if metrics.get("learner/optimizer_steps") == 0:
         parts.append(f"no update: {_why_no_update(metrics)}")
     if (level := _monitor_level(metrics)) not in ("", "ok"):
-        parts.append(f"early warning {level}")
+        parts.append(f"{CATALOGUE[_WARNING].label} {level}")
     return f"step {int(metrics.get('step', 0)):>{len(str(total_steps))}}/{total_steps}  " + "  ".join(parts)
 
 
@@ -337,4 +337,4 @@ def terminal_svg(folder: RunFolder, *, until_step: int | None = None) -> str:
 
 def _monitor_level(metrics: Mapping[str, float]) -> str:
     """ok, watch or alarm; "" for a step without diagnostics."""
-    return _MONITOR_LEVELS[int(metrics["monitor/level"])] if "monitor/level" in metrics else ""
+    return _MONITOR_LEVELS[int(metrics[_WARNING])] if _WARNING in metrics else ""

@@ -28,27 +28,28 @@ T = TypeVar("T")
 _MOST_EVENTS = 200
 _MOST_CLIPPED = 50
 _MOST_SAMPLE_CHARACTERS = 20_000
-_SUMMARY: tuple[tuple[str, str, Callable[[Sequence[float]], float]], ...] = (
-    ("step time, median", "time/step_s", statistics.median),
-    ("rollout, median", "throughput/rollout_tokens_per_s", statistics.median),
-    ("learner, median", "throughput/learner_tokens_per_s", statistics.median),
-    ("rollouts wait, median share of a step", "wait/rollout_share", statistics.median),
-    ("learner waits, median share of a step", "wait/learner_share", statistics.median),
-    ("k3 KL at staleness 0, largest of any batch", "mismatch/k3", max),
-    ("|log ratio| at staleness 0, largest", "mismatch/max_abs_log_ratio", max),
-    ("k3 KL of all tokens, largest of any batch", "mismatch_and_staleness/k3", max),
-    ("|log ratio| of all tokens, largest", "mismatch_and_staleness/max_abs_log_ratio", max),
-    ("probe: engine against learner, largest", "sync/probe_max_abs_difference", max),
-    ("staleness in versions, largest", "staleness/max", max),
-    ("trajectories with tokens of several versions", "staleness/mixed_version_share", statistics.fmean),
-    ("groups trained", "groups/trained_total", itemgetter(-1)),
-    ("groups discarded", "groups/discarded_total", itemgetter(-1)),
-    ("reward exceptions", "reward/exceptions_total", itemgetter(-1)),
-    ("reward time-outs", "reward/timeouts_total", itemgetter(-1)),
-    ("skipped steps", "steps/skipped_total", itemgetter(-1)),
-    ("steps skipped by a float16 overflow", "steps/overflowed_total", itemgetter(-1)),
+_MEDIAN, _MEAN, _LARGEST, _LAST = (", median", statistics.median), (", mean", statistics.fmean), (", largest", max), ("", itemgetter(-1))
+_SUMMARY: tuple[tuple[str, tuple[str, Callable[[Sequence[float]], float]]], ...] = (
+    ("time/step_s", _MEDIAN),
+    ("throughput/rollout_tokens_per_s", _MEDIAN),
+    ("throughput/learner_tokens_per_s", _MEDIAN),
+    ("wait/rollout_share", _MEDIAN),
+    ("wait/learner_share", _MEDIAN),
+    ("mismatch/k3", _LARGEST),
+    ("mismatch/max_abs_log_ratio", _LARGEST),
+    ("mismatch_and_staleness/k3", _LARGEST),
+    ("mismatch_and_staleness/max_abs_log_ratio", _LARGEST),
+    ("sync/probe_max_abs_difference", _LARGEST),
+    ("staleness/max", ("", max)),
+    ("staleness/mixed_version_share", _MEAN),
+    ("groups/trained_total", _LAST),
+    ("groups/discarded_total", _LAST),
+    ("reward/exceptions_total", _LAST),
+    ("reward/timeouts_total", _LAST),
+    ("steps/skipped_total", _LAST),
+    ("steps/overflowed_total", _LAST),
 )
-"""Rows of the summary: words, the metric, and what of its values in all steps."""
+"""Rows of the summary: the metric; and what is shown of its values in all steps, with words for that which follow the metric's label."""
 _ELAPSED = "time/elapsed_s"
 
 
@@ -57,7 +58,7 @@ def write_report(folder: RunFolder) -> Path:
 
     Returns: path of report.html in the run folder.
     """
-    shown = those_of([*PLOTTED, *(name for _, name, _ in _SUMMARY), _ELAPSED])
+    shown = those_of([*PLOTTED, *(name for name, _ in _SUMMARY), _ELAPSED])
     steps = StepColumns(folder.each_step(shown))
     evaluations, events = folder.read_evaluations(), folder.read_events()
     config, warnings = folder.read_config(), folder.read_monitor_events()
@@ -101,9 +102,9 @@ def summary_rows(steps: StepColumns, evaluations: Sequence[StepMetrics], config:
     if _ELAPSED in last.finite():
         rows.append(("wall time", duration(last[_ELAPSED])))
     rows.append(("steps", f"{last.step} of {config['steps']}" if "steps" in config else str(last.step)))
-    for label, name, over_steps in _SUMMARY:
+    for name, (which, over_steps) in _SUMMARY:
         if values := steps.values(name):
-            rows.append((label, CATALOGUE[name].text(over_steps(values))))
+            rows.append((CATALOGUE[name].label + which, CATALOGUE[name].text(over_steps(values))))
     return rows
 
 

@@ -33,6 +33,8 @@ _LEAST_DISTANCE = 1e-8    # nats; smaller ones, 0 among them, are drawn there on
 _INK, _GRID = "#010203", "#040506"    # stand-ins for the page's own colours, which are put in afterwards
 _ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "fontsize": 9, "handlelength": 1.2, "borderaxespad": 0.1}
 """Where a legend hides no curve."""
+_LEGEND_CHARACTERS = 70
+"""Most characters of a legend in one row."""
 _MARKS: dict[State, Any] = {
     State.WATCH: {"color": COLOURS[1], "linestyle": ":", "linewidth": 1.2},
     State.ALARM: {"color": COLOURS[4], "linestyle": "--", "linewidth": 1.2},
@@ -100,14 +102,6 @@ class _Curves:
         return _Scale.LOG if self.is_logarithmic else _Scale.SHARE if self.unit is Unit.SHARE else _Scale.LINEAR
 
 
-_LABELS = {
-    "mismatch/k3": "staleness 0",
-    "mismatch/log_ratio_std": "staleness 0",
-    "mismatch_and_staleness/k3": "all tokens",
-    "mismatch_and_staleness/log_ratio_std": "all tokens",
-    "mismatch_and_staleness/max_abs_log_ratio": f"{CATALOGUE['mismatch_and_staleness/max_abs_log_ratio'].label}, all tokens",
-}
-"""Legends of metrics that are drawn next to the same of other tokens."""
 _CURVES = (
     _Curves(
         "Reward",
@@ -265,7 +259,8 @@ def draw_curves(curves: _Curves, steps: StepColumns, warnings: Sequence[Event] =
             if event.state in _MARKS:
                 axes.axvline(event.step, zorder=0.5, **_MARKS[event.state])
         if len(series) > 1:
-            axes.legend(ncols=4, columnspacing=1.2, **_ABOVE)
+            is_long = sum(len(label) for label, *_ in series) > _LEGEND_CHARACTERS
+            axes.legend(ncols=2 if is_long else 4, columnspacing=1.2, **_ABOVE)
         axes.set_ylabel(curves.y_label or curves.unit)
         _value_axis(axes, curves.scale, [y for _, _, y in series])
         _step_axis(axes, [step for _, x, _ in series for step in (x[0], x[-1])])
@@ -341,7 +336,7 @@ def _series(name: str, steps: StepColumns) -> list[tuple[str, np.ndarray, np.nda
 
 
 def _label(name: str) -> str:
-    return _LABELS.get(name) or (CATALOGUE[name].label if name in CATALOGUE else name)
+    return CATALOGUE[name].label if name in CATALOGUE else name
 
 
 def _step_axis(axes: Axes, steps: Sequence[int]) -> None:

@@ -65,7 +65,7 @@ class Quantity:
 
     unit: Unit
     label: str
-    """A few words for a table or an axis."""
+    """Its name for people, in a few words: in a line, a table, a legend."""
     help: str
     """One sentence."""
     of: str = ""
@@ -142,7 +142,7 @@ tokens whose forward pass came before the first update."""
 
 def _of(tokens: str, prefix: str, label: str) -> dict[str, Quantity]:
     return {
-        f"{prefix}{name}": _Q(one.unit, f"{label}: {one.label}", f"{one.help[:-1]}; {tokens}.", one.of, one.digits)
+        f"{prefix}{name}": _Q(one.unit, f"{label} {one.label}", f"{one.help[:-1]}; {tokens}.", one.of, one.digits)
         for name, one in GAP.items()
     }
 

@@ -29,6 +29,7 @@ from correction.diagnostics.diagnose import clipped_tokens, diagnose
 from correction.early_warning.monitor import Monitor
 from correction.presets.methods import PRESETS
 from correction.settings.schedule import needs_proximal_forward, needs_topk
+from lab.weight_buckets import weight_buckets
 from learner.config import LearnerConfig
 from learner.kept_weights import KeptWeights
 from learner.learner_rank import LearnerRank
@@ -141,7 +142,7 @@ def ask(folder: Path) -> None:
         for found in (kept.at_sampling(batch, oldest=0), learner.reference_logprobs(batch), learner.proximal(batch).logprobs):
             assert bool(found[batch.loss_mask].isfinite().all())
         assert learner.step(read_only(defer(batch, tis)), tis, step=1).optimizer_steps == 1
-        for bucket in map(read_only, learner.weight_buckets()):
+        for bucket in map(read_only, weight_buckets(learner)):
             require_checksums([bucket], {name: bucket.checksums()[name] for name in bucket.tensors()})
     for replay in ("rollout", "recompute"):
         with learner_on(folder / "moe", routing_replay=replay, optimizer_steps_per_batch=2) as learner:

@@ -223,6 +223,16 @@ def test_engines_of_several_gpus_are_counted_by_node() -> None:
         assert len(of_gpus) == (said is not None) and all(text.startswith(said or "") for text in of_gpus), of_gpus
 
 
+def test_ranks_with_a_share_are_counted_by_gpu() -> None:
+    """Of 16 GPUs each holds one rank of 0.6, though the shares of 20 are 12 in all; and a rank doesn't wait as a worker does."""
+    ranks = ("learner.tensor_parallel=1", "learner.sequence_parallel=false", "learner.gpus_per_rank=0.6")
+    shares = (*ranks, "weight_sync.transport=object_store")
+    said = {count: found(LOCAL, *shares, f"learner.data_parallel={count}", "rollout.workers=1") for count in (12, 20)}
+    assert said[12] == []
+    (complaint,) = said[20]
+    assert complaint.severity == "fail" and "has room for 16 groups" in complaint.sentence
+
+
 def test_hosts_that_detect_their_gpus_are_not_judged_by_them(tmp_path: Path) -> None:
     bare = tmp_path / "cluster.yaml"
     bare.write_text(LOCAL.read_text().replace("--num-gpus=8 ", ""))

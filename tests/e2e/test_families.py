@@ -19,6 +19,7 @@ import torch
 from correction.batch import PackedBatch
 from correction.correct import correct
 from correction.engines.weight_bucket import WeightBucket
+from lab.weight_buckets import weight_buckets
 from learner.hf.families import FAMILIES
 from learner.learner_rank import LearnerRank
 from rollout.engine.engine import RolloutEngine
@@ -90,7 +91,7 @@ def family_engine(folder: Path, engine_loop: BackgroundLoop) -> Iterator[Rollout
 
 
 def copies(learner: LearnerRank) -> list[WeightBucket]:
-    return [WeightBucket.of(bucket.tensors()) for bucket in learner.weight_buckets(bucket_bytes=50_000)]
+    return [WeightBucket.of(bucket.tensors()) for bucket in weight_buckets(learner, bucket_bytes=50_000)]
 
 
 def worst(batch: PackedBatch, learner: LearnerRank, version: int) -> float:

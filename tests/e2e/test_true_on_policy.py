@@ -31,6 +31,7 @@ from correction.config import CorrectionConfig
 from correction.correct import defer
 from correction.engines.agreement import compare
 from correction.engines.weight_bucket import WeightBucket
+from lab.weight_buckets import weight_buckets
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
 from learner.model.inputs import find_shared_prefixes
@@ -278,7 +279,7 @@ def train(engine: RolloutEngine, learner: LearnerRank, loop: BackgroundLoop, ste
         agreement = compare(batch, result.target_logprobs)
         assert agreement.tokens == result.trained_tokens
         found.append(agreement.differing)
-        loop.run(engine.update_weights(engine.version + 1, list(learner.weight_buckets())))
+        loop.run(engine.update_weights(engine.version + 1, list(weight_buckets(learner))))
     return found
 
 

@@ -15,6 +15,7 @@ import torch
 from actors.record.probe_watch import ProbeLimits
 from correction.engines.checksum import compare_checksums
 from correction.engines.weight_bucket import WeightBucket
+from lab.weight_buckets import weight_buckets
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
 from rollout.engine.engine import RolloutEngine
@@ -44,7 +45,7 @@ def train(learner: LearnerRank, seed: int) -> None:
 
 async def on_the_wire(learner: LearnerRank) -> AsyncIterator[WeightBucket]:
     """Several small buckets, one after the other, as the sync sends them."""
-    for bucket in learner.weight_buckets(64 << 10):
+    for bucket in weight_buckets(learner, 64 << 10):
         yield bucket
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from lab.ports import free_port
+from lab.weight_buckets import weight_buckets
 from learner.config import LearnerConfig
 from learner.hf.families import family_of
 from learner.hf.model_family import HeadShape
@@ -131,7 +132,7 @@ def gradients(learner: LearnerRank) -> dict[str, Tensor]:
 
 
 def weights(learner: LearnerRank) -> dict[str, Tensor]:
-    return {name: tensor for bucket in learner.weight_buckets() for name, tensor in bucket.tensors().items()}
+    return {name: tensor for bucket in weight_buckets(learner) for name, tensor in bucket.tensors().items()}
 
 
 def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:

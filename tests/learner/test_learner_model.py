@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DataError
+from lab.weight_buckets import weight_buckets
 from learner.hf import families
 from learner.hf.hf_folder import read_config
 from learner.model import model
@@ -131,7 +132,7 @@ def test_weights_come_back_bit_for_bit(tmp_path: Path, family: str, tie: bool) -
         learner.save_hf(tmp_path / "out")
         learner.save_hf(tmp_path / "out")  # again, in place
         checksums = learner.weight_checksums()
-        buckets = list(learner.weight_buckets(bucket_bytes=10_000))
+        buckets = list(weight_buckets(learner, bucket_bytes=10_000))
     before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -81,6 +81,14 @@ def test_a_driver_beside_ranks_takes_memory_of_its_own() -> None:
     assert sizes[1] - sizes[0] == pytest.approx(47.7 - fetched_by_ranks, abs=1.5)
 
 
+def test_ranks_with_a_share_take_memory_for_each_gpu() -> None:
+    """Eight GPUs hold eight ranks of 0.6, though their shares would be 13."""
+    ranks = ("learner.tensor_parallel=1", "learner.sequence_parallel=false", "learner.data_parallel=16", "learner.gpus_per_rank=0.6")
+    shares = (*ranks, "weight_sync.transport=object_store")
+    said = [c.sentence for c in on_nodes([node(name=name, memory=64 << 30) for name in "ab"], eight("ray.address=auto", *shares), DENSE)]
+    assert any("a: 8 ranks would take up to" in text for text in said), said
+
+
 def test_a_learner_leaves_nodes_with_rollout_units_to_the_engines() -> None:
     """Sixteen of each on four nodes, of which two take engines: whichever Ray names first."""
     nodes = [node(name="a"), node(name="b", rollout_units=0.0), node(name="c"), node(name="d", rollout_units=0.0)]

@@ -17,8 +17,9 @@ from actors.metrics.step_metrics import MetricError, StepMetrics, is_listed, loo
 from actors.record.metric_views import TensorBoardView, open_views, views_from_an_earlier_step
 from actors.record.run_folder import RunFolder, _parse_event
 from actors.record.step_sources import _placed, diagnostic_metrics
-from actors.record.terminal import step_line
-from actors.reports.report import summary_rows
+from actors.record.terminal import _STEP_LINE, step_line
+from actors.reports.report import _SUMMARY, summary_rows
+from actors.reports.report_plots import _CURVES
 from actors.reports.step_columns import StepColumns
 from correction import CorrectionConfig, correct, diagnose, loss_metrics, policy_loss
 from correction.diagnostics.quantities import DIAGNOSTICS, LOSS_METRICS, Quantity, Unit, of_family
@@ -124,8 +125,8 @@ def test_only_the_kl_to_the_start_model_is_told_as_such(anchor: str, place: str)
 
 
 def test_a_number_of_the_correction_is_described_at_its_source_alone() -> None:
-    """Its metric has the unit, label and meaning of its quantity, to which a run may add a sentence. No two sources use one name: the
-    loss's drift is over all passes of a batch, that of the diagnostics over the first ones."""
+    """Its metric has the unit, label and meaning of its quantity, to which a run may add a word and a sentence. No two sources use one
+    name: the loss's drift is over all passes of a batch, that of the diagnostics over the first ones."""
     assert not DIAGNOSTICS.keys() & LOSS_METRICS.keys()
     for name in ("drift_k3_kl", "drift_from_behavior_k3_kl"):
         assert "all passes" in LOSS_METRICS[f"batch_{name}"].help and "first pass" in DIAGNOSTICS[name].help
@@ -136,7 +137,9 @@ def test_a_number_of_the_correction_is_described_at_its_source_alone() -> None:
         by_place |= {place: name for place, name in elsewhere.items() if name in quantities}
         for place, name in by_place.items():
             metric, source = CATALOGUE[place], quantities[name]
-            assert (metric.unit, metric.label, metric.of) == (source.unit, source.label, source.of) and metric.help.startswith(source.help)
+            assert (metric.unit, metric.of) == (source.unit, source.of) and metric.help.startswith(source.help)
+            overall = "overall " * place.startswith("mismatch_and_staleness/")  # a run shows mismatch alone next to it
+            assert metric.label == overall + source.label
             compared += 1
     assert compared == 14 + 3 + 4
     assert isinstance(CATALOGUE["time/step_s"], Quantity)
@@ -175,8 +178,17 @@ def test_a_value_is_written_alike_in_a_log_line_and_in_the_report(name: str, val
     """Both take it from the catalogue, which has digits for each unit and for single metrics."""
     assert shown({name: value}, name) == text and shown({}, name) == "-"
     metrics = StepMetrics(1, {name: value})
-    assert {part.partition(" ")[2] for part in step_line(metrics, 1).split("  ")[1:]} <= {text, f"waits {text}", f"k3 {text}", ""}
-    assert {shown_there for label, shown_there in summary_rows(StepColumns([metrics]), [], {})} <= {text, "1"}
+    label = CATALOGUE[name].label if name in CATALOGUE else ""
+    assert set(step_line(metrics, 1).split("  ")[1:]) <= {f"{label} {text}", ""}
+    for row, shown_there in summary_rows(StepColumns([metrics]), [], {}):
+        assert (row, shown_there) == ("steps", "1") or (row.startswith(label) and shown_there == text)
+
+
+def test_numbers_that_are_shown_together_have_labels_of_their_own() -> None:
+    """In a step's line, in the report's summary and in each of its pictures."""
+    for names in (_STEP_LINE, [name for name, _ in _SUMMARY], *(curves.names for curves in _CURVES)):
+        labels = [CATALOGUE[name].label for name in names]
+        assert len(set(labels)) == len(labels), labels
 
 
 def test_absent_is_absent() -> None:

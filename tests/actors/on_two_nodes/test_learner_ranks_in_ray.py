@@ -50,7 +50,8 @@ UNHASHED = replace(PLAN, checksums=False)
 async def learner(folder: Path, **settings: Any) -> AsyncIterator[LearnerGroup]:
     config = LearnerConfig(data_parallel=2, device="cpu", learning_rate=1e-2, collective_timeout_s=120.0, **settings)
     model = save_model(folder / "model")
-    group, _ = await LearnerGroup.start(RankPlaces(config, {}), model, version=0, bind="127.0.0.1", start_s=300.0, step_s=120.0)
+    group, infos = await LearnerGroup.start(RankPlaces(config, {}), model, version=0, bind="127.0.0.1", start_s=300.0, step_s=120.0)
+    assert [info.layers for info in infos] == ["local", "local"] and all(info.host for info in infos)
     try:
         yield group
     finally:

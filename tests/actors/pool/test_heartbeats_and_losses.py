@@ -32,9 +32,9 @@ def test_a_queue_that_is_silent_for_ninety_seconds_costs_no_worker(monkeypatch: 
         for name in ("put", "wait_for_places", "admit"):
             method: Callable[..., Awaitable[Any]] = getattr(world.queue, name)
 
-            async def late(*arguments: Any, method: Callable[..., Awaitable[Any]] = method) -> Any:
+            async def late(*arguments: Any, method: Callable[..., Awaitable[Any]] = method, **named: Any) -> Any:
                 await asyncio.sleep(max(0.0, silent_until - world.now))
-                return await method(*arguments)
+                return await method(*arguments, **named)
 
             monkeypatch.setattr(world.queue, name, late)
         await world.all_done(8)

@@ -92,7 +92,7 @@ def test_a_finished_group_outlives_its_worker_and_goes_with_its_node(cluster: Cl
     groups, lost = asyncio.run(fetched(stored[2:], deadline_s=60.0))
     assert (groups, lost) == ([finished[2]], {3: GONE})
     ray.get(queue.lose.remote(list(lost)), timeout=60)
-    assert [ticket.group_id for ticket in ray.get(queue.take_lost.remote(1, 5.0), timeout=60)] == [3]
+    assert [ticket.group_id for ticket in ray.get(queue.take_lost.remote(5.0), timeout=60)] == [3]
     follows = "its workers' groups go to others; of finished groups those whose tokens lay there are sampled again"
     Measured("node of rollout workers removed", follows, None, "1 group of 2 that were finished there", "a real node").write()
 

@@ -10,7 +10,7 @@ from actors.carriers import Ticket
 from actors.queue.outstanding import Outstanding
 from actors.queue.payloads import fetched, whole_snapshot
 from actors.queue.queue_actor import TrajectoryQueueActor
-from correction.errors import LateError
+from correction.errors import DataError, LateError
 from tests.actors.cases import FakeActor, group, prompts, stored
 
 
@@ -53,6 +53,9 @@ def test_a_checkpoint_has_the_groups_that_are_left_and_samples_the_others_again(
         await again.fill(under_way.contents())  # a call that ran, and whose answer was lost
         drawn = await again.draw(0, 2, 5.0)
         assert await fetched(drawn, deadline_s=5.0) == ([finished[0], finished[2]], {})
+        for _ in range(2):  # a refusal is told again, too
+            with pytest.raises(DataError, match="needs an empty queue"):
+                await actor.fill(under_way.contents())
 
     asyncio.run(scenario())
 

@@ -141,7 +141,7 @@ def test_wide_fields_go_to_the_ranks_and_are_gone_when_trained(cluster: Cluster,
             gone = run.nodes.pop()
             cluster.remove_node(gone)
             training = asyncio.create_task(run.train())
-            lost: list[Ticket] = await run.queue.take_lost.remote(1, 60.0)
+            lost: list[Ticket] = await run.queue.take_lost.remote(60.0)
             assert [ticket.group_id for ticket in lost] == [13, 15] and not training.done()
             await run.sample(lost, run.workers[:1])
             batch, result = await training

@@ -234,7 +234,7 @@ def test_a_group_whose_wide_fields_are_lost_is_sampled_again_before_the_step(mon
 
             for ticket in admitted:
                 await put(ticket, f"group {ticket.group_id}")
-            again = await scene.queue.take_lost(1, 5.0)
+            again = await scene.queue.take_lost(5.0)
             assert again == [admitted[2]] and not waiting.done()
             await put(again[0], "group 2 again")
             prepared = await waiting

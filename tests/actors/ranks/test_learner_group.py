@@ -6,7 +6,7 @@ A played rank is the real side of a rank, whose calls come one after the other; 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +14,15 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from actors.part_carriers import WaitNotice
+from actors.cluster.placement import RankPlaces
+from actors.part_carriers import ActorInfo, WaitNotice
+from actors.ranks import learner_group
 from actors.ranks.collective_calls import NumberedRank, collective
 from actors.ranks.learner_group import LearnerGroup
 from correction.config import CorrectionConfig
-from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, StepAborted
+from correction.errors import ActorLost, ActorUnavailable, ConfigError, DeadlineExceeded, EngineError, StepAborted
+from learner.config import LearnerConfig
+from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate
 
 LOST = ray.exceptions.ActorUnavailableError("the connection was lost", b"1" * 16)
@@ -122,6 +126,48 @@ class Rank:
             while len(there) < 2:
                 await asyncio.sleep(0.1)
         return found
+
+
+class Starting:
+    """A rank that says which layers it has when it comes up."""
+
+    def __init__(self, info: ActorInfo) -> None:
+        self._info = info
+
+    async def address(self) -> tuple[str, int]:
+        return "10.0.0.1", 1
+
+    async def start(self, world_size: int, master: tuple[str, int], model: Path, version: int) -> ActorInfo:
+        return self._info
+
+
+async def started(monkeypatch: pytest.MonkeyPatch, infos: list[ActorInfo]) -> list[LearnerGroup]:
+    """The group as it was when its ranks were made, whose start has come to its end or has raised."""
+    made: list[LearnerGroup] = []
+    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda config, rank, bind: FakeActor(Starting(infos[rank]))))
+    monkeypatch.setattr(learner_group, "sequential_actor", lambda _: actor)
+    places = RankPlaces(LearnerConfig(data_parallel=len(infos), device="cpu"), {})
+    await LearnerGroup.start(places, MODEL, version=0, bind="127.0.0.1", start_s=10.0, step_s=STEP_S, made=made.append)
+    return made
+
+
+def info(rank: int, layers: str, host: str) -> ActorInfo:
+    return ActorInfo("learner", str(rank), 1, "127.0.0.1:1", host=host, layers=layers)
+
+
+def test_ranks_with_layers_of_two_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TransformerEngine is installed on one node and not on the other; parts of one model would round in different ways."""
+    alike = [info(rank, "local", f"10.0.0.{1 + rank // 8}") for rank in range(16)]
+    (group,) = asyncio.run(started(monkeypatch, alike))
+    assert group.version == 0
+    mixed = [replace(one, layers="transformer_engine") if one.host == "10.0.0.1" else one for one in alike[:9]]
+    with pytest.raises(ConfigError) as raised:
+        asyncio.run(started(monkeypatch, mixed))
+    assert str(raised.value) == (
+        "learner.layers = auto: the ranks have chosen local on rank 8 (10.0.0.2) and transformer_engine on ranks 0, 1, 2, 3 and 4 more "
+        "(10.0.0.1), by what is installed on their nodes, and a model has layers of one kind. Install the same packages on all nodes, "
+        "or set learner.layers: local"
+    )
 
 
 def played(scenario: Any) -> list[Rank]:

@@ -52,8 +52,8 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
         "a run",
         "... starting engines 1/2",
         "warning: a reward [red]raised[/red]",
-        "step  3/10  reward 0.750  step 2.00 s  rollout 1,234 tokens/s  learner 5,678 tokens/s  rollout waits 12%  learner waits 34%  "
-        "staleness 0.50  mismatch k3 3e-13 nats  rejected 1.00%",
+        "step  3/10  reward 0.750  step time 2.00 s  rollout speed 1,234 tokens/s  learner speed 5,678 tokens/s  rollout waits 12%  "
+        "learner waits 34%  mean staleness 0.50  mismatch k3 KL 3e-13 nats  rejected 1.00%",
         "held-out accuracy 0.500 [0.460, 0.540] on 512 problems, weight version 0",
         "the end",
     ]

@@ -317,7 +317,7 @@ def test_groups_whose_tokens_are_lost_are_sampled_again() -> None:
         waiting = asyncio.create_task(scene.next_batch(0))
         finished = [answered(ticket) for ticket in tickets]
         await scene.queue.put(stored(*finished, lost=(1, 3)))
-        again = await scene.queue.take_lost(1, 5.0)
+        again = await scene.queue.take_lost(5.0)
         assert [ticket.group_id for ticket in again] == [1, 3] and not waiting.done()
         counts = scene.queue._queue.counts()
         assert (counts["admitted"], counts["in_flight"], counts["drawn"], counts["discarded"]) == (GROUPS, 2, 2, 0)
