@@ -150,6 +150,13 @@ def test_an_engine_without_a_run_has_the_types_of_a_run_s(overrides: str, has_gp
         with_engine_types(config("learner.dtype=float32"), has_gpu=True)
 
 
+@pytest.mark.parametrize(("switch", "has_gpu"), [("true", False), ("false", False), ("true", True)])
+def test_an_engine_without_a_run_has_the_operators_of_a_run_s(switch: str, has_gpu: bool) -> None:
+    """So that `evenkeel eval` of a true on-policy run's recipe measures what the run's own evaluation did; a run on GPUs is refused."""
+    engine = with_engine_types(config(f"true_on_policy={switch}"), has_gpu=has_gpu).rollout.engine
+    assert engine.batch_invariant == (switch == "true" and not has_gpu)
+
+
 def test_layers_for_gpus_wait_for_the_device_to_be_known() -> None:
     """A driver without a GPU may start a run on a cluster that has them."""
     wanted = config("learner.layers=transformer_engine")
