@@ -59,6 +59,9 @@ def find_resume_point(
         return with_absolute_paths(config_that_ran(folder)), now
 
     before, config = by_disk_at_start(then_and_now, "the run's config.yaml")
+    # Until the run's deadlines are derived anew, those that it had: its checkpoints are as large as ever.
+    had = {name: getattr(before.deadlines, name) for name in before.deadlines.DERIVED}
+    config = config.model_copy(update={"deadlines": config.deadlines.derived(had)})
     point = read_at_start(lambda reading: newest_readable(folder, reading=reading) if folder.checkpoints() else None, config.deadlines)
     if point is None:
         return config, None

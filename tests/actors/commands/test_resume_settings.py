@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from actors.commands.resume_point import find_resume_point, run_config, with_derived_settings
-from actors.config import RunConfig
+from actors.config import DeadlinesConfig, RunConfig
 from actors.record.run_folder import RunFolder
+from actors.settings.deadlines import with_deadlines
 from actors.settings.derived import derived
 
 
@@ -24,3 +25,12 @@ def test_groups_of_engines_with_another_derived_type_are_sampled_again(folder: R
         assert len(point.state.queue.finished) == kept and len(point.state.queue.in_flight) == 2 - kept
         said = [text for _, text in point.notes if "follow from others" in text]
         assert len(said) == (not kept) and all("rollout.engine.dtype float32 -> bfloat16" in text for text in said)
+
+
+def test_a_checkpoint_is_read_with_the_deadlines_that_the_run_had(folder: RunFolder) -> None:
+    """Derived from a large model: what is read before they are derived anew must not be late by the defaults."""
+    ran = with_deadlines(run_config(folder, ()).model_copy(update={"deadlines": DeadlinesConfig()}), 10**12)
+    folder.write_config(ran)
+    config, _ = find_resume_point(folder, ["deadlines.step_s=77"])
+    assert config.deadlines.disk_s == ran.deadlines.disk_s > 10 * DeadlinesConfig().disk_s and config.deadlines.step_s == 77
+    assert not config.deadlines.is_given("checkpoint_s"), "the next derivation replaces it"
