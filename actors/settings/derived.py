@@ -132,7 +132,8 @@ def _engine_on_device(config: RunConfig, has_gpu: bool) -> EngineConfig:
 def with_derived(settings: Section, values: Mapping[str, Any], place: str) -> Section:
     """The section with these values where it isn't given others, validated as if the recipe had given them.
 
-    Raises: ConfigError for values that the section refuses. Args: place: of the section, for the error.
+    Args: place: of the section, for the error.
+    Raises: ConfigError for values that the section refuses.
     """
     try:
         return settings.derived(values)
