@@ -36,8 +36,10 @@ class InitConfig(Settings):
     """Questions from which the tokenizer learns its words."""
 
 
-class RayConfig(Settings):
+class RayConfig(DerivedSettings):
     """Which Ray cluster the actors live on."""
+
+    DERIVED: ClassVar[frozenset[str]] = frozenset({"num_cpus"})
 
     address: str | None = None
     """Address of a running cluster ("auto", "host:port", "ray://..."); empty starts a private one on this machine."""
@@ -55,8 +57,10 @@ class RayConfig(Settings):
     """Join a cluster that asks for no token, although anybody who reaches it can run code as you. For closed networks."""
 
 
-class WeightSyncConfig(Settings):
+class WeightSyncConfig(DerivedSettings):
     """How new weights reach the engines."""
+
+    DERIVED: ClassVar[frozenset[str]] = frozenset({"max_probe_difference"})
 
     transport: Literal["object_store", "broadcast"] = "object_store"
     """object_store: each node reads the learner's copy from Ray's object store. broadcast: torch.distributed, from the learner's rank 0 to

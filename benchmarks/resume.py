@@ -40,6 +40,7 @@ from actors.state.ledger import Ledger, outstanding_ids
 from actors.state.queue_snapshot import QueueSnapshot
 from actors.state.resume import TrainingState, open_ledger
 from benchmarks.sides import NANO_RECIPE, options, scratch
+from correction.settings.base import dump_with_derived
 from rollout.tasks.chat import ChatEncoder, load_tokenizer
 from rollout.tasks.prompt_place import PromptPlace
 from rollout.tasks.tasks import Task, build_task
@@ -104,7 +105,7 @@ def write_run(base: Path, model: Path, save: SavePolicy, prompts: int, groups: i
 def save_checkpoint(folder: RunFolder, config: RunConfig, model: Path, save: SavePolicy, ledger: Ledger, steps: int) -> None:
     task = questions(config, model)
     queue = snapshot(task, steps, config.groups_per_step)
-    settings = config.model_dump(mode="json")
+    settings = dump_with_derived(config)
     with folder.checkpoint(steps) as checkpoint:
         save(checkpoint)
         mark = ledger.flush(queue)

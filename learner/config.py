@@ -25,7 +25,9 @@ _NOT_BUILT = {
 class LearnerConfig(DerivedSettings):
     """How a corrected batch becomes new weights."""
 
-    DERIVED: ClassVar[frozenset[str]] = frozenset({"collective_timeout_s"})
+    DERIVED: ClassVar[frozenset[str]] = frozenset(
+        {"dtype", "layers", "batch_invariant", "distributed_optimizer", "tokens_per_microbatch", "collective_timeout_s"}
+    )
     FORMER_NAMES: ClassVar[dict[str, str]] = {"fixed_order": "batch_invariant"}
 
     data_parallel: int = Field(default=1, ge=1, le=10**5)
@@ -44,7 +46,8 @@ class LearnerConfig(DerivedSettings):
     expert_parallel: int = Field(default=1, ge=1, le=10**5)
     """Ranks of a stage over which its experts are spread; tokens travel to them. Divides data_parallel * tensor_parallel."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where a rank computes; auto is cuda where this machine, or the cluster of ray.address, has a GPU."""
+    """Where a rank computes; auto is cuda where this machine, or the cluster of ray.address, has a GPU. A run decides that when it starts,
+    and its config.yaml has what was decided: a resumed run computes where it computed."""
     gpus_per_rank: float = Field(default=1.0, gt=0, le=1)
     """Share of a GPU that a rank asks for, and the share of its memory that it may take. Below 1 an engine fits on the same GPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -59,7 +62,7 @@ class LearnerConfig(DerivedSettings):
     float32_head: bool = False
     """Compute the output head in float32 even if the weights are bfloat16; this takes a float32 copy of the head's matrix during a pass."""
     batch_invariant: bool = False
-    """Batch-invariant operators, for true on-policy training. In a run this is what true_on_policy says, as for the engines."""
+    """Batch-invariant operators, for true on-policy training. In a run this follows from true_on_policy, for engines and learner alike."""
     threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads of each rank. 1 is the safe choice if ranks and engines share cores."""
     seed: int = 1234

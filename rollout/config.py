@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from correction.errors import ConfigError
-from correction.settings.base import Settings
+from correction.settings.base import DerivedSettings, Settings
 from rollout.engine_settings.engine_config import EngineConfig
 from rollout.pool_size import PoolSizeConfig
 
@@ -318,8 +318,10 @@ class PenaliseOverlong(Settings):
 OverlongConfig = Annotated[TrainOverlong | MaskOverlong | PenaliseOverlong, Field(discriminator="kind")]
 
 
-class RolloutConfig(PoolSizeConfig):
+class RolloutConfig(PoolSizeConfig, DerivedSettings):
     """What happens to a prompt."""
+
+    DERIVED: ClassVar[frozenset[str]] = frozenset({"slots"})
 
     gpus_per_worker: PositiveFloat = Field(default=1.0, le=1)
     """Share of a GPU that a worker asks for. Below 1, a learner's rank or another worker can use the same GPU. Not used on a CPU; must be 1
@@ -379,21 +381,19 @@ class RolloutConfig(PoolSizeConfig):
         """Most groups that a worker has under way."""
         return self.slots or 2 * -(-self.engine.max_running_requests // self.sampling.samples_per_group)
 
-    def max_prompt_tokens(self, model_context: int) -> int:
-        """Longest prompt that can be asked: task.max_prompt_tokens, or what max_tokens leaves of the context.
+    def with_context(self, model_context: int) -> Self:
+        """With the context of the engines decided. Args, Raises: as EngineConfig.with_context."""
+        return self.model_copy(update={"engine": self.engine.with_context(model_context)})
 
-        Args:
-            model_context: context length from the model's own config, tokens.
-        Raises: ConfigError if no room is left, or the engine's context is longer than the model's.
+    @property
+    def longest_prompt(self) -> int:
+        """Longest prompt that can be asked, tokens: task.max_prompt_tokens, or what max_tokens leaves of the engine's context.
+
+        Raises: ConfigError if no room is left, or the context isn't decided yet.
         """
-        if self.engine.context_length is not None and self.engine.context_length > model_context:
-            said = f"rollout.engine.context_length = {self.engine.context_length} is more than the model's context of {model_context} "
-            raise ConfigError(f"{said}tokens (max_position_embeddings in its config.json)", remedy="lower it, or leave it out")
-        room = (self.engine.context_length or model_context) - self.sampling.max_tokens
+        context = self.engine.resolved_context
+        room = context - self.sampling.max_tokens
         if room < 1:
-            raise ConfigError(
-                f"rollout.sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt in the model's context of "
-                f"{model_context} tokens",
-                remedy="lower it",
-            )
+            said = f"rollout.sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt"
+            raise ConfigError(f"{said} in the model's context of {context} tokens", remedy="lower it")
         return min(room, self.task.max_prompt_tokens or room)

@@ -292,7 +292,7 @@ MAY_CATCH_DATA_ERRORS = {
     "learner/hf/model_check.py::check_trainable": "raised again with the folder's name",
     "learner/hf/plain_config.py::is_plainly_trainable": "the question is whether; transformers reads the others, and says what is wrong",
     "learner/weights/checkpoint_files.py::is_complete": "the question is whether",
-    "actors/doctor/start_checks.py::_has_experts": "the learner's own check says what is wrong",
+    "actors/doctor/start_checks.py::_shape": "the learner's own check says what is wrong",
     "actors/checkpoints/checkpoint_reader.py::newest_readable": "the checkpoint is set aside with the reason, and the one before is read",
     "actors/checkpoints/checkpoint_reader.py::_with_prompts": "raised again with what the run needs",
     "actors/ranks/learner_rank_actor.py::restore": "a file that was being written may be of a step that the run has left",

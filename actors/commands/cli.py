@@ -268,8 +268,9 @@ def config(
 ) -> None:
     """Print a recipe as it will be used, or explain the settings.
 
-    With a recipe it prints YAML with the defaults filled in and the KEY=VALUE settings applied, and starts nothing. Without one, or with
-    --explain or --section, it prints two lines for each setting, and the deadlines that follow from the settings.
+    With a recipe it prints YAML with the defaults filled in and the KEY=VALUE settings applied, and starts nothing. What a run derives from
+    other settings, the hardware or the model is left out, unless the recipe gives it; config.yaml of a run shows that. Without a recipe, or
+    with --explain or --section, it prints two lines for each setting, and the deadlines that follow from the settings.
     """
     from actors.commands.deadline_views import explained
 

@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from correction.errors import ConfigError
+from correction.settings.base import DerivedSettings
 
 
 class Variant(NamedTuple):
@@ -48,6 +49,8 @@ class FieldLine:
     """In which the key exists, when its section is a union; None: it isn't."""
     is_section: bool = False
     """It has keys of its own, which follow."""
+    is_derived: bool = False
+    """A run derives it, unless it is given."""
 
 
 def explain_lines(model_class: type[BaseModel], prefix: str = "", variant: Variant | None = None) -> Iterator[FieldLine]:
@@ -62,6 +65,7 @@ def explain_lines(model_class: type[BaseModel], prefix: str = "", variant: Varia
             description=" ".join((field.description or "").split()),
             variant=variant,
             is_section=bool(inner),
+            is_derived=issubclass(model_class, DerivedSettings) and name in model_class.DERIVED,
         )
         for below, model in inner:
             yield from explain_lines(model, below, _variant_of(field, model) if len(inner) > 1 else variant)
@@ -80,7 +84,7 @@ def explain(model_class: type[BaseModel], section: str = "") -> str:
         if line.variant == (line.path.rpartition(".")[2], line.default):
             continue  # the tag itself, which is on the line of the section's name
         when = f"   [{line.variant}]" if line.variant else ""
-        head = f"{line.path}: {line.type} = {line.default}"
+        head = f"{line.path}: {line.type} = {line.default}{'   [derived in a run unless it is given]' if line.is_derived else ''}"
         head = f"\n{head}" if line.is_section else head
         blocks.append(f"{head}{when}\n    {line.description}" if line.description else head + when)
     return "\n".join(blocks).lstrip("\n")

@@ -80,7 +80,7 @@ def task_for(config: RunConfig) -> tuple[Task, int]:
     check_model_folder(model)
     check_engine_device(config)
     check_task_names(config.rollout.task)
-    longest_prompt = config.rollout.max_prompt_tokens(read_config(model).get_text_config().max_position_embeddings)
+    longest_prompt = config.rollout.with_context(read_config(model).get_text_config().max_position_embeddings).longest_prompt
     encoder = ChatEncoder.for_task(load_tokenizer(model), config.rollout.task, longest_prompt)
     return questions(config.rollout.task, config.deadlines.start_s, encoder), longest_prompt
 

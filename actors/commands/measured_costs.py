@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actors.commands.recipe import load_config
+from actors.commands.run_settings import config_that_ran
 from actors.config import RunConfig
 from actors.metrics.step_metrics import StepMetrics, members
 from actors.queue.delays import ADMISSION, CALL, HANDOVER
@@ -87,9 +87,9 @@ def recorded_lengths(run_dir: Path) -> tuple[AnswerLengths, int]:
 
 
 def _recorded(run_dir: Path) -> tuple[RunFolder, RunConfig, list[StepMetrics]]:
-    """A run's folder, its recipe, and the steps to measure from. Raises: ConfigError if they are too few."""
+    """A run's folder, its settings, and the steps to measure from. Raises: ConfigError if they are too few."""
     folder = RunFolder.view(run_dir)
-    config = load_config(RunConfig, folder.path / "config.yaml")
+    config = config_that_ran(folder)
     steps = folder.read_metrics()[2 * (config.max_staleness + 1) + 1 :]
     steps = [step for step in steps if step.keys() >= _NEEDED]
     if len(steps) < _FEWEST_STEPS:

@@ -42,7 +42,7 @@ class RunPlan:
 def make_plan(facts: PaperFacts, config: RunConfig, gpus: Gpus, complaints: Sequence[Complaint]) -> RunPlan:
     """Args: config: with devices and types, for GPUs; complaints: of the doctor's rules."""
     learner, shape = config.learner, facts.shape
-    options = rank_options(shape, config)
+    options = rank_options(config)
     rank = None if obstacles(shape, learner) else rank_memory(shape, learner, **options)
     engine = engine_memory(shape, config.rollout, gpus.memory)
     share = int(gpus.memory * learner.gpus_per_rank)

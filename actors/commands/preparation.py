@@ -72,7 +72,7 @@ def _read_model(
     of_paper = on_paper(facts, config)
     stop_at_failures(of_paper)
     tokenizer = load_tokenizer(model)
-    return config, ChatEncoder.for_task(tokenizer, config.rollout.task, config.rollout.max_prompt_tokens(facts.shape.context)), of_paper
+    return config, ChatEncoder.for_task(tokenizer, config.rollout.task, config.rollout.longest_prompt), of_paper
 
 
 def decide_devices(config: RunConfig) -> tuple[RunConfig, list[str]]:

@@ -5,7 +5,7 @@ Looked at before anything is started, and nothing in the folder is changed until
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,13 @@ from actors.checkpoints.checkpoint_reader import ResumePoint, newest_readable
 from actors.checkpoints.reading import read_at_start
 from actors.cluster.hub import outline_folder
 from actors.commands.recipe import load_config
+from actors.commands.run_settings import changed_settings, changed_with_them, config_that_ran
 from actors.config import RunConfig
 from actors.hub_name import HubName, absolute
 from actors.processes.disk_at_start import MODEL_OR_RUN, by_disk_at_start
 from actors.record.run_folder import Checkpoint, RunFolder
 from correction.errors import ConfigError, DataError, counted
+from correction.settings.base import read_with_derived
 from correction.settings.schedule import needs_topk
 from rollout.config import FileTask, HuggingFaceTask
 
@@ -33,7 +35,8 @@ _OF_ENGINES = ("rollout.engine.",)
 _NOT_OF_SAMPLES = (
     *("rollout.workers", "rollout.min_workers", "rollout.max_workers"),
     *("rollout.gpus_per_worker", "rollout.slots"),
-    *("rollout.engine.max_running_requests", "rollout.engine.memory_fraction", "rollout.engine.gpu_share", "rollout.engine.deadlines"),
+    *("rollout.engine.max_running_requests", "rollout.engine.max_total_tokens", "rollout.engine.memory_fraction"),
+    *("rollout.engine.gpu_share", "rollout.engine.deadlines"),
     *("rollout.engine.tensor_parallel", "rollout.engine.expert_parallel"),
     *("rollout.engine.attention_data_parallel", "rollout.engine.weight_group_backend"),
     *_MOVABLE_TASK_SETTINGS,
@@ -43,18 +46,22 @@ _NOT_OF_SAMPLES = (
 def find_resume_point(
     folder: RunFolder, overrides: Sequence[str], *, discard_queue: bool = False
 ) -> tuple[RunConfig, ResumePoint | None]:
-    """The run's configuration with overrides on top, and the newest whole checkpoint, if the run has any; nothing is changed yet.
+    """The run's configuration with overrides on top, not yet derived, and the newest whole checkpoint, if the run has any; nothing is
+    changed yet.
 
     Args: discard_queue: throw away finished groups that were sampled or scored with other settings; their prompts are sampled again.
     Raises: ConfigError for settings that the run can't go on with; OtherVersionError if the newest whole checkpoint is of another version
     of evenkeel; DataError if no checkpoint can be read; DeadlineExceeded if the folder's disk hangs.
     """
 
-    def without_and_with() -> tuple[RunConfig, RunConfig]:
-        before = run_config(folder, ())
-        return before, run_config(folder, overrides) if overrides else before
+    def then_and_now() -> tuple[RunConfig, RunConfig]:
+        now = run_config(folder, overrides)
+        return with_absolute_paths(config_that_ran(folder)), now
 
-    before, config = by_disk_at_start(without_and_with, "the run's config.yaml")
+    before, config = by_disk_at_start(then_and_now, "the run's config.yaml")
+    # Until the run's deadlines are derived anew, those that it had: its checkpoints are as large as ever.
+    had = {name: getattr(before.deadlines, name) for name in before.deadlines.DERIVED}
+    config = config.model_copy(update={"deadlines": config.deadlines.derived(had)})
     point = read_at_start(lambda reading: newest_readable(folder, reading=reading) if folder.checkpoints() else None, config.deadlines)
     if point is None:
         return config, None
@@ -77,8 +84,7 @@ def find_resume_point(
                 f"Resume with {saved} or more"
             )
     if changed:
-        diff = "; ".join(f"{key} {_short(old)} -> {_short(new)}" for key, (old, new) in changed.items())
-        point = replace(point, notes=(*point.notes, ("info", f"settings other than the run's own so far: {diff}")))
+        point = replace(point, notes=(*point.notes, ("info", f"settings other than the run's own so far: {_listed(changed)}")))
     then = _settings_then(point, before)
     return config, _with_groups_of_these_settings(point, then, config, changed_settings(then, config), discard_queue=discard_queue)
 
@@ -89,15 +95,9 @@ def _settings_then(point: ResumePoint, before: RunConfig) -> RunConfig:
     if not point.state.settings:
         return before
     try:
-        return with_absolute_paths(RunConfig.model_validate(point.state.settings))
+        return with_absolute_paths(read_with_derived(RunConfig, point.state.settings))
     except ValueError:  # another version's
         return before
-
-
-def changed_settings(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (value before, value now), of the settings that differ."""
-    old, new = (dict(_flat(config.model_dump(mode="json"))) for config in (before, now))
-    return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -112,8 +112,22 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": absolute(config.model), "rollout": rollout})
 
 
+def with_derived_settings(folder: RunFolder, point: ResumePoint, config: RunConfig) -> ResumePoint:
+    """The point of a run that goes on with this configuration, once all of it has been derived anew. What has changed with the settings
+    that were given is said, and groups that engines sampled otherwise are sampled again.
+
+    Args: folder: its config.yaml is still that of the run so far.
+    Raises: ConfigError; OSError.
+    """
+    then = _settings_then(point, with_absolute_paths(config_that_ran(folder)))
+    changed = {key: values for key, values in changed_with_them(then, config).items() if not key.endswith("_s")}  # these are deadlines
+    if changed:
+        point = replace(point, notes=(*point.notes, ("info", f"settings that follow from others, and have changed: {_listed(changed)}")))
+    return _with_groups_of_these_settings(point, then, config, changed, discard_queue=False)
+
+
 def run_config(folder: RunFolder, overrides: Sequence[str]) -> RunConfig:
-    """The run's configuration with overrides on top.
+    """The run's configuration with overrides on top; what was derived isn't in it, and follows from that anew.
 
     Raises: ConfigError if config.yaml is damaged (what is missing there would silently be a default), or for an override as load_config.
     """
@@ -197,12 +211,8 @@ def _with_groups_of_these_settings(
     return replace(point, state=state, notes=(*point.notes, ("info", note)))
 
 
-def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def _listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    return "; ".join(f"{key} {_short(old)} -> {_short(new)}" for key, (old, new) in changed.items())
 
 
 def _short(value: Any) -> str:

@@ -17,7 +17,7 @@ from actors.cluster.cluster import Cluster
 from actors.cluster.head_watch import ends_with_own_ray, ends_with_the_head
 from actors.cluster.hub import config_folder, pinned
 from actors.commands.preparation import prepare
-from actors.commands.resume_point import find_resume_point, with_absolute_paths
+from actors.commands.resume_point import find_resume_point, with_absolute_paths, with_derived_settings
 from actors.commands.train_arguments import recipe_of
 from actors.config import RunConfig
 from actors.doctor.gather import nodes_of_cluster, own_machine
@@ -110,7 +110,7 @@ def _made_ready(
     """
     said: list[tuple[EventLevel, str]] = []
     if point is not None:
-        point, said = take_back(folder, point, task)
+        point, said = take_back(folder, with_derived_settings(folder, point, config), task)
         said += steps_without_a_line(folder, point.checkpoint.step)
     elif is_resumed:
         said.append(("info", _from_the_start(folder)))

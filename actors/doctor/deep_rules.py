@@ -12,7 +12,7 @@ from actors.doctor.deep_facts import COLLECTIVES, ENGINE_AND_LEARNER, DeepFacts
 from actors.doctor.facts import Complaint
 from actors.doctor.memory_rules import gib
 from actors.doctor.paper_rules import worst_first
-from actors.settings.probe_limits import ProbeLimits
+from actors.settings.probe_limits import ProbeLimits, given_limit
 from correction.errors import counted
 
 DeepRule = Callable[[DeepFacts, RunConfig], Iterator[Complaint]]
@@ -59,7 +59,7 @@ def collectives_are_fast(facts: DeepFacts, config: RunConfig) -> Iterator[Compla
 
 
 def both_sides_agree(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]:
-    of_learner = ProbeLimits.of(facts.dtype, config.weight_sync.max_probe_difference)
+    of_learner = ProbeLimits.of(facts.dtype, given_limit(config))
     of_engine = ProbeLimits.of_run(config) if config.rollout.engine.has_float8 else of_learner
     for one in facts.agreements:
         limits = of_engine if one.sides == ENGINE_AND_LEARNER else of_learner

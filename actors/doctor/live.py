@@ -107,10 +107,10 @@ def checked_engine(engine: EngineConfig, group_timeout_s: float) -> EngineConfig
     SGLang captures a graph of decoding for each of its sizes up to max_running_requests of a group of ranks (get_batch_sizes_to_capture):
     of 1, 2, 4 and 8 requests here instead of 36 sizes up to 256, while somebody waits. Where a recipe names the graphs, they stay.
     """
-    values: dict[str, Any] = {"context_length": None, "weight_group_timeout_s": group_timeout_s}
+    values: dict[str, Any] = {"weight_group_timeout_s": group_timeout_s}
     if engine.resolved_device == "cuda" and not engine.engine_args.keys() & set(_GRAPHS):
         values["max_running_requests"] = min(engine.max_running_requests, _REQUESTS * engine.attention_data_parallel)
-    return engine.model_copy(update=values)
+    return engine.left_open("context_length").model_copy(update=values)
 
 
 def deep_facts(config: RunConfig, content: Mapping[str, Any], notify: Callable[[str], None] = lambda _: None) -> DeepFacts:

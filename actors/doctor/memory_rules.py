@@ -35,7 +35,7 @@ def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int, *, g
     learner = config.learner
     if learner.resolved_device != "cuda" or obstacles(shape, learner):
         return
-    share, options = int(gpu_bytes * learner.gpus_per_rank), rank_options(shape, config)
+    share, options = int(gpu_bytes * learner.gpus_per_rank), rank_options(config)
     needed = rank_memory(shape, learner, **options)
     if needed.total + RESERVE <= share:
         return
@@ -114,7 +114,7 @@ def both_sides_fit_one_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int)
     room = 1 - learner.gpus_per_rank + 1e-9  # as whole_gpus counts
     if room < rollout.gpus_per_worker or obstacles(shape, learner):
         return
-    rank = rank_memory(shape, learner, **rank_options(shape, config)).total + RESERVE
+    rank = rank_memory(shape, learner, **rank_options(config)).total + RESERVE
     engine = memory.weights + memory.outside_cache + memory.request_tokens * memory.token_bytes
     if rank + engine > gpu_bytes:
         yield Complaint(
@@ -194,18 +194,13 @@ def could_be_given(sizes: Collection[int], offered: float) -> tuple[int, ...]:
     return tuple(sorted(sizes, reverse=True)[: int(offered) or None])
 
 
-def rank_options(shape: ModelShape, config: RunConfig) -> dict[str, Any]:
+def rank_options(config: RunConfig) -> dict[str, Any]:
     """Arguments of rank_memory that a run's other settings decide."""
     return {
-        "longest": longest_sequence(shape, config),
+        "longest": config.rollout.engine.resolved_context,
         "loads_other": config.loads_other_weights,
         "has_entropy_loss": config.correction.entropy_coefficient > 0,
     }
-
-
-def longest_sequence(shape: ModelShape, config: RunConfig) -> int:
-    """Tokens of the longest prompt and answer."""
-    return min(config.rollout.engine.context_length or shape.context, shape.context)
 
 
 def gib(count: float) -> str:

@@ -125,9 +125,9 @@ def engine_ranks_divide_the_model(facts: PaperFacts, config: RunConfig) -> Itera
         yield Complaint("fail", obstacle, remedy)
 
 
-def context_is_the_models(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+def prompts_have_room(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     try:
-        config.rollout.max_prompt_tokens(facts.shape.context)
+        _ = config.rollout.longest_prompt
     except ConfigError as error:
         yield Complaint.refusal(error)
 
@@ -233,7 +233,7 @@ PAPER_RULES: tuple[PaperRule, ...] = (
     weights_keep_layout_and_type,
     float8_can_be_had,
     engine_ranks_divide_the_model,
-    context_is_the_models,
+    prompts_have_room,
     optimizer_is_shared,
     run_folder_can_be_made,
     disk_holds_the_checkpoints,

@@ -51,7 +51,7 @@ def config_for_model(
     lacking: list[EvenkeelError] | None = None,
 ) -> RunConfig:
     """The configuration as a run would have it with the model in this folder, which is checked: what true on-policy sets
-    (actors/settings/true_on_policy.py), whether ranks share the optimizer, and every deadline.
+    (actors/settings/true_on_policy.py), whether ranks share the optimizer, the engines' context, and every deadline.
 
     Args:
         config: with devices and types (actors/settings/derived.py).
@@ -78,15 +78,19 @@ def config_for_model(
                 check_weights(folder, model)
     with _kept(refused):
         config = resolved(config, folder)
-    config = with_optimizer(config, has_experts=_has_experts(folder))
+    shape = _shape(folder)
+    config = with_optimizer(config, has_experts=shape is not None and shape.experts > 0)
+    if shape is not None:
+        with _kept(refused):
+            config = config.model_copy(update={"rollout": config.rollout.with_context(shape.context)})
     return with_deadlines(config, _weight_bytes(folder, has_weights=has_weights))
 
 
-def _has_experts(folder: Path) -> bool:
-    """False of what the learner doesn't train, which is said elsewhere."""
+def _shape(folder: Path) -> ModelShape | None:
+    """None for a model that the learner doesn't train, which is said elsewhere."""
     with contextlib.suppress(DataError):
-        return ModelShape.read(folder).experts > 0
-    return False
+        return ModelShape.read(folder)
+    return None
 
 
 def _weight_bytes(folder: Path, *, has_weights: bool) -> int:

@@ -66,7 +66,7 @@ class EngineMemory:
 def engine_memory(shape: ModelShape, rollout: RolloutConfig, gpu_bytes: int) -> EngineMemory:
     """Args: gpu_bytes: of the whole GPU, of which the worker may have a share."""
     engine = rollout.engine
-    dtype, context, ranks = engine.resolved_dtype, engine.context_length or shape.context, engine.tensor_parallel
+    dtype, context, ranks = engine.resolved_dtype, engine.resolved_context, engine.tensor_parallel
     groups = engine.attention_data_parallel
     weights = shape.weight_bytes(dtype, ranks, float8=engine.has_float8, attention_groups=groups)
     token_bytes = cache_token_bytes(shape, engine)
@@ -74,7 +74,7 @@ def engine_memory(shape: ModelShape, rollout: RolloutConfig, gpu_bytes: int) -> 
         fraction = default_fraction(gpu_bytes, ranks, groups, engine.engine_args, engine.max_total_tokens)
     static = int((gpu_bytes - CONTEXT) * fraction)
     outside = gpu_bytes - static
-    if (share := rollout.gpus_per_worker) < 1:
+    if (share := min(rollout.gpus_per_worker, engine.gpu_share)) < 1:
         static = engine_budget(gpu_bytes, share, engine.memory_fraction, engine.max_running_requests, shape.vocabulary)
         outside = outside_cache(engine.max_running_requests, shape.vocabulary)
     cache = static - weights

@@ -135,7 +135,7 @@ def of_engines(
     outstanding = (config.max_staleness + 1) * batch_tokens(shape, config) * engines // config.rollout.most_workers
     on_cpu, dtype, ranks = engine.resolved_device == "cpu", engine.resolved_dtype, engines * engine.tensor_parallel
     weights = ranks * shape.weight_bytes(dtype, engine.tensor_parallel, float8=engine.has_float8)
-    cache_tokens = engine.cpu_cache_tokens(engine.context_length or shape.context)
+    cache_tokens = engine.max_total_tokens or 0
     cache = ranks * cache_token_bytes(shape, engine) * cache_tokens
     if not on_cpu:  # of a group, each of whose ranks holds all tokens
         of_all = engine_memory(shape, config.rollout, gpu_bytes).tokens if gpu_bytes else 0

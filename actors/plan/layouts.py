@@ -115,7 +115,7 @@ def _possible(shape: ModelShape, config: LearnerConfig, ranks: int, gpus_per_nod
                         "recompute_activations": recompute,
                     }
                     try:
-                        one = LearnerConfig.model_validate(config.model_dump() | values)
+                        one = LearnerConfig.model_validate(dict(config) | values)
                     except ValidationError:
                         continue
                     if not obstacles(shape, one):

@@ -54,7 +54,7 @@ def traffic(shape: ModelShape, config: RunConfig, *, cache_tokens: int = 0) -> T
     version = shape.weight_bytes(learner.resolved_dtype, float8=rollout.engine.has_float8)
     engine = rollout.engine
     export_s, fetch_s, pause_s = _broadcast_s(version, config) if config.weight_sync.transport == "broadcast" else _store_s(version, config)
-    longest = engine.context_length or shape.context
+    longest = engine.resolved_context
     retracts = engine.weight_update_mode == "retract"
     again = min(cache_tokens, engine.max_running_requests * longest // 2) if retracts else 0
     rate = PREFILL * PREFILL_PARAMETERS / active_parameters(shape) * engine.tensor_parallel
@@ -147,9 +147,12 @@ def wide_bytes(shape: ModelShape, config: RunConfig, *, id_bytes: int = 4) -> in
 
 
 def batch_tokens(shape: ModelShape, config: RunConfig) -> int:
-    """Tokens of a batch of the longest answers that are allowed, each with a prompt as long as the context leaves room for."""
-    sampling = config.rollout.sampling
-    longest = config.rollout.engine.context_length or min(shape.context, 2 * sampling.max_tokens)
+    """Tokens of a batch of the longest answers that are allowed, each with a prompt as long as the context leaves room for. The model's own
+    context says nothing of prompts: then they are no longer than the answers."""
+    sampling, engine = config.rollout.sampling, config.rollout.engine
+    longest = engine.resolved_context
+    if not engine.is_given("context_length"):
+        longest = min(longest, 2 * sampling.max_tokens)
     return config.groups_per_step * sampling.samples_per_group * longest
 
 

@@ -26,6 +26,7 @@ from actors.reports.ledger_check import LedgerCheck, LinesRead, check_ledger
 from actors.state.json_lines import JsonLines
 from actors.state.resume import OtherVersionError
 from correction.errors import ConfigError, DataError
+from correction.settings.base import read_with_derived
 from learner.weights.file_sums import may_pass
 
 RECENT_STEPS = 20
@@ -183,7 +184,7 @@ def diagnose_run(folder: RunFolder) -> RunDiagnosis:
 def _deadlines(config: Mapping[str, Any]) -> DeadlinesConfig:
     """The run's own; the defaults, if another version has written them."""
     try:
-        return DeadlinesConfig.model_validate(config.get("deadlines", {}))
+        return read_with_derived(DeadlinesConfig, config.get("deadlines", {}))
     except (ConfigError, ValueError):
         return DeadlinesConfig()
 

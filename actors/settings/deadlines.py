@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from actors.config import DeadlinesConfig, RunConfig
+from actors.settings.derived import with_derived
 from actors.settings.evaluation_places import evaluation_waves
 from correction.settings.base import Settings
 from learner.config import LearnerConfig
@@ -99,13 +100,14 @@ class Deadline:
 def with_deadlines(config: RunConfig, model_bytes: int) -> RunConfig:
     """The same run with every deadline that isn't set derived."""
     run, engine = _values(config, model_bytes)
-    rollout, deadlines = config.rollout, config.deadlines.derived(run)
-    collective_s = max(config.learner.derived({}).collective_timeout_s, _BEYOND_S + max(deadlines.step_s, deadlines.checkpoint_s))
-    engine_config = rollout.engine.model_copy(update={"deadlines": rollout.engine.deadlines.derived(engine)})
+    rollout, deadlines = config.rollout, with_derived(config.deadlines, run, "deadlines")
+    collective_s = max(config.learner.as_given().collective_timeout_s, _BEYOND_S + max(deadlines.step_s, deadlines.checkpoint_s))
+    of_engine = with_derived(rollout.engine.deadlines, engine, "rollout.engine.deadlines")
+    engine_config = rollout.engine.model_copy(update={"deadlines": of_engine})
     return config.model_copy(
         update={
             "deadlines": deadlines,
-            "learner": config.learner.derived({"collective_timeout_s": collective_s}),
+            "learner": with_derived(config.learner, {"collective_timeout_s": collective_s}, "learner"),
             "rollout": rollout.model_copy(update={"engine": engine_config}),
         }
     )
@@ -310,7 +312,7 @@ def inversions(config: RunConfig) -> list[str]:
 def _values(config: RunConfig, model_bytes: int) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """Deadlines of the run and of each engine, seconds. A deadline set in the recipe is used where others are derived from it."""
     scale = Scale.of(config)
-    least, floor = config.deadlines.derived({}), config.rollout.engine.deadlines.derived({})
+    least, floor = config.deadlines.as_given(), config.rollout.engine.deadlines.as_given()
     answer_s, travel_s = scale.answer_tokens / scale.tokens_per_s, model_bytes / scale.bytes_per_s
     tokens = _batch_tokens_s(scale)
     engine = {
@@ -319,10 +321,14 @@ def _values(config: RunConfig, model_bytes: int) -> tuple[Mapping[str, float], M
         "update_s": floor.update_s + travel_s,
         "start_s": floor.start_s + travel_s,
     }
-    own = floor.derived(engine)
+    own = with_derived(floor, engine, "rollout.engine.deadlines")
     rollout = config.rollout.model_copy(update={"engine": config.rollout.engine.model_copy(update={"deadlines": own})})
-    sync_s = least.derived({"sync_s": max(least.sync_s, _LEAST_TRAVEL_S + travel_s + own.update_s + 2 * own.control_s)}).sync_s
-    start_s = least.derived({"start_s": max(least.start_s, 2 * own.start_s + travel_s)}).start_s
+    first = {
+        "sync_s": max(least.sync_s, _LEAST_TRAVEL_S + travel_s + own.update_s + 2 * own.control_s),
+        "start_s": max(least.start_s, 2 * own.start_s + travel_s),
+    }
+    known = with_derived(least, first, "deadlines")
+    sync_s, start_s = known.sync_s, known.start_s
     evaluation_s = scale.evaluation_waves * answer_s + scoring_s(rollout)
     run = {
         "sync_s": sync_s,

@@ -1,25 +1,28 @@
 """Decides what a recipe leaves open, once for both sides: devices from the hardware, types from the devices, sizes from both.
 
-The result is what runs and what the run folder's config.yaml shows. Nothing in it is `auto` but learner.layers in half precision on a GPU,
-which depends on what is installed where a rank is: the rank decides (learner/model/layers.py), and says so when it is up.
+The result is what runs. The run folder's config.yaml has the devices as if the recipe had given them, so that a resumed run computes where
+it computed. All else stands there under `derived` (DerivedSettings), and a resume derives it anew: it follows when settings change. Nothing
+in it is `auto` but learner.layers in half precision on a GPU, which depends on what is installed where a rank is: the rank decides
+(learner/model/layers.py), and says so when it is up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from actors.config import RunConfig
+from actors.settings.probe_limits import ProbeLimits
 from correction.early_warning.replacement import reason_of
 from correction.engines.device_choice import device_of, dtype_of, group_backend_of, is_open
 from correction.errors import ConfigError
-from correction.settings.base import Settings
+from correction.settings.base import DerivedSettings
 from learner.config import LearnerConfig
 from rollout.engine_settings.engine_config import EngineConfig
 
-Section = TypeVar("Section", bound=Settings)
+Section = TypeVar("Section", bound=DerivedSettings)
 
 GPU_TOKENS_PER_MICROBATCH = 8192
 """Default on a GPU. The 2,048 tokens that suit a CPU would not keep a GPU busy: launching kernels would take longer than running them."""
@@ -33,15 +36,23 @@ def asks_for_gpus(config: RunConfig) -> bool:
 
 
 def derived(config: RunConfig, *, has_gpu: bool) -> RunConfig:
-    """The configuration with a value wherever a recipe says auto or nothing.
+    """The configuration with devices decided, and with what follows from them and from other settings; values derived before are dropped.
 
+    What depends on the model's folder is derived later (actors/doctor/start_checks.py).
     Args:
         has_gpu: whether this machine has a GPU, or the cluster that is joined.
     Raises: ConfigError for settings that can't be honoured on these devices.
     """
-    learner, engine = _learner(config, has_gpu), _engine(config, has_gpu)
-    rollout = config.rollout.model_copy(update={"engine": engine})
-    return config.model_copy(update={"learner": learner, "rollout": rollout})
+    rollout = config.rollout.as_given().model_copy(update={"engine": _engine(config, has_gpu)})
+    rollout = with_derived(rollout, {"slots": rollout.slots_per_worker}, "rollout")
+    update: dict[str, Any] = {"learner": _learner(config, has_gpu), "rollout": rollout}
+    update |= {"ray": config.ray.as_given(), "weight_sync": config.weight_sync.as_given()}
+    if config.init is not None:
+        update["init"] = config.init.model_copy(update={"learner": _on_device(config.init.learner, has_gpu, "init.learner")})
+    config = config.model_copy(update=update)
+    sync = with_derived(config.weight_sync, {"max_probe_difference": ProbeLimits.of_run(config).largest}, "weight_sync")
+    private = {"num_cpus": config.logical_cpus} if config.ray.address is None else {}
+    return config.model_copy(update={"weight_sync": sync, "ray": with_derived(config.ray, private, "ray")})
 
 
 def refusals(config: RunConfig, *, has_gpu: bool) -> Iterator[ConfigError]:
@@ -54,70 +65,78 @@ def refusals(config: RunConfig, *, has_gpu: bool) -> Iterator[ConfigError]:
 
 
 def with_optimizer(config: RunConfig, *, has_experts: bool) -> RunConfig:
-    """The configuration with the optimizer divided over ranks that hold the same experts, where a recipe says nothing of it.
+    """The configuration with the optimizer divided over ranks that hold the same parameters, where a recipe says nothing of it.
 
     Args:
         config: with devices and types, as `derived` leaves it.
         has_experts: the model is a mixture of experts.
     """
-    if config.learner.resolved_device == "cpu":
-        return config
-    values = _unset(config.learner, distributed_optimizer=config.learner.has_copies(has_experts=has_experts))
-    return config.model_copy(update={"learner": with_values(config.learner, values, "learner")})
+    learner = config.learner
+    is_shared = learner.resolved_device == "cuda" and learner.has_copies(has_experts=has_experts)
+    return config.model_copy(update={"learner": with_derived(learner, {"distributed_optimizer": is_shared}, "learner")})
 
 
 def _learner(config: RunConfig, has_gpu: bool) -> LearnerConfig:
-    learner = config.learner
-    device = device_of(learner.device, has_gpu=has_gpu)
-    values: dict[str, Any] = {"device": device, "dtype": dtype_of(learner.dtype, device)}
-    if is_open(learner.layers) and (device == "cpu" or values["dtype"] == "float32" or config.true_on_policy):
+    learner = _on_device(config.learner, has_gpu, "learner")
+    values: dict[str, Any] = {}
+    if config.true_on_policy:
         values["layers"] = "local"
-    if device == "cuda":
-        values |= _unset(learner, tokens_per_microbatch=GPU_TOKENS_PER_MICROBATCH)
-        if learner.has_copies(has_experts=False) or not learner.has_copies(has_experts=True):  # otherwise by the model
-            values |= _unset(learner, distributed_optimizer=learner.data_parallel > 1)
-    return with_values(learner, values, "learner")
+    if learner.device == "cuda":
+        values["tokens_per_microbatch"] = GPU_TOKENS_PER_MICROBATCH
+        values["distributed_optimizer"] = learner.has_copies(has_experts=False)  # with_optimizer looks at the model, too
+    return with_derived(learner, values, "learner")
+
+
+def _on_device(given: LearnerConfig, has_gpu: bool, place: str) -> LearnerConfig:
+    """A learner with its device decided, as if it had been given, and the types that follow from that. Args: place: of the section."""
+    learner = given.as_given()
+    device = device_of(learner.device, has_gpu=has_gpu)
+    dtype = dtype_of(learner.dtype, device)
+    of_layers = {"layers": "local"} if device == "cpu" or dtype == "float32" else {}
+    return with_derived(learner.model_copy(update={"device": device}), {"dtype": dtype} | of_layers, place)
 
 
 def _engine(config: RunConfig, has_gpu: bool) -> EngineConfig:
-    engine = config.rollout.engine
-    values = _engine_types(config, has_gpu)
-    if values["device"] == "cuda":
-        values |= _unset(engine, max_running_requests=GPU_RUNNING_REQUESTS)
-        values["gpu_share"] = config.rollout.gpus_per_worker
-    return with_values(engine, values, "rollout.engine")
+    engine = _engine_on_device(config, has_gpu)
+    if engine.device == "cpu":
+        return engine
+    values = {"max_running_requests": GPU_RUNNING_REQUESTS, "gpu_share": config.rollout.gpus_per_worker}
+    return with_derived(engine, values, "rollout.engine")
 
 
 def with_engine_types(config: RunConfig, *, has_gpu: bool) -> RunConfig:
-    """The configuration for an engine of its own, without a run: device and type are those of a run's engines, sizes stay as they are.
+    """The configuration for an engine of its own, without a run: device, type and operators are those of a run's engines, sizes stay as
+    they are.
 
     Args:
         has_gpu: whether this machine has a GPU.
     Raises: ConfigError as `derived`.
     """
-    engine = with_values(config.rollout.engine, _engine_types(config, has_gpu), "rollout.engine")
+    engine = _engine_on_device(config, has_gpu)
+    if config.true_on_policy and engine.device == "cpu":  # a run on GPUs would be refused
+        values = {"batch_invariant": True, "projection_parts": config.learner.tensor_parallel}
+        engine = with_derived(engine, values, "rollout.engine")
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
 
 
-def _engine_types(config: RunConfig, has_gpu: bool) -> dict[str, Any]:
-    """Device, type and backend of an engine; a type that is left open is the learner's."""
-    engine, learner = config.rollout.engine, config.learner
+def _engine_on_device(config: RunConfig, has_gpu: bool) -> EngineConfig:
+    """As _on_device, with the backend of its weight group; a type that is left open is the learner's."""
+    engine, learner = config.rollout.engine.as_given(), config.learner.as_given()
     sent = dtype_of(learner.dtype, device_of(learner.device, has_gpu=has_gpu))
     device = device_of(engine.device, has_gpu=has_gpu)
     dtype, backend = dtype_of(engine.dtype, device, learner=sent), group_backend_of(engine.weight_group_backend, device)
-    return {"device": device, "dtype": dtype, "weight_group_backend": backend}
+    values = {"dtype": dtype, "weight_group_backend": backend}
+    return with_derived(engine.model_copy(update={"device": device}), values, "rollout.engine")
 
 
-def _unset(settings: Settings, **values: Any) -> dict[str, Any]:
-    """The values whose setting is not given in the recipe."""
-    return {name: value for name, value in values.items() if name not in settings.model_fields_set}
+def with_derived(settings: Section, values: Mapping[str, Any], place: str) -> Section:
+    """The section with these values where it isn't given others, validated as if the recipe had given them.
 
-
-def with_values(settings: Section, values: dict[str, Any], place: str) -> Section:
-    """The section with these values, validated as if the recipe had given them. Afterwards these and the recipe's values count as given."""
-    known = {name: getattr(settings, name) for name in settings.model_fields_set}
+    Args: place: of the section, for the error.
+    Raises: ConfigError for values that the section refuses.
+    """
     try:
-        return type(settings).model_validate(known | values)
+        return settings.derived(values)
     except ValidationError as error:
         cause = error.errors()[0].get("ctx", {}).get("error")
         remedy = cause.remedy if isinstance(cause, ConfigError) else ""

@@ -44,6 +44,12 @@ def unfit_shares(config: RunConfig) -> Iterator[ConfigError]:
             "engine's ranks are on whole GPUs of one node",
             remedy="Set rollout.gpus_per_worker to 1, or tensor_parallel to 1",
         )
+    if rollout.engine.resolved_device == "cuda" and rollout.engine.gpu_share > rollout.gpus_per_worker:
+        yield ConfigError(
+            f"rollout.engine.gpu_share = {rollout.engine.gpu_share:g} with rollout.gpus_per_worker = {rollout.gpus_per_worker:g}: the "
+            "engine would take memory of whoever else has a share of its GPU",
+            remedy="Leave gpu_share out, or lower it",
+        )
     yield from _unlike_in_the_weight_group(config)
     yield from _unlike_options_of_nccl(config)
     if learner.resolved_device != "cuda":

@@ -38,7 +38,13 @@ class ProbeLimits:
         and 0.13, its like with 16 experts, 4 of them a token, 0.013 and 0.24. One token in ten had another expert in some layer, with a
         median of 0.026; the others have 0.012. A choice flips between experts of nearly equal weight, the least of those that are added.
         """
-        limit = config.weight_sync.max_probe_difference
+        limit = given_limit(config)
         if config.rollout.engine.has_float8 and limit is None:
             return cls(2.0, 0.2)
         return cls.of(config.learner.resolved_dtype, limit)
+
+
+def given_limit(config: RunConfig) -> float | None:
+    """weight_sync.max_probe_difference, nats, if the recipe has it; a derived one is only the first of the limits above."""
+    sync = config.weight_sync
+    return sync.max_probe_difference if sync.is_given("max_probe_difference") else None

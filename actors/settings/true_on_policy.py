@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.config import OnDifference, RunConfig
 from actors.processes.event_level import EventLevel
-from actors.settings.derived import with_values
+from actors.settings.derived import with_derived
 from correction.engines.contract import Contract, SideSettings
 from correction.errors import ActorLost, ConfigError, EngineError
 from learner.config import LearnerConfig
@@ -32,10 +32,13 @@ def resolved(config: RunConfig, model: Path | None = None) -> RunConfig:
         model: folder of the weights that training starts from; on a resume a checkpoint's. None: config.model.
     Raises: ConfigError naming what can't be honoured.
     """
-    # Set to false as well: the learner replays the routes that a batch brings, and "recompute" is to replay the learner's own.
-    config = _with_settings(config, {"return_routed_experts": config.learner.routing_replay == "rollout"}, {})
-    if not config.true_on_policy:  # a run that had it may be resumed without it: its config.yaml has what followed from it
-        return _with_settings(config, {"batch_invariant": False, "projection_parts": 1}, {"batch_invariant": False})
+    replays = config.learner.routing_replay == "rollout"
+    _refuse_given(config.rollout.engine, "return_routed_experts", replays, f"learner.routing_replay: {config.learner.routing_replay}")
+    config = _with_settings(config, {"return_routed_experts": replays}, {})
+    for side in (config.learner, config.rollout.engine):
+        _refuse_given(side, "batch_invariant", config.true_on_policy, f"true_on_policy: {str(config.true_on_policy).lower()}")
+    if not config.true_on_policy:
+        return config
     steps = config.learner.total_optimizer_steps_per_batch
     if steps > 1 and not config.learner.needs_proximal_forward(config.correction):
         raise ConfigError(
@@ -51,13 +54,27 @@ def resolved(config: RunConfig, model: Path | None = None) -> RunConfig:
     if config.learner.float32_head:
         raise ConfigError("true_on_policy: true with learner.float32_head: true: the engines don't have it", remedy="Set it to false")
     contract = contract_of(model or config.model, config.rollout.engine, config.learner)
+    ranks = config.learner.tensor_parallel
+    _refuse_given(config.rollout.engine, "projection_parts", ranks, f"true_on_policy: true and learner.tensor_parallel: {ranks}")
     return _with_settings(config, contract.engine_settings, contract.learner_settings)
 
 
 def _with_settings(config: RunConfig, of_engine: dict[str, Any], of_learner: dict[str, Any]) -> RunConfig:
-    """The configuration with these values. Raises: ConfigError if other settings of the recipe contradict them."""
-    rollout = config.rollout.model_copy(update={"engine": with_values(config.rollout.engine, of_engine, "rollout.engine")})
-    return config.model_copy(update={"rollout": rollout, "learner": with_values(config.learner, of_learner, "learner")})
+    """The configuration with these derived values. Raises: ConfigError if other settings of the recipe contradict them."""
+    rollout = config.rollout.model_copy(update={"engine": with_derived(config.rollout.engine, of_engine, "rollout.engine")})
+    return config.model_copy(update={"rollout": rollout, "learner": with_derived(config.learner, of_learner, "learner")})
+
+
+def _refuse_given(section: LearnerConfig | EngineConfig, name: str, needed: bool | int, setting: str) -> None:
+    """Args: setting: from which `needed` follows, for the message. Raises: ConfigError if the recipe gives another value."""
+    value = getattr(section, name)
+    if section.is_given(name) and value != needed:
+        key = f"{'learner' if isinstance(section, LearnerConfig) else 'rollout.engine'}.{name}"
+        found, wanted = (str(one).lower() for one in (value, needed))
+        raise ConfigError(
+            f"{key}: {found} with {setting}: it follows from that, and would be {wanted}",
+            remedy=f"Leave {key} out, or set it to {wanted}",
+        )
 
 
 def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Contract:

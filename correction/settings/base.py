@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    ModelWrapValidatorHandler,
     SerializationInfo,
     SerializerFunctionWrapHandler,
+    ValidationInfo,
     field_validator,
     model_serializer,
     model_validator,
 )
 
+Model = TypeVar("Model", bound=BaseModel)
+
 LARGEST_NUMBER = 10**12
 """A terabyte in bytes, or 30,000 years of one step a second. A larger number is a slip, which would otherwise fail late, as an overflow."""
 
 _WITH_DERIVED: dict[str, Any] = {"with_derived": True}
-"""The context of dump_with_derived."""
+"""The context of dump_with_derived and read_with_derived."""
 
 
 class Settings(BaseModel):
@@ -50,39 +54,84 @@ class Settings(BaseModel):
 
 
 class DerivedSettings(Settings):
-    """A section some of whose values are derived from other sections, unless they are set.
+    """A section some of whose values are derived, unless they are given: from other settings, the hardware or the model.
 
-    A dump leaves derived values out, and whoever reads it derives them anew. `dump_with_derived` adds them under the key `derived`, to show
-    what ran; that key is ignored when the section is read.
+    A derived value never counts as given. A dump leaves it out, and whoever reads that derives it anew, so that it follows when settings
+    change. `dump_with_derived` adds derived values under the key `derived` of their section, to show what ran; `read_with_derived` reads
+    them back, and a plain read ignores them.
     """
 
     DERIVED: ClassVar[frozenset[str]] = frozenset()
-    """Keys that are derived unless they are set. Their defaults hold where nothing is derived."""
+    """Keys that are derived unless they are given. Their defaults hold where nothing is derived; one that is no value (null, auto) counts
+    as not given even where a recipe writes it down."""
+
+    def is_given(self, name: str) -> bool:
+        """Whether a setting has been given, and so is neither derived nor a default."""
+        return name in self.model_fields_set
 
     def derived(self, values: Mapping[str, Any]) -> Self:
-        """A copy with these values for the keys of DERIVED that are not set; values derived before are dropped."""
-        own = {name: getattr(self, name) for name in type(self).model_fields}
-        open_ = self.DERIVED - self.model_fields_set
-        new = {name: values.get(name, type(self).model_fields[name].default) for name in open_}
-        return type(self).model_construct(_fields_set=set(self.model_fields_set), **{**own, **new})
+        """A copy with these values for those keys of DERIVED that are not given; what was derived of other keys before stays.
 
-    @model_validator(mode="before")
+        Raises: pydantic's ValidationError for values that the section refuses in a recipe, too.
+        """
+        new = {name: value for name, value in values.items() if not self.is_given(name)}
+        if unknown := new.keys() - self.DERIVED:
+            raise ValueError(f"{type(self).__name__}: {', '.join(sorted(unknown))}: not among the keys that are derived")
+        known = {name: value for name, value in self if self.is_given(name) or name in self.DERIVED}
+        return _without_having_been_given(type(self).model_validate(known | new), self.DERIVED - self.model_fields_set)
+
+    def left_open(self, *names: str) -> Self:
+        """A copy in which these settings aren't given."""
+        own = {name: value for name, value in self if name not in names}
+        return type(self).model_construct(_fields_set=self.model_fields_set - set(names), **own)
+
+    def as_given(self) -> Self:
+        """A copy without what was derived: those settings have their defaults."""
+        return self.left_open(*(self.DERIVED - self.model_fields_set))
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _forget_derived(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and isinstance(given.get("derived"), Mapping):
-            return {key: value for key, value in given.items() if key != "derived"}
-        return given
+    def _derived_is_not_given(cls, given: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        if not isinstance(given, Mapping):
+            return handler(given)
+        own = {key: value for key, value in given.items() if not cls._is_left_open(key, value)}
+        shown = own.pop("derived") if isinstance(own.get("derived"), Mapping) else {}
+        if info.context is not _WITH_DERIVED:
+            return handler(own)
+        ran = {key: value for key, value in shown.items() if key in cls.DERIVED - own.keys()}
+        return _without_having_been_given(handler(own | ran), ran.keys())
+
+    @classmethod
+    def _is_left_open(cls, key: str, value: Any) -> bool:
+        """Whether a given value only says that it is to be derived."""
+        return key in cls.DERIVED and isinstance(value, str | None) and value == cls.model_fields[key].default
 
     @model_serializer(mode="wrap")
     def _leave_derived_out(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
         written: dict[str, Any] = handler(self)
-        unset = self.DERIVED - self.model_fields_set
-        kept = {name: value for name, value in written.items() if name not in unset}
+        not_given = self.DERIVED - self.model_fields_set
+        kept = {name: value for name, value in written.items() if name not in not_given}
         if info.context is _WITH_DERIVED:
-            kept["derived"] = {name: value for name, value in written.items() if name in unset}
+            kept["derived"] = {name: value for name, value in written.items() if name in not_given}
         return kept
 
 
-def dump_with_derived(config: BaseModel) -> dict[str, Any]:
-    """The configuration as JSON data, with the derived values of every DerivedSettings in it under the key `derived` of their section."""
-    return config.model_dump(mode="json", context=_WITH_DERIVED)
+def dump_with_derived(config: BaseModel, **options: Any) -> dict[str, Any]:
+    """The configuration as JSON data, with the derived values of every DerivedSettings in it under the key `derived` of their section.
+
+    Args: options: of pydantic's model_dump.
+    """
+    return config.model_dump(mode="json", context=_WITH_DERIVED, **options)
+
+
+def read_with_derived(model_class: type[Model], data: Mapping[str, Any]) -> Model:
+    """What dump_with_derived has written, its derived values as well: they are there, and count as derived.
+
+    Raises: pydantic's ValidationError.
+    """
+    return model_class.model_validate(data, context=_WITH_DERIVED)
+
+
+def _without_having_been_given(settings: Model, names: Iterable[str]) -> Model:
+    settings.model_fields_set.difference_update(names)
+    return settings

@@ -67,11 +67,7 @@ class RolloutEngine(UpdatableEngine):
         """
         config = config.on_this_machine()
         vocab_size, model_context, has_experts, experts = _read_model_config(Path(model_folder), config)
-        if config.context_length is not None and config.context_length > model_context:
-            raise ConfigError(
-                f"rollout.engine.context_length = {config.context_length}: the model in {model_folder} was made for {model_context} "
-                "tokens. Lower it, or leave it unset"
-            )
+        config = config.with_context(model_context)
         if config.return_routed_experts and experts is None:
             raise ConfigError(
                 f"rollout.engine.return_routed_experts = true (learner.routing_replay: rollout): the model in {model_folder} has no "
@@ -79,7 +75,7 @@ class RolloutEngine(UpdatableEngine):
             )
         process = EngineProcess(name, config)
         of_model = {"has_weights": has_weights, "has_experts": has_experts}
-        await process.start(config.sglang_arguments(str(model_folder), model_context, version, **of_model))
+        await process.start(config.sglang_arguments(str(model_folder), version, **of_model))
         engine = cls(name, config, process, vocab_size, version, experts if config.return_routed_experts else None)
         if not has_weights:
             engine._dirty = "it has had no weights yet"

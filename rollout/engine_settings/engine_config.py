@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from correction.engines.device_choice import Backend, Device, Dtype, decided, device_of, dtype_of, group_backend_of, is_open
 from correction.engines.gpu_share import PREFILL_TOKENS
 from correction.errors import ConfigError
-from correction.settings.base import DerivedSettings, Settings
+from correction.settings.base import DerivedSettings
 from rollout.engine_settings.engine_arguments import refusal
 
 UpdateMode = Literal["retract", "in_place"]
@@ -48,6 +48,8 @@ _RUNNER = {"moe_runner_backend": "triton"}
 same on all GPUs but sm_10x (Blackwell), of bfloat16 (layers/quantization/unquant.py) and of float8 in blocks (fp8.py, as long as no
 moe_a2a_backend is DeepEP's, which is refused). There it is flashinfer_trtllm (arg_groups/model_overrides/qwen3_moe.py), which lays weights
 out in blocks of its own."""
+_CPU_CACHE_TOKENS = 65_536
+"""Most tokens in the KV cache of a CPU, unless the setting says another number."""
 _NO_FLOAT32 = (
     "rollout.engine.dtype = float32 with device = cuda: SGLang's attention kernels for GPUs compute in half precision alone. Set "
     "learner.dtype and rollout.engine.dtype to bfloat16, or device: cpu"
@@ -76,13 +78,20 @@ class EngineDeadlines(DerivedSettings):
     """Until the engine's processes have ended."""
 
 
-class EngineConfig(Settings):
+class EngineConfig(DerivedSettings):
     """One SGLang engine. Device and backend are settings; the code is the same for both."""
 
+    DERIVED: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("dtype", "weight_group_backend", "max_running_requests", "max_total_tokens", "gpu_share", "context_length"),
+            *("batch_invariant", "projection_parts", "return_routed_experts"),
+        }
+    )
     FORMER_NAMES: ClassVar[dict[str, str]] = {"fixed_order": "batch_invariant"}
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the engine computes; auto is cuda where this machine, or the cluster of ray.address, has a GPU."""
+    """Where the engine computes; auto is cuda where this machine, or the cluster of ray.address, has a GPU. A run decides that when it
+    starts, as learner.device."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and KV cache; auto is the learner's (learner.dtype), also for `evenkeel eval` and `evenkeel filter`."""
     quantization: Literal["none", "float8_block"] = "none"
@@ -108,18 +117,20 @@ class EngineConfig(Settings):
     """For weights and KV cache: share of the GPU memory that is free when the engine starts, or, with rollout.gpus_per_worker below 1, of
     the whole memory. Unset: SGLang's choice, or what CUDA context, graphs and sampler leave of the worker's share. Not used on a CPU."""
     gpu_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of a GPU's whole memory within which the engine keeps all that it allocates; set by the run's rollout.gpus_per_worker."""
+    """Share of a GPU's whole memory within which the engine keeps all that it allocates. In a run rollout.gpus_per_worker, unless this is
+    set to less."""
     context_length: int | None = Field(default=None, ge=2)
-    """Longest prompt and response together; unset: the model's own."""
+    """Longest prompt and response together, tokens. Unset: max_position_embeddings of the model's config.json, also where SGLang by itself
+    would take more because of rope scaling."""
     attention_backend: str | None = None
     """SGLang's name of an attention backend. Unset: SGLang's choice on cuda, evenkeel's own on a CPU ("stock" is SGLang's)."""
     batch_invariant: bool = False
-    """Batch-invariant operators, for true on-policy training. In a run this is what true_on_policy says, as for the learner."""
+    """Batch-invariant operators, for true on-policy training. In a run this follows from true_on_policy, for engines and learner alike."""
     projection_parts: int = Field(default=1, ge=1, le=10**4)
     """With batch_invariant: number of partial products of which the output projections of attention and MLP are the sum, one for each of
-    the learner's tensor-parallel ranks."""
+    the learner's tensor-parallel ranks. In a run this follows from learner.tensor_parallel."""
     return_routed_experts: bool = False
-    """Return with each answer the experts that its tokens were routed to; set by the run's learner.routing_replay: rollout."""
+    """Return with each answer the experts that its tokens were routed to. In a run this follows from learner.routing_replay: rollout."""
     prefix_cache: bool = True
     """Keep keys and values of shared prefixes; those of an older weight version are never reused."""
     weight_update_mode: UpdateMode = "retract"
@@ -224,12 +235,41 @@ class EngineConfig(Settings):
         return decided(self.weight_group_backend, "rollout.engine.weight_group_backend")
 
     def on_this_machine(self) -> EngineConfig:
-        """For an engine without a run: what is auto decided by what this process finds, the dtype by its own device."""
+        """For an engine without a run: what is auto decided by what this process finds, the dtype by its own device.
+
+        Raises: ConfigError for float32 on a GPU.
+        """
         if not is_open(self.device, self.dtype, self.weight_group_backend):
             return self
         device = device_of(self.device)
+        if device == "cuda" and self.dtype == "float32":
+            raise ConfigError(_NO_FLOAT32)
         values = {"dtype": dtype_of(self.dtype, device), "weight_group_backend": group_backend_of(self.weight_group_backend, device)}
         return self.model_copy(update={"device": device} | values)
+
+    def with_context(self, model_context: int) -> EngineConfig:
+        """With the context length decided, and on a CPU the size of the KV cache, which by itself SGLang would make most of the memory.
+
+        Args: model_context: context length of the model's config, tokens.
+        Raises: ConfigError if the given one is longer.
+        """
+        given = self.context_length if self.is_given("context_length") else None
+        if given is not None and given > model_context:
+            raise ConfigError(
+                f"rollout.engine.context_length = {given} is more than the model's context of {model_context} tokens "
+                "(max_position_embeddings in its config.json)",
+                remedy="Lower it, or leave it out",
+            )
+        context = given or model_context
+        of_cpu = {"max_total_tokens": min(self.max_running_requests * context, _CPU_CACHE_TOKENS)} if self.device == "cpu" else {}
+        return self.derived({"context_length": context} | of_cpu)
+
+    @property
+    def resolved_context(self) -> int:
+        """Longest prompt and response together, tokens, once it is decided. Raises: ConfigError before."""
+        if self.context_length is None:
+            raise ConfigError("rollout.engine.context_length isn't decided yet", remedy="Decide it by the model's: with_context()")
+        return self.context_length
 
     @property
     def has_stock_attention(self) -> bool:
@@ -242,33 +282,24 @@ class EngineConfig(Settings):
         has_own = self.attention_backend is None and not self.batch_invariant and self.attention_data_parallel == 1
         return self.resolved_device == "cpu" and has_own
 
-    def cpu_cache_tokens(self, context: int) -> int:
-        """Tokens in the KV cache on a CPU, where SGLang by itself would take most of the machine's memory. Args: context: of a request,
-        tokens."""
-        return self.max_total_tokens or min(self.max_running_requests * context, 65_536)
-
     def sglang_arguments(
-        self, model_folder: str, model_context: int, version: int, *, has_weights: bool = True, has_experts: bool = False
+        self, model_folder: str, version: int, *, has_weights: bool = True, has_experts: bool = False
     ) -> dict[str, Any]:
-        """Keyword arguments for sglang.Engine.
+        """Keyword arguments for sglang.Engine, of settings whose device, types and context are decided.
 
         Args:
-            model_context: context length from the model's config, tokens.
             version: weight version of the folder.
             has_weights: False: only the folder's config is read. Only such an engine can be quantised, because the folder's weights aren't.
             has_experts: the model is a mixture of experts.
-        Raises: ConfigError for float32 on a GPU.
+        Raises: ConfigError if something isn't decided.
         """
         on_cpu = self.resolved_device == "cpu"
-        if not on_cpu and self.resolved_dtype == "float32":
-            raise ConfigError(_NO_FLOAT32)
-        context = self.context_length or model_context
         arguments: dict[str, Any] = {
             "model_path": model_folder,
             "device": self.resolved_device,
             "dtype": self.resolved_dtype,
             "max_running_requests": self.max_running_requests,
-            "context_length": context,
+            "context_length": self.resolved_context,
             "disable_radix_cache": not self.prefix_cache,
             "sampling_backend": "pytorch",                          # rollout.sglang_plugin.seeded_sampler answers to this name
             "skip_tokenizer_init": True,
@@ -282,7 +313,7 @@ class EngineConfig(Settings):
                 "grammar_backend": "none",
                 "disable_cuda_graph": True,
                 "disable_overlap_schedule": True,                   # overlap hides the GPU's time; here it is a step too many a request
-                "max_total_tokens": self.cpu_cache_tokens(context),
+                "max_total_tokens": self.max_total_tokens,
             }
         else:
             arguments |= self._gpu_arguments(has_experts=has_experts)

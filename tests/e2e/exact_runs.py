@@ -7,6 +7,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
+from actors.commands.run_settings import config_that_ran
 from actors.record.run_folder import RunFolder
 from correction.engines.checksum import tensor_checksum
 from tests.e2e.launch import Run
@@ -31,8 +32,8 @@ def run_to_its_end(run_dir: Path, *words: str, timeout_s: float = 400.0) -> Run:
 
 
 def assert_all_equal(run: Run, steps: int) -> None:
-    config = RunFolder.view(run.run_dir).read_config()
-    assert config["learner"]["batch_invariant"] is True and config["rollout"]["engine"]["batch_invariant"] is True
+    config = config_that_ran(RunFolder.view(run.run_dir))
+    assert config.learner.batch_invariant and config.rollout.engine.batch_invariant
     lines = run.metrics()
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     for line in lines:

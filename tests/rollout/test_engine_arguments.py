@@ -45,5 +45,6 @@ def test_what_would_break_the_contract_is_refused_with_what_to_set_instead(name:
 
 def test_a_cache_in_float8_is_mismatch_to_correct() -> None:
     """Tokens are drawn from what is computed with it, and their logprobs are of the same."""
-    given = EngineConfig(device="cuda", engine_args={"kv_cache_dtype": "fp8_e4m3"}).on_this_machine().sglang_arguments("folder", 64, 0)
+    config = EngineConfig(device="cuda", engine_args={"kv_cache_dtype": "fp8_e4m3"}).on_this_machine()
+    given = config.with_context(64).sglang_arguments("folder", 0)
     assert given["kv_cache_dtype"] == "fp8_e4m3"

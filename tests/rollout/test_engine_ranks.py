@@ -32,8 +32,8 @@ from rollout.sglang_plugin.weight_parts import RankParts, WeightPart, text_of
 
 
 def test_sglang_is_told_of_ranks_only_if_there_are_several() -> None:
-    assert "tp_size" not in EngineConfig(device="cpu").on_this_machine().sglang_arguments("folder", 64, 0)
-    assert EngineConfig(device="cpu", tensor_parallel=4).on_this_machine().sglang_arguments("folder", 64, 0)["tp_size"] == 4
+    assert "tp_size" not in EngineConfig(device="cpu").on_this_machine().with_context(64).sglang_arguments("folder", 0)
+    assert EngineConfig(device="cpu", tensor_parallel=4).on_this_machine().with_context(64).sglang_arguments("folder", 0)["tp_size"] == 4
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,9 @@ def test_other_ways_of_cutting_an_engine_are_refused_by_name(name: str, remedy: 
 
 
 def test_experts_are_divided_among_ranks_there_are() -> None:
-    assert "ep_size" not in EngineConfig(device="cpu", tensor_parallel=4).on_this_machine().sglang_arguments("folder", 64, 0)
-    given = EngineConfig(device="cpu", tensor_parallel=4, expert_parallel=2).on_this_machine().sglang_arguments("folder", 64, 0)
+    assert "ep_size" not in EngineConfig(device="cpu", tensor_parallel=4).on_this_machine().with_context(64).sglang_arguments("folder", 0)
+    config = EngineConfig(device="cpu", tensor_parallel=4, expert_parallel=2).on_this_machine()
+    given = config.with_context(64).sglang_arguments("folder", 0)
     assert (given["tp_size"], given["ep_size"]) == (4, 2)
     for ranks, groups in ((1, 2), (4, 3), (2, 4)):
         with pytest.raises(ValidationError, match=rf"expert_parallel = {groups} doesn't divide tensor_parallel = {ranks}"):
@@ -85,9 +86,10 @@ def test_what_divides_experts(groups: int, experts: int, width: int, on_cpu: boo
 
 
 def test_groups_of_ranks_share_the_requests() -> None:
+    configs = (EngineConfig(device="cpu", tensor_parallel=4, attention_data_parallel=count) for count in (1, 2))
     plain, groups = (
-        EngineConfig(device="cpu", tensor_parallel=4, attention_data_parallel=count).on_this_machine().sglang_arguments("folder", 64, 0)
-        for count in (1, 2)
+        config.on_this_machine().with_context(64).sglang_arguments("folder", 0)
+        for config in configs
     )
     differing = {name: value for name, value in groups.items() if plain.get(name) != value}
     assert differing == {"dp_size": 2, "enable_dp_attention": True, "sleep_on_idle": False}
@@ -166,7 +168,8 @@ def test_all_ports_that_sglang_is_given_or_counts_from_there_are_free(groups: in
 def test_how_ranks_talk_is_handed_on() -> None:
     options = {"disable_custom_all_reduce": True, "enable_nccl_nvls": True, "dist_timeout": 600, "enable_flashinfer_allreduce_fusion": True}
     assert options.keys().isdisjoint(REFUSED_OF_RANKS)
-    given = EngineConfig(device="cpu", tensor_parallel=2, engine_args=options).on_this_machine().sglang_arguments("folder", 64, 0)
+    config = EngineConfig(device="cpu", tensor_parallel=2, engine_args=options).on_this_machine()
+    given = config.with_context(64).sglang_arguments("folder", 0)
     assert {name: given[name] for name in options} == options
 
 

@@ -94,14 +94,14 @@ def test_checksum_sees_words_that_change_places() -> None:
 
 
 def test_arguments_on_a_cpu_and_on_cuda() -> None:
-    cpu = EngineConfig(device="cpu", max_running_requests=16).on_this_machine().sglang_arguments("folder", 1024, 7)
+    cpu = EngineConfig(device="cpu", max_running_requests=16).on_this_machine().with_context(1024).sglang_arguments("folder", 7)
     assert (cpu["dtype"], cpu["attention_backend"]) == ("float32", "torch_native")
     assert (cpu["max_total_tokens"], cpu["weight_version"]) == (16 * 1024, "7")
-    cuda = EngineConfig(device="cuda", memory_fraction=0.6).on_this_machine().sglang_arguments("folder", 32768, 0)
+    cuda = EngineConfig(device="cuda", memory_fraction=0.6).on_this_machine().with_context(32768).sglang_arguments("folder", 0)
     assert (cuda["dtype"], cuda["mem_fraction_static"]) == ("bfloat16", 0.6)
     assert not {"attention_backend", "max_total_tokens", "disable_cuda_graph", "disable_overlap_schedule"} & cuda.keys()
     given = EngineConfig(device="cpu", engine_args={"chunked_prefill_size": 64}).on_this_machine()
-    assert given.sglang_arguments("f", 64, 0)["chunked_prefill_size"] == 64
+    assert given.with_context(64).sglang_arguments("f", 0)["chunked_prefill_size"] == 64
 
 
 @pytest.mark.parametrize("quantization", ["none", "float8_block"])
@@ -116,22 +116,23 @@ def test_experts_on_a_gpu_have_kernels_that_leave_their_weights_as_they_are_sent
         ({"device": "cpu", "dtype": "bfloat16", "quantization": quantization}, True, None),
     ):
         config = EngineConfig.model_validate(settings).on_this_machine()
-        assert config.sglang_arguments("folder", 64, 0, has_weights=False, has_experts=has_experts).get(runner) == given
+        assert config.with_context(64).sglang_arguments("folder", 0, has_weights=False, has_experts=has_experts).get(runner) == given
 
 
 def test_float32_on_a_gpu_is_refused_also_where_only_the_start_knows_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """`diff-engines` decides no device before; a run has decided by then."""
     config = EngineConfig(dtype="float32")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert config.on_this_machine().sglang_arguments("folder", 64, 0)["dtype"] == "float32"
+    assert config.on_this_machine().with_context(64).sglang_arguments("folder", 0)["dtype"] == "float32"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match=r"rollout\.engine\.dtype = float32 with device = cuda: SGLang's attention kernels"):
-        config.on_this_machine().sglang_arguments("folder", 64, 0)
+        config.on_this_machine().with_context(64).sglang_arguments("folder", 0)
 
 
 def test_arguments_of_an_engine_without_weights() -> None:
-    assert "load_format" not in EngineConfig(device="cpu").on_this_machine().sglang_arguments("folder", 64, 0)
-    assert EngineConfig(device="cpu").on_this_machine().sglang_arguments("folder", 64, 0, has_weights=False)["load_format"] == "dummy"
+    config = EngineConfig(device="cpu").on_this_machine().with_context(64)
+    assert "load_format" not in config.sglang_arguments("folder", 0)
+    assert config.sglang_arguments("folder", 0, has_weights=False)["load_format"] == "dummy"
 
 
 def test_reserved_and_unknown_settings_are_refused() -> None:
@@ -301,12 +302,12 @@ def test_an_engine_in_float8_is_told_of_it_and_one_that_reads_a_folder_is_not() 
     """Folders are in the learner's numbers: what is read from there (evenkeel eval) is served as it is."""
     for device in ("cpu", "cuda"):
         config = EngineConfig.model_validate({"device": device, "dtype": "bfloat16", "quantization": "float8_block"})
-        arguments = config.sglang_arguments("folder", 512, 0, has_weights=False)
+        arguments = config.with_context(512).sglang_arguments("folder", 0, has_weights=False)
         assert arguments["quantization"] == "fp8"
         told = json.loads(arguments["json_model_override_args"])["quantization_config"]
         assert (told["quant_method"], told["weight_block_size"], told["activation_scheme"]) == ("fp8", [128, 128], "dynamic")
         assert arguments.get("fp8_gemm_runner_backend") == ("triton" if device == "cuda" else None)
-        assert "quantization" not in config.sglang_arguments("folder", 512, 0)
+        assert "quantization" not in config.with_context(512).sglang_arguments("folder", 0)
     for settings, message in (
         ({"dtype": "float32"}, "float8_block with dtype = float32: it is made of bfloat16 weights. Set learner.dtype: bfloat16"),
         ({"batch_invariant": True}, "float8_block with batch_invariant: true: there are no batch-invariant products of float8"),

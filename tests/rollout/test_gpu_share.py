@@ -88,7 +88,7 @@ def test_it_takes_the_place_of_sglang_s_own_rule(monkeypatch: pytest.MonkeyPatch
 
 
 def test_only_an_engine_with_a_share_is_sized_by_it() -> None:
-    shared = EngineConfig(device="cuda", gpu_share=0.35).on_this_machine().sglang_arguments("folder", 2048, 0)
+    shared = EngineConfig(device="cuda", gpu_share=0.35).on_this_machine().with_context(2048).sglang_arguments("folder", 0)
     assert (shared["mem_fraction_static"], shared["chunked_prefill_size"], shared["disable_prefill_cuda_graph"]) == (0.35, 2048, True)
-    whole = EngineConfig(device="cuda").on_this_machine().sglang_arguments("folder", 2048, 0)
+    whole = EngineConfig(device="cuda").on_this_machine().with_context(2048).sglang_arguments("folder", 0)
     assert not {"mem_fraction_static", "chunked_prefill_size", "disable_prefill_cuda_graph"} & whole.keys()

@@ -62,13 +62,13 @@ def test_settings_that_contradict_are_refused(changes: dict[str, Any], message: 
 
 def test_room_for_a_prompt_is_what_max_tokens_leaves_of_the_context() -> None:
     config = RolloutConfig.model_validate({"task": CHAIN_SUM, "reward": {"kind": "reasoning_gym"}, "sampling": {"max_tokens": 100}})
-    assert config.max_prompt_tokens(model_context=256) == 156
+    assert config.with_context(256).longest_prompt == 156
     with pytest.raises(ConfigError, match=r"context_length = 300 is more than the model's context of 256 tokens"):
-        config.model_copy(update={"engine": EngineConfig(context_length=300)}).max_prompt_tokens(model_context=256)
+        config.model_copy(update={"engine": EngineConfig(context_length=300)}).with_context(256)
     with pytest.raises(ConfigError, match="no room"):
-        config.max_prompt_tokens(model_context=100)
+        _ = config.with_context(100).longest_prompt
     limited = config.model_copy(update={"task": config.task.model_copy(update={"max_prompt_tokens": 40})})
-    assert limited.max_prompt_tokens(model_context=256) == 40
+    assert limited.with_context(256).longest_prompt == 40
 
 
 def test_every_field_says_what_it_means() -> None:

@@ -58,9 +58,9 @@ def a_discarded_prompt_is_not_counted() -> Iterator[None]:
     """Its place becomes free all the same."""
     discard = TrajectoryQueue.discard
 
-    def forgetful(queue: TrajectoryQueue, group_ids: Sequence[int], reason: str) -> None:
+    def forgetful(queue: TrajectoryQueue, group_ids: Sequence[int], reason: DiscardReason) -> None:
         discard(queue, group_ids, reason)
-        queue.discarded -= len(group_ids)
+        queue.discarded_by_reason[reason] -= len(group_ids)
         queue.admitted -= len(group_ids)
 
     with mock.patch.object(TrajectoryQueue, "discard", forgetful):

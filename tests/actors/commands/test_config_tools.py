@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from actors.commands.config_explain import explain, explain_lines, nearest_key
 from actors.commands.recipe import load_config
+from actors.config import RunConfig
 from correction.errors import ConfigError
 
 
@@ -242,6 +243,8 @@ def test_explain_lists_every_key_with_type_default_and_meaning() -> None:
     assert lines["limit", ""].type == "int > 2 | null"
     assert "rollout.workers: int > 0 = 1\n    Engines." in explain(Run)
     assert "objective.kind" not in explain(Run)    # the section's own line has it
+    assert "learner.threads: int >= 1 and <= 1024 = 1\n" in (text := explain(RunConfig, "learner"))
+    assert "learner.dtype: auto | float32 | bfloat16 | float16 = auto   [derived in a run unless it is given]\n" in text
 
 
 def test_explain_one_section() -> None:

@@ -89,7 +89,6 @@ def test_engines_of_two_gpus_make_room_where_one_has_none() -> None:
         (f"{RANKS}=2", {"shape": replace(DENSE, model_type="olmoe")}, "fail", "olmoe normalises queries and keys over all heads", "to 1"),
         ("learner.gpus_per_rank=0.5", {}, "fail", "two of them would fit on one GPU", ""),
         ("rollout.engine.dtype=float16", {}, "fail", "rollout.engine.dtype = float16 with learner.dtype = bfloat16", ""),
-        ("rollout.engine.context_length=65536", {}, "fail", "is more than the model's context of 40960", ""),
         ("learner.recompute_activations=false", {}, "fail", "a learner rank needs 106 GiB of its 79.6 GiB", "tensor_parallel=4"),
         ("learner.distributed_optimizer=false", {}, "warn", "keeps the whole optimizer, 45.8 GiB instead of 22.9 GiB", "true"),
         ("", {"gpus": (18 << 30,)}, "fail", "an engine has 0 MiB for its KV cache in addition to weights of 15.3 GiB", "context_length"),

@@ -173,7 +173,7 @@ def test_other_weights_on_a_rank_s_gpu_are_counted_once_and_beside_no_training_p
         layers = f"learner.recompute_activations={recomputes}"
         (bare, of_training), (found, of_both) = needed(layers), needed(layers, *words.split())
         config = eight(layers, *words.split())
-        memory = rank_memory(DENSE, config.learner, **rank_options(DENSE, config))
+        memory = rank_memory(DENSE, config.learner, **rank_options(config))
         assert memory.other / 2**30 == pytest.approx(weights) and "other weights" not in of_training
         at_most = memory.state + max(memory.training, memory.other + memory.forward) + RESERVE
         assert found == pytest.approx(at_most / 2**30, rel=0.006), "as printed, with three digits"

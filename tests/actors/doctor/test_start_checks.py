@@ -210,6 +210,25 @@ def test_nothing_is_said_of_a_whole_folder_and_the_run_gets_what_train_resolves(
     assert config.learner.batch_invariant and config.rollout.engine.batch_invariant
 
 
+def test_the_context_is_decided_by_the_model_s_folder_and_a_longer_one_is_refused(whole: Path, tmp_path: Path) -> None:
+    """Once, for all that asks for it: SGLang's arguments, the longest prompt, and what memory is planned for."""
+    words = [f"model={whole}", f"run_dir={tmp_path}", SCORED]
+    of_model = ModelShape.read(whole).context
+    for given, found in (("null", of_model), ("100", 100)):
+        config = derived(load_config(RunConfig, SMALL, [*words, f"rollout.engine.context_length={given}"]), has_gpu=False)
+        config, _ = check_on_paper(config)
+        engine = config.rollout.engine
+        assert (engine.resolved_context, engine.sglang_arguments("m", 0)["context_length"]) == (found, found)
+        assert engine.max_total_tokens == min(65_536, engine.max_running_requests * found)
+        assert config.rollout.longest_prompt == found - config.rollout.sampling.max_tokens
+    longer = [f"rollout.engine.context_length={of_model + 1}"]
+    for more, said in ((longer, "more than the model's context"), ([f"rollout.sampling.max_tokens={of_model}"], "no room for a prompt")):
+        context = [] if more is longer else ["rollout.engine.context_length=null"]
+        config = derived(load_config(RunConfig, SMALL, [*words, *context, *more]), has_gpu=False)
+        told = [one.sentence for one in on_paper(*reversed(check_on_paper(config))) if one.severity == "fail"]
+        assert [said in one for one in told] == [True]
+
+
 def test_doctor_judges_the_deadlines_that_the_run_will_have(tmp_path: Path, whole: Path) -> None:
     """From the bytes of the weights in the folder, which no config.json tells. Without weights: from those that config.json means."""
     words = [f"run_dir={tmp_path}", "rollout.reward={kind: reasoning_gym}", "rollout.sampling.max_tokens=8", "deadlines.bytes_per_s=100"]

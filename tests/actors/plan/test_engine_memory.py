@@ -90,7 +90,7 @@ def sglang(shared_engine: RolloutEngine, tmp_path_factory: pytest.TempPathFactor
     """
     folder = str(save_config(tmp_path_factory.mktemp("model"), QWEN3_8B | {"architectures": ["Qwen3ForCausalLM"]}))
     of_ranks = [{"tp_size": ranks} | ({"dp_size": groups, "enable_dp_attention": True} if groups > 1 else {}) for ranks, groups in RANKS]
-    given = EngineConfig(device="cuda", dtype="bfloat16", gpu_share=0.35).sglang_arguments(folder, 2048, 0)
+    given = EngineConfig(device="cuda", dtype="bfloat16", gpu_share=0.35).with_context(2048).sglang_arguments(folder, 0)
     names = ("chunked_prefill_size", "mem_fraction_static", "disable_prefill_cuda_graph")
     shared = {name: given[name] for name in names if name in given}
     gpus = [(mib, one | {"model_path": folder}) for one in (*of_ranks, shared, *ARGUMENTS) for mib in SIZES]

@@ -35,7 +35,8 @@ DENSE, EXPERTS = ModelShape.of(QWEN3_8B), ModelShape.of(QWEN3_30B_A3B)
 
 
 def recipe(name: str, *overrides: str) -> RunConfig:
-    return derived(load_config(RunConfig, RECIPES / f"{name}.yaml", overrides), has_gpu=True)
+    config = derived(load_config(RunConfig, RECIPES / f"{name}.yaml", overrides), has_gpu=True)
+    return config.model_copy(update={"rollout": config.rollout.with_context(DENSE.context)})
 
 
 def dense(*overrides: str) -> list[HostMemory]:

@@ -14,14 +14,16 @@ from typer.testing import CliRunner
 
 from actors.commands.cli import app
 from actors.commands.recipe import load_config
-from actors.config import RunConfig
+from actors.config import DeadlinesConfig, RunConfig
 from actors.metrics.step_metrics import StepMetrics
 from actors.part_carriers import WaitNotice
 from actors.record import run_folder as run_folder_module
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
+from actors.reports import run_doctor
 from actors.reports.ledger_check import LedgerCheck
 from actors.reports.run_doctor import RunDiagnosis, RunState, diagnose_run, page
+from actors.settings.deadlines import with_deadlines
 
 RECIPE = Path(__file__).parents[3] / "recipes/nano_spell_backward.yaml"
 
@@ -40,6 +42,15 @@ def run_folder(path: Path, *, steps: int = 4, done: int = 2, saved: int | None =
             (checkpoint.state / "part.json").write_text("{}")
         folder.write_event(RunEvent.now("info", f"checkpoint {folder.checkpoints()[-1].path} in 0.1 s", EventKind.SAVED))
     return folder
+
+
+def test_the_folder_is_read_with_the_deadlines_that_the_run_had(tmp_path: Path) -> None:
+    """Derived ones, of a large model on slow disks: by the defaults a disk would count as hanging that is only slow."""
+    folder = RunFolder.create(tmp_path / "run", "x")
+    config = with_deadlines(load_config(RunConfig, RECIPE), 10**12)
+    folder.write_config(config)
+    assert run_doctor._deadlines(folder.read_config()) == config.deadlines
+    assert config.deadlines.disk_s > 10 * DeadlinesConfig().disk_s
 
 
 def after(folder: RunFolder) -> RunDiagnosis:

@@ -44,7 +44,7 @@ def test_a_gpu_gets_bfloat16_on_both_sides_and_sizes_that_suit_it() -> None:
     learner, engine = found.learner, found.rollout.engine
     assert (learner.device, learner.dtype, engine.device, engine.dtype) == ("cuda", "bfloat16", "cuda", "bfloat16")
     assert (learner.distributed_optimizer, learner.tokens_per_microbatch, engine.max_running_requests) == (True, 8192, 256)
-    assert engine.sglang_arguments("m", 4096, 0)["dtype"] == "bfloat16"
+    assert engine.with_context(4096).sglang_arguments("m", 0)["dtype"] == "bfloat16"
     assert derived(config("learner.data_parallel=1"), has_gpu=True).learner.distributed_optimizer is False
 
 
@@ -86,7 +86,9 @@ def test_an_optimizer_is_shared_where_ranks_hold_the_same_experts_too(given: dic
     for has_experts, wanted in ((True, of_experts), (False, of_dense)):
         found = with_optimizer(open_learner(**given), has_experts=has_experts)
         assert found.learner.distributed_optimizer is wanted
-        assert with_optimizer(found, has_experts=not has_experts) == found, "once decided it stays"
+        assert with_optimizer(found, has_experts=has_experts) == found
+    if "distributed_optimizer" not in given:
+        assert not found.learner.is_given("distributed_optimizer")
 
 
 def test_what_the_recipe_says_stays_also_where_it_is_the_default() -> None:
@@ -97,7 +99,7 @@ def test_what_the_recipe_says_stays_also_where_it_is_the_default() -> None:
 
 
 def test_once_decided_nothing_changes_any_more() -> None:
-    """A resumed run has its values from config.yaml, where all of them are written down."""
+    """A resumed run computes on the devices that its config.yaml names, whatever machine resumes it; the rest follows from them again."""
     once = derived(config("learner.data_parallel=2"), has_gpu=True)
     assert derived(once, has_gpu=False) == once
     assert derived(RunConfig.model_validate(once.model_dump()), has_gpu=False) == once
@@ -148,6 +150,13 @@ def test_an_engine_without_a_run_has_the_types_of_a_run_s(overrides: str, has_gp
         with_engine_types(config("learner.dtype=float32"), has_gpu=True)
 
 
+@pytest.mark.parametrize(("switch", "has_gpu"), [("true", False), ("false", False), ("true", True)])
+def test_an_engine_without_a_run_has_the_operators_of_a_run_s(switch: str, has_gpu: bool) -> None:
+    """So that `evenkeel eval` of a true on-policy run's recipe measures what the run's own evaluation did; a run on GPUs is refused."""
+    engine = with_engine_types(config(f"true_on_policy={switch}"), has_gpu=has_gpu).rollout.engine
+    assert engine.batch_invariant == (switch == "true" and not has_gpu)
+
+
 def test_layers_for_gpus_wait_for_the_device_to_be_known() -> None:
     """A driver without a GPU may start a run on a cluster that has them."""
     wanted = config("learner.layers=transformer_engine")
@@ -187,7 +196,7 @@ def test_without_a_run_each_side_decides_alike(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(torch.cuda, "is_available", lambda has=has_gpu: has)
         engine, learner = EngineConfig().on_this_machine(), LearnerConfig().on_this_machine()
         assert (learner.resolved_device, learner.resolved_dtype) == (engine.resolved_device, engine.resolved_dtype) == (device, dtype)
-        assert engine.resolved_group_backend == backend and engine.sglang_arguments("m", 64, 0)["dtype"] == dtype
+        assert engine.resolved_group_backend == backend and engine.with_context(64).sglang_arguments("m", 0)["dtype"] == dtype
         assert learner.on_this_machine() is learner and engine.on_this_machine() is engine, "decided already"
 
 

@@ -51,12 +51,42 @@ def test_the_run_folder_shows_what_the_switch_has_set(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "run", "x") as folder:
         folder.write_config(config)
     written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    shown = {side["batch_invariant"] for side in (written["learner"], written["rollout"]["engine"])}
-    assert shown == {True} and written["rollout"]["engine"]["dtype"] == written["learner"]["dtype"] == "bfloat16"
-    again = load_config(RunConfig, tmp_path / "run" / "config.yaml")
-    assert again == config == resolved(again)
-    without = resolved(load_config(RunConfig, tmp_path / "run" / "config.yaml", ["true_on_policy=false"]))
-    assert not without.learner.batch_invariant and not without.rollout.engine.batch_invariant, "on a resume, for example"
+    learner, engine = written["learner"], written["rollout"]["engine"]
+    assert {side["derived"]["batch_invariant"] for side in (learner, engine)} == {True}
+    assert (learner["dtype"], engine["derived"]["dtype"]) == ("bfloat16", "bfloat16"), "the one is given, the other follows"
+    assert resumed(tmp_path / "run") == config
+    without = resumed(tmp_path / "run", "true_on_policy=false")
+    assert not without.learner.batch_invariant and not without.rollout.engine.batch_invariant
+    with RunFolder.open(tmp_path / "run") as folder:
+        folder.write_config(without)
+    again = resumed(tmp_path / "run", "true_on_policy=true")
+    assert again.learner.batch_invariant and again.rollout.engine.batch_invariant, "nothing of the resume without it has stayed"
+
+
+def resumed(folder: Path, *overrides: str) -> RunConfig:
+    """As a resume derives it from a run's folder."""
+    return resolved(derived(load_config(RunConfig, folder / "config.yaml", overrides), has_gpu=False))
+
+
+@pytest.mark.parametrize("side", ["learner", "rollout.engine"])
+def test_operators_of_one_side_that_the_switch_contradicts_are_refused(tmp_path: Path, side: str) -> None:
+    """On one side alone they make nothing equal, and on both they are true_on_policy, which has the contract checked."""
+    for switch in (True, False):
+        given = {"batch_invariant": not switch}
+        task = run_config(tmp_path).rollout.model_dump(exclude={"engine"})
+        changes = {"learner": given} if side == "learner" else {"rollout": task | {"engine": given}}
+        found, wanted = str(not switch).lower(), str(switch).lower()
+        with pytest.raises(ConfigError, match=rf"{side}\.batch_invariant: {found} with true_on_policy: {wanted}.*or set it to {wanted}"):
+            resolved(run_config(tmp_path, true_on_policy=switch, **changes))
+
+
+def test_a_part_of_a_product_is_a_rank_of_the_learner(tmp_path: Path) -> None:
+    """The engine sums in the order of the learner's ranks: another number of parts would give other bits, at the first batch."""
+    config = resolved(run_config(tmp_path, learner={"tensor_parallel": 2}))
+    assert config.rollout.engine.projection_parts == 2
+    rollout = config.rollout.model_dump() | {"engine": {"projection_parts": 3}}
+    with pytest.raises(ConfigError, match=r"projection_parts: 3 with true_on_policy: true and learner.tensor_parallel: 2"):
+        resolved(run_config(tmp_path, learner={"tensor_parallel": 2}, rollout=rollout))
 
 
 @pytest.mark.parametrize("difference", ["stop", "correct"])
@@ -86,10 +116,12 @@ def test_engines_tell_their_routing_only_where_it_is_replayed(tmp_path: Path) ->
     """A batch that has routes is computed with them: with "recompute" these would take the place of the learner's own."""
     for replay, told in (("none", False), ("recompute", False), ("rollout", True)):
         config = run_config(tmp_path, true_on_policy=False)
-        engine = config.rollout.engine.model_copy(update={"return_routed_experts": True})
-        rollout = config.rollout.model_copy(update={"engine": engine})
-        config = config.model_copy(update={"rollout": rollout, "learner": config.learner.model_copy(update={"routing_replay": replay})})
+        config = config.model_copy(update={"learner": config.learner.model_copy(update={"routing_replay": replay})})
         assert resolved(config).rollout.engine.return_routed_experts is told
+        engine = config.rollout.engine.model_copy(update={"return_routed_experts": not told})
+        given = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
+        with pytest.raises(ConfigError, match=f"return_routed_experts: {str(not told).lower()} with learner.routing_replay: {replay}"):
+            resolved(given)
 
 
 def test_engines_in_float8_are_refused(tmp_path: Path) -> None:

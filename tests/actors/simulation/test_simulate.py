@@ -19,6 +19,7 @@ from actors.commands.recipe import load_config
 from actors.commands.simulate_views import cheapest, recommendation, show_outcomes
 from actors.config import RunConfig
 from actors.record.run_folder import RunFolder
+from actors.settings.derived import derived
 from actors.simulation.costs import AnswerLengths, DecodeSpeed, RunCosts, RunShape
 from actors.simulation.outcome import Outcome
 from actors.simulation.run import simulate
@@ -139,6 +140,20 @@ def test_the_command_prints_a_row_for_each_shape_and_draws_them(tmp_path: Path) 
     rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] in (["1"], ["2"]) and "%" in line]
     assert [row[:2] for row in rows if row[1] in "01"] == [["1", "0"], ["1", "1"], ["2", "0"], ["2", "1"]]
     assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_shape_of_a_run_is_the_one_that_ran_not_what_its_recipe_says(tmp_path: Path) -> None:
+    """Slots and requests of an engine follow from the device, and the run's was a GPU."""
+    record(tmp_path / "run", 1)
+    path = tmp_path / "run" / "config.yaml"
+    recipe = yaml.safe_load(path.read_text())
+    del recipe["rollout"]["engine"]["max_running_requests"]
+    path.write_text(yaml.safe_dump(recipe))
+    RunFolder(tmp_path / "run").write_config(derived(load_config(RunConfig, path), has_gpu=True))
+    shape = MeasuredRun.of(tmp_path / "run", cores=float("inf")).shape
+    assert (shape.max_running_requests, shape.slots) == (256, 64)
+    done = CliRunner().invoke(app, ["simulate", str(path), *SPEEDS, "--steps", "5", "--picture", str(tmp_path / "p.png")])
+    assert "64 slots and 256 requests" in " ".join(done.stdout.split()), done.output
 
 
 def elastic(folder: Path, low: int, high: int) -> Path:

@@ -1,0 +1,218 @@
+"""config.yaml of a run shows what ran, and a resume derives anew what followed from other settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.commands.recipe import load_config
+from actors.commands.run_settings import changed_settings, changed_with_them, config_that_ran
+from actors.config import RunConfig
+from actors.doctor.start_checks import checked
+from actors.record.run_folder import RunFolder
+from actors.settings.derived import derived
+from actors.settings.devices import unfit_shares
+from actors.settings.probe_limits import ProbeLimits
+from correction.errors import ConfigError
+from correction.settings.base import DerivedSettings, dump_with_derived
+from learner.config import LearnerConfig
+from rollout.engine_settings.engine_config import EngineConfig
+from rollout.sglang_plugin.hooks import VARIABLE, PluginSettings
+from tests.tiny_models import save_tiny_model
+
+ROOT = Path(__file__).parents[3]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+SMALL = ROOT / "tests" / "e2e" / "small.yaml"
+RANKS = ("", "learner.data_parallel=2 learner.tensor_parallel=1 learner.sequence_parallel=false", "learner.data_parallel=4")
+OTHERS = ("", "rollout.engine.context_length=null rollout.slots=7", "learner.dtype=bfloat16", "rollout.engine.max_running_requests=32")
+MODES = ("", "true_on_policy=true", "learner.routing_replay=rollout", "weight_sync.max_probe_difference=0.3 ray.num_cpus=11")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Folders of a dense model, and of one with experts."""
+    folders = {False: tmp_path_factory.mktemp("qwen3"), True: tmp_path_factory.mktemp("qwen3_moe")}
+    return {moe: save_tiny_model(folder, folder.name.rstrip("0"), max_position_embeddings=40_960) for moe, folder in folders.items()}
+
+
+def resolved(config: RunConfig, *, has_gpu: bool) -> RunConfig:
+    """As `evenkeel train` resolves it, on a machine that has GPUs or none; what it would refuse of the model is left aside."""
+    return checked(derived(config, has_gpu=has_gpu), config.model, has_weights=True, refused=[], lacking=[])
+
+
+def small(model: Path, *overrides: str) -> RunConfig:
+    return load_config(RunConfig, SMALL, [f"model={model}", *overrides])
+
+
+def write(folder: Path, config: RunConfig) -> Path:
+    """config.yaml of a run, as a run writes it. Returns: its path."""
+    folder.mkdir(exist_ok=True)
+    RunFolder(folder, None).write_config(config)
+    return folder / "config.yaml"
+
+
+def given_keys(config: Any) -> dict[str, set[str]]:
+    """By section: which of the keys that can be derived have been given."""
+    found = {type(config).__name__: config.model_fields_set & config.DERIVED} if isinstance(config, DerivedSettings) else {}
+    for name in type(config).model_fields:
+        inner = getattr(config, name)
+        if hasattr(inner, "model_fields_set"):
+            found |= {f"{name}.{key}": keys for key, keys in given_keys(inner).items()}
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    recipe=st.sampled_from([SMALL, *RECIPES]), is_moe=st.booleans(), has_gpu=st.booleans(), elsewhere=st.booleans(),
+    words=st.tuples(st.sampled_from(RANKS), st.sampled_from(OTHERS), st.sampled_from(MODES)),
+)  # fmt: skip
+def test_what_a_run_s_folder_says_is_what_ran(
+    models: dict[bool, Path], recipe: Path, is_moe: bool, has_gpu: bool, elsewhere: bool, words: tuple[str, ...]
+) -> None:
+    """All of it, also if it is derived anew on a machine with other hardware; and what was derived never becomes a given setting."""
+    model = models[is_moe]
+    try:
+        recipe_config = load_config(RunConfig, recipe, [f"model={model}", *" ".join(words).split()])
+        ran = resolved(recipe_config, has_gpu=has_gpu)
+    except ConfigError:
+        return  # float32 on a GPU, for instance
+    path = write(model / "run", ran)
+    assert config_that_ran(RunFolder.view(model / "run")) == ran
+    assert given_keys(config_that_ran(RunFolder.view(model / "run"))) == given_keys(ran) == given_keys(recipe_config)
+    assert resolved(load_config(RunConfig, path), has_gpu=elsewhere) == ran
+    assert changed_settings(ran, load_config(RunConfig, path)) == changed_with_them(ran, ran) == {}
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_nothing_that_was_decided_stands_there_as_open(models: dict[bool, Path], tmp_path: Path, has_gpu: bool) -> None:
+    """What was null or auto until a run's parts asked for it. On GPUs SGLang sizes the KV cache, and a rank chooses its layers."""
+    words = ["rollout.engine.context_length=null", "correction.preset=tis-token"]
+    config = resolved(small(models[False], *words), has_gpu=has_gpu)
+    written = yaml.safe_load(write(tmp_path, config).read_text())
+    requests, context = config.rollout.engine.max_running_requests, config.rollout.engine.resolved_context
+    shown = {
+        "rollout.slots": written["rollout"]["derived"]["slots"],
+        "context": written["rollout"]["engine"]["derived"]["context_length"],
+        "cache": written["rollout"]["engine"]["derived"]["max_total_tokens"],
+        "probe": written["weight_sync"]["derived"]["max_probe_difference"],
+        "cpus": written["ray"]["derived"]["num_cpus"],
+        "init": (written["init"]["learner"]["device"], written["init"]["learner"]["derived"]["dtype"]),
+        "layers": written["learner"]["derived"]["layers"],
+        "share": written["rollout"]["engine"]["derived"]["gpu_share"],
+    }
+    assert shown == {
+        "rollout.slots": 2 * requests // 4,
+        "context": context,
+        "cache": None if has_gpu else min(65_536, requests * context),
+        "probe": 0.5 if has_gpu else 1e-3,
+        "cpus": 3,
+        "init": ("cuda", "bfloat16") if has_gpu else ("cpu", "float32"),
+        "layers": "auto" if has_gpu else "local",
+        "share": 1.0,
+    }
+    assert written["learner"]["device"] == written["rollout"]["engine"]["device"] == ("cuda" if has_gpu else "cpu")
+    limits = ProbeLimits.of_run(config)
+    assert limits == ProbeLimits.of(config.learner.resolved_dtype), "one that is derived doesn't replace the limit of the median"
+
+
+def on_gpus(models: dict[bool, Path], folder: Path, *overrides: str) -> Path:
+    """config.yaml of a run on GPUs, two ranks of which share the optimizer."""
+    recipe = load_config(RunConfig, ROOT / "recipes" / "nano_spell_backward.yaml", [f"model={models[False]}", *overrides])
+    return write(folder, resolved(recipe, has_gpu=True))
+
+
+TWO = ("learner.data_parallel=2", "learner.gpus_per_rank=1", "rollout.gpus_per_worker=1")
+
+
+def test_a_resume_on_another_device_has_the_types_of_that_device(models: dict[bool, Path], tmp_path: Path) -> None:
+    path = on_gpus(models, tmp_path)
+    words = ["learner.device=cpu", "rollout.engine.device=cpu", "rollout.engine.max_running_requests=8"]
+    config = resolved(load_config(RunConfig, path, words), has_gpu=True)
+    learner, engine = config.learner, config.rollout.engine
+    assert (learner.dtype, engine.dtype, engine.weight_group_backend) == ("float32", "float32", "gloo")
+    assert (learner.tokens_per_microbatch, learner.layers, engine.gpu_share) == (2048, "local", 1.0)
+    assert (config.rollout.slots, engine.max_total_tokens, config.weight_sync.max_probe_difference) == (2, 8 * 64, 1e-3)
+    as_it_was = resolved(load_config(RunConfig, path), has_gpu=False)
+    assert (as_it_was.learner.device, as_it_was.rollout.engine.dtype) == ("cuda", "bfloat16"), "not where it happens to be resumed"
+
+
+def test_a_resume_with_other_ranks_or_shares_derives_what_goes_with_them(models: dict[bool, Path], tmp_path: Path) -> None:
+    path = on_gpus(models, tmp_path, *TWO)
+    assert config_that_ran(RunFolder.view(tmp_path)).learner.distributed_optimizer
+    one = resolved(load_config(RunConfig, path, ["learner.data_parallel=1", "rollout.gpus_per_worker=0.4"]), has_gpu=True)
+    assert not one.learner.distributed_optimizer and one.rollout.engine.gpu_share == 0.4 and one.logical_cpus == one.ray.num_cpus == 3
+    kept = resolved(load_config(RunConfig, path, ["learner.data_parallel=1", "learner.distributed_optimizer=true"]), has_gpu=True)
+    assert kept.learner.distributed_optimizer, "given, it stays"
+
+
+def test_what_is_derived_and_goes_with_nothing_is_refused_as_if_it_were_given(models: dict[bool, Path], tmp_path: Path) -> None:
+    path = on_gpus(models, tmp_path)
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.dtype = float32 with device = cuda"):
+        derived(load_config(RunConfig, path, ["learner.device=cpu"]), has_gpu=True)
+
+
+def test_an_engine_s_share_of_a_gpu_may_be_less_than_its_worker_s_but_not_more(models: dict[bool, Path]) -> None:
+    """gpus_per_worker is what Ray has reserved; the rest of the GPU is somebody else's."""
+    for share, refused in ((0.3, False), (0.4, False), (0.5, True)):
+        config = derived(small(models[False], "rollout.gpus_per_worker=0.4", f"rollout.engine.gpu_share={share}"), has_gpu=True)
+        assert config.rollout.engine.gpu_share == share
+        assert [f"gpu_share = {share}" in error.reason for error in unfit_shares(config)] == [True] * refused
+
+
+def as_before(written: Any) -> Any:
+    """config.yaml as versions wrote it that counted all but deadlines as given: null where a value was found later."""
+    if not isinstance(written, dict):
+        return written
+    found = {key: as_before(value) for key, value in written.items()}
+    shown = found.pop("derived", {})
+    late = {"slots", "context_length", "max_total_tokens", "max_probe_difference", "num_cpus"}
+    deadlines = {key: value for key, value in shown.items() if key.endswith("_s")}
+    found |= {key: None if key in late else value for key, value in shown.items() if key not in deadlines}
+    return found | ({"derived": deadlines} if deadlines else {})
+
+
+@pytest.mark.parametrize("mode", ["", "true_on_policy=true", "learner.data_parallel=2"])
+def test_a_run_of_an_earlier_version_goes_on_with_all_that_it_had(models: dict[bool, Path], tmp_path: Path, mode: str) -> None:
+    """Its values count as given; nulls are derived."""
+    ran = resolved(small(models[False], "rollout.engine.context_length=null", *mode.split()), has_gpu=False)
+    path = write(tmp_path, ran)
+    path.write_text(yaml.safe_dump(as_before(yaml.safe_load(path.read_text()))))
+    old = config_that_ran(RunFolder.view(tmp_path))
+    assert old.learner.dtype == "float32" and old.learner.is_given("dtype") and not old.rollout.is_given("slots")
+    assert resolved(load_config(RunConfig, path), has_gpu=True) == ran
+    assert changed_settings(old, load_config(RunConfig, path)) == changed_with_them(old, ran) == {}
+    kept = derived(load_config(RunConfig, path, ["learner.threads=2", "rollout.engine.batch_invariant=false"]), has_gpu=True)
+    assert (kept.learner.dtype, kept.learner.layers) == ("float32", "local")
+
+
+def test_changes_are_told_against_what_ran(models: dict[bool, Path], tmp_path: Path) -> None:
+    """A setting that is given now, and was derived, has changed only if it is another; what follows is told apart."""
+    path = on_gpus(models, tmp_path)
+    ran = config_that_ran(RunFolder.view(tmp_path))
+    now = load_config(RunConfig, path, ["learner.dtype=float16", "rollout.slots=128", "learner.tokens_per_microbatch=8192"])
+    assert changed_settings(ran, now) == {"learner.dtype": ("bfloat16", "float16")}
+    follows = changed_with_them(ran, resolved(now, has_gpu=True))
+    assert follows == {"rollout.engine.dtype": ("bfloat16", "float16"), "weight_sync.max_probe_difference": (0.5, 0.0625)}
+    without = load_config(RunConfig, write(tmp_path, now), ["learner.dtype=auto"])
+    assert changed_settings(now, without) == {"learner.dtype": ("float16", "auto")}
+
+
+def test_an_engine_s_processes_get_what_was_derived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their settings travel as JSON: without derived values an engine of true on-policy would compute as any other."""
+    engine = EngineConfig(device="cpu").derived({"dtype": "float32", "batch_invariant": True, "projection_parts": 3})
+    monkeypatch.setenv(VARIABLE, PluginSettings(engine_id="x", engine=engine).as_variable())
+    assert PluginSettings.from_environment().engine == engine
+
+
+def test_only_keys_that_are_said_to_be_derived_can_be() -> None:
+    with pytest.raises(ValueError, match="LearnerConfig: seed: not among the keys that are derived"):
+        LearnerConfig().derived({"seed": 3})
+    once = LearnerConfig(threads=2).derived({"dtype": "bfloat16"}).derived({"batch_invariant": True})
+    assert (once.dtype, once.batch_invariant, once.model_fields_set) == ("bfloat16", True, {"threads"})
+    assert once.as_given() == LearnerConfig(threads=2) and "derived" not in once.model_dump()
+    assert dump_with_derived(once)["derived"].keys() == LearnerConfig.DERIVED
