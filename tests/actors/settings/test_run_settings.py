@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from actors.commands.recipe import load_config
 from actors.commands.run_settings import changed_settings, changed_with_them, config_that_ran
 from actors.config import RunConfig
-from actors.doctor.start_checks import checked
+from actors.doctor.start_checks import config_for_model
 from actors.record.run_folder import RunFolder
 from actors.settings.derived import derived
 from actors.settings.devices import unfit_shares
@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 
 def resolved(config: RunConfig, *, has_gpu: bool) -> RunConfig:
     """As `evenkeel train` resolves it, on a machine that has GPUs or none; what it would refuse of the model is left aside."""
-    return checked(derived(config, has_gpu=has_gpu), config.model, has_weights=True, refused=[], lacking=[])
+    return config_for_model(derived(config, has_gpu=has_gpu), config.model, has_weights=True, refused=[], lacking=[])
 
 
 def small(model: Path, *overrides: str) -> RunConfig:
