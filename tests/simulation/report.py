@@ -75,7 +75,7 @@ def failures(seeds: Sequence[int], *, processes: int = 1) -> Iterator[tuple[int,
             yield done, found
 
 
-OUT_OF_DATE = ("TypeError: ", "AttributeError: ", "NameError: ")
+OUT_OF_DATE = ("TypeError", "AttributeError", "NameError")
 """What a planted bug raises whose functions have other arguments or names than the product's by now."""
 
 
@@ -98,7 +98,7 @@ def first_shown(bug: Bug, seeds: Sequence[int]) -> tuple[int, str] | None:
     """
     with bug():
         shown = next(((seed, outcome.violation) for seed in seeds if (outcome := play(schedule_of(seed))).violation), None)
-    assert shown is None or not shown[1].startswith(OUT_OF_DATE), f"{title(bug)}: it is out of date: {shown}"
+    assert shown is None or not any(name in shown[1] for name in OUT_OF_DATE), f"{title(bug)}: it is out of date: {shown}"
     return shown
 
 
