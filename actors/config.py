@@ -22,6 +22,9 @@ from rollout.config import AnswerSampling, RolloutConfig
 OnDifference = Literal["stop", "correct"]
 """What becomes of a run at the first token whose bits differ: see RunConfig.true_on_policy_on_difference."""
 
+SYNC_ATTEMPTS = 3
+"""Attempts of an engine at new weights, each with the deadline deadlines.sync_s, before it is given up."""
+
 
 class InitConfig(Settings):
     """The model that `evenkeel init-model` makes when there are no weights to start from."""
@@ -154,8 +157,8 @@ class DeadlinesConfig(DerivedSettings):
 
     @property
     def receipts_s(self) -> float:
-        """Longest wait for receipts, seconds: an engine's three attempts at new weights, and the pauses between them."""
-        return 3 * self.sync_s + 30.0
+        """Longest wait for receipts, seconds: an engine's SYNC_ATTEMPTS at new weights, and the pauses between them."""
+        return SYNC_ATTEMPTS * self.sync_s + 30.0
 
     @property
     def forward_s(self) -> float:

@@ -124,7 +124,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--seeds", default="0", help="seeds of the faults and their times, one run each, such as 1,2,3 (0)")
     parser.add_argument("--steps", type=int, default=150, help="of each run (150)")
-    parser.add_argument("--every", type=float, default=20.0, help="seconds between two faults, at a mean (20)")
+    parser.add_argument("--every", type=float, default=20.0, help="seconds between two faults, in the mean (20)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--groups", type=int, default=16, help="of a step, which takes the longer (16)")
     parser.add_argument("--save-every", type=int, default=5, help="steps between two checkpoints; 1 where a step is long (5)")
@@ -164,7 +164,7 @@ def played_runs(folder: Path, arguments: argparse.Namespace) -> tuple[ChaosRun |
 
 
 def summary(calm: ChaosRun | None, disturbed: Sequence[ChaosRun]) -> str:
-    """Two tables in Markdown, and what a fault costs at a mean."""
+    """Two tables in Markdown, and what a fault costs in the mean."""
     head = ["run", "faults", "s of training", "useful share", "faults a step"]
     head += ["steps done again", "held-out accuracy", "all as it should be"]
     rows = [head, ["---"] * len(head)]
@@ -187,7 +187,7 @@ def summary(calm: ChaosRun | None, disturbed: Sequence[ChaosRun]) -> str:
         again = sum(run.again for run in disturbed) / len(faults)
         lines += [
             "",
-            f"A fault costs {cost_s:.1f} s at a mean, {again:.1f} steps done again included. With one in {cost_s / (1 - _GOAL):.0f} s "
+            f"A fault costs {cost_s:.1f} s in the mean, {again:.1f} steps done again included. With one in {cost_s / (1 - _GOAL):.0f} s "
             f"{_GOAL} of the time is useful.",
         ]
     return "\n".join(lines)

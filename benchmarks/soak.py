@@ -133,7 +133,7 @@ def windows(looks: Sequence[Look]) -> list[list[Look]]:
     """The looks of each three minutes since the first one. A window that is not whole, the last one, is left out.
 
     The least of a window is what stays when the heap has been given back, if a look falls into the second before it has grown again. Its
-    median rises where a heap takes ever more between two givings-back.
+    median rises where a heap takes ever more before it gives memory back.
     """
     whole = int((looks[-1].at_s - looks[0].at_s + 1.0) // _WINDOW_S) if looks else 0  # a look comes a little early or late
 

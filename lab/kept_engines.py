@@ -91,8 +91,8 @@ class RunRecord:
     """The learner's version at its first step."""
     steps: list[dict[str, float]] = field(default_factory=list)
     """For each step: correction.diagnostics by their names; the loss's numbers as a run names them; reward_mean (of all sampled groups),
-    reward_trained_mean, entropy, grad_norm, learning_rate, optimizer_steps, skipped_steps, groups, tokens, and the seconds of
-    generate_s, train_s, sync_s, step_s."""
+    reward_trained_mean, entropy, grad_norm, learning_rate, optimizer_steps, skipped_steps, groups, sampled_groups, tokens,
+    trained_tokens, and the seconds of generate_s, train_s, sync_s, step_s."""
     batches: list[list[Group]] = field(default_factory=list)
     """The groups of each step, as they were sampled."""
     checksum: str = ""

@@ -395,5 +395,5 @@ class RolloutConfig(PoolSizeConfig, DerivedSettings):
         room = context - self.sampling.max_tokens
         if room < 1:
             said = f"rollout.sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt"
-            raise ConfigError(f"{said} in the model's context of {context} tokens", remedy="lower it")
+            raise ConfigError(f"{said} in the engine's context of {context} tokens", remedy="lower it")
         return min(room, self.task.max_prompt_tokens or room)

@@ -36,8 +36,8 @@ T = TypeVar("T")
 _POLL_S = 1.0
 _LOOK_S = 60.0
 _SETTLE_S = 10.0
-"""Three waits, seconds. Ray reports the GPUs of a run that has just ended as free only after a moment. A group that is kept away from nodes
-gets no places, though there seemed to be room. A group has lost a node, and Ray may find another one for its bundles."""
+"""Seconds that each of three waits may take: until Ray reports the GPUs of a run that has just ended as free; until a group that is kept
+away from nodes counts as without places, though there seemed to be room; and until Ray has found another node for bundles of a lost one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,8 +102,9 @@ def _parse_override(text: str) -> tuple[str, Any]:
         raise ConfigError(f"command line: {text!r} is a second recipe: give one, before any KEY=VALUE")
     if not equals or not key.strip() or key != key.strip():
         raise ConfigError(f"command line: {text!r} is not a setting: write KEY=VALUE without spaces, such as rollout.workers=2")
-    if ".derived." in key:
-        raise ConfigError(f"command line: {key}: that shows what a run has derived; set {key.replace('.derived.', '.')}")
+    if "derived" in (names := key.split(".")):
+        setting = ".".join(name for name in names if name != "derived")
+        raise ConfigError(f"command line: {key}: that shows what a run has derived; set {setting} itself")
     try:
         return key, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)["value"]    # type: ignore[index,call-overload]
     except yaml.YAMLError as error:

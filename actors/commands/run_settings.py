@@ -24,7 +24,8 @@ def config_that_ran(folder: RunFolder) -> RunConfig:
     try:
         return read_with_derived(RunConfig, content)
     except ValidationError as error:
-        raise ConfigError(f"{folder.path / 'config.yaml'}: not settings of this version: {reason_of(error)}") from error
+        key = ".".join(str(part) for part in error.errors()[0]["loc"])
+        raise ConfigError(f"{folder.path / 'config.yaml'}: {key}: not settings of this version: {reason_of(error)}") from error
 
 
 def changed_settings(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:

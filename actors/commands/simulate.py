@@ -113,10 +113,10 @@ def simulate(
         raise ConfigError(f"--other-cores {other_cores:g}: give the machine's cores as well, which have to be more (--cores)")
     from actors.commands.recipe import load_config
     from actors.config import RunConfig
-    from actors.settings.derived import derived
+    from actors.settings.derived import derived, needs_gpu
     from actors.settings.devices import visible_gpus
 
-    config = derived(load_config(RunConfig, recipe, overrides or []), has_gpu=visible_gpus() > 0)
+    config = derived(read := load_config(RunConfig, recipe, overrides or []), has_gpu=needs_gpu(read) or visible_gpus() > 0)
     asked = _lengths(lengths, config) if lengths else None
     speeds = {
         "decode": _decode(decode) if decode else None,

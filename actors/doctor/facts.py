@@ -160,7 +160,7 @@ class NodeFacts:
     clock: tuple[float, float] = (0.0, 0.0)
     """The node's clock when the small task began and when it was done, seconds since 1970."""
     compilers: tuple[str, ...] = COMPILERS
-    """Those of the three that are on the node's PATH."""
+    """Those of COMPILERS that are on the node's PATH."""
 
 
 Nodes = Sequence[NodeFacts]

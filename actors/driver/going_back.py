@@ -37,7 +37,7 @@ from actors.checkpoints.checkpoint_reader import ResumePoint, newest_readable, t
 from actors.driver.parts import REPLACEABLE, StartingPoint
 from actors.part_carriers import WaitNotice
 from actors.processes.event_level import EventLevel, Notify
-from actors.processes.part_heartbeat import NotifyOrWait, raise_when_silent
+from actors.processes.part_heartbeat import TakeReport, raise_when_silent
 from actors.processes.supervision import call_with_retries, first_error, kill, unless_failed, wait_for
 from actors.queue.payloads import no_room
 from actors.ranks.learner_group import LearnerGroup
@@ -73,7 +73,7 @@ _ANSWER = "an answer"
 """Pseudo part: every part is alive, but the answer to a call is lost."""
 
 
-async def raise_when_lost(parts: Mapping[str, Any], heartbeat_s: float, notify: NotifyOrWait) -> None:
+async def raise_when_lost(parts: Mapping[str, Any], heartbeat_s: float, notify: TakeReport) -> None:
     """Watch actors; never returns. Raises: ActorLost naming the first whose process ends, or sends no heartbeat for `heartbeat_s` seconds.
 
     Args:

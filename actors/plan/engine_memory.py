@@ -21,7 +21,7 @@ from rollout.engine_settings.engine_config import EngineConfig
 
 _MIB = 1 << 20
 _GRAPHS = ((20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512), (10**6, 16384, 512, 512))
-"""GPUs below so many GiB: tokens of a chunk of prefill, requests of the largest graph, and those with MANY_RANKS."""
+"""GPUs below so many GiB: tokens of a chunk of prefill, requests of the largest graph, and those with _MANY_RANKS."""
 _MANY_RANKS = 4
 _LARGE_GRAPH = 300
 """Requests; above it SGLang leaves half as much again for groups of ranks."""

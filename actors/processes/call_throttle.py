@@ -7,7 +7,7 @@ import asyncio
 from collections import deque
 
 CALLS_PER_ITERATION = 8
-"""Two to three milliseconds."""
+"""They take two to three milliseconds."""
 
 
 class CallThrottle:

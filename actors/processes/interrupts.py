@@ -68,7 +68,7 @@ def exit_code(number: int) -> int:
 
 
 class _SignalTimes:
-    """When each signal that counted came last, by which one that comes soon after it counts as one with it (SAME_S). Each Ctrl-C counts."""
+    """When the last signal of each kind came that counted: another one within SAME_S is the same signal. Each Ctrl-C counts."""
 
     def __init__(self, before: _SignalTimes | None = None) -> None:
         """Args: before: those of another receiver, which has got all until now."""

@@ -1,7 +1,8 @@
 """Calls that run only once, however often they are sent. If a call is late or its actor can't be reached, the caller doesn't know whether
 it ran, and sends it again.
 
-The caller numbers its calls from 1, makes one at a time, and repeats a call under the same number. The actor keeps its last answer.
+The caller gives each call a number above the last one, from 1 on, makes one at a time, and repeats a call under the same number. The actor
+keeps its last answer.
 """
 
 from __future__ import annotations

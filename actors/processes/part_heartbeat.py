@@ -30,8 +30,8 @@ other, too."""
 _MISSES = 4
 """Heartbeats in a row without an answer after which a part is lost."""
 _MOST_NOTICES = 1000
-NotifyOrWait = Callable[[EventLevel, str | WaitNotice], object]
-"""Takes level and text of what a part reports."""
+TakeReport = Callable[[EventLevel, str | WaitNotice], object]
+"""Takes what a part reports: its level, and a sentence or the notice of a wait."""
 
 
 class SequentialHeartbeatActor:
@@ -42,7 +42,7 @@ class SequentialHeartbeatActor:
 
     @ray.method(concurrency_group="heartbeat")
     def heartbeat(self, acknowledged: int) -> list[PartReport]:
-        """Returns: no notices; a rank has none to report."""
+        """Returns: no reports; a rank has none."""
         return []
 
 
@@ -73,7 +73,7 @@ class HeartbeatActor:
         return list(self._notices)
 
 
-async def raise_when_silent(parts: Mapping[str, Any], limit_s: float, notify: NotifyOrWait) -> None:
+async def raise_when_silent(parts: Mapping[str, Any], limit_s: float, notify: TakeReport) -> None:
     """Watch actors; never returns. Raises: ActorLost naming the first that has given no sign of life for `limit_s` seconds, and is killed.
 
     Args: parts: actors by name. notify: takes level and sentence of what they report.
@@ -81,7 +81,7 @@ async def raise_when_silent(parts: Mapping[str, Any], limit_s: float, notify: No
     await first_error(_follow(name, actor, limit_s, notify) for name, actor in parts.items())
 
 
-async def _follow(name: str, actor: Any, limit_s: float, notify: NotifyOrWait) -> None:
+async def _follow(name: str, actor: Any, limit_s: float, notify: TakeReport) -> None:
     newest = 0
 
     def pass_on(reports: list[PartReport]) -> float:

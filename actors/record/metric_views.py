@@ -22,6 +22,7 @@ from actors.metrics.step_number import step_of
 from actors.record.file_thread import FileThread
 from actors.state.json_lines import JsonLines, append_whole
 from correction.errors import ConfigError, counted
+from correction.settings.base import with_derived_beside_given
 
 if TYPE_CHECKING:
     from actors.config import MetricsConfig
@@ -158,7 +159,7 @@ def open_views(folder: RunFolder, config: MetricsConfig, notify: Callable[[str],
     last = next(iter(JsonLines(folder.metrics_path).last(1, step_of)), None)
     views: list[View] = [TensorBoardView(folder.tensorboard_path, resumed_from=last)]
     if config.wandb_project:
-        of_run = folder.read_config()
+        of_run = with_derived_beside_given(folder.read_config())
         views.append(WandbView(project=config.wandb_project, name=folder.path.name, folder=folder.path, config=of_run, notify=notify))
     return views
 

@@ -173,7 +173,7 @@ class RunFolder:
     # Configuration, numbers, events, samples.
 
     def write_config(self, config: BaseModel) -> None:
-        """Keep the resolved configuration; derived deadlines stand under `derived` in their sections, and a resume derives them anew."""
+        """Keep the resolved configuration; derived values stand under `derived` in their sections, and a resume derives them anew."""
         self.write_text("config.yaml", yaml.safe_dump(dump_with_derived(config), sort_keys=False, allow_unicode=True))
 
     def read_config(self) -> dict[str, Any]:

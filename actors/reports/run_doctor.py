@@ -32,6 +32,9 @@ from learner.weights.file_sums import may_pass
 RECENT_STEPS = 20
 """Medians are over this many last steps."""
 LAST_EVENTS = 8
+_LEARNER_WAITS, _ENGINES_WAIT = 0.3, 0.5
+"""Shares of a step above which a change of the recipe is proposed. An elastic pool acts at half of each (pool/scaling.py): it can take its
+step back."""
 _TROUBLE = ("watch", "warning", "alarm", "error")
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
@@ -120,10 +123,10 @@ class RunDiagnosis:
             longest = self.waits[0]
             found.append(f"It waited {longest.seconds} s for {longest.what}: look at that part first.")
         learner, rollout = self.pace.get("wait/learner_share", 0.0), self.pace.get("wait/rollout_share", 0.0)
-        if learner > 0.3 and learner > rollout:
+        if learner > _LEARNER_WAITS and learner > rollout:
             share = shown(self.pace, "wait/learner_share")
             found.append(f"The learner waits {share} of a step: more workers or a higher max_staleness pay (evenkeel simulate).")
-        elif rollout > 0.5:
+        elif rollout > _ENGINES_WAIT:
             share = shown(self.pace, "wait/rollout_share")
             found.append(f"The engines wait {share} of a step: fewer workers would do, or a faster learner (evenkeel simulate).")
         if not self.books.is_balanced:

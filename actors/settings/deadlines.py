@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from actors.config import DeadlinesConfig, RunConfig
+from actors.config import SYNC_ATTEMPTS, DeadlinesConfig, RunConfig
 from actors.settings.derived import with_derived
 from actors.settings.evaluation_places import evaluation_waves
 from correction.settings.base import Settings
@@ -333,7 +333,7 @@ def _values(config: RunConfig, model_bytes: int) -> tuple[Mapping[str, float], M
     run = {
         "sync_s": sync_s,
         "start_s": start_s,
-        "batch_s": max(least.batch_s, 2 * group_s(rollout) + start_s + 3 * sync_s, _ANSWERS_LATER_S + tokens_call_s(tokens)),
+        "batch_s": max(least.batch_s, 2 * group_s(rollout) + start_s + SYNC_ATTEMPTS * sync_s, _ANSWERS_LATER_S + tokens_call_s(tokens)),
         "step_s": max(least.step_s, scale.batch_tokens * scale.passes / (_LEARNER_PACE * scale.tokens_per_s)),
         "checkpoint_s": max(least.checkpoint_s, _CHECKPOINT_COPIES * travel_s),
         "evaluation_s": max(least.evaluation_s, evaluation_s, group_s(rollout)),

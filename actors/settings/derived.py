@@ -35,6 +35,12 @@ def asks_for_gpus(config: RunConfig) -> bool:
     return is_open(config.rollout.engine.device, config.learner.device)
 
 
+def needs_gpu(config: RunConfig) -> bool:
+    """Whether a device that a recipe gives is a GPU, or engines have float8, which is made of a GPU's bfloat16. For who derives
+    sizes of a run elsewhere."""
+    return "cuda" in (config.learner.device, config.rollout.engine.device) or config.rollout.engine.has_float8
+
+
 def derived(config: RunConfig, *, has_gpu: bool) -> RunConfig:
     """The configuration with devices decided, and with what follows from them and from other settings; values derived before are dropped.
 

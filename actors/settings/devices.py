@@ -44,6 +44,12 @@ def unfit_shares(config: RunConfig) -> Iterator[ConfigError]:
             "engine's ranks are on whole GPUs of one node",
             remedy="Set rollout.gpus_per_worker to 1, or tensor_parallel to 1",
         )
+    elif rollout.engine.resolved_device == "cuda" and rollout.engine.gpu_share < 1 and rollout.engine.tensor_parallel > 1:
+        yield ConfigError(
+            f"rollout.engine.gpu_share = {rollout.engine.gpu_share:g} with tensor_parallel = {rollout.engine.tensor_parallel}: an "
+            "engine of several ranks has its GPUs for itself",
+            remedy="Leave gpu_share out, or set tensor_parallel to 1",
+        )
     if rollout.engine.resolved_device == "cuda" and rollout.engine.gpu_share > rollout.gpus_per_worker:
         yield ConfigError(
             f"rollout.engine.gpu_share = {rollout.engine.gpu_share:g} with rollout.gpus_per_worker = {rollout.gpus_per_worker:g}: the "

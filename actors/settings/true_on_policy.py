@@ -32,11 +32,8 @@ def resolved(config: RunConfig, model: Path | None = None) -> RunConfig:
         model: folder of the weights that training starts from; on a resume a checkpoint's. None: config.model.
     Raises: ConfigError naming what can't be honoured.
     """
-    replays = config.learner.routing_replay == "rollout"
-    _refuse_given(config.rollout.engine, "return_routed_experts", replays, f"learner.routing_replay: {config.learner.routing_replay}")
-    config = _with_settings(config, {"return_routed_experts": replays}, {})
-    for side in (config.learner, config.rollout.engine):
-        _refuse_given(side, "batch_invariant", config.true_on_policy, f"true_on_policy: {str(config.true_on_policy).lower()}")
+    refuse_contradictions(config)
+    config = _with_settings(config, {"return_routed_experts": config.learner.routing_replay == "rollout"}, {})
     if not config.true_on_policy:
         return config
     steps = config.learner.total_optimizer_steps_per_batch
@@ -57,6 +54,14 @@ def resolved(config: RunConfig, model: Path | None = None) -> RunConfig:
     ranks = config.learner.tensor_parallel
     _refuse_given(config.rollout.engine, "projection_parts", ranks, f"true_on_policy: true and learner.tensor_parallel: {ranks}")
     return _with_settings(config, contract.engine_settings, contract.learner_settings)
+
+
+def refuse_contradictions(config: RunConfig) -> None:
+    """Raises: ConfigError if the recipe gives a setting that follows from another one, and gives it another value."""
+    replay = config.learner.routing_replay
+    _refuse_given(config.rollout.engine, "return_routed_experts", replay == "rollout", f"learner.routing_replay: {replay}")
+    for side in (config.learner, config.rollout.engine):
+        _refuse_given(side, "batch_invariant", config.true_on_policy, f"true_on_policy: {str(config.true_on_policy).lower()}")
 
 
 def _with_settings(config: RunConfig, of_engine: dict[str, Any], of_learner: dict[str, Any]) -> RunConfig:

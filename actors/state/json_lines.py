@@ -20,7 +20,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class JsonLines:
-    """One such file; each object has its "step", and no line's step is before that of the line above.
+    """One such file. In those of a run each object has its "step", and no line's step is before that of the line above.
 
     One process writes, any number read, without a lock.
     """

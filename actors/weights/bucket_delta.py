@@ -31,7 +31,7 @@ ForEach = Callable[[Callable[..., Any], Iterable[Any], Iterable[Any]], Iterable[
 
 @dataclass(frozen=True, slots=True)
 class BucketDelta:
-    """CallThrottle an older bucket into a newer one."""
+    """Turns an older bucket into a newer one."""
 
     specs: tuple[WeightSpec, ...]
     """Types and shapes of the tensors; the same in both buckets."""

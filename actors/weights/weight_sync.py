@@ -36,7 +36,7 @@ from typing import Any
 import ray
 
 from actors.carriers import ExportPlan, WeightSnapshot
-from actors.config import WeightSyncConfig
+from actors.config import SYNC_ATTEMPTS, WeightSyncConfig
 from actors.processes.call_throttle import CallThrottle
 from actors.processes.supervision import abandon, call_with_retries, wait_for
 from actors.ranks.learner_group import LearnerGroup
@@ -49,7 +49,6 @@ from rollout.engine_settings.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt, WorkerLoad
 
 log = logging.getLogger("evenkeel.sync")
-_ATTEMPTS = 3
 _LATE = 3  # attempts in a row, without anybody who has a version, after which its copy in the object store counts as lost
 _FINAL = (EngineError, ActorLost)  # of an engine that is gone, or its worker; what derives from them (dirty, not reached now) may pass
 _PROBED = 16
@@ -277,8 +276,8 @@ class WeightSync:
                 await asyncio.sleep(pause_s(late))
             except SYNC_FAILURES as error:
                 failures += 1
-                self._mark_dirty(target, f"weight sync v{version}, attempt {failures} of {_ATTEMPTS}: {error}")
-                if failures >= _ATTEMPTS or (is_asked and type(error) in _FINAL):
+                self._mark_dirty(target, f"weight sync v{version}, attempt {failures} of {SYNC_ATTEMPTS}: {error}")
+                if failures >= SYNC_ATTEMPTS or (is_asked and type(error) in _FINAL):
                     self._callbacks.failure(target, f"took no weights in {counted(failures, 'attempt')}: {error}")
                     return
                 await asyncio.sleep(failures)

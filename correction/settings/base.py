@@ -62,8 +62,8 @@ class DerivedSettings(Settings):
     """
 
     DERIVED: ClassVar[frozenset[str]] = frozenset()
-    """Keys that are derived unless they are given. Their defaults hold where nothing is derived; one that is no value (null, auto) counts
-    as not given even where a recipe writes it down."""
+    """Keys that are derived unless they are given. Their defaults hold where nothing is derived; null, or a
+    default such as auto that is no value, counts as not given even where a recipe writes it down."""
 
     def is_given(self, name: str) -> bool:
         """Whether a setting has been given, and so is neither derived nor a default."""
@@ -80,6 +80,11 @@ class DerivedSettings(Settings):
         known = {name: value for name, value in self if self.is_given(name) or name in self.DERIVED}
         return _without_having_been_given(type(self).model_validate(known | new), self.DERIVED - self.model_fields_set)
 
+    def completed(self, values: Mapping[str, Any]) -> Self:
+        """As `derived`, for values that no section refuses: nothing is validated again."""
+        new = {name: value for name, value in values.items() if not self.is_given(name)}
+        return _without_having_been_given(self.model_copy(update=new), new)
+
     def left_open(self, *names: str) -> Self:
         """A copy in which these settings aren't given."""
         own = {name: value for name, value in self if name not in names}
@@ -95,7 +100,9 @@ class DerivedSettings(Settings):
         if not isinstance(given, Mapping):
             return handler(given)
         own = {key: value for key, value in given.items() if not cls._is_left_open(key, value)}
-        shown = own.pop("derived") if isinstance(own.get("derived"), Mapping) else {}
+        shown = own.pop("derived", None) or {}
+        if not isinstance(shown, Mapping):
+            raise ValueError(f"derived = {shown!r}: it shows what a run has derived, key by key; remove it")
         if info.context is not _WITH_DERIVED:
             return handler(own)
         ran = {key: value for key, value in shown.items() if key in cls.DERIVED - own.keys()}
@@ -104,7 +111,7 @@ class DerivedSettings(Settings):
     @classmethod
     def _is_left_open(cls, key: str, value: Any) -> bool:
         """Whether a given value only says that it is to be derived."""
-        return key in cls.DERIVED and isinstance(value, str | None) and value == cls.model_fields[key].default
+        return key in cls.DERIVED and (value is None or (isinstance(value, str) and value == cls.model_fields[key].default))
 
     @model_serializer(mode="wrap")
     def _leave_derived_out(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
@@ -130,6 +137,12 @@ def read_with_derived(model_class: type[Model], data: Mapping[str, Any]) -> Mode
     Raises: pydantic's ValidationError.
     """
     return model_class.model_validate(data, context=_WITH_DERIVED)
+
+
+def with_derived_beside_given(written: Mapping[str, Any]) -> dict[str, Any]:
+    """What dump_with_derived has written, with each derived value beside the given ones of its section: for who compares runs."""
+    given = {key: with_derived_beside_given(value) if isinstance(value, Mapping) else value for key, value in written.items()}
+    return given.pop("derived", {}) | given
 
 
 def _without_having_been_given(settings: Model, names: Iterable[str]) -> Model:

@@ -80,7 +80,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # Megatron has no
     bounds: Tensor | None = None
     """[T + 1] int32: the sequences' bounds among the packed rows."""
     equal_lengths: tuple[EqualLengths, ...] = ()
-    """In packed order; together they hold every row of the sequences once. None if batch-invariant."""
+    """In packed order; together they hold every row of the sequences once. Empty if batch-invariant."""
     tile_calls: tuple[TileCall, ...] = ()
     """Together they hold every other row once: those of the continuations, and if batch-invariant all."""
     row_in_tiles: Tensor | None = None

@@ -262,7 +262,7 @@ class EngineConfig(DerivedSettings):
             )
         context = given or model_context
         of_cpu = {"max_total_tokens": min(self.max_running_requests * context, _CPU_CACHE_TOKENS)} if self.device == "cpu" else {}
-        return self.derived({"context_length": context} | of_cpu)
+        return self.completed({"context_length": context} | of_cpu)  # a capture's engine has arguments that a recipe may not name
 
     @property
     def resolved_context(self) -> int:

@@ -23,7 +23,7 @@ UNUSED = "megatron"
 """SGLang imports it where it is installed, for half a second, to name its own ranks as Megatron would in dumps of tensors. Without it, it
 leaves those names out."""
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000
-"""Threshold of the garbage collector in a scheduler. With Python's default of 700 the collector takes a fifth of the start-up time."""
+"""Threshold of the garbage collector in SGLang's processes. With Python's default of 700 it takes a fifth of their start-up time."""
 
 
 def serves_on_cpu() -> bool:
@@ -32,15 +32,15 @@ def serves_on_cpu() -> bool:
 
 
 def _is_child() -> bool:
-    """Whether SGLang has started this process. It imports SGLang while it unpickles its arguments, when it has a name of its own already,
-    but multiprocessing.parent_process() is still None."""
+    """Whether multiprocessing has started this process. SGLang's processes import it while they unpickle their arguments. They have a name
+    of their own by then, but multiprocessing.parent_process() is still None."""
     return multiprocessing.current_process().name != "MainProcess"
 
 
 def platform() -> None:
     """Entry point `sglang.srt.platforms`: returns None, so that SGLang picks its platform itself."""
     if _is_child():  # the owner is not ours to tune
-        gc.disable()  # until `register`, as the next
+        gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
         sys.modules.setdefault(UNUSED, None)  # type: ignore[arg-type]  # None: it can't be imported
     if not serves_on_cpu():
         return
@@ -65,8 +65,6 @@ def register() -> None:
         if sys.modules.get(UNUSED, ...) is None:
             del sys.modules[UNUSED]
         gc.freeze()  # what the imports made is not looked through again
-        gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
-        gc.enable()
     register_stack_dump()
     settings = hooks.PluginSettings.from_environment()
     engine = settings.engine

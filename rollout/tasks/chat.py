@@ -66,7 +66,7 @@ class ChatEncoder:
 
     @classmethod
     def for_task(cls, tokenizer: Any, task: TaskConfig, max_prompt_tokens: int | None = None) -> ChatEncoder:
-        """The encoder that a task's settings ask for; `max_prompt_tokens` from RolloutConfig.max_prompt_tokens."""
+        """The encoder that a task's settings ask for; `max_prompt_tokens` from RolloutConfig.longest_prompt."""
         return cls(
             tokenizer,
             max_prompt_tokens=max_prompt_tokens if max_prompt_tokens is not None else task.max_prompt_tokens,

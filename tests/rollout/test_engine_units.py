@@ -93,6 +93,12 @@ def test_checksum_sees_words_that_change_places() -> None:
     assert len({tensor_checksum(one) for one in (tensor, exchanged, moved)}) == 3
 
 
+def test_a_context_is_decided_beside_settings_that_no_recipe_may_have() -> None:
+    """evenkeel diff-engines gives its engine hooks, which a recipe may not name."""
+    hooked = EngineConfig(device="cpu").model_copy(update={"engine_args": {"forward_hooks": []}}).with_context(64)
+    assert hooked.resolved_context == 64 and not hooked.is_given("context_length")
+
+
 def test_arguments_on_a_cpu_and_on_cuda() -> None:
     cpu = EngineConfig(device="cpu", max_running_requests=16).on_this_machine().with_context(1024).sglang_arguments("folder", 7)
     assert (cpu["dtype"], cpu["attention_backend"]) == ("float32", "torch_native")

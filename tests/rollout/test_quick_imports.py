@@ -74,18 +74,19 @@ class Arguments:
 
 
 def tell(_: Arguments, pipe: Connection) -> None:
-    pipe.send((gc.isenabled(), sys.modules.get(sglang_plugin.UNUSED, "importable")))
+    pipe.send((gc.isenabled(), gc.get_threshold()[0], sys.modules.get(sglang_plugin.UNUSED, "importable")))
 
 
-def test_a_scheduler_imports_sglang_without_the_collector_and_without_megatron() -> None:
-    """It imports SGLang before its process knows its parent: together they are a quarter of a scheduler's start. In this process, an
-    engine's owner, the plugin leaves both alone."""
+def test_a_scheduler_imports_sglang_with_few_collections_and_without_megatron() -> None:
+    """It imports SGLang before its process knows its parent: together they are a fifth of a scheduler's start. The collector stays on: in a
+    controller of groups of ranks nobody would switch it on again. In this process, an engine's owner, the plugin leaves both alone."""
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=tell, args=(Arguments(), there))
     process.start()
     there.close()
     found = here.recv()
     process.join()
-    assert found == (False, None)
+    assert found == (True, sglang_plugin._OBJECTS_BETWEEN_COLLECTIONS, None)
     sglang_plugin.platform()
-    assert gc.isenabled() and sys.modules.get(sglang_plugin.UNUSED, "importable") is not None
+    assert gc.get_threshold()[0] != sglang_plugin._OBJECTS_BETWEEN_COLLECTIONS
+    assert sys.modules.get(sglang_plugin.UNUSED, "importable") is not None

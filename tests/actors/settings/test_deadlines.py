@@ -172,7 +172,7 @@ def test_config_yaml_shows_derived_deadlines_and_a_resume_derives_them_anew(tmp_
     path = tmp_path / "run" / "config.yaml"
     path.write_text(path.read_text().replace("sync_s:", "of_another_version_s:"))
     assert run_config_of(tmp_path / "run").deadlines == config.deadlines, "what was derived under a name of its time is no setting"
-    with pytest.raises(ConfigError, match=r"deadlines.derived.sync_s: that shows what a run has derived; set deadlines.sync_s"):
+    with pytest.raises(ConfigError, match=r"deadlines.derived.sync_s: that shows what a run has derived; set deadlines.sync_s itself"):
         run_config_of(tmp_path / "run", "deadlines.derived.sync_s=77")
 
 

@@ -18,8 +18,9 @@ from actors.record.run_folder import RunFolder
 from actors.settings.derived import derived
 from actors.settings.devices import unfit_shares
 from actors.settings.probe_limits import ProbeLimits
+from actors.settings.true_on_policy import refuse_contradictions
 from correction.errors import ConfigError
-from correction.settings.base import DerivedSettings, dump_with_derived
+from correction.settings.base import DerivedSettings, dump_with_derived, with_derived_beside_given
 from learner.config import LearnerConfig
 from rollout.engine_settings.engine_config import EngineConfig
 from rollout.sglang_plugin.hooks import VARIABLE, PluginSettings
@@ -162,6 +163,45 @@ def test_an_engine_s_share_of_a_gpu_may_be_less_than_its_worker_s_but_not_more(m
         config = derived(small(models[False], "rollout.gpus_per_worker=0.4", f"rollout.engine.gpu_share={share}"), has_gpu=True)
         assert config.rollout.engine.gpu_share == share
         assert [f"gpu_share = {share}" in error.reason for error in unfit_shares(config)] == [True] * refused
+
+
+def test_null_has_a_setting_derived_again(models: dict[bool, Path]) -> None:
+    """In the folder of an earlier version all values count as given: this is how one of them follows the others again."""
+    given = small(models[False], "learner.tokens_per_microbatch=1000", "deadlines.step_s=7")
+    again = small(models[False], "learner.tokens_per_microbatch=null", "deadlines.step_s=null")
+    assert given.learner.is_given("tokens_per_microbatch") and given.deadlines.is_given("step_s")
+    assert not again.learner.is_given("tokens_per_microbatch") and not again.deadlines.is_given("step_s")
+
+
+def test_what_stands_under_derived_is_named_where_it_is_no_setting(models: dict[bool, Path], tmp_path: Path) -> None:
+    path = write(tmp_path, resolved(small(models[False]), has_gpu=False))
+    written = yaml.safe_load(path.read_text())
+    written["learner"]["derived"]["dtype"] = "int3"
+    path.write_text(yaml.safe_dump(written))
+    with pytest.raises(ConfigError, match=r"config\.yaml: learner\.dtype: not settings of this version: Input should"):
+        config_that_ran(RunFolder(path.parent))
+    with pytest.raises(ConfigError, match=r"learner: derived = 5: it shows what a run has derived"):
+        small(models[False], "learner={derived: 5}")
+
+
+def test_engines_without_a_run_are_refused_what_contradicts(models: dict[bool, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.batch_invariant: false with true_on_policy: true"):
+        refuse_contradictions(small(models[False], "true_on_policy=true", "rollout.engine.batch_invariant=false"))
+
+
+def test_an_engine_of_several_ranks_has_no_share(models: dict[bool, Path]) -> None:
+    ranks = ("rollout.engine.tensor_parallel=2", "learner.batch_invariant=false")
+    (refused,) = unfit_shares(derived(small(models[False], "rollout.engine.gpu_share=0.5", *ranks), has_gpu=True))
+    assert "gpu_share = 0.5 with tensor_parallel = 2" in refused.reason
+    assert not list(unfit_shares(derived(small(models[False], *ranks), has_gpu=True)))
+
+
+def test_who_compares_runs_finds_a_setting_in_one_place(models: dict[bool, Path]) -> None:
+    """Whether a recipe gave it or the run derived it."""
+    ways = [small(models[False]), small(models[False], "learner.dtype=float32", "rollout.slots=16")]
+    one, other = (with_derived_beside_given(dump_with_derived(derived(config, has_gpu=False))) for config in ways)
+    assert one["learner"] == other["learner"] and one["rollout"]["slots"] == other["rollout"]["slots"] > 0
+    assert "derived" not in str(one)
 
 
 def as_before(written: Any) -> Any:

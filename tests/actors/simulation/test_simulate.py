@@ -142,6 +142,13 @@ def test_the_command_prints_a_row_for_each_shape_and_draws_them(tmp_path: Path) 
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.parametrize("words", [["learner.device=cuda"], ["rollout.engine.device=cuda"], ["rollout.engine.quantization=float8_block"]])
+def test_a_recipe_for_gpus_is_simulated_where_there_are_none(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.settings.devices.visible_gpus", lambda: 0)
+    done = CliRunner().invoke(app, ["simulate", str(RECIPE), *words, *SPEEDS, "--workers", "1", "--max-staleness", "1", "--steps", "10"])
+    assert done.exit_code == 0, done.exception
+
+
 def test_the_shape_of_a_run_is_the_one_that_ran_not_what_its_recipe_says(tmp_path: Path) -> None:
     """Slots and requests of an engine follow from the device, and the run's was a GPU."""
     record(tmp_path / "run", 1)
