@@ -65,8 +65,7 @@ def find_resume_point(
     point = read_at_start(lambda reading: newest_readable(folder, reading=reading) if folder.checkpoints() else None, config.deadlines)
     if point is None:
         return config, None
-    changed = changed_settings(before, config)
-    _refuse_lost_settings(before, config, changed, folder)
+    _refuse_lost_settings(before, config, changed_settings(before, config), folder)
     by_disk_at_start(
         partial(_check_reference, config, point.checkpoint), "headers of the reference policy", disk=MODEL_OR_RUN,
         limit_s=lambda: config.deadlines.disk_s,
@@ -76,17 +75,17 @@ def find_resume_point(
             f"steps = {config.steps}, but {folder.path} has done {point.checkpoint.step}: nothing is left. "
             f"Add steps={point.checkpoint.step + 100} to train on"
         )
+    then = _settings_then(point, before)
     for name in ("groups_per_step", "max_staleness"):
-        value, saved = getattr(config, name), getattr(before, name)
+        value, saved = getattr(config, name), getattr(then, name)
         if value < saved:
             raise ConfigError(
                 f"{name} = {value}, but {folder.path} ran with {saved}: groups that are under way could become older than allowed. "
                 f"Resume with {saved} or more"
             )
-    if changed:
-        point = replace(point, notes=(*point.notes, ("info", f"settings other than the run's own so far: {_listed(changed)}")))
-    then = _settings_then(point, before)
-    return config, _with_groups_of_these_settings(point, then, config, changed_settings(then, config), discard_queue=discard_queue)
+    if since := changed_settings(then, config):
+        point = replace(point, notes=(*point.notes, ("info", f"settings other than the run's own so far: {_listed(since)}")))
+    return config, _with_groups_of_these_settings(point, then, config, since, discard_queue=discard_queue)
 
 
 def _settings_then(point: ResumePoint, before: RunConfig) -> RunConfig:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from actors.config import RunConfig
 from actors.record.run_folder import RunFolder
 from correction.early_warning.replacement import reason_of
+from correction.engines.device_choice import is_open
 from correction.errors import ConfigError
 from correction.settings.base import dump_with_derived, read_with_derived
 
@@ -44,7 +45,8 @@ def changed_with_them(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any,
     """The same of settings that are derived on both sides, both of them decided."""
     old, new = _flat(before), _flat(now)
     both = ((key, old[key], new[key]) for key in old.keys() & new.keys())
-    return {key: (was, now_is) for key, (was, a), (now_is, b) in sorted(both) if was != now_is and a and b and was is not None}
+    changed = {key: (was, now_is) for key, (was, a), (now_is, b) in sorted(both) if was != now_is and a and b}
+    return {key: (was, now_is) for key, (was, now_is) in changed.items() if was is not None and not is_open(was)}
 
 
 _NOTHING = (None, False)

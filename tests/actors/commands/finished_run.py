@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,10 @@ from actors.commands.resume_point import with_absolute_paths
 from actors.config import RunConfig
 from actors.metrics.step_metrics import StepMetrics
 from actors.queue.trajectory_queue import TrajectoryQueue
-from actors.record.run_folder import RunFolder
+from actors.record.run_folder import CHECKPOINT_FORMAT, RunFolder
 from actors.state.ledger import Ledger, outstanding_ids
 from actors.state.resume import TrainingState
+from learner.weights.file_sums import seal
 from tests.actors.cases import group, prompt, prompts, snapshot_of
 from tests.e2e.launch import RECIPE
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
@@ -49,3 +51,12 @@ def make_finished_run(base: Path) -> Path:
                 learner.save_hf(checkpoint.hf)
                 replace(state(step), ledger=ledger.flush(queue), data="0f").save(checkpoint.state)
     return base / "run"
+
+
+def keep_in_checkpoint(folder: RunFolder, config: RunConfig) -> None:
+    """Have the newest checkpoint hold these settings, as those that it was sampled with."""
+    checkpoint = folder.checkpoints()[-1]
+    (state_file,) = checkpoint.state.glob("controller.json")
+    state_file.write_text(json.dumps(json.loads(state_file.read_text()) | {"settings": config.model_dump(mode="json")}))
+    (checkpoint.path / "manifest.json").unlink()
+    seal(checkpoint.path, {"format": CHECKPOINT_FORMAT, "step": checkpoint.step})

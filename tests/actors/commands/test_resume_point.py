@@ -29,7 +29,7 @@ from actors.state.resume import OtherVersionError, open_ledger
 from correction.errors import ConfigError, DataError
 from learner.weights.file_sums import seal
 from tests.actors.cases import prompt
-from tests.actors.commands.finished_run import state
+from tests.actors.commands.finished_run import keep_in_checkpoint, state
 from tests.e2e.launch import RECIPE
 from tests.failures.measured import Measured
 from tests.learner.test_file_sums import flip
@@ -290,13 +290,7 @@ def test_groups_sampled_at_another_temperature_are_sampled_again(folder: RunFold
 
 def test_a_resume_that_died_before_its_first_checkpoint_spoils_nothing(folder: RunFolder) -> None:
     """It has written its settings into the folder; the next one has the same words, or none, and the groups are the old ones."""
-    before = run_config(folder, ())
-    (state_file,) = folder.checkpoints()[-1].state.glob("controller.json")
-    plain = json.loads(state_file.read_text()) | {"settings": before.model_dump(mode="json")}
-    state_file.write_text(json.dumps(plain))
-    manifest = folder.checkpoints()[-1].path / "manifest.json"
-    manifest.unlink()
-    seal(folder.checkpoints()[-1].path, {"format": CHECKPOINT_FORMAT, "step": 2})
+    keep_in_checkpoint(folder, run_config(folder, ()))
     folder.write_config(run_config(folder, ["rollout.sampling.temperature=0.7"]))
     with pytest.raises(ConfigError, match=r"rollout.sampling.temperature \(1.0 -> 0.7\): 1 finished group of"):
         find_resume_point(folder, ())
