@@ -125,7 +125,7 @@ def test_the_useful_share_is_told_with_the_faults_a_step(tmp_path: Path) -> None
     lines = summary(played("undisturbed", 90.0, []), [played("seed-1", 100.0, faults)]).splitlines()
     assert lines[0].startswith("| run | faults | s of training | useful share | faults a step | ")
     assert lines[2].startswith("| undisturbed | 0 | 90 | 1.00 | 0.00 | ") and lines[3].startswith("| seed-1 | 4 | 100 | 0.90 | 0.10 | ")
-    assert lines[-1].startswith("A fault costs 2.5 s at a mean") and "one in 25 s 0.9 of the time is useful" in lines[-1]
+    assert lines[-1].startswith("A fault costs 2.5 s in the mean") and "one in 25 s 0.9 of the time is useful" in lines[-1]
 
 
 def test_a_blow_that_is_never_dealt_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
