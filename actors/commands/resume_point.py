@@ -16,7 +16,7 @@ from actors.checkpoints.checkpoint_reader import ResumePoint, newest_readable
 from actors.checkpoints.reading import read_at_start
 from actors.cluster.hub import outline_folder
 from actors.commands.recipe import load_config
-from actors.commands.run_settings import changed_settings, changed_with_them, config_that_ran
+from actors.commands.run_settings import changed_derived_settings, changed_settings, config_that_ran
 from actors.config import RunConfig
 from actors.hub_name import HubName, absolute
 from actors.processes.disk_at_start import MODEL_OR_RUN, by_disk_at_start
@@ -119,7 +119,8 @@ def with_derived_settings(folder: RunFolder, point: ResumePoint, config: RunConf
     Raises: ConfigError; OSError.
     """
     then = _settings_then(point, with_absolute_paths(config_that_ran(folder)))
-    changed = {key: values for key, values in changed_with_them(then, config).items() if not key.endswith("_s")}  # these are deadlines
+    derived = changed_derived_settings(then, config)
+    changed = {key: values for key, values in derived.items() if not key.endswith("_s")}  # these are deadlines
     if changed:
         point = replace(point, notes=(*point.notes, ("info", f"settings that follow from others, and have changed: {_listed(changed)}")))
     return _with_groups_of_these_settings(point, then, config, changed, discard_queue=False)

@@ -41,8 +41,8 @@ def changed_settings(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, 
     return {key: (was, now_is) for key, (was, a), (now_is, b) in both if was != now_is and not (a and b)}
 
 
-def changed_with_them(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """The same of settings that are derived on both sides, both of them decided."""
+def changed_derived_settings(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """The same, of the settings that are derived on both sides and decided on both."""
     old, new = _flat(before), _flat(now)
     both = ((key, old[key], new[key]) for key in old.keys() & new.keys())
     changed = {key: (was, now_is) for key, (was, a), (now_is, b) in sorted(both) if was != now_is and a and b}

@@ -116,7 +116,7 @@ def simulate(
     from actors.settings.derived import derived, needs_gpu
     from actors.settings.devices import visible_gpus
 
-    config = derived(read := load_config(RunConfig, recipe, overrides or []), has_gpu=needs_gpu(read) or visible_gpus() > 0)
+    config = derived(asked_for := load_config(RunConfig, recipe, overrides or []), has_gpu=needs_gpu(asked_for) or visible_gpus() > 0)
     asked = _lengths(lengths, config) if lengths else None
     speeds = {
         "decode": _decode(decode) if decode else None,

@@ -177,15 +177,16 @@ class RunFolder:
         self.write_text("config.yaml", yaml.safe_dump(dump_with_derived(config), sort_keys=False, allow_unicode=True))
 
     def read_config(self) -> dict[str, Any]:
-        """The resolved configuration as plain data; `steps`, if it is there, is a whole number. Raises: ConfigError if the file is damaged;
-        OSError if the disk doesn't give it, which may pass."""
+        """The resolved configuration as plain data; `steps` is whole. Raises: ConfigError if it is damaged; OSError, which may pass."""
         path = self.path / "config.yaml"
         try:
-            content = dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+            content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         except OSError as error:  # one of reading names no file
             raise OSError(error.errno, error.strerror, str(path)) from error
         except _NO_YAML as error:
             raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(content, dict):
+            raise ConfigError(f"{path}: holds a {type(content).__name__}, not the settings of a run as KEY: VALUE")
         try:
             return content | ({"steps": int(content["steps"])} if "steps" in content else {})
         except (ValueError, TypeError, OverflowError) as error:

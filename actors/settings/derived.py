@@ -36,8 +36,8 @@ def asks_for_gpus(config: RunConfig) -> bool:
 
 
 def needs_gpu(config: RunConfig) -> bool:
-    """Whether a device that a recipe gives is a GPU, or engines have float8, which is made of a GPU's bfloat16. For who derives
-    sizes of a run elsewhere."""
+    """Whether a recipe can only be derived for GPUs: it gives the device cuda, or engines of float8, which is made of bfloat16. Asked where
+    a run is only planned, on a machine that may have none."""
     return "cuda" in (config.learner.device, config.rollout.engine.device) or config.rollout.engine.has_float8
 
 

@@ -62,8 +62,8 @@ class DerivedSettings(Settings):
     """
 
     DERIVED: ClassVar[frozenset[str]] = frozenset()
-    """Keys that are derived unless they are given. Their defaults hold where nothing is derived; null, or a
-    default such as auto that is no value, counts as not given even where a recipe writes it down."""
+    """Keys that are derived unless they are given. Their defaults hold where nothing is derived. null counts as not given,
+    and so does a default that is no value, such as auto, even where a recipe writes it down."""
 
     def is_given(self, name: str) -> bool:
         """Whether a setting has been given, and so is neither derived nor a default."""

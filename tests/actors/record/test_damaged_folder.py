@@ -172,3 +172,9 @@ def test_a_notice_is_read_with_its_types_alone() -> None:
     for foreign in ('"what": 1, "seconds": 30', '"what": "a", "seconds": 3.5', '"what": "a", "seconds": 3, "detail": null'):
         found = RunEvent.parse(f"2026 warning [waiting] {{{foreign}}}")
         assert found is not None and found.notice is None and foreign in found.text
+
+
+def test_a_configuration_that_is_a_list_is_said(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("- steps\n- 9\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml: holds a list, not the settings of a run"):
+        RunFolder(tmp_path).read_config()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.commands.recipe import load_config
-from actors.commands.run_settings import changed_settings, changed_with_them, config_that_ran
+from actors.commands.run_settings import changed_derived_settings, changed_settings, config_that_ran
 from actors.config import RunConfig
 from actors.doctor.start_checks import config_for_model
 from actors.record.run_folder import RunFolder
@@ -86,7 +86,7 @@ def test_what_a_run_s_folder_says_is_what_ran(
     assert config_that_ran(RunFolder.view(model / "run")) == ran
     assert given_keys(config_that_ran(RunFolder.view(model / "run"))) == given_keys(ran) == given_keys(recipe_config)
     assert resolved(load_config(RunConfig, path), has_gpu=elsewhere) == ran
-    assert changed_settings(ran, load_config(RunConfig, path)) == changed_with_them(ran, ran) == {}
+    assert changed_settings(ran, load_config(RunConfig, path)) == changed_derived_settings(ran, ran) == {}
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
@@ -225,7 +225,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_all_that_it_had(models: dict[b
     old = config_that_ran(RunFolder.view(tmp_path))
     assert old.learner.dtype == "float32" and old.learner.is_given("dtype") and not old.rollout.is_given("slots")
     assert resolved(load_config(RunConfig, path), has_gpu=True) == ran
-    assert changed_settings(old, load_config(RunConfig, path)) == changed_with_them(old, ran) == {}
+    assert changed_settings(old, load_config(RunConfig, path)) == changed_derived_settings(old, ran) == {}
     kept = derived(load_config(RunConfig, path, ["learner.threads=2", "rollout.engine.batch_invariant=false"]), has_gpu=True)
     assert (kept.learner.dtype, kept.learner.layers) == ("float32", "local")
 
@@ -236,7 +236,7 @@ def test_changes_are_told_against_what_ran(models: dict[bool, Path], tmp_path: P
     ran = config_that_ran(RunFolder.view(tmp_path))
     now = load_config(RunConfig, path, ["learner.dtype=float16", "rollout.slots=128", "learner.tokens_per_microbatch=8192"])
     assert changed_settings(ran, now) == {"learner.dtype": ("bfloat16", "float16")}
-    follows = changed_with_them(ran, resolved(now, has_gpu=True))
+    follows = changed_derived_settings(ran, resolved(now, has_gpu=True))
     assert follows == {"rollout.engine.dtype": ("bfloat16", "float16"), "weight_sync.max_probe_difference": (0.5, 0.0625)}
     without = load_config(RunConfig, write(tmp_path, now), ["learner.dtype=auto"])
     assert changed_settings(now, without) == {"learner.dtype": ("float16", "auto")}
