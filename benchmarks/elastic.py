@@ -21,7 +21,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +28,6 @@ from subprocess import PIPE
 from typing import Any
 
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -208,68 +206,6 @@ class ElasticRun:
         parents = [" ".join(parent.cmdline()) for parent in self.part(f"rollout {name}").parents()]
         (found,) = (node for node, socket in self.nodes.items() if any(socket in command for command in parents))
         return found
-
-    def end_a_busy_worker(self, name: str, drain_s: float) -> None:
-        """Send a worker's process a SIGTERM in the midst of its groups. Args: drain_s: the run's."""
-        with self._held_engine(name, drain_s) as worker:
-            worker.send_signal(signal.SIGTERM)
-
-    def drain_a_busy_node(self, name: str, drain_s: float, *, left_s: int) -> str:
-        """Have Ray drain the node of a worker in the midst of its groups, as when a spot machine is reclaimed.
-
-        Args:
-            drain_s: the run's.
-            left_s: seconds that the notice leaves.
-        Returns: the node's id.
-        """
-        node = self.node_of(name)
-        command = [str(Path(sys.executable).with_name("ray")), "drain-node", f"--address={self.cluster.address}", f"--node-id={node}"]
-        command += ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=reclaimed", f"--deadline-remaining-seconds={left_s}"]
-        with self._held_engine(name, drain_s):
-            subprocess.run(command, env=os.environ | self.cluster.variables, check=True, capture_output=True)
-        return node
-
-    @contextlib.contextmanager
-    def _held_engine(self, name: str, drain_s: float) -> Iterator[psutil.Process]:
-        """Within the block a worker gets a notice that it has to leave.
-
-        Its engine is stopped in the midst of answers until it was told to hand its groups back: the model's answers are so short that it
-        would end them in any time that it is given for them.
-        """
-        worker = self.part(f"rollout {name}")
-        engine = [one for one in worker.children(recursive=True) if one.cmdline()[:1] and one.cmdline()[0].startswith("sglang::scheduler")]
-        assert engine
-        self.until(f"rollout worker {name} in the midst of answers", lambda: self._is_stopped_busy(name, engine), 60)
-        try:
-            yield worker
-            self.until("its leave", lambda: any(moment.subject == name for moment in self.timeline.all_of("leaves")), 60)
-            time.sleep(drain_s + _STOPPED_S)
-        finally:
-            for process in engine:
-                with contextlib.suppress(psutil.NoSuchProcess):  # a pool that did not wait for it has ended the worker
-                    process.resume()
-
-    def _is_stopped_busy(self, name: str, engine: list[psutil.Process]) -> bool:
-        """Stop an engine. It goes on if it has no request: it would get none, for it could not take newer weights either."""
-        for process in engine:
-            process.suspend()
-        time.sleep(_POLL_S)
-        is_busy = self.requests_in_flight(name) > 0
-        if not is_busy:
-            for process in engine:
-                process.resume()
-        return is_busy
-
-    def requests_in_flight(self, name: str) -> float:
-        """Of one worker, by its own metrics."""
-        found = re.search(r"service discovery at (\S+)", self.events())
-        assert found is not None
-        with urllib.request.urlopen(found[1], timeout=10) as answer:
-            targets = json.load(answer)
-        (worker,) = (one["targets"][0] for one in targets if (one["labels"]["role"], one["labels"]["name"]) == ("rollout", name))
-        with urllib.request.urlopen(f"http://{worker}/metrics", timeout=10) as answer:
-            families = text_string_to_metric_families(answer.read().decode())
-        return sum(s.value for family in families if family.name == "evenkeel_rollout_requests_in_flight" for s in family.samples)
 
     def stop(self, limit_s: float = 240.0) -> int:
         """After the step under way, by Ctrl-C. Returns: the exit code."""

@@ -195,7 +195,7 @@ class KeptEngines:
         behavior, sampling, target = torch.cat(found, 1)
         return behavior, sampling, target
 
-    def _begin(self, correction: CorrectionConfig | str, version: int, settings: RunSettings) -> _Run:
+    def _begin(self, correction: CorrectionConfig | str, version: int, settings: RunSettings) -> KeptRun:
         parts = CorrectionConfig(preset=correction) if isinstance(correction, str) else correction
         config = self.config.learner.model_copy(
             update={
@@ -209,15 +209,15 @@ class KeptEngines:
         self._learner.load(self.config.model)
         if needs_reference_logprobs(parts):
             self._learner.load_reference(self.config.model)
-        return _Run(self.config, self._learner, parts, version, settings)
+        return KeptRun(self.config, self._learner, parts, version, settings)
 
-    def _sync(self, run: _Run) -> float:
+    def _sync(self, run: KeptRun) -> float:
         """Send the learner's weights to the engine; returns the seconds that it took."""
         began = time.monotonic()
         self._loop.run(self.engine.update_weights(run.version, list(weight_buckets(run.learner))))
         return time.monotonic() - began
 
-    async def _sample(self, position: int, run: _Run) -> tuple[list[Group], dict[str, float]]:
+    async def _sample(self, position: int, run: KeptRun) -> tuple[list[Group], dict[str, float]]:
         """Scored groups for one batch, at the engine's present weights, and what sampling them was like."""
         began = time.monotonic()
         version, topk = self.engine.version, max(needs_topk(run.record.correction), run.settings.topk)
@@ -243,7 +243,7 @@ class KeptEngines:
         return await self._sampler.group(prompt, group_id=self._next_group, admitted_version=version, topk=topk)
 
 
-class _Run:
+class KeptRun:
     """The learner's side of one run."""
 
     def __init__(self, config: RunConfig, learner: LearnerRank, correction: CorrectionConfig, version: int, settings: RunSettings) -> None:

@@ -45,7 +45,7 @@ from correction.engines.float8 import is_projection
 from correction.engines.weight_bucket import WeightBucket
 from correction.terms.advantages import group_advantages
 from lab.float8 import rounded_weight
-from lab.kept_engines import KeptEngines, RunSettings, _Run, recipe
+from lab.kept_engines import KeptEngines, KeptRun, RunSettings, recipe
 from lab.recorded_runs import SERIES, RecordedBatch, write_run
 from lab.weight_buckets import weight_buckets
 from learner.learner_rank import LearnerRank
@@ -145,7 +145,7 @@ class Recorder(KeptEngines):
     batches: dict[int, RecordedBatch]
     """Of the last run, by step."""
 
-    def _sync(self, run: _Run) -> float:
+    def _sync(self, run: KeptRun) -> float:
         """Send the weights in the engine's format, to which the learner's are rounded."""
         began = time.monotonic()
         dtype = getattr(torch, self.config.rollout.engine.resolved_dtype)
@@ -192,11 +192,11 @@ def rounded_bucket(bucket: WeightBucket, dtype: torch.dtype, block: int | None) 
 
 def set_learning_rate(learner: LearnerRank, rate: float) -> None:
     """From the next step on. A run has no use for this; Megatron's schedule reads the rate of a parameter group if there is one."""
-    for group in learner._require().optimizer._optimizer.param_groups:
+    for group in learner.optimizer.param_groups:
         group["max_lr"] = rate
 
 
-def logprobs_of(run: _Run, groups: list[Group]) -> RecordedBatch:
+def logprobs_of(run: KeptRun, groups: list[Group]) -> RecordedBatch:
     """mu and pi_prox of the tokens that are about to be trained."""
     batch = run.packed(groups)
     proximal, mask = run.learner.logprobs(batch), batch.loss_mask

@@ -307,6 +307,11 @@ class LearnerRank:
         self._loaded, self._reference = None, None
         parallel.leave()
 
+    @property
+    def optimizer(self) -> GuardedOptimizer:
+        """Of the model that is loaded. Raises: ConfigError if there is none."""
+        return self._require().optimizer
+
     # Inside
 
     def _require(self) -> _Loaded:

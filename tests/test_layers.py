@@ -80,12 +80,11 @@ def imports_among(found: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_import_against_the_arrow(package: str) -> None:
-    ours = set(PACKAGES) | set(FOLDERS)
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in source_files(package)
         for line, name in imports(path)
-        if name in ours - MAY_IMPORT[package]
+        if name in {*PACKAGES, *FOLDERS} - MAY_IMPORT[package]
     ]
     assert wrong == []
 
@@ -208,6 +207,18 @@ def test_files_of_tests_and_experiments_stay_of_a_size_to_read(folder: str) -> N
 def long_files(folder: str) -> list[str]:
     counts = {path: len(path.read_text().splitlines()) for path in source_files(folder)}
     return [f"{path.relative_to(ROOT)}: {lines} lines" for path, lines in counts.items() if lines >= 400]
+
+
+def private_imports(found: Iterable[ast.AST]) -> set[str]:
+    """Names with an underscore that imports from our modules bring in."""
+    named = [(one, alias.name) for one in found if isinstance(one, ast.ImportFrom) for alias in one.names if alias.name.startswith("_")]
+    return {name for one, name in named if one.level or str(one.module).split(".")[0] in {*PACKAGES, *FOLDERS}}
+
+
+def test_a_name_with_an_underscore_stays_in_its_module() -> None:
+    assert private_imports(ast.parse("from lab.ports import _a\nfrom .sums import b, _c\nfrom torch import _C").body) == {"_a", "_c"}
+    paths = (path for top in (*PACKAGES, "lab", "benchmarks") for path in source_files(top))
+    assert {module_name(path): names for path in paths if (names := private_imports(nodes(path)))} == {}
 
 
 def test_no_import_circles() -> None:

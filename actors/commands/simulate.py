@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -175,7 +175,7 @@ def _simulate_all(
     console.print(f"picture: {picture}", soft_wrap=True)
 
 
-def _costs(given: dict[str, object], run: Path | None, lengths: AnswerLengths | None) -> tuple[RunCosts, AnswerLengths, int]:
+def _costs(given: dict[str, Any], run: Path | None, lengths: AnswerLengths | None) -> tuple[RunCosts, AnswerLengths, int]:
     """Costs, lengths and the length of a prompt: as given, the rest from the run. Raises: ConfigError for what neither says."""
     from dataclasses import replace
 
@@ -184,14 +184,13 @@ def _costs(given: dict[str, object], run: Path | None, lengths: AnswerLengths | 
     if run is not None:
         from actors.commands.measured_costs import MeasuredRun
 
-        shared = float(str(given.get("cores", math.inf))), float(str(given.get("other_cores", 0.0)))
-        measured = MeasuredRun.of(run, cores=shared[0], other_cores=shared[1])
-        return replace(measured.costs, **given), lengths or measured.lengths, measured.prompt_tokens  # type: ignore[arg-type]
+        measured = MeasuredRun.of(run, cores=given.get("cores", math.inf), other_cores=given.get("other_cores", 0.0))
+        return replace(measured.costs, **given), lengths or measured.lengths, measured.prompt_tokens
     missing = [option for name, option in (("decode", "--decode"), ("learner_token_s", "--learner-speed")) if name not in given]
     if missing or lengths is None:
         missing += ["--lengths"] * (lengths is None)
         raise ConfigError(f"evenkeel simulate needs {', '.join(missing)}, or --run RUN_DIR to take speeds and lengths from")
-    return RunCosts(**given), lengths, 0  # type: ignore[arg-type]
+    return RunCosts(**given), lengths, 0
 
 
 def _numbers(option: str, text: str, *, least: int) -> list[int]:

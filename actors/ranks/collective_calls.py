@@ -30,7 +30,7 @@ class NumberedRank:
 
     def __init__(self, name: str) -> None:
         """Args: name: of the rank, for error messages."""
-        self._name, self._calls = name, 0
+        self.name, self._calls = name, 0
         self._last: tuple[str, Future[Any]] = "", Future()
         """Method of the last call, and its result or error."""
 
@@ -48,7 +48,7 @@ class NumberedRank:
         due = self._calls + 1
         if number != due:
             raise EngineError(
-                f"{self._name}: {what} came as collective call {number}, but {due} is the next: the ranks would wait for each "
+                f"{self.name}: {what} came as collective call {number}, but {due} is the next: the ranks would wait for each "
                 "other in different calls. Only one LearnerGroup may call them; resume the run from its last checkpoint"
             )
         self._calls = number
@@ -56,7 +56,7 @@ class NumberedRank:
     def _go_on_from(self, number: int) -> None:
         """Count a call that may skip numbers. Raises: EngineError if a call of this or a later number has run."""
         if number <= self._calls:
-            raise EngineError(f"{self._name}: collective call {number} came after call {self._calls}")
+            raise EngineError(f"{self.name}: collective call {number} came after call {self._calls}")
         self._calls = number
 
 
@@ -75,7 +75,7 @@ def collective(method: M) -> M:
         try:
             end.set_result(method(rank, number, *arguments))
         except BaseException as error:
-            end.set_exception(as_rank_failure(error, rank._name, method.__name__))
+            end.set_exception(as_rank_failure(error, rank.name, method.__name__))
         if number == rank._calls:  # it was counted; a call that was refused is not kept
             rank._last = method.__name__, end
         return end.result()

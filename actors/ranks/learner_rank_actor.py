@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # torch and Megatron are imported when the rank starts
     from correction.engines.processor import Processor
     from correction.engines.weight_bucket import WeightBucket
     from correction.wide import WidePlace
+    from learner.learner_rank import LearnerRank
     from learner.results import Proximal, StepResult, StepValues
     from learner.weights.broadcast import WeightBroadcaster
     from learner.weights.export import Staging
@@ -85,6 +86,11 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # who listens there sets it, too, and may
         self._reserved.bind((host, 0))
         return host, self._reserved.getsockname()[1]
+
+    @property
+    def learner(self) -> LearnerRank:
+        """What it drives; from its start on. For what runs in its process (the doctor's checks)."""
+        return self._learner
 
     @names_failures
     def start(self, world_size: int, master: tuple[str, int], model: Path, version: int) -> ActorInfo:

@@ -60,7 +60,7 @@ def names_failures(method: M) -> M:
         try:
             return method(rank, *arguments, **named)
         except Exception as error:
-            if (failure := as_rank_failure(error, rank._name, method.__name__)) is error:
+            if (failure := as_rank_failure(error, rank.name, method.__name__)) is error:
                 raise
             raise failure from error
 

@@ -90,9 +90,14 @@ class GuardedOptimizer:
         """Number of updates made before the averages were last restarted."""
 
     @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Megatron's own: parameters, rates and further options of each group; changed in place."""
+        return list(self._optimizer.param_groups)
+
+    @property
     def learning_rate(self) -> float:
         """Learning rate of the last update."""
-        return float(self._optimizer.param_groups[0]["lr"])
+        return float(self.param_groups[0]["lr"])
 
     @property
     def steps(self) -> int:
@@ -165,7 +170,7 @@ class GuardedOptimizer:
         self._schedule.step(1)  # before the update, so that the first one has a rate above zero
         if self._begun_at and self.steps - self._begun_at < self._warmup_steps:
             reached = min(self.steps, self._warmup_steps)  # the first warm-up may not be over: its factor gives way to the second's
-            for group in self._optimizer.param_groups:
+            for group in self.param_groups:
                 group["lr"] *= (self.steps - self._begun_at) / reached
         self._optimizer.step_with_ready_grads()  # True: what it could refuse is refused above
         return update

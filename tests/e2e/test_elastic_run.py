@@ -8,10 +8,21 @@ is trained twice.
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.elastic import MODEL, RUN, ElasticRun, Moment, Timeline, grown, is_balanced, prompts_of, shrunk, started
 from benchmarks.sides import NANO_RECIPE, evenkeel, steps_of
@@ -19,6 +30,8 @@ from rollout.tasks.prompt_place import PromptPlace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 DRAIN_S = 1.0
+TOLD_S = 2.0
+"""In which a worker is told to hand its groups back, after drain_s; less than the time after which one without a heartbeat is lost."""
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +41,71 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ElasticRun]:
     evenkeel("init-model", NANO_RECIPE, model, *MODEL)
     with started(2, folder, [str(NANO_RECIPE), model, *MODEL, *RUN, f"deadlines.drain_s={DRAIN_S}"], Timeline(shows=False)) as run:
         grown(run, 2)
-        run.end_a_busy_worker("1", drain_s=DRAIN_S)
-        run.drain_a_busy_node("0", DRAIN_S, left_s=60)
+        with held_engine(run, "1") as worker:
+            worker.send_signal(signal.SIGTERM)
+        drain_a_busy_node(run, "0", left_s=60)
         run.until("workers 2 and 3 in their places", lambda: run.workers() == 2, 300)
         shrunk(run)
         assert run.stop() == 0, run.events()[-3000:]
     yield run
+
+
+def drain_a_busy_node(run: ElasticRun, name: str, *, left_s: int) -> None:
+    """Have Ray drain the node of a worker in the midst of its groups, as when a spot machine is reclaimed.
+
+    Args: left_s: seconds that the notice leaves.
+    """
+    command = [str(Path(sys.executable).with_name("ray")), "drain-node", f"--address={run.cluster.address}"]
+    command += [f"--node-id={run.node_of(name)}", "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=reclaimed"]
+    with held_engine(run, name):
+        subprocess.run(
+            [*command, f"--deadline-remaining-seconds={left_s}"], env=os.environ | run.cluster.variables, check=True, capture_output=True
+        )
+
+
+@contextlib.contextmanager
+def held_engine(run: ElasticRun, name: str) -> Iterator[psutil.Process]:
+    """Within the block a worker, whose process this gives, gets a notice that it has to leave.
+
+    Its engine is stopped in the midst of answers until it was told to hand its groups back: the model's answers are so short that it
+    would end them in any time that it is given for them.
+    """
+    worker = run.part(f"rollout {name}")
+    engine = [one for one in worker.children(recursive=True) if one.cmdline()[:1] and one.cmdline()[0].startswith("sglang::scheduler")]
+    assert engine
+    run.until(f"rollout worker {name} in the midst of answers", lambda: is_stopped_busy(run, name, engine), 60)
+    try:
+        yield worker
+        run.until("its leave", lambda: any(moment.subject == name for moment in run.timeline.all_of("leaves")), 60)
+        time.sleep(DRAIN_S + TOLD_S)
+    finally:
+        for process in engine:
+            with contextlib.suppress(psutil.NoSuchProcess):  # a pool that did not wait for it has ended the worker
+                process.resume()
+
+
+def is_stopped_busy(run: ElasticRun, name: str, engine: list[psutil.Process]) -> bool:
+    """Stop an engine. It goes on if it has no request: it would get none, for it could not take newer weights either."""
+    for process in engine:
+        process.suspend()
+    time.sleep(0.05)
+    is_busy = requests_in_flight(run, name) > 0
+    if not is_busy:
+        for process in engine:
+            process.resume()
+    return is_busy
+
+
+def requests_in_flight(run: ElasticRun, name: str) -> float:
+    """Of one worker, by its own metrics."""
+    found = re.search(r"service discovery at (\S+)", run.events())
+    assert found is not None
+    with urllib.request.urlopen(found[1], timeout=10) as answer:
+        targets = json.load(answer)
+    (worker,) = (one["targets"][0] for one in targets if (one["labels"]["role"], one["labels"]["name"]) == ("rollout", name))
+    with urllib.request.urlopen(f"http://{worker}/metrics", timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    return sum(s.value for family in families if family.name == "evenkeel_rollout_requests_in_flight" for s in family.samples)
 
 
 def test_the_pool_follows_the_load_and_nodes_follow_the_pool(ended: ElasticRun) -> None:

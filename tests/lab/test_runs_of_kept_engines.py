@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from correction.config import CorrectionConfig
-from lab.kept_engines import RunSettings, _Run
+from lab.kept_engines import KeptRun, RunSettings
 from learner.config import LearnerConfig
 
 
@@ -17,5 +17,5 @@ def test_a_balancing_loss_is_not_scaled_with_the_policys(coefficient: float, is_
     """With one, the mean weight has to be known before training: the proximal logprobs come of a forward of their own."""
     learner: Any = SimpleNamespace(config=LearnerConfig(moe_aux_loss_coefficient=coefficient))
     correction = CorrectionConfig.model_validate({"preset": "tis-token", "normalize": {"population": "all"}})
-    run = _Run(None, learner, correction, 0, RunSettings())  # type: ignore[arg-type]
+    run = KeptRun(None, learner, correction, 0, RunSettings())  # type: ignore[arg-type]
     assert (run._defers, run._needs_forward) == (is_deferred, not is_deferred)

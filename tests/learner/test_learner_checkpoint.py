@@ -35,20 +35,20 @@ def test_the_loss_scale_goes_on_where_it_stood(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "m")
     with learner_on(folder, dtype="float16", initial_loss_scale=2.0**32) as learner:
         train(learner, 0, 1)
-        assert learner._require().optimizer.loss_scale == 2.0**32
+        assert learner.optimizer.loss_scale == 2.0**32
         learner.save(tmp_path / "c")
     with learner_on(folder, dtype="float16") as learner:
         learner.restore(tmp_path / "c")
-        assert learner._require().optimizer.loss_scale == 2.0**32, "not that of a new run"
+        assert learner.optimizer.loss_scale == 2.0**32, "not that of a new run"
         train(learner, 1, 2)
-        assert learner._require().optimizer.loss_scale == 2.0**31
+        assert learner.optimizer.loss_scale == 2.0**31
     with learner_on(folder, dtype="bfloat16") as learner:
         learner.restore(tmp_path / "c")
         train(learner, 1, 2)
         learner.save(tmp_path / "other")
     with learner_on(folder, dtype="float16") as learner:
         learner.restore(tmp_path / "other")
-        assert learner._require().optimizer.loss_scale == 2.0**16, "of a checkpoint in another type there is none"
+        assert learner.optimizer.loss_scale == 2.0**16, "of a checkpoint in another type there is none"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -58,7 +58,7 @@ def test_five_steps_and_five_after_a_restore_are_ten(tmp_path: Path, dtype: str)
     folder = save_model(tmp_path / "m")
     with learner_on(folder, dtype=dtype, **SETTINGS) as learner:
         losses = train(learner, 0, 10)
-        checksums, rate, numbers = learner.weight_checksums(), learner._require().optimizer.learning_rate, torch.rand(4)
+        checksums, rate, numbers = learner.weight_checksums(), learner.optimizer.learning_rate, torch.rand(4)
     with learner_on(folder, dtype=dtype, **SETTINGS) as learner:
         train(learner, 0, 5)
         learner.save(tmp_path / "c")
@@ -71,8 +71,8 @@ def test_five_steps_and_five_after_a_restore_are_ten(tmp_path: Path, dtype: str)
         learner.restore(tmp_path / "c")
         losses_after = train(learner, 5, 10)
         assert learner.weight_checksums() == checksums
-        assert learner._require().optimizer.learning_rate == rate
-        assert learner._require().optimizer.steps == 10
+        assert learner.optimizer.learning_rate == rate
+        assert learner.optimizer.steps == 10
         assert torch.equal(torch.rand(4), numbers)
     assert losses_without_break == losses[5:]
     assert losses_after == losses[5:]
@@ -86,8 +86,8 @@ def test_settings_of_the_recipe_win_over_those_of_the_checkpoint(tmp_path: Path)
     with learner_on(folder, learning_rate=5e-4) as learner:
         learner.restore(tmp_path / "c")
         train(learner, 2, 3)
-        assert learner._require().optimizer.learning_rate == 5e-4
-        assert learner._require().optimizer.steps == 3
+        assert learner.optimizer.learning_rate == 5e-4
+        assert learner.optimizer.steps == 3
 
 
 def test_a_model_folder_is_needed_for_its_load_alone(tmp_path: Path) -> None:

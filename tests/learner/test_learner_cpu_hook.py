@@ -102,5 +102,5 @@ def test_an_installed_apex_does_not_change_the_optimizer(tmp_path: Path, adam_of
     """Megatron would take its Adam, whose number of steps is in no checkpoint of ours."""
     assert megatron._optimizers.Adam is adam_of_apex
     with learner_on(save_model(tmp_path / "m")) as learner:
-        made = [type(one.optimizer) for one in learner._require().optimizer._optimizer.chained_optimizers]
+        made = [type(one.optimizer) for one in learner.optimizer._optimizer.chained_optimizers]
     assert made == [torch.optim.AdamW]

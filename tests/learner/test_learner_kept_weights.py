@@ -68,7 +68,7 @@ def state_after(learner: LearnerRank, *, splits: bool) -> list[Tensor]:
     parameters = [parameter for policy in learner._policies for parameter in policy.parameters()]
     found = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
-        _, states = learner._require().optimizer.state_of(parameter)
+        _, states = learner.optimizer.state_of(parameter)
         found += [states[kind].detach().clone() for kind in sorted(states)]
     return found
 

@@ -74,7 +74,7 @@ def three_steps(learner: LearnerRank) -> dict[str, Any]:
 def elements(learner: LearnerRank) -> tuple[int, int]:
     """Of the weights, and of Adam's averages, on this rank."""
     parameters = [parameter for policy in learner._policies for parameter in policy.parameters()]
-    states = [learner._require().optimizer.state_of(parameter)[1] for parameter in parameters]
+    states = [learner.optimizer.state_of(parameter)[1] for parameter in parameters]
     averages = sum(value.numel() for state in states for kind, value in state.items() if kind != "step")
     return sum(parameter.numel() for parameter in parameters), averages
 

@@ -255,7 +255,7 @@ def test_learning_rate_follows_warmup_and_decay(tmp_path: Path) -> None:
         rates = []
         for _ in range(8):
             learner.supervised_step(batch.token_ids, batch.offsets, batch.loss_mask)
-            rates.append(learner._require().optimizer.learning_rate)
+            rates.append(learner.optimizer.learning_rate)
     assert rates == pytest.approx([5e-4, 1e-3, 7.75e-4, 5.5e-4, 3.25e-4, 1e-4, 1e-4, 1e-4])
 
 
@@ -263,7 +263,7 @@ def test_a_switch_during_the_warmup_begins_it_anew(tmp_path: Path) -> None:
     """Of 4 steps: a quarter and a half of the rate; after the switch a quarter, a half, three quarters, all of it. Not a product of two."""
     switched = ["before"] * 2 + ["after"] * 5
     with learner_on(save_model(tmp_path / "m"), learning_rate=1e-3, warmup_steps=4) as learner:
-        optimizer, batch, rates = learner._require().optimizer, random_batch(), []
+        optimizer, batch, rates = learner.optimizer, random_batch(), []
         for objective in switched:
             optimizer.follow(objective)
             learner.supervised_step(batch.token_ids, batch.offsets, batch.loss_mask)

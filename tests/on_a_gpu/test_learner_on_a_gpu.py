@@ -80,7 +80,7 @@ def test_a_restored_rank_goes_on_as_before(tmp_path: Path, dtype: str) -> None:
         without_break = train(learner, 3, 6)
     with learner_on(folder, device=DEVICE, dtype=dtype, seed=999, **SETTINGS) as learner:
         learner.restore(tmp_path / "c")
-        assert learner.weight_checksums() == held and learner._require().optimizer.steps == 3
+        assert learner.weight_checksums() == held and learner.optimizer.steps == 3
         assert train(learner, 3, 6) == pytest.approx(without_break, rel=1e-3)
 
 

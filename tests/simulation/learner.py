@@ -192,7 +192,7 @@ class SimulatedRank(LearnerRankActor):
             try:
                 self._last[1].set_result(await self._exported(plan))
             except Exception as error:
-                self._last[1].set_exception(as_rank_failure(error, self._name, "export"))
+                self._last[1].set_exception(as_rank_failure(error, self.name, "export"))
         snapshot: WeightSnapshot = self._last[1].result()
         return snapshot
 

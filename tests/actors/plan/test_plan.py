@@ -87,7 +87,7 @@ def test_every_parameter_and_tensor_is_counted(tmp_path: Path, family: str, tie:
 def held(learner: LearnerRank) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimizer, by what the tensors of this rank say."""
     parameters = [parameter for policy in learner._policies for parameter in policy.parameters()]
-    states = [learner._require().optimizer.state_of(parameter)[1] for parameter in parameters]
+    states = [learner.optimizer.state_of(parameter)[1] for parameter in parameters]
     optimizer = sum(value.nbytes for state in states for value in state.values() if value.dim())
     return sum(p.nbytes for p in parameters), sum(p.main_grad.nbytes for p in parameters), optimizer
 

@@ -46,7 +46,7 @@ def most_in_the_passes(learner: LearnerRank, correction: CorrectionConfig, passe
     """
     parameters = [one for policy in learner._policies for one in policy.parameters()]
     with LiveBytes(*parameters, *(one.main_grad for one in parameters)) as probe:
-        optimizer, peaks = learner._require().optimizer, list[int]()
+        optimizer, peaks = learner.optimizer, list[int]()
         finish = optimizer.finish
         optimizer.finish = lambda *a, **k: (peaks.append(probe.peak), finish(*a, **k))[1]  # type: ignore[method-assign]
         done = learner.step(all_in_the_loss(correction, passes), correction, step=0)
