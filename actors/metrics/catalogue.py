@@ -137,8 +137,8 @@ _REWARD = [
         "Mean of one named part of the reward; the reward is the sum of the parts.",
     ),
     _counter(
-        "reward/exceptions_total", "reward exceptions",
-        "Trajectories whose reward function raised; they are left out of baseline and loss.",
+        "reward/exceptions_total", "trajectories without a reward",
+        "Trajectories whose reward function raised or whose answer the engine didn't finish; left out of baseline and loss.",
     ),
     _counter(
         "reward/timeouts_total", "reward time-outs",

@@ -36,7 +36,7 @@ def batch_metrics(prepared: PreparedBatch, *, correct_at: float) -> dict[str, fl
     groups, of_groups = prepared.groups, [group.valid for group in prepared.groups]
     valid = [t for answers in of_groups for t in answers]
     rewards = [t.reward for t in valid if t.reward is not None]
-    rewards_alike = [answers[0].reward or 0.0 for answers in of_groups if len({t.reward for t in answers}) <= 1]
+    rewards_alike = [group.valid[0].reward or 0.0 for group in groups if group.is_uniform]
     numbers = {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": _deviation(rewards),
