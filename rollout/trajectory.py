@@ -268,7 +268,12 @@ class _Answers(Generic[A]):
     @property
     def is_uniform(self) -> bool:
         """All valid rewards alike: no gradient."""
-        return len({t.reward for t in self.valid}) <= 1
+        return have_one_reward(self.valid)
+
+
+def have_one_reward(answers: Sequence[_Answer]) -> bool:
+    """Whether all rewards are alike, so that each is its own baseline."""
+    return len({t.reward for t in answers}) <= 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from actors.carriers import Example, PreparedBatch
 from actors.metrics.catalogue import DIAGNOSTIC_PLACES, LOSS_PLACES, SKIPPED, STALENESS_PLACES
 from correction.diagnostics.batch_numbers import kept_numbers, staleness_numbers
 from learner.results import SkipReason
-from rollout.trajectory import AnswerFacts, FailureKind, FinishReason, GroupFacts, SyncReceipt, WorkerLoad
+from rollout.trajectory import AnswerFacts, FailureKind, FinishReason, GroupFacts, SyncReceipt, WorkerLoad, have_one_reward
 
 if TYPE_CHECKING:
     from learner.results import StepResult
@@ -36,7 +36,7 @@ def batch_metrics(prepared: PreparedBatch, *, correct_at: float) -> dict[str, fl
     groups, of_groups = prepared.groups, [group.valid for group in prepared.groups]
     valid = [t for answers in of_groups for t in answers]
     rewards = [t.reward for t in valid if t.reward is not None]
-    rewards_alike = [group.valid[0].reward or 0.0 for group in groups if group.is_uniform]
+    rewards_alike = [answers[0].reward or 0.0 for answers in of_groups if have_one_reward(answers)]
     numbers = {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": _deviation(rewards),
