@@ -89,7 +89,7 @@ class Membership:
         self._draining: dict[str, float | None] = {}
         """Nodes that Ray drains: event-loop time (s) at which each goes; None: nobody says when. Until they are gone."""
         self.generation = 0
-        """Of the run, see actors/driver/going_back.py."""
+        """Of the run, see actors/driver/rollback.py."""
         self.throttle = CallThrottle()
 
     # -- workers -----------------------------------------------------------------------------------------------------
