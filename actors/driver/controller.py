@@ -35,7 +35,8 @@ from actors.metrics.held_out import Evaluation
 from actors.pool.elastic import first_workers
 from actors.pool.pool import RolloutPool
 from actors.processes import interrupts
-from actors.processes.supervision import Stopwatch, done_or_reported, kill, together, unless_failed, unless_set, wait_for
+from actors.processes.stopwatch import Stopwatch
+from actors.processes.supervision import done_or_reported, kill, together, unless_failed, unless_set, wait_for
 from actors.ranks.forwards import next_batch
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.disk_waits import ByDisk, by_disk
@@ -277,13 +278,12 @@ class Controller:
         self._version += 1
         self._observer.trained()
         if self._version % self._config.weight_sync.every_steps == 0 or self._evaluations.is_due(self._step + 1):
-            with self._watch.phase("publish"):
-                await self._sync.publish()
+            await self._sync.publish()
 
     async def _next_batch(self) -> PreparedBatch:
         await self._by_disk(self._observer.disk.room(), f"room for the lines of step {self._step + 1}")
         self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
-        with self._watch.phase("wait_learner"), self._pool.learner_waits(self._version):
+        with self._watch.phase("wait_learner") as wait, self._pool.learner_waits(self._version, wait):
             asking = partial(self._source.next, self._version, self._pool), self._source.service, self._learner
             batch = next_batch(*asking, step=self._step, deadline_s=self._config.deadlines.sync_s, is_moving=self._pool.is_moving)
             return await self._steps.report_during(batch, after_s=_BATCH_IS_LATE_S)
