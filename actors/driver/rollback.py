@@ -26,6 +26,7 @@ from actors.checkpoints.checkpoint_reader import ResumePoint, newest_readable, t
 from actors.driver.lost_parts import Lost, is_gone, lost_answer
 from actors.driver.parts import StartingPoint
 from actors.part_carriers import WaitNotice
+from actors.processes.doubled_pause import doubled_pause_s
 from actors.processes.event_level import EventLevel, Notify
 from actors.processes.supervision import kill, wait_for
 from actors.ranks.learner_group import LearnerGroup
@@ -124,7 +125,7 @@ class Rollbacks:
         number = len(self._replaced)
         if number <= _FREE_REPLACEMENTS:
             return
-        pause_s = min(REPLACEMENT_PAUSE_S, 2.0 ** (number - _FREE_REPLACEMENTS))
+        pause_s = doubled_pause_s(number - _FREE_REPLACEMENTS, 2.0, REPLACEMENT_PAUSE_S)
         notify("warning", f"queue or service were lost {number} times in {ROLLBACKS_S / 60:.0f} minutes: new ones in {pause_s:.0f} s")
         await asyncio.sleep(pause_s)
 
