@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import get_args
 
 from actors.config import RunConfig
-from actors.doctor.facts import Complaint, PaperFacts
+from actors.doctor.facts import Complaint, PaperFacts, Severity
 from actors.doctor.kernel_rules import experts_stay_as_sent, half_precision_has_kernels, weights_stay_as_sent
 from actors.doctor.memory_rules import gib, on_gpus
 from actors.plan.gpus import Gpus
@@ -284,4 +285,4 @@ def stop_at_failures(complaints: list[Complaint]) -> None:
 
 
 def worst_first(complaints: list[Complaint]) -> list[Complaint]:
-    return sorted(complaints, key=lambda one: ("fail", "warn", "note").index(one.severity))
+    return sorted(complaints, key=lambda one: get_args(Severity).index(one.severity))

@@ -35,7 +35,6 @@ LAST_EVENTS = 8
 _LEARNER_WAITS, _ENGINES_WAIT = 0.3, 0.5
 """Shares of a step above which a change of the recipe is proposed. An elastic pool acts at half of each (pool/scaling.py): it can take its
 step back."""
-_TROUBLE = ("watch", "warning", "alarm", "error")
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
@@ -296,7 +295,7 @@ def _troubles(events: Sequence[RunEvent]) -> tuple[Trouble, ...]:
     """Warnings and errors, one of each kind, in the order of their last event; waits have a list of their own."""
     found: dict[tuple[str, str], Trouble] = {}
     for event in events:
-        if event.level not in _TROUBLE or event.notice is not None:
+        if event.level == "info" or event.notice is not None:
             continue
         kind = (event.level, _NUMBER.sub("#", event.text))
         before = found.pop(kind, None)

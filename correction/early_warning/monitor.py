@@ -42,7 +42,7 @@ _MEDIAN_LOSS = 1.2533
 
 
 class State(enum.StrEnum):
-    """How serious a symptom is."""
+    """How serious a symptom is; the worst comes last."""
 
     OK = "ok"
     WATCH = "watch"

@@ -19,7 +19,7 @@ from actors.commands.recipe import load_config
 from actors.commands.resume_point import find_resume_point, run_config, with_absolute_paths
 from actors.commands.train import train_run
 from actors.config import RunConfig
-from actors.driver.going_back import Rollbacks
+from actors.driver.rollback import Rollbacks
 from actors.metrics.step_metrics import StepMetrics
 from actors.record.metric_views import TensorBoardView, open_views
 from actors.record.run_folder import CHECKPOINT_FORMAT, RunFolder
