@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # torch: seconds that not every process needs
     from correction.early_warning.monitor import Event, State
     from correction.engines.processor import Processor
     from correction.engines.weight_spec import WeightSpec
-    from rollout.trajectory import AnswerFacts, GroupFacts, Prompt, UnfinishedGroup
+    from rollout.trajectory import AnswerFacts, AnswerPlace, GroupFacts, Prompt, UnfinishedGroup
 
 
 class DiscardReason(StrEnum):
@@ -69,11 +69,31 @@ class BegunTicket(Ticket):
 
 
 @dataclass(frozen=True, slots=True)
+class DiscardedGroup:
+    """A group that was thrown away."""
+
+    prompt_id: str
+    """What it was sampled for."""
+    reason: DiscardReason
+    """Why it is not trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepVersions:
+    """Versions of the weights after a step."""
+
+    learner: int
+    """Number of updates that made the learner's."""
+    published: int
+    """The version that the engines get, at most the learner's (weight_sync.every_steps)."""
+
+
+@dataclass(frozen=True, slots=True)
 class QueueSettlement:
     """What the queue says of a step that is over."""
 
-    discarded: list[tuple[str, DiscardReason]]
-    """Groups thrown away since the step before, as (prompt id, reason)."""
+    discarded: list[DiscardedGroup]
+    """Groups thrown away since the step before."""
     counts: dict[str, int]
     """Groups by state, and the totals since the run began (TrajectoryQueue.counts)."""
     outstanding: list[str]
@@ -98,12 +118,12 @@ class QueueContents:
     """The sampled groups among these; their tokens are in the object store."""
     drawn: tuple[int, ...] = ()
     """Ids of the groups in the batch that the learner trains or has just trained."""
-    advance: tuple[int, int] | None = None
-    """Version of the learner after that batch, and the published one; None: the batch is still being trained."""
+    advance: StepVersions | None = None
+    """Versions after that batch; None: it is still being trained."""
     discarded_by_reason: dict[DiscardReason, int] = field(default_factory=dict)
     """Groups thrown away since the run began."""
-    unreported: tuple[tuple[str, DiscardReason], ...] = ()
-    """Discarded, as (prompt id, reason), and not yet in the ledger."""
+    unreported: tuple[DiscardedGroup, ...] = ()
+    """Discarded, and not yet in the ledger."""
 
 
 class Finished(Protocol):
@@ -232,8 +252,8 @@ class PreparedBatch:
     """N."""
     groups: tuple[GroupFacts, ...]
     """The groups of these tokens, in the order of the batch."""
-    places: tuple[tuple[int, int], ...]
-    """[S] which answer each sequence is: number of the group in `groups`, and of the answer in it. What has no place is not trained."""
+    places: tuple[AnswerPlace, ...]
+    """[S] which answer of `groups` each sequence is. What has no place is not trained."""
     proximal_s: float
     """Seconds that the learner took for proximal (and reference) logprobs."""
     correct_s: float
@@ -254,7 +274,7 @@ class PreparedBatch:
     @property
     def trained(self) -> list[AnswerFacts]:
         """[S] the answer of each sequence."""
-        return [self.groups[group].trajectories[answer] for group, answer in self.places]
+        return [self.groups[place.group].trajectories[place.answer] for place in self.places]
 
 
 @dataclass(frozen=True, slots=True)

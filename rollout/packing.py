@@ -17,7 +17,7 @@ from correction.batch import NO_VERSION, PackedBatch
 from correction.errors import DataError
 from correction.wide import WideFields, WidePlace
 from rollout.config import MaskOverlong, OverlongConfig, PenaliseOverlong
-from rollout.trajectory import FinishReason, Group, Trajectory
+from rollout.trajectory import AnswerPlace, FinishReason, Group, Trajectory
 from rollout.wide_fields import fields_of, tensor_of
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
@@ -30,9 +30,9 @@ class Packed:
 
     batch: PackedBatch
     """Possibly of no sequence at all."""
-    places: tuple[tuple[int, int], ...]
-    """[S] whose tokens each sequence has: number of the group among those packed, and of the answer in it. What has no place is not
-    trained: it failed, or was left out as overlong."""
+    places: tuple[AnswerPlace, ...]
+    """[S] whose tokens each sequence has, among the groups packed. What has no place is not trained: it failed, or was left out as
+    overlong."""
 
 
 def pack_groups(
@@ -57,8 +57,9 @@ def pack_groups(
         wide_of: where groups are without their wide fields: by group id, what holds or refers to those of all trajectories of a group.
     Raises: DataError for a trajectory whose logprobs or versions don't fit its tokens, or an unsuitable advantage.
     """
-    places = [(g, i) for g, group in enumerate(groups) if group.is_trainable for i, one in enumerate(group.trajectories) if one.is_valid]
-    scored = [(groups[g], groups[g].trajectories[i]) for g, i in places]
+    trainable = [(g, group.trajectories) for g, group in enumerate(groups) if group.is_trainable]
+    places = [AnswerPlace(g, i) for g, answers in trainable for i, one in enumerate(answers) if one.is_valid]
+    scored = [(groups[place.group], groups[place.group].trajectories[place.answer]) for place in places]
     penalties = [overlong_penalty(trajectory, overlong, max_tokens) for _, trajectory in scored]
     advantages = _advantages(scored, penalties, advantage)
     kept = [row for row, (_, trajectory) in enumerate(scored) if not is_left_out(trajectory, overlong)]

@@ -121,18 +121,6 @@ class RoutedExperts:
     """[T * layers * k] expert numbers, of 8 bits for up to 256 experts and of 16 for more."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertShape:
-    """A model's mixture of experts."""
-
-    layers: int
-    """Those that have experts."""
-    experts: int
-    """In each of these layers."""
-    k: int
-    """Experts that a token is sent to."""
-
-
 class _Answer:
     """Properties of an answer that don't need its tokens."""
 
@@ -332,6 +320,16 @@ class Group(_Answers[Trajectory]):
     def facts(self) -> GroupFacts:
         answers = tuple(one.facts for one in self.trajectories)
         return GroupFacts(self.group_id, self.prompt_id, answers, self.admitted_version, self.generate_s, self.reward_s)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlace:
+    """Which answer of a list of groups."""
+
+    group: int
+    """Number of its group in the list, from 0."""
+    answer: int
+    """Its number in the group, from 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from actors.plan.engine_memory import engine_memory
 from actors.plan.layouts import GPUS_PER_NODE, layouts, obstacles
 from actors.plan.learner_memory import RESERVE, pass_tokens, rank_memory
 from actors.plan.shape import ModelShape
-from actors.settings.devices import workers_asked
+from actors.settings.devices import engines_beside_a_rank, workers_asked
 from correction.engines.gpu_share import outside_cache
 
 Rule = Callable[[ModelShape, RunConfig, int], Iterator[Complaint]]
@@ -111,8 +111,8 @@ def both_sides_fit_one_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int)
             f"GPU, {gib(share)} (rollout.gpus_per_worker = {rollout.gpus_per_worker:g}): the engine keeps to its share",
             "Leave rollout.engine.memory_fraction out, or lower it",
         )
-    room = 1 - learner.gpus_per_rank + 1e-9  # as whole_gpus counts
-    if room < rollout.gpus_per_worker or obstacles(shape, learner):
+    beside = engines_beside_a_rank(config)
+    if not beside or obstacles(shape, learner):
         return
     rank = rank_memory(shape, learner, **rank_options(config)).total + RESERVE
     engine = memory.weights + memory.outside_cache + memory.request_tokens * memory.token_bytes
@@ -124,7 +124,7 @@ def both_sides_fit_one_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int)
             "Use a larger GPU or two, a smaller model, or shorter answers",
         )
     elif rank > learner.gpus_per_rank * gpu_bytes or engine > share:
-        engines = min(workers_asked(config), int(room / rollout.gpus_per_worker))
+        engines = min(workers_asked(config), beside)
         of_rank = math.ceil(100 * rank / gpu_bytes)
         of_engine = (100 - of_rank) // engines  # hundredths, both
         if 100 * engine <= of_engine * gpu_bytes:

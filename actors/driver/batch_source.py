@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.carriers import DiscardReason, ForwardRequest, PreparedBatch, QueueSettlement, Ticket
+from actors.carriers import DiscardedGroup, ForwardRequest, PreparedBatch, QueueSettlement, StepVersions, Ticket
 from actors.config import RunConfig
 from actors.driver.lost_parts import lost_among, while_they_answer
 from actors.driver.parts import QUEUE, SERVICE, StartingPoint, make_queue, start_service
@@ -77,12 +77,12 @@ class BatchSource:
         self.queue = make_queue(self._config)
         self.start(correction)
 
-    async def fill(self, update: PreparedBatch | None = None, advance: tuple[int, int] | None = None) -> None:
+    async def fill(self, update: PreparedBatch | None = None, advance: StepVersions | None = None) -> None:
         """Give a new queue what is under way.
 
         Args:
             update: the batch of the step under way.
-            advance: the learner's version after it, and the published one; None: it is still being trained.
+            advance: versions after it; None: it is still being trained.
         """
         contents = self.outstanding.contents(update.group_ids if update is not None else (), advance)
         what = "contents -> trajectory queue"
@@ -176,13 +176,13 @@ class BatchSource:
 
     async def settle(
         self, step: int, batch: PreparedBatch, *, version: int, published: int
-    ) -> tuple[dict[str, int], list[tuple[str, DiscardReason]]]:
+    ) -> tuple[dict[str, int], list[DiscardedGroup]]:
         """Record a finished step in the queue and in the ledger.
 
         Args:
             version: of the learner after it.
             published: version that the engines get.
-        Returns: the queue's counts, and what was discarded since the step before, as (prompt id, reason).
+        Returns: the queue's counts, and what was discarded since the step before.
         Raises: LedgerError if queue and ledger don't agree.
         """
         settled: QueueSettlement = await self.ask(self.queue.advance, version, batch.group_ids, published)

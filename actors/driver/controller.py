@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from actors.carriers import Observation, PreparedBatch
+from actors.carriers import Observation, PreparedBatch, StepVersions
 from actors.checkpoints.checkpoint_writer import CheckpointWriter
 from actors.cluster.hub import outline_folder
 from actors.cluster.placement import reserve, still_there
@@ -210,7 +210,7 @@ class Controller:
         self._source.replace(self._alarms.correction)
         self._parts |= self._source.parts
         under_way = self._step_under_way
-        advance = (self._version, self._sync.version) if under_way and under_way.is_trained else None
+        advance = StepVersions(self._version, self._sync.version) if under_way and under_way.is_trained else None
         await self._source.fill(under_way.batch if under_way else None, advance)
         self._pool.follow_queue(self._source.queue)
         if under_way is None:  # it may have been asked for logprobs

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from actors.carriers import DiscardReason, QueueContents, StoredGroup, Ticket
+from actors.carriers import DiscardedGroup, DiscardReason, QueueContents, StepVersions, StoredGroup, Ticket
 from actors.queue.delays import GroupDelays
 from actors.state.ledger import listed
 from actors.state.queue_snapshot import QueueSnapshot
@@ -41,7 +41,9 @@ class Outstanding:
         """Sampled groups that are worth training."""
         self._to_discard: dict[str, DiscardReason] = {}
         """Sampled groups that are not, with the reason; their tokens are not needed."""
-        self._unreported: dict[str, DiscardReason] = dict(snapshot.unreported) if snapshot else {}
+        self._unreported: dict[str, DiscardReason] = {
+            one.prompt_id: one.reason for one in (snapshot.unreported if snapshot else ())
+        }
         """Discarded groups that no finished step has recorded yet, with the reason."""
         self._reported: Counter[DiscardReason] = Counter(snapshot.discarded_by_reason if snapshot else {})
         """Number of the other discarded groups, by reason."""
@@ -93,19 +95,18 @@ class Outstanding:
         if prompt_id in self._tickets and prompt_id not in self._finished and prompt_id not in self._to_discard:
             self._unreported.setdefault(prompt_id, reason)
 
-    def settle(self, version: int, published: int, *, trained: Sequence[str], discarded: Iterable[tuple[str, DiscardReason]]) -> None:
+    def settle(self, version: int, published: int, *, trained: Sequence[str], discarded: Iterable[DiscardedGroup]) -> None:
         """Note that a step is finished: these prompts are no longer under way.
 
         Args:
             version, published: the learner's version after the step, and the one that the engines get.
             trained: prompt ids.
-            discarded: as (prompt id, reason).
         """
         self._version, self._published = version, published
         self._trained += len(trained)
-        for prompt_id, reason in discarded:
-            self._reported[reason] += 1
-            self._leave(prompt_id)
+        for group in discarded:
+            self._reported[group.reason] += 1
+            self._leave(group.prompt_id)
         for prompt_id in trained:
             self._leave(prompt_id)
         self.delays.freed(len(trained))
@@ -138,7 +139,7 @@ class Outstanding:
         reasons = self._unreported | self._to_discard
         return [(self._tickets[prompt_id].group_id, reason) for prompt_id, reason in reasons.items() if prompt_id in self._tickets]
 
-    def contents(self, drawn: Sequence[int] = (), advance: tuple[int, int] | None = None) -> QueueContents:
+    def contents(self, drawn: Sequence[int] = (), advance: StepVersions | None = None) -> QueueContents:
         """Contents for a new queue.
 
         Args: drawn, advance: as in QueueContents.
@@ -163,5 +164,5 @@ class Outstanding:
             drawn=tuple(drawn),
             advance=advance,
             discarded_by_reason=dict(by_reason),
-            unreported=tuple(unreported.items()),
+            unreported=tuple(DiscardedGroup(prompt_id, reason) for prompt_id, reason in unreported.items()),
         )

@@ -150,6 +150,6 @@ class TrajectoryQueueActor(HeartbeatActor):
         async def fill() -> None:
             self._queue.fill(contents)
             if contents.advance is not None:  # at once: groups may have come into the places of those that it has trained
-                await self.advance(contents.advance[0], list(contents.drawn), contents.advance[1])
+                await self.advance(contents.advance.learner, list(contents.drawn), contents.advance.published)
 
         await self._filling.once(1, fill)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from actors.carriers import DiscardReason, Finished, QueueContents, Ticket, discarded_as
+from actors.carriers import DiscardedGroup, DiscardReason, Finished, QueueContents, Ticket, discarded_as
 from correction.errors import DataError, LedgerError
 from rollout.trajectory import Prompt
 
@@ -55,7 +55,7 @@ class TrajectoryQueue:
         self.admitted = self.trained = 0
         """Groups since the run began; `admitted` is the id of the next one."""
         self.discarded_by_reason: Counter[DiscardReason] = Counter()
-        self._unreported: list[tuple[str, DiscardReason]] = []
+        self._unreported: list[DiscardedGroup] = []
         self._entries: dict[int, _Entry] = {}
         # What follows could be computed from the entries, but a run holds thousands of them, and each finished group looks it up.
         self._by_state: Counter[GroupState] = Counter()
@@ -115,7 +115,7 @@ class TrajectoryQueue:
                 raise LedgerError(f"group {group_id} can't be discarded ({reason}): the queue doesn't hold it")
             self._release(entry)
             self.discarded_by_reason[reason] += 1
-            self._unreported.append((entry.ticket.prompt.prompt_id, reason))
+            self._unreported.append(DiscardedGroup(entry.ticket.prompt.prompt_id, reason))
 
     def lose(self, group_ids: Sequence[int]) -> None:
         """Note that the tokens of drawn groups were lost with their node: the groups keep their places and are sampled again."""
@@ -141,8 +141,8 @@ class TrajectoryQueue:
         self.discard([group_id], reason)
         return True
 
-    def take_discarded(self) -> list[tuple[str, DiscardReason]]:
-        """Groups discarded since the last call, as (prompt id, reason), for the ledger."""
+    def take_discarded(self) -> list[DiscardedGroup]:
+        """Groups discarded since the last call, for the ledger."""
         discarded, self._unreported = self._unreported, []
         return discarded
 

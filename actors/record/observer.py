@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.carriers import DiscardReason, PreparedBatch, ScatterSample, Ticket
+from actors.carriers import DiscardedGroup, PreparedBatch, ScatterSample, Ticket
 from actors.config import RunConfig
 from actors.metrics.driver_endpoint import DriverEndpoint
 from actors.metrics.held_out import Evaluation
@@ -192,14 +192,14 @@ class Observer:
         result: StepResult,
         phases: dict[str, float],
         counts: dict[str, int],
-        discarded: Sequence[tuple[str, DiscardReason]],
+        discarded: Sequence[DiscardedGroup],
     ) -> FinishedStep:
         """Take stock of a step that ends now; what is noted from here on belongs to the next one.
 
         Args:
             phases: seconds of the loop.
             counts: of the queue.
-            discarded: groups given up since the step before, as (prompt id, reason).
+            discarded: groups given up since the step before.
         """
         now = time.monotonic()
         seconds, self._step_ended = now - self._step_ended, now
@@ -207,8 +207,8 @@ class Observer:
         differences, beyond = self._probes.take()
         for line in [*self._repeated.take(), *beyond]:
             self.event("warning", f"step {number}: {line}")
-        for _, reason in discarded:
-            self._totals.count(DISCARD_COUNTERS[reason])
+        for group in discarded:
+            self._totals.count(DISCARD_COUNTERS[group.reason])
         self._totals.count("steps/skipped_total", result.skipped_steps - result.overflowed_steps)
         if result.loss_scale is not None:
             self._totals.count("steps/overflowed_total", result.overflowed_steps)

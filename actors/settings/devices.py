@@ -10,6 +10,9 @@ from actors.config import RunConfig
 from correction.engines.torch_build import gpus_without_torch
 from correction.errors import ConfigError, counted
 
+_ROUNDING = 1e-9
+"""By which shares may exceed a GPU: those written as 0.7 and 0.3 fill one, whatever their sum is in floating point."""
+
 SETS_NVLS = ("enable_nccl_nvls", "enable_symm_mem")
 """Arguments of SGLang that make it set NCCL_NVLS_ENABLE itself, whatever its value was."""
 
@@ -226,7 +229,7 @@ def whole_gpus(shares: Sequence[float]) -> int:
     """Number of GPUs needed for these shares, each of which must fit on one GPU. They are filled one by one, the largest shares first."""
     left: list[float] = []
     for share in sorted(shares, reverse=True):
-        place = next((i for i, room in enumerate(left) if share <= room + 1e-9), None)
+        place = next((i for i, room in enumerate(left) if share <= room + _ROUNDING), None)
         if place is None:
             left.append(1.0 - share)
         else:
@@ -242,14 +245,19 @@ def room_for_engines(nodes: Sequence[tuple[int, float]], config: RunConfig) -> i
     """
     learner, share = config.learner, config.rollout.gpus_of_a_worker
     nodes = sorted(nodes, key=lambda node: node[1])
-    left, beside = [gpus for gpus, _ in nodes], [0] * len(nodes)
-    beside_a_rank = int((1 - learner.gpus_per_rank) / share + 1e-9) if max(share, learner.gpus_per_rank) < 1 else 0
+    left, beside, beside_a_rank = [gpus for gpus, _ in nodes], [0] * len(nodes), engines_beside_a_rank(config)
     for _ in range(gpus_asked(config, workers=0) // learner.tensor_parallel):
         place = next((i for i, room in enumerate(left) if room >= learner.tensor_parallel), None)
         if place is not None:                       # a learner without room is reported by a rule of its own
             left[place] -= learner.tensor_parallel
             beside[place] += beside_a_rank
     return int(sum(min(held_by(room, share) + more, takes) for room, more, (_, takes) in zip(left, beside, nodes, strict=True)))
+
+
+def engines_beside_a_rank(config: RunConfig) -> int:
+    """Number of engines for which there is room on the GPU of a learner rank; 0 where either side has whole GPUs."""
+    of_rank, of_engine = config.learner.gpus_per_rank, config.rollout.gpus_of_a_worker
+    return int((1 - of_rank) / of_engine + _ROUNDING) if max(of_rank, of_engine) < 1 else 0
 
 
 def held_by(gpus: float, share: float) -> int:

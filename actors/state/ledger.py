@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actors.carriers import discarded_as
+from actors.carriers import DiscardedGroup, discarded_as
 from actors.state.json_lines import append_whole
 from actors.state.queue_snapshot import QueueSnapshot
 from correction.errors import LedgerError
@@ -101,7 +101,7 @@ class Ledger:
         ledger = cls.__new__(cls)
         ledger._path, ledger._mark, ledger._unwritten = path, mark, []
         ledger._hand_over, ledger._writing = hand_over, threading.Lock()
-        ledger._open = set(outstanding_ids(queue)) | {prompt_id for prompt_id, _ in queue.unreported}
+        ledger._open = set(outstanding_ids(queue)) | {group.prompt_id for group in queue.unreported}
         ledger._admitted, ledger._trained = queue.admitted, queue.trained
         ledger._discarded = _reported_by_reason(queue)
         return ledger, warning
@@ -111,19 +111,19 @@ class Ledger:
         step: int,
         *,
         trained: Iterable[str],
-        discarded: Iterable[tuple[str, str]] = (),
+        discarded: Iterable[DiscardedGroup] = (),
         outstanding: Iterable[str] = (),
         counts: Mapping[str, int] | None = None,
     ) -> None:
         """Write down the prompts that a step trained and those given up since the last one, and compare the books.
 
         Args:
-            discarded: (prompt id, reason).
+            discarded: since the last call.
             outstanding: prompts that the queue holds after that.
             counts: of the queue, at the same moment, with those by reason; None: not compared.
         Raises: LedgerError naming the prompts that the books don't agree on; nothing is written then.
         """
-        outcomes = [*((prompt_id, "trained") for prompt_id in trained), *discarded]
+        outcomes = [*((prompt_id, "trained") for prompt_id in trained), *((group.prompt_id, group.reason) for group in discarded)]
         held = list(outstanding)
         books = Counter([*(prompt_id for prompt_id, _ in outcomes), *held])
         new = sorted((prompt_id for prompt_id in books if prompt_id not in self._open), key=_order)
@@ -155,7 +155,7 @@ class Ledger:
         Raises: LedgerError naming what the books don't agree on; OSError if the disk doesn't take the lines.
         """
         if queue is not None:
-            held = {*outstanding_ids(queue), *(prompt_id for prompt_id, _ in queue.unreported)}
+            held = {*outstanding_ids(queue), *(group.prompt_id for group in queue.unreported)}
             self._refuse(queue.version, "lost: neither trained nor discarded, and no longer under way", self._open - held)
             if found := imbalance_of(queue, self._mark):
                 raise LedgerError(f"checkpoint of version {queue.version}: {found}")
@@ -210,7 +210,7 @@ def outstanding_ids(queue: QueueSnapshot) -> list[str]:
 def imbalance_of(queue: QueueSnapshot, mark: LedgerMark | None) -> str | None:
     """What doesn't add up in a snapshot of the queue, and in the ledger's mark if there is one, with ids; None: it is balanced."""
     held = outstanding_ids(queue)
-    unreported = [prompt_id for prompt_id, _ in queue.unreported]
+    unreported = [group.prompt_id for group in queue.unreported]
     if twice := [prompt_id for prompt_id, times in Counter([*held, *unreported]).items() if times > 1]:
         return f"twice among the prompts under way: {listed(twice)}"
     if queue.admitted != queue.trained + queue.discarded + len(held):
@@ -221,7 +221,7 @@ def imbalance_of(queue: QueueSnapshot, mark: LedgerMark | None) -> str | None:
     by_reason = {str(reason): groups for reason, groups in queue.discarded_by_reason.items()}
     if sum(by_reason.values()) != queue.discarded:
         return f"{queue.discarded} groups discarded, but by reason {by_reason}; without a line in the ledger yet: {_without_line(queue)}"
-    if extra := dict(Counter(str(reason) for _, reason in queue.unreported) - Counter(by_reason)):
+    if extra := dict(Counter(str(group.reason) for group in queue.unreported) - Counter(by_reason)):
         return f"by reason {by_reason} groups discarded, {extra} fewer than those without a line in the ledger yet: {_without_line(queue)}"
     if mark is not None and mark.lines + mark.aside != (settled := queue.trained + queue.discarded - len(unreported)):
         return (
@@ -234,11 +234,11 @@ def imbalance_of(queue: QueueSnapshot, mark: LedgerMark | None) -> str | None:
 def _reported_by_reason(queue: QueueSnapshot) -> Counter[str]:
     """Discarded groups that have a line in the ledger."""
     by_reason = Counter({str(reason): groups for reason, groups in queue.discarded_by_reason.items()})
-    return by_reason - Counter(str(reason) for _, reason in queue.unreported)
+    return by_reason - Counter(str(group.reason) for group in queue.unreported)
 
 
 def _without_line(queue: QueueSnapshot) -> str:
-    return listed([f"{prompt_id} ({reason})" for prompt_id, reason in queue.unreported])
+    return listed([f"{group.prompt_id} ({group.reason})" for group in queue.unreported])
 
 
 def _compare(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from actors.carriers import DiscardReason, QueueContents, Ticket
+from actors.carriers import DiscardedGroup, DiscardReason, QueueContents, Ticket
 from rollout.trajectory import Group
 
 
@@ -28,8 +28,8 @@ class QueueSnapshot:
     """Finished and not trained, drawn ones included."""
     discarded_by_reason: dict[DiscardReason, int] = field(default_factory=dict)
     """The same by reason. A checkpoint in which they don't add up to `discarded` is refused (ledger.imbalance_of)."""
-    unreported: tuple[tuple[str, DiscardReason], ...] = ()
-    """Discarded, as (prompt id, reason), and not yet in the ledger."""
+    unreported: tuple[DiscardedGroup, ...] = ()
+    """Discarded, and not yet in the ledger."""
 
     @classmethod
     def of(cls, contents: QueueContents, groups: Sequence[Group]) -> Self:

@@ -97,6 +97,8 @@ def of_plain(kind: Any, plain: Any, columns: Mapping[str, np.ndarray], names: Ma
         return array(typecode, row.tobytes()) if typecode else array(code, row.astype(code).tobytes())
     if dataclasses.is_dataclass(kind):
         hints = _types_of_fields(typing.cast(type, kind), tuple(names.items()))
+        if isinstance(plain, list):  # earlier versions had a tuple of the same values here
+            plain = dict(zip(hints, plain, strict=True))
         given = {name: of_plain(hints[name], item, columns, names) for name, item in plain.items() if name in hints}
         return typing.cast(Any, kind)(**given)
     if kind is float:

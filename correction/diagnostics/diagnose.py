@@ -23,13 +23,11 @@ from ..terms.segments import Levels, masked
 from ..terms.staleness import TokenSpans, count_staleness, token_spans
 from .batch_numbers import kept_numbers, staleness_numbers
 from .gap import gap_family, gap_sums
-from .quantities import BUCKET_EDGES, PERCENTS
+from .limits import BAD_UPDATE, BUCKET_EDGES, PERCENTS, SPURIOUS_BELOW
 from .sums import DiagnosticSums
 
 T = TypeVar("T", bound=Tensor | None)
 
-BAD_UPDATE = 0.5
-"""mu - pi of a token with negative advantage from which an update is called bad: Trust Region (arXiv 2602.04879), sec. 5.3."""
 _SHIFT = 0.5
 """Taken off probabilities whose squares are added up over shards: one for all."""
 _SIDES = ("positive", "negative")
@@ -373,7 +371,7 @@ def _detailed_sums(batch: PackedBatch, proximal: Tensor, mask: Tensor) -> Diagno
     behavior, chosen = batch.behavior_logprobs[mask].double(), proximal[mask].double()
     e = torch.expm1((chosen - behavior).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     edges = torch.tensor(BUCKET_EDGES, dtype=e.dtype, device=e.device)
-    found = DiagnosticSums({"spurious_objective": float(batch.advantages[mask].double()[chosen.exp() < 0.1].sum())}, {}, {})
+    found = DiagnosticSums({"spurious_objective": float(batch.advantages[mask].double()[chosen.exp() < SPURIOUS_BELOW].sum())}, {}, {})
     for name, probability in (("bucket", chosen.exp()), ("bucket_behavior", behavior.exp())):
         bucket = torch.bucketize(probability, edges, right=True)
         for sort, values in (("tokens", torch.ones_like(e)), ("e", e), ("ee", e * e)):

@@ -16,17 +16,12 @@ from torch import Tensor
 from ..batch import PackedBatch
 from ..terms.ratios import LOG_RATIO_LIMIT, bounded_exp
 from ..terms.staleness import TokenSpans
+from .limits import LEAST_EFFECTIVE_TOKENS, LEAST_MEAN_ERROR, MOST_MEAN_TOKENS
 from .sums import DiagnosticSums
 
 CPU_CHUNK = 2**17
 OTHER_CHUNK = 2**22
 """Tokens of a chunk; on an accelerator it need only be small against its memory."""
-LEAST_MEAN_ERROR = 0.002
-MOST_MEAN_TOKENS = 2500
-"""The error of mean rho that a deviation is held against is at least this, and at least that of so many tokens: five of them are 1 %, and a
-tenth of rho's own spread. Less can come from which answers were kept: stale tokens of right answers have a larger rho."""
-LEAST_EFFECTIVE_TOKENS = 50
-"""With fewer, mean rho hangs on a few tokens, and its standard error, which comes from the same ones, says too little."""
 _CONSTANT = 1e-28
 """Variance over squared mean under which a probability does not vary: the rounding of the mean in float64 is 1e-16."""
 

@@ -12,13 +12,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ..settings.choices import Ratio, RejectionLevel, Statistic
+from .limits import BAD_UPDATE, BUCKET_EDGES, LEAST_EFFECTIVE_TOKENS, LEAST_MEAN_ERROR, MOST_MEAN_TOKENS, PERCENTS, SPURIOUS_BELOW
 
-BUCKET_EDGES = (0.1, 0.25, 0.5, 0.75)
-"""Edges of the proximal probability in `bucket_`; the paper prints its own only in a figure."""
 NUMBER = r"\d+"
 """Members of a family that are numbered."""
-PERCENTS = (1, 10, 50, 90, 99)
-"""Percentiles of log rho, in `log_ratio_quantile_`."""
 
 
 class Unit(StrEnum):
@@ -112,8 +109,8 @@ GAP = {
     "rho_mean_deviation": _Q(
         _U.ONE,
         "deviation of mean rho",
-        "|mean rho - 1| in standard errors, which count as at least 0.002 and at least those of 2500 tokens; absent where the effective "
-        "sample size is under 50 tokens.",
+        f"|mean rho - 1| in standard errors, which count as at least {LEAST_MEAN_ERROR:g} and at least those of {MOST_MEAN_TOKENS} tokens; "
+        f"absent where the effective sample size is under {LEAST_EFFECTIVE_TOKENS} tokens.",
         digits=".3g",
     ),
     "rho_std": _Q(_U.ONE, "spread of rho", "Standard deviation of rho: 'mismatch' in the paper on objective-level hacking."),
@@ -241,7 +238,7 @@ DIAGNOSTICS = {
         "KL(behaviour || target), estimator k3, in the first pass of each token: drift, mismatch and staleness together, in bypass and "
         "with interpolated proximal logprobs, where the drift alone isn't known; absent with one optimizer step per batch.",
     ),
-    "bad_update_share": _Q(_U.SHARE, "bad updates", "Tokens with negative advantage and mu - pi >= 0.5.", TRAINED, ".2%"),
+    "bad_update_share": _Q(_U.SHARE, "bad updates", f"Tokens with negative advantage and mu - pi >= {BAD_UPDATE:g}.", TRAINED, ".2%"),
     "broken_tokens": _Q(_U.TOKENS, "broken tokens", "Tokens of the loss mask with a value that is not finite."),
     "kept_share": _Q(_U.SHARE, "kept", "Tokens that rejection and veto left.", TRAINED),
     "rejected_share": _Q(_U.SHARE, "rejected", "Tokens dropped by rejection, veto or not being finite.", TRAINED, ".2%"),
@@ -300,7 +297,8 @@ DIAGNOSTICS = {
     "spurious_objective": _Q(
         _U.ONE,
         "spurious objective",
-        "J: sum of A (phi - 1) with phi = 2 under pi_prox 0.1 (objective-level hacking, Eq. 23); in bypass under the target's 0.1.",
+        f"J: sum of A (phi - 1) with phi = 2 under pi_prox {SPURIOUS_BELOW:g} (objective-level hacking, Eq. 23); in bypass under the "
+        f"target's {SPURIOUS_BELOW:g}.",
     ),
     **{
         f"log_ratio_quantile_{percent:02d}": _Q(_U.NATS, f"log ratio, {percent} %", f"Quantile of log rho at {percent} %.")

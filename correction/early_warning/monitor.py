@@ -29,7 +29,8 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from ..diagnostics.quantities import BUCKET_EDGES, DIAGNOSTIC_FAMILIES, DIAGNOSTICS, Quantity, Unit, of_family
+from ..diagnostics.limits import BUCKET_EDGES
+from ..diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, Quantity, Unit, of_family
 from ..errors import ConfigError
 from ..settings.base import Settings
 from .reference_levels import LEVELS

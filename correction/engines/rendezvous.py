@@ -1,5 +1,5 @@
 """Where ranks of torch.distributed find each other: their store listens on one address instead of all of the machine's, and
-gloo on one interface. Members of a weight group meet there before torch connects them.
+gloo on one interface. Members of a weight group meet there before torch connects them. And how one leaves a group that hangs.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -126,6 +126,13 @@ def _gloo(group: Any, options: Any) -> Any:
 
     options._timeout, options.group_name, options.global_ranks_in_group = group.timeout, group.group_id, group.global_ranks_in_group
     return ProcessGroupGloo(group.store, group.group_rank, group.group_size, options)
+
+
+def abort_group(group: Any) -> None:
+    """End the communicator of a torch ProcessGroup, if it has one, so that its kernels leave the GPU. It may take until NCCL lets it: where
+    something waits, in a thread."""
+    with suppress(Exception):  # torch's watchdog may have done it
+        group.abort()
 
 
 def keep_nccl_on(address: str, interfaces: Mapping[str, Sequence[Any]]) -> None:

@@ -74,18 +74,23 @@ class Schedule:
             kept_count = rejection
         return cls(proximal, criteria, veto, importance, normalization, kept_count)
 
+    @property
+    def has_factor(self) -> bool:
+        """Whether the gradient has to be multiplied by a number of the whole batch that is known only after its last forward."""
+        return Stage.LATE in (self.normalization, self.kept_count)
+
 
 def fold_obstacle(config: CorrectionSettings, *, is_deferred: bool, has_auxiliary_loss: bool = False) -> str | None:
-    """Why late batch-wide quantities can't be applied as one factor on the gradient; None if they can."""
+    """Why late batch-wide quantities can't be applied as one factor on the gradient (needs_gradient_factor); None if they can, or if there
+    are none."""
     schedule = Schedule.of(config, is_deferred=is_deferred)
     for criterion, stage in zip(config.rejection, schedule.criteria, strict=True):
         if criterion.statistic is Statistic.SECOND_MOMENT and stage is Stage.LATE:
             return "the threshold of second_moment depends on all tokens of the batch"
     if schedule.kept_count is Stage.LATE and config.denominator.kind is DenominatorKind.PROMPT_MEAN:
         return "kept counts of groups are no single factor"
-    has_factor = Stage.LATE in (schedule.normalization, schedule.kept_count)
     adds_terms = config.kl.coefficient > 0 or config.entropy_coefficient > 0
-    if has_factor and (adds_terms or has_auxiliary_loss):
+    if schedule.has_factor and (adds_terms or has_auxiliary_loss):
         return "normaliser or kept count would also scale the KL, entropy or auxiliary term"
     return None
 
@@ -98,8 +103,7 @@ def needs_gradient_factor(config: CorrectionSettings, *, is_deferred: bool = Fal
     Args:
         is_deferred: the batch comes from `defer`, not from `correct`.
     """
-    schedule = Schedule.of(config, is_deferred=is_deferred)
-    return Stage.LATE in (schedule.normalization, schedule.kept_count)
+    return Schedule.of(config, is_deferred=is_deferred).has_factor
 
 
 def check_without_gradient_factor(config: CorrectionSettings, *, is_deferred: bool = False) -> None:

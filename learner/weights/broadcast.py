@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _set_pg_timeout, _world
 
-from correction.engines.rendezvous import Rendezvous, gloo_towards, rendezvous_store
+from correction.engines.rendezvous import Rendezvous, abort_group, gloo_towards, rendezvous_store
 from correction.engines.weight_spec import WeightSpec, goes_whole, widest_first
 from correction.errors import SyncError
 
@@ -127,7 +127,7 @@ class WeightBroadcaster:
         except SyncError:
             if self._device.type != "cpu" and group is not None and not self._is_aborted:  # once: each later call fails here, too
                 self._is_aborted = True
-                threading.Thread(target=_abort, args=(group,), daemon=True).start()
+                threading.Thread(target=abort_group, args=(group,), daemon=True).start()
             raise
         self._on_its_way = None
 
@@ -178,7 +178,7 @@ class WeightBroadcaster:
             if work is not None:
                 until_done(work, until - time.monotonic(), "the members were not connected")
         except BaseException:
-            threading.Thread(target=_abort, args=(group,), daemon=True).start()
+            threading.Thread(target=abort_group, args=(group,), daemon=True).start()
             raise
 
     def _call_off(self) -> None:
@@ -264,13 +264,8 @@ def until_done(work: dist.Work, timeout_s: float, late: str = "a bucket was not 
 
 def _leave(group: dist.ProcessGroup, call: _InThread | None) -> None:
     if call is not None and call.is_running:
-        _abort(group)
+        abort_group(group)
     _destroy(group)
-
-
-def _abort(group: dist.ProcessGroup) -> None:
-    with contextlib.suppress(Exception):  # the watchdog may have done it
-        group.abort()
 
 
 def _destroy(group: dist.ProcessGroup) -> None:

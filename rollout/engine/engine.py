@@ -19,11 +19,11 @@ from correction.errors import ConfigError, DataError, EngineDirty, EvenkeelError
 from rollout.continuation import continued, is_begun, kept, unsampled
 from rollout.engine.answer_thread import in_answer_thread
 from rollout.engine.engine_process import EngineProcess
-from rollout.engine.sglang_answer import trajectory_of
+from rollout.engine.sglang_answer import ExpertShape, trajectory_of
 from rollout.engine.weight_update import UpdatableEngine
 from rollout.engine_settings.engine_config import EngineConfig
 from rollout.engine_settings.engine_ranks import UNREPORTED_ROUTES, obstacles
-from rollout.trajectory import ExpertShape, Trajectory
+from rollout.trajectory import Trajectory
 
 _HAND_BACK_S = 0.2
 _READ_ONLY = {"max_new_tokens": 0, "temperature": 1.0}

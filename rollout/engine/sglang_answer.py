@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ import pybase64
 
 from correction.errors import RequestError
 from rollout.trajectory import (
-    ExpertShape,
     FailureKind,
     FinishReason,
     RoutedExperts,
@@ -25,6 +25,18 @@ from rollout.trajectory import (
     ids_of,
     logprobs_of,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """A model's mixture of experts."""
+
+    layers: int
+    """Those that have experts."""
+    experts: int
+    """In each of these layers."""
+    k: int
+    """Experts that a token is sent to."""
 
 
 def trajectory_of(

@@ -6,7 +6,6 @@ torch's watchdog aborted the communicator then, the model would be given memory 
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
+
+from correction.engines.rendezvous import abort_group
 
 _POLL_S = 0.0005
 """Seconds between two checks whether the GPU has a bucket, which takes some ten milliseconds."""
@@ -33,7 +34,7 @@ def received_in(timeout_s: float) -> Callable[..., Any]:
             try:
                 wait_for_gpu(group, timeout_s, "a bucket was not received")
             except Exception as error:
-                threading.Thread(target=abort, args=(group,), daemon=True).start()  # its kernel would keep the GPU busy
+                threading.Thread(target=abort_group, args=(group,), daemon=True).start()  # its kernel would keep the GPU busy
                 raise RuntimeError(f"weight group {group_name}: {error}") from error
         return weights
 
@@ -56,9 +57,3 @@ def wait_for_gpu(group: dist.ProcessGroup, timeout_s: float, not_done: str) -> N
     told = getattr(group._get_backend(torch.device("cuda")), "get_error", None)  # NCCL's backend has it, gloo's hasn't
     if told is not None and (error := told()) != ErrorType.SUCCESS:
         raise RuntimeError(f"{not_done}: NCCL's communicator has failed ({error.name})")
-
-
-def abort(group: dist.ProcessGroup) -> None:
-    """End its communicator, if it has one. It may take until NCCL lets it: in a thread."""
-    with contextlib.suppress(Exception):  # the watchdog may have done it
-        group.abort()

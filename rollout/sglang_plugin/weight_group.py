@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from correction.engines.rendezvous import Rendezvous
-from rollout.sglang_plugin.broadcast_arrival import abort, wait_for_gpu
+from correction.engines.rendezvous import Rendezvous, abort_group
+from rollout.sglang_plugin.broadcast_arrival import wait_for_gpu
 
 _POLL_S = 0.02
 """Seconds between two looks at rank 0's store."""
@@ -135,5 +135,5 @@ def _connect(updater: Any, name: str, timeout_s: float) -> None:
         wait_for_gpu(group, timeout_s, "the members were not connected")
     except Exception:
         del updater._model_update_group[name]
-        threading.Thread(target=abort, args=(group,), daemon=True).start()
+        threading.Thread(target=abort_group, args=(group,), daemon=True).start()
         raise

@@ -159,7 +159,7 @@ def test_every_prompt_is_accounted_for_once(story: Story) -> None:
     assert len(set(settled)) == len(settled)
     state = TrainingState.load(RunFolder.view(story.run.run_dir).checkpoints()[-1].state)
     outstanding = [t.prompt.prompt_id for t in state.queue.in_flight] + [g.prompt.prompt_id for g in state.queue.finished]
-    outstanding += [prompt_id for prompt_id, _ in state.queue.unreported]  # discarded since the last step: the next one's to settle
+    outstanding += [group.prompt_id for group in state.queue.unreported]  # discarded since the last step: the next one's to settle
     positions = sorted(int(prompt_id.rpartition("/")[2]) for prompt_id in settled + outstanding)
     assert positions == list(range(state.queue.admitted))
 

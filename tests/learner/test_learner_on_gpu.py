@@ -150,7 +150,7 @@ def test_nccl_connects_the_members_of_a_weight_group_at_once(comes: bool, monkey
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     monkeypatch.setattr(dist, "broadcast", enqueue)
-    monkeypatch.setattr("learner.weights.broadcast._abort", aborted.append)
+    monkeypatch.setattr("learner.weights.broadcast.abort_group", aborted.append)
     if comes:
         WeightBroadcaster("127.0.0.1", port, 1, "weights-1", 60.0, torch.device("meta")).close()
         assert sent.left == 0 and aborted == []

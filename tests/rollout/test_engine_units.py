@@ -25,12 +25,12 @@ from correction.errors import ConfigError, RequestError, SyncError
 from rollout.config import AnswerSampling, SamplingConfig
 from rollout.engine import engine as engine_module
 from rollout.engine.engine import RolloutEngine
-from rollout.engine.sglang_answer import trajectory_of
+from rollout.engine.sglang_answer import ExpertShape, trajectory_of
 from rollout.engine.weight_update import UpdateCheck
 from rollout.engine_settings.engine_capabilities import EngineCapabilities
 from rollout.engine_settings.engine_config import EngineConfig
 from rollout.sampler import Sampler
-from rollout.trajectory import ExpertShape, FailureKind, FinishReason, Group, Prompt, Trajectory, VersionSpan
+from rollout.trajectory import FailureKind, FinishReason, Group, Prompt, Trajectory, VersionSpan
 
 
 def checksum_by_integers(tensor: Tensor) -> str:

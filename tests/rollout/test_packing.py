@@ -15,7 +15,18 @@ from correction.batch import PackedBatch
 from correction.errors import DataError
 from rollout.config import MaskOverlong, OverlongConfig, PenaliseOverlong, TrainOverlong
 from rollout.packing import overlong_penalty, pack_groups
-from rollout.trajectory import FinishReason, Group, Prompt, RoutedExperts, TopLogprobs, Trajectory, VersionSpan, ids_of, logprobs_of
+from rollout.trajectory import (
+    AnswerPlace,
+    FinishReason,
+    Group,
+    Prompt,
+    RoutedExperts,
+    TopLogprobs,
+    Trajectory,
+    VersionSpan,
+    ids_of,
+    logprobs_of,
+)
 
 PROMPT_IDS = (7, 8, 9)
 MAX_TOKENS = 6
@@ -85,7 +96,7 @@ def test_a_failed_trajectory_is_in_neither_baseline_nor_loss() -> None:
         learner_version=5, advantage=centred, overlong=TrainOverlong(), max_tokens=MAX_TOKENS,
     )  # fmt: skip
     batch = packed.batch
-    assert packed.places == ((0, 0), (0, 2), (0, 3))
+    assert packed.places == (AnswerPlace(0, 0), AnswerPlace(0, 2), AnswerPlace(0, 3))
     # a reward of 0 for the failed one would make the mean 0.375
     assert batch.advantages[batch.offsets[:-1]].tolist() == [0.5, -0.5, 0.0]
     assert batch.num_sequences == 3
@@ -132,7 +143,7 @@ def test_the_batch_says_which_answers_its_sequences_are() -> None:
     failed = replace(trajectory(1.0), reward=None, error="timeout")
     groups = [group(4, trajectory(1.0)), group(7, CUT, trajectory(1.0), failed, trajectory(0.0, 1)), group(9, trajectory(0.0), CUT)]
     packed = pack_groups(groups, learner_version=5, advantage=centred, overlong=MaskOverlong(), max_tokens=MAX_TOKENS)
-    assert packed.places == ((1, 1), (1, 3), (2, 0))
+    assert packed.places == (AnswerPlace(1, 1), AnswerPlace(1, 3), AnswerPlace(2, 0))
     assert packed.batch.group_ids.tolist() == [7, 7, 9]
     assert packed.batch.lengths.tolist() == [len(PROMPT_IDS) + n for n in (2, 1, 2)]
 

@@ -140,7 +140,7 @@ class Books:
         counts, held = queue.counts(), {int(prompt_id.rpartition("/")[2]) for prompt_id in queue.outstanding()}
         all_of_them = trained | discarded | held
         if missing := set(range(counts["admitted"])) - all_of_them:
-            unreported = {int(prompt_id.rpartition("/")[2]) for prompt_id, _ in queue.contents().unreported}
+            unreported = {int(group.prompt_id.rpartition("/")[2]) for group in queue.contents().unreported}
             if missing - unreported:
                 self.refuse(f"step {number}: prompts {_told(missing - unreported)} are nowhere: {counts['admitted']} were admitted")
         if twice := (trained | discarded) & held:

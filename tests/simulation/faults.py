@@ -270,7 +270,7 @@ class Faults:
         import signal
 
         if self.interrupt is not None:
-            self.interrupt(signal.SIGTERM)
+            self.interrupt(getattr(signal, fault.what or "SIGTERM"))
 
     def are_lost(self, group_ids: Iterable[int]) -> None:
         """The driver has heard of it, and has these groups sampled again."""

@@ -189,7 +189,7 @@ class World:
         assert imbalance_of(QueueSnapshot.of(queue.contents(), ()), None) is None
         assert len(set(self.finished)) == len(self.finished), "told twice"
         assert queue.trained == 0, "or not all of them are known by their ids"
-        known = [*(ticket.prompt.prompt_id for ticket in under_way), *(prompt_id for prompt_id, _ in queue._unreported)]
+        known = [*(ticket.prompt.prompt_id for ticket in under_way), *(one.prompt_id for one in queue._unreported)]
         assert sorted(known) == sorted(prompt(i).prompt_id for i in range(queue.admitted)), "each prompt once"
         assert {i for i, entry in queue._entries.items() if entry.group is not None} == {*self.finished}, "or one is on its way to it"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.carriers import Ticket
+from actors.carriers import DiscardedGroup, DiscardReason, Ticket
 from actors.metrics.step_metrics import lookup
 from actors.queue.delays import ADMISSION, CALL, HANDOVER, GroupDelays
 from actors.queue.outstanding import Outstanding
@@ -95,7 +95,7 @@ def test_the_driver_s_books_report_what_happens_and_keep_nothing_of_groups_that_
     delays.given([0, 2])
     assert delays.read() == {CALL: 0.0, HANDOVER: 1.0}
     ids = [ticket.prompt.prompt_id for ticket in tickets]
-    books.settle(1, 1, trained=[ids[0]], discarded=[(ids[1], "uniform")])
+    books.settle(1, 1, trained=[ids[0]], discarded=[DiscardedGroup(ids[1], DiscardReason.UNIFORM)])
     delays.called(0)
     books.finish(at_hand(group(tickets[0])))  # once more, and too late
     assert set(delays._finished) == {2} and not delays._called

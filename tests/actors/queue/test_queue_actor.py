@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from actors.carriers import Ticket
+from actors.carriers import DiscardedGroup, Ticket
 from actors.queue.outstanding import Outstanding
 from actors.queue.payloads import fetched, whole_snapshot
 from actors.queue.queue_actor import TrajectoryQueueActor
@@ -100,7 +100,7 @@ def test_what_may_be_asked_twice_happens_once() -> None:
         assert actor._queue.counts()["discarded"] == 2
         with pytest.raises(LateError, match="call 1 came after call 2"):
             await actor.draw(1, 2, 5.0, number=1)
-        assert told.discarded == [("train/0/1", "why")] and told.counts["trained"] == 1
+        assert told.discarded == [DiscardedGroup("train/0/1", "why")] and told.counts["trained"] == 1
         assert await actor.advance(1, [drawn.group_id]) == told and actor._queue.counts()["trained"] == 1
 
     asyncio.run(scenario())

@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from actors.carriers import QueueContents, StoredGroup, Ticket
+from actors.carriers import DiscardedGroup, QueueContents, StoredGroup, Ticket
 from actors.queue.outstanding import Outstanding
 from actors.queue.trajectory_queue import TrajectoryQueue
 from correction.errors import DataError, LedgerError
@@ -287,7 +287,7 @@ def test_a_discarded_group_frees_its_place_and_is_reported_once() -> None:
     queue.discard([1], "rewards all alike")
     assert queue.free_places == 1 and queue.discarded_by_reason == {"rewards all alike": 1}
     assert [t.group_id for t in queue.admit([prompt(2)])] == [2]
-    assert queue.take_discarded() == [("train/0/1", "rewards all alike")]
+    assert queue.take_discarded() == [DiscardedGroup("train/0/1", "rewards all alike")]
     assert queue.take_discarded() == []
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.carriers import DiscardReason, Example, Observation, ScalingCause
+from actors.carriers import DiscardedGroup, DiscardReason, Example, Observation, ScalingCause
 from actors.driver.evaluation import evaluate
 from actors.metrics.step_metrics import StepMetrics, by_worker
 from actors.part_carriers import ActorInfo
@@ -72,6 +72,8 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
     batch = SimpleNamespace(groups=[facts(1, 5), facts(2, 9)], tokens=10, examples=())
     result = SimpleNamespace(skipped=(), skipped_steps=0, overflowed_steps=0, loss_scale=None)
 
+    gone = DiscardedGroup("train/0/1", DiscardReason.UNIFORM)
+
     async def scenario() -> None:
         observer = seen.observer
         observer.follow(SimpleNamespace(loads=lambda _: asyncio.sleep(0, {})))  # type: ignore[arg-type]
@@ -81,7 +83,7 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
             observer.receipt(SyncReceipt(step, bytes=100 * step, pause_s=0.0, seconds=0.1 * step))
             observer.group_finished(facts(step, 7 * step), "0")
             counts = {"admitted": 10 * step, "trained": step, "discarded": step, "finished": 0, "in_flight": 0, "drawn": 0}
-            ended.append(observer.end_step(step, step, batch, result, {"train": 1.0}, counts, [("train/0/1", DiscardReason.UNIFORM)]))  # type: ignore[arg-type]
+            ended.append(observer.end_step(step, step, batch, result, {"train": 1.0}, counts, [gone]))  # type: ignore[arg-type]
         for step in ended:
             observer.steps.report(step, asyncio.sleep(0, None))  # type: ignore[arg-type]
         await observer.steps.flush()

@@ -26,6 +26,7 @@ from rollout.config import MaskOverlong, OverlongConfig, TrainOverlong
 from rollout.packing import pack_groups
 from rollout.trajectory import (
     AnswerFacts,
+    AnswerPlace,
     FinishReason,
     Group,
     GroupFacts,
@@ -120,7 +121,8 @@ def test_what_newer_weights_read_again_is_counted() -> None:
     )
     facts = Group(0, Prompt("p", "", (1,), ""), answers, 3).facts
     assert [one.read_again_tokens for one in facts.trajectories] == [107 + 120, 0, 0, 0]
-    batch = PreparedBatch(5, CorrectionConfig(preset="tis-token"), None, 500, (facts,), ((0, 0), (0, 1), (0, 2), (0, 3)), 0.0, 0.0)
+    places = tuple(AnswerPlace(0, i) for i in range(4))
+    batch = PreparedBatch(5, CorrectionConfig(preset="tis-token"), None, 500, (facts,), places, 0.0, 0.0)
     assert batch_metrics(batch, correct_at=1.0)["sync/read_again_tokens"] == 227
 
 
@@ -141,7 +143,7 @@ def test_rewards_of_a_batch_by_group_each_of_which_is_gone_through_once(monkeypa
     ]
     failed = replace(groups[2].trajectories[1], error="it failed")
     groups[2] = replace(groups[2], trajectories=(groups[2].trajectories[0], failed, groups[2].trajectories[2]))
-    places = ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 2))
+    places = tuple(AnswerPlace(g, i) for g, i in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 2)))
     batch = PreparedBatch(0, CorrectionConfig(preset="bypass"), None, 30, tuple(groups), places, 0.0, 0.0)
     numbers = batch_metrics(batch, correct_at=1.0)
     assert (numbers["groups/all_correct"], numbers["groups/all_wrong"]) == (1, 1)

@@ -143,8 +143,8 @@ def test_groups_that_teach_nothing_are_replaced(rewards: tuple[float | None, ...
         await scene.put(answered(refill))
         prepared = await waiting
         assert [g.group_id for g in prepared.groups] == [1, 2, 3, 4]
-        ((prompt_id, why),) = (await scene.queue.advance(1, [1, 2, 3, 4])).discarded
-        assert prompt_id == "train/0/0" and reason in why
+        (gone,) = (await scene.queue.advance(1, [1, 2, 3, 4])).discarded
+        assert gone.prompt_id == "train/0/0" and reason in gone.reason
         await scene.service.stop()
 
     play(scenario)

@@ -21,6 +21,7 @@ from actors.settings.devices import (
     check_received,
     check_rollout_resource,
     check_types,
+    engines_beside_a_rank,
     gpus_asked,
     held_by,
     room_for_engines,
@@ -302,6 +303,17 @@ def test_gpus_are_asked_for_so_many_workers() -> None:
     one = config("learner.device=cuda", "learner.gpus_per_rank=0.6", "rollout.engine.device=cuda", "rollout.gpus_per_worker=0.4", *JOINED)
     assert [gpus_asked(one, workers=number) for number in (0, 1, 2, 3, 4)] == [1, 1, 2, 2, 3]
     assert gpus_asked(one) == gpus_asked(one, workers=1), "an elastic pool on a cluster begins with its smallest"
+
+
+@pytest.mark.parametrize(
+    ("of_rank", "of_engine", "engines"), [(0.7, 0.3, 1), (0.7, 0.1, 3), (0.9, 0.1, 1), (0.7, 0.31, 0), (1, 0.1, 0), (0.5, 1, 0)]
+)
+def test_engines_beside_a_rank_fill_its_gpu(of_rank: float, of_engine: float, engines: int) -> None:
+    """In floating point 1 - 0.7 is less than 0.3 or three times 0.1, and 1 - 0.9 less than 0.1."""
+    shares = f"learner.gpus_per_rank={of_rank}", f"rollout.gpus_per_worker={of_engine}"
+    one = config("learner.device=cuda", *shares, "rollout.engine.device=cuda", *JOINED)
+    assert engines_beside_a_rank(one) == engines
+    assert whole_gpus([of_rank, *[of_engine] * engines]) == 1, "as GPUs are filled"
 
 
 def test_engines_with_a_share_have_room_beside_a_rank_too() -> None:

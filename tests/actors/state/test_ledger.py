@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from actors.carriers import DiscardReason, discarded_as
+from actors.carriers import DiscardedGroup, DiscardReason, discarded_as
 from actors.queue.outstanding import Outstanding
 from actors.queue.trajectory_queue import TrajectoryQueue
 from actors.state import ledger as ledger_module
@@ -34,7 +34,11 @@ def names(*positions: int) -> list[str]:
     return [f"train/0/{position}" for position in positions]
 
 
-ALIKE, FAILED = "rewards all alike", "no usable answer"
+ALIKE, FAILED = DiscardReason.UNIFORM, DiscardReason.FAILED
+
+
+def given_up(*positions: int, reason: DiscardReason = FAILED) -> list[DiscardedGroup]:
+    return [DiscardedGroup(name, reason) for name in names(*positions)]
 
 
 def books(admitted: int, trained: int, discarded: int, outstanding: int, *, failed: int = 0) -> dict[str, int]:
@@ -61,7 +65,7 @@ def ledger(path: Path) -> Ledger:
     """After two steps: 0, 1 and 2 were trained, 3 was discarded; 4 to 6 are under way."""
     ledger = Ledger(path)
     ledger.settle(1, trained=names(0, 1), outstanding=names(2, 3, 4), counts=books(5, 2, 0, 3))
-    ledger.settle(2, trained=names(2), discarded=[("train/0/3", ALIKE)], outstanding=names(4, 5, 6), counts=books(7, 3, 1, 3))
+    ledger.settle(2, trained=names(2), discarded=given_up(3, reason=ALIKE), outstanding=names(4, 5, 6), counts=books(7, 3, 1, 3))
     return ledger
 
 
@@ -106,9 +110,8 @@ def test_an_imbalance_names_the_prompts_and_writes_nothing(
     ledger: Ledger, path: Path, trained: list[int], discarded: list[int], outstanding: list[int], counts: dict[str, int], said: str
 ) -> None:
     before = path.read_text()
-    given_up = [(name, FAILED) for name in names(*discarded)]
     with pytest.raises(LedgerError, match=rf"step 3: out of balance: {said}"):
-        ledger.settle(3, trained=names(*trained), discarded=given_up, outstanding=names(*outstanding), counts=counts)
+        ledger.settle(3, trained=names(*trained), discarded=given_up(*discarded), outstanding=names(*outstanding), counts=counts)
     assert path.read_text() == before and lines_counted(ledger) == 4
     ledger.settle(3, trained=names(4), outstanding=names(5, 6), counts=books(7, 4, 1, 2))  # the right books are still taken
 
@@ -165,10 +168,10 @@ def test_lines_of_somebody_else_are_found(ledger: Ledger, path: Path) -> None:
 
 def test_reasons_are_counted_over_steps(ledger: Ledger) -> None:
     """A step with the right totals and the right reasons is taken, one whose reasons were swapped with those of an earlier step is not."""
-    ledger.settle(3, trained=names(4), discarded=[("train/0/5", FAILED)], outstanding=names(6), counts=books(7, 4, 2, 1, failed=1))
+    ledger.settle(3, trained=names(4), discarded=given_up(5), outstanding=names(6), counts=books(7, 4, 2, 1, failed=1))
     with pytest.raises(LedgerError, match=r"3 groups discarded \(rewards all alike\) in the queue, 2 in the ledger; .* train/0/6 \("):
-        ledger.settle(4, trained=(), discarded=[("train/0/6", ALIKE)], counts=books(7, 4, 3, 0))
-    ledger.settle(4, trained=(), discarded=[("train/0/6", ALIKE)], counts=books(7, 4, 3, 0, failed=1))
+        ledger.settle(4, trained=(), discarded=given_up(6, reason=ALIKE), counts=books(7, 4, 3, 0))
+    ledger.settle(4, trained=(), discarded=given_up(6, reason=ALIKE), counts=books(7, 4, 3, 0, failed=1))
 
 
 def queue_of(ledger: Ledger) -> QueueSnapshot:
@@ -199,7 +202,7 @@ def test_a_snapshot_without_a_prompt_is_no_checkpoint(ledger: Ledger) -> None:
 def test_a_snapshot_with_other_reasons_is_no_checkpoint(ledger: Ledger) -> None:
     """Those of which the ledger hasn't heard yet are named."""
     queue = queue_of(ledger)
-    new = replace(queue, discarded=2, in_flight=queue.in_flight[1:], unreported=(("train/0/4", FAILED),))
+    new = replace(queue, discarded=2, in_flight=queue.in_flight[1:], unreported=tuple(given_up(4)))
     ledger.flush(replace(new, discarded_by_reason={ALIKE: 1, FAILED: 1}))
     with pytest.raises(LedgerError, match=r"by reason are \{'odd': 1\} groups in the queue, \{'rewards all alike': 1\} in the ledger, .*4"):
         ledger.flush(replace(new, discarded_by_reason={"odd": 1, FAILED: 1}))
@@ -212,9 +215,9 @@ def test_a_snapshot_with_other_reasons_is_no_checkpoint(ledger: Ledger) -> None:
 def test_a_resume_goes_on_with_the_reasons_of_the_checkpoint(ledger: Ledger, path: Path) -> None:
     """What the ledger hadn't heard of is not among them yet. The state is as before: it has them in the queue's part."""
     queue = queue_of(ledger)
-    new = replace(queue, discarded=2, in_flight=queue.in_flight[1:], unreported=(("train/0/4", FAILED),))
+    new = replace(queue, discarded=2, in_flight=queue.in_flight[1:], unreported=tuple(given_up(4)))
     again, _ = Ledger.resumed(path, replace(new, discarded_by_reason={ALIKE: 1, FAILED: 1}), ledger.flush())
-    step = {"trained": names(5), "discarded": [("train/0/4", FAILED)], "outstanding": names(6)}
+    step = {"trained": names(5), "discarded": given_up(4), "outstanding": names(6)}
     with pytest.raises(LedgerError, match=r"2 groups discarded \(rewards all alike\) in the queue, 1 in the ledger"):
         again.settle(3, **step, counts=books(7, 4, 2, 1))
     again.settle(3, **step, counts=books(7, 4, 2, 1, failed=1))
@@ -348,7 +351,7 @@ class Books(RuleBasedStateMachine):
         if not hasattr(self, "queue"):
             return
         gone = [prompt_id for _, prompt_id, _ in lines_of(self.path)]
-        known = [*gone, *(prompt_id for prompt_id, _ in self.queue._unreported), *self.queue.outstanding()]
+        known = [*gone, *(one.prompt_id for one in self.queue._unreported), *self.queue.outstanding()]
         assert sorted(known) == sorted(names(*range(self.queue.admitted)))
         assert len(gone) == lines_counted(self.ledger) == self.queue.trained + self.queue.discarded - len(self.queue._unreported)
 

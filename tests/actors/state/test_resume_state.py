@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from actors.carriers import DiscardReason
+from actors.carriers import DiscardedGroup, DiscardReason
 from actors.queue.trajectory_queue import TrajectoryQueue
 from actors.state.ledger import LedgerMark
 from actors.state.resume import COLUMNS, Replacement, TrainingState
@@ -54,9 +54,22 @@ def test_round_trip(state: TrainingState, tmp_path: Path) -> None:
     queue = loaded.queue
     assert (queue.admitted, queue.trained, queue.discarded) == (6, 2, 1)
     assert [t.group_id for t in queue.in_flight] == [5] and [g.group_id for g in queue.finished] == [2, 4]
-    assert queue.unreported == (("train/0/3", DiscardReason.UNIFORM),) and queue.discarded_by_reason == {DiscardReason.UNIFORM: 1}
-    assert {type(reason) for reason in (*queue.discarded_by_reason, queue.unreported[0][1])} == {DiscardReason}
-    assert '["train/0/3", "rewards all alike"]' in (tmp_path / "controller.json").read_text(), "as checkpoints always had it"
+    assert queue.unreported == (DiscardedGroup("train/0/3", DiscardReason.UNIFORM),)
+    assert queue.discarded_by_reason == {DiscardReason.UNIFORM: 1}
+    assert {type(reason) for reason in (*queue.discarded_by_reason, queue.unreported[0].reason)} == {DiscardReason}
+
+
+def test_a_checkpoint_of_an_earlier_version_has_discarded_groups_as_pairs(state: TrainingState, tmp_path: Path) -> None:
+    state.save(tmp_path)
+    path = tmp_path / "controller.json"
+    now, then = '{"prompt_id": "train/0/3", "reason": "rewards all alike"}', '["train/0/3", "rewards all alike"]'
+    text = path.read_text()
+    assert now in text
+    path.write_text(text.replace(now, then))
+    assert TrainingState.load(tmp_path) == state
+    path.write_text(text.replace(now, '["train/0/3"]'))
+    with pytest.raises(DataError):
+        TrainingState.load(tmp_path)
 
 
 def test_no_call_of_the_encoder_has_more_than_one_text(state: TrainingState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
