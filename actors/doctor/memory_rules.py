@@ -109,7 +109,7 @@ def both_sides_fit_one_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int)
             f"rollout.engine.memory_fraction = {fraction:g}: weights and KV cache of {gib(fraction * gpu_bytes)}, and "
             f"{gib(memory.outside_cache)} more for context, activations, graphs and sampler, are more than the engine's share of the "
             f"GPU, {gib(share)} (rollout.gpus_per_worker = {rollout.gpus_per_worker:g}): the engine keeps to its share",
-            "Leave rollout.engine.memory_fraction out, or lower it",
+            "Lower rollout.engine.memory_fraction, or set it to null",
         )
     room = 1 - learner.gpus_per_rank + 1e-9  # as whole_gpus counts
     if room < rollout.gpus_per_worker or obstacles(shape, learner):
