@@ -165,8 +165,10 @@ def _assign(tree: DictConfig, key: str, value: Any) -> None:
     parents = key.split(".")[:-1]
     for depth in range(1, len(parents) + 1):    # `section:` or `section: null` in the recipe is no obstacle
         path = ".".join(parents[:depth])
-        if OmegaConf.select(tree, path) is None:
+        if (found := OmegaConf.select(tree, path)) is None:
             OmegaConf.update(tree, path, {}, merge=False)
+        elif not OmegaConf.is_config(found):
+            raise ConfigError(f"command line: {key} = {value!r}: {path} is {found!r} there, no section")
     try:
         OmegaConf.update(tree, key, value, merge=False)
     except (OmegaConfBaseException, AssertionError, TypeError, IndexError) as error:
