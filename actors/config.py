@@ -212,7 +212,7 @@ class EarlyWarningConfig(Settings):
         if self.on_alarm != "switch_preset" and self.preset is not None:
             raise ConfigError(
                 f"monitor.preset = {self.preset} with monitor.on_alarm = {self.on_alarm}: nothing would switch to it. "
-                f"Set monitor.on_alarm: switch_preset, or leave the preset out"
+                f"Set monitor.on_alarm to switch_preset, or monitor.preset to null"
             )
         return self
 

@@ -100,7 +100,7 @@ def run_with_retries(recipe: Path | None, words: Sequence[str], run_dir: Path, *
         recipe: of a new run; None: go on with that of `run_dir`.
         words: settings (KEY=VALUE) for every attempt.
         retries: attempts after the first, at most.
-        discard_queue: see find_resume_point.
+        discard_queue: see with_settings.
     Returns: the exit code for this process: that of the last attempt, as shells count.
     """
     flags, before = ["--discard-queue"] if discard_queue else [], Reached.of(run_dir)

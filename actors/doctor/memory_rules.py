@@ -109,7 +109,7 @@ def both_sides_fit_one_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int)
             f"rollout.engine.memory_fraction = {fraction:g}: weights and KV cache of {gib(fraction * gpu_bytes)}, and "
             f"{gib(memory.outside_cache)} more for context, activations, graphs and sampler, are more than the engine's share of the "
             f"GPU, {gib(share)} (rollout.gpus_per_worker = {rollout.gpus_per_worker:g}): the engine keeps to its share",
-            "Leave rollout.engine.memory_fraction out, or lower it",
+            "Lower rollout.engine.memory_fraction, or set it to null",
         )
     beside = engines_beside_a_rank(config)
     if not beside or obstacles(shape, learner):

@@ -184,11 +184,11 @@ def object_store_holds_the_weights(facts: PaperFacts, config: RunConfig) -> Iter
 def deltas_have_a_network(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     if config.weight_sync.deltas and config.ray.address is None:
         text = "weight_sync.deltas = True in a cluster of this machine alone: engines read the learner's weights where they lie"
-        yield Complaint("warn", text, "Leave it out")
+        yield Complaint("warn", text, "Set it to false")
     elif config.weight_sync.deltas and config.learner.resolved_dtype == "float32":
         text = "weight_sync.deltas = True with weights in float32: what an update changes has a third of the bytes, not a fiftieth"
         text += " as in bfloat16, and finding it takes longer than it saves on networks faster than 0.3 Gbit/s"
-        yield Complaint("note", text, "Leave it out")
+        yield Complaint("note", text, "Set it to false")
 
 
 def staleness_leaves_time_for_the_longest(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:

@@ -303,7 +303,7 @@ def inversions(config: RunConfig) -> list[str]:
         pairs.append(("rollout.engine.deadlines.update_s", engine.update_s, group, sglang.weight_group_timeout_s))
     return [
         f"{key} = {seconds:.0f} s leaves no time beyond {part}, which may take {part_s:.0f} s: it ends what is only slow. "
-        "Raise it, or leave it out"
+        "Raise it, or set it to null"
         for key, seconds, part, part_s in pairs
         if seconds <= part_s
     ]

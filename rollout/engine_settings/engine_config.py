@@ -258,7 +258,7 @@ class EngineConfig(DerivedSettings):
             raise ConfigError(
                 f"rollout.engine.context_length = {given} is more than the model's context of {model_context} tokens "
                 "(max_position_embeddings in its config.json)",
-                remedy="Lower it, or leave it out",
+                remedy="Lower it, or set it to null",
             )
         context = given or model_context
         of_cpu = {"max_total_tokens": min(self.max_running_requests * context, _CPU_CACHE_TOKENS)} if self.device == "cpu" else {}
