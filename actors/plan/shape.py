@@ -76,9 +76,10 @@ class ModelShape:
 
     @property
     def sizes(self) -> SimpleNamespace:
-        """Under the names of a transformers config, for `LearnerConfig.check_model`."""
+        """Under the names of a transformers config, for learner/model_fit.py."""
         return SimpleNamespace(
             model_type=self.model_type,
+            num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.key_heads,
             intermediate_size=self.feed_forward,
