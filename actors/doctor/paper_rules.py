@@ -17,9 +17,9 @@ from actors.plan.gpus import Gpus
 from actors.plan.host_memory import OF_ENGINES, OF_LEARNER, WIDE, hosts, of_engines
 from actors.plan.learner_memory import rank_memory
 from actors.plan.pace import MEAN_SHARE, TOKENS_PER_S, pace
-from actors.plan.shape import FLOAT8_BLOCK
 from actors.plan.traffic import checkpoint_bytes, stores_versions, traffic, versions_text
 from actors.settings.devices import check_types, gpus_asked, room_for_engines, unfit_shares, workers_asked
+from correction.engines.float8_format import BLOCK
 from correction.errors import ConfigError, counted
 from learner.model_fit import layout_obstacles, setting_obstacles
 from rollout.engine_settings import engine_ranks
@@ -102,12 +102,12 @@ def float8_can_be_had(facts: PaperFacts, config: RunConfig) -> Iterator[Complain
     on_each, lower = (f" on each of {ranks} ranks", ", or rollout.engine.tensor_parallel lower") if ranks > 1 else ("", "")
     expert_ranks = ranks if on_cpu else ranks // engine.expert_parallel  # on a CPU SGLang fills up experts' widths for all ranks
     for part, channels in facts.shape.channels(ranks, expert_ranks).items():
-        if channels % FLOAT8_BLOCK:
-            reason = f"its {part} have {channels} channels{on_each}, no multiple of {FLOAT8_BLOCK}"
+        if channels % BLOCK:
+            reason = f"its {part} have {channels} channels{on_each}, no multiple of {BLOCK}"
             fewer = ", or rollout.engine.expert_parallel higher" if part == "experts" and expert_ranks > 1 and not on_cpu else ""
             yield Complaint("fail", f"rollout.engine.quantization = float8_block: {reason}", f"Set it to none{lower}{fewer}")
-    if not on_cpu and facts.shape.hidden % FLOAT8_BLOCK:
-        reason = f"its hidden_size is {facts.shape.hidden}, no multiple of {FLOAT8_BLOCK}, by which SGLang's kernels for GPUs round"
+    if not on_cpu and facts.shape.hidden % BLOCK:
+        reason = f"its hidden_size is {facts.shape.hidden}, no multiple of {BLOCK}, by which SGLang's kernels for GPUs round"
         yield Complaint("fail", f"rollout.engine.quantization = float8_block: {reason}", "Set it to none")
 
 

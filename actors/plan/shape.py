@@ -9,13 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from correction.engines.float8_format import BLOCK
 from correction.errors import DataError
 from learner.hf.families import FAMILIES
 from learner.hf.model_family import ATTENTION_NORM_AFTER, INPUT_NORM, QKV_BIAS, ModelFamily
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
-FLOAT8_BLOCK = 128
-"""Rows and columns of a matrix in float8 that share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +184,7 @@ class ModelShape:
 
 
 def _blocks(rows: int, columns: int) -> int:
-    return -(-rows // FLOAT8_BLOCK) * -(-columns // FLOAT8_BLOCK)
+    return -(-rows // BLOCK) * -(-columns // BLOCK)
 
 
 def check_is_model(folder: Path) -> None:

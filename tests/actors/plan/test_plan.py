@@ -16,11 +16,11 @@ from actors.plan.engine_memory import engine_memory
 from actors.plan.gpus import Gpus
 from actors.plan.layouts import layouts
 from actors.plan.learner_memory import head_bytes, layer_activations, rank_memory, state_bytes
-from actors.plan.shape import FLOAT8_BLOCK, ModelShape
+from actors.plan.shape import ModelShape
 from actors.plan.traffic import BUS, HOST_COPY, NETWORK, PACKED, active_parameters, checkpoint_bytes, traffic
 from actors.settings.derived import derived
 from correction.correct import correct
-from correction.engines.float8 import BLOCK, in_float8
+from correction.engines.float8 import in_float8
 from correction.errors import ConfigError, DataError
 from learner.config import LearnerConfig
 from learner.hf.families import FAMILIES
@@ -193,7 +193,6 @@ def test_weights_in_float8_to_the_byte(tmp_path: Path) -> None:
     size = large.weight_bytes("bfloat16", float8=True)
     assert traffic(large, config).version == engine_memory(large, config.rollout, 80 << 30).weights == size
     assert 0.57 < size / large.weight_bytes("bfloat16") < 0.59
-    assert FLOAT8_BLOCK == BLOCK, "said twice, as the plan imports no torch"
     both = 2 * large.hidden * (2 * large.layers + 1) + 2 * 2 * large.layers * large.head_width
     assert 2 * large.weight_bytes("bfloat16", 2, float8=True) - size == both, "norms are on both ranks, the blocks are shared"
 
