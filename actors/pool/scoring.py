@@ -35,12 +35,12 @@ class UnscoredStarts:
         self._since: float | None = None
         """Event-loop time (s) of the first one since a worker was last up."""
 
-    def pause_s(self, error: BaseException | None, unscored: int, *, is_alone: bool) -> float:
+    def pause_s(self, error: BaseException | None, starts: int, *, is_alone: bool) -> float:
         """Seconds to wait before the next start: 2, 4, 8 ... up to 60.
 
         Args:
             error: what the reward says.
-            unscored: such starts in the place of this worker, in a row.
+            starts: such starts in the place of this worker, in a row.
             is_alone: no worker is up, so that nobody else learns when rewards work again, or that they never will.
         Raises: RequestError once that has been so for PATIENCE_S.
         """
@@ -51,7 +51,7 @@ class UnscoredStarts:
                 f"{error}. For {PATIENCE_S / 60:.0f} minutes no rollout worker could start because of it. Repair it and resume the run, "
                 "which goes on from its last checkpoint"
             )
-        return min(_LONGEST_PAUSE_S, 2.0 ** min(unscored, 16))
+        return min(_LONGEST_PAUSE_S, 2.0 ** min(starts, 16))
 
     def ended(self) -> None:
         """A worker is up."""
