@@ -152,7 +152,7 @@ class ModelShape:
         the experts has the same size whether each expert is cut or each rank has some experts whole.
 
         Args:
-            float8: the projections have a byte an entry, and 4 for each block of 128 x 128 (correction/engines/float8.py).
+            float8: the projections have a byte an entry, and 4 for each block of 128 x 128 (correction/engines/float8_format.py).
             attention_groups: each of which has all heads, and each rank the whole embedding.
         """
         shared, experts = self.split(ranks, 1, 1)[0]
