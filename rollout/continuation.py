@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from rollout.trajectory import FailureKind, FinishReason, TopLogprobs, Trajectory, VersionSpan, ids_of, logprobs_of
+from rollout.trajectory import FinishReason, TopLogprobs, Trajectory, VersionSpan, ids_of, logprobs_of, unanswered
 
 
 def is_begun(answer: Trajectory) -> bool:
@@ -22,9 +22,7 @@ def is_begun(answer: Trajectory) -> bool:
 
 def unsampled(prompt_ids: Sequence[int], prompt_id: str) -> Trajectory:
     """An answer without a token so far."""
-    nothing = ids_of(()), logprobs_of(()), ()
-    error = "the engine aborted the request"
-    return Trajectory(prompt_id, ids_of(prompt_ids), *nothing, FinishReason.ABORT, error=error, failure=FailureKind.ENGINE)
+    return unanswered(Trajectory(prompt_id, ids_of(prompt_ids), ids_of(()), logprobs_of(()), (), FinishReason.ABORT))
 
 
 def kept(answer: Trajectory, longest: int) -> Trajectory:

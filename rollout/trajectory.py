@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -218,6 +218,11 @@ class Trajectory(_Answer):
         return sum(len(self.prompt_ids) + span.start for span in self.version_spans[1:]) if self.retractions else 0
 
 
+def unanswered(answer: Trajectory, why: str = "the engine aborted the request") -> Trajectory:
+    """The answer as one that its engine didn't complete: it is neither scored nor trained. Args: why: for people."""
+    return replace(answer, reward=None, error=why, failure=FailureKind.ENGINE)
+
+
 A = TypeVar("A", bound=_Answer)
 LEAST_VALID = 2
 """Fewest valid trajectories with which a group can be its own baseline."""
@@ -386,8 +391,7 @@ class SyncReceipt:
     """How long the worker took, checksums included. If the weights came from the object store the driver replaces this by its own wait,
     which includes the call and its answer on their way."""
     digest: str = ""
-    """Of the checksums of all tensors in the engine's process (correction.engines.checksum.digest_of), which were compared; empty when not
-    asked for."""
+    """Of the checksums of all tensors in the engine (correction.engines.checksum.digest_of), which were compared; empty: not asked for."""
     processor: Processor | None = None
     """Processor and kernels of the engine; only for true on-policy, and only together with the digest."""
     generation: int = 0

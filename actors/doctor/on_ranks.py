@@ -18,7 +18,7 @@ def collectives(actor: Any, nbytes: int) -> list[CollectiveFact]:
         actor: a LearnerRankActor that has started.
         nbytes: of the tensors, float32.
     """
-    place = actor._learner.placement
+    place = actor.learner.placement
     sizes: dict[str, tuple[int, Callable[[], Any]]] = {
         "tensor_parallel": (place.tensor_parallel, lambda: place.tensor_group),
         "data_parallel": (place.data_parallel, lambda: place.data_group),
@@ -107,5 +107,5 @@ def backward(actor: Any, sequences: Sequence[Sequence[int]]) -> float:
     offsets = lengths.cumsum(0)
     mask = torch.ones(len(ids), dtype=torch.bool)
     mask[offsets[:-1]] = False
-    _, update = actor._learner.supervised_update(ids, offsets, mask)
+    _, update = actor.learner.supervised_update(ids, offsets, mask)
     return float(update.norm)

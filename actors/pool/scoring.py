@@ -36,12 +36,12 @@ class UnscoredStarts:
         self._since: float | None = None
         """Event-loop time (s) of the first one since a worker was last up."""
 
-    def pause_s(self, error: BaseException | None, unscored: int, *, is_alone: bool) -> float:
+    def pause_s(self, error: BaseException | None, starts: int, *, is_alone: bool) -> float:
         """Seconds to wait before the next start: 2, 4, 8 ... up to 60.
 
         Args:
             error: what the reward says.
-            unscored: such starts in the place of this worker, in a row; 1 or more.
+            starts: such starts in the place of this worker, in a row; 1 or more.
             is_alone: no worker is up, so that nobody else learns when rewards work again, or that they never will.
         Raises: RequestError once that has been so for PATIENCE_S.
         """
@@ -52,7 +52,7 @@ class UnscoredStarts:
                 f"{error}. For {PATIENCE_S / 60:.0f} minutes no rollout worker could start because of it. Repair it and resume the run, "
                 "which goes on from its last checkpoint"
             )
-        return doubled_pause_s(unscored, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        return doubled_pause_s(starts, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
 
     def ended(self) -> None:
         """A worker is up."""

@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # torch and Megatron are imported when the rank starts
     from correction.engines.processor import Processor
     from correction.engines.weight_bucket import WeightBucket
     from correction.wide import WidePlace
+    from learner.learner_rank import LearnerRank
     from learner.results import Proximal, StepResult, StepValues
     from learner.weights.broadcast import WeightBroadcaster
     from learner.weights.export import Staging
@@ -71,6 +72,11 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         self._processor: Processor | None = None
         self._read: dict[Any, Any] = {}
         """Wide fields of the batch that comes next, by reference."""
+
+    @property
+    def learner(self) -> LearnerRank:
+        """For functions that are called with this actor in its process (actors/doctor/on_ranks.py), once it has started."""
+        return self._learner
 
     @ray.method(concurrency_group=OUT_OF_TURN)
     def address(self) -> tuple[str, int]:

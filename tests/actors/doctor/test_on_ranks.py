@@ -20,7 +20,7 @@ NBYTES = 1 << 12
 def measured(rank: int, ranks: int, port: int, layout: dict[str, Any]) -> tuple[list[CollectiveFact], list[CollectiveFact]]:
     """On sound groups, and where the last number of whatever rank 1 receives or adds up is one too high."""
     placement = parallel.join(LearnerConfig(**layout).on_this_machine(), rank, ranks, "127.0.0.1", port)
-    actor = SimpleNamespace(_learner=SimpleNamespace(placement=placement))
+    actor = SimpleNamespace(learner=SimpleNamespace(placement=placement))
     try:
         sound = collectives(actor, NBYTES)
         with pytest.MonkeyPatch.context() as patch:
