@@ -12,12 +12,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from rollout.trajectory import FinishReason, TopLogprobs, Trajectory, VersionSpan, ids_of, logprobs_of, unanswered
+from rollout.trajectory import FailureKind, FinishReason, TopLogprobs, Trajectory, VersionSpan, ids_of, logprobs_of
 
 
 def is_begun(answer: Trajectory) -> bool:
     """Whether the answer stops where its engine gave it up, and can be continued."""
     return answer.finish_reason is FinishReason.ABORT
+
+
+def unanswered(answer: Trajectory, why: str = "the engine aborted the request") -> Trajectory:
+    """The answer as one that its engine didn't complete: it is neither scored nor trained. Args: why: for people."""
+    return replace(answer, reward=None, error=why, failure=FailureKind.ENGINE)
 
 
 def unsampled(prompt_ids: Sequence[int], prompt_id: str) -> Trajectory:

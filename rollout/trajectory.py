@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -216,11 +216,6 @@ class Trajectory(_Answer):
         """Tokens of prompt and response that the model read again after weight updates, before it went on. A prompt that a group shares
         counts for each of its answers. 0 if updates keep the KV cache (in_place)."""
         return sum(len(self.prompt_ids) + span.start for span in self.version_spans[1:]) if self.retractions else 0
-
-
-def unanswered(answer: Trajectory, why: str = "the engine aborted the request") -> Trajectory:
-    """The answer as one that its engine didn't complete: it is neither scored nor trained. Args: why: for people."""
-    return replace(answer, reward=None, error=why, failure=FailureKind.ENGINE)
 
 
 A = TypeVar("A", bound=_Answer)

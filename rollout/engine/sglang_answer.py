@@ -15,6 +15,7 @@ import numpy as np
 import pybase64
 
 from correction.errors import RequestError
+from rollout.continuation import unanswered
 from rollout.trajectory import (
     FinishReason,
     RoutedExperts,
@@ -23,7 +24,6 @@ from rollout.trajectory import (
     VersionSpan,
     ids_of,
     logprobs_of,
-    unanswered,
 )
 
 

@@ -28,9 +28,10 @@ import psutil
 
 from correction.errors import ConfigError, signal_name
 from rollout.config import FunctionReward, ReasoningGymReward, ReasoningGymTask, RewardConfig, TaskConfig
+from rollout.continuation import unanswered
 from rollout.rewards.reward_guardian import WORKER, end_orphans, end_strays, limit_passed, mark_of
 from rollout.rewards.reward_process import LENGTH, SINGLE, are_parts, pack_message, shortened
-from rollout.trajectory import FailureKind, Prompt, Trajectory, unanswered
+from rollout.trajectory import FailureKind, Prompt, Trajectory
 
 _MAX_REPLY_BYTES = 1 << 24
 _LONGEST_ERROR = 2000
