@@ -136,7 +136,7 @@ class DeadlinesConfig(DerivedSettings):
     step_s: PositiveFloat = 1800.0
     """Longest optimizer step, or forward pass of the learner, seconds."""
     sync_s: PositiveFloat = 120.0
-    """Longest wait for an engine to confirm new weights, seconds; it has three attempts."""
+    """Longest wait for an engine to confirm new weights, seconds, at each attempt."""
     drain_s: float = Field(default=20.0, ge=0)
     """Longest time for which a rollout worker that leaves goes on with its groups, seconds. Then it hands the rest back with the tokens
     sampled so far; that may take as long again (at least 10 s). A preemption notice should leave time for both (Kubernetes leaves
@@ -212,7 +212,7 @@ class EarlyWarningConfig(Settings):
         if self.on_alarm != "switch_preset" and self.preset is not None:
             raise ConfigError(
                 f"monitor.preset = {self.preset} with monitor.on_alarm = {self.on_alarm}: nothing would switch to it. "
-                f"Set monitor.on_alarm: switch_preset, or leave the preset out"
+                f"Set monitor.on_alarm to switch_preset, or monitor.preset to null"
             )
         return self
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from actors.metrics.held_out import wilson_interval
 from actors.record.run_folder import Checkpoint, RunFolder
+from actors.state.ledger import TRAINED
 from actors.state.resume import TrainingState
 from correction.errors import DataError
 
@@ -39,7 +40,7 @@ class RunBooks:
         entries = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
         settled = [entry["prompt_id"] for entry in entries]
         under_way = [t.prompt.prompt_id for t in state.queue.in_flight] + [g.prompt.prompt_id for g in state.queue.finished]
-        trained = Counter(entry["step"] for entry in entries if entry["outcome"] == "trained")
+        trained = Counter(entry["step"] for entry in entries if entry["outcome"] == TRAINED)
         by_step = tuple(trained[step] for step in range(1, state.step + 1))
         wrong = []
         if twice := [prompt for prompt, times in Counter(settled + under_way).items() if times > 1]:

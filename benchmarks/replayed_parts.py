@@ -224,6 +224,8 @@ class HostedWorker:
 
 @dataclass
 class HostedCall:
+    """A method of one worker of a host, called as Ray's: `.options(num_returns=...).remote(...)`."""
+
     host: Any
     name: str
     method: str

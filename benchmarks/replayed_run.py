@@ -323,8 +323,8 @@ class ReplayedRun(Controller):
         self.observer.freed_at = time.monotonic()  # the queue frees the batch's places now
         return result
 
-    async def _settle(self, batch: PreparedBatch, updated: asyncio.Task[Any]) -> None:
-        await super()._settle(batch, updated)
+    async def _settle(self, batch: PreparedBatch, result: Any) -> None:
+        await super()._settle(batch, result)
         self.figures.tokens += batch.tokens
         if self._step == WARM_UP:
             await self._count_from_here()

@@ -20,6 +20,8 @@ from .settings.parts import AdvantageConfig
 from .wide import WidePlace, check_fields, routed_experts_of, topk_of
 
 _PER_TOKEN_OPTIONAL = ("proximal_logprobs", "reference_logprobs", "turn_ids", "topk_ids", "topk_logprobs", "routed_experts")
+NO_VERSION = -1
+"""weight_versions of a token that no weights sampled."""
 CPU_TOKENS = 2**19
 """About how many tokens `batch_slices` puts in a part on a CPU: smaller parts cost more in calls than they save in cache misses."""
 _PER_SEQUENCE = ("offsets", "group_ids")
@@ -42,7 +44,7 @@ class PackedBatch:
     advantages: Tensor
     """[N] float32, constant over a sequence unless the estimator says otherwise."""
     weight_versions: Tensor
-    """[N] int32: version of the weights that sampled the token; -1 where none did."""
+    """[N] int32: version of the weights that sampled the token; NO_VERSION where none did."""
     group_ids: Tensor
     """[S] int64: sequences of one prompt share an id."""
     learner_version: int = 0

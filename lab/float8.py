@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from correction.engines.float8 import dequantised, is_projection, quantised
+from correction.engines.float8 import dequantised, quantised
+from correction.engines.float8_format import is_projection
 from learner.hf import hf_folder
 from learner.weights.export import write_hf_folder
 

@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from correction import CorrectionConfig
-from correction.engines.float8 import is_projection
+from correction.engines.float8_format import is_projection
 from correction.engines.weight_bucket import WeightBucket
 from correction.terms.advantages import group_advantages
 from lab.float8 import rounded_weight

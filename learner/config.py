@@ -188,42 +188,6 @@ class LearnerConfig(DerivedSettings):
             return "dtype = float32: it multiplies float32 matrices in TF32, with 10 bits of mantissa. Set dtype: bfloat16"
         return None
 
-    def check_model(self, hf_config: Any) -> None:
-        """Refuse a model whose matrices or norms can't be divided over tensor_parallel ranks, and experts in float16.
-
-        Raises: ConfigError naming the sizes, or the dtype.
-        """
-        from correction.errors import ConfigError
-        from learner.hf.families import FAMILIES
-
-        family = FAMILIES.get(getattr(hf_config, "model_type", ""))
-        if family is not None and family.qk_norm == "all_heads" and self.tensor_parallel > 1:
-            raise ConfigError(
-                f"learner.tensor_parallel = {self.tensor_parallel}: {hf_config.model_type} normalises queries and keys over the "
-                "channels of all heads, which would be on several ranks",
-                remedy="Set it to 1, and take data_parallel or pipeline_parallel",
-            )
-        names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-        heads, groups, width = (getattr(hf_config, name, None) or 0 for name in names)  # what a family lacks is refused with the family
-        ranks, experts = self.tensor_parallel, getattr(hf_config, "num_experts", None)
-        if experts and self.dtype == "float16":
-            raise ConfigError(
-                f"learner.dtype = float16: {hf_config.model_type} has {experts} experts, whose gradients have an optimizer and so a loss "
-                "scale of their own: the two scales would part at the first overflow (Megatron refuses it, too)",
-                remedy="Set it to bfloat16",
-            )
-        is_shared = {
-            "num_attention_heads": heads % ranks == 0,
-            "num_key_value_heads": groups % ranks == 0 or ranks % groups == 0,  # several ranks can use one
-            "intermediate_size": bool(experts) or width % ranks == 0,  # an expert is whole on a rank
-        }
-        if wrong := [f"{name} = {getattr(hf_config, name)}" for name, fits in is_shared.items() if not fits]:
-            raise ConfigError(
-                f"learner.tensor_parallel = {ranks}: {', '.join(wrong)} in the model's config.json can't be divided equally among "
-                f"{ranks} ranks",
-                remedy="Set it to a common divisor, or to 1",
-            )
-
     @property
     def world_size(self) -> int:
         """Ranks in all."""

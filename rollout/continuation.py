@@ -20,11 +20,14 @@ def is_begun(answer: Trajectory) -> bool:
     return answer.finish_reason is FinishReason.ABORT
 
 
+def unanswered(answer: Trajectory, why: str = "the engine aborted the request") -> Trajectory:
+    """The answer as one that its engine didn't complete: it is neither scored nor trained. Args: why: for people."""
+    return replace(answer, reward=None, error=why, failure=FailureKind.ENGINE)
+
+
 def unsampled(prompt_ids: Sequence[int], prompt_id: str) -> Trajectory:
     """An answer without a token so far."""
-    nothing = ids_of(()), logprobs_of(()), ()
-    error = "the engine aborted the request"
-    return Trajectory(prompt_id, ids_of(prompt_ids), *nothing, FinishReason.ABORT, error=error, failure=FailureKind.ENGINE)
+    return unanswered(Trajectory(prompt_id, ids_of(prompt_ids), ids_of(()), logprobs_of(()), (), FinishReason.ABORT))
 
 
 def kept(answer: Trajectory, longest: int) -> Trajectory:

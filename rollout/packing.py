@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correction.batch import PackedBatch
+from correction.batch import NO_VERSION, PackedBatch
 from correction.errors import DataError
 from correction.wide import WideFields, WidePlace
 from rollout.config import MaskOverlong, OverlongConfig, PenaliseOverlong
@@ -22,9 +22,6 @@ from rollout.wide_fields import fields_of, tensor_of
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
 """(rewards [S] float32, group_ids [S] int64) -> advantages [S]."""
-
-NO_VERSION = -1
-"""weight_versions of a token that no weights sampled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,7 +256,12 @@ class _Answers(Generic[A]):
     @property
     def is_uniform(self) -> bool:
         """All valid rewards alike: no gradient."""
-        return len({t.reward for t in self.valid}) <= 1
+        return have_one_reward(self.valid)
+
+
+def have_one_reward(answers: Sequence[_Answer]) -> bool:
+    """Whether all rewards are alike, so that each is its own baseline."""
+    return len({t.reward for t in answers}) <= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,8 +386,7 @@ class SyncReceipt:
     """How long the worker took, checksums included. If the weights came from the object store the driver replaces this by its own wait,
     which includes the call and its answer on their way."""
     digest: str = ""
-    """Of the checksums of all tensors in the engine's process (correction.engines.checksum.digest_of), which were compared; empty when not
-    asked for."""
+    """Of the checksums of all tensors in the engine (correction.engines.checksum.digest_of), which were compared; empty: not asked for."""
     processor: Processor | None = None
     """Processor and kernels of the engine; only for true on-policy, and only together with the digest."""
     generation: int = 0

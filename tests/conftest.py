@@ -98,7 +98,8 @@ _WAITING = (
     "tests/actors/cluster/test_hub_data.py",
     "tests/actors/commands/test_resume_disk.py",
     "tests/actors/commands/test_retries.py",
-    "tests/actors/driver/test_going_back.py",
+    "tests/actors/driver/test_lost_parts.py",
+    "tests/actors/driver/test_rollback.py",
     "tests/actors/metrics/test_exporter.py",
     "tests/actors/pool/test_pool.py",
     "tests/actors/pool/test_pool_starts.py",
@@ -175,7 +176,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 # torch is imported in here, not by this file: the process that only hands out tests needs none, and all others wait for it.
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """torch, Ray and 4,000 tests stay to the end: no collection of garbage need look through them, now or later."""
+    """torch, Ray and the tests stay to the end: no collection of garbage need look through them, now or later."""
     with gc_paused():
         return (yield)
 

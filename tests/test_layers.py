@@ -210,7 +210,6 @@ def long_files(folder: str) -> list[str]:
 
 
 def private_imports(found: Iterable[ast.AST]) -> set[str]:
-    """Names with an underscore that imports from our modules bring in."""
     named = [(one, alias.name) for one in found if isinstance(one, ast.ImportFrom) for alias in one.names if alias.name.startswith("_")]
     return {name for one, name in named if one.level or str(one.module).split(".")[0] in {*PACKAGES, *FOLDERS}}
 
@@ -356,12 +355,13 @@ def names_in(path: Path) -> set[str]:
 
 def test_a_part_is_given_its_sections_not_the_run_s_whole_configuration() -> None:
     """Rooms that decide about a run, or check one, have all of it, as the driver has, which makes the parts. So have two that need four
-    sections or more, each: batches, and the lines of a step (the observer hands the run on to those who write them)."""
+    sections or more, each: batches, and the lines of a step (the observer hands the run on to those who write them).
+    What reads a run's config.yaml gives all of it."""
     of_runs = ("actors.commands.", "actors.doctor.", "actors.plan.", "actors.settings.", "actors.cluster.")
     files = {module_name(path): path for package in PACKAGES for path in source_files(package) if "RunConfig" in path.read_text()}
     found = {name for name, path in files.items() if "RunConfig" in names_in(path) and not name.startswith(of_runs)}
     of_the_driver = {f"actors.driver.{name}" for name in ("controller", "parts", "batch_source")}
-    of_records = {f"actors.record.{name}" for name in ("observer", "step_writer")}
+    of_records = {f"actors.record.{name}" for name in ("observer", "step_writer", "config_that_ran")}
     assert found - {"actors.config"} == of_the_driver | of_records | {"actors.service.correction_service"}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -10,14 +9,13 @@ import traceback
 
 from actors.processes import driver_heartbeat, interrupts
 from correction.errors import ConfigError, DataError, EvenkeelError
-
-_PR_SET_PDEATHSIG = 1
+from rollout.parent_death import signal_at_parents_death
 
 
 def main() -> None:
     if sys.platform == "linux":
         parent = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # with a checkpoint
+        signal_at_parents_death(signal.SIGTERM)  # with a checkpoint
         if parent == 1 or os.getppid() != parent:
             sys.exit(128 + signal.SIGTERM)
     interrupts.is_attempt = True

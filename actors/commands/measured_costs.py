@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actors.commands.run_settings import config_that_ran
 from actors.config import RunConfig
 from actors.metrics.step_metrics import StepMetrics, members
 from actors.queue.delays import ADMISSION, CALL, HANDOVER
+from actors.record.config_that_ran import config_that_ran
 from actors.record.run_folder import RunFolder
 from actors.simulation.costs import AnswerLengths, DecodeSpeed, RunCosts, RunShape
 from actors.simulation.run import simulate

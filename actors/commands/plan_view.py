@@ -13,11 +13,12 @@ from actors.doctor.views import findings
 from actors.plan.engine_memory import EngineMemory, engine_memory
 from actors.plan.gpus import Gpus
 from actors.plan.host_memory import HostMemory, hosts
-from actors.plan.layouts import Layout, layouts, obstacles
+from actors.plan.layouts import Layout, layouts
 from actors.plan.learner_memory import RESERVE, RankMemory, rank_memory
 from actors.plan.traffic import Traffic, traffic, versions_text
 from actors.settings.deadlines import Deadline, table
 from correction.errors import counted
+from learner.model_fit import layout_obstacles
 
 _SHOWN_LAYOUTS = 8
 
@@ -43,7 +44,7 @@ def make_plan(facts: PaperFacts, config: RunConfig, gpus: Gpus, complaints: Sequ
     """Args: config: with devices and types, for GPUs; complaints: of the doctor's rules."""
     learner, shape = config.learner, facts.shape
     options = rank_options(config)
-    rank = None if obstacles(shape, learner) else rank_memory(shape, learner, **options)
+    rank = None if any(layout_obstacles(learner, shape.sizes)) else rank_memory(shape, learner, **options)
     engine = engine_memory(shape, config.rollout, gpus.memory)
     share = int(gpus.memory * learner.gpus_per_rank)
     others = layouts(shape, learner, learner.world_size, share, **options, gpus_per_node=gpus.per_node)

@@ -22,6 +22,7 @@ from pydantic_core import ErrorDetails
 
 from actors.commands.config_explain import explain_lines, field_discriminator, inner_models, nearest_key, numberless
 from correction.errors import ConfigError, one_line
+from correction.settings.base import Settings
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -36,17 +37,20 @@ def load_config(model_class: type[Model], recipe: Path | None, overrides: Sequen
     Args:
         model_class: what the configuration has to be.
         recipe: YAML file; None: overrides and defaults alone.
-        overrides: "dotted.key=value" each; a later one wins.
+        overrides: "dotted.key=value" each; a later one wins. A setting's former name in the recipe gives way to one of its present name.
     Raises: ConfigError with one line for each problem: file and line (or "command line"), key, value, reason and remedy.
     """
     try:
         tree, lines = (OmegaConf.create({}), dict[str, int]()) if recipe is None else _read(recipe)
-        assignments = [_parse_override(text) for text in overrides]
-        tags = _tag_paths(model_class)
+        former, tags = _former_names(model_class), _tag_paths(model_class)
+        assignments = [(former.get(key, key), value) for key, value in map(_parse_override, overrides)]
+        _refuse_derived(model_class, assignments)
         # Tags first: what they throw away must not be what another override has just set.
         for key, value in sorted(assignments, key=lambda assignment: numberless(assignment[0]) not in tags):
             if numberless(key) in tags:
                 _forget_other_variant(tree, key, value)
+            for name in (name for name, present in former.items() if present == key):
+                _remove(tree, name)
             _assign(tree, key, value)
         data = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
@@ -54,9 +58,31 @@ def load_config(model_class: type[Model], recipe: Path | None, overrides: Sequen
     try:
         return model_class.model_validate(data)
     except ValidationError as error:
+        lines |= {former[key]: line for key, line in lines.items() if key in former}
         source = _Source(recipe, lines, tuple(key for key, _ in assignments))
         problems = [_describe(problem, model_class, data, source) for problem in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(problems))) from None
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeKeys:
+    """What a recipe file writes down that is no setting of its own."""
+
+    derived: dict[str, Any]
+    """What it shows as derived, by the dotted key of the setting: because it was copied from a run's folder, or by hand."""
+    former: dict[str, str]
+    """Its place (file and line) and former name of each setting -> present name."""
+
+    @classmethod
+    def of(cls, model_class: type[BaseModel], recipe: Path) -> RecipeKeys:
+        """Raises: as load_config."""
+        tree, lines = _read(recipe)
+        sections = {line.path.rpartition(".")[0] for line in explain_lines(model_class) if line.is_derived}
+        shown = {section: OmegaConf.select(tree, f"{section}.derived") for section in sections}
+        mappings = {section: keys for section, keys in shown.items() if isinstance(keys, DictConfig)}
+        derived = {f"{section}.{key!s}": value for section, keys in mappings.items() for key, value in keys.items()}
+        former = {f"{recipe}:{lines[key]}: {key}": now for key, now in _former_names(model_class).items() if key in lines}
+        return cls(dict(sorted(derived.items())), former)
 
 
 def _read(recipe: Path) -> tuple[DictConfig, dict[str, int]]:
@@ -100,27 +126,64 @@ def _parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals and text.endswith((".yaml", ".yml")):
         raise ConfigError(f"command line: {text!r} is a second recipe: give one, before any KEY=VALUE")
-    if not equals or not key.strip() or key != key.strip():
+    if not equals or not all(key.split(".")) or key != key.strip():
         raise ConfigError(f"command line: {text!r} is not a setting: write KEY=VALUE without spaces, such as rollout.workers=2")
-    if "derived" in (names := key.split(".")):
-        setting = ".".join(name for name in names if name != "derived")
-        raise ConfigError(f"command line: {key}: that shows what a run has derived; set {setting} itself")
     try:
         return key, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)["value"]    # type: ignore[index,call-overload]
     except yaml.YAMLError as error:
         raise ConfigError(f"command line: {key} = {value}: not YAML; put text with special characters in quotes") from error
 
 
+def _refuse_derived(model_class: type[BaseModel], assignments: Sequence[tuple[str, Any]]) -> None:
+    """Raises: ConfigError for an override of what a section shows as derived. (A recipe may have been copied from a run's folder.)"""
+    paths = [path for key, value in assignments for path in _paths(key, value) if "derived" in path]
+    sections = {line.path.rpartition(".")[0] for line in explain_lines(model_class) if line.is_derived} if paths else set()
+    cut = [(path, *path.partition(".derived")) for path in paths]
+    shown = [(path, section, rest[1:]) for path, section, _, rest in cut if section in sections and rest[:1] in ("", ".")]
+    if shown:
+        path, section, name = shown[-1]
+        remedy = f"set {section}.{name} itself" if name else "leave it out"
+        raise ConfigError(f"command line: {path}: that shows what a run has derived; {remedy}")
+
+
+def _paths(key: str, value: Any) -> Iterator[str]:
+    """A dotted key and those above it, and all keys in its value."""
+    names = key.split(".")
+    yield from (".".join(names[:i]) for i in range(1, len(names) + 1))
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _paths(f"{key}.{name}", inner)
+
+
+def _remove(tree: DictConfig, key: str) -> None:
+    section, _, name = key.rpartition(".")
+    if isinstance(found := OmegaConf.select(tree, section) if section else tree, DictConfig):
+        found.pop(name, None)
+
+
 def _assign(tree: DictConfig, key: str, value: Any) -> None:
     parents = key.split(".")[:-1]
     for depth in range(1, len(parents) + 1):    # `section:` or `section: null` in the recipe is no obstacle
         path = ".".join(parents[:depth])
-        if OmegaConf.select(tree, path) is None:
+        if (found := OmegaConf.select(tree, path)) is None:
             OmegaConf.update(tree, path, {}, merge=False)
+        elif not OmegaConf.is_config(found):
+            raise ConfigError(f"command line: {key} = {value!r}: {path} is {found!r} there, no section")
     try:
         OmegaConf.update(tree, key, value, merge=False)
     except (OmegaConfBaseException, AssertionError, TypeError, IndexError) as error:
         raise ConfigError(f"command line: {key} = {value!r}: the recipe has no such place (a list is set as a whole: KEY=[...])") from error
+
+
+@cache
+def _former_names(model_class: type[BaseModel], prefix: str = "") -> dict[str, str]:
+    """Former dotted key -> present one."""
+    own = model_class.FORMER_NAMES if issubclass(model_class, Settings) else {}
+    found = {prefix + former: prefix + present for former, present in own.items()}
+    for name, field in model_class.model_fields.items():
+        for below, model in inner_models(field.annotation, f"{prefix}{name}."):
+            found |= _former_names(model, below)
+    return found
 
 
 @cache

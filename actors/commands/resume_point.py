@@ -16,10 +16,11 @@ from actors.checkpoints.checkpoint_reader import ResumePoint, newest_readable
 from actors.checkpoints.reading import read_at_start
 from actors.cluster.hub import outline_folder
 from actors.commands.recipe import load_config
-from actors.commands.run_settings import changed_derived_settings, changed_settings, config_that_ran
+from actors.commands.run_settings import changed_derived_settings, changed_settings, listed, short
 from actors.config import RunConfig
 from actors.hub_name import HubName, absolute
 from actors.processes.disk_at_start import MODEL_OR_RUN, by_disk_at_start
+from actors.record.config_that_ran import config_that_ran
 from actors.record.run_folder import Checkpoint, RunFolder
 from correction.errors import ConfigError, DataError, counted
 from correction.settings.base import read_with_derived
@@ -43,13 +44,10 @@ _NOT_OF_SAMPLES = (
 )
 
 
-def find_resume_point(
-    folder: RunFolder, overrides: Sequence[str], *, discard_queue: bool = False
-) -> tuple[RunConfig, ResumePoint | None]:
+def find_resume_point(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunConfig, ResumePoint | None]:
     """The run's configuration with overrides on top, not yet derived, and the newest whole checkpoint, if the run has any; nothing is
-    changed yet.
+    changed yet. Once all is derived, with_settings compares it with what the checkpoint ran with.
 
-    Args: discard_queue: throw away finished groups that were sampled or scored with other settings; their prompts are sampled again.
     Raises: ConfigError for settings that the run can't go on with; OtherVersionError if the newest whole checkpoint is of another version
     of evenkeel; DataError if no checkpoint can be read; DeadlineExceeded if the folder's disk hangs.
     """
@@ -83,9 +81,7 @@ def find_resume_point(
                 f"{name} = {value}, but {folder.path} ran with {saved}: groups that are under way could become older than allowed. "
                 f"Resume with {saved} or more"
             )
-    if since := changed_settings(then, config):
-        point = replace(point, notes=(*point.notes, ("info", f"settings other than the run's own so far: {_listed(since)}")))
-    return config, _with_groups_of_these_settings(point, then, config, since, discard_queue=discard_queue)
+    return config, point
 
 
 def _settings_then(point: ResumePoint, before: RunConfig) -> RunConfig:
@@ -111,19 +107,25 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": absolute(config.model), "rollout": rollout})
 
 
-def with_derived_settings(folder: RunFolder, point: ResumePoint, config: RunConfig) -> ResumePoint:
-    """The point of a run that goes on with this configuration, once all of it has been derived anew. What has changed with the settings
-    that were given is said, and groups that engines sampled otherwise are sampled again.
+def with_settings(folder: RunFolder, point: ResumePoint, config: RunConfig, *, discard_queue: bool = False) -> ResumePoint:
+    """The point of a run that goes on with this configuration, compared with what its checkpoint ran with: what has changed is said, and
+    groups that were sampled otherwise are sampled again.
 
-    Args: folder: its config.yaml is still that of the run so far.
-    Raises: ConfigError; OSError.
+    Args:
+        folder: its config.yaml is still that of the run so far.
+        config: with all that a run derives, as auto and null may come to what ran.
+        discard_queue: throw away finished groups that can't be trained on with these settings; their prompts are sampled again.
+    Raises: ConfigError for such settings without discard_queue; OSError.
     """
     then = _settings_then(point, with_absolute_paths(config_that_ran(folder)))
-    derived = changed_derived_settings(then, config)
-    changed = {key: values for key, values in derived.items() if not key.endswith("_s")}  # these are deadlines
-    if changed:
-        point = replace(point, notes=(*point.notes, ("info", f"settings that follow from others, and have changed: {_listed(changed)}")))
-    return _with_groups_of_these_settings(point, then, config, changed, discard_queue=False)
+    given = changed_settings(then, config)
+    # Deadlines (in seconds, _s) follow from the model's bytes, whatever was set.
+    derived = {key: values for key, values in changed_derived_settings(then, config).items() if not key.endswith("_s")}
+    told = {"settings other than the run's own so far": given, "settings that follow from others, and have changed": derived}
+    for what, changed in told.items():
+        if changed:
+            point = replace(point, notes=(*point.notes, ("info", f"{what}: {listed(changed)}")))
+    return _with_groups_of_these_settings(point, then, config, given | derived, discard_queue=discard_queue)
 
 
 def run_config(folder: RunFolder, overrides: Sequence[str]) -> RunConfig:
@@ -198,7 +200,7 @@ def _with_groups_of_these_settings(
         return point
     useless = [reason for reason in reasons if not reason.startswith(_OF_ENGINES)]
     if useless and not discard_queue:
-        diff = ", ".join(f"{key} ({_short(changed[key][0])} -> {_short(changed[key][1])})" if key in changed else key for key in useless)
+        diff = ", ".join(f"{key} ({short(changed[key][0])} -> {short(changed[key][1])})" if key in changed else key for key in useless)
         groups = f"{counted(len(queue.finished), 'finished group')} of {point.checkpoint.path}"
         raise ConfigError(
             f"{diff}: {groups} can't be trained on with that. Leave it as it was, or add --discard-queue: their "
@@ -209,12 +211,3 @@ def _with_groups_of_these_settings(
     note = f"{len(again)} finished groups of the checkpoint are sampled again, because of {', '.join(reasons)}"
     state = replace(point.state, queue=replace(queue, in_flight=in_flight, finished=()))
     return replace(point, state=state, notes=(*point.notes, ("info", note)))
-
-
-def _listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
-    return "; ".join(f"{key} {_short(old)} -> {_short(new)}" for key, (old, new) in changed.items())
-
-
-def _short(value: Any) -> str:
-    text = "empty" if value is None else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -23,6 +23,7 @@ from typing import TypeVar
 from actors.processes import interrupts
 from actors.processes.daemon_threads import DaemonThreads
 from actors.processes.descendants import adopted_orphans, end_new
+from actors.processes.doubled_pause import doubled_pause_s
 from actors.processes.driver_heartbeat import HeartbeatListener
 from actors.processes.event_level import EventLevel
 from actors.processes.long_wait import LongWait
@@ -99,7 +100,7 @@ def run_with_retries(recipe: Path | None, words: Sequence[str], run_dir: Path, *
         recipe: of a new run; None: go on with that of `run_dir`.
         words: settings (KEY=VALUE) for every attempt.
         retries: attempts after the first, at most.
-        discard_queue: see find_resume_point.
+        discard_queue: see with_settings.
     Returns: the exit code for this process: that of the last attempt, as shells count.
     """
     flags, before = ["--discard-queue"] if discard_queue else [], Reached.of(run_dir)
@@ -129,7 +130,7 @@ def run_with_retries(recipe: Path | None, words: Sequence[str], run_dir: Path, *
             _say(run_dir, "error", f"{reason}, and --retries {retries} {'has' if retries == 1 else 'have'} been used up")
             break
         reached = now.and_before(reached)
-        pause_s = min(_LONGEST_PAUSE_S, _PAUSE_S * 2**retry)
+        pause_s = doubled_pause_s(retry + 1, _PAUSE_S, _LONGEST_PAUSE_S)
         _say(run_dir, "warning", f"{reason}; it goes on from {now.where()} in {pause_s:g} s (retry {retry + 1} of {retries})")
         time.sleep(pause_s)
     if code in (NOT_AGAIN, AWAY, interrupts.NO_CLUSTER):

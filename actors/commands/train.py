@@ -17,7 +17,8 @@ from actors.cluster.cluster import Cluster
 from actors.cluster.head_watch import ends_with_own_ray, ends_with_the_head
 from actors.cluster.hub import config_folder, pinned
 from actors.commands.preparation import prepare
-from actors.commands.resume_point import find_resume_point, with_absolute_paths, with_derived_settings
+from actors.commands.resume_point import find_resume_point, with_absolute_paths, with_settings
+from actors.commands.run_settings import former_names, not_as_written
 from actors.commands.train_arguments import recipe_of
 from actors.config import RunConfig
 from actors.doctor.gather import nodes_of_cluster, own_machine
@@ -60,7 +61,7 @@ _AFTER_ALL = "after all was saved"
 def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None, *, discard_queue: bool = False) -> RunSummary:
     """Run a recipe, or go on with a run folder; prints as it goes.
 
-    Args: discard_queue: on a resume, see find_resume_point.
+    Args: discard_queue: on a resume, see with_settings.
     Raises: EvenkeelError kinds for whatever is wrong with the input; the folder keeps what there is by then.
     """
     if resume is not None:
@@ -78,7 +79,7 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
     point: ResumePoint | None = None
     try:
         if resume is not None:
-            config, point = find_resume_point(folder, overrides, discard_queue=discard_queue)
+            config, point = find_resume_point(folder, overrides)
             check_ray(config.ray)
             if point and point.checkpoint.step == config.steps:
                 found = partial(_complete, folder, config, point)
@@ -88,7 +89,7 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
                     put(done[1], sys.stdout)
                     return done[0]
             config, task, notes = prepare(config, resumed_from=point.checkpoint.hf if point else None)
-        ready = partial(_made_ready, folder, config, point, task, is_resumed=resume is not None)
+        ready = partial(_made_ready, folder, config, point, task, recipe, is_resumed=resume is not None, discard_queue=discard_queue)
         point, said = by_disk_at_start(ready, "the run's settings, and the lines of its steps", limit_s=lambda: config.deadlines.disk_s)
         return _run_in(folder, config, task, [*(("info", note) for note in notes), *said], point)
     finally:
@@ -102,15 +103,20 @@ def _fixed(path: Path) -> Path:
 
 
 def _made_ready(
-    folder: RunFolder, config: RunConfig, point: ResumePoint | None, task: Task, *, is_resumed: bool
+    folder: RunFolder, config: RunConfig, point: ResumePoint | None, task: Task, recipe: Path | None = None, *, is_resumed: bool,
+    discard_queue: bool = False,
 ) -> tuple[ResumePoint | None, list[tuple[EventLevel, str]]]:
     """Take back what the folder has of steps after the point's, and write the settings that it goes on with.
 
-    Returns, Raises: as take_back.
+    Returns: as take_back. Raises: as that, and as with_settings, which is asked first.
     """
-    said: list[tuple[EventLevel, str]] = []
+    read = folder.path / "config.yaml" if is_resumed else recipe
+    said: list[tuple[EventLevel, str]] = [("warning", text) for text in former_names(read)] if read else []
+    if recipe is not None:
+        said += [("info", text) for text in not_as_written(recipe, config)]
     if point is not None:
-        point, said = take_back(folder, with_derived_settings(folder, point, config), task)
+        point, taken_back = take_back(folder, with_settings(folder, point, config, discard_queue=discard_queue), task)
+        said += taken_back
         said += steps_without_a_line(folder, point.checkpoint.step)
     elif is_resumed:
         said.append(("info", _from_the_start(folder)))

@@ -124,7 +124,7 @@ def _offered(starts: tuple[str, ...], resource: str) -> tuple[float, float | Non
 Rule = Callable[[ClusterFile, RunConfig], Iterator[Complaint]]
 
 
-def units_for_all_workers(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:
+def file_offers_units_for_workers(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:
     resource, wanted = config.ray.rollout_resource, config.rollout.most_workers
     offered = [kind.units for kind in cluster.kinds for _ in range(kind.most)]
     placed = workers_with_a_unit(offered, wanted)
@@ -149,7 +149,7 @@ def units_have_their_gpus(cluster: ClusterFile, config: RunConfig) -> Iterator[C
             )
 
 
-def engines_inside_nodes(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:
+def largest_node_holds_an_engine(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:
     ranks = config.rollout.engine.tensor_parallel
     offering = [kind for kind in cluster.kinds if kind.units >= 1]
     if config.rollout.engine.resolved_device != "cuda" or not offering or any(kind.gpus is None for kind in offering):
@@ -163,7 +163,7 @@ def engines_inside_nodes(cluster: ClusterFile, config: RunConfig) -> Iterator[Co
         )
 
 
-def gpus_for_everybody(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:
+def file_offers_gpus_for_everybody(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:
     """Ranks get theirs first, on nodes with few units; a worker's GPUs are on a node that offers it a unit as well."""
     learner, rollout = config.learner, config.rollout
     if any(kind.gpus is None for kind in cluster.kinds):
@@ -229,10 +229,10 @@ def token_on_all_nodes(cluster: ClusterFile, config: RunConfig) -> Iterator[Comp
 
 
 RULES: tuple[Rule, ...] = (
-    units_for_all_workers,
+    file_offers_units_for_workers,
     units_have_their_gpus,
-    engines_inside_nodes,
-    gpus_for_everybody,
+    largest_node_holds_an_engine,
+    file_offers_gpus_for_everybody,
     bounds_of_all_nodes,
     hosts_stay,
     token_on_all_nodes,

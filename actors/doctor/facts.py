@@ -11,6 +11,7 @@ from actors.plan.shape import ModelShape
 from correction.errors import EvenkeelError
 
 Severity = Literal["fail", "warn", "note"]
+"""Worst first."""
 COMPILERS = ("gcc", "g++", "nvcc", "ninja")
 """What SGLang compiles kernels with when an engine on a GPU first wants them; nvcc calls g++."""
 

@@ -14,11 +14,12 @@ from typing import Any
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint
 from actors.plan.engine_memory import engine_memory
-from actors.plan.layouts import GPUS_PER_NODE, layouts, obstacles
+from actors.plan.layouts import GPUS_PER_NODE, layouts
 from actors.plan.learner_memory import RESERVE, pass_tokens, rank_memory
 from actors.plan.shape import ModelShape
 from actors.settings.devices import engines_beside_a_rank, workers_asked
 from correction.engines.gpu_share import outside_cache
+from learner.model_fit import layout_obstacles
 
 Rule = Callable[[ModelShape, RunConfig, int], Iterator[Complaint]]
 _MORE_ROOM = (
@@ -33,7 +34,7 @@ _SURELY_TOO_LITTLE = 0.5
 def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int, *, gpus_per_node: int) -> Iterator[Complaint]:
     """Advises a layout whose tensor-parallel groups are inside nodes."""
     learner = config.learner
-    if learner.resolved_device != "cuda" or obstacles(shape, learner):
+    if learner.resolved_device != "cuda" or any(layout_obstacles(learner, shape.sizes)):
         return
     share, options = int(gpu_bytes * learner.gpus_per_rank), rank_options(config)
     needed = rank_memory(shape, learner, **options)
@@ -109,10 +110,10 @@ def both_sides_fit_one_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int)
             f"rollout.engine.memory_fraction = {fraction:g}: weights and KV cache of {gib(fraction * gpu_bytes)}, and "
             f"{gib(memory.outside_cache)} more for context, activations, graphs and sampler, are more than the engine's share of the "
             f"GPU, {gib(share)} (rollout.gpus_per_worker = {rollout.gpus_per_worker:g}): the engine keeps to its share",
-            "Leave rollout.engine.memory_fraction out, or lower it",
+            "Lower rollout.engine.memory_fraction, or set it to null",
         )
     beside = engines_beside_a_rank(config)
-    if not beside or obstacles(shape, learner):
+    if not beside or any(layout_obstacles(learner, shape.sizes)):
         return
     rank = rank_memory(shape, learner, **rank_options(config)).total + RESERVE
     engine = memory.weights + memory.outside_cache + memory.request_tokens * memory.token_bytes

@@ -8,20 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import get_args
 
 from actors.config import RunConfig
-from actors.doctor.facts import Complaint, PaperFacts
+from actors.doctor.facts import Complaint, PaperFacts, Severity
 from actors.doctor.kernel_rules import experts_stay_as_sent, half_precision_has_kernels, weights_stay_as_sent
 from actors.doctor.memory_rules import gib, on_gpus
 from actors.plan.gpus import Gpus
 from actors.plan.host_memory import OF_ENGINES, OF_LEARNER, WIDE, hosts, of_engines
-from actors.plan.layouts import obstacles
 from actors.plan.learner_memory import rank_memory
 from actors.plan.pace import MEAN_SHARE, TOKENS_PER_S, pace
-from actors.plan.shape import FLOAT8_BLOCK
 from actors.plan.traffic import checkpoint_bytes, stores_versions, traffic, versions_text
 from actors.settings.devices import check_types, gpus_asked, room_for_engines, unfit_shares, workers_asked
+from correction.engines.float8_format import BLOCK
 from correction.errors import ConfigError, counted
+from learner.model_fit import layout_obstacles, setting_obstacles
 from rollout.engine_settings import engine_ranks
 from rollout.engine_settings.engine_arguments import unknown
 from rollout.engine_settings.engine_ranks import UNREPORTED_ROUTES
@@ -57,20 +58,19 @@ def train_takes_model_and_task(facts: PaperFacts, config: RunConfig) -> Iterator
 
 
 def layout_divides_the_model(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    yield from map(Complaint.refusal, obstacles(facts.shape, config.learner))
+    yield from map(Complaint.refusal, layout_obstacles(config.learner, facts.shape.sizes))
 
 
-def experts_are_there_for_their_settings(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    """learner/model/model.py and rollout/engine/engine.py refuse the same, when ranks and engines start."""
-    learner, kind = config.learner, facts.shape.model_type
-    replay = f"learner.routing_replay = {learner.routing_replay}"
-    if not facts.shape.experts and learner.routing_replay != "none":
-        yield Complaint("fail", f"{replay}: {kind} has no experts whose choice could be replayed", "Set it to none")
-    if not facts.shape.experts and learner.moe_aux_loss_coefficient:
-        text = f"learner.moe_aux_loss_coefficient = {learner.moe_aux_loss_coefficient:g}: {kind} has no experts to be used evenly"
-        yield Complaint("fail", text, "Set it to 0")
-    if kind in UNREPORTED_ROUTES and learner.routing_replay == "rollout":
-        yield Complaint("fail", f"{replay}: SGLang's {kind} doesn't report which experts it took", "Set it to recompute, or to none")
+def settings_fit_the_experts(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    yield from map(Complaint.refusal, setting_obstacles(config.learner, facts.shape.sizes))
+
+
+def engine_reports_its_experts(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    """rollout/engine/engine.py refuses the same when an engine starts."""
+    kind = facts.shape.model_type
+    if kind in UNREPORTED_ROUTES and config.learner.routing_replay == "rollout":
+        reason = f"learner.routing_replay = rollout: SGLang's {kind} doesn't report which experts it took"
+        yield Complaint("fail", reason, "Set it to recompute, or to none")
 
 
 def sglang_knows_its_arguments(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -103,12 +103,12 @@ def float8_can_be_had(facts: PaperFacts, config: RunConfig) -> Iterator[Complain
     on_each, lower = (f" on each of {ranks} ranks", ", or rollout.engine.tensor_parallel lower") if ranks > 1 else ("", "")
     expert_ranks = ranks if on_cpu else ranks // engine.expert_parallel  # on a CPU SGLang fills up experts' widths for all ranks
     for part, channels in facts.shape.channels(ranks, expert_ranks).items():
-        if channels % FLOAT8_BLOCK:
-            reason = f"its {part} have {channels} channels{on_each}, no multiple of {FLOAT8_BLOCK}"
+        if channels % BLOCK:
+            reason = f"its {part} have {channels} channels{on_each}, no multiple of {BLOCK}"
             fewer = ", or rollout.engine.expert_parallel higher" if part == "experts" and expert_ranks > 1 and not on_cpu else ""
             yield Complaint("fail", f"rollout.engine.quantization = float8_block: {reason}", f"Set it to none{lower}{fewer}")
-    if not on_cpu and facts.shape.hidden % FLOAT8_BLOCK:
-        reason = f"its hidden_size is {facts.shape.hidden}, no multiple of {FLOAT8_BLOCK}, by which SGLang's kernels for GPUs round"
+    if not on_cpu and facts.shape.hidden % BLOCK:
+        reason = f"its hidden_size is {facts.shape.hidden}, no multiple of {BLOCK}, by which SGLang's kernels for GPUs round"
         yield Complaint("fail", f"rollout.engine.quantization = float8_block: {reason}", "Set it to none")
 
 
@@ -183,11 +183,11 @@ def object_store_holds_the_weights(facts: PaperFacts, config: RunConfig) -> Iter
 def deltas_have_a_network(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     if config.weight_sync.deltas and config.ray.address is None:
         text = "weight_sync.deltas = True in a cluster of this machine alone: engines read the learner's weights where they lie"
-        yield Complaint("warn", text, "Leave it out")
+        yield Complaint("warn", text, "Set it to false")
     elif config.weight_sync.deltas and config.learner.resolved_dtype == "float32":
         text = "weight_sync.deltas = True with weights in float32: what an update changes has a third of the bytes, not a fiftieth"
         text += " as in bfloat16, and finding it takes longer than it saves on networks faster than 0.3 Gbit/s"
-        yield Complaint("note", text, "Leave it out")
+        yield Complaint("note", text, "Set it to false")
 
 
 def staleness_leaves_time_for_the_longest(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -226,7 +226,8 @@ PAPER_RULES: tuple[PaperRule, ...] = (
     devices_and_types,
     train_takes_model_and_task,
     layout_divides_the_model,
-    experts_are_there_for_their_settings,
+    settings_fit_the_experts,
+    engine_reports_its_experts,
     sglang_knows_its_arguments,
     experts_keep_their_layout,
     gpus_have_kernels,
@@ -284,4 +285,4 @@ def stop_at_failures(complaints: list[Complaint]) -> None:
 
 
 def worst_first(complaints: list[Complaint]) -> list[Complaint]:
-    return sorted(complaints, key=lambda one: ("fail", "warn", "note").index(one.severity))
+    return sorted(complaints, key=lambda one: get_args(Severity).index(one.severity))

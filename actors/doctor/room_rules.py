@@ -41,7 +41,7 @@ def cpus_for_everybody(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     Without ray.num_cpus a private Ray has as many as the run asks for."""
     remedy = "Lower rollout.workers, add nodes, or start them with more (ray start --num-cpus)"
     if config.ray.address is None:
-        remedy = "Leave ray.num_cpus out, or raise it"
+        remedy = "Raise ray.num_cpus, or set it to null"
     yield from _for_everybody("CPU", nodes, config, remedy)
 
 

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from actors.doctor.facts import Complaint
+from actors.doctor.facts import Complaint, Severity
 from actors.doctor.room_rules import Request
 from correction.errors import counted
 
 UNFIT = 1
 """Exit code when something can't work."""
-_COLOURS = {"fail": "bold red", "warn": "yellow", "note": "dim"}
+_COLOURS: dict[Severity, str] = {"fail": "bold red", "warn": "yellow", "note": "dim"}
 
 
 def summary(complaints: Sequence[Complaint]) -> str:

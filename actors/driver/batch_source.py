@@ -15,7 +15,7 @@ import ray
 
 from actors.carriers import DiscardedGroup, ForwardRequest, PreparedBatch, QueueSettlement, StepVersions, Ticket
 from actors.config import RunConfig
-from actors.driver.going_back import lost_among, while_they_answer
+from actors.driver.lost_parts import lost_among, while_they_answer
 from actors.driver.parts import QUEUE, SERVICE, StartingPoint, make_queue, start_service
 from actors.pool.pool import RolloutPool
 from actors.processes.supervision import call_with_retries, kill, lost_if_late, unless_set, wait_for
@@ -140,7 +140,7 @@ class BatchSource:
                 found: Agreement | None = await self.ask(asked.compared, version, result)
                 return found
             except ActorLost as error:
-                lost = [parts[name] for name in await lost_among(parts, error) if name in parts]
+                lost = [parts[name] for name in (await lost_among(parts, error)).parts]
                 if not lost and self.service is asked:
                     raise
             kill(*lost)  # so that a part that was only out of reach is replaced, too

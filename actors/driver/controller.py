@@ -24,8 +24,9 @@ from actors.driver.alarms import AlarmResponse
 from actors.driver.batch_source import BatchSource
 from actors.driver.empty_steps import EmptySteps
 from actors.driver.evaluation import Evaluations
-from actors.driver.going_back import Rollbacks, end_parts, lost_among, raise_when_lost, what_goes_on, what_is_done_again, what_is_lost
-from actors.driver.parts import REPLACEABLE, StartingPoint, make_sync, start_learner, worker_settings
+from actors.driver.lost_parts import Lost, lost_among, raise_when_lost
+from actors.driver.parts import StartingPoint, make_sync, start_learner, worker_settings
+from actors.driver.rollback import Rollbacks, end_parts, what_goes_on, what_is_done_again, what_is_lost
 from actors.driver.run_summary import RunSummary
 from actors.driver.shutdown_signals import ShutdownSignals
 from actors.driver.step_reporter import StepReporter
@@ -34,7 +35,8 @@ from actors.metrics.held_out import Evaluation
 from actors.pool.elastic import first_workers
 from actors.pool.pool import RolloutPool
 from actors.processes import interrupts
-from actors.processes.supervision import Stopwatch, done_or_reported, kill, together, unless_failed, unless_set, wait_for
+from actors.processes.stopwatch import Stopwatch
+from actors.processes.supervision import done_or_reported, kill, together, unless_failed, unless_set, wait_for
 from actors.ranks.forwards import next_batch
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.disk_waits import ByDisk, by_disk
@@ -103,9 +105,9 @@ class Controller:
                 await self._end()
 
     async def _until_done(self) -> RunSummary:
-        """The run from the start of its parts. When one of them dies it is replaced, or the run goes back (going_back.py)."""
+        """The run from the start of its parts. When one of them dies it is replaced, or the run goes back (rollback.py)."""
         failure: BaseException | None = None
-        lost: list[str] = []
+        lost = Lost()
         after: Evaluation | None = None
         is_replaceable = False
         while True:
@@ -116,7 +118,7 @@ class Controller:
                     await unless_failed(self._replace(lost, failure), self._pool.raise_on_failure())
                 else:
                     await self._withdraw(lost, failure)  # until then the pool's failure is the one that takes the run back
-                    await unless_failed(self._go_back(), self._pool.raise_on_failure())
+                    await unless_failed(self._roll_back(), self._pool.raise_on_failure())
                 loss = raise_when_lost(self._parts, self._config.deadlines.part_heartbeat_s, self._observer.event)
                 training = unless_failed(self._until_trained(goes_on=is_replaceable), loss)
                 await unless_failed(training, self._pool.raise_on_failure())
@@ -125,12 +127,12 @@ class Controller:
             except (EvenkeelError, ray.exceptions.RayError) as error:
                 failure = error
             lost = await lost_among(self._parts, failure)
-            is_replaceable = self._are_up and self._is_begun and REPLACEABLE.issuperset(lost) and not self._pool.has_failed
+            is_replaceable = self._are_up and self._is_begun and lost.is_replaceable and not self._pool.has_failed
             if not self._goes_on_after(lost, failure, is_replaced=is_replaceable):
                 break
         return await self._finish(after)
 
-    def _goes_on_after(self, lost: list[str], failure: BaseException, *, is_replaced: bool) -> bool:
+    def _goes_on_after(self, lost: Lost, failure: BaseException, *, is_replaced: bool) -> bool:
         """Whether parts are replaced, or the run goes back. If not, all is trained and saved. Raises: what ends the run."""
         self._shutdown.is_training = self._shutdown.is_training and is_replaced
         if self._is_trained and self._ends_early:
@@ -183,7 +185,7 @@ class Controller:
         await self._checkpoints.save_with_retries(self._step, self._save)
         await self._by_disk(self._observer.disk.result(self._source.ledger.flush), "the ledger's lines")
 
-    async def _go_back(self) -> None:
+    async def _roll_back(self) -> None:
         """Go back to the last checkpoint, when no part of the run is left that could still change something."""
         reached = {"step": self._step, "version": self._version, "generation": self._generation + 1}
         await self._by_disk(self._checkpoints.off_disk(), "what it still does for an abandoned checkpoint")
@@ -193,7 +195,7 @@ class Controller:
         for level, sentence in said:
             self._observer.event(level, sentence)
         self._step, self._version, self._is_trained = self._point.step, self._point.version, self._point.step >= self._config.steps
-        self._observer.go_back(self._point.totals, self._step)
+        self._observer.roll_back(self._point.totals, self._step)
         self._alarms = AlarmResponse(self._config.monitor, self._config.correction, self._point.replacement)
         of_run = self._config.checkpoint, self._config.deadlines
         self._checkpoints = CheckpointWriter(self._folder, self._observer, *of_run, begins_at=self._step)
@@ -201,9 +203,9 @@ class Controller:
         self._pool.serve(self._source.queue, self._generation, self._source.outstanding)
         await self._start_parts()
 
-    async def _replace(self, lost: list[str], failure: BaseException) -> None:
+    async def _replace(self, lost: Lost, failure: BaseException) -> None:
         """Replace queue and service; learner and engines keep running. Raises: what an update has failed with."""
-        self._observer.doing(f"{' and '.join(lost)} gone: new ones start, rollouts go on")
+        self._observer.doing(f"{lost} gone: new ones start, rollouts go on")
         await unless_set(self._shutdown.is_asked, self._rollbacks.pause(self._observer.event))
         self._source.replace(self._alarms.correction)
         self._parts |= self._source.parts
@@ -216,10 +218,10 @@ class Controller:
         self._observer.replaced_queue()
         self._warn(what_goes_on(lost, failure, step=self._step))
 
-    async def _withdraw(self, lost: list[str], failure: BaseException) -> None:
+    async def _withdraw(self, lost: Lost, failure: BaseException) -> None:
         """End what holds the run's state, and what is under way with it. All steps that are finished are written."""
         self._warn(what_is_lost(lost, failure))
-        self._observer.doing(f"{' and '.join(lost)} gone: going back to the last checkpoint")
+        self._observer.doing(f"{lost} gone: going back to the last checkpoint")
         self._are_up = False
         if self._step_under_way is not None:
             self._step_under_way.drop()
@@ -276,13 +278,12 @@ class Controller:
         self._version += 1
         self._observer.trained()
         if self._version % self._config.weight_sync.every_steps == 0 or self._evaluations.is_due(self._step + 1):
-            with self._watch.phase("publish"):
-                await self._sync.publish()
+            await self._sync.publish()
 
     async def _next_batch(self) -> PreparedBatch:
         await self._by_disk(self._observer.disk.room(), f"room for the lines of step {self._step + 1}")
         self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
-        with self._watch.phase("wait_learner"), self._pool.learner_waits(self._version):
+        with self._watch.phase("wait_learner") as wait, self._pool.learner_waits(self._version, wait):
             asking = partial(self._source.next, self._version, self._pool), self._source.service, self._learner
             batch = next_batch(*asking, step=self._step, deadline_s=self._config.deadlines.sync_s, is_moving=self._pool.is_moving)
             return await self._steps.report_during(batch, after_s=_BATCH_IS_LATE_S)

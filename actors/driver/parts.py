@@ -1,6 +1,6 @@
 """The parts that hold a run's state in processes of their own: queue, learner, correction service. They begin at a starting point.
 
-Rollout workers hold none of it, and outlive these: see going_back.py.
+Rollout workers hold none of it, and outlive these: see rollback.py.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from actors.metrics.kinds import gauge_of as _of
 from actors.metrics.kinds import histogram as _histogram
 from actors.metrics.kinds import score as _score
 from correction.diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS, Quantity, Unit
+from correction.early_warning.monitor import State
 from correction.early_warning.symptoms import SYMPTOMS
 from learner.results import ParameterGroup, SkipReason
 
@@ -137,8 +138,8 @@ _REWARD = [
         "Mean of one named part of the reward; the reward is the sum of the parts.",
     ),
     _counter(
-        "reward/exceptions_total", "reward exceptions",
-        "Trajectories whose reward function raised; they are left out of baseline and loss.",
+        "reward/exceptions_total", "trajectories without a reward",
+        "Trajectories whose reward function raised or whose answer the engine didn't finish; left out of baseline and loss.",
     ),
     _counter(
         "reward/timeouts_total", "reward time-outs",
@@ -236,10 +237,11 @@ def _in_group(group: str, quantities: Mapping[str, Quantity], places: Mapping[st
 
 _CORRECTION = [*_PLACED_DIAGNOSTICS.values(), *_in_group("correction/", DIAGNOSTICS | DIAGNOSTIC_FAMILIES, DIAGNOSTIC_PLACES)]
 _SYMPTOMS = [symptom.name for symptom in SYMPTOMS]
+_STATES = ", ".join(f"{state.rank} {state}" for state in State)
 _MONITOR = [
     _gauge(
         "monitor/level", _U.ONE, _R.MAX, "early warning",
-        "State of the worst symptom of the early warning: 0 ok, 1 watch, 2 alarm; docs/correction.md lists the symptoms.",
+        f"State of the worst symptom of the early warning: {_STATES}; docs/correction.md lists the symptoms.",
     ),
     _counter("monitor/watches_total/", "watches", "Times that a symptom became a watch.", members=_SYMPTOMS),
     _counter(

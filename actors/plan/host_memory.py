@@ -81,7 +81,7 @@ def of_driver(shape: ModelShape, config: RunConfig) -> dict[str, int]:
     The service has the answers of two batches, one being packed and one drawn ahead, and three corrected: one in preparation, one in
     training and one that is being looked at. Two lie in the object store. None of them holds wide fields: what stands for them are keys.
     """
-    tokens = batch_tokens(shape, config)
+    tokens = batch_tokens(config)
     keys = key_bytes(shape, config)
     waiting = (config.max_staleness + 1) * tokens * (ANSWER + wide_bytes(shape, config))
     return {
@@ -105,7 +105,7 @@ def of_learner(shape: ModelShape, config: RunConfig, ranks: int) -> dict[str, in
     holders = learner.world_size if learner.distributed_optimizer else learner.tensor_parallel * learner.pipeline_parallel
     whole_folder = shape.weight_bytes(learner.resolved_dtype)
     copies = (checkpoint_bytes(shape, config) - whole_folder) * min(ranks, holders) // holders + whole_folder
-    tokens = batch_tokens(shape, config)
+    tokens = batch_tokens(config)
     batch = tokens * CORRECTED + key_bytes(shape, config)
     on_cpu = learner.resolved_device == "cpu"
     return {
@@ -132,7 +132,7 @@ def of_engines(
         has_the_store: the versions that rank 0 has stored lie on the same node.
     """
     engine, moved = config.rollout.engine, traffic(shape, config)
-    outstanding = (config.max_staleness + 1) * batch_tokens(shape, config) * engines // config.rollout.most_workers
+    outstanding = (config.max_staleness + 1) * batch_tokens(config) * engines // config.rollout.most_workers
     on_cpu, dtype, ranks = engine.resolved_device == "cpu", engine.resolved_dtype, engines * engine.tensor_parallel
     weights = ranks * shape.weight_bytes(dtype, engine.tensor_parallel, float8=engine.has_float8)
     cache_tokens = engine.max_total_tokens or 0

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from actors.plan.learner_memory import RESERVE, RankMemory, rank_memory
 from actors.plan.shape import ModelShape
-from correction.errors import ConfigError
 from learner.config import LearnerConfig
+from learner.model_fit import layout_obstacles
 
 _VARIED = (
     *("tensor_parallel", "sequence_parallel", "pipeline_parallel", "virtual_pipeline", "expert_parallel", "data_parallel"),
@@ -72,29 +72,6 @@ def layouts(
     return sorted(found, key=lambda layout: (not layout.fits, *_cost(layout.config)))
 
 
-def obstacles(shape: ModelShape, config: LearnerConfig) -> list[ConfigError]:
-    """Why the model can't be divided like this: what the learner itself refuses, and stages or experts that are not equal."""
-    ranks, stages = config.tensor_parallel, config.pipeline_parallel * config.virtual_pipeline
-    divisor, found = "Set it to a common divisor, or to 1", list[ConfigError]()
-    try:
-        config.check_model(shape.sizes)
-    except ConfigError as error:
-        found.append(error)
-    if shape.layers % stages:
-        reason = f"learner.pipeline_parallel x virtual_pipeline = {stages} doesn't divide the model's {shape.layers} layers"
-        found.append(ConfigError(reason, remedy=divisor))
-    if not shape.experts and config.expert_parallel > 1:
-        reason = f"learner.expert_parallel = {config.expert_parallel}, but the model has no experts"
-        found.append(ConfigError(reason, remedy="Set it to 1"))
-    if shape.experts % config.expert_parallel:
-        reason = f"learner.expert_parallel = {config.expert_parallel} doesn't divide the model's {shape.experts} experts"
-        found.append(ConfigError(reason, remedy=divisor))
-    if shape.experts and ranks > 1 and not config.sequence_parallel:
-        reason = f"learner.tensor_parallel = {ranks} with experts and without sequence_parallel"
-        found.append(ConfigError(reason, remedy="Set learner.sequence_parallel: true"))
-    return found
-
-
 def _possible(shape: ModelShape, config: LearnerConfig, ranks: int, gpus_per_node: int) -> Iterator[LearnerConfig]:
     sizes = [2**power for power in range(ranks.bit_length())]
     most = min(_LARGEST_TENSOR_PARALLEL, gpus_per_node) if config.gpus_per_rank == 1 else 1  # a group's ranks have whole GPUs
@@ -102,7 +79,6 @@ def _possible(shape: ModelShape, config: LearnerConfig, ranks: int, gpus_per_nod
         for pipeline in (size for size in sizes if tensor * size <= ranks and ranks % (tensor * size) == 0):
             data = ranks // (tensor * pipeline)
             for expert in (size for size in sizes if size == 1 or (shape.experts and data * tensor % size == 0)):
-                is_shared = data > 1 or (shape.experts > 0 and data * tensor > expert)
                 for recompute in (False, True):
                     values = {
                         "tensor_parallel": tensor,
@@ -111,15 +87,14 @@ def _possible(shape: ModelShape, config: LearnerConfig, ranks: int, gpus_per_nod
                         "virtual_pipeline": 1,
                         "expert_parallel": expert,
                         "data_parallel": data,
-                        "distributed_optimizer": is_shared,
                         "recompute_activations": recompute,
                     }
                     try:
                         one = LearnerConfig.model_validate(dict(config) | values)
                     except ValidationError:
                         continue
-                    if not obstacles(shape, one):
-                        yield one
+                    if not any(layout_obstacles(one, shape.sizes)):
+                        yield one.model_copy(update={"distributed_optimizer": one.has_copies(has_experts=shape.experts > 0)})
 
 
 def _cost(config: LearnerConfig) -> tuple[int, ...]:

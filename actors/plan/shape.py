@@ -9,13 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from correction.engines.float8_format import BLOCK
 from correction.errors import DataError
 from learner.hf.families import FAMILIES
 from learner.hf.model_family import ATTENTION_NORM_AFTER, INPUT_NORM, QKV_BIAS, ModelFamily
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
-FLOAT8_BLOCK = 128
-"""Rows and columns of a matrix in float8 that share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +75,10 @@ class ModelShape:
 
     @property
     def sizes(self) -> SimpleNamespace:
-        """Under the names of a transformers config, for `LearnerConfig.check_model`."""
+        """Under the names of a transformers config, for learner/model_fit.py."""
         return SimpleNamespace(
             model_type=self.model_type,
+            num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.key_heads,
             intermediate_size=self.feed_forward,
@@ -152,7 +152,7 @@ class ModelShape:
         the experts has the same size whether each expert is cut or each rank has some experts whole.
 
         Args:
-            float8: the projections have a byte an entry, and 4 for each block of 128 x 128 (correction/engines/float8.py).
+            float8: the projections have a byte an entry, and 4 for each block of 128 x 128 (correction/engines/float8_format.py).
             attention_groups: each of which has all heads, and each rank the whole embedding.
         """
         shared, experts = self.split(ranks, 1, 1)[0]
@@ -184,7 +184,7 @@ class ModelShape:
 
 
 def _blocks(rows: int, columns: int) -> int:
-    return -(-rows // FLOAT8_BLOCK) * -(-columns // FLOAT8_BLOCK)
+    return -(-rows // BLOCK) * -(-columns // BLOCK)
 
 
 def check_is_model(folder: Path) -> None:

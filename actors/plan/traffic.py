@@ -146,7 +146,7 @@ def wide_bytes(shape: ModelShape, config: RunConfig, *, id_bytes: int = 4) -> in
     return needs_topk(config.correction) * (id_bytes + 4) + (routes if config.learner.routing_replay != "none" else 0)
 
 
-def batch_tokens(shape: ModelShape, config: RunConfig) -> int:
+def batch_tokens(config: RunConfig) -> int:
     """Tokens of a batch of the longest answers that are allowed, each with a prompt as long as the context leaves room for. The model's own
     context says nothing of prompts: then they are no longer than the answers."""
     sampling, engine = config.rollout.sampling, config.rollout.engine
@@ -156,19 +156,19 @@ def batch_tokens(shape: ModelShape, config: RunConfig) -> int:
     return config.groups_per_step * sampling.samples_per_group * longest
 
 
-def prompt_tokens(shape: ModelShape, config: RunConfig) -> int:
+def prompt_tokens(config: RunConfig) -> int:
     """Prompt tokens of such a batch: what the longest answers leave."""
     sampling = config.rollout.sampling
-    return max(0, batch_tokens(shape, config) - config.groups_per_step * sampling.samples_per_group * sampling.max_tokens)
+    return max(0, batch_tokens(config) - config.groups_per_step * sampling.samples_per_group * sampling.max_tokens)
 
 
 def key_bytes(shape: ModelShape, config: RunConfig) -> int:
     """Bytes of a batch's route keys: one a token of a prompt, where its experts are replayed (correction/wide.py)."""
-    return 0 if config.learner.routing_replay == "none" or not shape.experts else 4 * prompt_tokens(shape, config)
+    return 0 if config.learner.routing_replay == "none" or not shape.experts else 4 * prompt_tokens(config)
 
 
 def batch_bytes(shape: ModelShape, config: RunConfig) -> int:
-    return batch_tokens(shape, config) * PACKED + key_bytes(shape, config)
+    return batch_tokens(config) * PACKED + key_bytes(shape, config)
 
 
 def active_parameters(shape: ModelShape) -> int:

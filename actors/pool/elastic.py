@@ -1,13 +1,12 @@
-"""A pool that follows the load: measures what both sides waited for in each step, has scaling.py decide, and changes the pool's size."""
+"""A pool that follows the load: compares what both sides waited for in each step, has scaling.py decide, and changes the pool's size."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from actors.pool.scaling import PoolLimits, ScalingDecision, ScalingRule, StepLoad, fed_by_admission
+from actors.pool.scaling import PoolLimits, ScalingDecision, ScalingRule, StepLoad, fed_by_admission, workers_wait
+from actors.processes.stopwatch import Phase
 from rollout.config import RolloutConfig
 from rollout.trajectory import WorkerLoad
 
@@ -32,35 +31,28 @@ class Elastic:
         self._rule = ScalingRule(limits, self.first) if config.is_elastic else None
         self.note = _unfed(limits) if self._rule is not None else None
         """A sentence about limits that can't be reached; None: there is nothing to say."""
-        self._step_began: float | None = None
-        self._waited_s = 0.0
+        self._wait: Phase | None = None
+        """The learner's last one for a batch."""
         self._before: dict[str, WorkerLoad] = {}
 
-    @contextmanager
-    def learner_waits(self, version: int, spawn: Callable[[Coroutine[Any, Any, None]], None]) -> Iterator[None]:
-        """To be put around the learner's wait for a batch, once a step: a step is measured from one such wait to the next.
+    def learner_waits(self, version: int, wait: Phase, spawn: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+        """To be called when the learner begins to wait for a batch, once a step: a step is measured from one such wait to the next.
 
-        Args: version: made by the step before. Workers that hold it sent their loads with its receipts, and aren't asked again.
+        Args:
+            version: made by the step before. Workers that hold it sent their loads with its receipts, and aren't asked again.
+            wait: measured by the driver; it is read when the next one begins.
         """
-        now = asyncio.get_running_loop().time
-        began = now()
-        if self._rule is not None and self._step_began is not None:
-            spawn(self._follow(self._rule, version, began - self._step_began, self._waited_s))
-        self._step_began = began
-        try:
-            yield
-        finally:
-            self._waited_s = now() - began
+        before, self._wait = self._wait, wait
+        if self._rule is not None and before is not None:
+            spawn(self._follow(self._rule, version, wait.began - before.began, before.seconds))
 
     async def _follow(self, rule: ScalingRule, version: int, seconds: float, waited_s: float) -> None:
         loads = await self._pool.loads(version)
         since = [load.since(self._before.get(name)) for name, load in loads.items()]
         self._before = loads
-        up_s = sum(part.up_s for part in since)
-        if up_s <= 0 or seconds <= 0:
+        if sum(part.up_s for part in since) <= 0 or seconds <= 0:
             return
-        idle = max(0.0, 1.0 - sum(part.busy_s for part in since) / up_s)
-        decision = rule.after(StepLoad(seconds, min(1.0, waited_s / seconds), idle, len(loads)))
+        decision = rule.after(StepLoad(seconds, min(1.0, waited_s / seconds), workers_wait(since), len(loads)))
         if decision is not None:
             self._on_decision(decision)
             self._pool.resize(decision.target, decision.reason)

@@ -20,12 +20,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 
+from actors.processes.doubled_pause import doubled_pause_s
 from actors.settings.deadlines import REPLACEMENT_PAUSE_S
 from correction.errors import EngineError, RequestError, counted
 
 WINDOW_S = 3600.0
 """Seconds after which a loss no longer counts."""
-_LONGEST_PAUSE_S = 300.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 300.0
 _LEAST_BUDGET = 10
 _LOSSES_OF_A_NODE = 2
 _TOGETHER_S = 15.0
@@ -97,9 +98,9 @@ class WorkerLosses:
         """By what is counted."""
         window = f"{len(self._after_start)} losses of rollout workers within {WINDOW_S / 60:.0f} minutes"
         return {
-            f"{counted(failed_starts, 'start')} in a row failed": _pause_s(failed_starts - 1, _LONGEST_PAUSE_S),
-            "workers are lost one after the other": _pause_s(self.in_vain - size, _LONGEST_PAUSE_S),
-            window: _pause_s(0 if is_alone else len(self._after_start) - _budget(size), REPLACEMENT_PAUSE_S),
+            f"{counted(failed_starts, 'start')} in a row failed": doubled_pause_s(failed_starts - 1, _FIRST_PAUSE_S, _LONGEST_PAUSE_S),
+            "workers are lost one after the other": doubled_pause_s(self.in_vain - size, _FIRST_PAUSE_S, _LONGEST_PAUSE_S),
+            window: doubled_pause_s(0 if is_alone else len(self._after_start) - _budget(size), _FIRST_PAUSE_S, REPLACEMENT_PAUSE_S),
         }
 
     def check(self, size: int, last: str) -> None:
@@ -129,11 +130,6 @@ class WorkerLosses:
             self._in_vain.popleft()
         while self._after_start and now - self._after_start[0][0] > WINDOW_S:
             self._after_start.popleft()
-
-
-def _pause_s(beyond: int, longest_s: float) -> float:
-    """Args: beyond: losses beyond those after which a replacement starts at once."""
-    return min(longest_s, 2.0 ** min(beyond, 16)) if beyond > 0 else 0.0
 
 
 def _budget(size: int) -> int:

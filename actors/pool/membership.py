@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from actors.pool.pool_tasks import PoolTasks
 from actors.pool.scoring import UnscoredStarts
 from actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
 from actors.processes.call_throttle import CallThrottle
+from actors.processes.stopwatch import Phase
 from actors.processes.supervision import AGAIN_S, kill, unwrapped, wait_for
 from actors.settings.deadlines import group_s
 from actors.weights.weight_sync import WeightSync
@@ -89,7 +90,7 @@ class Membership:
         self._draining: dict[str, float | None] = {}
         """Nodes that Ray drains: event-loop time (s) at which each goes; None: nobody says when. Until they are gone."""
         self.generation = 0
-        """Of the run, see actors/driver/going_back.py."""
+        """Of the run, see actors/driver/rollback.py."""
         self.throttle = CallThrottle()
 
     # -- workers -----------------------------------------------------------------------------------------------------
@@ -167,9 +168,9 @@ class Membership:
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def learner_waits(self, version: int) -> AbstractContextManager[None]:
-        """Around the learner's wait for a batch, once a step. Args: version: of its weights."""
-        return self._elastic.learner_waits(version, self._tasks.spawn)
+    def learner_waits(self, version: int, wait: Phase) -> None:
+        """To be called when the learner begins to wait for a batch, once a step. Args: see RolloutPool.learner_waits."""
+        self._elastic.learner_waits(version, wait, self._tasks.spawn)
 
     # -- size --------------------------------------------------------------------------------------------------------
 

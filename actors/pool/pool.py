@@ -28,6 +28,7 @@ from actors.pool.pool_tasks import PoolTasks
 from actors.pool.rollout_worker import GroupOutcome
 from actors.pool.scoring import Scoring
 from actors.pool.workers import PoolObserver, WorkerHandle
+from actors.processes.stopwatch import Phase
 from actors.processes.supervision import call_until_answered, call_with_retries, unless_failed, wait_for
 from actors.queue.outstanding import Outstanding
 from actors.queue.payloads import disregard, to_hand_on
@@ -294,9 +295,15 @@ class RolloutPool:
         self._delivery = Delivery(self._queue, partial(self._observer.event, "warning"), spawn=partial(self.tasks.spawn, name=_CALL))
 
     @contextmanager
-    def learner_waits(self, version: int) -> Iterator[None]:
-        """To be put around the learner's wait for a batch, once a step. Args: version: of the learner's weights."""
-        with self.members.learner_waits(version), self._delivery.urgent():
+    def learner_waits(self, version: int, wait: Phase) -> Iterator[None]:
+        """To be put around the learner's wait for a batch, once a step.
+
+        Args:
+            version: of the learner's weights.
+            wait: measured by the driver.
+        """
+        self.members.learner_waits(version, wait)
+        with self._delivery.urgent():
             yield
 
     def _discard(self, ticket: Ticket, reason: DiscardReason, why: str) -> None:

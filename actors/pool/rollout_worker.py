@@ -26,23 +26,13 @@ from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError, RequestError, SyncError
 from rollout.config import AnswerSampling
+from rollout.continuation import unanswered, unsampled
 from rollout.engine.answer_thread import in_answer_thread
 from rollout.engine.temporary_files import own_folder, remove
 from rollout.engine.weight_update import require_checksums
 from rollout.sampler import Sampler
 from rollout.stacks import register_stack_dump
-from rollout.trajectory import (
-    FailureKind,
-    FinishReason,
-    GroupFacts,
-    Prompt,
-    SyncReceipt,
-    Trajectory,
-    UnfinishedGroup,
-    WorkerLoad,
-    ids_of,
-    logprobs_of,
-)
+from rollout.trajectory import GroupFacts, Prompt, SyncReceipt, Trajectory, UnfinishedGroup, WorkerLoad
 
 log = logging.getLogger("evenkeel.pool")
 T = TypeVar("T")
@@ -217,9 +207,7 @@ class RolloutWorker:
         try:
             return await self._sampler.answer(prompt, how)
         except UNANSWERED as error:
-            asked, no_ids, no_logprobs = ids_of(prompt.token_ids), ids_of(()), logprobs_of(())
-            nothing = Trajectory(prompt.prompt_id, asked, no_ids, no_logprobs, (), FinishReason.ABORT)
-            return (replace(nothing, error=str(error), failure=FailureKind.ENGINE),) * how.samples
+            return (unanswered(unsampled(prompt.token_ids, prompt.prompt_id), str(error)),) * how.samples
 
     def _count(self, trajectories: Sequence[Trajectory]) -> None:
         self._endpoint.add("rollout/generated_tokens_total", sum(len(t.response_ids) for t in trajectories))

@@ -12,12 +12,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from actors.pool.faults import LatestGroups
+from actors.processes.doubled_pause import doubled_pause_s
 from actors.processes.event_level import Notify
 from correction.errors import RequestError, counted
 from rollout.config import FunctionReward, RewardConfig
 from rollout.trajectory import LEAST_VALID, FailureKind, GroupFacts
 
-_LONGEST_PAUSE_S = 60.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
 PATIENCE_S = 1800.0
 """Most seconds of pauses in a row. A judge that restarts or moves to another node is back by then; a reward function with a bug isn't."""
 
@@ -35,12 +36,12 @@ class UnscoredStarts:
         self._since: float | None = None
         """Event-loop time (s) of the first one since a worker was last up."""
 
-    def pause_s(self, error: BaseException | None, unscored: int, *, is_alone: bool) -> float:
+    def pause_s(self, error: BaseException | None, starts: int, *, is_alone: bool) -> float:
         """Seconds to wait before the next start: 2, 4, 8 ... up to 60.
 
         Args:
             error: what the reward says.
-            unscored: such starts in the place of this worker, in a row.
+            starts: such starts in the place of this worker, in a row; 1 or more.
             is_alone: no worker is up, so that nobody else learns when rewards work again, or that they never will.
         Raises: RequestError once that has been so for PATIENCE_S.
         """
@@ -51,7 +52,7 @@ class UnscoredStarts:
                 f"{error}. For {PATIENCE_S / 60:.0f} minutes no rollout worker could start because of it. Repair it and resume the run, "
                 "which goes on from its last checkpoint"
             )
-        return min(_LONGEST_PAUSE_S, 2.0 ** min(unscored, 16))
+        return doubled_pause_s(starts, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
 
     def ended(self) -> None:
         """A worker is up."""
@@ -101,7 +102,7 @@ class Scoring:
                 f"The last error: {why}"
             )
         self._pauses += 1
-        pause_s = min(_LONGEST_PAUSE_S, 2.0**self._pauses)
+        pause_s = doubled_pause_s(self._pauses, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         self._paused_s += pause_s
         self._notify("warning", f"rewards: {self._latest} could not be scored; the next group in {pause_s:.0f} s: {why}")
         self.is_pausing = True

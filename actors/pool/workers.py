@@ -101,7 +101,7 @@ class WorkerHandle:
         return f"rollout worker {self.name}" + (f" on node {node[:8]}" if node else "")
 
     def follow(self, generation: int) -> None:
-        """Have it abort all work, and count it as without weights; see actors/driver/going_back.py."""
+        """Have it abort all work, and count it as without weights; see actors/driver/rollback.py."""
         if generation:
             self.sync = SyncTarget(self.name, self.actor, node=self.sync.node)
             self.actor.follow.remote(generation)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import sys
 import time
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
+from rollout.parent_death import adopt_orphans
+
 if TYPE_CHECKING:
     import psutil
 
-_PR_SET_CHILD_SUBREAPER = 36
-"""Option of Linux's prctl: orphans among the descendants become children of this process, instead of init's."""
 _ENDED_S = 5.0
 """Longest wait for a killed process to be gone."""
 
@@ -52,9 +50,8 @@ def adopted_orphans() -> Iterator[None]:
 
 
 def _set_subreaper(is_on: bool) -> None:
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)
+    with contextlib.suppress(OSError, AttributeError):
+        adopt_orphans(is_on=is_on)
 
 
 def end(processes: list[psutil.Process], *, grace_s: float = 0.0) -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
@@ -251,23 +250,3 @@ async def _ask(detail: Callable[[], Awaitable[str]]) -> str:
         return await asyncio.wait_for(_as_coroutine(detail()), _DETAIL_S)
     except Exception as error:  # a notice must not fail because its detail did
         return f"no detail: {type(error).__name__}"
-
-
-class Stopwatch:
-    """Seconds by phase since the last reading. One task uses it; phases don't overlap a reading."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - began
-
-    def read(self) -> dict[str, float]:
-        """Seconds by phase, and start anew."""
-        seconds, self._seconds = self._seconds, {}
-        return seconds

@@ -73,6 +73,11 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         self._read: dict[Any, Any] = {}
         """Wide fields of the batch that comes next, by reference."""
 
+    @property
+    def learner(self) -> LearnerRank:
+        """For functions that are called with this actor in its process (actors/doctor/on_ranks.py), once it has started."""
+        return self._learner
+
     @ray.method(concurrency_group=OUT_OF_TURN)
     def address(self) -> tuple[str, int]:
         """Address at which rank 0 will listen: this node, and a port that isn't given to anybody else until the next one is asked for."""
@@ -86,11 +91,6 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # who listens there sets it, too, and may
         self._reserved.bind((host, 0))
         return host, self._reserved.getsockname()[1]
-
-    @property
-    def learner(self) -> LearnerRank:
-        """What it drives; from its start on. For what runs in its process (the doctor's checks)."""
-        return self._learner
 
     @names_failures
     def start(self, world_size: int, master: tuple[str, int], model: Path, version: int) -> ActorInfo:

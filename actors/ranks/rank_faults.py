@@ -1,7 +1,7 @@
 """What befalls a learner rank whose process lives: its device or a collective fails, and torch raises in the middle of a call.
 
 The other ranks may still wait in that call, and what the rank holds may be of no one step. So it counts as lost, like one that has died,
-and the run goes back to its last checkpoint (actors/driver/going_back.py). Any other error is a bug, and stays what it is.
+and the run goes back to its last checkpoint (actors/driver/rollback.py). Any other error is a bug, and stays what it is.
 """
 
 from __future__ import annotations

@@ -61,12 +61,12 @@ class Observer:
         """Made and ended here; the driver's ledger writes by it, too."""
         self.steps = StepWriter(config, folder, view, self.disk, self._endpoint, self._totals, self.event)
 
-    def go_back(self, totals: Mapping[str, float], step: int) -> None:
+    def roll_back(self, totals: Mapping[str, float], step: int) -> None:
         """Called when the run goes back to an earlier step, with that step's totals; the folder has been cut back."""
         self._totals.go_on_from({**totals, _RETURNS: self._totals[_RETURNS] + 1})
         self._finished, self._receipts, self._extra = {}, [], {}
         self._probes.forget()
-        self.steps.go_back(step)
+        self.steps.roll_back(step)
 
     def replaced_queue(self) -> None:
         self._totals.count("queue/replaced_total")

@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.processes.doubled_pause import doubled_pause_s
 from actors.processes.event_level import Notify
 from actors.processes.long_wait import LongWait
 from actors.processes.supervision import wait_for
@@ -39,17 +40,17 @@ class StackCollector:
         self._folder, self._notify = folder, notify
         self._number = max((int(path.stem) for path in collections(folder.path)), default=0)
         self._last_s = -_LEAST_APART_S
-        self._next: dict[str, tuple[float, float]] = {}
-        """Kind of wait (what is said of it, without numbers) -> when it may have the next collection, and the pause after that."""
+        self._next: dict[str, tuple[float, int]] = {}
+        """Kind of wait (what is said of it, without numbers) -> when it may have the next collection, and how many it has had."""
         self._collecting: asyncio.Task[None] | None = None
 
     def half_over(self, wait: LongWait) -> None:
         """Called once in a long wait."""
         now, kind = time.monotonic(), re.sub(r"\d+", "", str(wait))
-        next_s, apart_s = self._next.get(kind, (now, _APART_S))
+        next_s, before = self._next.get(kind, (now, 0))
         if now < next_s or now - self._last_s < _LEAST_APART_S:
             return
-        self._next[kind] = now + apart_s, min(2 * apart_s, _LONGEST_APART_S)
+        self._next[kind] = now + doubled_pause_s(before + 1, _APART_S, _LONGEST_APART_S), before + 1
         self._number, self._last_s = self._number + 1, now
         self._collecting = asyncio.create_task(self._collect(self._number, wait))
 

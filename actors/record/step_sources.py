@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from actors.carriers import Example, PreparedBatch
 from actors.metrics.catalogue import DIAGNOSTIC_PLACES, LOSS_PLACES, SKIPPED, STALENESS_PLACES
+from actors.pool.scaling import workers_wait
 from correction.diagnostics.batch_numbers import kept_numbers, staleness_numbers
 from learner.results import SkipReason
-from rollout.trajectory import AnswerFacts, FailureKind, FinishReason, GroupFacts, SyncReceipt, WorkerLoad
+from rollout.trajectory import AnswerFacts, FailureKind, FinishReason, GroupFacts, SyncReceipt, WorkerLoad, have_one_reward
 
 if TYPE_CHECKING:
     from learner.results import StepResult
@@ -36,7 +37,7 @@ def batch_metrics(prepared: PreparedBatch, *, correct_at: float) -> dict[str, fl
     groups, of_groups = prepared.groups, [group.valid for group in prepared.groups]
     valid = [t for answers in of_groups for t in answers]
     rewards = [t.reward for t in valid if t.reward is not None]
-    rewards_alike = [answers[0].reward or 0.0 for answers in of_groups if len({t.reward for t in answers}) <= 1]
+    rewards_alike = [answers[0].reward or 0.0 for answers in of_groups if have_one_reward(answers)]
     numbers = {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": _deviation(rewards),
@@ -126,7 +127,7 @@ def learner_share(phases: Mapping[str, float], tokens: int, seconds: float) -> d
     """The learner's part of a step.
 
     Args:
-        phases: seconds of the loop.
+        phases: seconds, by the names that the controller gives its Stopwatch.
         tokens: of the batch.
         seconds: of the step.
     """
@@ -201,16 +202,12 @@ def rollout_metrics(
         since = {name: load.since(before.get(name)) for name, load in loads.items()}
         # By each worker's own time: the loads of a step come at other moments than its end.
         numbers["throughput/rollout_tokens_per_s"] = sum(part.generated_tokens / part.up_s for part in since.values() if part.up_s > 0)
-        numbers |= {f"worker/wait_share/{name}": _wait_share([part]) for name, part in since.items() if part.up_s > 0}
+        numbers |= {f"worker/wait_share/{name}": workers_wait([part]) for name, part in since.items() if part.up_s > 0}
         if any(part.up_s > 0 for part in since.values()):
-            share = _wait_share(since.values())
+            share = workers_wait(since.values())
             numbers["wait/rollout_share"] = share
             numbers["wait/rollout_s"] = share * seconds
     return numbers
-
-
-def _wait_share(parts: Collection[WorkerLoad]) -> float:
-    return max(0.0, 1.0 - sum(part.busy_s for part in parts) / sum(part.up_s for part in parts))
 
 
 def first_lengths(groups: Sequence[GroupFacts]) -> list[int]:

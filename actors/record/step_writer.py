@@ -120,7 +120,7 @@ class StepWriter:
             abandon(self._writing)
         self._writing = None
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Called when the run goes back to an earlier step; the folder has been cut back."""
         self._views = views_from_an_earlier_step(self._views, self._folder, step)
 

@@ -26,12 +26,12 @@ from actors.metrics.catalogue import CATALOGUE, SKIPPED
 from actors.metrics.step_metrics import accuracy, accuracy_of_what, by_worker, pass_at_most, shown, with_interval
 from actors.processes.event_level import EventLevel
 from actors.processes.output import UnfailingStream
+from actors.record.run_event import LEVEL_OF_STATE
 from actors.record.run_folder import RunFolder
+from correction.early_warning.monitor import State
 from learner.results import SkipReason
 
-_EVENT_STYLE = {"info": "cyan", "watch": "yellow", "warning": "yellow", "alarm": "bold red", "error": "bold red"}
-_MONITOR_LEVELS = ("ok", "watch", "alarm")
-"""Words for the values of monitor/level."""
+_EVENT_STYLE: dict[EventLevel, str] = {"info": "cyan", "watch": "yellow", "warning": "yellow", "alarm": "bold red", "error": "bold red"}
 _SPARKS, _SPARKS_WIDTH = "▁▂▃▄▅▆▇█", 14
 _REWARD, _REJECTED, _WARNING = "reward/mean", "rejection/rejected_share", "monitor/level"
 _LEFT = (_REWARD, "learner/entropy", "mismatch/k3", "mismatch_and_staleness/k3", _REJECTED, _WARNING)
@@ -196,8 +196,10 @@ class _State:
         return table
 
     def _warning(self) -> Text:
-        level = _monitor_level(self.metrics)
-        return Text(level or "-", style=_EVENT_STYLE.get(level, ""))
+        state = _early_warning(self.metrics)
+        if state is None:
+            return Text("-")
+        return Text(state, style="" if state is State.OK else _EVENT_STYLE[LEVEL_OF_STATE[state]])
 
     def _reward(self) -> str:
         if not self.rewards:
@@ -248,8 +250,8 @@ def step_line(metrics: Mapping[str, float], total_steps: int) -> str:
     parts = [f"{CATALOGUE[name].label} {shown(metrics, name)}" for name in _STEP_LINE if name in metrics]
     if metrics.get("learner/optimizer_steps") == 0:
         parts.append(f"no update: {_why_no_update(metrics)}")
-    if (level := _monitor_level(metrics)) not in ("", "ok"):
-        parts.append(f"{CATALOGUE[_WARNING].label} {level}")
+    if (state := _early_warning(metrics)) not in (None, State.OK):
+        parts.append(f"{CATALOGUE[_WARNING].label} {state}")
     return f"step {int(metrics.get('step', 0)):>{len(str(total_steps))}}/{total_steps}  " + "  ".join(parts)
 
 
@@ -335,6 +337,6 @@ def terminal_svg(folder: RunFolder, *, until_step: int | None = None) -> str:
     return re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)    # rich's font comes from a server; any monospace will do
 
 
-def _monitor_level(metrics: Mapping[str, float]) -> str:
-    """ok, watch or alarm; "" for a step without diagnostics."""
-    return _MONITOR_LEVELS[int(metrics[_WARNING])] if _WARNING in metrics else ""
+def _early_warning(metrics: Mapping[str, float]) -> State | None:
+    """None for a step without diagnostics."""
+    return list(State)[int(metrics[_WARNING])] if _WARNING in metrics else None

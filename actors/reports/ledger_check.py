@@ -15,6 +15,7 @@ from actors.metrics.step_metrics import StepMetrics
 from actors.metrics.step_number import step_of
 from actors.record.run_folder import RunFolder
 from actors.state.json_lines import JsonLines
+from actors.state.ledger import TRAINED
 
 _CHUNK = 1 << 16
 """Positions whose bits are kept together."""
@@ -120,7 +121,7 @@ def check_ledger(folder: RunFolder, last: StepMetrics | None, read: LinesRead) -
 
 
 def _trained_and_discarded(outcomes: Counter[str]) -> Counter[str]:
-    return Counter(trained=outcomes["trained"], discarded=outcomes.total() - outcomes["trained"])
+    return Counter(trained=outcomes[TRAINED], discarded=outcomes.total() - outcomes[TRAINED])
 
 
 def _totals(numbers: Mapping[str, float]) -> dict[str, int]:

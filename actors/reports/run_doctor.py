@@ -18,6 +18,7 @@ from actors.config import DeadlinesConfig
 from actors.metrics.step_metrics import StepMetrics, shown
 from actors.processes.disk_at_start import by_disk_at_start
 from actors.processes.event_level import EventLevel
+from actors.record.config_that_ran import config_that_ran
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
 from actors.record.stack_summary import newest_stack_summary
@@ -35,7 +36,6 @@ LAST_EVENTS = 8
 _LEARNER_WAITS, _ENGINES_WAIT = 0.3, 0.5
 """Shares of a step above which a change of the recipe is proposed. An elastic pool acts at half of each (pool/scaling.py): it can take its
 step back."""
-_TROUBLE = ("watch", "warning", "alarm", "error")
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
@@ -87,7 +87,7 @@ class RunDiagnosis:
     damaged: tuple[str, ...]
     """A sentence for each newer checkpoint that is damaged, or can't be read now."""
     refused: str
-    """Why a resume would refuse the newest complete checkpoint, and what to do instead; empty: it would not."""
+    """Why a resume would refuse the newest complete checkpoint, or the run's settings, and what to do instead; empty: it would not."""
     pace: dict[str, float]
     """Medians of the recent steps, by metric."""
     waits: tuple[Wait, ...]
@@ -145,7 +145,7 @@ def diagnose_run(folder: RunFolder) -> RunDiagnosis:
 
     Raises: ConfigError; DiskLate if the folder's disk hangs.
     """
-    config = by_disk_at_start(folder.read_config, "the run's config.yaml")
+    config, unusable = by_disk_at_start(partial(_settings, folder), "the run's config.yaml")
     deadlines = _deadlines(config)
     by_disk = partial(by_disk_at_start, limit_s=lambda: deadlines.disk_s)
     metrics = by_disk(lambda: JsonLines(folder.metrics_path).last(RECENT_STEPS, StepMetrics.of_record), "the numbers of the last steps")
@@ -172,7 +172,7 @@ def diagnose_run(folder: RunFolder) -> RunDiagnosis:
             saved_step=saved_step,
             left=left,
             damaged=damaged,
-            refused=refused,
+            refused=refused or unusable,
             pace=_pace(metrics),
             waits=_waits(events),
             troubles=_troubles(events),
@@ -184,8 +184,17 @@ def diagnose_run(folder: RunFolder) -> RunDiagnosis:
     return by_disk(rest, "the run's evaluations and stacks")
 
 
+def _settings(folder: RunFolder) -> tuple[dict[str, Any], str]:
+    """The run's settings, and why a resume would refuse them; empty: it would not. Raises: as RunFolder.read_config."""
+    try:
+        config_that_ran(folder)
+    except ConfigError as error:
+        return folder.read_config(), str(error)
+    return folder.read_config(), ""
+
+
 def _deadlines(config: Mapping[str, Any]) -> DeadlinesConfig:
-    """The run's own; the defaults, if another version has written them."""
+    """The run's own; the defaults, if they can't be read, which its diagnosis says (refused)."""
     try:
         return read_with_derived(DeadlinesConfig, config.get("deadlines", {}))
     except (ConfigError, ValueError):
@@ -296,7 +305,7 @@ def _troubles(events: Sequence[RunEvent]) -> tuple[Trouble, ...]:
     """Warnings and errors, one of each kind, in the order of their last event; waits have a list of their own."""
     found: dict[tuple[str, str], Trouble] = {}
     for event in events:
-        if event.level not in _TROUBLE or event.notice is not None:
+        if event.level == "info" or event.notice is not None:
             continue
         kind = (event.level, _NUMBER.sub("#", event.text))
         before = found.pop(kind, None)

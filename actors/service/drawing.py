@@ -22,7 +22,7 @@ _POLL_S = 30.0
 _MOST_LOSSES = 3
 """When one group has been lost this many times, the run goes back to its last checkpoint, with a new queue and service; two losses may be
 lost nodes. Tokens that always come late would otherwise be sampled again for ever; with this the run ends at the fourth rollback
-(going_back.py), with the remedy. Late groups are not discarded: they are those with the longest answers, and a run without them would learn
+(rollback.py), with the remedy. Late groups are not discarded: they are those with the longest answers, and a run without them would learn
 something else."""
 
 

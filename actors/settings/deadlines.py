@@ -251,7 +251,7 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
         Deadline("", deltas_s(run.sync_s), "a delta of two versions, computed, fetched in turn or applied; if late, all weights go"),
         Deadline("", weights_fetch_s(whole), "new weights on their way to a node; if late, the run says so and asks for them again"),
         of(run, "sync_s", "one attempt at new weights: their way to the node, the update, the checksums"),
-        Deadline("", run.receipts_s, "receipts of all workers: three attempts and their pauses"),
+        Deadline("", run.receipts_s, f"receipts of all workers: {SYNC_ATTEMPTS} attempts and their pauses"),
         of(engine, "start_s", "an engine's start, with the weights on disk"),
         of(engine, "shutdown_s", "the end of an engine's processes"),
         of(run, "start_s", "start of a worker that has a node; wait for the ranks' nodes; start of the ranks; loading the questions"),
@@ -303,7 +303,7 @@ def inversions(config: RunConfig) -> list[str]:
         pairs.append(("rollout.engine.deadlines.update_s", engine.update_s, group, sglang.weight_group_timeout_s))
     return [
         f"{key} = {seconds:.0f} s leaves no time beyond {part}, which may take {part_s:.0f} s: it ends what is only slow. "
-        "Raise it, or leave it out"
+        "Raise it, or set it to null"
         for key, seconds, part, part_s in pairs
         if seconds <= part_s
     ]

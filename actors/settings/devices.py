@@ -51,13 +51,13 @@ def unfit_shares(config: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             f"rollout.engine.gpu_share = {rollout.engine.gpu_share:g} with tensor_parallel = {rollout.engine.tensor_parallel}: an "
             "engine of several ranks has its GPUs for itself",
-            remedy="Leave gpu_share out, or set tensor_parallel to 1",
+            remedy="Set rollout.engine.gpu_share to null, or tensor_parallel to 1",
         )
     if rollout.engine.resolved_device == "cuda" and rollout.engine.gpu_share > rollout.gpus_per_worker:
         yield ConfigError(
             f"rollout.engine.gpu_share = {rollout.engine.gpu_share:g} with rollout.gpus_per_worker = {rollout.gpus_per_worker:g}: the "
             "engine would take memory of whoever else has a share of its GPU",
-            remedy="Leave gpu_share out, or lower it",
+            remedy="Lower rollout.engine.gpu_share, or set it to null",
         )
     yield from _unlike_in_the_weight_group(config)
     yield from _unlike_options_of_nccl(config)
@@ -109,7 +109,7 @@ def _unlike_options_of_nccl(config: RunConfig) -> Iterator[ConfigError]:
             yield ConfigError(
                 f"rollout.engine.engine_args.{name} = {engine.engine_args[name]!r} with weight_sync.transport = broadcast: SGLang sets "
                 "NCCL_NVLS_ENABLE: 1 for it, which the learner's ranks don't have, and NCCL wants it alike in one group",
-                remedy="Set weight_sync.transport: object_store, or leave it out",
+                remedy="Set weight_sync.transport: object_store, or this argument to false",
             )
 
 
@@ -124,7 +124,7 @@ def check_types(config: RunConfig) -> None:
         raise ConfigError(
             f"rollout.engine.dtype = {held} with learner.dtype = {sent}: an engine takes new weights in the type that it holds them in, "
             "and the learner sends its own",
-            remedy=f"Set learner.dtype: {held}, or leave rollout.engine.dtype out",
+            remedy=f"Set learner.dtype to {held}, or rollout.engine.dtype to null",
         )
 
 

@@ -78,7 +78,7 @@ def _refuse_given(section: LearnerConfig | EngineConfig, name: str, needed: bool
         found, wanted = (str(one).lower() for one in (value, needed))
         raise ConfigError(
             f"{key}: {found} with {setting}: it follows from that, and would be {wanted}",
-            remedy=f"Leave {key} out, or set it to {wanted}",
+            remedy=f"Set {key} to {wanted}, or to null: then it follows",
         )
 
 

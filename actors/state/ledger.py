@@ -30,6 +30,8 @@ from rollout.tasks.prompt_place import PromptPlace
 
 _CHUNK_BYTES = 4 << 20
 HandOver = Callable[[Callable[[], None]], object]
+TRAINED = "trained"
+"""Outcome, in ledger.jsonl, of a prompt whose group was trained on. Any other outcome is the reason why it was not."""
 _NAMED = 8
 """Number of ids that an error about an imbalance names; the others are only counted."""
 
@@ -123,25 +125,24 @@ class Ledger:
             counts: of the queue, at the same moment, with those by reason; None: not compared.
         Raises: LedgerError naming the prompts that the books don't agree on; nothing is written then.
         """
-        outcomes = [*((prompt_id, "trained") for prompt_id in trained), *((group.prompt_id, group.reason) for group in discarded)]
-        held = list(outstanding)
-        books = Counter([*(prompt_id for prompt_id, _ in outcomes), *held])
+        done, given_up, held = list(trained), list(discarded), list(outstanding)
+        books = Counter([*done, *(group.prompt_id for group in given_up), *held])
         new = sorted((prompt_id for prompt_id in books if prompt_id not in self._open), key=_order)
         self._refuse(step, "twice in the queue's books", [prompt_id for prompt_id, times in books.items() if times > 1])
         self._refuse(step, "lost: neither trained nor discarded, and no longer under way", self._open - books.keys())
         newest = _order(self._mark.last)
         self._refuse(step, f"used before ({self._mark.last} came later)", [p for p in new if _order(p) and _order(p) <= newest])
-        discards = [reason for _, reason in outcomes if reason != "trained"]
-        by_reason = self._discarded + Counter(map(str, discards))
+        by_reason = self._discarded + Counter(str(group.reason) for group in given_up)
         mine = {
             "admitted": self._admitted + len(new),
-            "trained": self._trained + len(outcomes) - len(discards),
+            "trained": self._trained + len(done),
             "discarded": by_reason.total(),
             "outstanding": len(held),
             **{discarded_as(reason): groups for reason, groups in by_reason.items()},
         }
         if counts is not None:
-            _compare(step, counts, mine, outcomes, held)
+            _compare(step, counts, mine, done, given_up, held)
+        outcomes = [*((prompt_id, TRAINED) for prompt_id in done), *((group.prompt_id, group.reason) for group in given_up)]
         self._write([{"step": step, "prompt_id": prompt_id, "outcome": outcome} for prompt_id, outcome in outcomes])
         self._open = set(held)
         self._admitted, self._trained, self._discarded = mine["admitted"], mine["trained"], by_reason
@@ -238,11 +239,20 @@ def _reported_by_reason(queue: QueueSnapshot) -> Counter[str]:
 
 
 def _without_line(queue: QueueSnapshot) -> str:
-    return listed([f"{group.prompt_id} ({group.reason})" for group in queue.unreported])
+    return _with_reason(queue.unreported)
+
+
+def _with_reason(discarded: Iterable[DiscardedGroup]) -> str:
+    return listed([f"{group.prompt_id} ({group.reason})" for group in discarded])
 
 
 def _compare(
-    step: int, counts: Mapping[str, int], mine: Mapping[str, int], outcomes: Sequence[tuple[str, str]], held: Sequence[str]
+    step: int,
+    counts: Mapping[str, int],
+    mine: Mapping[str, int],
+    trained: Sequence[str],
+    discarded: Sequence[DiscardedGroup],
+    held: Sequence[str],
 ) -> None:
     """Args: counts: the queue's. mine: the ledger's. Raises: LedgerError naming the step's prompts, if a number differs."""
     states = {"in_flight", "finished", "drawn"}
@@ -250,11 +260,9 @@ def _compare(
     queues["outstanding"] = sum(counts[name] for name in states)
     for name in dict.fromkeys([*mine, *queues]):
         if mine.get(name, 0) != queues.get(name, 0):
-            discarded = [f"{prompt_id} ({outcome})" for prompt_id, outcome in outcomes if outcome != "trained"]
-            trained = [prompt_id for prompt_id, outcome in outcomes if outcome == "trained"]
             raise LedgerError(
                 f"step {step}: out of balance: {queues.get(name, 0)} groups {name} in the queue, {mine.get(name, 0)} in the ledger; "
-                f"of this step: {listed(trained)}; discarded: {listed(discarded)}; under way: {listed(held)}"
+                f"of this step: {listed(trained)}; discarded: {_with_reason(discarded)}; under way: {listed(held)}"
             )
 
 

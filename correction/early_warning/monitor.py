@@ -43,7 +43,7 @@ _MEDIAN_LOSS = 1.2533
 
 
 class State(enum.StrEnum):
-    """How serious a symptom is."""
+    """How serious a symptom is; the worst comes last."""
 
     OK = "ok"
     WATCH = "watch"
@@ -214,14 +214,14 @@ class Monitor:
         """Histories and states as data that JSON holds. Settings are no part of it: a resumed run has its own."""
         return {
             "series": {name: asdict(series) | {"last": list(series.last)} for name, series in self._series.items()},
-            "stands": {name: asdict(current) for name, current in self._symptom_states.items()},
+            "states": {name: asdict(current) for name, current in self._symptom_states.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` returned; symptoms that weren't followed then start anew."""
         self._series = {name: _Series(**{**series, "last": deque(series["last"])}) for name, series in state["series"].items()}
-        stands = state["stands"].items()
-        saved = {name: _SymptomState(State(s["state"]), State(s["candidate"]), s["held"]) for name, s in stands}
+        states = state["states" if "states" in state else "stands"].items()  # as older checkpoints call it
+        saved = {name: _SymptomState(State(s["state"]), State(s["candidate"]), s["held"]) for name, s in states}
         self._symptom_states |= {name: current for name, current in saved.items() if name in self._symptom_states}
 
     def forget(self, names: Iterable[str]) -> None:

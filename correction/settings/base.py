@@ -37,12 +37,15 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _take_former_names(cls, given: Any) -> Any:
-        if isinstance(given, dict) and (former := cls.FORMER_NAMES.keys() & given.keys()):
-            for name in former:
-                if cls.FORMER_NAMES[name] in given:
-                    raise ValueError(f"{cls.FORMER_NAMES[name]} and {name} are one setting: leave {name}, its former name, out")
-            return {cls.FORMER_NAMES.get(key, key): value for key, value in given.items()}
-        return given
+        return cls._by_present_names(given) if isinstance(given, Mapping) else given
+
+    @classmethod
+    def _by_present_names(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Raises: ValueError if a setting is given by both of its names."""
+        for name in cls.FORMER_NAMES.keys() & given.keys():
+            if cls.FORMER_NAMES[name] in given:
+                raise ValueError(f"{cls.FORMER_NAMES[name]} and {name} are one setting: remove {name}, its former name")
+        return {cls.FORMER_NAMES.get(key, key): value for key, value in given.items()}
 
     @field_validator("*")
     @classmethod
@@ -99,10 +102,11 @@ class DerivedSettings(Settings):
     def _derived_is_not_given(cls, given: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         if not isinstance(given, Mapping):
             return handler(given)
-        own = {key: value for key, value in given.items() if not cls._is_left_open(key, value)}
+        present = cls._by_present_names(given)  # now, as this comes before _take_former_names
+        own = {key: value for key, value in present.items() if not cls._is_left_open(key, value)}
         shown = own.pop("derived", None) or {}
         if not isinstance(shown, Mapping):
-            raise ValueError(f"derived = {shown!r}: it shows what a run has derived, key by key; remove it")
+            raise ValueError(f"derived = {shown!r}: under derived a run shows what it has derived, key by key; remove it")
         if info.context is not _WITH_DERIVED:
             return handler(own)
         ran = {key: value for key, value in shown.items() if key in cls.DERIVED - own.keys()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..batch import PackedBatch
+from ..batch import NO_VERSION, PackedBatch
 from .segments import masked
 
 
@@ -33,7 +33,7 @@ class TokenSpans:
     sequences: Tensor
     """[R] int64: sequence that the span is part of."""
     versions: Tensor
-    """[R] integers: version of the weights that sampled the span; -1 if none did."""
+    """[R] integers: version of the weights that sampled the span; NO_VERSION if none did."""
     staleness: Tensor
     """[R] int64, versions, >= 0."""
 
@@ -102,7 +102,7 @@ def count_staleness(spans: TokenSpans, num_sequences: int) -> StalenessCounts | 
     in_queue = freshest[sequence]
     is_mixed = torch.zeros_like(missing, dtype=torch.bool)
     versions = spans.versions[sampled]
-    newest = torch.full_like(missing, -1).scatter_reduce(0, sequence, versions, "amax")
+    newest = torch.full_like(missing, NO_VERSION).scatter_reduce(0, sequence, versions, "amax")
     is_mixed[sequence[versions < newest[sequence]]] = True
     return StalenessCounts(
         total=torch.bincount(staleness, weights=tokens),

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from correction.engines.operators import silu
-from correction.errors import DataError
 from learner.config import LearnerConfig
 from learner.hf.families import family_of, rope_scaling
 from learner.hf.model_family import QKV_BIAS, ExpertOptions, HeadShape
@@ -26,6 +25,7 @@ from learner.model.megatron import (
 )
 from learner.model.parallel import Placement
 from learner.model.routing import RouterChoice, smallest_type
+from learner.model_fit import check_model
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
@@ -60,15 +60,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
 def build(hf_config: Any, config: LearnerConfig, placement: Placement) -> list[PolicyModel]:
     """This rank's part of the model of a Hugging Face config, weights not set: one chunk of layers, or virtual_pipeline of them.
 
-    Raises: DataError if the architecture isn't supported, or its layers make no equal stages; ConfigError if tensor-parallel ranks can't
-        share it.
+    Raises: DataError if the architecture isn't supported; ConfigError if the settings don't go together with it (learner/model_fit.py).
     """
-    config.check_model(hf_config)
-    if hf_config.num_hidden_layers % (placement.pipeline_parallel * config.virtual_pipeline):
-        raise DataError(
-            f"learner.pipeline_parallel = {placement.pipeline_parallel} x virtual_pipeline = {config.virtual_pipeline}: "
-            f"{hf_config.num_hidden_layers} layers can't be cut into that many equal parts; use a divisor"
-        )
+    check_model(config, hf_config)
     transformer = transformer_config(hf_config, config, placement)
     return [_chunk(hf_config, config, placement, transformer, number) for number in range(config.virtual_pipeline)]
 
@@ -123,7 +117,7 @@ def unwrap(model: torch.nn.Module) -> PolicyModel:
 def transformer_config(hf_config: Any, config: LearnerConfig, placement: Placement) -> TransformerConfig:
     """Megatron's settings for a Hugging Face config."""
     family, heads, dtype = family_of(hf_config), HeadShape.of(hf_config), config.torch_dtype
-    experts = _expert_settings(hf_config, family.experts, config) if family.experts else _no_experts(hf_config, config)
+    experts = _expert_settings(hf_config, family.experts, config) if family.experts else {}
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
@@ -182,30 +176,8 @@ def leave_unset(weight: Tensor) -> Tensor:
     return weight
 
 
-def _no_experts(hf_config: Any, config: LearnerConfig) -> dict[str, Any]:
-    """Raises: DataError for settings of experts that a dense model doesn't have."""
-    for name in ("expert_parallel", "moe_aux_loss_coefficient", "routing_replay"):
-        if getattr(config, name) != type(config).model_fields[name].default:
-            raise DataError(f"learner.{name} = {getattr(config, name)}: {hf_config.model_type} has no experts. Leave the setting out")
-    return {}
-
-
 def _expert_settings(hf_config: Any, options: ExpertOptions, config: LearnerConfig) -> dict[str, Any]:
-    """Megatron's settings of a mixture of experts. Raises: DataError for what the learner's experts can't be combined with."""
-    obstacles = {
-        f"learner.tensor_parallel = {config.tensor_parallel} without sequence_parallel": config.tensor_parallel > 1
-        and not config.sequence_parallel,
-        "learner.batch_invariant = true (true_on_policy)": config.batch_invariant,
-        f"learner.expert_parallel = {config.expert_parallel}": hf_config.num_experts % config.expert_parallel > 0,
-    }
-    for setting, stands_against in obstacles.items():
-        if stands_against:
-            raise DataError(
-                f"{setting}: {hf_config.model_type} with {hf_config.num_experts} experts can't be trained with it. Without "
-                "sequence_parallel: true tensor-parallel ranks would all send the same rows to the experts, whose gradients would count "
-                "them several times; the rows of an expert are not batch-invariant; and ranks share experts equally, so that "
-                "expert_parallel has to divide their number"
-            )
+    """Megatron's settings of a mixture of experts."""
     return {
         "num_moe_experts": hf_config.num_experts,
         "moe_router_topk": hf_config.num_experts_per_tok,

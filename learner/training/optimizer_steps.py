@@ -9,7 +9,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from correction.batch import CorrectedBatch, FinalDecision, PackedBatch
+from correction.batch import NO_VERSION, CorrectedBatch, FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import for_step
 from correction.errors import ConfigError, DataError
@@ -124,6 +124,6 @@ def unsampled_batch(token_ids: Tensor, offsets: Tensor, loss_mask: Tensor) -> Pa
         loss_mask=loss_mask,
         behavior_logprobs=zeros,
         advantages=zeros,
-        weight_versions=torch.full((len(token_ids),), -1, dtype=torch.int32),
+        weight_versions=torch.full((len(token_ids),), NO_VERSION, dtype=torch.int32),
         group_ids=torch.arange(len(offsets) - 1),
     ).validate()

@@ -15,8 +15,8 @@ import numpy as np
 import pybase64
 
 from correction.errors import RequestError
+from rollout.continuation import unanswered
 from rollout.trajectory import (
-    FailureKind,
     FinishReason,
     RoutedExperts,
     TopLogprobs,
@@ -66,7 +66,7 @@ def trajectory_of(
     reason = FinishReason((meta.get("finish_reason") or {"type": "abort"})["type"])
     is_aborted = reason is FinishReason.ABORT
     wants_routes = experts is not None and not is_aborted      # an aborted request may not have been read at all
-    return Trajectory(
+    found = Trajectory(
         prompt_id=prompt_id,
         prompt_ids=ids_of(prompt_ids),
         response_ids=response_ids,
@@ -77,9 +77,8 @@ def trajectory_of(
         retractions=int(meta.get("num_retractions", 0)),
         top_logprobs=_top_logprobs(meta, len(response_ids), topk, engine_name) if topk else None,
         routed_experts=_routed_experts(meta, len(response_ids), experts, engine_name) if experts and wants_routes else None,
-        error="the engine aborted the request" if is_aborted else None,
-        failure=FailureKind.ENGINE if is_aborted else None,
     )
+    return unanswered(found) if is_aborted else found
 
 
 def _version_spans(meta: dict[str, Any], tokens: int, engine_name: str) -> tuple[VersionSpan, ...]:

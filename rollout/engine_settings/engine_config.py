@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from correction.engines.device_choice import Backend, Device, Dtype, decided, device_of, dtype_of, group_backend_of, is_open
+from correction.engines.float8_format import CONFIG
 from correction.engines.gpu_share import PREFILL_TOKENS
 from correction.errors import ConfigError
 from correction.settings.base import DerivedSettings
@@ -258,7 +259,7 @@ class EngineConfig(DerivedSettings):
             raise ConfigError(
                 f"rollout.engine.context_length = {given} is more than the model's context of {model_context} tokens "
                 "(max_position_embeddings in its config.json)",
-                remedy="Lower it, or leave it out",
+                remedy="Lower it, or set it to null",
             )
         context = given or model_context
         of_cpu = {"max_total_tokens": min(self.max_running_requests * context, _CPU_CACHE_TOKENS)} if self.device == "cpu" else {}
@@ -328,8 +329,6 @@ class EngineConfig(DerivedSettings):
         if not has_weights:
             arguments["load_format"] = "dummy"
             if self.has_float8:
-                from correction.engines.float8 import CONFIG
-
                 arguments |= {"quantization": "fp8", "json_model_override_args": json.dumps({"quantization_config": CONFIG})}
                 # Others re-arrange weights and scales after loading, which then aren't those that were sent.
                 arguments |= {} if on_cpu else {"fp8_gemm_runner_backend": "triton"}

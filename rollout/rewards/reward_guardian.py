@@ -10,7 +10,6 @@ are killed at one moment, the next worker on that machine does.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import select
@@ -34,7 +33,6 @@ _MOST_FILES = 4096
 MOST_FILES_TOGETHER = 4 * _MOST_FILES
 """Most open files of a scorer and all that it started, each counted once, however many of them have it open."""
 _LARGEST_FILE_BYTES = 4 << 30
-_PR_SET_CHILD_SUBREAPER = 36
 _LOOK_S = 0.1
 _WAIT_S = 1.0
 """Seconds between looks where the kernel keeps the limits."""
@@ -61,12 +59,6 @@ def limit_process(memory_bytes: int | None) -> None:
     lower(resource.RLIMIT_NOFILE, _MOST_FILES)
     lower(resource.RLIMIT_FSIZE, _LARGEST_FILE_BYTES)
     lower(resource.RLIMIT_CORE, 0)
-
-
-def become_reaper() -> None:
-    """Have descendants whose parents end become children of this process (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def guard(

@@ -13,7 +13,6 @@ A scoring process must never outlive its parent, nor what it has started: the pr
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import difflib
 import importlib
 import inspect
@@ -30,9 +29,10 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from rollout.parent_death import adopt_orphans, signal_at_parents_death
 from rollout.rewards.gym_entry import COLUMN, from_json
 from rollout.rewards.reward_cgroup import ControlGroup
-from rollout.rewards.reward_guardian import MOST_PROCESSES, become_reaper, clear_leftovers, guard, limit_process
+from rollout.rewards.reward_guardian import MOST_PROCESSES, clear_leftovers, guard, limit_process
 
 LENGTH = struct.Struct("!Q")
 """Before each message: its size in bytes."""
@@ -45,7 +45,6 @@ MOST_PARTS, LONGEST_NAME = 128, 256
 """Parts of one reward, and characters of a part's name. Each becomes a metric."""
 _LONGEST_ERROR = 500
 """Characters that are kept of an exception's text."""
-_PR_SET_PDEATHSIG = 1
 
 Scorer = Callable[[dict[str, Any]], Any]
 """Takes a request (prompt, completion, answer, metadata), returns a number or a dict of numbers."""
@@ -64,7 +63,7 @@ def main(fd: int, leash: int, parent_pid: int) -> int:
     memory_bytes = None if spec["memory_gib"] is None else int(spec["memory_gib"] * 2**30)
     written_bytes = None if spec["written_gib"] is None else int(spec["written_gib"] * 2**30)
     group = ControlGroup.make(memory_bytes, MOST_PROCESSES) if spec["control_group"] else None
-    become_reaper()
+    adopt_orphans()
     guardian, begun = os.getpid(), os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     scorer = os.fork()
     if scorer:
@@ -101,8 +100,7 @@ def serve(connection: socket.socket, spec: dict[str, Any], begun: int) -> None:
 
 def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel for SIGKILL at the death of the thread that started this process (Linux; elsewhere the closed socket ends it)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_at_parents_death(signal.SIGKILL)
     if os.getppid() != parent_pid:      # it died before the kernel was asked
         os._exit(1)
 

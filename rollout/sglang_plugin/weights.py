@@ -20,7 +20,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor, nn
 
 from correction.engines.checksum import tensor_checksum
-from correction.engines.float8 import BLOCK, SCALE_SUFFIX
+from correction.engines.float8_format import BLOCK, SCALE_SUFFIX
 from correction.engines.processor import Processor
 from rollout.sglang_plugin.hooks import CHECKSUMS, FAILURE, PROCESSOR, RECEIPT, SPECS
 from rollout.sglang_plugin.rank_receipts import RankReceipts

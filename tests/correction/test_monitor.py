@@ -284,6 +284,16 @@ def test_a_saved_state_is_apart_from_the_monitor():
     assert [e.state for step in range(40, 46) for e in strict.update(step, {"k3_kl": K3 * 2})] == [State.ALARM]
 
 
+def test_an_older_checkpoint_s_states_are_read():
+    """It calls them "stands": an alarm that it holds is no new one after a resume."""
+    alarmed, resumed = Monitor(), Monitor()
+    for step in range(60):
+        alarmed.update(step, {"k3_kl": K3 * (100 if step >= 40 else 1)})
+    saved = alarmed.state_dict()
+    resumed.load_state_dict({"series": saved["series"], "stands": saved["states"]})
+    assert resumed.states["k3_kl"] is State.ALARM and resumed.state_dict() == saved
+
+
 def test_what_is_forgotten_begins_anew():
     """Half of the tokens rejected under new bounds is their usual; the other symptom keeps its start and alarms."""
     monitor = Monitor()

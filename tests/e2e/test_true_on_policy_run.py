@@ -62,6 +62,7 @@ def test_three_steps_of_other_learners(tmp_path: Path, settings: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_fifty_steps_of_the_nano_recipe(tmp_path: Path) -> None:
     recipe = ROOT / "recipes" / "nano_true_on_policy.yaml"
     model = tmp_path / "model"

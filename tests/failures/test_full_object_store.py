@@ -17,7 +17,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from actors.driver.going_back import lost_among, lost_answer
+from actors.driver.lost_parts import Lost, lost_among, lost_answer
 from actors.processes.supervision import wait_for
 from actors.record.run_folder import RunFolder
 from tests.e2e.cluster import RunningCluster, ray_cluster
@@ -54,7 +54,7 @@ def test_weights_without_room_take_the_run_back_and_the_reason_is_said(cluster: 
     """The learner lives, but nobody has what it made: an answer that is lost. Before, Ray's own error ended the run."""
     learner = ray.remote(Learner).options(num_cpus=0).remote()
 
-    async def scenario() -> tuple[list[Any], Exception, list[str]]:
+    async def scenario() -> tuple[list[Any], Exception, Lost]:
         kept = [await wait_for(learner.export.remote(STORE // 2), "copy of the weights v1 <- rank 0", deadline_s=60.0)]
         with pytest.raises(ray.exceptions.RayTaskError) as caught:
             while len(kept) < 4:
@@ -62,7 +62,7 @@ def test_weights_without_room_take_the_run_back_and_the_reason_is_said(cluster: 
         return kept, caught.value, await lost_among({"learner rank 0": learner}, caught.value)
 
     kept, error, lost = asyncio.run(scenario())
-    assert 1 <= len(kept) < 4 and lost == ["an answer"]
+    assert 1 <= len(kept) < 4 and lost.parts == () and lost.answer == lost_answer(error)
     assert lost_answer(error).startswith("no room in Ray's object store (") and "ray.temp_dir" in lost_answer(error)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors.driver.going_back import while_they_answer
+from actors.driver.lost_parts import while_they_answer
 from actors.processes.supervision import unless_failed, wait_for
 from actors.ranks.forwards import next_batch
 from actors.record.run_event import EventKind

@@ -12,7 +12,7 @@ import ray
 import ray.exceptions
 from ray.cluster_utils import Cluster
 
-from actors.driver.going_back import lost_among
+from actors.driver.lost_parts import Lost, lost_among
 from actors.processes.supervision import wait_for
 from correction.errors import ActorLost
 from tests.ray_sessions import leave_ray
@@ -50,7 +50,7 @@ def test_who_is_killed_for_memory_is_a_lost_part(cluster: Cluster) -> None:
     calm = ray.remote(Part).options(num_cpus=0, resources={"plenty": 1.0}).remote()
     ray.get(calm.pid.remote(), timeout=60)
 
-    async def scenario() -> tuple[ActorLost, list[str]]:
+    async def scenario() -> tuple[ActorLost, Lost]:
         part = ray.remote(Part).options(num_cpus=0, resources={"scarce": 1.0}).remote()
         with pytest.raises(ActorLost) as caught:
             await wait_for(part.works.remote(), "learner step 3 <- rank 0", deadline_s=90.0)
@@ -60,4 +60,4 @@ def test_who_is_killed_for_memory_is_a_lost_part(cluster: Cluster) -> None:
     assert str(error).startswith("learner step 3 <- rank 0: the actor's process has died, or its answer was lost (")
     assert isinstance(error.__cause__, ray.exceptions.OutOfMemoryError | ray.exceptions.ActorDiedError)
     assert "memory" in str(error.__cause__).lower()
-    assert lost == ["learner rank 0"]
+    assert lost == Lost(("learner rank 0",))

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from correction.engines import float8 as engines
-from correction.engines.float8 import PROJECTIONS, dequantised, is_projection, quantised
+from correction.engines.float8 import dequantised, in_float8, quantised
+from correction.engines.float8_format import BLOCK, CONFIG, PROJECTIONS, is_projection
 from lab.float8 import rounded_weight, write_float8_folder
 from learner.hf.families import FAMILIES
 from learner.hf.model_family import TensorLayout
@@ -65,15 +65,15 @@ def test_transformers_reads_experts_as_they_are_sent(tmp_path: Path, monkeypatch
     monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)  # which a CPU has no use for
     folder = save_tiny_model(tmp_path / "m", "qwen3_moe", tie=False, hidden_size=256, moe_intermediate_size=256, num_experts=4)
     file = folder / "model.safetensors"
-    sent = engines.in_float8({name: one.bfloat16() for name, one in load_file(file).items()})
+    sent = in_float8({name: one.bfloat16() for name, one in load_file(file).items()})
     save_file(sent, file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": engines.CONFIG}
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": CONFIG}
     (folder / "config.json").write_text(json.dumps(config))
-    whole = FineGrainedFP8Config(dequantize=True, weight_block_size=(engines.BLOCK, engines.BLOCK))
+    whole = FineGrainedFP8Config(dequantize=True, weight_block_size=(BLOCK, BLOCK))
     read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=whole).state_dict()
 
     def meant(name: str) -> Tensor:
-        return dequantised(sent[f"{name}.weight"], sent[f"{name}.weight_scale_inv"], engines.BLOCK, torch.bfloat16)
+        return dequantised(sent[f"{name}.weight"], sent[f"{name}.weight_scale_inv"], BLOCK, torch.bfloat16)
 
     for layer in range(2):
         experts = f"model.layers.{layer}.mlp.experts"

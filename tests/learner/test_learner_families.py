@@ -13,6 +13,7 @@ from correction.correct import correct
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
 from learner.hf.hf_folder import read_config
+from learner.model_fit import check_model
 from tests.learner.learner_cases import TIS, gradients, hf_model, largest_difference, learner_on, off_policy_batch, save_model
 from tests.learner.moe_cases import expert_gradients
 from tests.learner.test_learner_step import ppo_with_truncated_weights
@@ -48,9 +49,9 @@ def test_gradient_equals_hugging_face_and_autograd(tmp_path: Path, family: str) 
 @pytest.mark.parametrize("family", ["olmo2", "olmoe"])
 def test_norms_over_all_heads_are_refused_on_several_tensor_parallel_ranks(tmp_path: Path, family: str) -> None:
     hf_config = read_config(save_model(tmp_path / "m", family, tie=False))
-    LearnerConfig(data_parallel=2).check_model(hf_config)
+    check_model(LearnerConfig(data_parallel=2), hf_config)
     with pytest.raises(ConfigError, match=rf"tensor_parallel = 2: {family} normalises queries and keys over the channels of all heads"):
-        LearnerConfig(tensor_parallel=2).check_model(hf_config)
+        check_model(LearnerConfig(tensor_parallel=2), hf_config)
 
 
 def test_a_norm_after_a_product_is_in_its_type(tmp_path: Path) -> None:

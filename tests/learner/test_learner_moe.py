@@ -17,7 +17,7 @@ from torch import Tensor
 
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
-from correction.errors import ConfigError, DataError
+from correction.errors import ConfigError
 from tests.learner.learner_cases import (
     TIS,
     gradients,
@@ -109,5 +109,5 @@ def test_balancing_loss_with_a_late_factor_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_go_together_is_refused(tmp_path: Path, family: str, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message), learner_on(save_model(tmp_path / "m", family), **settings):
+    with pytest.raises(ConfigError, match=message), learner_on(save_model(tmp_path / "m", family), **settings):
         pass

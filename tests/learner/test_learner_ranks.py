@@ -19,10 +19,11 @@ from safetensors.torch import load_file
 from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
-from correction.errors import ConfigError, DataError
+from correction.errors import ConfigError
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
 from learner.model.model import build
+from learner.model_fit import check_model
 from learner.weights import checkpoint
 from learner.weights.checkpoint import is_complete
 from tests.learner.learner_cases import (
@@ -379,16 +380,16 @@ def test_layouts_that_are_not_built_are_refused_by_name(tmp_path: Path) -> None:
             LearnerConfig.model_validate(settings)
     with learner_on(save_model(tmp_path / "m")) as learner:
         state, two = learner._require(), replace(learner.placement, pipeline_parallel=2)
-        with pytest.raises(DataError, match=r"pipeline_parallel = 2 x virtual_pipeline = 2: 2 layers can't be cut"):
+        with pytest.raises(ConfigError, match=r"pipeline_parallel x virtual_pipeline = 4 doesn't divide the model's 2 layers"):
             build(state.hf_config, LearnerConfig(dtype="float32", pipeline_parallel=2, virtual_pipeline=2), two)
         for batch_invariant in (True, False):  # 4 query heads over 2 key heads, intermediate size 48
             with pytest.raises(ConfigError, match=r"tensor_parallel = 3: num_attention_heads = 4, num_key_value_heads = 2 in .* divisor"):
                 three = LearnerConfig(dtype="float32", tensor_parallel=3, batch_invariant=batch_invariant)
                 build(state.hf_config, three, replace(two, tensor_parallel=3))
         with pytest.raises(ConfigError, match=r"tensor_parallel = 2: intermediate_size = 49 in"):
-            LearnerConfig(tensor_parallel=2).check_model(SimpleNamespace(**state.hf_config.to_dict() | {"intermediate_size": 49}))
-        LearnerConfig(tensor_parallel=2).check_model(SimpleNamespace(num_attention_heads=4))  # another family, refused as that
+            check_model(LearnerConfig(tensor_parallel=2), SimpleNamespace(**state.hf_config.to_dict() | {"intermediate_size": 49}))
+        check_model(LearnerConfig(tensor_parallel=2), SimpleNamespace(num_attention_heads=4))  # another family, refused as that
     with learner_on(save_model(tmp_path / "moe", "qwen3_moe")) as learner:
         halves = replace(learner.placement, tensor_parallel=2)
-        with pytest.raises(DataError, match=r"tensor_parallel = 2 without sequence_parallel: qwen3_moe with 8 experts"):
+        with pytest.raises(ConfigError, match=r"tensor_parallel = 2 without sequence_parallel: qwen3_moe has 8 experts"):
             build(learner._require().hf_config, LearnerConfig(dtype="float32", tensor_parallel=2), halves)

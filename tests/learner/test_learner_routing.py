@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from correction.correct import correct
-from correction.errors import DataError
+from correction.errors import ConfigError, DataError
 from learner.model.inputs import ModelInputs, find_shared_prefixes
 from learner.model.routing import smallest_type
 from tests.learner.learner_cases import (
@@ -119,5 +119,5 @@ def test_batches_without_routes_and_dense_models_are_refused(tmp_path: Path) -> 
     with learner_on(folder, routing_replay="recompute") as learner, pytest.raises(DataError, match=r"no routed_experts.*LearnerRank\.pro"):
         learner.step(correct(replace(batch, proximal_logprobs=batch.behavior_logprobs), TIS), TIS, step=0)
     dense = save_model(tmp_path / "dense")
-    with pytest.raises(DataError, match="routing_replay = rollout: qwen3 has no experts"), learner_on(dense, routing_replay="rollout"):
+    with pytest.raises(ConfigError, match="routing_replay = rollout: qwen3 has no experts"), learner_on(dense, routing_replay="rollout"):
         pass

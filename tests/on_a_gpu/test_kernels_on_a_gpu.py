@@ -13,7 +13,8 @@ from torch import Tensor
 
 from correction import PRESETS, CorrectionConfig, correct, policy_loss
 from correction.engines.checksum import ROW_WORDS, tensor_checksum
-from correction.engines.float8 import BLOCK, dequantised, quantised
+from correction.engines.float8 import dequantised, quantised
+from correction.engines.float8_format import BLOCK
 from learner.model.experts import _by_loop, grouped_product
 from learner.model.norm import AllHeadsNorm, HFRMSNorm
 from tests.correction.fixtures import random_batch

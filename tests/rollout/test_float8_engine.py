@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from correction.engines.float8 import BLOCK, in_float8, is_projection, quantised
+from correction.engines.float8 import in_float8, quantised
+from correction.engines.float8_format import BLOCK, is_projection
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from lab.ports import free_port

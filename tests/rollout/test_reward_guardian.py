@@ -236,11 +236,12 @@ def _occupied(folder: Path) -> bool:
 UNJOINED = """
     import os, subprocess, sys, time
     from pathlib import Path
+    from rollout.parent_death import adopt_orphans
     from rollout.rewards.reward_cgroup import ControlGroup
-    from rollout.rewards.reward_guardian import become_reaper, guard
+    from rollout.rewards.reward_guardian import guard
 
     leash, held = os.pipe()
-    become_reaper()
+    adopt_orphans()
     scorer = os.fork()
     if not scorer:
         subprocess.Popen([sys.executable, "-c", "import time; kept = b'x' * (80 << 20); time.sleep(60)"])

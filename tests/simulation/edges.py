@@ -19,7 +19,7 @@ import learner.hf.model_check
 import learner.weights.checkpoint_files
 import learner.weights.file_sums
 from actors.checkpoints import checkpoint_reader
-from actors.driver import going_back
+from actors.driver import lost_parts
 from actors.processes import interrupts
 from actors.record import retrying_writer
 from rollout.rewards.rewards import RewardError
@@ -47,7 +47,7 @@ def doubles(schedule: FaultSchedule, disk: Disk, faults: Faults) -> Iterator[Non
             (interrupts, "handled_in", partial(_handled_in, faults)),
             (retrying_writer, "FileThread", partial(SimulatedFileThread, disk)),
             (actors.processes.loop_clock.LoopClock, "start", nothing),  # nothing is late here, and ticks would be half of all events
-            (going_back, "_LOOK_S", 3.0),  # each second, as it is, whether all parts are there would be a third of all calls
+            (lost_parts, "_LOOK_S", 3.0),  # each second, as it is, whether all parts are there would be a third of all calls
             (learner.weights.file_sums, "_side_by_side", map),
             (learner.weights.checkpoint_files, "check_readable", nothing),
             (learner.hf.model_check, "check_trainable", nothing),

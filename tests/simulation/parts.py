@@ -74,8 +74,8 @@ class Notes:
     def joined(self, info: ActorInfo) -> None:
         self._world.faults.has_scored = self._world.faults.has_scored or info.role == "rollout"
 
-    def go_back(self, totals: Any, step: int) -> None:
-        self._world.went_back()
+    def roll_back(self, totals: Any, step: int) -> None:
+        self._world.rolled_back()
 
     def saved(self, path: Path, seconds: float) -> None:
         self._world.checkpoint_saved(path)

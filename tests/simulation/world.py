@@ -23,7 +23,7 @@ import torch
 from actors.checkpoints import checkpoint_reader
 from actors.checkpoints.checkpoint_writer import ATTEMPTS
 from actors.driver.controller import Controller
-from actors.driver.going_back import MOST_ROLLBACKS
+from actors.driver.rollback import MOST_ROLLBACKS
 from actors.state.resume import TrainingState
 from correction.errors import DataError, EngineDirty, EvenkeelError, LedgerError
 from tests.simulation import faults, parts
@@ -147,7 +147,7 @@ class World:
         if generation == self._controller._generation:  # of weights that were not withdrawn meanwhile
             self.books.receipts[worker] = receipt.version if error is None else -1
 
-    def went_back(self) -> None:
+    def rolled_back(self) -> None:
         """The run goes on at a checkpoint in the same process; queue, service and learner are new, the workers are not."""
         self.steps = self._controller._step
         self.tells("world", f"back at step {self.steps}")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from actors.checkpoints.checkpoint_reader import ResumePoint
 from actors.commands.recipe import load_config
-from actors.commands.resume_point import with_absolute_paths
+from actors.commands.resume_point import find_resume_point, with_absolute_paths, with_settings
 from actors.config import RunConfig
 from actors.metrics.step_metrics import StepMetrics
 from actors.queue.trajectory_queue import TrajectoryQueue
 from actors.record.run_folder import CHECKPOINT_FORMAT, RunFolder
+from actors.settings.derived import derived
 from actors.state.ledger import Ledger, outstanding_ids
 from actors.state.resume import TrainingState
 from learner.weights.file_sums import seal
@@ -51,6 +54,13 @@ def make_finished_run(base: Path) -> Path:
                 learner.save_hf(checkpoint.hf)
                 replace(state(step), ledger=ledger.flush(queue), data="0f").save(checkpoint.state)
     return base / "run"
+
+
+def resumed(folder: RunFolder, overrides: Sequence[str], *, discard_queue: bool = False) -> ResumePoint:
+    """Where a resume on a machine without a GPU goes on, once all that it runs with is derived."""
+    config, point = find_resume_point(folder, overrides)
+    assert point is not None
+    return with_settings(folder, point, derived(config, has_gpu=False), discard_queue=discard_queue)
 
 
 def keep_in_checkpoint(folder: RunFolder, config: RunConfig) -> None:

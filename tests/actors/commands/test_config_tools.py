@@ -252,3 +252,12 @@ def test_explain_one_section() -> None:
     assert "steps" not in explain(Run, "rollout")
     with pytest.raises(ConfigError, match="nearest is rollout"):
         explain(Run, "rolout")
+
+
+@pytest.mark.parametrize("word", ["=3", ".=3", "rollout.=3", "rollout..workers=3", " steps=3", "steps"])
+def test_what_is_no_key_is_refused_as_such(recipe: Path, word: str) -> None:
+    assert problem(recipe, word).startswith(f"command line: {word!r} is not a setting: write KEY=VALUE")
+
+
+def test_a_key_below_a_value_is_refused_where_it_was_given(recipe: Path) -> None:
+    assert problem(recipe, "steps.more=3") == "command line: steps.more = 3: steps is 5 there, no section"

@@ -19,7 +19,7 @@ from actors.commands.recipe import load_config
 from actors.commands.resume_point import find_resume_point, run_config, with_absolute_paths
 from actors.commands.train import train_run
 from actors.config import RunConfig
-from actors.driver.going_back import Rollbacks
+from actors.driver.rollback import Rollbacks
 from actors.metrics.step_metrics import StepMetrics
 from actors.record.metric_views import TensorBoardView, open_views
 from actors.record.run_folder import CHECKPOINT_FORMAT, RunFolder
@@ -29,7 +29,7 @@ from actors.state.resume import OtherVersionError, open_ledger
 from correction.errors import ConfigError, DataError
 from learner.weights.file_sums import seal
 from tests.actors.cases import prompt
-from tests.actors.commands.finished_run import keep_in_checkpoint, state
+from tests.actors.commands.finished_run import keep_in_checkpoint, resumed, state
 from tests.e2e.launch import RECIPE
 from tests.failures.measured import Measured
 from tests.learner.test_file_sums import flip
@@ -252,7 +252,7 @@ def test_at_the_last_step_a_resume_does_what_is_left(
 def test_the_same_model_by_another_way_is_no_other_model(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Path(folder.read_config()["model"])
     monkeypatch.chdir(model.parent)
-    assert find_resume_point(folder, [f"model={model.name}"])[1].notes == ()
+    assert resumed(folder, [f"model={model.name}"]).notes == ()
 
 
 SPOILING = [
@@ -267,19 +267,18 @@ SPOILING = [
 @pytest.mark.parametrize(("override", "named"), SPOILING, ids=[override for override, _ in SPOILING])
 def test_what_finished_groups_do_not_survive_is_refused_by_name(folder: RunFolder, override: str, named: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        find_resume_point(folder, [override])
+        resumed(folder, [override])
     said = str(caught.value)
     assert named in said and "1 finished group of" in said and "--discard-queue" in said and "\n" not in said
-    _, point = find_resume_point(folder, [override], discard_queue=True)
-    assert point is not None and point.state.queue.finished == () and len(point.state.queue.in_flight) == 2
+    point = resumed(folder, [override], discard_queue=True)
+    assert point.state.queue.finished == () and len(point.state.queue.in_flight) == 2
 
 
 def test_groups_sampled_at_another_temperature_are_sampled_again(folder: RunFolder) -> None:
     """A batch has one temperature, so their ratios would be wrong; their prompts stay, and the counts."""
     before = state(2).queue
     assert (len(before.in_flight), len(before.finished)) == (1, 1)
-    _, found = find_resume_point(folder, ["rollout.sampling.temperature=0.7"], discard_queue=True)
-    assert found is not None
+    found = resumed(folder, ["rollout.sampling.temperature=0.7"], discard_queue=True)
     point, said = take_back(folder, found, asks())
     queue = point.state.queue
     assert [ticket.group_id for ticket in queue.in_flight] == [2, 3] and queue.finished == ()
@@ -293,9 +292,9 @@ def test_a_resume_that_died_before_its_first_checkpoint_spoils_nothing(folder: R
     keep_in_checkpoint(folder, run_config(folder, ()))
     folder.write_config(run_config(folder, ["rollout.sampling.temperature=0.7"]))
     with pytest.raises(ConfigError, match=r"rollout.sampling.temperature \(1.0 -> 0.7\): 1 finished group of"):
-        find_resume_point(folder, ())
-    _, point = find_resume_point(folder, (), discard_queue=True)
-    assert point is not None and point.state.queue.finished == () and len(point.state.queue.in_flight) == 2
+        resumed(folder, ())
+    point = resumed(folder, (), discard_queue=True)
+    assert point.state.queue.finished == () and len(point.state.queue.in_flight) == 2
 
 
 OF_ENGINES = ["rollout.engine.deadlines.generate_s=99", "rollout.engine.weight_group_backend=gloo"]

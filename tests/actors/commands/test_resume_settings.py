@@ -2,45 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
-from actors.commands.resume_point import find_resume_point, run_config, with_derived_settings
-from actors.config import DeadlinesConfig, RunConfig
+from actors.commands.resume_point import find_resume_point, run_config, with_settings
+from actors.config import DeadlinesConfig
 from actors.record.run_folder import RunFolder
 from actors.settings.deadlines import with_deadlines
 from actors.settings.derived import derived
 from correction.errors import ConfigError
-from tests.actors.commands.finished_run import keep_in_checkpoint
+from tests.actors.commands.finished_run import keep_in_checkpoint, resumed, state
+
+OF_OTHER_ENGINES = [
+    ("learner.dtype=bfloat16", "settings that follow from others, and have changed: rollout.engine.dtype float32 -> bfloat16"),
+    ("rollout.engine.dtype=bfloat16", "settings other than the run's own so far: rollout.engine.dtype float32 -> bfloat16"),
+    ("rollout.engine.device=cuda", "settings other than the run's own so far: rollout.engine.device cpu -> cuda"),
+]
 
 
-def test_groups_of_engines_with_another_derived_type_are_sampled_again(folder: RunFolder) -> None:
-    """The learner's type is given now, and the engines' follows: nobody has named it, and the finished groups are of the other one."""
+@pytest.mark.parametrize(("override", "said"), OF_OTHER_ENGINES)
+def test_groups_of_engines_of_another_kind_are_sampled_again(folder: RunFolder, override: str, said: str) -> None:
+    """Also where nobody has named what follows: a type that is the learner's."""
+    folder.write_config(derived(run_config(folder, ()), has_gpu=False))
+    words = [override] if "dtype" in override else [override, "learner.dtype=bfloat16"]
+    point = resumed(folder, words)
+    assert (len(point.state.queue.finished), len(point.state.queue.in_flight)) == (0, 2)
+    assert any(said in text for _, text in point.notes)
 
-    def resolved(overrides: Sequence[str]) -> RunConfig:
-        return derived(run_config(folder, overrides), has_gpu=False)
 
-    folder.write_config(resolved([]))
-    for overrides, kept in ((["learner.threads=2"], True), (["learner.dtype=bfloat16"], False)):
-        _, point = find_resume_point(folder, overrides)
-        assert point is not None and len(point.state.queue.finished) == 1, "what follows isn't known yet"
-        point = with_derived_settings(folder, point, resolved(overrides))
-        assert len(point.state.queue.finished) == kept and len(point.state.queue.in_flight) == 2 - kept
-        said = [text for _, text in point.notes if "follow from others" in text]
-        assert len(said) == (not kept) and all("rollout.engine.dtype float32 -> bfloat16" in text for text in said)
+GIVEN_AS_BEFORE = [
+    *("rollout.engine.dtype=float32", "learner.batch_invariant=false", "rollout.engine.batch_invariant=false", "rollout.slots=16"),
+]
+LEFT_OPEN = [
+    *("rollout.engine.device=auto", "learner.device=auto", "rollout.engine.dtype=null", "rollout.engine.dtype=auto", "learner.layers=null"),
+    *("rollout.engine.batch_invariant=null", "rollout.engine.projection_parts=null", "rollout.slots=null"),
+]
+
+
+@pytest.mark.parametrize("was_given", [False, True])
+@pytest.mark.parametrize("override", ["learner.device=cpu", *GIVEN_AS_BEFORE, *LEFT_OPEN])
+def test_another_way_to_the_same_settings_changes_nothing(folder: RunFolder, override: str, was_given: bool) -> None:
+    """auto and null come to what ran, whether that was given or derived: the groups stay, and there is nothing to say."""
+    folder.write_config(derived(run_config(folder, GIVEN_AS_BEFORE if was_given else ()), has_gpu=False))
+    point = resumed(folder, [override])
+    assert point.state.queue == state(2).queue and point.notes == ()
+
+
+def test_an_open_device_that_becomes_another_one_is_told(folder: RunFolder) -> None:
+    """auto on a machine that has GPUs by now; types follow."""
+    folder.write_config(derived(run_config(folder, ()), has_gpu=False))
+    config, point = find_resume_point(folder, ["rollout.engine.device=auto", "learner.device=auto"])
+    assert point is not None
+    point = with_settings(folder, point, derived(config, has_gpu=True))
+    assert point.state.queue.finished == ()
+    (given,) = (text for _, text in point.notes if "run's own" in text)
+    assert "learner.device cpu -> cuda" in given and "rollout.engine.device cpu -> cuda" in given
 
 
 def test_a_raise_that_never_ran_can_be_taken_back(folder: RunFolder) -> None:
     """A resume with more staleness ended before it saved: the checkpoint's groups are as young as before."""
     keep_in_checkpoint(folder, ran := run_config(folder, ()))
     folder.write_config(run_config(folder, [f"max_staleness={ran.max_staleness + 2}"]))
-    config, point = find_resume_point(folder, [f"max_staleness={ran.max_staleness}"])
-    assert point is not None and config.max_staleness == ran.max_staleness
+    point = resumed(folder, [f"max_staleness={ran.max_staleness}"])
     assert not [text for _, text in point.notes if "max_staleness" in text], "it is what it was when the checkpoint was saved"
-    _, point = find_resume_point(folder, ())
+    point = resumed(folder, ())
     raised = f"max_staleness {ran.max_staleness} -> {ran.max_staleness + 2}"
-    assert point is not None and [raised in text for _, text in point.notes] == [True]
+    assert [raised in text for _, text in point.notes] == [True]
     with pytest.raises(ConfigError, match=f"ran with {ran.max_staleness}"):
         find_resume_point(folder, [f"max_staleness={ran.max_staleness - 1}"])
 

@@ -101,7 +101,7 @@ def test_a_private_ray_with_too_few_cpus_is_told() -> None:
     """A rank and a worker, of which one would wait for ever. As many as are needed is what a run takes by itself."""
     cpus = [recipe("nano_spell_backward", *words, has_gpu=False) for words in (["ray.num_cpus=1"], ["ray.num_cpus=2"], [])]
     found = [[c for c in on_nodes(own_machine(config), config, DENSE) if "CPUs" in c.sentence] for config in cpus]
-    assert [[(c.severity, c.setting) for c in of_one] for of_one in found] == [[("fail", "Leave ray.num_cpus out, or raise it")], [], []]
+    assert [[(c.severity, c.setting) for c in of_one] for of_one in found] == [[("fail", "Raise ray.num_cpus, or set it to null")], [], []]
 
 
 def test_units_that_another_run_holds_are_not_free() -> None:

@@ -108,7 +108,7 @@ def test_narrower_bounds_are_no_answer_to_rejection() -> None:
     assert response.correction.importance.upper == pytest.approx(2**0.5)    # tis-token: at most 2
 
 
-MONITOR: dict[str, Any] = {"series": {}, "stands": {}}
+MONITOR: dict[str, Any] = {"series": {}, "states": {}}
 
 
 class Service:

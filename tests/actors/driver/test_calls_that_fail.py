@@ -12,19 +12,15 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from actors.driver.going_back import (
-    lost_among,
-    lost_answer,
-    what_is_lost,
-    while_they_answer,
-)
+from actors.driver.lost_parts import Lost, lost_among, lost_answer, while_they_answer
+from actors.driver.rollback import what_is_lost
 from correction.errors import ActorLost, DeadlineExceeded, RankFailed
-from tests.actors.driver.test_going_back import ALIVE, GONE, Part
+from tests.actors.driver.test_lost_parts import ALIVE, GONE, Part
 
 
 def test_a_call_that_is_late_is_made_again_if_all_answer_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, a queue that was late by a few seconds more than the deadline ended the run, as nothing of it was lost."""
-    monkeypatch.setattr("actors.driver.going_back._ANSWER_S", 0.2)
+    monkeypatch.setattr("actors.driver.lost_parts._ANSWER_S", 0.2)
     told: list[str] = []
     pauses = [1.0, 1.0, 0.0]
 
@@ -45,7 +41,7 @@ def test_a_call_that_is_late_is_made_again_if_all_answer_by_then(monkeypatch: py
 
 
 def test_a_call_that_hangs_in_an_actor_that_answers_ends_with_its_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.driver.going_back._ANSWER_S", 0.2)
+    monkeypatch.setattr("actors.driver.lost_parts._ANSWER_S", 0.2)
     told: list[str] = []
     hangs = while_they_answer(
         {"queue": Part(ALIVE)}, lambda: asyncio.sleep(60.0), "advance", deadline_s=0.01, notify=lambda _, text: told.append(text)
@@ -70,19 +66,20 @@ def test_a_call_whose_argument_or_answer_is_gone_takes_the_run_back_and_a_bug_en
     """Ray says of all of them that the task has failed."""
     error = RayTaskError("step", "a long traceback", cause).as_instanceof_cause()
     assert lost_answer(error).startswith(expected) and bool(lost_answer(error)) == bool(expected)
-    assert asyncio.run(lost_among({"queue": Part(ALIVE)}, error)) == (["an answer"] if expected else [])
+    lost = asyncio.run(lost_among({"queue": Part(ALIVE)}, error))
+    assert lost == Lost(answer=lost_answer(error)) and bool(lost) == bool(expected)
     if expected:
-        said = what_is_lost(["an answer"], error)
+        said = what_is_lost(lost, error)
         assert said.startswith(f"lost: an answer ({expected}") and "traceback" not in said
 
 
 def test_a_rank_that_has_failed_is_lost_unless_another_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that lives may say only that its connection to a dead one was closed."""
-    monkeypatch.setattr("actors.driver.going_back._ANSWER_S", 0.2)
+    monkeypatch.setattr("actors.driver.lost_parts._ANSWER_S", 0.2)
     error = RankFailed("learner rank 0: its device or a collective has failed in step", rank="learner rank 0")
     for other, expected in ((ALIVE, "learner rank 0"), ("silent", "learner rank 0"), (GONE, "learner rank 1")):  # it may wait in that call
         parts = {"trajectory queue": Part(ALIVE), "learner rank 0": Part(ALIVE), "learner rank 1": Part(other)}
-        assert asyncio.run(lost_among(parts, error)) == [expected]
-    assert asyncio.run(lost_among({"trajectory queue": Part(ALIVE)}, error)) == ["an answer"], "it isn't a part any more"
-    said = what_is_lost(["learner rank 0"], error)
+        assert asyncio.run(lost_among(parts, error)) == Lost((expected,))
+    assert asyncio.run(lost_among({"trajectory queue": Part(ALIVE)}, error)) == Lost(answer=str(error)), "it isn't a part any more"
+    said = what_is_lost(Lost(("learner rank 0",)), error)
     assert said == f"lost: learner rank 0 ({error}); going back to the last checkpoint"

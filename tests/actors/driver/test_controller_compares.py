@@ -14,7 +14,7 @@ from actors.driver.step_under_way import StepUnderWay
 from correction.errors import ActorLost
 from tests.actors.cases import FakeActor
 from tests.actors.driver.controller_scene import controller, source
-from tests.actors.driver.test_controller_goes_back import GoneBack
+from tests.actors.driver.test_controller_rollback import RollbackObserver
 from tests.actors.simulated_time import simulate
 
 
@@ -35,7 +35,7 @@ class ComparingService:
 
 
 def comparing_run(service: ComparingService) -> Controller:
-    run = controller(GoneBack())
+    run = controller(RollbackObserver())
     run._config = run._config.model_copy(update={"true_on_policy": True, "true_on_policy_on_difference": "correct"})
     run._source = source(run, FakeActor(service))
     run._source.queue = FakeActor(object())

@@ -19,7 +19,7 @@ from tests.actors.cases import FakeActor, group, prompts, stored
 from tests.actors.driver.controller_scene import RecordingObserver, controller, nothing, source
 from tests.actors.simulated_time import simulate
 
-KNOWN = {"series": {}, "stands": {}}
+KNOWN = {"series": {}, "states": {}}
 """What the driver has of the early warning, from the last diagnosis that it has heard of."""
 
 
@@ -35,7 +35,7 @@ class Service:
 
     async def monitor_state(self) -> Any:
         await asyncio.sleep(100.0)
-        return {"series": {"later": {}}, "stands": {}}
+        return {"series": {"later": {}}, "states": {}}
 
     async def switch(self, correction: Any) -> Any:
         await asyncio.sleep(100.0)

@@ -26,8 +26,9 @@ from ray.cluster_utils import Cluster
 from actors.carriers import ExportPlan
 from actors.cluster.placement import RankPlaces
 from actors.config import WeightSyncConfig
-from actors.driver.going_back import end_parts, lost_answer
+from actors.driver.lost_parts import Lost, lost_answer
 from actors.driver.parts import StartingPoint, start_learner
+from actors.driver.rollback import end_parts
 from actors.queue.payloads import checksums_of
 from actors.ranks.learner_group import LearnerGroup
 from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
@@ -249,9 +250,9 @@ async def two_steps_and_back(group: LearnerGroup, folder: Path) -> list[str]:
     return found
 
 
-async def going_back(group: LearnerGroup, parts: dict[str, Any], lost: str, folder: Path) -> LearnerGroup:
+async def after_a_rollback(group: LearnerGroup, parts: dict[str, Any], lost: str, folder: Path) -> LearnerGroup:
     """As a run does it: everything ends but the ranks, which read the checkpoint."""
-    kept, left = await end_parts(parts | group.ranks, group, [lost])
+    kept, left = await end_parts(parts | group.ranks, group, Lost((lost,)))
     assert kept is group and left == group.ranks, "the ranks live and have soon nothing under way"
     config: Any = SimpleNamespace(deadlines=SimpleNamespace(checkpoint_s=60.0, start_s=60.0, step_s=60.0))
     point = StartingPoint(folder, SimpleNamespace(state=folder), SimpleNamespace(weight_version=2))  # type: ignore[arg-type]
@@ -279,7 +280,7 @@ def test_ranks_that_live_go_back_in_the_middle_of_a_step_and_of_a_save(cluster: 
             step_under_way = asyncio.create_task(group.step(ray.put(defer(random_batch(9, groups=40), TIS)), TIS, step=4))
             await asyncio.sleep(0.05)
             step_under_way.cancel()
-            group = await going_back(group, {}, "trajectory queue", tmp_path)
+            group = await after_a_rollback(group, {}, "trajectory queue", tmp_path)
             assert await two_steps(group) == first
 
             maker = ray.remote(BatchMaker).options(num_cpus=0, max_concurrency=2).remote()
@@ -288,7 +289,7 @@ def test_ranks_that_live_go_back_in_the_middle_of_a_step_and_of_a_save(cluster: 
             with pytest.raises(ray.exceptions.RayError) as caught:
                 await step_without_batch
             assert lost_answer(caught.value).startswith("an argument of a call is gone (")
-            group = await going_back(group, {"correction service": maker}, "correction service", tmp_path)
+            group = await after_a_rollback(group, {"correction service": maker}, "correction service", tmp_path)
             assert await two_steps(group) == first
 
             await group.begin_save(tmp_path / "last", tmp_path / "last_hf", deadline_s=60.0)

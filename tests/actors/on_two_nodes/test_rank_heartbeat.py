@@ -19,7 +19,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from actors.driver.going_back import lost_among, raise_when_lost
+from actors.driver.lost_parts import Lost, lost_among, raise_when_lost
 from actors.ranks.learner_group import LearnerGroup
 from correction.correct import defer
 from correction.errors import ActorLost
@@ -108,7 +108,7 @@ def test_a_step_whose_batch_never_comes_is_lost_work(cluster: Cluster, tmp_path:
             said = r"not done in 6 s.*; not begun by rank 0 and rank 1: .*the call's arguments did not arrive$"
             with pytest.raises(ActorLost, match=said) as lost:
                 await hasty.step(ray.remote(num_cpus=0)(late_batch).remote(10.0), TIS, step=1)
-            assert await lost_among(group.ranks, lost.value) == ["an answer"]
+            assert await lost_among(group.ranks, lost.value) == Lost(answer=str(lost.value))
 
     asyncio.run(asyncio.wait_for(scenario(), 300.0))
 

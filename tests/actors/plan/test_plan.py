@@ -14,13 +14,13 @@ from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.plan.engine_memory import engine_memory
 from actors.plan.gpus import Gpus
-from actors.plan.layouts import layouts, obstacles
+from actors.plan.layouts import layouts
 from actors.plan.learner_memory import head_bytes, layer_activations, rank_memory, state_bytes
-from actors.plan.shape import FLOAT8_BLOCK, ModelShape
+from actors.plan.shape import ModelShape
 from actors.plan.traffic import BUS, HOST_COPY, NETWORK, PACKED, active_parameters, checkpoint_bytes, traffic
 from actors.settings.derived import derived
 from correction.correct import correct
-from correction.engines.float8 import BLOCK, in_float8
+from correction.engines.float8 import in_float8
 from correction.errors import ConfigError, DataError
 from learner.config import LearnerConfig
 from learner.hf.families import FAMILIES
@@ -28,6 +28,7 @@ from learner.hf.hf_folder import read_config
 from learner.hf.model_check import expected_shapes
 from learner.learner_rank import LearnerRank
 from learner.model.attention import RowLayout, pack
+from learner.model_fit import layout_obstacles, setting_obstacles
 from learner.training.logprobs import head_logprobs
 from tests.actors.known_models import LLAMA_31_8B, QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, QWEN25_7B, save_config
 from tests.learner.learner_cases import TIS, learner_on, off_policy_batch, random_batch
@@ -192,7 +193,6 @@ def test_weights_in_float8_to_the_byte(tmp_path: Path) -> None:
     size = large.weight_bytes("bfloat16", float8=True)
     assert traffic(large, config).version == engine_memory(large, config.rollout, 80 << 30).weights == size
     assert 0.57 < size / large.weight_bytes("bfloat16") < 0.59
-    assert FLOAT8_BLOCK == BLOCK, "said twice, as the plan imports no torch"
     both = 2 * large.hidden * (2 * large.layers + 1) + 2 * 2 * large.layers * large.head_width
     assert 2 * large.weight_bytes("bfloat16", 2, float8=True) - size == both, "norms are on both ranks, the blocks are shared"
 
@@ -297,7 +297,7 @@ def test_layouts_that_fit_come_first_and_divide_the_model() -> None:
     found = layouts(shape, LearnerConfig(device="cuda", dtype="bfloat16"), 4, gpu, longest=8192, loads_other=False)
     assert found and [one.fits for one in found] == sorted((one.fits for one in found), reverse=True)
     assert {one.config.world_size for one in found} == {4}
-    assert all(not obstacles(shape, one.config) for one in found)
+    assert not any(any(layout_obstacles(one.config, shape.sizes)) for one in found)
     assert found[0].memory == rank_memory(shape, found[0].config, longest=8192)
     experts = layouts(ModelShape.of(QWEN3_30B_A3B), LearnerConfig(device="cuda", dtype="bfloat16"), 4, gpu, longest=8192, loads_other=False)
     assert 1 in {one.config.data_parallel for one in experts if one.config.distributed_optimizer}, "pairs that hold the same experts"
@@ -312,11 +312,23 @@ def test_layouts_that_fit_come_first_and_divide_the_model() -> None:
     [
         ({"tensor_parallel": 3}, "tensor_parallel = 3: num_attention_heads = 32, num_key_value_heads = 8 in"),
         ({"pipeline_parallel": 5}, "= 5 doesn't divide the model's 36 layers"),
-        ({"expert_parallel": 2, "data_parallel": 2}, "expert_parallel = 2, but the model has no experts"),
+        ({"expert_parallel": 2, "data_parallel": 2}, "expert_parallel = 2: qwen3 has no experts"),
     ],
 )
 def test_why_a_layout_can_t_be(settings: dict[str, Any], said: str) -> None:
-    assert any(said in one.reason and one.remedy for one in obstacles(ModelShape.of(QWEN3_8B), LearnerConfig(**settings)))
+    assert any(said in one.reason and one.remedy for one in layout_obstacles(LearnerConfig(**settings), ModelShape.of(QWEN3_8B).sizes))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "mixtral", "olmoe"])
+def test_a_config_json_says_what_the_learner_refuses_of_its_model(tmp_path: Path, family: str) -> None:
+    """In the same words, with the same numbers: 3 ranks or stages divide neither 4 heads, 2 layers, nor 8 experts."""
+    folder = save_tiny_model(tmp_path / "m", family, tie=False)
+    config = LearnerConfig(tensor_parallel=3, pipeline_parallel=3, expert_parallel=3, dtype="float16", moe_aux_loss_coefficient=0.01)
+    said, planned = (
+        [str(one) for rule in (layout_obstacles, setting_obstacles) for one in rule(config, model)]
+        for model in (read_config(folder), ModelShape.read(folder).sizes)
+    )
+    assert said == planned and len(said) == {"qwen3": 4, "olmoe": 6}.get(family, 5), said
 
 
 def test_gpus_by_name_and_by_memory() -> None:

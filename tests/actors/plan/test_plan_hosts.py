@@ -66,7 +66,7 @@ def test_wide_fields_are_as_large_as_what_holds_them() -> None:
     assert wide_bytes(DENSE, topk, id_bytes=8) == 20 * (8 + 4) and wide_bytes(DENSE, recipe("qwen3_8b_8gpu")) == 0
     (light,) = split_wide_fields(wide_group(ticket))[0].trajectories[:1]
     assert light.route_keys is not None and light.route_keys.itemsize * len(light.route_keys) == 4 * len(one.prompt_ids)
-    assert key_bytes(EXPERTS, routed) == 4 * prompt_tokens(EXPERTS, routed) and key_bytes(DENSE, topk) == 0
+    assert key_bytes(EXPERTS, routed) == 4 * prompt_tokens(routed) and key_bytes(DENSE, topk) == 0
 
 
 def seen(what: str, tokens: int, environment: dict[str, str]) -> list[float]:
@@ -132,7 +132,7 @@ def test_several_nodes_have_a_role_each() -> None:
     folder, whole = 2 * EXPERTS.parameters, checkpoint_bytes(EXPERTS, config)
     assert learner.parts["copy for a checkpoint"] == (whole - folder) // 2 + folder
     assert engines.parts["versions fetched to the object store"] == 2 * folder
-    tokens, keys = batch_tokens(EXPERTS, config), key_bytes(EXPERTS, config)
+    tokens, keys = batch_tokens(config), key_bytes(EXPERTS, config)
     assert driver.parts["correction service"] == tokens * (2 * 8 + 3 * 34 + DIAGNOSED) + 5 * keys, "keys stand for routes"
     assert driver.parts["batches in the object store"] == 2 * (tokens * 34 + keys) and keys == 4 * (tokens - 1024 * 16384)
     routes, waiting = 48 * 8, config.max_staleness + 1
@@ -167,4 +167,4 @@ def test_on_one_node_wide_fields_lie_in_the_object_store_once() -> None:
     config = recipe("qwen3_8b_8gpu", "correction.preset=dppo-topk-kl")
     (whole,) = dense("correction.preset=dppo-topk-kl")
     in_store = sum(size for what, size in whole.parts.items() if "wide fields" in what and "object store" in what)
-    assert in_store == (config.max_staleness + 1) * batch_tokens(DENSE, config) * 20 * (4 + 4)
+    assert in_store == (config.max_staleness + 1) * batch_tokens(config) * 20 * (4 + 4)

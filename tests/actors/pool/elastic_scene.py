@@ -20,6 +20,7 @@ from actors.config import DeadlinesConfig
 from actors.part_carriers import ActorInfo, WorkerSettings
 from actors.pool.pool import RolloutPool
 from actors.pool.scaling import ScalingDecision
+from actors.processes.stopwatch import Stopwatch
 from actors.queue.queue_actor import TrajectoryQueueActor
 from correction.errors import EngineError
 from rollout.config import AnswerSampling, RolloutConfig
@@ -199,7 +200,7 @@ class ElasticScene:
         """As the controller's: wait for a batch, train it, publish. Args: tells_loads: receipts bring them."""
         version, trained = self.sync.version, 0
         batch: list[int] = []
-        with self.pool.learner_waits(version):
+        with Stopwatch().phase("wait") as wait, self.pool.learner_waits(version, wait):
             while trained < self.groups_per_step:
                 drawn = await self.queue.draw(version, self.groups_per_step - trained, 10.0)
                 batch += [g.group_id for g in drawn]

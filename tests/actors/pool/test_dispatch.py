@@ -19,6 +19,7 @@ from actors.config import DeadlinesConfig
 from actors.part_carriers import ActorInfo, WorkerSettings
 from actors.pool.dispatch import Questions, WaitingWork
 from actors.pool.pool import RolloutPool
+from actors.processes.stopwatch import Stopwatch
 from actors.queue.queue_actor import TrajectoryQueueActor
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.trajectory import Group, GroupFacts
@@ -108,7 +109,7 @@ class Run:
         """Train the next batch, publish, and send receipts one after the other."""
         version, batch = self.sync.version, 0
         trained: list[int] = []
-        with self.pool.learner_waits(version):
+        with Stopwatch().phase("wait") as wait, self.pool.learner_waits(version, wait):
             while batch < self.groups_per_step:
                 drawn = await self.queue.draw(version, self.groups_per_step - batch, 10.0)
                 batch += len(drawn)

@@ -13,6 +13,7 @@ from actors.carriers import ScalingCause, Ticket
 from actors.pool.draining import first_to_leave
 from actors.pool.preemption import watch_nodes
 from actors.processes.long_wait import LongWait
+from actors.processes.stopwatch import Stopwatch
 from actors.processes.supervision import HALF_OVER
 from rollout.config import AnswerSampling
 from rollout.trajectory import FinishReason, Trajectory, UnfinishedGroup, VersionSpan, ids_of, logprobs_of
@@ -342,7 +343,7 @@ def test_after_a_step_that_published_nothing_a_pool_that_follows_asks(monkeypatc
         feeding = await scene.begin()
         await scene.step()
         for version, asked in ((1, []), (2, ["0"])):
-            with scene.pool.learner_waits(version):
+            with Stopwatch().phase("wait") as wait, scene.pool.learner_waits(version, wait):
                 await asyncio.sleep(3.0)
             assert scene.asked == asked
         feeding.cancel()

@@ -10,7 +10,6 @@ import math
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -20,7 +19,7 @@ import ray.exceptions
 
 from actors.part_carriers import WaitNotice
 from actors.processes.long_wait import LongWait
-from actors.processes.supervision import HALF_OVER, Stopwatch, call_with_retries, together, unwrapped, wait_for
+from actors.processes.supervision import HALF_OVER, call_with_retries, together, unwrapped, wait_for
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, SyncError, counted
 from tests.actors.simulated_time import simulate
 
@@ -222,16 +221,6 @@ def test_a_wait_cancelled_as_its_task_fails_leaves_nothing_unseen() -> None:
     asyncio.run(scenario())
     gc.collect()
     assert unseen == []
-
-
-def test_a_stopwatch_adds_up_and_starts_anew() -> None:
-    watch = Stopwatch()
-    for _ in range(2):
-        with watch.phase("train"):
-            time.sleep(0.02)
-    seconds = watch.read()
-    assert list(seconds) == ["train"] and 0.04 <= seconds["train"] < 1.0
-    assert watch.read() == {}
 
 
 def test_of_two_that_run_side_by_side_the_first_error_ends_the_other() -> None:

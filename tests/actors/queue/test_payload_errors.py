@@ -98,7 +98,7 @@ def test_what_a_rank_cannot_read_is_gone_or_late(monkeypatch: pytest.MonkeyPatch
 
 def test_a_group_that_can_never_be_read_is_not_sampled_for_ever() -> None:
     """Groups are lost with their nodes now and then; the same one three times says that something else is wrong, and for the run to say.
-    What the run does then: tests/actors/driver/test_going_back.py."""
+    What the run does then: tests/actors/driver/test_rollback.py."""
     books = FakeBooks()
     drawing = Drawing(books, bytes_per_s=1e6)  # type: ignore[arg-type]
 

@@ -69,7 +69,7 @@ def test_tensorboard_on_a_full_disk_ends_nothing_and_lacks_no_step(seen: Seen, m
         seen.folder.rewind(4)
         with monkeypatch.context() as patch:
             patch.setattr(type(seen.folder), "read_metrics", lambda _: pytest.fail("on the event loop, for as long as the disk takes"))
-            observer.go_back({}, 4)
+            observer.roll_back({}, 4)
         await write(observer, (5, diagnosed(WATCH, state=State.WATCH)))
 
     asyncio.run(scenario())
@@ -253,7 +253,7 @@ def test_a_view_is_closed_when_all_steps_are_in_it_and_one_that_can_not_be_ends_
 
     observer = seen.observer
     observer.steps._views.append(Broken())  # type: ignore[arg-type]
-    observer.go_back({}, 0)
+    observer.roll_back({}, 0)
     observer.disk.do(lambda: gate.wait(60.0))
     observer.steps._show(StepMetrics(1, {"time/step_s": 1.0}))
     threading.Timer(0.3, gate.set).start()

@@ -53,6 +53,17 @@ def test_the_folder_is_read_with_the_deadlines_that_the_run_had(tmp_path: Path) 
     assert config.deadlines.disk_s > 10 * DeadlinesConfig().disk_s
 
 
+def test_settings_that_a_resume_would_refuse_are_told(tmp_path: Path) -> None:
+    """The rest of the page is there all the same."""
+    folder = run_folder(tmp_path / "run", saved=1)
+    path = folder.path / "config.yaml"
+    path.write_text(path.read_text().replace("tokens_per_s: 5.0", "tokens_per_s: -3.0"))
+    found = after(folder)
+    refused = f"{path}: deadlines.tokens_per_s: not settings of this version: Input should be greater than 0"
+    assert found.advice[0] == f"A resume would be refused: {refused}"
+    assert (found.saved_step, found.step) == (1, 2) and "deadlines.tokens_per_s" in page(found)
+
+
 def after(folder: RunFolder) -> RunDiagnosis:
     folder.close()
     return diagnose_run(RunFolder.view(folder.path))

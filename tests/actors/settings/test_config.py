@@ -219,6 +219,7 @@ def test_former_names_of_keys_are_read() -> None:
     assert LearnerConfig.model_validate({"fixed_order": True}).batch_invariant
     assert EngineConfig.model_validate_json('{"fixed_order": true, "device": "cpu"}').batch_invariant
     assert "fixed_order" not in LearnerConfig.model_validate({"fixed_order": True}).model_dump()
+    assert not LearnerConfig.model_validate({"fixed_order": None}).is_given("batch_invariant"), "null has it derived, by either name"
     with pytest.raises(ValidationError, match="batch_invariant and fixed_order"):
         LearnerConfig.model_validate({"fixed_order": True, "batch_invariant": False})
 

@@ -99,7 +99,7 @@ def test_an_engine_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ("rollout.engine.dtype=bfloat16", r"engine.dtype = bfloat16 with learner.dtype = float32: .*Set learner.dtype: bfloat16"),
+        ("rollout.engine.dtype=bfloat16", r"engine.dtype = bfloat16 with learner.dtype = float32: .*Set learner.dtype to bfloat16, or"),
         ("learner.dtype=float16 rollout.engine.dtype=bfloat16", "rollout.engine.dtype = bfloat16 with learner.dtype = float16"),
     ],
 )

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.commands.recipe import load_config
-from actors.commands.run_settings import changed_derived_settings, changed_settings, config_that_ran
+from actors.commands.run_settings import changed_derived_settings, changed_settings, former_names, not_as_written
 from actors.config import RunConfig
 from actors.doctor.start_checks import config_for_model
+from actors.record.config_that_ran import config_that_ran
 from actors.record.run_folder import RunFolder
 from actors.settings.derived import derived
-from actors.settings.devices import unfit_shares
+from actors.settings.devices import check_types, unfit_shares
 from actors.settings.probe_limits import ProbeLimits
 from actors.settings.true_on_policy import refuse_contradictions
 from correction.errors import ConfigError
@@ -180,8 +181,35 @@ def test_what_stands_under_derived_is_named_where_it_is_no_setting(models: dict[
     path.write_text(yaml.safe_dump(written))
     with pytest.raises(ConfigError, match=r"config\.yaml: learner\.dtype: not settings of this version: Input should"):
         config_that_ran(RunFolder(path.parent))
-    with pytest.raises(ConfigError, match=r"learner: derived = 5: it shows what a run has derived"):
-        small(models[False], "learner={derived: 5}")
+    path.write_text(yaml.safe_dump(written | {"learner": {"derived": 5}}))
+    with pytest.raises(ConfigError, match=r"config\.yaml:\d+: learner: derived = 5: under derived a run shows .*remove it"):
+        load_config(RunConfig, path)
+
+
+_OF_ENGINE = "rollout.engine.deadlines"
+DERIVED_ON_THE_COMMAND_LINE = [
+    ("rollout.derived.slots=3", "rollout.derived.slots", "set rollout.slots itself"),
+    ("rollout.derived={slots: 3}", "rollout.derived.slots", "set rollout.slots itself"),
+    ("rollout={workers: 1, derived: {slots: 3}}", "rollout.derived.slots", "set rollout.slots itself"),
+    ("rollout.engine={threads: 1, derived: {dtype: float16}}", "rollout.engine.derived.dtype", "set rollout.engine.dtype itself"),
+    ("rollout={engine: {deadlines: {derived: {start_s: 9}}}}", f"{_OF_ENGINE}.derived.start_s", f"set {_OF_ENGINE}.start_s itself"),
+    ("learner={fixed_order: true, derived: {dtype: float16}}", "learner.derived.dtype", "set learner.dtype itself"),
+    ("learner={derived: {}}", "learner.derived", "leave it out"),
+    ("learner.derived=5", "learner.derived", "leave it out"),
+]
+
+
+@pytest.mark.parametrize(("word", "key", "remedy"), DERIVED_ON_THE_COMMAND_LINE)
+def test_a_derived_value_on_the_command_line_is_refused_by_name(models: dict[bool, Path], word: str, key: str, remedy: str) -> None:
+    """Whoever writes it there wants it, and it would be passed over."""
+    with pytest.raises(ConfigError) as caught:
+        small(models[False], word)
+    assert str(caught.value) == f"command line: {key}: that shows what a run has derived; {remedy}"
+
+
+@pytest.mark.parametrize("word", ["rollout.task.options.derived=3", "rollout.engine.engine_args={derived: 3}", "ray.env.derived=x"])
+def test_a_free_key_may_have_that_name(models: dict[bool, Path], word: str) -> None:
+    assert small(models[False], word)
 
 
 def test_engines_without_a_run_are_refused_what_contradicts(models: dict[bool, Path]) -> None:
@@ -228,6 +256,76 @@ def test_a_run_of_an_earlier_version_goes_on_with_all_that_it_had(models: dict[b
     assert changed_settings(old, load_config(RunConfig, path)) == changed_derived_settings(old, ran) == {}
     kept = derived(load_config(RunConfig, path, ["learner.threads=2", "rollout.engine.batch_invariant=false"]), has_gpu=True)
     assert (kept.learner.dtype, kept.learner.layers) == ("float32", "local")
+
+
+REFUSED_OF_OLD = [
+    ("", ["true_on_policy=true"], ["learner.batch_invariant", "rollout.engine.batch_invariant"]),
+    ("true_on_policy=true", ["true_on_policy=false"], ["learner.batch_invariant", "rollout.engine.batch_invariant"]),
+    ("true_on_policy=true", ["learner.tensor_parallel=2"], ["rollout.engine.projection_parts"]),
+    ("", ["learner.dtype=bfloat16"], ["rollout.engine.dtype"]),
+]
+
+
+@pytest.mark.parametrize(("ran", "words", "keys"), REFUSED_OF_OLD)
+def test_what_a_refusal_says_helps_in_the_folder_of_an_earlier_version(
+    models: dict[bool, Path], tmp_path: Path, ran: str, words: list[str], keys: list[str]
+) -> None:
+    """There a setting that was derived stands as given, and nobody can leave it out on the command line: null has it follow."""
+
+    def checked(config: RunConfig) -> RunConfig:
+        config = config_for_model(derived(config, has_gpu=False), config.model, has_weights=True)
+        check_types(config)
+        return config
+
+    path = write(tmp_path, checked(small(models[False], *ran.split())))
+    path.write_text(yaml.safe_dump(as_before(yaml.safe_load(path.read_text()))))
+    overrides = list(words)
+    for key in keys:
+        with pytest.raises(ConfigError, match=rf"{key}.*{key} to .*\bnull") as caught:
+            checked(load_config(RunConfig, path, overrides))
+        assert "out" not in caught.value.remedy.split()
+        overrides.append(f"{key}=null")
+    assert checked(load_config(RunConfig, path, overrides)) == checked(small(models[False], *ran.split(), *words))
+
+
+def test_a_former_name_in_a_run_s_folder_is_a_given_setting(models: dict[bool, Path], tmp_path: Path) -> None:
+    """Whatever stands under derived; on the command line either name replaces it, and what is written has the present one, alone."""
+    path = write(tmp_path, resolved(small(models[False], "true_on_policy=true"), has_gpu=False))
+    written = yaml.safe_load(path.read_text())
+    for section in (written["learner"], written["rollout"]["engine"]):
+        section["fixed_order"] = section["derived"]["batch_invariant"]
+    path.write_text(yaml.safe_dump(written))
+    ran, again = config_that_ran(RunFolder.view(tmp_path)), load_config(RunConfig, path)
+    for config in (ran, again):
+        assert all(side.batch_invariant and side.is_given("batch_invariant") for side in (config.learner, config.rollout.engine))
+    places = [text.removeprefix(f"{path}:").partition(": ")[2] for text in former_names(path)]
+    assert places == [f"{side}.fixed_order is called {side}.batch_invariant now" for side in ("rollout.engine", "learner")]
+    now = resolved(again, has_gpu=False)
+    assert changed_settings(ran, now) == changed_derived_settings(ran, now) == {}
+    for name in ("batch_invariant", "fixed_order"):
+        words = ["true_on_policy=false", f"learner.{name}=false", f"rollout.engine.{name}=null"]
+        other = resolved(load_config(RunConfig, path, words), has_gpu=False)
+        assert not other.learner.batch_invariant and not other.rollout.engine.is_given("batch_invariant")
+    text = write(tmp_path, now).read_text()
+    assert "fixed_order" not in text and former_names(path) == [] and config_that_ran(RunFolder.view(tmp_path)) == now
+
+
+def test_a_recipe_s_derived_values_are_no_settings_and_others_are_told(models: dict[bool, Path], tmp_path: Path) -> None:
+    """A recipe is copied from a run's folder, and its values hold where they follow again; written by hand they would be passed over."""
+    ran = resolved(small(models[False]), has_gpu=False)
+    path = write(tmp_path, ran)
+    assert not_as_written(path, resolved(load_config(RunConfig, path), has_gpu=False)) == []
+    written = yaml.safe_load(path.read_text())
+    written["rollout"]["derived"] = {"slots": 3, "slotz": 4}
+    path.write_text(yaml.safe_dump(written))
+    now = resolved(load_config(RunConfig, path), has_gpu=False)
+    assert now == ran
+    assert not_as_written(path, now) == [
+        f"{path}: what it shows under derived is derived anew: rollout.slots 3 -> 16. Outside of derived a value stays: rollout.slots",
+        f"{path}: under derived it shows what is no setting: rollout.slotz",
+    ]
+    given = resolved(load_config(RunConfig, path, ["rollout.slots=5"]), has_gpu=False)
+    assert not_as_written(path, given)[:-1] == [], "given beside it, it isn't meant"
 
 
 def test_changes_are_told_against_what_ran(models: dict[bool, Path], tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ def test_operators_of_one_side_that_the_switch_contradicts_are_refused(tmp_path:
         task = run_config(tmp_path).rollout.model_dump(exclude={"engine"})
         changes = {"learner": given} if side == "learner" else {"rollout": task | {"engine": given}}
         found, wanted = str(not switch).lower(), str(switch).lower()
-        with pytest.raises(ConfigError, match=rf"{side}\.batch_invariant: {found} with true_on_policy: {wanted}.*or set it to {wanted}"):
+        remedy = rf"Set {side}\.batch_invariant to {wanted}, or to null"
+        with pytest.raises(ConfigError, match=rf"{side}\.batch_invariant: {found} with true_on_policy: {wanted}.*{remedy}"):
             resolved(run_config(tmp_path, true_on_policy=switch, **changes))
 
 

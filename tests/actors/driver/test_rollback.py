@@ -1,4 +1,4 @@
-"""Who has died, how often a run goes back, what of a withdrawn generation is refused. A whole run: tests/failures/test_parts_killed.py."""
+"""Who stays, how often a run goes back, what of a withdrawn generation is refused. A whole run: tests/failures/test_parts_killed.py."""
 
 from __future__ import annotations
 
@@ -8,105 +8,44 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import (
-    ActorUnavailableError,
-    OutOfMemoryError,
-    RayActorError,
-)
 
-from actors.driver.going_back import (
-    MOST_ROLLBACKS,
-    Rollbacks,
-    end_parts,
-    lost_among,
-    raise_when_lost,
-)
-from actors.driver.parts import REPLACEABLE, StartingPoint, start_learner
+from actors.driver.lost_parts import Lost, lost_among
+from actors.driver.parts import StartingPoint, start_learner
+from actors.driver.rollback import MOST_ROLLBACKS, Rollbacks, end_parts
 from actors.pool.rollout_worker import RolloutWorker
 from actors.queue.payloads import LATE
 from actors.queue.queue_actor import TrajectoryQueueActor
 from actors.ranks.learner_group import LearnerGroup
 from actors.ranks.learner_rank_actor import LearnerRankActor
 from actors.service.drawing import Drawing
-from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, EngineError, LateError
+from correction.errors import ActorLost, DataError, EngineError, LateError
 from learner.config import LearnerConfig
 from learner.kept_weights import KeptWeights
 from rollout.trajectory import Group
 from tests.actors.cases import group, prompts
+from tests.actors.driver.test_lost_parts import ALIVE, GONE, UNREACHABLE, Part
 from tests.actors.simulated_time import simulate
-
-
-class Part:
-    """Says of itself what the next of these is: alive (None), or what Ray raises; the last one again and again.
-
-    "silent": no answer; "busy": a late one.
-    """
-
-    def __init__(self, *answers: Any) -> None:
-        self._answers = list(answers)
-        self.__ray_ready__ = SimpleNamespace(remote=self._ready)
-        self.heartbeat = SimpleNamespace(remote=self._beat)
-
-    async def _beat(self, acknowledged: int) -> list[str]:
-        return []
-
-    async def _ready(self) -> None:
-        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
-        if answer in ("silent", "busy"):
-            await asyncio.sleep(60.0 if answer == "silent" else 0.6)
-        if isinstance(answer, Exception):
-            raise answer
-
-
-ALIVE = None
-GONE = RayActorError()
-UNREACHABLE = ActorUnavailableError("for now", None)
-
-
-@pytest.fixture(autouse=True)
-def without_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.driver.going_back._ANSWER_S", 1.5)
-    monkeypatch.setattr("actors.driver.going_back._LOOK_S", 0.01)
-
-
-@pytest.mark.parametrize(
-    ("parts", "error", "expected"),
-    [
-        ({"queue": Part(ALIVE), "rank": Part(GONE)}, EngineError("step"), ["rank"]),
-        ({"queue": Part(ALIVE), "rank": Part(ALIVE)}, EngineError("a bit differs"), []),
-        ({"queue": Part(UNREACHABLE, UNREACHABLE, GONE), "rank": Part("silent")}, EngineError("places"), ["queue"]),
-        ({"queue": Part(UNREACHABLE, ALIVE), "rank": Part(ALIVE)}, EngineError("places"), []),
-        ({"queue": Part(ALIVE), "rank": Part("silent")}, DeadlineExceeded("step"), ["rank"]),
-        ({"queue": Part(ALIVE), "rank": Part(OutOfMemoryError("killed"))}, ActorLost("step"), ["rank"]),
-        ({"queue": Part(ALIVE), "rank": Part(ALIVE)}, ActorUnavailable("step"), ["an answer"]),
-        ({"queue": Part(ALIVE), "rank": Part("silent")}, EngineError("of another kind, while a step is under way"), []),
-        ({"trajectory queue": Part("silent"), "learner rank 0": Part("silent")}, DeadlineExceeded("draw"), ["trajectory queue"]),
-    ],
-    ids=["dead", "none", "unreachable, then dead", "unreachable a moment", "hangs", "out of memory", "answer lost", "busy", "rank is busy"],
-)
-def test_a_part_is_lost_if_it_is_dead_or_hangs(parts: dict[str, Any], error: Exception, expected: list[str]) -> None:
-    assert asyncio.run(lost_among(parts, error)) == expected
 
 
 @pytest.mark.parametrize(
     ("ranks", "lost", "stays"),
     [
-        ([Part(ALIVE), Part(ALIVE)], ["queue"], True),
-        ([Part(ALIVE), Part(ALIVE)], ["learner rank 1"], False),
-        ([Part(ALIVE), Part(GONE)], ["queue"], False),
-        ([Part(ALIVE), Part("silent")], ["queue"], False),
-        ([Part(ALIVE), Part(UNREACHABLE)], ["queue"], False),
-        ([Part(ALIVE), Part(ALIVE)], ["an answer"], False),
+        ([Part(ALIVE), Part(ALIVE)], Lost(("queue",)), True),
+        ([Part(ALIVE), Part(ALIVE)], Lost(("learner rank 1",)), False),
+        ([Part(ALIVE), Part(GONE)], Lost(("queue",)), False),
+        ([Part(ALIVE), Part("silent")], Lost(("queue",)), False),
+        ([Part(ALIVE), Part(UNREACHABLE)], Lost(("queue",)), False),
+        ([Part(ALIVE), Part(ALIVE)], Lost(answer="step"), False),
     ],
     ids=["idle", "one is lost", "one dies just now", "one is in a call that doesn't end", "one can't be reached", "of whom isn't known"],
 )
 def test_a_learner_stays_if_all_of_it_lives_and_rests(
-    monkeypatch: pytest.MonkeyPatch, ranks: list[Any], lost: list[str], stays: bool
+    monkeypatch: pytest.MonkeyPatch, ranks: list[Any], lost: Lost, stays: bool
 ) -> None:
     """Whatever else there is, ends; and of a learner all ranks or none."""
     killed: list[Any] = []
     monkeypatch.setattr("actors.processes.supervision.ray.kill", killed.append)
-    monkeypatch.setattr("actors.driver.going_back._IDLE_S", 0.3)
+    monkeypatch.setattr("actors.driver.rollback._IDLE_S", 0.3)
     learner = LearnerGroup(ranks, version=3, step_s=1.0)
     queue, service = Part(ALIVE), Part(ALIVE)
     parts = {"queue": queue, "service": service, **learner.ranks}
@@ -119,10 +58,10 @@ def test_a_learner_stays_if_all_of_it_lives_and_rests(
 def test_a_busy_learner_is_waited_for_as_long_as_its_start_took(monkeypatch: pytest.MonkeyPatch, start_took_s: float, stays: bool) -> None:
     """A step of minutes is cheaper than to load the model once more; and a start of seconds is cheaper than the step."""
     monkeypatch.setattr("actors.processes.supervision.ray.kill", lambda _: None)
-    monkeypatch.setattr("actors.driver.going_back._IDLE_S", 0.1)
+    monkeypatch.setattr("actors.driver.rollback._IDLE_S", 0.1)
     learner = LearnerGroup([Part("busy")], version=3, step_s=1.0)
     learner.start_took_s = start_took_s
-    kept, _ = asyncio.run(end_parts(dict(learner.ranks), learner, ["queue"]))
+    kept, _ = asyncio.run(end_parts(dict(learner.ranks), learner, Lost(("queue",))))
     assert (kept is learner) == stays
 
 
@@ -135,7 +74,7 @@ def test_the_wait_for_a_busy_learner_is_told(monkeypatch: pytest.MonkeyPatch) ->
         learner = LearnerGroup([Part("silent")], version=3, step_s=1.0)
         learner.start_took_s = 400.0
         learner.ranks["learner rank 0"].__ray_ready__.remote = lambda: asyncio.sleep(100.0)  # in a step
-        kept, _ = await end_parts(dict(learner.ranks), learner, ["queue"], lambda notice: told.append(str(notice)))
+        kept, _ = await end_parts(dict(learner.ranks), learner, Lost(("queue",)), lambda notice: told.append(str(notice)))
         assert kept is learner
 
     simulate(scenario)
@@ -147,7 +86,7 @@ def test_a_learner_of_a_start_that_failed_is_not_taken_for_the_runs(monkeypatch:
     killed: list[Any] = []
     monkeypatch.setattr("actors.processes.supervision.ray.kill", killed.append)
     before, new = LearnerGroup([Part(ALIVE)], version=0, step_s=1.0), Part(ALIVE)
-    assert asyncio.run(end_parts({"queue": Part(ALIVE), "learner rank 0": new}, before, ["queue"])) == (None, {})
+    assert asyncio.run(end_parts({"queue": Part(ALIVE), "learner rank 0": new}, before, Lost(("queue",)))) == (None, {})
     assert new in killed
 
 
@@ -200,12 +139,6 @@ def test_a_rank_that_goes_back_counts_its_calls_from_there() -> None:
         rank.keep_weights(12, 1, 0)
 
 
-def test_the_watch_names_who_dies_and_outlives_a_bad_network() -> None:
-    parts = {"learner rank 0": Part(ALIVE), "learner rank 1": Part(ALIVE, UNREACHABLE, ALIVE, GONE)}
-    with pytest.raises(ActorLost, match=r"^learner rank 1: its process is gone$"):
-        asyncio.run(asyncio.wait_for(raise_when_lost(parts, 60.0, lambda *_: None), 20.0))
-
-
 def test_a_group_that_can_never_be_read_takes_the_run_back_and_ends_it_the_fourth_time() -> None:
     """All parts live, so that another service may be able to read it; at the fourth return the run ends with the drawing's own remedy."""
     rollbacks, parts = Rollbacks(None, None), {"trajectory queue": Part(ALIVE), "correction service": Part(ALIVE)}  # type: ignore[arg-type]
@@ -222,7 +155,7 @@ def test_a_group_that_can_never_be_read_takes_the_run_back_and_ends_it_the_fourt
     for _ in range(MOST_ROLLBACKS):
         error = asyncio.run(lost_three_times())
         lost = asyncio.run(lost_among(parts, error))
-        assert lost == ["an answer"] and not REPLACEABLE.issuperset(lost), "the run goes back; queue and service alone don't do"
+        assert lost.parts == () and not lost.is_replaceable, "the run goes back; queue and service alone don't do"
         rollbacks.allow(lost, error, saved=3, step=5)
     with pytest.raises(ActorLost, match=r"the 4th death after step 3, .*: group 4 was sampled 3 times.*lower deadlines.bytes_per_s$"):
         rollbacks.allow(lost, error, saved=3, step=5)
@@ -231,13 +164,13 @@ def test_a_group_that_can_never_be_read_takes_the_run_back_and_ends_it_the_fourt
 def test_a_run_goes_back_to_one_checkpoint_so_many_times_only() -> None:
     rollbacks = Rollbacks(None, None)  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="a bit differs"):
-        rollbacks.allow([], EngineError("a bit differs"), saved=3, step=5)
+        rollbacks.allow(Lost(), EngineError("a bit differs"), saved=3, step=5)
     for _ in range(MOST_ROLLBACKS):
-        rollbacks.allow(["rank"], EngineError("step 5"), saved=3, step=4)
+        rollbacks.allow(Lost(("rank",)), EngineError("step 5"), saved=3, step=4)
     for _ in range(MOST_ROLLBACKS):  # a new checkpoint is progress
-        rollbacks.allow(["rank"], EngineError("step 8"), saved=6, step=7)
+        rollbacks.allow(Lost(("rank",)), EngineError("step 8"), saved=6, step=7)
     with pytest.raises(ActorLost, match=r"^rank: the 4th death after step 6, before there was another checkpoint: step 9$"):
-        rollbacks.allow(["rank"], EngineError("step 9"), saved=6, step=8)
+        rollbacks.allow(Lost(("rank",)), EngineError("step 9"), saved=6, step=8)
 
 
 @pytest.mark.parametrize(("steps", "ends"), [([5, 6, 7, 8, 9, 10], False), ([5, 5, 5, 5], True)], ids=["chance", "the same step"])
@@ -245,17 +178,17 @@ def test_deaths_that_are_hours_apart_end_no_run_unless_they_come_at_the_same_ste
     monkeypatch: pytest.MonkeyPatch, steps: list[int], ends: bool
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("actors.driver.going_back.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("actors.driver.rollback.time", SimpleNamespace(monotonic=lambda: now[0]))
     rollbacks = Rollbacks(None, None)  # type: ignore[arg-type]
     for step in steps[:3]:
-        rollbacks.allow(["rank"], EngineError("killed"), saved=3, step=step)
+        rollbacks.allow(Lost(("rank",)), EngineError("killed"), saved=3, step=step)
         now[0] += 4000.0
     if ends:
         with pytest.raises(ActorLost, match="the 4th death after step 3"):
-            rollbacks.allow(["rank"], EngineError("killed"), saved=3, step=steps[3])
+            rollbacks.allow(Lost(("rank",)), EngineError("killed"), saved=3, step=steps[3])
     else:
         for step in steps[3:]:
-            rollbacks.allow(["rank"], EngineError("killed"), saved=3, step=step)
+            rollbacks.allow(Lost(("rank",)), EngineError("killed"), saved=3, step=step)
             now[0] += 4000.0
 
 
@@ -263,11 +196,11 @@ def test_queue_and_service_that_die_every_few_steps_are_replaced_after_pauses(mo
     """At other steps, and after new checkpoints, too: that never ends the run, and takes no more than its share of it. An hour later the
     first of them no longer count."""
     now, told = [0.0], list[str]()
-    monkeypatch.setattr("actors.driver.going_back.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("actors.driver.rollback.time", SimpleNamespace(monotonic=lambda: now[0]))
     rollbacks = Rollbacks(None, None)  # type: ignore[arg-type]
 
     async def dies(step: int) -> float:
-        rollbacks.allow(["trajectory queue"], EngineError("killed"), saved=step - step % 3, step=step, is_replaced=True)
+        rollbacks.allow(Lost(("trajectory queue",)), EngineError("killed"), saved=step - step % 3, step=step, is_replaced=True)
         before = asyncio.get_running_loop().time()
         await rollbacks.pause(lambda level, text: told.append(f"{level}: {text}"))
         now[0] += 20.0
@@ -286,11 +219,11 @@ def test_replaced_queues_are_no_returns_of_a_learner_that_dies_later() -> None:
     """Three queues died at other steps. Before, the first death of a rank after that counted as the fourth return, and ended the run."""
     rollbacks = Rollbacks(None, None)  # type: ignore[arg-type]
     for step in (4, 5, 6):
-        rollbacks.allow(["trajectory queue"], EngineError("killed"), saved=3, step=step, is_replaced=True)
+        rollbacks.allow(Lost(("trajectory queue",)), EngineError("killed"), saved=3, step=step, is_replaced=True)
     for step in (7, 8, 9):
-        rollbacks.allow(["learner rank 0"], EngineError("killed"), saved=3, step=step)
+        rollbacks.allow(Lost(("learner rank 0",)), EngineError("killed"), saved=3, step=step)
     with pytest.raises(ActorLost, match="the 4th death after step 3"):
-        rollbacks.allow(["learner rank 0"], EngineError("killed"), saved=3, step=10)
+        rollbacks.allow(Lost(("learner rank 0",)), EngineError("killed"), saved=3, step=10)
 
 
 class StubbornSampler:

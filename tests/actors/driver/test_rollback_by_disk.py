@@ -15,8 +15,8 @@ import pytest
 from actors.checkpoints import checkpoint_reader
 from actors.checkpoints.checkpoint_reader import newest_readable
 from actors.config import DeadlinesConfig
-from actors.driver import going_back
-from actors.driver.going_back import Rollbacks
+from actors.driver import rollback
+from actors.driver.rollback import Rollbacks
 from actors.record.disk_waits import by_disk
 from actors.record.retrying_writer import RetryingWriter
 from actors.record.run_folder import Checkpoint, RunFolder
@@ -30,7 +30,7 @@ async def waited_for(work: Any, *_: Any, **__: Any) -> Any:
 
 def test_a_full_disk_is_waited_for_before_the_run_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is taken back goes to another file of that disk. It is told each time; when it never takes it, the run ends with a sentence."""
-    monkeypatch.setattr(going_back, "_DISK_AGAIN_S", 0.0)
+    monkeypatch.setattr(rollback, "_DISK_AGAIN_S", 0.0)
     refusals, told = [2], list[str]()
 
     class Disk:
@@ -54,7 +54,7 @@ def test_a_full_disk_is_waited_for_before_the_run_goes_back(monkeypatch: pytest.
 
 def test_a_checkpoint_that_can_t_be_read_just_now_is_read_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A stale handle on a network's disk is no damage: the run waits, and goes back to that checkpoint, not to the one before it."""
-    monkeypatch.setattr(going_back, "_DISK_AGAIN_S", 0.0)
+    monkeypatch.setattr(rollback, "_DISK_AGAIN_S", 0.0)
     refusals, told, disk = [2], list[str](), RetryingWriter(lambda _: None)
 
     def read(checkpoint: Checkpoint, _: Any) -> Any:
@@ -64,7 +64,7 @@ def test_a_checkpoint_that_can_t_be_read_just_now_is_read_again(monkeypatch: pyt
         return SimpleNamespace(step=checkpoint.step), []
 
     monkeypatch.setattr(checkpoint_reader, "_read", read)
-    monkeypatch.setattr(going_back, "take_back", lambda folder, point, task: (point, []))
+    monkeypatch.setattr(rollback, "take_back", lambda folder, point, task: (point, []))
     with RunFolder.create(tmp_path / "run", "x") as folder:
         for step in (1, 2):
             with folder.checkpoint(step):
@@ -90,8 +90,8 @@ def test_events_are_written_while_a_checkpoint_is_read(monkeypatch: pytest.Monke
         order.append(threading.current_thread().name)
         return SimpleNamespace(checkpoint=SimpleNamespace(hf=Path("hf")), state=SimpleNamespace(step=4)), []
 
-    monkeypatch.setattr(going_back, "newest_readable", read)
-    monkeypatch.setattr(going_back, "take_back", take_back)
+    monkeypatch.setattr(rollback, "newest_readable", read)
+    monkeypatch.setattr(rollback, "take_back", take_back)
     folder: Any = SimpleNamespace(path=Path("run"), checkpoints=lambda: ["a checkpoint"], clear_partial_checkpoints=lambda **_: None)
     point, said = asyncio.run(Rollbacks(folder, None).found(Path("model"), disk, lambda *_: None, waited_for))  # type: ignore[arg-type]
     assert (point.step, said, order) == (4, [], ["event", "run folder"])
@@ -113,8 +113,8 @@ def test_a_disk_that_hangs_on_the_way_back_ends_the_run_in_a_sentence(monkeypatc
         return call
 
     point = SimpleNamespace(checkpoint=SimpleNamespace(hf=Path("hf")), state=SimpleNamespace(step=4))
-    monkeypatch.setattr(going_back, "newest_readable", answers("files of the newest checkpoint", point))
-    monkeypatch.setattr(going_back, "take_back", answers("rewind of the run's lines", (point, [])))
+    monkeypatch.setattr(rollback, "newest_readable", answers("files of the newest checkpoint", point))
+    monkeypatch.setattr(rollback, "take_back", answers("rewind of the run's lines", (point, [])))
     folder: Any = SimpleNamespace(path=Path("run"), checkpoints=lambda: [point], clear_partial_checkpoints=lambda **_: None)
     rollbacks = Rollbacks(folder, None)  # type: ignore[arg-type]
 

@@ -15,40 +15,28 @@ requests under way before it gets the next generation, and the pool waits for no
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
-
-from ray.exceptions import (
-    ActorUnavailableError,
-    NodeDiedError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-    WorkerCrashedError,
-)
+from typing import Any
 
 from actors.checkpoints.checkpoint_reader import ResumePoint, newest_readable, take_back
-from actors.driver.parts import REPLACEABLE, StartingPoint
+from actors.driver.lost_parts import Lost, is_gone, lost_answer
+from actors.driver.parts import StartingPoint
 from actors.part_carriers import WaitNotice
+from actors.processes.doubled_pause import doubled_pause_s
 from actors.processes.event_level import EventLevel, Notify
-from actors.processes.part_heartbeat import TakeReport, raise_when_silent
-from actors.processes.supervision import call_with_retries, first_error, kill, unless_failed, wait_for
-from actors.queue.payloads import no_room
+from actors.processes.supervision import kill, wait_for
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.disk_waits import ByDisk
 from actors.record.retrying_writer import RetryingWriter
 from actors.record.run_folder import RunFolder
 from actors.settings.deadlines import REPLACEMENT_PAUSE_S
-from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, RankFailed
+from correction.errors import ActorLost, DataError, DeadlineExceeded
 from rollout.tasks.tasks import Task
 
-T = TypeVar("T")
 Found = tuple[StartingPoint, list[tuple[EventLevel, str]]]
 MOST_ROLLBACKS = 3
 """Most rollbacks to one checkpoint, within ROLLBACKS_S or from the same step. The fourth such death ends the run: a further attempt would
@@ -57,102 +45,16 @@ ROLLBACKS_S = 3600.0
 _FREE_REPLACEMENTS = 10
 """Replacements of queue and service within ROLLBACKS_S without a pause. After each further one the next starts later: 2, 4, 8 ... up to
 REPLACEMENT_PAUSE_S seconds."""
-_LOOK_S = 1.0
-"""Seconds between two checks whether a part's process is there."""
-_ANSWER_S = 10.0
-"""Seconds in which an idle, living part answers, and Ray notices a death."""
 _IDLE_S = 30.0
 """Seconds that the learner's ranks have to finish their calls (at least; as long as their start took, if that was longer). Ranks that
 don't are killed and started again."""
 _DISK_ATTEMPTS, _DISK_AGAIN_S = 30, 10.0
-_DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
-"""Errors that Ray raises for a process that has ended. A kill by its memory monitor is no RayActorError."""
-_ATTEMPTS = 10
-"""Attempts at one call, each with the whole deadline, while the actor answers `__ray_ready__`."""
-_ANSWER = "an answer"
-"""Pseudo part: every part is alive, but the answer to a call is lost."""
-
-
-async def raise_when_lost(parts: Mapping[str, Any], heartbeat_s: float, notify: TakeReport) -> None:
-    """Watch actors; never returns. Raises: ActorLost naming the first whose process ends, or sends no heartbeat for `heartbeat_s` seconds.
-
-    Args:
-        parts: actors by name.
-        notify: takes level and sentence: what a part reports with its heartbeat.
-    """
-    await unless_failed(_raise_when_gone(parts), raise_when_silent(parts, heartbeat_s, notify))
-
-
-async def _raise_when_gone(parts: Mapping[str, Any]) -> None:
-    async def look(name: str, actor: Any) -> None:
-        while True:
-            if await _is_gone(actor):
-                raise ActorLost(f"{name}: its process is gone")
-            await asyncio.sleep(_LOOK_S)
-
-    await first_error(look(name, actor) for name, actor in parts.items())
-
-
-async def lost_among(parts: Mapping[str, Any], error: BaseException) -> list[str]:
-    """Names of the actors whose process is gone. If there are none and a deadline has passed: of those that don't answer within _ANSWER_S.
-
-    If all actors are there: the learner's rank that has failed, by this error; [_ANSWER] if the error says that an answer is lost for
-    good, as nobody knows whether that call has run.
-    """
-    asked = {name: asyncio.ensure_future(_is_gone_for_good(actor)) for name, actor in parts.items()}
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(_until_one_is_gone(list(asked.values())), _ANSWER_S)
-    gone = [name for name, task in asked.items() if task.done() and task.result()]
-    is_late = isinstance(error, DeadlineExceeded | ActorUnavailable)
-    silent = [name for name, task in asked.items() if not task.done()] if is_late else []
-    silent = [name for name in silent if name in REPLACEABLE] or silent  # a busy rank answers only after its step
-    for task in asked.values():
-        task.cancel()
-    failed = [error.rank] if isinstance(error, RankFailed) and error.rank in parts else []  # by the end of another rank, if one is gone
-    return gone or silent or failed or ([_ANSWER] if lost_answer(error) else [])
-
-
-def lost_answer(error: BaseException) -> str:
-    """Says what is lost for good by this error, though all actors may be alive; empty if nothing is.
-
-    Two such errors look as if the called code had raised them: the argument of a call was lost with its owner, so that the call never ran;
-    or there was no room for its result in the object store. What called code raises itself is none, unless it is an ActorLost (RankFailed).
-    """
-    cause = getattr(error, "cause", None)
-    if isinstance(error, ActorLost) or not isinstance(cause, RayError) or isinstance(cause, RayTaskError):
-        return str(error) if isinstance(error, ActorLost) else ""
-    return no_room(cause) or f"an argument of a call is gone ({type(cause).__name__})"
-
-
-async def while_they_answer(
-    parts: Mapping[str, Any], call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, notify: Notify
-) -> T:
-    """As `call_with_retries`; past the deadline the call is made again if all parts answer `__ray_ready__`, up to _ATTEMPTS times in all.
-
-    Args:
-        parts: actors by name.
-        deadline_s: of each attempt.
-        notify: takes level and sentence, at each further attempt.
-    Raises: as `call_with_retries`; ActorLost if a part doesn't answer within _ANSWER_S after the deadline; it is killed.
-    """
-    attempts = 0
-    while True:
-        try:
-            return await call_with_retries(call, what, deadline_s=deadline_s)
-        except DeadlineExceeded as error:
-            attempts += 1
-            if attempts == _ATTEMPTS:  # an actor whose method hangs may still answer __ray_ready__
-                raise
-            if lost := await lost_among(parts, error):  # asked once only: a part may answer again a moment later
-                kill(*(parts[name] for name in lost if name in parts))
-                raise ActorLost(f"{error}; {' and '.join(lost)} gave no answer for another {_ANSWER_S:g} s") from error
-            notify("warning", f"{error}; the late part answers again; the call is repeated")
 
 
 async def end_parts(
     parts: Mapping[str, Any],
     learner: LearnerGroup | None,
-    lost: Sequence[str],
+    lost: Lost,
     notice: Callable[[WaitNotice], None] | None = None,
 ) -> tuple[LearnerGroup | None, dict[str, Any]]:
     """Kill all parts. The learner's ranks are kept if none of them is lost and all finish their calls in time (_IDLE_S).
@@ -161,16 +63,15 @@ async def end_parts(
     Args:
         parts: actors by name.
         learner: the run's. After a start that failed, the parts may contain other ranks than its own, or none.
-        lost: names of parts.
         notice: takes each notice of the wait for the ranks; None: the log.
     Returns: the learner if it is kept, and the parts that are left.
     """
     ranks = learner.ranks if learner is not None else {}
-    may_stay = bool(ranks) and all(parts.get(name) is rank and name not in lost for name, rank in ranks.items()) and _ANSWER not in lost
+    may_stay = bool(ranks) and not lost.answer and all(parts.get(name) is rank and name not in lost.parts for name, rank in ranks.items())
     kill(*(part for name, part in parts.items() if not may_stay or name not in ranks))
     if not may_stay or learner is None:
         return None, {}
-    answers = asyncio.gather(*(_is_gone(rank) for rank in ranks.values()))
+    answers = asyncio.gather(*(is_gone(rank) for rank in ranks.values()))
     try:
         limit_s = max(_IDLE_S, learner.start_took_s)
         found = await wait_for(answers, "calls under way <- learner ranks, which may stay", deadline_s=limit_s, notice=notice)
@@ -194,12 +95,11 @@ class Rollbacks:
         self._replaced: list[float] = []
         """Times of the latest replacements of queue and service."""
 
-    def allow(self, lost: list[str], error: BaseException, *, saved: int, step: int, is_replaced: bool = False) -> None:
+    def allow(self, lost: Lost, error: BaseException, *, saved: int, step: int, is_replaced: bool = False) -> None:
         """Count one more rollback. Deaths that are hours apart, each at another step, are taken for chance.
 
         Args:
-            lost: names of parts.
-            error: by which they were found lost.
+            error: by which it was found lost.
             saved: step of the newest checkpoint; 0: there is none.
             step: the last one that the run has finished.
             is_replaced: queue and service are replaced at that step, so that only deaths at the same step count. However many come at
@@ -217,8 +117,7 @@ class Rollbacks:
         )
         if times > MOST_ROLLBACKS:
             raise ActorLost(
-                f"{', '.join(lost)}: the {times}th death after step {saved}, before there was another checkpoint: "
-                f"{lost_answer(error) or error}"
+                f"{lost}: the {times}th death after step {saved}, before there was another checkpoint: {_reason(error)}"
             ) from error
 
     async def pause(self, notify: Notify) -> None:
@@ -226,7 +125,7 @@ class Rollbacks:
         number = len(self._replaced)
         if number <= _FREE_REPLACEMENTS:
             return
-        pause_s = min(REPLACEMENT_PAUSE_S, 2.0 ** (number - _FREE_REPLACEMENTS))
+        pause_s = doubled_pause_s(number - _FREE_REPLACEMENTS, 2.0, REPLACEMENT_PAUSE_S)
         notify("warning", f"queue or service were lost {number} times in {ROLLBACKS_S / 60:.0f} minutes: new ones in {pause_s:.0f} s")
         await asyncio.sleep(pause_s)
 
@@ -283,9 +182,9 @@ class Rollbacks:
         return StartingPoint(model, point.checkpoint, point.state), said
 
 
-def what_is_lost(lost: list[str], error: BaseException) -> str:
+def what_is_lost(lost: Lost, error: BaseException) -> str:
     """One sentence for the run's events, before anything is waited for."""
-    return f"lost: {', '.join(lost)} ({lost_answer(error) or error}); going back to the last checkpoint"
+    return f"lost: {lost} ({_reason(error)}); going back to the last checkpoint"
 
 
 def what_is_done_again(point: StartingPoint, *, step: int, version: int, generation: int) -> str:
@@ -303,34 +202,13 @@ def what_is_done_again(point: StartingPoint, *, step: int, version: int, generat
     )
 
 
-def what_goes_on(lost: list[str], error: BaseException, *, step: int) -> str:
+def what_goes_on(lost: Lost, error: BaseException, *, step: int) -> str:
     """One sentence for the run's events when queue and service are replaced. Args: step: the last finished one."""
     return (
-        f"lost: {', '.join(lost)} ({lost_answer(error) or error}). New ones go on after step {step}, with all groups that are under way. "
+        f"lost: {lost} ({_reason(error)}). New ones go on after step {step}, with all groups that are under way. "
         "No step is lost. The diagnostics of the batches that the service held are lost"
     )
 
 
-async def _until_one_is_gone(asked: list[asyncio.Future[bool]]) -> None:
-    for answer in asyncio.as_completed(asked):
-        if await answer:
-            return
-
-
-async def _is_gone_for_good(actor: Any) -> bool:
-    while (gone := await _is_gone(actor)) is None:
-        await asyncio.sleep(0.5)
-    return gone
-
-
-async def _is_gone(actor: Any) -> bool | None:
-    """Whether the actor's process is gone; an actor answers after the calls before this one. None: it can't be reached at present."""
-    try:
-        await actor.__ray_ready__.remote()
-    except ActorUnavailableError:
-        return None
-    except _DEATHS:
-        return True
-    except RayError:
-        return False
-    return False
+def _reason(error: BaseException) -> str:
+    return lost_answer(error) or str(error)

@@ -15,8 +15,9 @@ import pytest
 from actors.config import DeadlinesConfig
 from actors.driver.batch_source import BatchSource
 from actors.driver.controller import Controller
-from actors.driver.going_back import Rollbacks
+from actors.driver.lost_parts import Lost
 from actors.driver.parts import StartingPoint
+from actors.driver.rollback import Rollbacks
 from actors.part_carriers import WorkerSettings
 from actors.pool.pool import RolloutPool
 from actors.record.retrying_writer import RetryingWriter
@@ -29,15 +30,15 @@ STEPS = 10
 """Of the run that `controller` makes."""
 
 
-class GoneBack(RecordingObserver):
-    def go_back(self, totals: Any, step: int) -> None: ...
+class RollbackObserver(RecordingObserver):
+    def roll_back(self, totals: Any, step: int) -> None: ...
 
     def keep_scatter(self, scatter: Any) -> None: ...
 
 
-def going_back_to(step: int, monkeypatch: pytest.MonkeyPatch) -> Controller:
+def rolled_back_to(step: int, monkeypatch: pytest.MonkeyPatch) -> Controller:
     """A run whose newest checkpoint is of that step; nothing of it is in Ray."""
-    run = controller(GoneBack())
+    run = controller(RollbackObserver())
     monkeypatch.setattr("actors.driver.batch_source.make_queue", lambda *_: object())
     monkeypatch.setattr("actors.driver.batch_source.open_ledger", lambda *_: None)
     queue = QueueSnapshot(step, 2 * step, 2 * step, 0, (), ())
@@ -77,11 +78,11 @@ def test_empty_steps_are_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """max_staleness + 3 in a row end a run. What is sampled again after a return are other answers: those before don't count."""
 
     async def scenario() -> None:
-        run = going_back_to(2, monkeypatch)
+        run = rolled_back_to(2, monkeypatch)
         await run._make_queue()
         for step in (3, 4, 5):
             empty_step(run, step)
-        await run._go_back()
+        await run._roll_back()
         for step in (3, 4, 5):
             empty_step(run, step)
         with pytest.raises(DataError, match="nothing was learned in 4 steps in a row, up to step 6"):
@@ -94,7 +95,7 @@ def test_a_failure_of_the_pool_takes_the_run_back_once(monkeypatch: pytest.Monke
     """It counts until all is withdrawn. If it still counted then, the way back would end by it before its first step, each time."""
 
     async def scenario() -> None:
-        run = going_back_to(2, monkeypatch)
+        run = rolled_back_to(2, monkeypatch)
         monkeypatch.delattr(run, "_withdraw")
         settings = WorkerSettings(run._config.rollout, Path("model"), run._held_out[0], bind="127.0.0.1", resource="rollout")
         pool = RolloutPool(settings, run._config.deadlines, object(), run._observer)
@@ -113,8 +114,8 @@ def test_a_failure_of_the_pool_takes_the_run_back_once(monkeypatch: pytest.Monke
                 await asyncio.sleep(60.0)
             run._step, run._is_trained = STEPS, True
 
-        async def who(*_: Any) -> list[str]:
-            return ["trajectory queue"]
+        async def who(*_: Any) -> Lost:
+            return Lost(("trajectory queue",))
 
         monkeypatch.setattr(run, "_start_parts", start)
         monkeypatch.setattr(run, "_until_trained", trains)
@@ -133,7 +134,7 @@ def test_a_run_that_goes_back_knows_whether_all_is_trained(monkeypatch: pytest.M
     order, without that evaluation; with steps to do again it has failed, and must not say that it is done."""
 
     async def scenario() -> None:
-        run = going_back_to(saved, monkeypatch)
+        run = rolled_back_to(saved, monkeypatch)
         deaths = 0
 
         async def trained(**_: Any) -> None:
@@ -146,10 +147,10 @@ def test_a_run_that_goes_back_knows_whether_all_is_trained(monkeypatch: pytest.M
             deaths += 1
             raise ActorLost("in the evaluation")
 
-        async def who(*_: Any) -> list[str]:
-            return ["correction service"]
+        async def who(*_: Any) -> Lost:
+            return Lost(("correction service",))
 
-        def allow(lost: list[str], error: BaseException, **_: Any) -> None:
+        def allow(lost: Lost, error: BaseException, **_: Any) -> None:
             if str(error) == "once more":
                 raise ActorLost("the 4th death") from error
 
@@ -172,7 +173,7 @@ def test_a_disk_that_hangs_after_the_last_evaluation_is_not_told_as_one_left_out
     """All is evaluated; what fails is to write it, and that is said."""
 
     async def scenario() -> None:
-        run = going_back_to(STEPS, monkeypatch)
+        run = rolled_back_to(STEPS, monkeypatch)
 
         async def trained(**_: Any) -> None:
             run._step, run._is_trained = STEPS, True
@@ -180,10 +181,10 @@ def test_a_disk_that_hangs_after_the_last_evaluation_is_not_told_as_one_left_out
         async def hangs() -> None:
             raise DeadlineExceeded("lines of the last steps -> the run folder's disk: not done in 1800 s")
 
-        async def who(*_: Any) -> list[str]:
-            return []
+        async def who(*_: Any) -> Lost:
+            return Lost()
 
-        def allow(lost: list[str], error: BaseException, **_: Any) -> None:
+        def allow(lost: Lost, error: BaseException, **_: Any) -> None:
             raise error
 
         run._steps, run._rollbacks.allow = SimpleNamespace(flush=hangs), allow  # type: ignore[assignment, method-assign]
@@ -202,7 +203,7 @@ def test_a_signal_while_it_goes_back_for_the_last_evaluation_ends_it(monkeypatch
     told: list[str] = []
 
     async def scenario() -> None:
-        run = going_back_to(STEPS, monkeypatch)
+        run = rolled_back_to(STEPS, monkeypatch)
         run._observer.events = told  # type: ignore[attr-defined]
         run._shutdown.is_training, run._is_trained = False, True
 
@@ -213,8 +214,8 @@ def test_a_signal_while_it_goes_back_for_the_last_evaluation_ends_it(monkeypatch
             signal.raise_signal(signal.SIGTERM)
             await asyncio.sleep(60.0)
 
-        async def who(*_: Any) -> list[str]:
-            return ["learner rank 0"]
+        async def who(*_: Any) -> Lost:
+            return Lost(("learner rank 0",))
 
         starts = iter([nothing, start_again])
         monkeypatch.setattr(run, "_start_parts", lambda: next(starts)())
@@ -235,7 +236,7 @@ def test_a_signal_ends_a_run_that_has_lost_a_part_without_starting_it_again(monk
     told: list[str] = []
 
     async def scenario() -> None:
-        run = going_back_to(2, monkeypatch)
+        run = rolled_back_to(2, monkeypatch)
         run._observer.events = told  # type: ignore[attr-defined]
         run._checkpoints._saved_step = 2
 
@@ -251,8 +252,8 @@ def test_a_signal_ends_a_run_that_has_lost_a_part_without_starting_it_again(monk
             signal.raise_signal(signal.SIGTERM)
             await asyncio.sleep(60.0)
 
-        async def who(*_: Any) -> list[str]:
-            return ["trajectory queue"]
+        async def who(*_: Any) -> Lost:
+            return Lost(("trajectory queue",))
 
         starts = iter([nothing, start_again])
         monkeypatch.setattr(run, "_start_parts", lambda: next(starts)())
@@ -281,7 +282,7 @@ def test_a_loss_is_told_before_the_disk_is_waited_for_and_a_disk_that_hangs_ends
         return [SimpleNamespace(step=2)]
 
     async def scenario() -> None:
-        run = going_back_to(2, monkeypatch)
+        run = rolled_back_to(2, monkeypatch)
         monkeypatch.delattr(run, "_withdraw")
         monkeypatch.setattr(DeadlinesConfig, "disk_s", 0.1)
         run._observer.events = told  # type: ignore[attr-defined]
@@ -294,15 +295,15 @@ def test_a_loss_is_told_before_the_disk_is_waited_for_and_a_disk_that_hangs_ends
         run._sync, writing = SimpleNamespace(close=nothing), asyncio.create_task(asyncio.sleep(60.0))  # type: ignore[assignment]
         monkeypatch.setattr(run._checkpoints, "_writing", writing)
         monkeypatch.setattr("actors.driver.controller._END_S", 0.1)
-        monkeypatch.setattr("actors.driver.going_back.newest_readable", lambda *_, **__: is_back.wait(20.0))
+        monkeypatch.setattr("actors.driver.rollback.newest_readable", lambda *_, **__: is_back.wait(20.0))
 
         async def dies() -> None:
             raise ActorLost("its process is gone")
 
-        lost = iter([["learner rank 0"]])
+        lost = iter([Lost(("learner rank 0",))])
 
-        async def who(*_: Any) -> list[str]:
-            return next(lost, [])
+        async def who(*_: Any) -> Lost:
+            return next(lost, Lost())
 
         monkeypatch.setattr(run, "_start", nothing)
         monkeypatch.setattr(run, "_start_parts", dies)
@@ -322,7 +323,7 @@ def test_nothing_is_read_before_the_disk_is_through_with_what_was_left(monkeypat
     """A checkpoint that it completes after that would be newer than the one that the run goes on from."""
 
     async def scenario() -> None:
-        run, order = going_back_to(2, monkeypatch), list[str]()
+        run, order = rolled_back_to(2, monkeypatch), list[str]()
         found = run._rollbacks.found
 
         async def off_disk() -> None:
@@ -335,7 +336,7 @@ def test_nothing_is_read_before_the_disk_is_through_with_what_was_left(monkeypat
 
         monkeypatch.setattr(run._checkpoints, "off_disk", off_disk)
         run._rollbacks.found = finds  # type: ignore[method-assign, assignment]
-        await run._go_back()
+        await run._roll_back()
         assert order == ["the disk is through", "found"]
 
     playing(scenario)
@@ -346,7 +347,7 @@ def test_a_flush_that_nobody_waits_for_any_more_is_over_before_the_ledger_is_cut
     is_writing, is_back = threading.Event(), threading.Event()
 
     async def scenario() -> None:
-        run = controller(GoneBack())
+        run = controller(RollbackObserver())
         run._observer.disk = RetryingWriter(lambda _: None)
         monkeypatch.setattr("actors.driver.batch_source.make_queue", lambda *_: object())
         run._source, folder = source(run, None), SimpleNamespace(path=tmp_path)

@@ -1,0 +1,25 @@
+"""The configuration with which a run has run, from its folder."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+from actors.config import RunConfig
+from actors.record.run_folder import RunFolder
+from correction.early_warning.replacement import reason_of
+from correction.errors import ConfigError
+from correction.settings.base import read_with_derived
+
+
+def config_that_ran(folder: RunFolder) -> RunConfig:
+    """The configuration with which a run has run, derived values included. To run with it once more, read it as a recipe (load_config):
+    then derived values follow from the others again.
+
+    Raises: ConfigError if config.yaml is damaged, or another version's; OSError if the disk doesn't give it.
+    """
+    content = folder.read_config()
+    try:
+        return read_with_derived(RunConfig, content)
+    except ValidationError as error:
+        key = ".".join(str(part) for part in error.errors()[0]["loc"])
+        raise ConfigError(f"{folder.path / 'config.yaml'}: {key}: not settings of this version: {reason_of(error)}") from error
