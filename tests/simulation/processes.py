@@ -370,7 +370,7 @@ def in_place_of_ray(cluster: SimulatedRay) -> Iterator[None]:
         mock.patch.object(ray, "is_initialized", lambda: cluster.draining is not None),
         mock.patch.object(actors.pool.preemption, "_draining_nodes", lambda: dict(cluster.draining or {})),
         mock.patch.object(ray, "get_runtime_context", lambda: here),
-        mock.patch.object(actors.driver.controller, "reserve", _anywhere),
+        mock.patch.object(actors.driver.controller, "reserve", anywhere),
     ):
         yield
 
@@ -389,5 +389,5 @@ class _Context:
         return Handle(process)
 
 
-async def _anywhere(run: RunConfig) -> RankPlaces:
+async def anywhere(run: RunConfig) -> RankPlaces:
     return RankPlaces(run.learner, {})

@@ -1,367 +1,247 @@
-"""The controller's waits and interrupts, with parts that hang. Whole runs are in tests/e2e."""
+"""The controller's order, waits and interrupts, in whole runs in virtual time (tests/simulation): what such a run tells, and what it asks
+of its parts. Runs in real time are in tests/e2e."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import signal
-from collections.abc import Callable
+import json
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from actors.carriers import PreparedBatch, QueueSettlement
-from actors.config import DeadlinesConfig, RunConfig
+from actors.checkpoints.checkpoint_writer import CheckpointWriter
+from actors.config import RunConfig
 from actors.driver.batch_source import BatchSource
-from actors.driver.controller import Controller
-from actors.driver.evaluation import Evaluations
-from actors.part_carriers import WaitNotice
-from actors.processes.stopwatch import Phase
-from correction.errors import DeadlineExceeded, StepAborted
-from tests.actors.cases import FakeActor, prompts
+from actors.driver.parts import StartingPoint
+from actors.ranks.forwards import next_batch
+from actors.record.retrying_writer import RetryingWriter
+from actors.state.ledger import Ledger
+from correction.config import CorrectionConfig
+from correction.errors import DataError
+from rollout.trajectory import GroupFacts
+from tests.actors.cases import FakeActor, facts
+from tests.simulation import processes
+from tests.simulation.parts import Notes
+from tests.simulation.schedule import Fault, FaultSchedule
+from tests.simulation.test_simulation_of_runs import run_of_one_worker
+from tests.simulation.world import PlayedRun, World, play
+
+PLAIN = replace(run_of_one_worker(steps=4, groups_per_step=2, faults=()), evaluate_every=2)
+"""A run that nothing befalls, with a checkpoint after each step."""
+STEP_2 = "info: step 2 in training; rollouts go on"
 
 
-class RecordingObserver:
-    """Keeps what a run would show."""
-
-    def __init__(self, *, flush_fails: bool = False) -> None:
-        self.events: list[str] = []
-        self.phases: list[str] = []
-        self.evaluations = 0
-        self.flush_fails = flush_fails
-        self.pending, self.written = ["line of step 2"], list[str]()
-        self.disk = SimpleNamespace(room=nothing, do=lambda job: job(), result=done_at_once)
-        self.steps = self
-
-    def event(self, level: str, text: str, kind: str = "") -> None:
-        self.events.append(f"[{kind}] {text}" if kind else text)
-
-    def phase(self, text: str) -> None: ...
-
-    def doing(self, text: str) -> None:
-        self.phases.append(text)
-
-    def waiting(self, notice: WaitNotice) -> None:
-        self.events.append(str(notice))
-
-    def serve(self) -> None: ...
-
-    def trained(self) -> None: ...
-
-    def end_step(self, *_: Any) -> None: ...
-
-    def stop_waiting(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
-    def evaluated(self, *_: Any) -> None:
-        self.evaluations += 1
-
-    async def flush(self) -> None:
-        if self.flush_fails:
-            raise RuntimeError("no connection")
-        self.pending, self.written = [], self.written + self.pending
+def told(run: PlayedRun, *, driver: int = 0) -> list[tuple[float, str]]:
+    """Seconds and text of all that happened while this driver of the run was there."""
+    lines = [(float(seconds), text) for seconds, text in (line.split(" ", 1) for line in run.trace)]
+    ends = [0, *(i + 1 for i, (_, text) in enumerate(lines) if text.startswith("world: driver ") and "has ended" in text)]
+    return lines[ends[driver] : ends[driver + 1]]
 
 
-class UnaskedQueue:
-    """Fails when anything is asked of it."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"the queue was asked: {name}")
+def texts(run: PlayedRun, *, driver: int = 0) -> list[str]:
+    return [text for _, text in told(run, driver=driver)]
 
 
-def source(run: Controller, service: Any) -> BatchSource:
-    """With a queue and a ledger that nobody asks."""
-    with mock.patch("actors.driver.batch_source.make_queue"):
-        made = BatchSource(run._config, run._point, mock.Mock(), mock.Mock(event=run._observer.event))
-    made.service = service
-    return made
+def moment(text: str, run: PlayedRun) -> float:
+    """Virtual seconds at which the first driver says, or asks, this for the first time."""
+    return next(seconds for seconds, line in told(run) if line.startswith(text))
 
 
-class SilentPool:
-    """Never answers."""
-
-    async def answer(self, *_: Any) -> Any:
-        await asyncio.sleep(60.0)
-
-    def learner_waits(self, version: int, wait: Phase) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def is_moving(self) -> bool:
-        return False
-
-    def last_progress(self) -> float:
-        return 0.0
-
-
-class Receipts:
-    version = 2
-
-    async def receipts(self, version: int, *, deadline_s: float) -> None: ...
-
-
-def controller(observer: RecordingObserver) -> Controller:
-    """At step 2 of 10, version 2."""
-    config = RunConfig.model_validate(
-        {
-            "model": "model",
-            "steps": 10,
-            "groups_per_step": 2,
-            "evaluation": {"every_steps": 2},
-            "deadlines": {"evaluation_s": 0.5, "notice_s": 0.2},
-            "rollout": {
-                "task": {"kind": "reasoning_gym", "dataset": "chain_sum"},
-                "reward": {"kind": "exact_match"},
-                "engine": {"device": "cpu"},
-            },
-        }
-    )
-    run = Controller(config, Path("run"), None, observer)  # type: ignore[arg-type]
-    run._step = run._version = 2
-    run._held_out = prompts(0, 4)
-    run._pool, run._sync = SilentPool(), Receipts()  # type: ignore[assignment]
-    settings = config.evaluation, config.deadlines, SilentPool(), run._held_out, observer
-    run._evaluations = Evaluations(*settings, steps=config.steps)  # type: ignore[arg-type]
+def interrupted(name: str, *at: float) -> PlayedRun:
+    run = play(PLAIN.with_faults([Fault(seconds, "stop_driver", what=name) for seconds in at]))
+    assert (run.violation, run.steps) == ("", 4), "and a resume has trained the rest"
     return run
 
 
-@pytest.mark.parametrize("is_training", [False, True], ids=["starting", "training"])
-def test_an_interrupt_ends_a_start_at_once_and_training_after_its_step(monkeypatch: pytest.MonkeyPatch, is_training: bool) -> None:
-    """A step that takes no end: training outlives the first interrupt, and the second ends it; a start ends with the first."""
-    told: list[str] = []
-
-    async def scenario() -> None:
-        observer = RecordingObserver()
-        run = controller(observer)
-
-        async def start() -> None:
-            run._shutdown.is_training = is_training
-            for interrupt in range(2):
-                signal.raise_signal(signal.SIGINT)
-                await asyncio.sleep(0.05)
-                told.append(f"outlived {interrupt + 1}")
-            await asyncio.sleep(60.0)
-
-        async def end() -> None:
-            told.append("ended")
-
-        monkeypatch.setattr(run, "_start", start)
-        monkeypatch.setattr(run, "_end", end)
-        await run.run()
-
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(asyncio.wait_for(scenario(), 20.0))
-    assert told == (["outlived 1", "ended"] if is_training else ["ended"])
+def test_an_interrupt_ends_a_start_at_once() -> None:
+    at = moment("driver -> RolloutWorker 0.start", play(PLAIN)) + 0.1
+    run = interrupted("SIGINT", at)
+    assert (texts(run)[-1], told(run)[-1][0]) == ("world: driver 0 has ended: stopped", pytest.approx(at, abs=0.1))
+    assert "warning: interrupted (Ctrl-C): ending at once; there is no checkpoint yet" in texts(run)
+    assert "info: sending the first weights to the engines" not in texts(run)
 
 
-def test_an_interrupt_during_the_last_evaluation_leaves_that_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All steps are done and saved: the run ends as usual, without a number after training, and without waiting for it."""
-
-    async def scenario() -> None:
-        observer = RecordingObserver()
-        run = controller(observer)
-
-        async def endless(*_: Any) -> None:
-            asyncio.get_running_loop().call_later(0.05, signal.raise_signal, signal.SIGTERM)
-            await asyncio.sleep(60.0)
-
-        monkeypatch.setattr(run._evaluations, "whole", endless)
-        with run._shutdown.handled():
-            assert await run._evaluate_last() is None
-        assert observer.events == ["[ending] interrupted (SIGTERM): leaving out the evaluation after training"]
-        assert run.ended_by == signal.SIGTERM
-
-    asyncio.run(asyncio.wait_for(scenario(), 20.0))
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_sigterm_saves_without_the_step_under_way_and_ctrl_c_with_it(number: int) -> None:
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_sigterm_saves_without_the_step_under_way_and_ctrl_c_with_it(name: str) -> None:
     """Who sends SIGTERM may kill in a few seconds; the learner ends the step when it is asked to."""
-
-    async def scenario() -> None:
-        observer = RecordingObserver()
-        run = controller(observer)
-        saved: list[int] = []
-        is_aborted = asyncio.Event()
-
-        async def learn(_: Any) -> Any:
-            asyncio.get_running_loop().call_later(0.05, signal.raise_signal, number)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(is_aborted.wait(), 0.5)
-                raise StepAborted("before its update")
-            return "a result"
-
-        async def abort() -> None:
-            is_aborted.set()
-
-        async def save_with_retries(step: int, save: Any) -> None:
-            saved.append(step)
-
-        async def settle(*_: Any, **__: Any) -> tuple[dict[str, int], list[Any]]:
-            return {}, []
-
-        run._shutdown.is_training = True
-        run._source, run._learner = source(run, FakeActor(Service())), SimpleNamespace(abort=abort)  # type: ignore[assignment]
-        run._source.settle, run._learn_and_publish = settle, learn  # type: ignore[method-assign]
-        run._steps = SimpleNamespace(  # type: ignore[assignment]
-            report_during=lambda work, **_: work, end_step=lambda _: None, stop_waiting=observer.stop_waiting
-        )
-        run._empty_steps = SimpleNamespace(note=lambda *_: None)  # type: ignore[assignment]
-        run._checkpoints = SimpleNamespace(  # type: ignore[assignment]
-            finished=nothing, save_with_retries=save_with_retries, saved_step=1, is_due=lambda step: False
-        )
-        with run._shutdown.handled():
-            await run._train_and_save()
-        of_step = "step 3 was aborted; a resume trains on its groups"
-        assert (saved, of_step in observer.events) == (([2], True) if number == signal.SIGTERM else ([3], False))
-
-    asyncio.run(asyncio.wait_for(scenario(), 20.0))
+    run = interrupted(name, moment(STEP_2, play(PLAIN)) + 0.1)
+    is_aborted = "warning: step 2 was aborted; a resume trains on its groups" in texts(run)
+    saved = [text for text in texts(run) if text.endswith("is told to be complete")]
+    assert (is_aborted, "world: step 2 is settled" in texts(run)) == ((True, False) if name == "SIGTERM" else (False, True))
+    assert saved[-1] == f"world: step_00000{1 if name == 'SIGTERM' else 2} is told to be complete"
+    assert not any(text.startswith("info: step 3") for text in texts(run))
+    first = next(text for text in texts(run, driver=1) if text.startswith("info: step "))
+    assert first.startswith(f"info: step {2 if name == 'SIGTERM' else 3}: ")
 
 
-class Service:
-    """Has a batch for whoever asks."""
-
-    async def next_batch(self, version: int) -> Any:
-        return SimpleNamespace(corrected=None, correction=None, version=version)
-
-
-async def nothing(*_: Any, **__: Any) -> None: ...
+def test_a_second_interrupt_ends_training_in_the_middle_of_its_step() -> None:
+    at = moment(STEP_2, play(PLAIN)) + 0.1
+    run = interrupted("SIGINT", at, at + 0.5)
+    assert (texts(run)[-1], told(run)[-1][0]) == ("world: driver 0 has ended: stopped", pytest.approx(at + 0.5, abs=0.1))
+    assert "world: step 1 is settled" in texts(run) and "world: step 2 is settled" not in texts(run)
 
 
-async def done_at_once(job: Callable[[], Any]) -> Any:
-    return job()
+def test_an_interrupt_during_the_last_evaluation_leaves_that_out() -> None:
+    """All steps are done and saved: the run ends as usual, without a number after training, and without waiting for it."""
+    plain = play(PLAIN)
+    at = moment("info: evaluating after training", plain) + 0.5
+    assert plain.virtual_s > at + 1.0
+    run = interrupted("SIGTERM", at)
+    assert "warning: interrupted (SIGTERM): leaving out the evaluation after training" in texts(run)
+    assert (run.drivers, texts(run)[-1], run.virtual_s) == (1, "world: driver 0 has ended: ", pytest.approx(at, abs=0.5))
 
 
 def test_a_disk_that_hangs_ends_the_run_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step waits for room for its lines as long as a flush does: told meanwhile, and not for ever."""
-    observer = RecordingObserver()
-    run = controller(observer)
-    monkeypatch.setattr(DeadlinesConfig, "disk_s", 0.1)
-    observer.disk.room = lambda: asyncio.sleep(60.0)
-    with pytest.raises(DeadlineExceeded, match="room for the lines of step 3 -> the run folder's disk: not done in 0 s"):
-        asyncio.run(asyncio.wait_for(run._next_batch(), 5.0))
+    rooms, room, deadlines = list[RetryingWriter](), RetryingWriter.room, PLAIN.config.deadlines
+
+    async def hangs_from_the_third_on(writer: RetryingWriter) -> None:
+        rooms.append(writer)
+        await (room(writer) if len(rooms) < 3 else asyncio.Event().wait())
+
+    monkeypatch.setattr(RetryingWriter, "room", hangs_from_the_third_on)
+    run = play(PLAIN)
+    what = "room for the lines of step 3 -> the run folder's disk"
+    assert f"{what}: not done in {deadlines.disk_s:.0f} s" in run.violation
+    notices = [text for text in texts_until_the_end(run) if what in text]
+    assert f"info: waiting {deadlines.notice_s:.0f} s for {what}" in notices
+
+
+def texts_until_the_end(run: PlayedRun) -> list[str]:
+    """Also of a run that was found to be wrong, whose driver's end nobody has told."""
+    return [line.split(" ", 1)[1] for line in run.trace]
 
 
 def test_the_phase_is_that_of_the_step() -> None:
     """Not what came before training: the line stands below the live panel until the next one."""
-
-    async def scenario() -> None:
-        observer = RecordingObserver()
-        run = controller(observer)
-        run._source, run._learner = source(run, FakeActor(Service())), SimpleNamespace(step=nothing)  # type: ignore[assignment]
-        await run._learn(await run._next_batch())
-        assert observer.phases == ["step 3: waiting for its batch; rollouts go on", "step 3 in training; rollouts go on"]
-
-    asyncio.run(scenario())
+    phases = [text for text in texts(play(PLAIN)) if text.startswith("info: step ")]
+    both = "info: step {0}: waiting for its batch; rollouts go on", "info: step {0} in training; rollouts go on"
+    assert phases == [text.format(step) for step in range(1, 5) for text in both]
 
 
 def test_the_ranks_have_their_places_before_a_worker_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks Ray first gets the GPUs: engines would take those of the learner's. So the order of these calls is the contract."""
+    asked, reserve = list[RunConfig](), processes.anywhere
 
-    async def scenario() -> None:
-        run, done = controller(RecordingObserver()), list[str]()
+    async def after_half_a_minute(config: RunConfig) -> Any:
+        asked.append(config)
+        await asyncio.sleep(30.0)
+        return await reserve(config)
 
-        async def reserve(config: RunConfig) -> Any:
-            assert config is run._config
-            done.append("ranks ask")
-            await asyncio.sleep(0.0)
-            done.append("ranks have")
-
-        run._task, run._folder = SimpleNamespace(held_out_prompts=lambda: prompts(0, 4)), mock.Mock()  # type: ignore[assignment]
-        monkeypatch.setattr("actors.driver.controller.reserve", reserve)
-        monkeypatch.setattr("actors.driver.controller.outline_folder", lambda _: [None])
-        monkeypatch.setattr(run, "_make_queue", nothing)
-        monkeypatch.setattr(run, "_start_pool", lambda: done.append("workers ask"))
-        await run._start()
-        assert done == ["ranks ask", "ranks have", "workers ask"]
-
-    asyncio.run(scenario())
+    first = "driver -> RolloutWorker 0"
+    assert moment(first, play(PLAIN)) < 1.0
+    monkeypatch.setattr(processes, "anywhere", after_half_a_minute)
+    run = play(PLAIN)
+    assert (run.violation, asked) == ("", [PLAIN.config]) and 30.0 <= moment(first, run) < 31.0
 
 
 def test_the_first_sync_takes_nothing_out_of_the_queue() -> None:
-    """After a resume it holds discarded prompts that the ledger doesn't know yet; they belong to the first step's line. Here it fails when
-    anything is asked of it."""
-
-    async def scenario() -> None:
-        run = controller(RecordingObserver())
-        asked: list[int] = []
-
-        async def receipts(version: int, *, deadline_s: float, is_one_enough: bool) -> None:
-            assert is_one_enough, "nodes may come one after another, each long after the one before"
-            asked.append(version)
-
-        run._pool = SimpleNamespace(members=SimpleNamespace(first_worker=nothing), follow=lambda _: None)  # type: ignore[assignment]
-        run._sync = SimpleNamespace(publish=nothing, receipts=receipts)  # type: ignore[assignment]
-        run._source = UnaskedQueue()  # type: ignore[assignment]
-        await run._first_sync()
-        assert asked == [run._version]
-
-    asyncio.run(scenario())
+    """After a resume it holds discarded prompts that the ledger doesn't know yet; they belong to the first step's line."""
+    saved = moment("world: step_000001 is told to be complete", play(PLAIN))
+    run = play(PLAIN.with_faults([Fault(saved + 0.1, "crash_driver")]))
+    lines = texts(run, driver=1)
+    asked = [line for line in lines[: lines.index("info: training")] if line.startswith("driver -> TrajectoryQueueActor")]
+    assert (run.violation, run.drivers) == ("", 2)
+    assert {line.rpartition(".")[2] for line in asked} - {"__ray_ready__", "heartbeat"} == {"fill"}
 
 
-def test_a_step_is_told_before_its_checkpoint_is_taken() -> None:
+def test_training_begins_when_one_engine_has_the_first_weights() -> None:
+    """Nodes may come one after another, each long after the one before."""
+    run = play(replace(PLAIN, workers=2).with_faults([Fault(0.0, "late_call", lasts=40.0, what="update_weights")]))
+    assert not run.violation and moment("info: evaluating before training", run) < 40.0
+    assert any("late_call: RolloutWorker" in text and text.endswith(".update_weights") for text in texts(run))
+
+
+def test_a_step_is_told_before_its_checkpoint_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A resume goes on after that step: its line has to be there."""
+    written: dict[int, list[int]] = {}
+    begin = CheckpointWriter.begin
 
-    async def scenario() -> None:
-        observer = RecordingObserver()
-        run = controller(observer)
-        written: dict[int, list[str]] = {}
+    async def notes(writer: CheckpointWriter, step: int, *rest: Any) -> None:
+        written[step] = steps_told(tmp_path)
+        await begin(writer, step, *rest)
 
-        async def begin(step: int, *_: Any) -> None:
-            written[step] = list(observer.written)
+    monkeypatch.setattr(CheckpointWriter, "begin", notes)
+    assert World(slow_diagnostics(PLAIN), tmp_path).run().violation == ""
+    assert 4 in written and written == {step: list(range(1, step + 1)) for step in written}
 
-        run._checkpoints = SimpleNamespace(finished=nothing, begin=begin)  # type: ignore[assignment]
-        run._learner = SimpleNamespace()  # type: ignore[assignment]
-        await run._save()
-        assert written == {2: ["line of step 2"]}
 
-    asyncio.run(scenario())
+def steps_told(root: Path) -> list[int]:
+    """Steps with a line of numbers on disk."""
+    path = root / "run" / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def slow_diagnostics(schedule: FaultSchedule) -> FaultSchedule:
+    """The service answers what it has found out about a step after ten seconds: its line comes long after its end."""
+    return schedule.with_faults([Fault(0.0, "late_reply", i, 10.0, "observe") for i in range(4)])
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["flushed", "flush fails"])
-def test_the_last_steps_are_flushed_whatever_ends_the_run(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+def test_the_last_steps_are_flushed_whatever_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails: bool) -> None:
     """A failing flush stands in a warning, and doesn't hide what ended the run."""
+    at_the_end: list[list[int]] = []
 
-    async def scenario() -> None:
-        observer = RecordingObserver(flush_fails=fails)
-        run = controller(observer)
+    async def until_step_3(*given: Any, step: int, **named: Any) -> PreparedBatch:
+        if step == 2:
+            at_the_end.append(steps_told(tmp_path))
+            if fails:
+                monkeypatch.setattr(Notes, "flush", refused)
+            raise DataError("a batch that nobody can read")
+        return await next_batch(*given, step=step, **named)
 
-        async def start() -> None:
-            raise DeadlineExceeded("batch of version 4")
+    async def refused(_: Notes) -> None:
+        raise RuntimeError("no connection")
 
-        monkeypatch.setattr(run, "_start", start)
-        del run._pool, run._sync
-        run._source = source(run, None)  # there is a queue by then, and no service
-        with pytest.raises(DeadlineExceeded, match="batch of version 4"):
-            await run.run()
-        assert observer.written == ([] if fails else ["line of step 2"])
-        assert observer.events == (["lines of the last steps: given up (no connection)"] if fails else [])
-
-    asyncio.run(scenario())
+    monkeypatch.setattr("actors.driver.controller.next_batch", until_step_3)
+    run = World(slow_diagnostics(replace(PLAIN, checkpoint_every=0)), tmp_path).run()
+    assert "a batch that nobody can read" in run.violation
+    assert at_the_end == [[]] and steps_told(tmp_path) == ([] if fails else [1, 2])
+    assert ("warning: lines of the last steps: given up (no connection)" in texts_until_the_end(run)) == fails
 
 
-def test_a_step_s_line_says_what_the_ways_of_its_groups_took() -> None:
+def test_a_step_s_line_says_what_the_ways_of_its_groups_took(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The service answers after 0.2 s of the learner's waiting, all of which is hand-over: the groups had come before."""
+    groups: tuple[GroupFacts, ...] = tuple(facts(i, 5, prompt_id=f"train/0/{i}") for i in range(2))
+    batch = PreparedBatch(2, CorrectionConfig(preset="bypass"), None, 10, groups, (), 0.0, 0.0)
 
-    class Prepared:
-        async def next_batch(self, version: int) -> Any:
+    class Service:
+        async def next_batch(self, version: int) -> PreparedBatch:
             await asyncio.sleep(0.2)
-            return mock.Mock(spec=PreparedBatch, group_ids=(0, 1), prompt_ids=("a", "b"))
+            return batch
 
     class Queue:
-        async def advance(self, *_: Any) -> Any:
-            return QueueSettlement([], {"admitted": 4, "trained": 2, "discarded": 0, "in_flight": 2, "finished": 0, "drawn": 0}, [])
+        async def advance(self, *_: Any) -> QueueSettlement:
+            return QueueSettlement([], {"admitted": 2, "trained": 2, "discarded": 0, "in_flight": 0, "finished": 0, "drawn": 0}, [])
 
-    noted: dict[str, float] = {}
+    class Pool:
+        def last_progress(self) -> float:
+            return 0.0
+
+    class Numbers:
+        def __init__(self) -> None:
+            self.numbers: dict[str, float] = {}
+
+        def note(self, numbers: dict[str, float]) -> None:
+            self.numbers |= numbers
+
+        def event(self, *_: Any) -> None: ...
+
+        def waiting(self, *_: Any) -> None: ...
+
+    observer: Any = Numbers()
+    monkeypatch.setattr("actors.driver.batch_source.make_queue", lambda _: FakeActor(Queue()))
 
     async def scenario() -> None:
-        one = source(controller(RecordingObserver()), FakeActor(Prepared()))
-        one.queue, one._observer.note = FakeActor(Queue()), noted.update  # type: ignore[method-assign]
-        batch = await one.next(2, SilentPool())  # type: ignore[arg-type]
-        await one.settle(3, batch, version=3, published=3)
+        source = BatchSource(PLAIN.config, StartingPoint(Path("model")), Ledger(tmp_path / "ledger.jsonl"), observer)
+        source.service = FakeActor(Service())
+        pool: Any = Pool()
+        assert await source.next(2, pool) is batch
+        counts, discarded = await source.settle(3, batch, version=3, published=3)
+        assert (counts["trained"], discarded) == (2, [])
 
     asyncio.run(scenario())
-    assert set(noted) == {"wait/handover_s"} and noted["wait/handover_s"] >= 0.2
+    assert set(observer.numbers) == {"wait/handover_s"} and observer.numbers["wait/handover_s"] >= 0.2

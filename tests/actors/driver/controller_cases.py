@@ -1,0 +1,125 @@
+"""A controller in the middle of a run, whose parts are played one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from actors.config import RunConfig
+from actors.driver.batch_source import BatchSource
+from actors.driver.controller import Controller
+from actors.driver.evaluation import Evaluations
+from actors.part_carriers import WaitNotice
+from actors.state.ledger import LedgerMark
+from tests.actors.cases import prompts
+
+
+class RecordingObserver:
+    """Keeps what a run would show."""
+
+    def __init__(self, *, flush_fails: bool = False) -> None:
+        self.events: list[str] = []
+        self.phases: list[str] = []
+        self.evaluations = 0
+        self.flush_fails = flush_fails
+        self.pending, self.written = ["line of step 2"], list[str]()
+        self.disk = SimpleNamespace(room=nothing, do=lambda job: job(), result=done_at_once)
+        self.steps = self
+
+    def event(self, level: str, text: str, kind: str = "") -> None:
+        self.events.append(f"[{kind}] {text}" if kind else text)
+
+    def phase(self, text: str) -> None: ...
+
+    def doing(self, text: str) -> None:
+        self.phases.append(text)
+
+    def waiting(self, notice: WaitNotice) -> None:
+        self.events.append(str(notice))
+
+    def serve(self) -> None: ...
+
+    def trained(self) -> None: ...
+
+    def end_step(self, *_: Any) -> None: ...
+
+    def stop_waiting(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def evaluated(self, *_: Any) -> None:
+        self.evaluations += 1
+
+    async def flush(self) -> None:
+        if self.flush_fails:
+            raise RuntimeError("no connection")
+        self.pending, self.written = [], self.written + self.pending
+
+
+def source(run: Controller, service: Any) -> BatchSource:
+    """With a queue that nobody asks, and a ledger without a line."""
+    ledger: Any = SimpleNamespace(flush=lambda *_: LedgerMark())
+    observer: Any = SimpleNamespace(event=run._observer.event, waiting=lambda _: None)
+    with mock.patch("actors.driver.batch_source.make_queue", lambda _: SimpleNamespace()):
+        made = BatchSource(run._config, run._point, ledger, observer)
+    made.service = service
+    return made
+
+
+class SilentPool:
+    """Never answers."""
+
+    async def answer(self, *_: Any) -> Any:
+        await asyncio.sleep(60.0)
+
+    def learner_waits(self, *_: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def is_moving(self) -> bool:
+        return False
+
+    def last_progress(self) -> float:
+        return 0.0
+
+
+class Receipts:
+    version = 2
+
+    async def receipts(self, version: int, *, deadline_s: float) -> None: ...
+
+
+def controller(observer: RecordingObserver) -> Controller:
+    """At step 2 of 10, version 2."""
+    config = RunConfig.model_validate(
+        {
+            "model": "model",
+            "steps": 10,
+            "groups_per_step": 2,
+            "evaluation": {"every_steps": 2},
+            "deadlines": {"evaluation_s": 0.5, "notice_s": 0.2},
+            "rollout": {
+                "task": {"kind": "reasoning_gym", "dataset": "chain_sum"},
+                "reward": {"kind": "exact_match"},
+                "engine": {"device": "cpu"},
+            },
+        }
+    )
+    run = Controller(config, Path("run"), None, observer)  # type: ignore[arg-type]
+    run._step = run._version = 2
+    run._held_out = prompts(0, 4)
+    run._pool, run._sync = SilentPool(), Receipts()  # type: ignore[assignment]
+    settings = config.evaluation, config.deadlines, SilentPool(), run._held_out, observer
+    run._evaluations = Evaluations(*settings, steps=config.steps)  # type: ignore[arg-type]
+    return run
+
+
+async def nothing(*_: Any, **__: Any) -> None: ...
+
+
+async def done_at_once(job: Callable[[], Any]) -> Any:
+    return job()
