@@ -18,7 +18,7 @@ from actors.state.resume import Replacement
 from correction.config import CorrectionConfig
 from correction.early_warning.monitor import Event, State
 from tests.actors.cases import FakeActor
-from tests.actors.driver.controller_scene import source
+from tests.actors.driver.controller_cases import source
 
 RECIPE = Path(__file__).parents[2] / "e2e" / "small.yaml"
 SWITCH = ("monitor.on_alarm=switch_preset", "monitor.preset=mis-geometric")

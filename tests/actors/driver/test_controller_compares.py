@@ -13,7 +13,7 @@ from actors.driver.controller import Controller
 from actors.driver.step_under_way import StepUnderWay
 from correction.errors import ActorLost
 from tests.actors.cases import FakeActor
-from tests.actors.driver.controller_scene import controller, source
+from tests.actors.driver.controller_cases import controller, source
 from tests.actors.driver.test_controller_rollback import RollbackObserver
 from tests.actors.simulated_time import simulate
 

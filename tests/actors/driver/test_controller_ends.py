@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from actors.driver.run_summary import RunSummary
-from tests.actors.driver.controller_scene import RecordingObserver, controller, nothing
+from tests.actors.driver.controller_cases import RecordingObserver, controller, nothing
 
 SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}
 

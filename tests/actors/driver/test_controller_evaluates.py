@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from correction.errors import ActorLost, DeadlineExceeded, EngineError
-from tests.actors.driver.controller_scene import Receipts, RecordingObserver, SilentPool, controller
+from tests.actors.driver.controller_cases import Receipts, RecordingObserver, SilentPool, controller
 
 LATE = "weight sync v2 -> workers 3: no receipt in 390 s"
 

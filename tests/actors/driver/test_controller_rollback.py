@@ -24,7 +24,7 @@ from actors.record.retrying_writer import RetryingWriter
 from actors.state.ledger import Ledger
 from actors.state.queue_snapshot import QueueSnapshot
 from correction.errors import ActorLost, DataError, DeadlineExceeded
-from tests.actors.driver.controller_scene import RecordingObserver, controller, nothing, source
+from tests.actors.driver.controller_cases import RecordingObserver, controller, nothing, source
 
 STEPS = 10
 """Of the run that `controller` makes."""

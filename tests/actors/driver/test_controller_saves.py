@@ -16,7 +16,7 @@ from actors.driver.controller import Controller
 from actors.queue.queue_actor import TrajectoryQueueActor
 from actors.state.ledger import imbalance_of
 from tests.actors.cases import FakeActor, group, prompts, stored
-from tests.actors.driver.controller_scene import RecordingObserver, controller, nothing, source
+from tests.actors.driver.controller_cases import RecordingObserver, controller, nothing, source
 from tests.actors.simulated_time import simulate
 
 KNOWN = {"series": {}, "states": {}}

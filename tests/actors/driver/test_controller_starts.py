@@ -12,7 +12,7 @@ from actors.config import DeadlinesConfig
 from actors.record.retrying_writer import RetryingWriter
 from correction.errors import DeadlineExceeded
 from tests.actors.cases import prompts
-from tests.actors.driver.controller_scene import RecordingObserver, controller
+from tests.actors.driver.controller_cases import RecordingObserver, controller
 
 
 def test_what_a_start_keeps_is_written_with_a_name_and_an_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from actors.driver.batch_source import BatchSource
 from actors.driver.controller import Controller
 from actors.driver.evaluation import Evaluations
 from actors.part_carriers import WaitNotice
-from actors.processes.stopwatch import Phase
 from actors.state.ledger import LedgerMark
 from tests.actors.cases import prompts
 
@@ -78,7 +77,7 @@ class SilentPool:
     async def answer(self, *_: Any) -> Any:
         await asyncio.sleep(60.0)
 
-    def learner_waits(self, version: int, wait: Phase) -> contextlib.AbstractContextManager[None]:
+    def learner_waits(self, *_: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def is_moving(self) -> bool:
