@@ -28,7 +28,7 @@ def layout_obstacles(config: LearnerConfig, model: Any) -> Iterator[ConfigError]
     Args: model: as of check_model. A size that it lacks counts as 0: its family is refused elsewhere.
     """
     yield from _tensor_parallel_obstacles(config, model)
-    layers, stages = getattr(model, "num_hidden_layers", 0), config.pipeline_parallel * config.virtual_pipeline
+    layers, stages = getattr(model, "num_hidden_layers", 0) or 0, config.pipeline_parallel * config.virtual_pipeline
     if layers % stages:
         reason = f"learner.pipeline_parallel x virtual_pipeline = {stages} doesn't divide the model's {layers} layers"
         yield ConfigError(reason, remedy=_DIVISOR)

@@ -90,7 +90,7 @@ async def lost_among(parts: Mapping[str, Any], error: BaseException) -> Lost:
     """
     asked = {name: asyncio.ensure_future(_is_gone_for_good(actor)) for name, actor in parts.items()}
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(_until_oneis_gone(list(asked.values())), _ANSWER_S)
+        await asyncio.wait_for(_until_one_is_gone(list(asked.values())), _ANSWER_S)
     gone = [name for name, task in asked.items() if task.done() and task.result()]
     is_late = isinstance(error, DeadlineExceeded | ActorUnavailable)
     silent = [name for name, task in asked.items() if not task.done()] if is_late else []
@@ -139,7 +139,7 @@ async def while_they_answer(
             notify("warning", f"{error}; the late part answers again; the call is repeated")
 
 
-async def _until_oneis_gone(asked: list[asyncio.Future[bool]]) -> None:
+async def _until_one_is_gone(asked: list[asyncio.Future[bool]]) -> None:
     for answer in asyncio.as_completed(asked):
         if await answer:
             return

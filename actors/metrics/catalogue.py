@@ -138,7 +138,7 @@ _REWARD = [
         "Mean of one named part of the reward; the reward is the sum of the parts.",
     ),
     _counter(
-        "reward/exceptions_total", "trajectories without a reward",
+        "reward/exceptions_total", "trajectories not scored",
         "Trajectories whose reward function raised or whose answer the engine didn't finish; left out of baseline and loss.",
     ),
     _counter(

@@ -1,5 +1,7 @@
-"""Where ranks of torch.distributed find each other: their store listens on one address instead of all of the machine's, and
-gloo on one interface. Members of a weight group meet there before torch connects them. And how one leaves a group that hangs.
+"""Where ranks of torch.distributed find each other, and how one leaves a group that hangs.
+
+Their store listens on one address instead of all of the machine's, and gloo on one interface. Members of a weight group meet there before
+torch connects them.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from rollout.config import FunctionReward, ReasoningGymReward, ReasoningGymTask,
 from rollout.continuation import unanswered
 from rollout.rewards.reward_guardian import WORKER, end_orphans, end_strays, limit_passed, mark_of
 from rollout.rewards.reward_process import LENGTH, SINGLE, are_parts, pack_message, shortened
-from rollout.trajectory import FailureKind, Prompt, Trajectory
+from rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory
 
 _MAX_REPLY_BYTES = 1 << 24
 _LONGEST_ERROR = 2000
@@ -152,8 +152,8 @@ class RewardPool:
 
 
 def _given_up(trajectory: Trajectory) -> Trajectory:
-    """The trajectory, with an error if it has none and yet no token. An aborted one has an error from where it was made."""
-    if trajectory.error is None and not trajectory.response_ids:
+    """The trajectory, with an error if the engine did not finish it."""
+    if trajectory.error is None and (trajectory.finish_reason is FinishReason.ABORT or not trajectory.response_ids):
         return unanswered(trajectory, "the engine gave the request up: no complete answer")
     return trajectory
 

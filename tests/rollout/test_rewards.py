@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from correction.errors import ConfigError
 from rollout.rewards.reward_process import RewardLoadError, build_extraction, components
 from rollout.rewards.rewards import RewardError, RewardPool, _as_reply
-from rollout.trajectory import FailureKind, Prompt, Trajectory, ids_of, logprobs_of
+from rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory, ids_of, logprobs_of
 from tests.failures.measured import REAL, Measured
 from tests.rollout.reward_scene import answered, asked, pids_of, reward, scored, scored_each, user_reward
 from tests.rollout.reward_scene import user_module as user_module
@@ -210,6 +210,7 @@ def test_what_has_failed_already_is_not_scored() -> None:
         pool = RewardPool(reward(kind="exact_match"))
         group = (
             answered("3", error="the engine aborted the request"),
+            answered("3", finish_reason=FinishReason.ABORT),
             answered("", response_ids=ids_of(()), behavior_logprobs=logprobs_of(()), version_spans=()),
         )
         return await pool.score(group, asked()), pids_of(pool)

@@ -22,12 +22,10 @@ from tests.actors.cases import prompts
 class RecordingObserver:
     """Keeps what a run would show."""
 
-    def __init__(self, *, flush_fails: bool = False) -> None:
+    def __init__(self) -> None:
         self.events: list[str] = []
-        self.phases: list[str] = []
         self.evaluations = 0
-        self.flush_fails = flush_fails
-        self.pending, self.written = ["line of step 2"], list[str]()
+        self.pending = ["line of step 2"]
         self.disk = SimpleNamespace(room=nothing, do=lambda job: job(), result=done_at_once)
         self.steps = self
 
@@ -36,8 +34,7 @@ class RecordingObserver:
 
     def phase(self, text: str) -> None: ...
 
-    def doing(self, text: str) -> None:
-        self.phases.append(text)
+    def doing(self, text: str) -> None: ...
 
     def waiting(self, notice: WaitNotice) -> None:
         self.events.append(str(notice))
@@ -56,9 +53,7 @@ class RecordingObserver:
         self.evaluations += 1
 
     async def flush(self) -> None:
-        if self.flush_fails:
-            raise RuntimeError("no connection")
-        self.pending, self.written = [], self.written + self.pending
+        self.pending = []
 
 
 def source(run: Controller, service: Any) -> BatchSource:

@@ -53,6 +53,8 @@ def moment(text: str, run: PlayedRun) -> float:
 def interrupted(name: str, *at: float) -> PlayedRun:
     run = play(PLAIN.with_faults([Fault(seconds, "stop_driver", what=name) for seconds in at]))
     assert (run.violation, run.steps) == ("", 4), "and a resume has trained the rest"
+    asked = ["info: ending", "driver -> CorrectionService 0.stop"]
+    assert [text for text in texts(run) if text in asked] == asked, "an interrupted driver ends what it has started"
     return run
 
 
