@@ -59,7 +59,7 @@ def test_the_correction_is_another_one_after_the_alarm(driven: tuple[str, Run, i
     """One batch is in training and one in preparation when the alarm comes, and its step's diagnostics may take one more: from the first
     batch that is begun afterwards on, the new correction holds."""
     action, run, alarm = driven
-    lines = run.metrics()
+    lines = [line for line in run.metrics() if line["mismatch_and_staleness/k3"] > 1e-6]  # in a batch by its own weights no ratio is cut
     before, after = [line for line in lines if line["step"] <= alarm], [line for line in lines if line["step"] > alarm + 3]
     assert "Traceback" not in run.output() and after
 

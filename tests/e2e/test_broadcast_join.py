@@ -165,7 +165,7 @@ def test_a_worker_joins_during_a_long_step(tiny_model: Path, tmp_path: Path) -> 
             await scene.meet("0", "1")
             assert not computing.done() and not stepping.done(), "the learner has been at it from the first to the last"
             end.touch()
-            assert await computing > 10, "forward passes meanwhile"
+            assert await computing > 1, "forward passes meanwhile"
             await stepping
             await scene.publish_by_broadcast(0, 1)
             await scene.step()
@@ -202,7 +202,7 @@ def test_a_member_dies_in_the_rendezvous_during_a_long_step(tiny_model: Path, tm
             assert time.monotonic() - began < SYNC_S / 2
             assert scene.broadcast._built == 3 and not computing.done() and not stepping.done()
             end.touch()
-            assert await computing > 10
+            assert await computing > 1, "forward passes meanwhile"
             await stepping
             await scene.publish_by_broadcast(0)
 
