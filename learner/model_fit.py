@@ -90,8 +90,9 @@ def setting_obstacles(config: LearnerConfig, model: Any) -> Iterator[ConfigError
 
 
 def _experts(model: Any) -> int:
-    """Experts of each layer; 0: the model is dense."""
-    return getattr(model, "num_experts", None) or 0
+    """Experts of each layer; 0: the model is dense, whatever sizes of experts its config.json has left over."""
+    family = FAMILIES.get(getattr(model, "model_type", ""))
+    return getattr(model, "num_experts", None) or 0 if family and family.experts else 0
 
 
 def _without_experts(model: Any, setting: str, remedy: str) -> ConfigError:

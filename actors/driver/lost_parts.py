@@ -108,9 +108,11 @@ def lost_answer(error: BaseException) -> str:
     Two such errors look as if the called code had raised them: the argument of a call was lost with its owner, so that the call never ran;
     or there was no room for its result in the object store. What called code raises itself is none, unless it is an ActorLost (RankFailed).
     """
+    if isinstance(error, ActorLost):
+        return no_room(error.__cause__) or str(error)
     cause = getattr(error, "cause", None)
-    if isinstance(error, ActorLost) or not isinstance(cause, RayError) or isinstance(cause, RayTaskError):
-        return str(error) if isinstance(error, ActorLost) else ""
+    if not isinstance(cause, RayError) or isinstance(cause, RayTaskError):
+        return ""
     return no_room(cause) or f"an argument of a call is gone ({type(cause).__name__})"
 
 

@@ -86,7 +86,7 @@ def disregard(answer: Any, *further: Any) -> None:
     asyncio.ensure_future(answer).add_done_callback(look_at_its_error)
 
 
-def no_room(error: BaseException) -> str:
+def no_room(error: BaseException | None) -> str:
     """If this error means a full object store: a sentence with what its node needs. Empty for any other error."""
     for one in (getattr(error, "cause", None), error):
         if isinstance(one, _NO_ROOM):

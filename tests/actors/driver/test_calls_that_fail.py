@@ -14,6 +14,7 @@ from ray.exceptions import (
 
 from actors.driver.lost_parts import Lost, lost_among, lost_answer, while_they_answer
 from actors.driver.rollback import what_is_lost
+from actors.processes.supervision import wait_for
 from correction.errors import ActorLost, DeadlineExceeded, RankFailed
 from tests.actors.driver.test_lost_parts import ALIVE, GONE, Part
 
@@ -71,6 +72,17 @@ def test_a_call_whose_argument_or_answer_is_gone_takes_the_run_back_and_a_bug_en
     if expected:
         said = what_is_lost(lost, error)
         assert said.startswith(f"lost: an answer ({expected}") and "traceback" not in said
+
+
+def test_a_full_store_is_said_of_an_answer_as_well() -> None:
+    """An answer that Ray could not write down comes as an error of the call itself."""
+
+    async def call() -> None:
+        raise OutOfDiskError("full")
+
+    with pytest.raises(ActorLost) as caught:
+        asyncio.run(wait_for(call(), "batch of version 4 <- trajectory queue", deadline_s=10.0))
+    assert lost_answer(caught.value).startswith("no room in Ray's object store (OutOfDiskError): its node needs more memory in /dev/shm")
 
 
 def test_a_rank_that_has_failed_is_lost_unless_another_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from learner.hf.hf_folder import read_config
 from learner.hf.model_check import expected_shapes
 from learner.learner_rank import LearnerRank
 from learner.model.attention import RowLayout, pack
-from learner.model_fit import layout_obstacles, setting_obstacles
+from learner.model_fit import check_model, layout_obstacles, setting_obstacles
 from learner.training.logprobs import head_logprobs
 from tests.actors.known_models import LLAMA_31_8B, QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, QWEN25_7B, save_config
 from tests.learner.learner_cases import TIS, learner_on, off_policy_batch, random_batch
@@ -329,6 +330,18 @@ def test_a_config_json_says_what_the_learner_refuses_of_its_model(tmp_path: Path
         for model in (read_config(folder), ModelShape.read(folder).sizes)
     )
     assert said == planned and len(said) == {"qwen3": 4, "olmoe": 6}.get(family, 5), said
+
+
+def test_a_dense_model_with_left_over_experts_is_dense(tmp_path: Path) -> None:
+    """Its config.json may keep sizes that its family doesn't know: learner and plan both ignore them."""
+    folder = save_tiny_model(tmp_path / "m", "qwen3", tie=False)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_experts": 6}))
+    assert read_config(folder).num_experts == 6
+    for model in (read_config(folder), ModelShape.read(folder).sizes):
+        check_model(LearnerConfig(tensor_parallel=2, dtype="float16"), model)
+        with pytest.raises(ConfigError, match="expert_parallel = 2: qwen3 has no experts"):
+            check_model(LearnerConfig(expert_parallel=2, data_parallel=2), model)
 
 
 def test_gpus_by_name_and_by_memory() -> None:
