@@ -40,8 +40,14 @@ def load_config(model_class: type[Model], recipe: Path | None, overrides: Sequen
         overrides: "dotted.key=value" each; a later one wins. A setting's former name in the recipe gives way to one of its present name.
     Raises: ConfigError with one line for each problem: file and line (or "command line"), key, value, reason and remedy.
     """
+    return load_with_keys(model_class, recipe, overrides)[0]
+
+
+def load_with_keys(model_class: type[Model], recipe: Path | None, overrides: Sequence[str] = ()) -> tuple[Model, RecipeKeys]:
+    """As load_config, and of the same read the keys that are read otherwise than they are written."""
     try:
         tree, lines = (OmegaConf.create({}), dict[str, int]()) if recipe is None else _read(recipe)
+        keys = RecipeKeys.of(model_class, recipe, tree, lines)  # before overrides are in the tree
         former, tags = _former_names(model_class), _tag_paths(model_class)
         assignments = [(former.get(key, key), value) for key, value in map(_parse_override, overrides)]
         _refuse_derived(model_class, assignments)
@@ -56,7 +62,7 @@ def load_config(model_class: type[Model], recipe: Path | None, overrides: Sequen
     except OmegaConfBaseException as error:
         raise ConfigError(f"{recipe or 'command line'}: {one_line(error)}") from error
     try:
-        return model_class.model_validate(data)
+        return model_class.model_validate(data), keys
     except ValidationError as error:
         lines |= {former[key]: line for key, line in lines.items() if key in former}
         source = _Source(recipe, lines, tuple(key for key, _ in assignments))
@@ -65,24 +71,48 @@ def load_config(model_class: type[Model], recipe: Path | None, overrides: Sequen
 
 
 @dataclass(frozen=True, slots=True)
-class RecipeKeys:
-    """What a recipe file writes down that is no setting of its own."""
+class FormerName:
+    """A setting that a recipe calls by a former name."""
 
+    place: str
+    """File and line."""
+    former: str
+    present: str
+    """Both are dotted keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeKeys:
+    """Keys of a recipe that are read otherwise than they are written."""
+
+    recipe: Path | None
+    """None: there is no recipe, and so there are no keys."""
     derived: dict[str, Any]
     """What it shows as derived, by the dotted key of the setting: because it was copied from a run's folder, or by hand."""
-    former: dict[str, str]
-    """Its place (file and line) and former name of each setting -> present name."""
+    former: tuple[FormerName, ...]
 
     @classmethod
-    def of(cls, model_class: type[BaseModel], recipe: Path) -> RecipeKeys:
-        """Raises: as load_config."""
-        tree, lines = _read(recipe)
+    def read(cls, model_class: type[BaseModel], recipe: Path) -> RecipeKeys:
+        """Of a file; whether its values are valid isn't asked. Raises: ConfigError, OSError as load_config."""
+        return cls.of(model_class, recipe, *_read(recipe))
+
+    @classmethod
+    def of(cls, model_class: type[BaseModel], recipe: Path | None, tree: DictConfig, lines: Mapping[str, int]) -> RecipeKeys:
+        """Args: tree, lines: as _read returns them."""
         sections = {line.path.rpartition(".")[0] for line in explain_lines(model_class) if line.is_derived}
-        shown = {section: OmegaConf.select(tree, f"{section}.derived") for section in sections}
-        mappings = {section: keys for section, keys in shown.items() if isinstance(keys, DictConfig)}
-        derived = {f"{section}.{key!s}": value for section, keys in mappings.items() for key, value in keys.items()}
-        former = {f"{recipe}:{lines[key]}: {key}": now for key, now in _former_names(model_class).items() if key in lines}
-        return cls(dict(sorted(derived.items())), former)
+        data = OmegaConf.to_container(tree, resolve=False)  # a ${...} may lack what the command line gives
+        shown = {section: _mapping_at(data, f"{section}.derived") for section in sections}
+        derived = {f"{section}.{key!s}": value for section, keys in shown.items() for key, value in keys.items()}
+        names = _former_names(model_class).items()
+        former = tuple(FormerName(f"{recipe}:{lines[key]}", key, present) for key, present in names if key in lines)
+        return cls(recipe, dict(sorted(derived.items())), former)
+
+
+def _mapping_at(data: Any, path: str) -> dict[Any, Any]:
+    """The mapping at a dotted key of plain data; empty: there is none."""
+    for name in path.split("."):
+        data = data.get(name) if isinstance(data, dict) else None
+    return data if isinstance(data, dict) else {}
 
 
 def _read(recipe: Path) -> tuple[DictConfig, dict[str, int]]:
@@ -137,12 +167,15 @@ def _parse_override(text: str) -> tuple[str, Any]:
 def _refuse_derived(model_class: type[BaseModel], assignments: Sequence[tuple[str, Any]]) -> None:
     """Raises: ConfigError for an override of what a section shows as derived. (A recipe may have been copied from a run's folder.)"""
     paths = [path for key, value in assignments for path in _paths(key, value) if "derived" in path]
-    sections = {line.path.rpartition(".")[0] for line in explain_lines(model_class) if line.is_derived} if paths else set()
+    lines = list(explain_lines(model_class)) if paths else []
+    sections = {line.path.rpartition(".")[0] for line in lines if line.is_derived}
     cut = [(path, *path.partition(".derived")) for path in paths]
     shown = [(path, section, rest[1:]) for path, section, _, rest in cut if section in sections and rest[:1] in ("", ".")]
     if shown:
-        path, section, name = shown[-1]
-        remedy = f"set {section}.{name} itself" if name else "leave it out"
+        path, section, below = shown[-1]
+        setting = f"{section}.{below.partition('.')[0]}"  # below it may be what only looks like a key of its value
+        setting = _former_names(model_class).get(setting, setting)
+        remedy = f"set {setting} itself" if setting in {line.path for line in lines if not line.is_section} else "leave it out"
         raise ConfigError(f"command line: {path}: that shows what a run has derived; {remedy}")
 
 

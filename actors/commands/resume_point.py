@@ -119,8 +119,7 @@ def with_settings(folder: RunFolder, point: ResumePoint, config: RunConfig, *, d
     """
     then = _settings_then(point, with_absolute_paths(config_that_ran(folder)))
     given = changed_settings(then, config)
-    # Deadlines (in seconds, _s) follow from the model's bytes, whatever was set.
-    derived = {key: values for key, values in changed_derived_settings(then, config).items() if not key.endswith("_s")}
+    derived = changed_derived_settings(then, config)
     told = {"settings other than the run's own so far": given, "settings that follow from others, and have changed": derived}
     for what, changed in told.items():
         if changed:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from actors.commands.recipe import RecipeKeys
@@ -13,46 +13,52 @@ from correction.settings.base import dump_with_derived
 
 
 def changed_settings(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (value before, value now), of the settings that differ and are given on either side. A device that is auto before, in
-    the folder of an earlier version, could have been either.
+    """Dotted key -> (value before, value now), of the settings that differ and are given on either side.
 
     Args:
-        before: with derived values, so that a setting that is given now is compared with what ran.
+        before: with derived values, so that a setting that is given now is compared with what ran. What is auto there, in a config.yaml
+            that somebody has edited, could have been anything, and differs from whatever is decided now.
         now: derived or not.
     """
     old, new = _flat(before), _flat(now)
     both = ((key, old.get(key, _NOTHING), new.get(key, _NOTHING)) for key in {**old, **new})
-    changed = {key: (was, now_is) for key, (was, a), (now_is, b) in both if was != now_is and not (a and b)}
-    return {key: values for key, values in changed.items() if not (key.endswith(".device") and is_open(values[0]))}
+    return {key: (was, now_is) for key, (was, a), (now_is, b) in both if was != now_is and not (a and b)}
 
 
 def changed_derived_settings(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """The same, of the settings that are derived on both sides and decided on both."""
-    old, new = _flat(before), _flat(now)
-    both = ((key, old[key], new[key]) for key in old.keys() & new.keys())
-    changed = {key: (was, now_is) for key, (was, a), (now_is, b) in sorted(both) if was != now_is and a and b}
-    return {key: (was, now_is) for key, (was, now_is) in changed.items() if was is not None and not is_open(was)}
+    """The same, of the settings that are derived on both sides, as far as it says something."""
+    return _changed_derived({key: value for key, (value, is_derived) in _flat(before).items() if is_derived}, now)
 
 
-def not_as_written(recipe: Path, now: RunConfig) -> list[str]:
-    """What a recipe shows as derived, and is derived otherwise now: it was copied from the folder of another run, or written by hand.
+def _changed_derived(before: Mapping[str, Any], now: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Args: before: values that were derived, by dotted key.
+
+    Returns: without what was left open, which has only been decided since; and without times (in seconds, _s), which follow from the
+    model's bytes, whatever was set.
+    """
+    new = {key: value for key, (value, is_derived) in _flat(now).items() if is_derived}
+    known = {key: was for key, was in sorted(before.items()) if key in new and was is not None and not is_open(was)}
+    return {key: (was, new[key]) for key, was in known.items() if was != new[key] and not key.endswith("_s")}
+
+
+def not_as_written(keys: RecipeKeys, now: RunConfig) -> list[str]:
+    """What a recipe shows as derived, and is derived differently now: it was copied from the folder of another run, or written by hand.
 
     Args: now: with all that is derived.
-    Returns: sentences. Raises: ConfigError, OSError as load_config.
+    Returns: sentences.
     """
-    shown, runs, said = RecipeKeys.of(RunConfig, recipe).derived, _flat(now), []
-    other = {key: (value, runs[key][0]) for key, value in shown.items() if key in runs and runs[key][1] and value != runs[key][0]}
-    if other:
-        remedy = f"Outside of derived a value stays: {next(iter(other))}"
-        said.append(f"{recipe}: what it shows under derived is derived anew: {listed(other)}. {remedy}")
-    if unknown := shown.keys() - runs.keys():
-        said.append(f"{recipe}: under derived it shows what is no setting: {', '.join(sorted(unknown))}")
+    said = []
+    if other := _changed_derived(keys.derived, now):
+        remedy = f"To keep a value, move it out of `derived`: {next(iter(other))}"
+        said.append(f"{keys.recipe}: what it shows under derived is derived anew: {listed(other)}. {remedy}")
+    if unknown := keys.derived.keys() - _flat(now).keys():
+        said.append(f"{keys.recipe}: under derived it shows what is no setting: {', '.join(sorted(unknown))}")
     return said
 
 
-def former_names(recipe: Path) -> list[str]:
-    """Sentences on keys that a recipe, or the config.yaml of an earlier version, calls by a former name. Raises: as not_as_written."""
-    return [f"{place} is called {present} now" for place, present in RecipeKeys.of(RunConfig, recipe).former.items()]
+def former_names(keys: RecipeKeys) -> list[str]:
+    """Sentences on keys that a recipe, or the config.yaml of an earlier version, calls by a former name."""
+    return [f"{name.place}: {name.former} is called {name.present} now" for name in keys.former]
 
 
 def listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
@@ -61,8 +67,8 @@ def listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def short(value: Any) -> str:
-    """A value as a sentence shows it."""
-    text = "empty" if value is None else str(value)
+    """A value as a sentence shows it, in YAML's words."""
+    text = "empty" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -17,6 +17,7 @@ from actors.cluster.cluster import Cluster
 from actors.cluster.head_watch import ends_with_own_ray, ends_with_the_head
 from actors.cluster.hub import config_folder, pinned
 from actors.commands.preparation import prepare
+from actors.commands.recipe import RecipeKeys
 from actors.commands.resume_point import find_resume_point, with_absolute_paths, with_settings
 from actors.commands.run_settings import former_names, not_as_written
 from actors.commands.train_arguments import recipe_of
@@ -64,10 +65,12 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
     Args: discard_queue: on a resume, see with_settings.
     Raises: EvenkeelError kinds for whatever is wrong with the input; the folder keeps what there is by then.
     """
+    keys: RecipeKeys | None = None
     if resume is not None:
         folder = by_disk_at_start(lambda: RunFolder.open(_fixed(resume)), f"{resume}, to be opened")
     else:
-        config = with_absolute_paths(recipe_of(recipe, overrides))
+        config, keys = recipe_of(recipe, overrides)
+        config = with_absolute_paths(config)
         check_ray(config.ray)
         config, of_hub = pinned(config)
         config, task, notes = prepare(config)  # before a folder is made: most mistakes show here
@@ -89,7 +92,7 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
                     put(done[1], sys.stdout)
                     return done[0]
             config, task, notes = prepare(config, resumed_from=point.checkpoint.hf if point else None)
-        ready = partial(_made_ready, folder, config, point, task, recipe, is_resumed=resume is not None, discard_queue=discard_queue)
+        ready = partial(_made_ready, folder, config, point, task, keys, discard_queue=discard_queue)
         point, said = by_disk_at_start(ready, "the run's settings, and the lines of its steps", limit_s=lambda: config.deadlines.disk_s)
         return _run_in(folder, config, task, [*(("info", note) for note in notes), *said], point)
     finally:
@@ -103,22 +106,22 @@ def _fixed(path: Path) -> Path:
 
 
 def _made_ready(
-    folder: RunFolder, config: RunConfig, point: ResumePoint | None, task: Task, recipe: Path | None = None, *, is_resumed: bool,
-    discard_queue: bool = False,
+    folder: RunFolder, config: RunConfig, point: ResumePoint | None, task: Task, recipe: RecipeKeys | None, *, discard_queue: bool = False
 ) -> tuple[ResumePoint | None, list[tuple[EventLevel, str]]]:
     """Take back what the folder has of steps after the point's, and write the settings that it goes on with.
 
+    Args: recipe: of a new run, as its start has read it; None: it is a resume, and its config.yaml is looked at.
     Returns: as take_back. Raises: as that, and as with_settings, which is asked first.
     """
-    read = folder.path / "config.yaml" if is_resumed else recipe
-    said: list[tuple[EventLevel, str]] = [("warning", text) for text in former_names(read)] if read else []
+    keys = recipe or RecipeKeys.read(RunConfig, folder.path / "config.yaml")
+    said: list[tuple[EventLevel, str]] = [("warning", text) for text in former_names(keys)]
     if recipe is not None:
         said += [("info", text) for text in not_as_written(recipe, config)]
     if point is not None:
         point, taken_back = take_back(folder, with_settings(folder, point, config, discard_queue=discard_queue), task)
         said += taken_back
         said += steps_without_a_line(folder, point.checkpoint.step)
-    elif is_resumed:
+    elif recipe is None:
         said.append(("info", _from_the_start(folder)))
     folder.write_config(config)
     return point, said

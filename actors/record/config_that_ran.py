@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 from pydantic import ValidationError
 
 from actors.config import RunConfig
@@ -17,9 +21,13 @@ def config_that_ran(folder: RunFolder) -> RunConfig:
 
     Raises: ConfigError if config.yaml is damaged, or another version's; OSError if the disk doesn't give it.
     """
-    content = folder.read_config()
+    return settings_that_ran(folder.read_config(), folder.path / "config.yaml")
+
+
+def settings_that_ran(content: Mapping[str, Any], path: Path) -> RunConfig:
+    """The same of what config.yaml says. Args: path: of it, for the error. Raises: ConfigError if it is another version's."""
     try:
         return read_with_derived(RunConfig, content)
     except ValidationError as error:
         key = ".".join(str(part) for part in error.errors()[0]["loc"])
-        raise ConfigError(f"{folder.path / 'config.yaml'}: {key}: not settings of this version: {reason_of(error)}") from error
+        raise ConfigError(f"{path}: {key}: not settings of this version: {reason_of(error)}") from error

@@ -18,12 +18,13 @@ from actors.config import DeadlinesConfig
 from actors.metrics.step_metrics import StepMetrics, shown
 from actors.processes.disk_at_start import by_disk_at_start
 from actors.processes.event_level import EventLevel
-from actors.record.config_that_ran import config_that_ran
+from actors.record.config_that_ran import settings_that_ran
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
 from actors.record.stack_summary import newest_stack_summary
 from actors.reports.completeness import left_after_training
 from actors.reports.ledger_check import LedgerCheck, LinesRead, check_ledger
+from actors.settings.true_on_policy import refuse_contradictions
 from actors.state.json_lines import JsonLines
 from actors.state.resume import OtherVersionError
 from correction.errors import ConfigError, DataError
@@ -87,7 +88,8 @@ class RunDiagnosis:
     damaged: tuple[str, ...]
     """A sentence for each newer checkpoint that is damaged, or can't be read now."""
     refused: str
-    """Why a resume would refuse the newest complete checkpoint, or the run's settings, and what to do instead; empty: it would not."""
+    """Why a resume would refuse the newest complete checkpoint, or settings in config.yaml that this version can't read or that contradict
+    each other, and what to do instead; empty: nothing of that was found. What it would refuse of devices or the model isn't looked for."""
     pace: dict[str, float]
     """Medians of the recent steps, by metric."""
     waits: tuple[Wait, ...]
@@ -185,12 +187,20 @@ def diagnose_run(folder: RunFolder) -> RunDiagnosis:
 
 
 def _settings(folder: RunFolder) -> tuple[dict[str, Any], str]:
-    """The run's settings, and why a resume would refuse them; empty: it would not. Raises: as RunFolder.read_config."""
+    """The run's settings, and why a resume would refuse them, whatever machine it is on; empty: nothing of that was found.
+
+    Raises: as RunFolder.read_config.
+    """
+    content, path = folder.read_config(), folder.path / "config.yaml"
     try:
-        config_that_ran(folder)
+        config = settings_that_ran(content, path)
     except ConfigError as error:
-        return folder.read_config(), str(error)
-    return folder.read_config(), ""
+        return content, str(error)
+    try:
+        refuse_contradictions(config)
+    except ConfigError as error:
+        return content, f"{path}: {error}"
+    return content, ""
 
 
 def _deadlines(config: Mapping[str, Any]) -> DeadlinesConfig:

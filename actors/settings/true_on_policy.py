@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,6 +13,7 @@ from actors.processes.event_level import EventLevel
 from actors.settings.derived import with_derived
 from correction.engines.contract import Contract, SideSettings
 from correction.errors import ActorLost, ConfigError, EngineError
+from correction.settings.base import DerivedSettings
 from learner.config import LearnerConfig
 from rollout.engine_settings.engine_config import EngineConfig
 
@@ -51,17 +52,17 @@ def resolved(config: RunConfig, model: Path | None = None) -> RunConfig:
     if config.learner.float32_head:
         raise ConfigError("true_on_policy: true with learner.float32_head: true: the engines don't have it", remedy="Set it to false")
     contract = contract_of(model or config.model, config.rollout.engine, config.learner)
-    ranks = config.learner.tensor_parallel
-    _refuse_given(config.rollout.engine, "projection_parts", ranks, f"true_on_policy: true and learner.tensor_parallel: {ranks}")
     return _with_settings(config, contract.engine_settings, contract.learner_settings)
 
 
 def refuse_contradictions(config: RunConfig) -> None:
     """Raises: ConfigError if the recipe gives a setting that follows from another one, and gives it another value."""
-    replay = config.learner.routing_replay
-    _refuse_given(config.rollout.engine, "return_routed_experts", replay == "rollout", f"learner.routing_replay: {replay}")
-    for side in (config.learner, config.rollout.engine):
-        _refuse_given(side, "batch_invariant", config.true_on_policy, f"true_on_policy: {str(config.true_on_policy).lower()}")
+    engine, both = {"rollout.engine": config.rollout.engine}, {"learner": config.learner, "rollout.engine": config.rollout.engine}
+    replay, ranks = config.learner.routing_replay, config.learner.tensor_parallel
+    _refuse_given(engine, "return_routed_experts", replay == "rollout", f"learner.routing_replay: {replay}")
+    _refuse_given(both, "batch_invariant", config.true_on_policy, f"true_on_policy: {str(config.true_on_policy).lower()}")
+    if config.true_on_policy:
+        _refuse_given(engine, "projection_parts", ranks, f"true_on_policy: true and learner.tensor_parallel: {ranks}")
 
 
 def _with_settings(config: RunConfig, of_engine: dict[str, Any], of_learner: dict[str, Any]) -> RunConfig:
@@ -70,15 +71,18 @@ def _with_settings(config: RunConfig, of_engine: dict[str, Any], of_learner: dic
     return config.model_copy(update={"rollout": rollout, "learner": with_derived(config.learner, of_learner, "learner")})
 
 
-def _refuse_given(section: LearnerConfig | EngineConfig, name: str, needed: bool | int, setting: str) -> None:
-    """Args: setting: from which `needed` follows, for the message. Raises: ConfigError if the recipe gives another value."""
-    value = getattr(section, name)
-    if section.is_given(name) and value != needed:
-        key = f"{'learner' if isinstance(section, LearnerConfig) else 'rollout.engine'}.{name}"
-        found, wanted = (str(one).lower() for one in (value, needed))
+def _refuse_given(sections: Mapping[str, DerivedSettings], name: str, needed: bool | int, setting: str) -> None:
+    """Args: sections: by their dotted keys, for the message. setting: from which `needed` follows, for the message.
+
+    Raises: ConfigError if the recipe gives another value in some of them.
+    """
+    values = {f"{key}.{name}": getattr(section, name) for key, section in sections.items() if section.is_given(name)}
+    if other := {key: value for key, value in values.items() if value != needed}:
+        keys, follows = " and ".join(other), "it follows" if len(other) == 1 else "they follow"
+        found, wanted = (str(one).lower() for one in (next(iter(other.values())), needed))  # of several a bool, which is the same in all
         raise ConfigError(
-            f"{key}: {found} with {setting}: it follows from that, and would be {wanted}",
-            remedy=f"Set {key} to {wanted}, or to null: then it follows",
+            f"{keys}: {found} with {setting}: {follows} from that, and would be {wanted}",
+            remedy=f"Set {keys} to {wanted}, or to null: then {follows}",
         )
 
 

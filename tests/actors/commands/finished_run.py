@@ -43,7 +43,9 @@ def make_finished_run(base: Path) -> Path:
     (base / "model").mkdir()
     model = save_tiny_model(save_tiny_tokenizer(base / "model"))
     with RunFolder.create(base / "run", "x") as folder, learner_on(model) as learner:
-        folder.write_config(with_absolute_paths(load_config(RunConfig, RECIPE, [f"model={model}", "steps=9", "groups_per_step=1"])))
+        devices = [f"{section}.device=cpu" for section in ("learner", "rollout.engine", "init.learner")]  # a run's folder has them decided
+        config = load_config(RunConfig, RECIPE, [f"model={model}", "steps=9", "groups_per_step=1", *devices])
+        folder.write_config(with_absolute_paths(config))
         ledger = Ledger(folder.path / "ledger.jsonl")
         for step in (1, 2):
             folder.append_metrics(StepMetrics(step))

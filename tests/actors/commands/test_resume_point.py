@@ -43,7 +43,7 @@ def asks(texts: Callable[[int], str] = lambda position: prompt(position).text) -
 def resume(folder: RunFolder, *overrides: str, task: Any = None) -> tuple[RunConfig, ResumePoint, list[tuple[str, str]]]:
     config, point = find_resume_point(folder, overrides)
     assert point is not None
-    point, said = train._made_ready(folder, config, point, task or asks(), is_resumed=True)
+    point, said = train._made_ready(folder, config, point, task or asks(), None)
     assert point is not None
     return config, point, said
 

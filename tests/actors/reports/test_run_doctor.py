@@ -9,6 +9,7 @@ from pathlib import Path
 import filelock
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
@@ -62,6 +63,16 @@ def test_settings_that_a_resume_would_refuse_are_told(tmp_path: Path) -> None:
     refused = f"{path}: deadlines.tokens_per_s: not settings of this version: Input should be greater than 0"
     assert found.advice[0] == f"A resume would be refused: {refused}"
     assert (found.saved_step, found.step) == (1, 2) and "deadlines.tokens_per_s" in page(found)
+
+
+def test_settings_that_contradict_each_other_are_told(tmp_path: Path) -> None:
+    """Each is right by itself; a resume would be refused all the same."""
+    folder = run_folder(tmp_path / "run", saved=1)
+    path = folder.path / "config.yaml"
+    written = yaml.safe_load(path.read_text())
+    written["learner"]["batch_invariant"] = True
+    path.write_text(yaml.safe_dump(written, sort_keys=False))
+    assert after(folder).refused.startswith(f"{path}: learner.batch_invariant: true with true_on_policy: false: ")
 
 
 def after(folder: RunFolder) -> RunDiagnosis:

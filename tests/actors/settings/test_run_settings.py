@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.commands.recipe import load_config
+from actors.commands.recipe import FormerName, RecipeKeys, load_config, load_with_keys
 from actors.commands.run_settings import changed_derived_settings, changed_settings, former_names, not_as_written
 from actors.config import RunConfig
 from actors.doctor.start_checks import config_for_model
@@ -194,6 +194,9 @@ DERIVED_ON_THE_COMMAND_LINE = [
     ("rollout.engine={threads: 1, derived: {dtype: float16}}", "rollout.engine.derived.dtype", "set rollout.engine.dtype itself"),
     ("rollout={engine: {deadlines: {derived: {start_s: 9}}}}", f"{_OF_ENGINE}.derived.start_s", f"set {_OF_ENGINE}.start_s itself"),
     ("learner={fixed_order: true, derived: {dtype: float16}}", "learner.derived.dtype", "set learner.dtype itself"),
+    ("learner.derived.batch_invariant.x=3", "learner.derived.batch_invariant.x", "set learner.batch_invariant itself"),
+    ("learner.derived.fixed_order=true", "learner.derived.fixed_order", "set learner.batch_invariant itself"),
+    ("learner.derived.no_setting=1", "learner.derived.no_setting", "leave it out"),
     ("learner={derived: {}}", "learner.derived", "leave it out"),
     ("learner.derived=5", "learner.derived", "leave it out"),
 ]
@@ -259,8 +262,9 @@ def test_a_run_of_an_earlier_version_goes_on_with_all_that_it_had(models: dict[b
 
 
 REFUSED_OF_OLD = [
-    ("", ["true_on_policy=true"], ["learner.batch_invariant", "rollout.engine.batch_invariant"]),
-    ("true_on_policy=true", ["true_on_policy=false"], ["learner.batch_invariant", "rollout.engine.batch_invariant"]),
+    ("", ["true_on_policy=true"], ["learner.batch_invariant and rollout.engine.batch_invariant"]),
+    ("", ["true_on_policy=true", "learner.batch_invariant=true"], ["rollout.engine.batch_invariant"]),
+    ("true_on_policy=true", ["true_on_policy=false"], ["learner.batch_invariant and rollout.engine.batch_invariant"]),
     ("true_on_policy=true", ["learner.tensor_parallel=2"], ["rollout.engine.projection_parts"]),
     ("", ["learner.dtype=bfloat16"], ["rollout.engine.dtype"]),
 ]
@@ -284,8 +288,15 @@ def test_what_a_refusal_says_helps_in_the_folder_of_an_earlier_version(
         with pytest.raises(ConfigError, match=rf"{key}.*{key} to .*\bnull") as caught:
             checked(load_config(RunConfig, path, overrides))
         assert "out" not in caught.value.remedy.split()
-        overrides.append(f"{key}=null")
+        overrides += [f"{name}=null" for name in key.split(" and ")]
     assert checked(load_config(RunConfig, path, overrides)) == checked(small(models[False], *ran.split(), *words))
+
+
+def test_a_contradiction_is_told_without_the_model(models: dict[bool, Path]) -> None:
+    """evenkeel doctor asks of a run's folder alone; engines without a run are refused the same."""
+    with pytest.raises(ConfigError, match=r"projection_parts: 3 with true_on_policy: true and learner\.tensor_parallel: 1:"):
+        refuse_contradictions(small(models[False], "true_on_policy=true", "rollout.engine.projection_parts=3"))
+    refuse_contradictions(small(models[False], "rollout.engine.projection_parts=3"))
 
 
 def test_a_former_name_in_a_run_s_folder_is_a_given_setting(models: dict[bool, Path], tmp_path: Path) -> None:
@@ -298,8 +309,14 @@ def test_a_former_name_in_a_run_s_folder_is_a_given_setting(models: dict[bool, P
     ran, again = config_that_ran(RunFolder.view(tmp_path)), load_config(RunConfig, path)
     for config in (ran, again):
         assert all(side.batch_invariant and side.is_given("batch_invariant") for side in (config.learner, config.rollout.engine))
-    places = [text.removeprefix(f"{path}:").partition(": ")[2] for text in former_names(path)]
-    assert places == [f"{side}.fixed_order is called {side}.batch_invariant now" for side in ("rollout.engine", "learner")]
+    sides, lines = ("rollout.engine", "learner"), path.read_text().splitlines()
+    keys = RecipeKeys.read(RunConfig, path)
+    at = [int(name.place.removeprefix(f"{path}:")) for name in keys.former]
+    assert sorted(at) == [number for number, line in enumerate(lines, 1) if "fixed_order" in line]
+    assert [(name.former, name.present) for name in keys.former] == [(f"{side}.fixed_order", f"{side}.batch_invariant") for side in sides]
+    one = FormerName("run.yaml:3", "learner.fixed_order", "learner.batch_invariant")
+    said = "run.yaml:3: learner.fixed_order is called learner.batch_invariant now"
+    assert former_names(RecipeKeys(None, {}, (one,))) == [said]
     now = resolved(again, has_gpu=False)
     assert changed_settings(ran, now) == changed_derived_settings(ran, now) == {}
     for name in ("batch_invariant", "fixed_order"):
@@ -307,25 +324,49 @@ def test_a_former_name_in_a_run_s_folder_is_a_given_setting(models: dict[bool, P
         other = resolved(load_config(RunConfig, path, words), has_gpu=False)
         assert not other.learner.batch_invariant and not other.rollout.engine.is_given("batch_invariant")
     text = write(tmp_path, now).read_text()
-    assert "fixed_order" not in text and former_names(path) == [] and config_that_ran(RunFolder.view(tmp_path)) == now
+    assert "fixed_order" not in text and RecipeKeys.read(RunConfig, path).former == () and config_that_ran(RunFolder.view(tmp_path)) == now
 
 
 def test_a_recipe_s_derived_values_are_no_settings_and_others_are_told(models: dict[bool, Path], tmp_path: Path) -> None:
     """A recipe is copied from a run's folder, and its values hold where they follow again; written by hand they would be passed over."""
     ran = resolved(small(models[False]), has_gpu=False)
     path = write(tmp_path, ran)
-    assert not_as_written(path, resolved(load_config(RunConfig, path), has_gpu=False)) == []
+    assert not_as_written(RecipeKeys.read(RunConfig, path), resolved(load_config(RunConfig, path), has_gpu=False)) == []
     written = yaml.safe_load(path.read_text())
     written["rollout"]["derived"] = {"slots": 3, "slotz": 4}
     path.write_text(yaml.safe_dump(written))
-    now = resolved(load_config(RunConfig, path), has_gpu=False)
+    config, keys = load_with_keys(RunConfig, path)
+    path.unlink()  # a start reads it once
+    now = resolved(config, has_gpu=False)
     assert now == ran
-    assert not_as_written(path, now) == [
-        f"{path}: what it shows under derived is derived anew: rollout.slots 3 -> 16. Outside of derived a value stays: rollout.slots",
+    remedy = "To keep a value, move it out of `derived`: rollout.slots"
+    assert not_as_written(keys, now) == [
+        f"{path}: what it shows under derived is derived anew: rollout.slots 3 -> 16. {remedy}",
         f"{path}: under derived it shows what is no setting: rollout.slotz",
     ]
-    given = resolved(load_config(RunConfig, path, ["rollout.slots=5"]), has_gpu=False)
-    assert not_as_written(path, given)[:-1] == [], "given beside it, it isn't meant"
+    given = resolved(small(models[False], "rollout.slots=5"), has_gpu=False)
+    assert not_as_written(keys, given)[:-1] == [], "given beside it, it isn't meant"
+
+
+def test_of_a_recipe_from_a_gpu_no_deadlines_are_told_and_nothing_that_was_open(models: dict[bool, Path], tmp_path: Path) -> None:
+    """They say nothing on a CPU: deadlines follow from the model's bytes, and layers that were auto are only decided."""
+    path = on_gpus(models, tmp_path)
+    shown = yaml.safe_load(path.read_text())
+    shown["rollout"]["engine"]["deadlines"]["derived"]["control_s"] = 62.0  # of a larger model
+    path.write_text(yaml.safe_dump(shown))
+    config, keys = load_with_keys(RunConfig, path, ["learner.device=cpu", "rollout.engine.device=cpu"])
+    now = resolved(config, has_gpu=False)
+    assert now.rollout.engine.deadlines.control_s < 61 and keys.derived["rollout.engine.deadlines.control_s"] == 62
+    assert (shown["learner"]["derived"]["layers"], now.learner.layers) == ("auto", "local")
+    (said,) = not_as_written(keys, now)
+    assert "learner.dtype bfloat16 -> float32" in said and "_s " not in said and "layers" not in said
+
+
+def test_a_dollar_reference_under_derived_may_lack_what_the_command_line_gives(models: dict[bool, Path], tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(SMALL.read_text()) | {"weight_sync": {"derived": {"max_probe_difference": "${model}"}}}))
+    config, keys = load_with_keys(RunConfig, path, [f"model={models[False]}"])
+    assert config.model == models[False] and keys.derived == {"weight_sync.max_probe_difference": "${model}"}
 
 
 def test_changes_are_told_against_what_ran(models: dict[bool, Path], tmp_path: Path) -> None:
