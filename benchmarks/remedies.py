@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
+from benchmarks.remedy_outcome import RemedyOutcome
 from benchmarks.sides import options
 from correction import CorrectionConfig, PackedBatch, correct, policy_loss
 from correction.settings.choices import DenominatorKind
@@ -220,21 +221,6 @@ def coefficients(batch: PackedBatch, preset: str) -> Tensor:
     elif config.denominator.kind is DenominatorKind.SEQUENCE_MEAN:
         count = batch.num_sequences * batch.lengths.repeat_interleave(batch.lengths)
     return -gradient * count / batch.advantages
-
-
-@dataclass(frozen=True, slots=True)
-class RemedyOutcome:
-    """What a preset makes of a KL and a length; see the head of this file."""
-
-    preset: str
-    kl: float
-    length: int
-    kept_tokens: float
-    ess_sequences: float
-    bias: float
-    bias_error: float
-    """Standard error of the bias."""
-    noise: float
 
 
 def outcome(preset: str, kl: float, sample: Sample, on_policy_noise: float) -> RemedyOutcome:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
-if TYPE_CHECKING:
-    from benchmarks.remedies import RemedyOutcome
+from benchmarks.remedy_outcome import RemedyOutcome
 
 CURVES = {
     "ppo": ("#8a8f2f", ":"),
