@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from actors.commands.config_explain import explain_lines, field_discriminator, inner_models, nearest_key, numberless
+from actors.record.yaml_lines import composed, node_lines
 from correction.errors import ConfigError, one_line
 from correction.settings.base import Settings
 
@@ -127,7 +128,7 @@ def _read(recipe: Path) -> tuple[DictConfig, dict[str, int]]:
         raise ConfigError(f"{recipe}: {reason}.{there}")
     try:
         tree = OmegaConf.load(recipe)    # refuses a key that is there twice, which yaml.compose lets pass
-        root = yaml.compose(recipe.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        root = composed(recipe)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{recipe}:{line}: not valid YAML: {error.problem}") from error
@@ -137,19 +138,7 @@ def _read(recipe: Path) -> tuple[DictConfig, dict[str, int]]:
         raise ConfigError(f"{recipe}: can't be read: {error}") from error  # OmegaConf has an OSError for a scalar
     if not isinstance(tree, DictConfig):
         raise ConfigError(f"{recipe}: a recipe is a mapping of keys to values; this is a list.")
-    return tree, dict(_node_lines(root, ""))
-
-
-def _node_lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            path = f"{prefix}{key.value}"
-            yield path, key.start_mark.line + 1
-            yield from _node_lines(value, path + ".")
-    elif isinstance(node, yaml.SequenceNode):
-        for i, item in enumerate(node.value):
-            yield f"{prefix}{i}", item.start_mark.line + 1
-            yield from _node_lines(item, f"{prefix}{i}.")
+    return tree, dict(node_lines(root))
 
 
 def _parse_override(text: str) -> tuple[str, Any]:
