@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from actors.commands.config_explain import explain_lines, field_discriminator, inner_models, nearest_key, numberless
+from actors.record.yaml_lines import composed, node_lines
 from correction.errors import ConfigError, one_line
 from correction.settings.base import Settings
 
@@ -47,16 +48,18 @@ def load_with_keys(model_class: type[Model], recipe: Path | None, overrides: Seq
     """As load_config, and of the same read the keys that are read otherwise than they are written."""
     try:
         tree, lines = (OmegaConf.create({}), dict[str, int]()) if recipe is None else _read(recipe)
-        keys = RecipeKeys.of(model_class, recipe, tree, lines)  # before overrides are in the tree
+        words = [_parse_override(text) for text in overrides]
+        keys = RecipeKeys.of(model_class, recipe, tree, lines, words)  # before overrides are in the tree
         former, tags = _former_names(model_class), _tag_paths(model_class)
-        assignments = [(former.get(key, key), value) for key, value in map(_parse_override, overrides)]
+        assignments = [(_by_present_name(key, former), value) for key, value in words]
         _refuse_derived(model_class, assignments)
         # Tags first: what they throw away must not be what another override has just set.
         for key, value in sorted(assignments, key=lambda assignment: numberless(assignment[0]) not in tags):
             if numberless(key) in tags:
                 _forget_other_variant(tree, key, value)
-            for name in (name for name, present in former.items() if present == key):
+            for name in (name for name, present in former.items() if f"{key}.".startswith(f"{present}.")):
                 _remove(tree, name)
+                lines.pop(name, None)
             _assign(tree, key, value)
         data = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
@@ -72,10 +75,10 @@ def load_with_keys(model_class: type[Model], recipe: Path | None, overrides: Seq
 
 @dataclass(frozen=True, slots=True)
 class FormerName:
-    """A setting that a recipe calls by a former name."""
+    """A setting that a recipe or an override calls by a former name."""
 
     place: str
-    """File and line."""
+    """File and line, or "command line"."""
     former: str
     present: str
     """Both are dotted keys."""
@@ -83,29 +86,33 @@ class FormerName:
 
 @dataclass(frozen=True, slots=True)
 class RecipeKeys:
-    """Keys of a recipe that are read otherwise than they are written."""
+    """Keys of a recipe, or of overrides, that are read otherwise than they are written."""
 
     recipe: Path | None
-    """None: there is no recipe, and so there are no keys."""
+    """None: there are overrides alone."""
     derived: dict[str, Any]
     """What it shows as derived, by the dotted key of the setting: because it was copied from a run's folder, or by hand."""
     former: tuple[FormerName, ...]
 
     @classmethod
-    def read(cls, model_class: type[BaseModel], recipe: Path) -> RecipeKeys:
+    def read(cls, model_class: type[BaseModel], recipe: Path, overrides: Sequence[str] = ()) -> RecipeKeys:
         """Of a file; whether its values are valid isn't asked. Raises: ConfigError, OSError as load_config."""
-        return cls.of(model_class, recipe, *_read(recipe))
+        return cls.of(model_class, recipe, *_read(recipe), [_parse_override(text) for text in overrides])
 
     @classmethod
-    def of(cls, model_class: type[BaseModel], recipe: Path | None, tree: DictConfig, lines: Mapping[str, int]) -> RecipeKeys:
-        """Args: tree, lines: as _read returns them."""
+    def of(
+        cls, model_class: type[BaseModel], recipe: Path | None, tree: DictConfig, lines: Mapping[str, int], words: Sequence[tuple[str, Any]]
+    ) -> RecipeKeys:
+        """Args: tree, lines: as _read returns them. words: overrides, as (key, value)."""
         sections = {line.path.rpartition(".")[0] for line in explain_lines(model_class) if line.is_derived}
         data = OmegaConf.to_container(tree, resolve=False)  # a ${...} may lack what the command line gives
         shown = {section: _mapping_at(data, f"{section}.derived") for section in sections}
         derived = {f"{section}.{key!s}": value for section, keys in shown.items() for key, value in keys.items()}
         names = _former_names(model_class).items()
-        former = tuple(FormerName(f"{recipe}:{lines[key]}", key, present) for key, present in names if key in lines)
-        return cls(recipe, dict(sorted(derived.items())), former)
+        former = [FormerName(f"{recipe}:{lines[key]}", key, present) for key, present in names if key in lines]
+        given = {path for key, value in words for path in _paths(key, value)}
+        former += [FormerName("command line", key, present) for key, present in names if key in given]
+        return cls(recipe, dict(sorted(derived.items())), tuple(former))
 
 
 def _mapping_at(data: Any, path: str) -> dict[Any, Any]:
@@ -127,7 +134,7 @@ def _read(recipe: Path) -> tuple[DictConfig, dict[str, int]]:
         raise ConfigError(f"{recipe}: {reason}.{there}")
     try:
         tree = OmegaConf.load(recipe)    # refuses a key that is there twice, which yaml.compose lets pass
-        root = yaml.compose(recipe.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        root = composed(recipe)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{recipe}:{line}: not valid YAML: {error.problem}") from error
@@ -137,26 +144,15 @@ def _read(recipe: Path) -> tuple[DictConfig, dict[str, int]]:
         raise ConfigError(f"{recipe}: can't be read: {error}") from error  # OmegaConf has an OSError for a scalar
     if not isinstance(tree, DictConfig):
         raise ConfigError(f"{recipe}: a recipe is a mapping of keys to values; this is a list.")
-    return tree, dict(_node_lines(root, ""))
-
-
-def _node_lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            path = f"{prefix}{key.value}"
-            yield path, key.start_mark.line + 1
-            yield from _node_lines(value, path + ".")
-    elif isinstance(node, yaml.SequenceNode):
-        for i, item in enumerate(node.value):
-            yield f"{prefix}{i}", item.start_mark.line + 1
-            yield from _node_lines(item, f"{prefix}{i}.")
+    return tree, dict(node_lines(root))
 
 
 def _parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
+    key = re.sub(r"\[([^.\[\]]+)\](?=[.\[]|$)", r".\1", key).removeprefix("." if key.startswith("[") else "")  # OmegaConf's a[b] is a.b
     if not equals and text.endswith((".yaml", ".yml")):
         raise ConfigError(f"command line: {text!r} is a second recipe: give one, before any KEY=VALUE")
-    if not equals or not all(key.split(".")) or key != key.strip():
+    if not equals or not all(key.split(".")) or key != key.strip() or "[" in key or "]" in key:
         raise ConfigError(f"command line: {text!r} is not a setting: write KEY=VALUE without spaces, such as rollout.workers=2")
     try:
         return key, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)["value"]    # type: ignore[index,call-overload]
@@ -206,6 +202,11 @@ def _assign(tree: DictConfig, key: str, value: Any) -> None:
         OmegaConf.update(tree, key, value, merge=False)
     except (OmegaConfBaseException, AssertionError, TypeError, IndexError) as error:
         raise ConfigError(f"command line: {key} = {value!r}: the recipe has no such place (a list is set as a whole: KEY=[...])") from error
+
+
+def _by_present_name(key: str, former: Mapping[str, str]) -> str:
+    """A dotted key that is, or begins with, a former name. Args: former: as _former_names returns them."""
+    return next((present + key.removeprefix(name) for name, present in former.items() if f"{key}.".startswith(f"{name}.")), key)
 
 
 @cache

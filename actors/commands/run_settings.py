@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from actors.commands.recipe import RecipeKeys
 from actors.config import RunConfig
+from actors.settings.derived import derived
+from actors.settings.devices import check_types
+from actors.settings.true_on_policy import refuse_contradictions
 from correction.engines.device_choice import is_open
 from correction.settings.base import dump_with_derived
 
@@ -49,15 +54,30 @@ def not_as_written(keys: RecipeKeys, now: RunConfig) -> list[str]:
     """
     said = []
     if other := _changed_derived(keys.derived, now):
-        remedy = f"To keep a value, move it out of `derived`: {next(iter(other))}"
-        said.append(f"{keys.recipe}: what it shows under derived is derived anew: {listed(other)}. {remedy}")
+        kept = next((key for key, (value, _) in other.items() if _goes_with(now, key, value)), None)
+        remedy = f". To keep a value, move it out of `derived`: {kept}" if kept else ""
+        said.append(f"{keys.recipe}: what it shows under derived is derived anew: {listed(other)}{remedy}")
     if unknown := keys.derived.keys() - _flat(now).keys():
         said.append(f"{keys.recipe}: under derived it shows what is no setting: {', '.join(sorted(unknown))}")
     return said
 
 
+def _goes_with(now: RunConfig, key: str, value: Any) -> bool:
+    """Whether a setting that is derived may be given this value beside the others that are given."""
+    data: dict[str, Any] = now.model_dump(mode="json")
+    *sections, name = key.split(".")
+    reduce(getitem, sections, data)[name] = value
+    try:
+        config = derived(RunConfig.model_validate(data), has_gpu=False)  # its devices are decided
+        refuse_contradictions(config)
+        check_types(config)
+    except ValueError:  # of pydantic, or a ConfigError
+        return False
+    return True
+
+
 def former_names(keys: RecipeKeys) -> list[str]:
-    """Sentences on keys that a recipe, or the config.yaml of an earlier version, calls by a former name."""
+    """Sentences on keys that a recipe, an override or the config.yaml of an earlier version calls by a former name."""
     return [f"{name.place}: {name.former} is called {name.present} now" for name in keys.former]
 
 

@@ -92,7 +92,7 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
                     put(done[1], sys.stdout)
                     return done[0]
             config, task, notes = prepare(config, resumed_from=point.checkpoint.hf if point else None)
-        ready = partial(_made_ready, folder, config, point, task, keys, discard_queue=discard_queue)
+        ready = partial(_made_ready, folder, config, point, task, keys, overrides, discard_queue=discard_queue)
         point, said = by_disk_at_start(ready, "the run's settings, and the lines of its steps", limit_s=lambda: config.deadlines.disk_s)
         return _run_in(folder, config, task, [*(("info", note) for note in notes), *said], point)
     finally:
@@ -106,14 +106,16 @@ def _fixed(path: Path) -> Path:
 
 
 def _made_ready(
-    folder: RunFolder, config: RunConfig, point: ResumePoint | None, task: Task, recipe: RecipeKeys | None, *, discard_queue: bool = False
+    folder: RunFolder, config: RunConfig, point: ResumePoint | None, task: Task, recipe: RecipeKeys | None, overrides: Sequence[str],
+    *, discard_queue: bool = False,
 ) -> tuple[ResumePoint | None, list[tuple[EventLevel, str]]]:
     """Take back what the folder has of steps after the point's, and write the settings that it goes on with.
 
-    Args: recipe: of a new run, as its start has read it; None: it is a resume, and its config.yaml is looked at.
+    Args:
+        recipe: of a new run, as its start has read it; None: it is a resume, and its config.yaml is looked at, with the overrides.
     Returns: as take_back. Raises: as that, and as with_settings, which is asked first.
     """
-    keys = recipe or RecipeKeys.read(RunConfig, folder.path / "config.yaml")
+    keys = recipe or RecipeKeys.read(RunConfig, folder.path / "config.yaml", overrides)
     said: list[tuple[EventLevel, str]] = [("warning", text) for text in former_names(keys)]
     if recipe is not None:
         said += [("info", text) for text in not_as_written(recipe, config)]

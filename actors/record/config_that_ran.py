@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from actors.config import RunConfig
 from actors.record.run_folder import RunFolder
+from actors.record.yaml_lines import composed, node_lines
 from correction.early_warning.replacement import reason_of
 from correction.errors import ConfigError
 from correction.settings.base import read_with_derived
@@ -25,9 +26,13 @@ def config_that_ran(folder: RunFolder) -> RunConfig:
 
 
 def settings_that_ran(content: Mapping[str, Any], path: Path) -> RunConfig:
-    """The same of what config.yaml says. Args: path: of it, for the error. Raises: ConfigError if it is another version's."""
+    """The same of what config.yaml says. Args: path: of it, for the error. Raises: ConfigError if it is another version's; OSError."""
     try:
         return read_with_derived(RunConfig, content)
     except ValidationError as error:
-        key = ".".join(str(part) for part in error.errors()[0]["loc"])
-        raise ConfigError(f"{path}: {key}: not settings of this version: {reason_of(error)}") from error
+        key, lines = ".".join(str(part) for part in error.errors()[0]["loc"]), dict(node_lines(composed(path)))
+        section, dot, name = key.rpartition(".")
+        shown = f"{section}{dot}derived.{name}"
+        key, remedy = (shown, "Remove it there: a resume derives it anew") if shown in lines else (key, "")
+        place = f"{path}:{lines[key]}" if key in lines else str(path)
+        raise ConfigError(f"{place}: {key}: not settings of this version: {reason_of(error)}", remedy=remedy) from error

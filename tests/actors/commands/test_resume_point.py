@@ -43,9 +43,14 @@ def asks(texts: Callable[[int], str] = lambda position: prompt(position).text) -
 def resume(folder: RunFolder, *overrides: str, task: Any = None) -> tuple[RunConfig, ResumePoint, list[tuple[str, str]]]:
     config, point = find_resume_point(folder, overrides)
     assert point is not None
-    point, said = train._made_ready(folder, config, point, task or asks(), None)
+    point, said = train._made_ready(folder, config, point, task or asks(), None, overrides)
     assert point is not None
     return config, point, said
+
+
+def test_a_former_name_on_the_command_line_of_a_resume_is_told(folder: RunFolder) -> None:
+    _, _, said = resume(folder, "learner.fixed_order=false")
+    assert ("warning", "command line: learner.fixed_order is called learner.batch_invariant now") in said
 
 
 def cut(path: Path) -> None:

@@ -60,7 +60,8 @@ def test_settings_that_a_resume_would_refuse_are_told(tmp_path: Path) -> None:
     path = folder.path / "config.yaml"
     path.write_text(path.read_text().replace("tokens_per_s: 5.0", "tokens_per_s: -3.0"))
     found = after(folder)
-    refused = f"{path}: deadlines.tokens_per_s: not settings of this version: Input should be greater than 0"
+    (line,) = (number for number, text in enumerate(path.read_text().splitlines(), 1) if "tokens_per_s: -3.0" in text)
+    refused = f"{path}:{line}: deadlines.tokens_per_s: not settings of this version: Input should be greater than 0"
     assert found.advice[0] == f"A resume would be refused: {refused}"
     assert (found.saved_step, found.step) == (1, 2) and "deadlines.tokens_per_s" in page(found)
 

@@ -177,10 +177,12 @@ def test_null_has_a_setting_derived_again(models: dict[bool, Path]) -> None:
 def test_what_stands_under_derived_is_named_where_it_is_no_setting(models: dict[bool, Path], tmp_path: Path) -> None:
     path = write(tmp_path, resolved(small(models[False]), has_gpu=False))
     written = yaml.safe_load(path.read_text())
-    written["learner"]["derived"]["dtype"] = "int3"
-    path.write_text(yaml.safe_dump(written))
-    with pytest.raises(ConfigError, match=r"config\.yaml: learner\.dtype: not settings of this version: Input should"):
-        config_that_ran(RunFolder(path.parent))
+    for value in ("int3", None):
+        written["learner"]["derived"]["dtype"] = value
+        path.write_text(yaml.safe_dump(written))
+        line = 1 + path.read_text().splitlines().index(f"    dtype: {value or 'null'}")
+        with pytest.raises(ConfigError, match=rf"config\.yaml:{line}: learner\.derived\.dtype: not settings .*: Input should .*Remove it"):
+            config_that_ran(RunFolder(path.parent))
     path.write_text(yaml.safe_dump(written | {"learner": {"derived": 5}}))
     with pytest.raises(ConfigError, match=r"config\.yaml:\d+: learner: derived = 5: under derived a run shows .*remove it"):
         load_config(RunConfig, path)
