@@ -25,8 +25,7 @@ from ray.exceptions import (
 from actors.driver.parts import REPLACEABLE
 from actors.processes.event_level import Notify
 from actors.processes.part_heartbeat import TakeReport, raise_when_silent
-from actors.processes.supervision import call_with_retries, first_error, kill, unless_failed
-from actors.queue.payloads import no_room
+from actors.processes.supervision import call_with_retries, first_error, kill, no_room, unless_failed
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, RankFailed
 
 T = TypeVar("T")
@@ -109,7 +108,7 @@ def lost_answer(error: BaseException) -> str:
     or there was no room for its result in the object store. What called code raises itself is none, unless it is an ActorLost (RankFailed).
     """
     if isinstance(error, ActorLost):
-        return no_room(error.__cause__) or str(error)
+        return str(error)
     cause = getattr(error, "cause", None)
     if not isinstance(cause, RayError) or isinstance(cause, RayTaskError):
         return ""

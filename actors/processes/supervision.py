@@ -23,6 +23,7 @@ from actors.processes.long_wait import LongWait
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EvenkeelError, one_line
 
 log = logging.getLogger("evenkeel")
+_NO_ROOM = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
 T = TypeVar("T")
 U = TypeVar("U")
 USUAL_START = 1 / 3
@@ -91,9 +92,19 @@ async def wait_for(
     except ray.exceptions.ActorUnavailableError as error:
         raise ActorUnavailable(f"{what}: the actor can't be reached ({type(error).__name__})") from error
     except ray.exceptions.RayError as error:
-        raise ActorLost(f"{what}: the actor's process has died, or its answer was lost ({type(error).__name__}{_reason(error)})") from error
+        died = f"the actor's process has died, or its answer was lost ({type(error).__name__}{_reason(error)})"
+        raise ActorLost(f"{what}: {no_room(error) or died}") from error
     finally:
         abandon(task)  # it may have failed just when this wait was cancelled
+
+
+def no_room(error: BaseException) -> str:
+    """If this error means a full object store: a sentence with what its node needs. Empty for any other error."""
+    for one in (getattr(error, "cause", None), error):
+        if isinstance(one, _NO_ROOM):
+            needs = "more memory in /dev/shm, or more free disk where Ray has its session (ray.temp_dir)"
+            return f"no room in Ray's object store ({type(one).__name__}): its node needs {needs}"
+    return ""
 
 
 def _half(what: str, deadline_s: float, usual_s: float) -> tuple[float, Callable[[], None] | None]:

@@ -25,7 +25,7 @@ import ray
 
 from actors.carriers import QueueContents, StoredGroup
 from actors.part_carriers import WaitNotice
-from actors.processes.supervision import call_with_retries, has_failed, wait_for
+from actors.processes.supervision import call_with_retries, has_failed, no_room, wait_for
 from actors.settings.deadlines import tokens_call_s, tokens_s
 from actors.state.queue_snapshot import QueueSnapshot
 from correction.errors import ActorLost, EvenkeelError, counted
@@ -44,7 +44,6 @@ _LEAST_TOKEN_BYTES = 8
 """Lower bound of a token: an id and a logprob, four bytes each."""
 GONE, LATE = "gone with its node or its worker", "not there in time"
 """Reasons why an object can't be read."""
-_NO_ROOM = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
 
 
 async def value_of(reference: Any) -> Any:
@@ -84,15 +83,6 @@ def disregard(answer: Any, *further: Any) -> None:
                 asyncio.ensure_future(one).add_done_callback(has_failed)
 
     asyncio.ensure_future(answer).add_done_callback(look_at_its_error)
-
-
-def no_room(error: BaseException | None) -> str:
-    """If this error means a full object store: a sentence with what its node needs. Empty for any other error."""
-    for one in (getattr(error, "cause", None), error):
-        if isinstance(one, _NO_ROOM):
-            needs = "more memory in /dev/shm, or more free disk where Ray has its session (ray.temp_dir)"
-            return f"no room in Ray's object store ({type(one).__name__}): its node needs {needs}"
-    return ""
 
 
 def tokens_fetch_s(groups: Sequence[StoredGroup], bytes_per_s: float) -> float:

@@ -82,7 +82,8 @@ def test_a_full_store_is_said_of_an_answer_as_well() -> None:
 
     with pytest.raises(ActorLost) as caught:
         asyncio.run(wait_for(call(), "batch of version 4 <- trajectory queue", deadline_s=10.0))
-    assert lost_answer(caught.value).startswith("no room in Ray's object store (OutOfDiskError): its node needs more memory in /dev/shm")
+    what = "batch of version 4 <- trajectory queue: no room in Ray's object store (OutOfDiskError): its node needs more memory in /dev/shm"
+    assert lost_answer(caught.value).startswith(what)
 
 
 def test_a_rank_that_has_failed_is_lost_unless_another_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
