@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+from correction.engines.expert_count import expert_count
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
 from learner.hf.families import FAMILIES
@@ -90,9 +91,8 @@ def setting_obstacles(config: LearnerConfig, model: Any) -> Iterator[ConfigError
 
 
 def _experts(model: Any) -> int:
-    """Experts of each layer; 0: the model is dense, whatever sizes of experts its config.json has left over."""
-    family = FAMILIES.get(getattr(model, "model_type", ""))
-    return getattr(model, "num_experts", None) or 0 if family and family.experts else 0
+    """Experts of each layer; 0: the model is dense."""
+    return expert_count(getattr(model, "model_type", ""), getattr(model, "num_experts", None))
 
 
 def _without_experts(model: Any, setting: str, remedy: str) -> ConfigError:

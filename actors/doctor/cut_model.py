@@ -11,6 +11,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from correction.engines.expert_count import expert_count
 from learner.config import LearnerConfig
 
 VOCABULARY = 4096
@@ -38,7 +39,7 @@ def cut_config(content: Mapping[str, Any], learner: LearnerConfig) -> dict[str, 
     if "layer_types" in cut:
         cut["layer_types"] = list(cut["layer_types"])[:layers]
     for key in ("num_experts", "num_local_experts"):
-        if cut.get(key):
+        if expert_count(cut["model_type"], cut.get(key)):
             ranks = learner.expert_parallel
             cut[key] = min(cut[key], -(-2 * cut["num_experts_per_tok"] // ranks) * ranks)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from correction.engines.expert_count import expert_count
 from correction.errors import ConfigError
 
 COMPARED_FAMILIES = ("qwen3", "qwen2", "llama")
@@ -93,8 +94,8 @@ class Contract:
 def _model_problems(model: Mapping[str, Any]) -> list[str]:
     found = []
     kind = model.get("model_type")
-    experts = model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts")
-    if experts:
+    stated = model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts")
+    if experts := expert_count(str(kind), stated):
         found.append(
             f"model: {kind} has {experts} experts: rows grouped by expert, and ties of the router, have no batch-invariant operators yet. "
             "Take a dense model"

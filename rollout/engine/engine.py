@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from correction.engines.expert_count import DENSE_FAMILIES, expert_count
 from correction.engines.quick_imports import gc_paused
 from correction.errors import ConfigError, DataError, EngineDirty, EvenkeelError, RequestError
 from rollout.continuation import continued, is_begun, kept, unsampled
@@ -290,28 +291,34 @@ def _read_model_config(folder: Path, engine: EngineConfig) -> tuple[int, int, bo
     if not (folder / "config.json").is_file():
         raise DataError(f"{folder}: no config.json: not a Hugging Face model folder. Give a folder that transformers can load")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
-    has_experts = getattr(config, "num_experts", None) is not None
-    if has_experts and config.tie_word_embeddings:
+    number = _experts(config)
+    if number and config.tie_word_embeddings:
         raise DataError(
             f"{folder}: tie_word_embeddings = true: SGLang's mixtures of experts have a head of their own, which stays unset. Save the "
             "model with its head (lm_head.weight) and tie_word_embeddings false"
         )
     if engine.tensor_parallel > 1:
         _require_divisible(folder, config, engine)
-    reports = has_experts and config.model_type not in UNREPORTED_ROUTES
-    experts = ExpertShape(config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) if reports else None
-    return int(config.vocab_size), int(config.max_position_embeddings), has_experts, experts
+    reports = number > 0 and config.model_type not in UNREPORTED_ROUTES
+    experts = ExpertShape(config.num_hidden_layers, number, config.num_experts_per_tok) if reports else None
+    return int(config.vocab_size), int(config.max_position_embeddings), number > 0, experts
+
+
+def _experts(config: Any) -> int:
+    """Experts of each layer; 0: the model is dense. Args: config: of transformers."""
+    return expert_count(config.model_type, getattr(config, "num_experts", None))
 
 
 def _require_divisible(folder: Path, config: Any, engine: EngineConfig) -> None:
     """Args: config: of transformers, of the text model. Raises: ConfigError unless the ranks can share the model."""
-    widths = {width for name in ("intermediate_size", "moe_intermediate_size") if (width := getattr(config, name, None)) is not None}
+    names = ("intermediate_size",) if config.model_type in DENSE_FAMILIES else ("intermediate_size", "moe_intermediate_size")
+    widths = {width for name in names if (width := getattr(config, name, None)) is not None}
     for obstacle, remedy in obstacles(
         engine,
         model_type=config.model_type,
         heads=config.num_attention_heads,
         key_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         widths=sorted(widths),
-        experts=getattr(config, "num_experts", None) or 0,
+        experts=_experts(config),
     ):
         raise ConfigError(f"{folder}: {obstacle}. {remedy}")

@@ -21,6 +21,8 @@ LEARNER = SideSettings(name="learner", device="cpu", dtype="float32", threads=2)
 
 
 def test_what_can_be_honoured() -> None:
+    left_over = {"num_experts": 8}  # no layer of a dense family has them
+    assert Contract.of(MODEL | left_over, ENGINE, LEARNER) == Contract.of(MODEL, ENGINE, LEARNER)
     for family in ("qwen3", "qwen2", "llama"):
         contract = Contract.of(MODEL | {"model_type": family}, ENGINE, LEARNER)
         assert contract.learner_settings == {"batch_invariant": True, "dtype": "float32"}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from correction.engines.expert_count import DENSE_FAMILIES
 from correction.errors import ConfigError
 from learner.hf.families import FAMILIES
 from rollout.engine.engine import _read_model_config
@@ -51,6 +52,20 @@ def test_an_engine_is_told_of_experts_of_every_family(tmp_path: Path, kind: str)
     folder = save_tiny_model(tmp_path, kind, tie=False)
     _, _, has_experts, _ = _read_model_config(folder, EngineConfig(device="cuda"))
     assert has_experts == (FAMILIES[kind].experts is not None)
+
+
+def test_the_families_without_experts_are_those_of_the_learner_s_table() -> None:
+    assert set(DENSE_FAMILIES) == {kind for kind, family in FAMILIES.items() if family.experts is None}
+
+
+@pytest.mark.parametrize("left_over", [{"num_experts": 6}, {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 6}])
+def test_a_dense_model_with_left_over_experts_is_dense(tmp_path: Path, left_over: dict[str, Any]) -> None:
+    """As for the learner. So its head may be tied, and widths that no layer has don't stand in the way of four ranks."""
+    folder = save_tiny_model(tmp_path / "m", "qwen3", tie=True, num_key_value_heads=4)
+    save(folder, json.loads((folder / "config.json").read_text()) | left_over)
+    assert _read_model_config(folder, EngineConfig(device="cuda", tensor_parallel=4)) == (512, 1024, False, None)
+    with pytest.raises(ConfigError, match="expert_parallel = 2: qwen3 has no experts"):
+        _read_model_config(folder, EngineConfig(device="cuda", tensor_parallel=2, expert_parallel=2))
 
 
 def test_a_config_without_key_value_heads_has_as_many_as_heads(tmp_path: Path) -> None:

@@ -164,6 +164,7 @@ def test_what_is_cut_keeps_widths_and_fits_the_layout() -> None:
     assert dense["max_position_embeddings"] == CONTEXT
     experts = cut_config(QWEN3_30B_A3B, LearnerConfig(expert_parallel=4, data_parallel=4))
     assert (experts["num_hidden_layers"], experts["num_experts"]) == (2, 16)
+    assert cut_config(QWEN3_8B | {"num_experts": 6}, LearnerConfig())["num_experts"] == 6, "left over: no layer has them"
     small = cut_config(QWEN3_8B | {"vocab_size": 512, "max_position_embeddings": 128}, LearnerConfig())
     assert (small["vocab_size"], small["max_position_embeddings"]) == (512, 128)
 
