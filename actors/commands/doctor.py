@@ -77,7 +77,7 @@ def doctor(
     if deep:
         complaints = worst_first([*complaints, *_measured_unless(complaints, config)])
     if as_json:
-        typer.echo(json.dumps(in_json(complaints, rows), indent=2))
+        typer.echo(json.dumps(in_json(complaints, rows), indent=2, allow_nan=False))
     else:
         show(Console(highlight=False, soft_wrap=not sys.stdout.isatty()), complaints, rows)
     if any(one.severity == "fail" for one in complaints):

@@ -18,7 +18,9 @@ def plan(
     gpus: Annotated[
         str, typer.Option(metavar="NAMExCOUNT[xNODES]", help="GPUs to plan for, such as H100x8, H200x8x4 or 24GBx1.")
     ] = "H100x8",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the numbers as JSON, in bytes and seconds; null: none, or no limit.")
+    ] = False,
 ) -> None:
     """Say what a run would need, without a GPU: memory by role, requests that fit, bytes of a version and a checkpoint, other layouts.
 
@@ -42,7 +44,7 @@ def plan(
     found = check_on_paper_or_refuse(load_config(RunConfig, recipe, overrides or []), has_gpu=True, meant=[kind])
     if isinstance(found, list):
         if as_json:
-            typer.echo(json.dumps({"gpus": str(kind), "findings": findings(found)}, indent=2))
+            typer.echo(json.dumps({"gpus": str(kind), "findings": findings(found)}, indent=2, allow_nan=False))
         else:
             show(console, found, [])
         raise typer.Exit(UNFIT)
@@ -50,7 +52,7 @@ def plan(
     complaints = worst_first(on_paper(facts, config) + enough(kind, config))
     made = make_plan(facts, config, kind, complaints)
     if as_json:
-        typer.echo(json.dumps(in_numbers(made), indent=2))
+        typer.echo(json.dumps(in_numbers(made), indent=2, allow_nan=False))
         return
     for title, rows in sections(made, config).items():
         console.print(f"[bold]{escape(title)}[/]")

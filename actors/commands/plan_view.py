@@ -67,7 +67,8 @@ def sections(plan: RunPlan, config: RunConfig) -> dict[str, list[tuple[str, str]
         f"engines: {engines}, {rollout.engine.dtype}": _of_engine(plan, config),
         "one version of the weights": _of_version(plan),
         "deadlines that follow": [
-            (f"{line.seconds:,.0f} s", f"{line.key}: {line.what}" if line.key else line.what) for line in plan.deadlines
+            ("none" if line.seconds is None else f"{line.seconds:,.0f} s", f"{line.key}: {line.what}" if line.key else line.what)
+            for line in plan.deadlines
         ],
         "outside the GPUs": [
             ("object store", f"{gib(plan.moved.store)}: {versions_text(config)} and two batches of {gib(plan.moved.batch)} each at most"),
@@ -119,7 +120,8 @@ def _of_version(plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def in_numbers(plan: RunPlan) -> dict[str, Any]:
-    """The plan as plain numbers, for `--json`: bytes and seconds."""
+    """The plan as plain numbers, for `--json`: bytes and seconds. `rank` is None if the layout doesn't divide the model,
+    and so are the `seconds` of a deadline without a limit."""
     engine = asdict(plan.engine)
     return {
         "gpus": str(plan.gpus),

@@ -11,7 +11,6 @@ worker is never lost because answers, rewards, the queue or weights on their way
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -90,8 +89,8 @@ class Deadline:
 
     key: str
     """Dotted, as in a recipe; empty for one that is no setting."""
-    seconds: float
-    """Infinite: there is none."""
+    seconds: float | None
+    """None: there is no limit."""
     what: str
     """What it bounds, and how it was found."""
     is_set: bool = False
@@ -233,7 +232,7 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
 
     def of(section: Settings, name: str, what: str) -> Deadline:
         seconds, key = getattr(section, name), f"{_SECTIONS[type(section)]}.{name}"
-        return Deadline(key, math.inf if seconds is None else seconds, what, name in section.model_fields_set)
+        return Deadline(key, seconds, what, name in section.model_fields_set)
 
     return [
         of(engine, "heartbeat_s", "an engine that answers no probe for this long is lost; so is one that fails to take weights"),
@@ -278,7 +277,7 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
 def as_text(deadlines: list[Deadline]) -> str:
     """One line for each: its seconds or "none", its key, what it bounds."""
     width = max(len(line.key) for line in deadlines)
-    times = (f"{line.seconds:.0f} s" if line.seconds < math.inf else "none" for line in deadlines)
+    times = ("none" if line.seconds is None else f"{line.seconds:.0f} s" for line in deadlines)
     pairs = zip(times, deadlines, strict=True)
     rows = (f"{time:>11}  {line.key:<{width}}  {line.what}{' (set)' if line.is_set else ''}" for time, line in pairs)
     return "\n".join(rows)

@@ -379,7 +379,7 @@ def test_the_command_says_what_stands_in_the_way(tmp_path: Path, monkeypatch: py
     model = save_tiny_model(save_tiny_tokenizer(tmp_path / "model"), max_position_embeddings=128)
     nano = [str(RECIPES / "nano_spell_backward.yaml"), f"model={model}"]
     good = CliRunner().invoke(app, ["doctor", *nano, "--json"])
-    found = json.loads(good.stdout)
+    found = json.loads(good.stdout, parse_constant=pytest.fail)  # Infinity and NaN are no JSON
     assert good.exit_code == 0 and found["summary"].startswith("ready")
     assert [(row["kind"], row["parts"]) for row in found["resources"]] == [("CPU", "1 rank, 1 worker")]
     monkeypatch.setattr(gather, "gpus_of_driver", list)

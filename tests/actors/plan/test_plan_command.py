@@ -94,7 +94,9 @@ def gib(size: int) -> str:
 
 def test_the_command_prints_the_numbers(tmp_path: Path) -> None:
     words = ["plan", str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={save_config(tmp_path, QWEN3_8B)}"]
-    found = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    found = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout, parse_constant=pytest.fail)  # Infinity and NaN are no JSON
+    (endless,) = [one["key"] for one in found["deadlines"] if one["seconds"] is None]
+    assert endless == "deadlines.no_workers_s" and f"none {endless}: " in printed(*words[1:])
     assert (found["parameters"], found["findings"]) == (PARAMETERS, [])
     assert found["rank"]["total"] == sum(size for name, size in found["rank"].items() if name != "total")
     (host,) = found["hosts"]
