@@ -35,13 +35,17 @@ _OF_ENGINES = ("rollout.engine.",)
 --discard-queue."""
 _NOT_OF_SAMPLES = (
     *("rollout.workers", "rollout.min_workers", "rollout.max_workers"),
-    *("rollout.gpus_per_worker", "rollout.slots"),
+    *("rollout.gpus_per_worker", "rollout.slots", "rollout.reward.processes"),
+    "rollout.overlong",  # settled as a group is packed into a batch
     *("rollout.engine.max_running_requests", "rollout.engine.max_total_tokens", "rollout.engine.memory_fraction"),
     *("rollout.engine.gpu_share", "rollout.engine.deadlines"),
     *("rollout.engine.tensor_parallel", "rollout.engine.expert_parallel"),
-    *("rollout.engine.attention_data_parallel", "rollout.engine.weight_group_backend"),
+    *("rollout.engine.attention_data_parallel", "rollout.engine.threads", "rollout.engine.prefix_cache"),
+    *("rollout.engine.weight_group_backend", "rollout.engine.weight_group_timeout_s", "rollout.engine.log_level"),
     *_MOVABLE_TASK_SETTINGS,
 )
+"""Those of them that change neither an answer nor its score. The reward's limits (time, memory, files) do: beyond one, an answer has no
+score."""
 
 
 def find_resume_point(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunConfig, ResumePoint | None]:

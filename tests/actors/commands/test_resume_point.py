@@ -264,8 +264,8 @@ SPOILING = [
     ("rollout.sampling.temperature=0.7", "rollout.sampling.temperature (1.0 -> 0.7)"),
     ("rollout.sampling.samples_per_group=7", "rollout.sampling.samples_per_group (4 -> 7)"),
     ("rollout.sampling.max_tokens=9", "rollout.sampling.max_tokens (48 -> 9)"),
-    ("rollout.overlong.kind=mask", "rollout.overlong.kind (train -> mask)"),
     ("rollout.reward.deadline_s=3", "rollout.reward.deadline_s (10.0 -> 3.0)"),
+    ("rollout.reward.memory_gib=1", "rollout.reward.memory_gib (4.0 -> 1.0)"),
 ]
 
 
@@ -302,13 +302,17 @@ def test_a_resume_that_died_before_its_first_checkpoint_spoils_nothing(folder: R
     assert point.state.queue.finished == () and len(point.state.queue.in_flight) == 2
 
 
-OF_ENGINES = ["rollout.engine.deadlines.generate_s=99", "rollout.engine.weight_group_backend=gloo"]
+OF_ENGINES = [
+    *("deadlines.generate_s=99", "weight_group_backend=gloo", "weight_group_timeout_s=30"),
+    *("threads=2", "prefix_cache=false", "log_level=info"),
+]
+SPARING = ["workers=2", "slots=5", "reward.processes=3", "overlong.kind=mask", *(f"engine.{one}" for one in OF_ENGINES)]
 
 
-@pytest.mark.parametrize("override", ["rollout.workers=2", "rollout.slots=5", *OF_ENGINES])
-def test_groups_stay_whatever_the_number_of_workers_and_of_groups_under_way(folder: RunFolder, override: str) -> None:
-    """None of them decides what an answer is: finished groups are trained as they are."""
-    _, point, _ = resume(folder, override)
+@pytest.mark.parametrize("setting", SPARING)
+def test_groups_stay_where_neither_answers_nor_scores_change(folder: RunFolder, setting: str) -> None:
+    """They are trained as they are; what is cut is masked or penalised as they are packed."""
+    _, point, _ = resume(folder, f"rollout.{setting}")
     assert point.state.queue == state(2).queue
 
 
