@@ -18,7 +18,7 @@ from actors.driver.evaluation import evaluate
 from actors.metrics.held_out import Evaluation
 from actors.settings.derived import with_engine_types
 from actors.settings.devices import check_engine_device, visible_gpus
-from actors.settings.true_on_policy import refuse_contradictions
+from actors.settings.true_on_policy import refuse_contradictions_of_engines
 from correction.errors import DataError
 from learner.hf.hf_folder import read_config
 from rollout.config import AnswerSampling, RolloutConfig
@@ -48,7 +48,7 @@ def evaluate_folder(
     """
     model = model_folder(model)
     config = task_config(model, task, overrides, problems=problems)
-    refuse_contradictions(config)
+    refuse_contradictions_of_engines(config)
     config = with_engine_types(config, has_gpu=visible_gpus() > 0)
     built, longest_prompt = task_for(config)
     prompts = built.held_out_prompts()[:problems]

@@ -24,7 +24,7 @@ from actors.commands.evaluate import Asker, task_for
 from actors.config import RunConfig
 from actors.settings.derived import with_engine_types
 from actors.settings.devices import visible_gpus
-from actors.settings.true_on_policy import refuse_contradictions
+from actors.settings.true_on_policy import refuse_contradictions_of_engines
 from actors.state.json_lines import JsonLines
 from correction.errors import ConfigError, DataError
 from rollout.config import AnswerSampling, FileTask, ReasoningGymReward, ReasoningGymTask
@@ -86,7 +86,7 @@ def filter_questions(config: RunConfig, output: Path, bounds: Bounds, *, questio
     Returns: what came of each question, in the order of the training stream.
     Raises: ConfigError, DataError, EngineError; what was asked by then is on record.
     """
-    refuse_contradictions(config)
+    refuse_contradictions_of_engines(config)
     config = with_engine_types(config.model_copy(update={"model": model_folder(config.model)}), has_gpu=visible_gpus() > 0)
     task, _ = task_for(config)
     if task.questions_per_epoch is None and questions is None:

@@ -57,11 +57,20 @@ def resolved(config: RunConfig, model: Path | None = None) -> RunConfig:
 
 def refuse_contradictions(config: RunConfig) -> None:
     """Raises: ConfigError if the recipe gives a setting that follows from another one, and gives it another value."""
-    engine, both = {"rollout.engine": config.rollout.engine}, {"learner": config.learner, "rollout.engine": config.rollout.engine}
-    replay, ranks = config.learner.routing_replay, config.learner.tensor_parallel
-    _refuse_given(engine, "return_routed_experts", replay == "rollout", f"learner.routing_replay: {replay}")
-    _refuse_given(both, "batch_invariant", config.true_on_policy, f"true_on_policy: {str(config.true_on_policy).lower()}")
+    engine, replay = config.rollout.engine, config.learner.routing_replay
+    _refuse_given({"rollout.engine": engine}, "return_routed_experts", replay == "rollout", f"learner.routing_replay: {replay}")
+    _refuse_other_operators(config, {"learner": config.learner, "rollout.engine": engine})
+
+
+def refuse_contradictions_of_engines(config: RunConfig) -> None:
+    """The same for engines without a learner: what decides their operators alone. Experts that they would report are left unused."""
+    _refuse_other_operators(config, {"rollout.engine": config.rollout.engine})
+
+
+def _refuse_other_operators(config: RunConfig, sides: Mapping[str, DerivedSettings]) -> None:
+    _refuse_given(sides, "batch_invariant", config.true_on_policy, f"true_on_policy: {str(config.true_on_policy).lower()}")
     if config.true_on_policy:
+        engine, ranks = {"rollout.engine": config.rollout.engine}, config.learner.tensor_parallel
         _refuse_given(engine, "projection_parts", ranks, f"true_on_policy: true and learner.tensor_parallel: {ranks}")
 
 

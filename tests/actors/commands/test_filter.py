@@ -214,3 +214,13 @@ def test_float32_on_a_gpu_is_refused_before_an_engine_starts(
     with pytest.raises(ConfigError, match=r"rollout.engine.dtype = float32 with device = cuda"):
         filter_questions(generated("learner.dtype=float32"), tmp_path / "kept.jsonl", Bounds.of(1, 1, None), questions=1, say=print)
     assert seen == []
+
+
+def test_only_what_contradicts_the_engine_s_own_operators_is_refused(tmp_path: Path, asked: Callable[[Rewards], list[str]]) -> None:
+    """As by `evenkeel eval`: no learner runs."""
+    seen = asked(lambda prompt: [1.0])
+    of_learner, of_engine = (generated(f"{side}.batch_invariant=true") for side in ("learner", "rollout.engine"))
+    filter_questions(of_learner, tmp_path / "kept.jsonl", Bounds.of(1, 1, None), questions=1, say=lambda _: None)
+    assert len(seen) == 1
+    with pytest.raises(ConfigError, match=r"^rollout\.engine\.batch_invariant: true with true_on_policy: false"):
+        filter_questions(of_engine, tmp_path / "other.jsonl", Bounds.of(1, 1, None), questions=1, say=print)

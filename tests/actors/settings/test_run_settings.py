@@ -217,11 +217,6 @@ def test_a_free_key_may_have_that_name(models: dict[bool, Path], word: str) -> N
     assert small(models[False], word)
 
 
-def test_engines_without_a_run_are_refused_what_contradicts(models: dict[bool, Path]) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.engine\.batch_invariant: false with true_on_policy: true"):
-        refuse_contradictions(small(models[False], "true_on_policy=true", "rollout.engine.batch_invariant=false"))
-
-
 def test_an_engine_of_several_ranks_has_no_share(models: dict[bool, Path]) -> None:
     ranks = ("rollout.engine.tensor_parallel=2", "learner.batch_invariant=false")
     (refused,) = unfit_shares(derived(small(models[False], "rollout.engine.gpu_share=0.5", *ranks), has_gpu=True))
@@ -295,7 +290,7 @@ def test_what_a_refusal_says_helps_in_the_folder_of_an_earlier_version(
 
 
 def test_a_contradiction_is_told_without_the_model(models: dict[bool, Path]) -> None:
-    """evenkeel doctor asks of a run's folder alone; engines without a run are refused the same."""
+    """evenkeel doctor asks of a run's folder alone."""
     with pytest.raises(ConfigError, match=r"projection_parts: 3 with true_on_policy: true and learner\.tensor_parallel: 1:"):
         refuse_contradictions(small(models[False], "true_on_policy=true", "rollout.engine.projection_parts=3"))
     refuse_contradictions(small(models[False], "rollout.engine.projection_parts=3"))
