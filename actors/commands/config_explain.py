@@ -10,7 +10,7 @@ import difflib
 import enum
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from actors.settings.keys import inner_models
 from correction.errors import ConfigError
 from correction.settings.base import DerivedSettings
 
@@ -112,22 +113,6 @@ def _annotation(field: FieldInfo) -> Any:
     for constraint in field.metadata:
         annotation = Annotated[annotation, constraint]
     return annotation
-
-
-def inner_models(annotation: Any, prefix: str) -> Iterator[tuple[str, type[BaseModel]]]:
-    """The models inside a type, each with the dotted prefix of its keys."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield prefix, annotation
-    elif origin is Annotated:
-        yield from inner_models(arguments[0], prefix)
-    elif origin in (typing.Union, types.UnionType):
-        for argument in arguments:
-            yield from inner_models(argument, prefix)
-    elif origin in (list, tuple, Sequence):
-        yield from inner_models(arguments[0], prefix + "N.")
-    elif origin in (dict, Mapping):
-        yield from inner_models(arguments[1], prefix + "NAME.")
 
 
 def _discriminator(annotation: Any) -> str | None:

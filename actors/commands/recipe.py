@@ -6,6 +6,7 @@ Paths are dotted; an entry of a list has its number in it (`correction.rejection
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +21,10 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from actors.commands.config_explain import explain_lines, field_discriminator, inner_models, nearest_key, numberless
+from actors.commands.config_explain import explain_lines, field_discriminator, nearest_key, numberless
 from actors.record.yaml_lines import composed, node_lines
-from correction.errors import ConfigError, one_line
-from correction.settings.base import Settings
+from actors.settings.keys import FormerName, former_keys, inner_models
+from correction.errors import ConfigError, EvenkeelError, one_line
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -50,7 +51,7 @@ def load_with_keys(model_class: type[Model], recipe: Path | None, overrides: Seq
         tree, lines = (OmegaConf.create({}), dict[str, int]()) if recipe is None else _read(recipe)
         words = [_parse_override(text) for text in overrides]
         keys = RecipeKeys.of(model_class, recipe, tree, lines, words)  # before overrides are in the tree
-        former, tags = _former_names(model_class), _tag_paths(model_class)
+        former, tags = former_keys(model_class), _tag_paths(model_class)
         assignments = [(_by_present_name(key, former), value) for key, value in words]
         _refuse_derived(model_class, assignments)
         # Tags first: what they throw away must not be what another override has just set.
@@ -70,18 +71,8 @@ def load_with_keys(model_class: type[Model], recipe: Path | None, overrides: Seq
         lines |= {former[key]: line for key, line in lines.items() if key in former}
         source = _Source(recipe, lines, tuple(key for key, _ in assignments))
         problems = [_describe(problem, model_class, data, source) for problem in error.errors()]
-        raise ConfigError("\n".join(dict.fromkeys(problems))) from None
-
-
-@dataclass(frozen=True, slots=True)
-class FormerName:
-    """A setting that a recipe or an override calls by a former name."""
-
-    place: str
-    """File and line, or "command line"."""
-    former: str
-    present: str
-    """Both are dotted keys."""
+        with keys.named():
+            raise ConfigError("\n".join(dict.fromkeys(problems))) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +99,21 @@ class RecipeKeys:
         data = OmegaConf.to_container(tree, resolve=False)  # a ${...} may lack what the command line gives
         shown = {section: _mapping_at(data, f"{section}.derived") for section in sections}
         derived = {f"{section}.{key!s}": value for section, keys in shown.items() for key, value in keys.items()}
-        names = _former_names(model_class).items()
-        former = [FormerName(f"{recipe}:{lines[key]}", key, present) for key, present in names if key in lines]
+        former = FormerName.all_in(model_class, recipe, lines) if recipe else []
         given = {path for key, value in words for path in _paths(key, value)}
-        former += [FormerName("command line", key, present) for key, present in names if key in given]
+        former += [FormerName("command line", key, present) for key, present in former_keys(model_class).items() if key in given]
         return cls(recipe, dict(sorted(derived.items())), tuple(former))
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """An error inside that is about a setting which has been given by a former name gets a note of that name and its place."""
+        try:
+            yield
+        except EvenkeelError as error:
+            for name in self.former:
+                if name.is_meant_by(error):
+                    error.add_note(str(name))
+            raise
 
 
 def _mapping_at(data: Any, path: str) -> dict[Any, Any]:
@@ -170,7 +171,7 @@ def _refuse_derived(model_class: type[BaseModel], assignments: Sequence[tuple[st
     if shown:
         path, section, below = shown[-1]
         setting = f"{section}.{below.partition('.')[0]}"  # below it may be what only looks like a key of its value
-        setting = _former_names(model_class).get(setting, setting)
+        setting = former_keys(model_class).get(setting, setting)
         remedy = f"set {setting} itself" if setting in {line.path for line in lines if not line.is_section} else "leave it out"
         raise ConfigError(f"command line: {path}: that shows what a run has derived; {remedy}")
 
@@ -205,19 +206,8 @@ def _assign(tree: DictConfig, key: str, value: Any) -> None:
 
 
 def _by_present_name(key: str, former: Mapping[str, str]) -> str:
-    """A dotted key that is, or begins with, a former name. Args: former: as _former_names returns them."""
+    """A dotted key that is, or begins with, a former name. Args: former: as former_keys returns them."""
     return next((present + key.removeprefix(name) for name, present in former.items() if f"{key}.".startswith(f"{name}.")), key)
-
-
-@cache
-def _former_names(model_class: type[BaseModel], prefix: str = "") -> dict[str, str]:
-    """Former dotted key -> present one."""
-    own = model_class.FORMER_NAMES if issubclass(model_class, Settings) else {}
-    found = {prefix + former: prefix + present for former, present in own.items()}
-    for name, field in model_class.model_fields.items():
-        for below, model in inner_models(field.annotation, f"{prefix}{name}."):
-            found |= _former_names(model, below)
-    return found
 
 
 @cache

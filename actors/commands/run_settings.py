@@ -76,11 +76,6 @@ def _goes_with(now: RunConfig, key: str, value: Any) -> bool:
     return True
 
 
-def former_names(keys: RecipeKeys) -> list[str]:
-    """Sentences on keys that a recipe, an override or the config.yaml of an earlier version calls by a former name."""
-    return [f"{name.place}: {name.former} is called {name.present} now" for name in keys.former]
-
-
 def listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
     """Each key with its value before and its value now, shortened."""
     return "; ".join(f"{key} {short(old)} -> {short(new)}" for key, (old, new) in changed.items())

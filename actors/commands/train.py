@@ -19,7 +19,7 @@ from actors.cluster.hub import config_folder, pinned
 from actors.commands.preparation import prepare
 from actors.commands.recipe import RecipeKeys
 from actors.commands.resume_point import find_resume_point, with_absolute_paths, with_settings
-from actors.commands.run_settings import former_names, not_as_written
+from actors.commands.run_settings import not_as_written
 from actors.commands.train_arguments import recipe_of
 from actors.config import RunConfig
 from actors.doctor.gather import nodes_of_cluster, own_machine
@@ -65,7 +65,6 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
     Args: discard_queue: on a resume, see with_settings.
     Raises: EvenkeelError kinds for whatever is wrong with the input; the folder keeps what there is by then.
     """
-    keys: RecipeKeys | None = None
     if resume is not None:
         folder = by_disk_at_start(lambda: RunFolder.open(_fixed(resume)), f"{resume}, to be opened")
     else:
@@ -73,7 +72,8 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
         config = with_absolute_paths(config)
         check_ray(config.ray)
         config, of_hub = pinned(config)
-        config, task, notes = prepare(config)  # before a folder is made: most mistakes show here
+        with keys.named():
+            config, task, notes = prepare(config)  # before a folder is made: most mistakes show here
         notes = [*of_hub, *notes]
         make, limit_s = partial(RunFolder.create, config.run_dir, config.name), config.deadlines.disk_s
         folder = by_disk_at_start(make, "a new run's folder", limit_s=lambda: limit_s)
@@ -91,8 +91,11 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
                     interrupts.all_is_done(0)
                     put(done[1], sys.stdout)
                     return done[0]
-            config, task, notes = prepare(config, resumed_from=point.checkpoint.hf if point else None)
-        ready = partial(_made_ready, folder, config, point, task, keys, overrides, discard_queue=discard_queue)
+            read, limit_s = partial(RecipeKeys.read, RunConfig, folder.path / "config.yaml", overrides), config.deadlines.disk_s
+            keys = by_disk_at_start(read, "the run's config.yaml", limit_s=lambda: limit_s)
+            with keys.named():
+                config, task, notes = prepare(config, resumed_from=point.checkpoint.hf if point else None)
+        ready = partial(_made_ready, folder, config, point, task, keys, is_new=resume is None, discard_queue=discard_queue)
         point, said = by_disk_at_start(ready, "the run's settings, and the lines of its steps", limit_s=lambda: config.deadlines.disk_s)
         return _run_in(folder, config, task, [*(("info", note) for note in notes), *said], point)
     finally:
@@ -106,24 +109,23 @@ def _fixed(path: Path) -> Path:
 
 
 def _made_ready(
-    folder: RunFolder, config: RunConfig, point: ResumePoint | None, task: Task, recipe: RecipeKeys | None, overrides: Sequence[str],
-    *, discard_queue: bool = False,
+    folder: RunFolder, config: RunConfig, point: ResumePoint | None, task: Task, keys: RecipeKeys,
+    *, is_new: bool, discard_queue: bool = False,
 ) -> tuple[ResumePoint | None, list[tuple[EventLevel, str]]]:
     """Take back what the folder has of steps after the point's, and write the settings that it goes on with.
 
     Args:
-        recipe: of a new run, as its start has read it; None: it is a resume, and its config.yaml is looked at, with the overrides.
+        keys: of a new run's recipe; of a resume's config.yaml and overrides.
     Returns: as take_back. Raises: as that, and as with_settings, which is asked first.
     """
-    keys = recipe or RecipeKeys.read(RunConfig, folder.path / "config.yaml", overrides)
-    said: list[tuple[EventLevel, str]] = [("warning", text) for text in former_names(keys)]
-    if recipe is not None:
-        said += [("info", text) for text in not_as_written(recipe, config)]
+    said: list[tuple[EventLevel, str]] = [("warning", str(name)) for name in keys.former]
+    if is_new:
+        said += [("info", text) for text in not_as_written(keys, config)]
     if point is not None:
         point, taken_back = take_back(folder, with_settings(folder, point, config, discard_queue=discard_queue), task)
         said += taken_back
         said += steps_without_a_line(folder, point.checkpoint.step)
-    elif recipe is None:
+    elif not is_new:
         said.append(("info", _from_the_start(folder)))
     folder.write_config(config)
     return point, said

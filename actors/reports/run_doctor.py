@@ -18,7 +18,7 @@ from actors.config import DeadlinesConfig
 from actors.metrics.step_metrics import StepMetrics, shown
 from actors.processes.disk_at_start import by_disk_at_start
 from actors.processes.event_level import EventLevel
-from actors.record.config_that_ran import settings_that_ran
+from actors.record.config_that_ran import former_names_in, settings_that_ran
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
 from actors.record.stack_summary import newest_stack_summary
@@ -199,7 +199,7 @@ def _settings(folder: RunFolder) -> tuple[dict[str, Any], str]:
     try:
         refuse_contradictions(config)
     except ConfigError as error:
-        return content, f"{path}: {error}"
+        return content, ". ".join([f"{path}: {error}", *(str(name) for name in former_names_in(path) if name.is_meant_by(error))])
     return content, ""
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from actors.commands.recipe import FormerName, RecipeKeys, load_config, load_with_keys
+from actors.commands.recipe import RecipeKeys, load_config, load_with_keys
 from actors.commands.run_settings import not_as_written
 from actors.config import RunConfig
 from actors.settings.derived import derived
+from actors.settings.keys import FormerName
 from actors.settings.true_on_policy import resolved
 from correction.errors import ConfigError
 from correction.settings.base import dump_with_derived

@@ -15,7 +15,7 @@ import pytest
 
 from actors.checkpoints.checkpoint_reader import ResumePoint, take_back
 from actors.commands import train
-from actors.commands.recipe import load_config
+from actors.commands.recipe import RecipeKeys, load_config
 from actors.commands.resume_point import find_resume_point, run_config, with_absolute_paths
 from actors.commands.train import train_run
 from actors.config import RunConfig
@@ -43,7 +43,8 @@ def asks(texts: Callable[[int], str] = lambda position: prompt(position).text) -
 def resume(folder: RunFolder, *overrides: str, task: Any = None) -> tuple[RunConfig, ResumePoint, list[tuple[str, str]]]:
     config, point = find_resume_point(folder, overrides)
     assert point is not None
-    point, said = train._made_ready(folder, config, point, task or asks(), None, overrides)
+    keys = RecipeKeys.read(RunConfig, folder.path / "config.yaml", overrides)
+    point, said = train._made_ready(folder, config, point, task or asks(), keys, is_new=False)
     assert point is not None
     return config, point, said
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ValidationError, model_validator
 
-from actors.commands.config_explain import inner_models
 from actors.commands.init_model import read_record
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
+from actors.settings.keys import inner_models
 from actors.settings.true_on_policy import resolved
 from correction.config import CorrectionConfig
 from correction.errors import ConfigError

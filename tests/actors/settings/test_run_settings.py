@@ -10,14 +10,15 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.commands.recipe import FormerName, RecipeKeys, load_config, load_with_keys
-from actors.commands.run_settings import changed_derived_settings, changed_settings, former_names, not_as_written
+from actors.commands.recipe import RecipeKeys, load_config, load_with_keys
+from actors.commands.run_settings import changed_derived_settings, changed_settings, not_as_written
 from actors.config import RunConfig
 from actors.doctor.start_checks import config_for_model
 from actors.record.config_that_ran import config_that_ran
 from actors.record.run_folder import RunFolder
 from actors.settings.derived import derived
 from actors.settings.devices import check_types, unfit_shares
+from actors.settings.keys import FormerName
 from actors.settings.probe_limits import ProbeLimits
 from actors.settings.true_on_policy import refuse_contradictions
 from correction.errors import ConfigError
@@ -311,9 +312,8 @@ def test_a_former_name_in_a_run_s_folder_is_a_given_setting(models: dict[bool, P
     at = [int(name.place.removeprefix(f"{path}:")) for name in keys.former]
     assert sorted(at) == [number for number, line in enumerate(lines, 1) if "fixed_order" in line]
     assert [(name.former, name.present) for name in keys.former] == [(f"{side}.fixed_order", f"{side}.batch_invariant") for side in sides]
-    one = FormerName("run.yaml:3", "learner.fixed_order", "learner.batch_invariant")
     said = "run.yaml:3: learner.fixed_order is called learner.batch_invariant now"
-    assert former_names(RecipeKeys(None, {}, (one,))) == [said]
+    assert str(FormerName("run.yaml:3", "learner.fixed_order", "learner.batch_invariant")) == said
     now = resolved(again, has_gpu=False)
     assert changed_settings(ran, now) == changed_derived_settings(ran, now) == {}
     for name in ("batch_invariant", "fixed_order"):
