@@ -201,10 +201,11 @@ def evaluate(
             "evenkeel eval needs --task: a recipe such as recipes/nano_spell_backward.yaml, or a reasoning-gym data set such as chain_sum"
         )
     from actors.commands.task_config import task_config
+    from actors.commands.told_recipe import tell
 
     chosen = {"temperature": temperature, "top_p": top_p, "samples": answers}
     words = [*(overrides or []), *(f"evaluation.{key}={value}" for key, value in chosen.items() if value is not None)]
-    task_config(model, task, words, problems=problems)  # a typo shows before the imports, which take seconds
+    tell(task_config(model, task, words, problems=problems)[1])  # a typo shows before the imports, which take seconds
     from actors.commands.evaluate import evaluate_folder
 
     evaluate_folder(model, task, words, problems=problems, samples=samples, say=typer.echo)
@@ -383,10 +384,9 @@ app.command(epilog=_examples("evenkeel capabilities"))(capabilities)
 
 
 def _load(recipe: Path | None, overrides: list[str] | None) -> RunConfig:
-    from actors.commands.recipe import load_config
-    from actors.config import RunConfig
+    from actors.commands.told_recipe import load_told
 
-    return load_config(RunConfig, recipe, overrides or [])
+    return load_told(recipe, overrides)
 
 
 def _stopwatch() -> Callable[[str], None]:

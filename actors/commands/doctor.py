@@ -68,11 +68,11 @@ def doctor(
         raise ConfigError(f"{target}: there is no such recipe file or run folder")
     from rich.console import Console
 
-    from actors.commands.recipe import load_config
+    from actors.commands.told_recipe import load_told
     from actors.doctor.views import UNFIT, show
     from actors.doctor.views import as_json as in_json
 
-    config = load_config(RunConfig, target, overrides or [])
+    config = load_told(target, overrides)
     complaints, rows = _of_cluster(config, cluster) if cluster else _found(config, gpus)
     if deep:
         complaints = worst_first([*complaints, *_measured_unless(complaints, config)])

@@ -47,7 +47,7 @@ def evaluate_folder(
     Raises: DataError, ConfigError, EngineError.
     """
     model = model_folder(model)
-    config = task_config(model, task, overrides, problems=problems)
+    config, _ = task_config(model, task, overrides, problems=problems)
     refuse_contradictions_of_engines(config)
     config = with_engine_types(config, has_gpu=visible_gpus() > 0)
     built, longest_prompt = task_for(config)

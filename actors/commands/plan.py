@@ -9,8 +9,6 @@ from typing import Annotated
 
 import typer
 
-from actors.config import RunConfig
-
 
 def plan(
     recipe: Annotated[Path, typer.Argument(help="Recipe (YAML) of the run that is meant; of its model only config.json is read.")],
@@ -34,14 +32,14 @@ def plan(
     from rich.table import Table
 
     from actors.commands.plan_view import in_numbers, make_plan, sections
-    from actors.commands.recipe import load_config
+    from actors.commands.told_recipe import load_told
     from actors.doctor.paper_rules import enough, on_paper, worst_first
     from actors.doctor.start_checks import check_on_paper_or_refuse
     from actors.doctor.views import UNFIT, findings, show
     from actors.plan.gpus import Gpus
 
     kind, console = Gpus.parse(gpus), Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    found = check_on_paper_or_refuse(load_config(RunConfig, recipe, overrides or []), has_gpu=True, meant=[kind])
+    found = check_on_paper_or_refuse(load_told(recipe, overrides), has_gpu=True, meant=[kind])
     if isinstance(found, list):
         if as_json:
             typer.echo(json.dumps({"gpus": str(kind), "findings": findings(found)}, indent=2, allow_nan=False))

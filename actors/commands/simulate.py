@@ -111,12 +111,11 @@ def simulate(
     given |= {"cores": cores, "other_cores": other_cores}
     if other_cores is not None and other_cores >= (cores or 0):
         raise ConfigError(f"--other-cores {other_cores:g}: give the machine's cores as well, which have to be more (--cores)")
-    from actors.commands.recipe import load_config
-    from actors.config import RunConfig
+    from actors.commands.told_recipe import load_told
     from actors.settings.derived import derived, needs_gpu
     from actors.settings.devices import visible_gpus
 
-    config = derived(asked_for := load_config(RunConfig, recipe, overrides or []), has_gpu=needs_gpu(asked_for) or visible_gpus() > 0)
+    config = derived(asked_for := load_told(recipe, overrides), has_gpu=needs_gpu(asked_for) or visible_gpus() > 0)
     asked = _lengths(lengths, config) if lengths else None
     speeds = {
         "decode": _decode(decode) if decode else None,

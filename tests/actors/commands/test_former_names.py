@@ -1,4 +1,4 @@
-"""Keys of earlier versions: what is wrong with their values is said with the name and the line that stand in the file."""
+"""Keys of earlier versions: each command tells them, and refusals of their values name them as they stand in the file, with the line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from actors.commands.cli import app
 from actors.commands.recipe import load_config
 from actors.commands.train import train_run
 from actors.config import RunConfig
@@ -14,7 +16,19 @@ from actors.record.config_that_ran import config_that_ran
 from actors.record.run_folder import RunFolder
 from actors.reports.run_doctor import diagnose_run
 from correction.errors import ConfigError
+from tests.actors.known_models import QWEN3_06B, save_config
 
+SMALL = Path(__file__).parents[2] / "e2e" / "small.yaml"
+COMMANDS = {
+    "config": [],
+    "plan": ["--gpus", "H100x1"],
+    "doctor": ["--gpus", "H100x1"],
+    "init-model": ["--if-missing"],
+    "filter": ["--output", "none/kept.jsonl"],
+    "simulate": ["--decode", "fast"],
+    "eval": [],
+}
+"""Commands that read a recipe, and options; train has events instead. The last three end in an error, after they have read it."""
 FORMER, PRESENT = "learner.fixed_order", "learner.batch_invariant"
 CONTRADICTED = f"{PRESENT}: true with true_on_policy: false"
 
@@ -66,3 +80,15 @@ def test_only_a_refusal_of_this_setting_has_its_name(folder: RunFolder) -> None:
         tree["learner"] = {name: given for name, given in tree["learner"].items() if name not in others}
         path.write_text(yaml.safe_dump(tree, sort_keys=False))
     assert notes == [True, True, False]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_tells_them_once_in_the_same_words(tmp_path: Path, command: str) -> None:
+    (recipe := tmp_path / "recipe.yaml").write_text(SMALL.read_text())
+    in_file, model = with_former_name(recipe, False), save_config(tmp_path, QWEN3_06B)
+    asked = [str(model), "--task", str(recipe)] if command == "eval" else [str(recipe), f"model={model}"]
+    given = CliRunner().invoke(app, [command, *asked, "rollout.engine.fixed_order=false", *COMMANDS[command]])
+    on_command_line = "command line: rollout.engine.fixed_order is called rollout.engine.batch_invariant now"
+    told = [line for line in given.stderr.splitlines() if "is called" in line]
+    assert told == [f"warning: {in_file}", f"warning: {on_command_line}"], given.output
+    assert "is called" not in given.stdout, "which is read by programs"

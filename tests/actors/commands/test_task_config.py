@@ -22,14 +22,15 @@ def folder(tmp_path: Path, shape: object) -> Path:
 def test_an_answer_takes_a_quarter_of_a_small_context(tmp_path: Path, context: int, answer: int) -> None:
     """256 tokens do not fit into the 128 of a nano model; the rest is room for the question, and the check of sizes agrees."""
     model = folder(tmp_path, {"max_position_embeddings": context})
-    config = task_config(model, "chain_sum", [], problems=7)
+    config, _ = task_config(model, "chain_sum", [], problems=7)
     assert config.rollout.sampling.max_tokens == answer
     assert config.rollout.with_context(model_context(model)).longest_prompt == context - answer
     assert (config.rollout.task.held_out_size, config.rollout.reward.kind) == (7, "reasoning_gym")
 
 
 def test_overrides_come_last(tmp_path: Path) -> None:
-    config = task_config(folder(tmp_path, {"max_position_embeddings": 128}), "chain_sum", ["rollout.sampling.max_tokens=100"], problems=7)
+    model = folder(tmp_path, {"max_position_embeddings": 128})
+    config, _ = task_config(model, "chain_sum", ["rollout.sampling.max_tokens=100"], problems=7)
     assert config.rollout.sampling.max_tokens == 100
 
 
@@ -45,5 +46,5 @@ def test_a_folder_without_a_usable_config_is_left_to_who_reads_it(tmp_path: Path
 
 def test_a_recipe_keeps_its_own_sizes() -> None:
     recipe = Path(__file__).parents[3] / "recipes" / "nano_chain_sum.yaml"
-    config = task_config(Path("models/none"), str(recipe), [], problems=9)
+    config, _ = task_config(Path("models/none"), str(recipe), [], problems=9)
     assert (config.rollout.sampling.max_tokens, config.rollout.task.held_out_size, str(config.model)) == (8, 9, "models/none")
