@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import get_args
 
 from actors.config import RunConfig
-from actors.doctor.facts import Complaint, PaperFacts, Severity
+from actors.doctor.facts import MOST_STORED, Complaint, PaperFacts, Severity
 from actors.doctor.kernel_rules import experts_stay_as_sent, half_precision_has_kernels, weights_stay_as_sent
 from actors.doctor.memory_rules import gib, on_gpus
 from actors.plan.gpus import Gpus
@@ -30,8 +30,6 @@ from rollout.engine_settings.engine_ranks import UNREPORTED_ROUTES
 PaperRule = Callable[[PaperFacts, RunConfig], Iterator[Complaint]]
 FLOAT8_FAMILIES = ("qwen3", "qwen3_moe", "mixtral", "olmoe")
 """By model_type: an engine's weights were compared with those that it was sent. SGLang's loader of Llama leaves out the scales."""
-STORE_SHARE = 0.3
-"""Share of a node's memory that Ray takes for its object store by default."""
 WORTH_SAYING = 1.5
 """Ratio of two times from which a note is worth it, as the assumed speeds are rough."""
 SHORT_TAIL_S = 5.0
@@ -167,16 +165,17 @@ def disk_holds_the_checkpoints(facts: PaperFacts, config: RunConfig) -> Iterator
 
 
 def object_store_holds_the_weights(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    if facts.host_bytes is None or not stores_versions(config):
+    if facts.store_bytes is None or not stores_versions(config):
         return
     wide = of_engines(facts.shape, config, config.rollout.most_workers)[WIDE]
-    needed, there = traffic(facts.shape, config).store + wide, int(STORE_SHARE * facts.host_bytes)
+    needed, there = traffic(facts.shape, config).store + wide, facts.store_bytes
     if needed > there:
         yield Complaint(
             "warn",
             f"{versions_text(config)} of the weights{', wide fields of answers' * (wide > 0)} and two batches take {gib(needed)}, but "
-            f"Ray's object store has about {gib(there)} of this machine's {gib(facts.host_bytes)}: it would write to disk",
-            "Start the nodes with a larger one (ray start --object-store-memory), or use machines with more memory",
+            f"the object store of the run's own Ray would have about {gib(there)} here: it would write to disk",
+            f"Use a machine with more memory or, in a container, with more of it in /dev/shm (docker run --shm-size), or set {MOST_STORED} "
+            "in the environment where Ray's own limit of 200 GB is too little",
         )
 
 

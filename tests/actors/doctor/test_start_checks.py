@@ -49,7 +49,7 @@ def test_a_resume_looks_at_the_folder_that_it_goes_on_in(tmp_path: Path, monkeyp
     monkeypatch.setattr("shutil.disk_usage", lambda path: looked_at.append(Path(path)) or SimpleNamespace(free=1))
     assert paper_facts(config, model).closed_folder == "/"
     assert paper_facts(config, model, is_resumed=True).closed_folder == ""
-    assert looked_at == [Path("/"), model]
+    assert [path for path in looked_at if path != Path("/dev/shm")] == [Path("/"), model], "Ray's object store is to lie there"
 
 
 @pytest.mark.parametrize("command", ["plan", "doctor"])
