@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint, Nodes
-from actors.doctor.paper_rules import FEWER
+from actors.doctor.paper_rules import fewer_gpus
 from actors.settings.devices import gpus_asked, held_by, room_for_engines, workers_with_a_unit
 from correction.errors import counted
 from learner.config import LearnerConfig
@@ -32,8 +32,15 @@ class Request:
 
 
 def gpus_for_everybody(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    if gpus_asked(config):
-        yield from _for_everybody("GPU", nodes, config, f"{FEWER}; or add nodes")
+    if not gpus_asked(config):
+        return
+    fewer, is_joined = fewer_gpus(config), config.ray.address is not None
+    if not is_joined and not sum(node.offered_gpus for node in nodes):
+        remedy = "Start it on a machine with GPUs that torch sees, or set rollout.engine.device and learner.device to cpu"
+    else:
+        more = "add nodes" if is_joined else "take a machine with more"
+        remedy = f"{fewer}; or {more}" if fewer else more.capitalize()
+    yield from _for_everybody("GPU", nodes, config, remedy)
 
 
 def cpus_for_everybody(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
@@ -53,13 +60,13 @@ def _for_everybody(kind: str, nodes: Nodes, config: RunConfig, remedy: str) -> I
         wait = f"; ranks wait for nodes up to deadlines.start_s = {config.deadlines.start_s:g} s, workers as long as the run lasts"
         yield Complaint(
             "warn" if may_grow else "fail",
-            f"the run asks for {row.asked:g} {kind}s, and Ray has {row.there:g}: {row.parts}{wait if may_grow else ''}",
+            f"the run asks for {counted(int(row.asked), kind)}, and Ray has {row.there:g}: {row.parts}{wait if may_grow else ''}",
             remedy,
         )
     elif row.asked > row.free:
         yield Complaint(
             "warn",
-            f"the run asks for {row.asked:g} {kind}s, of {row.there:g} only {row.free:g} are free: others have the rest",
+            f"the run asks for {counted(int(row.asked), kind)}, of {row.there:g} only {row.free:g} are free: others have the rest",
             f"Wait for it. {remedy}",
         )
 

@@ -178,7 +178,7 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
     ("nodes", "overrides", "severity", "said", "setting"),
     [
         ([node(offered_gpus=4.0, free_gpus=4.0)], "", "fail", "the run asks for 8 GPUs, and Ray has 4: 4 ranks x 1, 4 workers x 1",
-         "or add nodes"),
+         "or take a machine with more"),
         ([node(offered_gpus=4.0)], "ray.address=auto", "warn", "4 workers x 1; ranks wait for nodes up to deadlines.start_s = 600 s",
          "or add nodes"),
         ([node(free_gpus=5.0)], "", "warn", "of 8 only 5 are free", "Wait for it"),
@@ -209,7 +209,7 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
             "Lower rollout.workers",
         ),
         ([node()], "rollout.engine.tensor_parallel=2", "fail", "the run asks for 12 GPUs, and Ray has 8: 4 ranks x 1, 4 workers x 2",
-         "or add nodes"),
+         "rollout.engine.tensor_parallel"),
         (
             [node(rollout_units=1.5), node(name="b", rollout_units=0.5), node(name="c", rollout_units=2.0)],
             "ray.address=auto",

@@ -124,7 +124,8 @@ def test_what_leaves_devices_and_types_undecided_is_told_of_both_sides_in_json_t
 @pytest.mark.parametrize("words", [["doctor", "--gpus", "H100x8"], ["plan"], ["doctor"]])
 def test_a_model_that_isn_t_there_is_a_finding(words: list[str], tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*words, str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={tmp_path / 'none'}", "--json"])
-    (found,) = json.loads(done.stdout)["findings"]
+    found, *rest = json.loads(done.stdout)["findings"]
+    assert [one["level"] for one in rest] == ["note"] and "needs the model's config.json" in rest[0]["sentence"]
     assert "none: no such folder. Name a" in found["sentence"] and found["level"] == "fail" and done.exit_code == 1
     in_words = CliRunner().invoke(app, [*words, str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={tmp_path / 'none'}"])
     assert in_words.stdout.rstrip().endswith("1 failure: the run can't work like this")
@@ -261,3 +262,29 @@ def test_a_reason_without_a_remedy_is_a_sentence_alone() -> None:
     facts = PaperFacts(ModelShape.of(QWEN3_8B), (H100.memory,), refused=refused)
     found = [(one.sentence, one.setting) for one in on_paper(facts, config)]
     assert found == [("it can't be; so it is. Really", ""), ("it is so", "Do this"), ("a; b", "Set c: d")]
+
+
+def test_without_the_model_all_is_said_that_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline, with an empty cache: who then gets config.json would meet the rest one by one."""
+
+    def away(_: Path) -> Path:
+        raise DataError("not in the cache")
+
+    monkeypatch.setattr("actors.doctor.start_checks.config_folder", away)
+    wrong = ["rollout.engine.tensor_parallel=2", "rollout.engine.engine_args.nonsense=1", "learner.gpus_per_rank=0.5"]
+    for command in ("plan", "doctor"):
+        done = CliRunner().invoke(app, [command, str(RECIPES / "qwen3_8b_8gpu.yaml"), *wrong, "--gpus", "H100x8", "--json"])
+        found = [(one["level"], one["sentence"], one["setting"]) for one in json.loads(done.stdout)["findings"]]
+        assert done.exit_code == 1 and found[0][:2] == ("fail", "not in the cache")
+        for part in ("the run asks for 10 GPUs", "engine_args.nonsense: SGLang has no such argument", "learner.gpus_per_rank = 0.5 with 4"):
+            assert any(level == "fail" and part in sentence for level, sentence, _ in found), (part, found)
+        level, sentence, setting = found[-1]
+        assert level == "note" and "the rest needs the model's config.json" in sentence
+        assert "hf download Qwen/Qwen3-8B config.json" in setting
+
+
+def test_without_the_model_a_missing_file_of_questions_is_said_too(tmp_path: Path) -> None:
+    words = ["doctor", str(RECIPES / "qwen3_30b_a3b_4nodes.yaml"), f"model={tmp_path}", "ray.address=null", "--json"]
+    done = CliRunner().invoke(app, [*words, "learner.device=cpu", "rollout.engine.device=cpu", f"rollout.task.path={tmp_path}/q.jsonl"])
+    said = [one["sentence"] for one in json.loads(done.stdout)["findings"]]
+    assert "it has no config.json" in said[0] and any("q.jsonl" in sentence for sentence in said), said
