@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint, Nodes
+from actors.doctor.free_memory_rules import is_held
 from actors.doctor.paper_rules import fewer_gpus
 from actors.settings.devices import gpus_asked, held_by, room_for_engines, workers_with_a_unit
 from correction.errors import counted
@@ -53,7 +54,8 @@ def cpus_for_everybody(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
 
 
 def _for_everybody(kind: str, nodes: Nodes, config: RunConfig, remedy: str) -> Iterator[Complaint]:
-    """Ray must have, and have free, what the run asks for of this resource. On a joined cluster, which may grow, a lack is a warning."""
+    """Ray must have, and have free, what the run asks for of this resource. On a joined cluster, which may grow, a lack is a warning. On
+    this machine alone only memory of GPUs can be held by others (free_memory_rules.py)."""
     (row,) = [one for one in requests(nodes, config) if one.kind == kind]
     may_grow = config.ray.address is not None
     if row.asked > row.there:
@@ -63,7 +65,7 @@ def _for_everybody(kind: str, nodes: Nodes, config: RunConfig, remedy: str) -> I
             f"the run asks for {counted(int(row.asked), kind)}, and Ray has {row.there:g}: {row.parts}{wait if may_grow else ''}",
             remedy,
         )
-    elif row.asked > row.free:
+    elif row.asked > row.free and may_grow:
         yield Complaint(
             "warn",
             f"the run asks for {counted(int(row.asked), kind)}, of {row.there:g} only {row.free:g} are free: others have the rest",
@@ -148,7 +150,8 @@ def units_for_all_workers(nodes: Nodes, config: RunConfig) -> Iterator[Complaint
 
 
 def requests(nodes: Nodes, config: RunConfig) -> list[Request]:
-    """For each kind of resource: what the run asks of Ray, what the nodes have, and what of that is free."""
+    """For each kind of resource: what the run asks of Ray, what the nodes have, and what of that is free. To a Ray of the run's own all
+    GPUs are free; those of which other processes hold much aren't."""
     rollout, learner = config.rollout, config.learner
     ranks, workers = counted(learner.world_size, "rank"), counted(rollout.workers, "worker")
     of_ranks = [f"{ranks} x {learner.gpus_per_rank:g}"] if learner.resolved_device == "cuda" else []
@@ -157,6 +160,8 @@ def requests(nodes: Nodes, config: RunConfig) -> list[Request]:
     processes = learner.world_size + rollout.workers * rollout.engine.tensor_parallel
     rows = [Request("CPU", processes, cpus, free, f"{ranks}, {workers}")]
     gpus, free = sum(node.offered_gpus for node in nodes), sum(node.free_gpus for node in nodes)
+    if config.ray.address is None:
+        free = max(0.0, free - sum(is_held(gpu) for node in nodes for gpu in node.gpus))
     if of_ranks or of_workers or gpus:
         rows.insert(0, Request("GPU", gpus_asked(config), gpus, free, ", ".join(of_ranks + of_workers) or "nobody"))
     if config.ray.address is not None:

@@ -181,11 +181,11 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
          "or take a machine with more"),
         ([node(offered_gpus=4.0)], "ray.address=auto", "warn", "4 workers x 1; ranks wait for nodes up to deadlines.start_s = 600 s",
          "or add nodes"),
-        ([node(free_gpus=5.0)], "", "warn", "of 8 only 5 are free", "Wait for it"),
+        ([node(free_gpus=5.0)], "ray.address=auto", "warn", "of 8 only 5 are free", "Wait for it"),
         ([node(cpus=7.0)], "", "fail", "the run asks for 8 CPUs, and Ray has 7: 4 ranks, 4 workers", "Raise ray.num_cpus"),
         ([node(cpus=4.0), node(name="b", cpus=3.0)], "ray.address=auto", "warn", "for 8 CPUs, and Ray has 7: 4 ranks, 4 workers; ranks",
          "ray start --num-cpus"),
-        ([node(free_cpus=7.0)], "", "warn", "the run asks for 8 CPUs, of 64 only 7 are free", "Wait for it"),
+        ([node(free_cpus=7.0)], "ray.address=auto", "warn", "the run asks for 8 CPUs, of 64 only 7 are free", "Wait for it"),
         (
             [node(offered_gpus=3.0), node(name="b", offered_gpus=3.0), node(name="c", offered_gpus=2.0)],
             "learner.tensor_parallel=4 learner.data_parallel=1",
