@@ -288,3 +288,12 @@ def test_without_the_model_a_missing_file_of_questions_is_said_too(tmp_path: Pat
     done = CliRunner().invoke(app, [*words, "learner.device=cpu", "rollout.engine.device=cpu", f"rollout.task.path={tmp_path}/q.jsonl"])
     said = [one["sentence"] for one in json.loads(done.stdout)["findings"]]
     assert "it has no config.json" in said[0] and any("q.jsonl" in sentence for sentence in said), said
+
+
+def test_of_a_cluster_file_too_what_needs_no_model_is_said(tmp_path: Path) -> None:
+    """The model is on the cluster's own file system, and so usually not where the file is checked."""
+    words = [str(RECIPES / "qwen3_30b_a3b_4nodes.yaml"), f"model={tmp_path}", "rollout.engine.engine_args.nonsense=1", "--json"]
+    done = CliRunner().invoke(app, ["doctor", *words, "--cluster", str(GPU_CLUSTER)])
+    found = [(one["level"], one["sentence"].partition(":")[0]) for one in json.loads(done.stdout)["findings"]]
+    expected = [("fail", "rollout.engine.engine_args.nonsense"), ("note", "neither the model nor the memory of GPUs was checked")]
+    assert found == expected and done.exit_code == 1
