@@ -14,7 +14,7 @@ from actors.config import RunConfig
 from actors.doctor.facts import Complaint, NodeFacts, PaperFacts
 from actors.doctor.gather import home_of_run, nodes_of_cluster, own_machine
 from actors.doctor.node_rules import on_nodes
-from actors.doctor.paper_rules import enough, on_paper, worst_first
+from actors.doctor.paper_rules import enough, on_paper, without_model, worst_first
 from actors.doctor.room_rules import Request, requests
 from actors.doctor.start_checks import check_on_paper, check_on_paper_or_refuse
 from actors.plan.shape import check_is_model
@@ -131,7 +131,7 @@ def _of_cluster(config: RunConfig, path: Path) -> tuple[list[Complaint], list[Re
         check_is_model(config_folder(config.model))
     except DataError as error:  # on the nodes it may be
         unchecked = Complaint("note", f"neither the model nor the memory of GPUs was checked: {error}")
-        return [*cluster_complaints(cluster, config), unchecked], []
+        return worst_first([*cluster_complaints(cluster, config), *without_model(config), unchecked]), []
     config, facts = check_on_paper(config, meant=())
     return worst_first(on_paper(facts, config) + cluster_complaints(cluster, config, facts.shape)), []
 

@@ -14,6 +14,8 @@ Severity = Literal["fail", "warn", "note"]
 """Worst first."""
 COMPILERS = ("gcc", "g++", "nvcc", "ninja")
 """What SGLang compiles kernels with when an engine on a GPU first wants them; nvcc calls g++."""
+STORE_SHARE, MOST_STORED = "RAY_DEFAULT_OBJECT_STORE_MEMORY_PROPORTION", "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES"
+"""Ray's variables for the object store of a Ray that is told no size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,9 @@ class PaperFacts:
     closed_folder: str = ""
     """Where the run folder would be made, if this process may not write there."""
     host_bytes: int | None = None
-    """Memory of the machine that keeps the object store; None: not known."""
+    """Memory of this machine, if the run is on it alone; None: it isn't, or not known."""
+    store_bytes: int | None = None
+    """What Ray's object store would have of it; None: as above."""
     refused: tuple[EvenkeelError, ...] = ()
     """Why `train` would not take the model's config, or settings that go with it (start_checks.py)."""
     lacking: tuple[EvenkeelError, ...] = ()

@@ -19,14 +19,10 @@ from actors.plan.learner_memory import RESERVE, pass_tokens, rank_memory
 from actors.plan.shape import ModelShape
 from actors.settings.devices import engines_beside_a_rank, workers_asked
 from correction.engines.gpu_share import outside_cache
+from learner.config import LearnerConfig
 from learner.model_fit import layout_obstacles
 
 Rule = Callable[[ModelShape, RunConfig, int], Iterator[Complaint]]
-_MORE_ROOM = (
-    "Raise learner.tensor_parallel or pipeline_parallel, set learner.recompute_activations: true, lower learner.tokens_per_microbatch (or, "
-    "where answers are longer than that, rollout.engine.context_length and rollout.sampling.max_tokens), or learner.logprob_chunk_tokens, "
-    "or use larger GPUs"
-)
 _SURELY_TOO_LITTLE = 0.5
 """Share of the memory that an engine is estimated to need outside its cache."""
 
@@ -42,7 +38,7 @@ def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int, *, g
         return
     others = layouts(shape, learner, learner.world_size, share, **options, gpus_per_node=gpus_per_node)
     advised = others[0].changes(learner) if others and others[0].fits else ""
-    remedy = f"Set, under learner: {advised}" if advised else _MORE_ROOM
+    remedy = f"Set, under learner: {advised}" if advised else _more_room(learner)
     tokens = pass_tokens(learner, options["longest"])
     if needed.has_peak_with_other_weights:
         passes = f"other weights {gib(needed.other)}, a forward pass of {tokens:,} tokens with them {gib(needed.forward)}"
@@ -57,26 +53,39 @@ def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int, *, g
     )
 
 
+def _more_room(learner: LearnerConfig) -> str:
+    """What may be set so that a rank takes less, where no other layout of so many ranks is known to fit."""
+    layout = "Raise learner.tensor_parallel or pipeline_parallel" if learner.gpus_per_rank == 1 else "Raise learner.gpus_per_rank"
+    recomputed = "" if learner.recompute_activations else ", set learner.recompute_activations: true"
+    return (
+        f"{layout}{recomputed}, lower learner.tokens_per_microbatch (or, where answers are longer than that, rollout.engine.context_length "
+        "and rollout.sampling.max_tokens), or learner.logprob_chunk_tokens, or use larger GPUs"
+    )
+
+
 def engine_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Iterator[Complaint]:
     rollout = config.rollout
     if rollout.engine.resolved_device != "cuda":
         return
-    memory = engine_memory(shape, rollout, gpu_bytes)
+    memory, has_share = engine_memory(shape, rollout, gpu_bytes), rollout.gpus_per_worker < 1
+    more = "raise rollout.gpus_per_worker" if has_share else "several for an engine (rollout.engine.tensor_parallel)"
     if memory.longest_requests < 1:
+        larger = "rollout.gpus_per_worker" if has_share else "rollout.engine.memory_fraction"
+        requests = ", or rollout.engine.max_running_requests" if has_share else ""
+        cut = "" if has_share else ", or cut it over several of a node: rollout.engine.tensor_parallel"
         yield Complaint(
             "fail",
             f"an engine has {gib(max(0, memory.cache))} for its KV cache in addition to weights of {gib(memory.weights)} and "
             f"{gib(memory.outside_cache)} for context, activations, graphs and sampler: that holds {memory.tokens:,} tokens, and one "
             f"request may have {memory.request_tokens:,}",
-            "Lower rollout.engine.context_length and rollout.sampling.max_tokens, raise rollout.engine.memory_fraction or "
-            "rollout.gpus_per_worker, use larger GPUs, or cut it over several of a node: rollout.engine.tensor_parallel",
+            f"Lower rollout.engine.context_length and rollout.sampling.max_tokens{requests}, raise {larger}, use larger GPUs{cut}",
         )
     elif memory.longest_requests < min(rollout.sampling.samples_per_group, rollout.engine.max_running_requests):
         yield Complaint(
             "warn",
             f"an engine's KV cache holds {memory.tokens:,} tokens: {memory.longest_requests} requests of {memory.request_tokens:,}, fewer "
             f"than a group's {rollout.sampling.samples_per_group} answers, so that long ones are put back and read again",
-            "Lower rollout.engine.context_length, use larger GPUs, or several for an engine (rollout.engine.tensor_parallel)",
+            f"Lower rollout.engine.context_length, use larger GPUs, or {more}",
         )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from actors.config import RunConfig
 from actors.doctor.facts import COMPILERS, Complaint, NodeFacts, Nodes
+from actors.doctor.free_memory_rules import gpus_have_room
 from actors.doctor.kernel_rules import architecture_of, half_precision_has_kernels, weights_stay_as_sent
 from actors.doctor.link_rules import gpus_of_a_group_are_linked, nodes_answer, ports_are_open, rdma_may_lock_memory
 from actors.doctor.memory_rules import NodeGpus, could_be_given, gib, on_gpus_of_nodes
@@ -46,8 +47,6 @@ FEWEST_OPEN_FILES = 4096
 MOST_SKEW_S = 5.0
 _OF_A_NODE = ("_IFNAME", "_HCA", "_FILE")
 """Suffixes of NCCL's variables that name a node's own network devices or files."""
-FREE_SHARE = 0.9
-"""Share of a GPU's memory that should be free."""
 
 
 def torch_sees_the_gpus(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
@@ -100,16 +99,6 @@ def kernels_for_these_gpus(nodes: Nodes, config: RunConfig) -> Iterator[Complain
             if node.architectures and not _runs(kind, node.architectures):
                 text = f"{node.name}: torch has no kernels for {kind}, only for {', '.join(node.architectures)}"
                 yield Complaint("fail", text, "Install another torch")
-
-
-def gpus_are_empty(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    if not _uses_gpus(config):
-        return
-    for node in nodes:
-        for gpu in node.gpus:
-            if gpu.free < FREE_SHARE * gpu.bytes:
-                text = f"{node.name}: GPU {gpu.number} ({gpu.name}) has {gib(gpu.free)} of {gib(gpu.bytes)} free: another process holds the"
-                yield Complaint("warn", f"{text} rest", "nvidia-smi there says which")
 
 
 def packages_are_alike(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
@@ -204,7 +193,6 @@ NODE_RULES: tuple[NodeRule, ...] = (
     engines_have_their_kernels,
     engines_have_their_sglang,
     kernels_for_these_gpus,
-    gpus_are_empty,
     packages_are_alike,
     nccl_is_told_the_same,
     folders_are_seen_everywhere,
@@ -259,6 +247,7 @@ def on_nodes(nodes: Nodes, config: RunConfig, shape: ModelShape) -> list[Complai
     of_engines = {kind for node in nodes if node.rollout_units for kind in _architectures(node)}
     found += half_precision_has_kernels(config, of_ranks={kind for node in nodes for kind in _architectures(node)}, of_engines=of_engines)
     found += weights_stay_as_sent(shape, config, of_engines)
+    found += gpus_have_room(nodes, config, shape)
     if config.ray.address is not None:  # for this machine the first layer has these rules
         found += gpus_hold_their_roles(nodes, config, shape)
         found += stores_hold_the_weights(nodes, config, shape)

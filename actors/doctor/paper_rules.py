@@ -6,12 +6,12 @@ Each rule is a function of (facts, config) that yields complaints; the config ha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import get_args
 
 from actors.config import RunConfig
-from actors.doctor.facts import Complaint, PaperFacts, Severity
+from actors.doctor.facts import MOST_STORED, Complaint, PaperFacts, Severity
 from actors.doctor.kernel_rules import experts_stay_as_sent, half_precision_has_kernels, weights_stay_as_sent
 from actors.doctor.memory_rules import gib, on_gpus
 from actors.plan.gpus import Gpus
@@ -19,7 +19,7 @@ from actors.plan.host_memory import OF_ENGINES, OF_LEARNER, WIDE, hosts, of_engi
 from actors.plan.learner_memory import rank_memory
 from actors.plan.pace import MEAN_SHARE, TOKENS_PER_S, pace
 from actors.plan.traffic import checkpoint_bytes, stores_versions, traffic, versions_text
-from actors.settings.devices import check_types, gpus_asked, room_for_engines, unfit_shares, workers_asked
+from actors.settings.devices import check_types, engines_beside_a_rank, gpus_asked, room_for_engines, unfit_shares, workers_asked
 from correction.engines.float8_format import BLOCK
 from correction.errors import ConfigError, counted
 from learner.model_fit import layout_obstacles, setting_obstacles
@@ -28,22 +28,18 @@ from rollout.engine_settings.engine_arguments import unknown
 from rollout.engine_settings.engine_ranks import UNREPORTED_ROUTES
 
 PaperRule = Callable[[PaperFacts, RunConfig], Iterator[Complaint]]
+SettingsRule = Callable[[RunConfig], Iterator[Complaint]]
+"""Of settings alone, so that it can be applied before anything is known of the model."""
 FLOAT8_FAMILIES = ("qwen3", "qwen3_moe", "mixtral", "olmoe")
 """By model_type: an engine's weights were compared with those that it was sent. SGLang's loader of Llama leaves out the scales."""
-STORE_SHARE = 0.3
-"""Share of a node's memory that Ray takes for its object store by default."""
 WORTH_SAYING = 1.5
 """Ratio of two times from which a note is worth it, as the assumed speeds are rough."""
 SHORT_TAIL_S = 5.0
 """Seconds of a step for its longest answers of which nothing is said: other parts of a step take as long."""
-FEWER = (
-    "Lower rollout.workers, or learner.data_parallel, tensor_parallel or pipeline_parallel, or have an engine and a rank share a GPU: "
-    "learner.gpus_per_rank and rollout.gpus_per_worker that add up to 1"
-)
 LESS = "Use machines with more memory, shorter answers (rollout.engine.context_length), or fewer (groups_per_step)"
 
 
-def devices_and_types(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+def devices_and_types(config: RunConfig) -> Iterator[Complaint]:
     yield from map(Complaint.refusal, unfit_shares(config))
     try:
         check_types(config)
@@ -73,7 +69,7 @@ def engine_reports_its_experts(facts: PaperFacts, config: RunConfig) -> Iterator
         yield Complaint("fail", reason, "Set it to recompute, or to none")
 
 
-def sglang_knows_its_arguments(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+def sglang_knows_its_arguments(config: RunConfig) -> Iterator[Complaint]:
     engine = config.rollout.engine
     for reason, remedy in unknown(engine.attention_backend, engine.engine_args, on_cpu=engine.resolved_device == "cpu"):
         yield Complaint("fail", reason, remedy)
@@ -167,20 +163,21 @@ def disk_holds_the_checkpoints(facts: PaperFacts, config: RunConfig) -> Iterator
 
 
 def object_store_holds_the_weights(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    if facts.host_bytes is None or not stores_versions(config):
+    if facts.store_bytes is None or not stores_versions(config):
         return
     wide = of_engines(facts.shape, config, config.rollout.most_workers)[WIDE]
-    needed, there = traffic(facts.shape, config).store + wide, int(STORE_SHARE * facts.host_bytes)
+    needed, there = traffic(facts.shape, config).store + wide, facts.store_bytes
     if needed > there:
         yield Complaint(
             "warn",
             f"{versions_text(config)} of the weights{', wide fields of answers' * (wide > 0)} and two batches take {gib(needed)}, but "
-            f"Ray's object store has about {gib(there)} of this machine's {gib(facts.host_bytes)}: it would write to disk",
-            "Start the nodes with a larger one (ray start --object-store-memory), or use machines with more memory",
+            f"the object store of the run's own Ray would have about {gib(there)} here: it would write to disk",
+            f"Use a machine with more memory or, in a container, with more of it in /dev/shm (docker run --shm-size), or set {MOST_STORED} "
+            "in the environment where Ray's own limit of 200 GB is too little",
         )
 
 
-def deltas_have_a_network(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+def deltas_have_a_network(config: RunConfig) -> Iterator[Complaint]:
     if config.weight_sync.deltas and config.ray.address is None:
         text = "weight_sync.deltas = True in a cluster of this machine alone: engines read the learner's weights where they lie"
         yield Complaint("warn", text, "Set it to false")
@@ -222,13 +219,12 @@ def host_holds_the_run(facts: PaperFacts, config: RunConfig) -> Iterator[Complai
         yield Complaint("fail" if is_certain else "warn", text, f"Take a smaller model. {LESS}" if is_certain else LESS)
 
 
+SETTINGS_RULES: tuple[SettingsRule, ...] = (devices_and_types, sglang_knows_its_arguments, deltas_have_a_network)
 PAPER_RULES: tuple[PaperRule, ...] = (
-    devices_and_types,
     train_takes_model_and_task,
     layout_divides_the_model,
     settings_fit_the_experts,
     engine_reports_its_experts,
-    sglang_knows_its_arguments,
     experts_keep_their_layout,
     gpus_have_kernels,
     weights_keep_layout_and_type,
@@ -239,7 +235,6 @@ PAPER_RULES: tuple[PaperRule, ...] = (
     run_folder_can_be_made,
     disk_holds_the_checkpoints,
     object_store_holds_the_weights,
-    deltas_have_a_network,
     host_holds_the_run,
     staleness_leaves_time_for_the_longest,
 )
@@ -247,9 +242,41 @@ PAPER_RULES: tuple[PaperRule, ...] = (
 
 def on_paper(facts: PaperFacts, config: RunConfig) -> list[Complaint]:
     """All complaints of the first layer, the worst first."""
-    found = [complaint for rule in PAPER_RULES for complaint in rule(facts, config)]
+    found = [complaint for of_settings in SETTINGS_RULES for complaint in of_settings(config)]
+    found += [complaint for rule in PAPER_RULES for complaint in rule(facts, config)]
     of_gpus = on_gpus(facts.shape, config, of_ranks=facts.gpus, of_engines=facts.gpus, gpus_per_node=facts.gpus_per_node)
     return worst_first([*found, *of_gpus])
+
+
+def without_model(config: RunConfig, meant: Sequence[Gpus] = ()) -> list[Complaint]:
+    """What can be said of a run whose model's config.json can't be read.
+
+    Args: config: with devices and types. meant: GPUs of machines that aren't here.
+    """
+    kinds = {kind.architecture for kind in meant}
+    found = [complaint for rule in SETTINGS_RULES for complaint in rule(config)]
+    found += half_precision_has_kernels(config, of_ranks=kinds, of_engines=kinds)
+    return [*found, *(complaint for kind in meant for complaint in enough(kind, config))]
+
+
+def fewer_gpus(config: RunConfig) -> str:
+    """What to set so that the run asks for fewer GPUs: the numbers that multiply them, and shares where both sides can have them."""
+    learner, rollout = config.learner, config.rollout
+    workers = "rollout.max_workers" if rollout.is_elastic and config.ray.address is None else "rollout.workers"
+    numbers: dict[str, int] = {}
+    if rollout.engine.resolved_device == "cuda":
+        numbers |= {workers: workers_asked(config), "rollout.engine.tensor_parallel": rollout.engine.tensor_parallel}
+    if learner.resolved_device == "cuda":
+        layout = ("data_parallel", "tensor_parallel", "pipeline_parallel")
+        numbers |= {f"learner.{name}": getattr(learner, name) for name in layout}
+    above_one = [name for name, number in numbers.items() if number > 1]
+    ways = [f"lower {' or '.join(above_one)}"] if above_one else []
+    on_gpus = {learner.resolved_device, rollout.engine.resolved_device} == {"cuda"}
+    can_share = learner.tensor_parallel == rollout.engine.tensor_parallel == 1 and config.weight_sync.transport != "broadcast"
+    if on_gpus and can_share and not engines_beside_a_rank(config):
+        ways.append("have an engine and a rank share a GPU: learner.gpus_per_rank and rollout.gpus_per_worker that add up to 1")
+    text = ", or ".join(ways)
+    return text[:1].upper() + text[1:]
 
 
 def enough(gpus: Gpus, config: RunConfig) -> list[Complaint]:
@@ -262,7 +289,7 @@ def enough(gpus: Gpus, config: RunConfig) -> list[Complaint]:
             text = f"ray.address isn't set, so that the run has one node alone: it asks for {wanted} GPUs, and {gpus} are {gpus.count}"
             found.append(Complaint("fail", text, "Set ray.address: auto, on a node of their cluster"))
     elif wanted > gpus.count:
-        found.append(Complaint("fail", f"the run asks for {counted(wanted, 'GPU')}, and {gpus} are {gpus.count}", FEWER))
+        found.append(Complaint("fail", f"the run asks for {counted(wanted, 'GPU')}, and {gpus} are {gpus.count}", fewer_gpus(config)))
     if learner.resolved_device == "cuda" and learner.tensor_parallel > gpus.per_node:
         text = f"learner.tensor_parallel = {learner.tensor_parallel}, {has}: a group talks in every layer"
         found.append(Complaint("fail", text, f"Set it to {gpus.per_node} or less"))

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint, Nodes
-from actors.doctor.paper_rules import FEWER
+from actors.doctor.free_memory_rules import is_held
+from actors.doctor.paper_rules import fewer_gpus
 from actors.settings.devices import gpus_asked, held_by, room_for_engines, workers_with_a_unit
 from correction.errors import counted
 from learner.config import LearnerConfig
@@ -32,8 +33,15 @@ class Request:
 
 
 def gpus_for_everybody(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    if gpus_asked(config):
-        yield from _for_everybody("GPU", nodes, config, f"{FEWER}; or add nodes")
+    if not gpus_asked(config):
+        return
+    fewer, is_joined = fewer_gpus(config), config.ray.address is not None
+    if not is_joined and not sum(node.offered_gpus for node in nodes):
+        remedy = "Start it on a machine with GPUs that torch sees, or set rollout.engine.device and learner.device to cpu"
+    else:
+        more = "add nodes" if is_joined else "take a machine with more"
+        remedy = f"{fewer}; or {more}" if fewer else more.capitalize()
+    yield from _for_everybody("GPU", nodes, config, remedy)
 
 
 def cpus_for_everybody(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
@@ -46,20 +54,21 @@ def cpus_for_everybody(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
 
 
 def _for_everybody(kind: str, nodes: Nodes, config: RunConfig, remedy: str) -> Iterator[Complaint]:
-    """Ray must have, and have free, what the run asks for of this resource. On a joined cluster, which may grow, a lack is a warning."""
+    """Ray must have, and have free, what the run asks for of this resource. On a joined cluster, which may grow, a lack is a warning. On
+    this machine alone only memory of GPUs can be held by others (free_memory_rules.py)."""
     (row,) = [one for one in requests(nodes, config) if one.kind == kind]
     may_grow = config.ray.address is not None
     if row.asked > row.there:
         wait = f"; ranks wait for nodes up to deadlines.start_s = {config.deadlines.start_s:g} s, workers as long as the run lasts"
         yield Complaint(
             "warn" if may_grow else "fail",
-            f"the run asks for {row.asked:g} {kind}s, and Ray has {row.there:g}: {row.parts}{wait if may_grow else ''}",
+            f"the run asks for {counted(int(row.asked), kind)}, and Ray has {row.there:g}: {row.parts}{wait if may_grow else ''}",
             remedy,
         )
-    elif row.asked > row.free:
+    elif row.asked > row.free and may_grow:
         yield Complaint(
             "warn",
-            f"the run asks for {row.asked:g} {kind}s, of {row.there:g} only {row.free:g} are free: others have the rest",
+            f"the run asks for {counted(int(row.asked), kind)}, of {row.there:g} only {row.free:g} are free: others have the rest",
             f"Wait for it. {remedy}",
         )
 
@@ -141,7 +150,8 @@ def units_for_all_workers(nodes: Nodes, config: RunConfig) -> Iterator[Complaint
 
 
 def requests(nodes: Nodes, config: RunConfig) -> list[Request]:
-    """For each kind of resource: what the run asks of Ray, what the nodes have, and what of that is free."""
+    """For each kind of resource: what the run asks of Ray, what the nodes have, and what of that is free. To a Ray of the run's own all
+    GPUs are free; those of which other processes hold much aren't."""
     rollout, learner = config.rollout, config.learner
     ranks, workers = counted(learner.world_size, "rank"), counted(rollout.workers, "worker")
     of_ranks = [f"{ranks} x {learner.gpus_per_rank:g}"] if learner.resolved_device == "cuda" else []
@@ -150,6 +160,8 @@ def requests(nodes: Nodes, config: RunConfig) -> list[Request]:
     processes = learner.world_size + rollout.workers * rollout.engine.tensor_parallel
     rows = [Request("CPU", processes, cpus, free, f"{ranks}, {workers}")]
     gpus, free = sum(node.offered_gpus for node in nodes), sum(node.free_gpus for node in nodes)
+    if config.ray.address is None:
+        free = max(0.0, free - sum(is_held(gpu) for node in nodes for gpu in node.gpus))
     if of_ranks or of_workers or gpus:
         rows.insert(0, Request("GPU", gpus_asked(config), gpus, free, ", ".join(of_ranks + of_workers) or "nobody"))
     if config.ray.address is not None:

@@ -15,6 +15,7 @@ from actors.config import RunConfig
 from actors.doctor.facts import Complaint, PaperFacts
 from actors.doctor.gather import paper_facts
 from actors.doctor.hub_checks import ask_the_hub
+from actors.doctor.paper_rules import without_model, worst_first
 from actors.hub_name import HubName
 from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape, check_is_model
@@ -115,11 +116,7 @@ def check_on_paper(config: RunConfig, *, meant: Sequence[Gpus] | None = None) ->
     config = config_for_model(config, folder, has_weights=is_here and not of_hub, refused=refused, lacking=lacking)
     facts = paper_facts(config, folder, meant=meant)
     if is_here:
-        from rollout.tasks.tasks import check_files, check_task_names
-
-        with _kept(lacking):
-            check_task_names(config.rollout.task)
-            check_files(config.rollout.task)
+        _check_task(config.rollout.task, lacking)
         outline, unknown = ask_the_hub(config, lacking)
         with _kept(lacking):
             if (with_tokenizer := outline if of_hub else folder) is not None:
@@ -130,13 +127,36 @@ def check_on_paper(config: RunConfig, *, meant: Sequence[Gpus] | None = None) ->
 def check_on_paper_or_refuse(
     config: RunConfig, *, has_gpu: bool, meant: Sequence[Gpus] | None = None
 ) -> tuple[RunConfig, PaperFacts] | list[Complaint]:
-    """As `check_on_paper`, of a configuration whose devices and types are still open; or the refusals without which no more can be told."""
+    """As `check_on_paper`, of a configuration whose devices and types are still open; or the refusals without which no more can be told,
+    together with what needs no model."""
     if refused := list(refusals(config, has_gpu=has_gpu)):
         return list(map(Complaint.refusal, refused))
+    config = derived(config, has_gpu=has_gpu)
     try:
-        return check_on_paper(derived(config, has_gpu=has_gpu), meant=meant)
+        return check_on_paper(config, meant=meant)
     except EvenkeelError as error:
-        return [Complaint.refusal(error)]
+        lacking = [error]
+        if meant is None:
+            _check_task(config.rollout.task, lacking)
+        unchecked = Complaint("note", "the rest needs the model's config.json: memory, layouts, requests, bytes", _get_config(config.model))
+        return worst_first([*map(Complaint.refusal, lacking), *without_model(config, meant or ()), unchecked])
+
+
+def _get_config(model: Path) -> str:
+    """How to have the file here, of a model of the hub; empty for a folder."""
+    if (name := HubName.of(model)) is None:
+        return ""
+    revision = f" --revision {name.revision}" if name.revision else ""
+    return f"Run `hf download {name.repository} config.json{revision}` where there is a network, or set model to a folder with that file"
+
+
+def _check_task(task: TaskConfig, lacking: list[EvenkeelError]) -> None:
+    """Args: lacking: takes each reason against the task's names and files."""
+    from rollout.tasks.tasks import check_files, check_task_names
+
+    with _kept(lacking):
+        check_task_names(task)
+        check_files(task)
 
 
 def _check_tokenizer(folder: Path, task: TaskConfig) -> None:

@@ -83,6 +83,19 @@ def engine_memory(shape: ModelShape, rollout: RolloutConfig, gpu_bytes: int) -> 
     return EngineMemory(weights, cache, token_bytes, context, outside, groups)
 
 
+def least_free(shape: ModelShape, rollout: RolloutConfig, gpu_bytes: int) -> int:
+    """Bytes that have to be free on each of an engine's GPUs when it starts, so that its cache holds one longest request: the cache's
+    fraction is one of what is free then. An engine with a share takes the share.
+
+    Args: gpu_bytes: of the whole GPU.
+    """
+    memory = engine_memory(shape, rollout, gpu_bytes)
+    if min(rollout.gpus_per_worker, rollout.engine.gpu_share) < 1:
+        return memory.weights + max(0, memory.cache) + memory.outside_cache
+    fraction = (gpu_bytes - memory.outside_cache) / (gpu_bytes - CONTEXT)
+    return CONTEXT + int((memory.weights + memory.request_tokens * memory.token_bytes) / fraction)
+
+
 def cache_token_bytes(shape: ModelShape, engine: EngineConfig) -> int:
     """Bytes of one token in the cache of each of the engine's ranks."""
     of_weights = BYTES_OF[engine.resolved_dtype]

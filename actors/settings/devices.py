@@ -15,6 +15,8 @@ _ROUNDING = 1e-9
 
 SETS_NVLS = ("enable_nccl_nvls", "enable_symm_mem")
 """Arguments of SGLang that make it set NCCL_NVLS_ENABLE itself, whatever its value was."""
+SETS_TREES = ("enable_deterministic_inference", "rl_on_policy_target")
+"""Those by which an engine of several ranks sets NCCL_ALGO and the number of channels, so that its sums have one order."""
 
 
 def check_devices(config: RunConfig) -> None:
@@ -104,12 +106,15 @@ def _unlike_options_of_nccl(config: RunConfig) -> Iterator[ConfigError]:
     engine = config.rollout.engine
     if engine.resolved_device != "cuda" or config.weight_sync.transport != "broadcast":
         return
-    for name in SETS_NVLS:
+    sets = dict.fromkeys(SETS_NVLS, "NCCL_NVLS_ENABLE: 1")
+    if engine.tensor_parallel > 1:
+        sets |= dict.fromkeys(SETS_TREES, "NCCL_ALGO, NCCL_MIN_NCHANNELS and NCCL_MAX_NCHANNELS")
+    for name, variables in sets.items():
         if engine.engine_args.get(name):
             yield ConfigError(
                 f"rollout.engine.engine_args.{name} = {engine.engine_args[name]!r} with weight_sync.transport = broadcast: SGLang sets "
-                "NCCL_NVLS_ENABLE: 1 for it, which the learner's ranks don't have, and NCCL wants it alike in one group",
-                remedy="Set weight_sync.transport: object_store, or this argument to false",
+                f"{variables} for it, which the learner's ranks don't have, and NCCL wants that alike in one group",
+                remedy="Set weight_sync.transport: object_store, or leave this argument out",
             )
 
 

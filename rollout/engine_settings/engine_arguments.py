@@ -109,13 +109,21 @@ REFUSED_OF_RANKS: Mapping[str, tuple[str, str]] = {
         ("parts of a sequence on several ranks have not been compared with the learner", "rollout.engine.tensor_parallel"),
     ),
     **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr", "use_ray"), (_ONE_NODE, "rollout.workers for more nodes")),
+    **dict.fromkeys(
+        (
+            *("nccl_port", "port", "host", "gated_launch_port"),
+            *("kv_events_config", "load_publish_endpoint", "forward_pass_metrics_ipc_name"),
+        ),
+        ("every engine would take this address, and of several on a node only one can", "nothing: each engine draws free ports of its own"),
+    ),
     **dict.fromkeys(("base_gpu_id", "gpu_id_step", "numa_node"), ("Ray says which GPUs a worker has", "rollout.gpus_per_worker")),
     **dict.fromkeys(
         ("disaggregation_mode", "enable_pdmux", "decoupled_spec_role", "encoder_only", "language_only"),
         ("an engine here reads its prompts and samples by itself", "rollout.workers"),
     ),
 }
-"""Arguments about the ranks of an engine, each -> (why not, what to set instead). What concerns only how ranks talk is handed on."""
+"""Arguments about the ranks and addresses of an engine, each -> (why not, what to set instead). What concerns only how ranks talk is
+handed on."""
 
 
 def refusal(name: str) -> tuple[str, str] | None:

@@ -35,6 +35,11 @@ def test_every_argument_of_sglang_is_set_refused_or_handed_on() -> None:
         ("json_model_override_args", '{"rope_theta": 1e6}', "in the engine alone, and the learner trains what the folder's says"),
         ("hicache_storage_backend", "file", "outlive the weights"),
         ("trust_remote_code", True, "code in a model folder is never run"),
+        ("nccl_port", 29_500, "of several on a node only one can"),
+        ("port", 30_000, "each engine draws free ports"),
+        ("host", "10.0.0.5", "every engine would take this address"),
+        ("gated_launch_port", 31_000, "every engine would take this address"),
+        ("kv_events_config", '{"publisher": "zmq"}', "every engine would take this address"),
         ("cpu_offload_gb", 8, "would not be those that an update writes to"),
     ],
 )

@@ -102,8 +102,8 @@ def test_engines_of_two_gpus_make_room_where_one_has_none() -> None:
         ("", {"gpus": (24 << 30, H100.memory)}, "warn", "smallest GPUs there are, of 24 GiB: a learner rank", "larger GPUs"),
         ("", {"disk_free": 100 << 30}, "fail", "a checkpoint has 122 GiB, but the run folder's disk has 100 GiB free", "run_dir"),
         ("", {"disk_free": 200 << 30}, "warn", "2 checkpoints and the one being written have 366 GiB", "checkpoint.keep"),
-        ("", {"host_bytes": 64 << 30}, "warn", "Ray's object store has about 19.2 GiB", "object-store-memory"),
-        (KEPT_COPIES, {"host_bytes": 64 << 30}, "warn", "two versions of the weights and two batches take", "object-store-memory"),
+        ("", {"store_bytes": 19 << 30}, "warn", "object store of the run's own Ray would have about 19 GiB here", "--shm-size"),
+        (KEPT_COPIES, {"store_bytes": 19 << 30}, "warn", "two versions of the weights and two batches take", "more memory"),
         ("weight_sync.deltas=true", {}, "warn", "deltas = True in a cluster of this machine alone", "Set it to false"),
         (f"{FAR_DELTAS} {IN_FLOAT32}", {}, "note", "changes has a third of the bytes, not a fiftieth", "Set it to false"),
         ("", {"host_bytes": 128 << 30}, "warn", "GiB of this machine's 128 GiB outside its GPUs: copy for a checkpoint 122", "more memory"),
@@ -146,7 +146,7 @@ def test_shares_that_no_gpu_holds_together_are_not_added() -> None:
 def test_nothing_is_said_about_gpus_that_nobody_uses() -> None:
     on_cpu = recipe("nano_spell_backward", has_gpu=False)
     assert on_paper(PaperFacts(replace(DENSE, context=128)), on_cpu) == []
-    assert on_paper(paper(disk_free=1 << 50, host_bytes=1 << 40), eight()) == []
+    assert on_paper(paper(disk_free=1 << 50, host_bytes=1 << 40, store_bytes=1 << 38), eight()) == []
     assert on_paper(paper(), eight(FLOAT8)) == []
 
 
@@ -178,14 +178,14 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
     ("nodes", "overrides", "severity", "said", "setting"),
     [
         ([node(offered_gpus=4.0, free_gpus=4.0)], "", "fail", "the run asks for 8 GPUs, and Ray has 4: 4 ranks x 1, 4 workers x 1",
-         "or add nodes"),
+         "or take a machine with more"),
         ([node(offered_gpus=4.0)], "ray.address=auto", "warn", "4 workers x 1; ranks wait for nodes up to deadlines.start_s = 600 s",
          "or add nodes"),
-        ([node(free_gpus=5.0)], "", "warn", "of 8 only 5 are free", "Wait for it"),
+        ([node(free_gpus=5.0)], "ray.address=auto", "warn", "of 8 only 5 are free", "Wait for it"),
         ([node(cpus=7.0)], "", "fail", "the run asks for 8 CPUs, and Ray has 7: 4 ranks, 4 workers", "Raise ray.num_cpus"),
         ([node(cpus=4.0), node(name="b", cpus=3.0)], "ray.address=auto", "warn", "for 8 CPUs, and Ray has 7: 4 ranks, 4 workers; ranks",
          "ray start --num-cpus"),
-        ([node(free_cpus=7.0)], "", "warn", "the run asks for 8 CPUs, of 64 only 7 are free", "Wait for it"),
+        ([node(free_cpus=7.0)], "ray.address=auto", "warn", "the run asks for 8 CPUs, of 64 only 7 are free", "Wait for it"),
         (
             [node(offered_gpus=3.0), node(name="b", offered_gpus=3.0), node(name="c", offered_gpus=2.0)],
             "learner.tensor_parallel=4 learner.data_parallel=1",
@@ -209,7 +209,7 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
             "Lower rollout.workers",
         ),
         ([node()], "rollout.engine.tensor_parallel=2", "fail", "the run asks for 12 GPUs, and Ray has 8: 4 ranks x 1, 4 workers x 2",
-         "or add nodes"),
+         "rollout.engine.tensor_parallel"),
         (
             [node(rollout_units=1.5), node(name="b", rollout_units=0.5), node(name="c", rollout_units=2.0)],
             "ray.address=auto",

@@ -25,7 +25,7 @@ from actors.doctor.paper_rules import enough, on_paper
 from actors.plan.gpus import Gpus
 from actors.plan.learner_memory import RESERVE, rank_memory, state_bytes
 from actors.plan.shape import ModelShape
-from tests.actors.doctor.test_doctor import DENSE, EXPERTS, H100, IN_FLOAT32, RECIPES, eight, node, paper, recipe
+from tests.actors.doctor.test_doctor import DENSE, EXPERTS, H100, HEAD, IN_FLOAT32, RECIPES, eight, node, paper, recipe
 from tests.actors.known_models import QWEN3_06B, QWEN3_8B, save_config
 
 doctor = import_module("actors.commands.doctor")  # whose function has the same name
@@ -141,11 +141,51 @@ def test_without_an_address_a_run_has_one_node() -> None:
 def test_who_has_too_few_gpus_or_too_small_ones_is_told_what_to_set() -> None:
     (found,) = enough(Gpus.parse("24GBx1"), recipe("qwen3_0.6b_1gpu", "rollout.gpus_per_worker=0.9"))
     assert "the run asks for 2 GPUs" in found.sentence
+    assert "learner.gpus_per_rank and rollout.gpus_per_worker that add up to 1" in found.setting
     small = on_paper(PaperFacts(ModelShape.of(QWEN3_8B), (24 << 30,)), eight())
     of_rank = next(one for one in small if "rank needs" in one.sentence)
-    settings = ("rollout.workers", "learner.data_parallel", "learner.gpus_per_rank", "rollout.gpus_per_worker")
-    assert all(name in found.setting for name in settings), found.setting
     assert all(name in of_rank.setting for name in ("learner.tensor_parallel", "rollout.engine.context_length")), of_rank.setting
+
+
+@pytest.mark.parametrize(
+    ("words", "advised"),
+    [
+        ("rollout.engine.tensor_parallel=2", "Lower rollout.workers or rollout.engine.tensor_parallel or learner.data_parallel"),
+        ("rollout.workers=5 learner.data_parallel=4 ALONE", "Lower rollout.workers or learner.data_parallel, or have an engine and a rank"),
+        ("rollout.min_workers=1 rollout.max_workers=8", "Lower rollout.max_workers or learner.data_parallel or learner.tensor_parallel"),
+        ("rollout.engine.tensor_parallel=8 rollout.workers=1 learner.data_parallel=1 ALONE", "Lower rollout.engine.tensor_parallel"),
+        ("rollout.workers=8 learner.data_parallel=1 ALONE weight_sync.transport=broadcast", "Lower rollout.workers"),
+        ("rollout.workers=9 learner.device=cpu learner.dtype=bfloat16", "Lower rollout.workers"),
+    ],
+)
+def test_who_has_too_few_gpus_is_told_the_settings_that_ask_for_them(words: str, advised: str) -> None:
+    """Each that is above 1, and no other; a share where both sides can have one. Of settings at 1 there is nothing to lower."""
+    config = eight(*words.replace("ALONE", ALONE).split())
+    (found,) = [one for one in enough(H100, config) if "the run asks for" in one.sentence]
+    assert found.setting.startswith(advised) and (found.setting == advised or not advised.endswith(("workers", "engine.tensor_parallel")))
+    (of_nodes,) = [one for one in on_nodes([node()], config, DENSE) if "GPUs, and Ray has 8" in one.sentence]
+    assert of_nodes.setting == f"{found.setting}; or take a machine with more"
+
+
+def test_who_has_no_gpu_is_told_so() -> None:
+    """To share one, or to lower a number, would help nobody there."""
+    bare = replace(HEAD, rollout_units=1.0)
+    for config in (recipe("qwen3_0.6b_1gpu"), eight()):
+        (found,) = [one for one in on_nodes([bare], config, ModelShape.of(QWEN3_06B)) if "and Ray has 0" in one.sentence]
+        assert found.setting == "Start it on a machine with GPUs that torch sees, or set rollout.engine.device and learner.device to cpu"
+        assert ("asks for 1 GPU, and" in found.sentence) == (config.learner.world_size == 1)
+
+
+def test_a_remedy_names_nothing_that_is_set_already_or_has_no_effect() -> None:
+    """The one-GPU recipe recomputes activations, and its ranks and engines have shares, which go with no tensor parallelism."""
+    small = PaperFacts(ModelShape.of(QWEN3_06B), (12 << 30,))
+    (of_rank,) = [one.setting for one in on_paper(small, recipe("qwen3_0.6b_1gpu")) if "rank needs" in one.sentence]
+    assert "recompute_activations" not in of_rank and "tensor_parallel" not in of_rank and "learner.gpus_per_rank" in of_rank
+    tight = recipe("qwen3_0.6b_1gpu", "rollout.gpus_per_worker=0.15")
+    (of_share,) = [one.setting for one in on_paper(small, tight) if "an engine has" in one.sentence]
+    assert "rollout.gpus_per_worker" in of_share and "tensor_parallel" not in of_share and "memory_fraction" not in of_share
+    (whole,) = [one.setting for one in on_paper(paper(gpus=(18 << 30,)), eight()) if "an engine has" in one.sentence]
+    assert "gpus_per_worker" not in whole and "rollout.engine.tensor_parallel" in whole
 
 
 def test_a_rank_too_large_by_its_micro_batch_is_told_so() -> None:

@@ -49,7 +49,7 @@ def test_a_resume_looks_at_the_folder_that_it_goes_on_in(tmp_path: Path, monkeyp
     monkeypatch.setattr("shutil.disk_usage", lambda path: looked_at.append(Path(path)) or SimpleNamespace(free=1))
     assert paper_facts(config, model).closed_folder == "/"
     assert paper_facts(config, model, is_resumed=True).closed_folder == ""
-    assert looked_at == [Path("/"), model]
+    assert [path for path in looked_at if path != Path("/dev/shm")] == [Path("/"), model], "Ray's object store is to lie there"
 
 
 @pytest.mark.parametrize("command", ["plan", "doctor"])
@@ -124,7 +124,8 @@ def test_what_leaves_devices_and_types_undecided_is_told_of_both_sides_in_json_t
 @pytest.mark.parametrize("words", [["doctor", "--gpus", "H100x8"], ["plan"], ["doctor"]])
 def test_a_model_that_isn_t_there_is_a_finding(words: list[str], tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*words, str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={tmp_path / 'none'}", "--json"])
-    (found,) = json.loads(done.stdout)["findings"]
+    found, *rest = json.loads(done.stdout)["findings"]
+    assert [one["level"] for one in rest] == ["note"] and "needs the model's config.json" in rest[0]["sentence"]
     assert "none: no such folder. Name a" in found["sentence"] and found["level"] == "fail" and done.exit_code == 1
     in_words = CliRunner().invoke(app, [*words, str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={tmp_path / 'none'}"])
     assert in_words.stdout.rstrip().endswith("1 failure: the run can't work like this")
@@ -261,3 +262,38 @@ def test_a_reason_without_a_remedy_is_a_sentence_alone() -> None:
     facts = PaperFacts(ModelShape.of(QWEN3_8B), (H100.memory,), refused=refused)
     found = [(one.sentence, one.setting) for one in on_paper(facts, config)]
     assert found == [("it can't be; so it is. Really", ""), ("it is so", "Do this"), ("a; b", "Set c: d")]
+
+
+def test_without_the_model_all_is_said_that_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline, with an empty cache: who then gets config.json would meet the rest one by one."""
+
+    def away(_: Path) -> Path:
+        raise DataError("not in the cache")
+
+    monkeypatch.setattr("actors.doctor.start_checks.config_folder", away)
+    wrong = ["rollout.engine.tensor_parallel=2", "rollout.engine.engine_args.nonsense=1", "learner.gpus_per_rank=0.5"]
+    for command in ("plan", "doctor"):
+        done = CliRunner().invoke(app, [command, str(RECIPES / "qwen3_8b_8gpu.yaml"), *wrong, "--gpus", "H100x8", "--json"])
+        found = [(one["level"], one["sentence"], one["setting"]) for one in json.loads(done.stdout)["findings"]]
+        assert done.exit_code == 1 and found[0][:2] == ("fail", "not in the cache")
+        for part in ("the run asks for 10 GPUs", "engine_args.nonsense: SGLang has no such argument", "learner.gpus_per_rank = 0.5 with 4"):
+            assert any(level == "fail" and part in sentence for level, sentence, _ in found), (part, found)
+        level, sentence, setting = found[-1]
+        assert level == "note" and "the rest needs the model's config.json" in sentence
+        assert "hf download Qwen/Qwen3-8B config.json" in setting
+
+
+def test_without_the_model_a_missing_file_of_questions_is_said_too(tmp_path: Path) -> None:
+    words = ["doctor", str(RECIPES / "qwen3_30b_a3b_4nodes.yaml"), f"model={tmp_path}", "ray.address=null", "--json"]
+    done = CliRunner().invoke(app, [*words, "learner.device=cpu", "rollout.engine.device=cpu", f"rollout.task.path={tmp_path}/q.jsonl"])
+    said = [one["sentence"] for one in json.loads(done.stdout)["findings"]]
+    assert "it has no config.json" in said[0] and any("q.jsonl" in sentence for sentence in said), said
+
+
+def test_of_a_cluster_file_too_what_needs_no_model_is_said(tmp_path: Path) -> None:
+    """The model is on the cluster's own file system, and so usually not where the file is checked."""
+    words = [str(RECIPES / "qwen3_30b_a3b_4nodes.yaml"), f"model={tmp_path}", "rollout.engine.engine_args.nonsense=1", "--json"]
+    done = CliRunner().invoke(app, ["doctor", *words, "--cluster", str(GPU_CLUSTER)])
+    found = [(one["level"], one["sentence"].partition(":")[0]) for one in json.loads(done.stdout)["findings"]]
+    expected = [("fail", "rollout.engine.engine_args.nonsense"), ("note", "neither the model nor the memory of GPUs was checked")]
+    assert found == expected and done.exit_code == 1

@@ -160,15 +160,26 @@ def test_every_reason_against_the_shares_is_told() -> None:
     assert first.value.reason == told[0]
 
 
-@pytest.mark.parametrize("name", ["enable_nccl_nvls", "enable_symm_mem"])
-def test_one_group_has_one_nccl(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """SGLang overwrites the variable that both sides have alike for the broadcast."""
+@pytest.mark.parametrize(
+    ("option", "ranks", "variable"),
+    [
+        ("enable_nccl_nvls=true", 1, "NCCL_NVLS_ENABLE"),
+        ("enable_symm_mem=true", 1, "NCCL_NVLS_ENABLE"),
+        ("enable_deterministic_inference=true", 2, "NCCL_ALGO"),
+        ("rl_on_policy_target=fsdp", 2, "NCCL_ALGO"),
+    ],
+)
+def test_one_group_has_one_nccl(monkeypatch: pytest.MonkeyPatch, option: str, ranks: int, variable: str) -> None:
+    """SGLang overwrites a variable that both sides have alike for the broadcast, or sets one that the learner hasn't."""
     gpus(monkeypatch, 8)
-    option = f"rollout.engine.engine_args.{name}=true"
-    with pytest.raises(ConfigError, match=rf"engine_args\.{name} = True with weight_sync.transport = broadcast.*object_store"):
-        check_devices(config(option, "weight_sync.transport=broadcast"))
-    check_devices(config(option))
-    check_devices(config(option, "weight_sync.transport=broadcast", "rollout.engine.device=cpu", "learner.device=cpu"))
+    name, option = option.split("=")[0], f"rollout.engine.engine_args.{option}"
+    both = (option, "weight_sync.transport=broadcast", f"rollout.engine.tensor_parallel={ranks}")
+    with pytest.raises(ConfigError, match=rf"engine_args\.{name} = .* with weight_sync.transport = broadcast.*{variable}.*object_store"):
+        check_devices(config(*both))
+    check_devices(config(option, f"rollout.engine.tensor_parallel={ranks}"))
+    check_devices(config(*both, "rollout.engine.device=cpu", "learner.device=cpu"))
+    if ranks > 1:
+        check_devices(config(*both[:2]))  # an engine of one rank has no sums over ranks, and sets nothing
 
 
 @pytest.mark.parametrize(
