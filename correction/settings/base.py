@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Self, TypeVar
 from pydantic import (
     BaseModel,
     ConfigDict,
-    ModelWrapValidatorHandler,
     SerializationInfo,
     SerializerFunctionWrapHandler,
     ValidationInfo,
@@ -16,6 +15,7 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic.functional_validators import ModelWrapValidatorHandler  # pydantic itself has this name since 2.8 only
 
 Model = TypeVar("Model", bound=BaseModel)
 
