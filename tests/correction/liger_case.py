@@ -1,8 +1,8 @@
 """Run by tests/test_library_page.py in an environment with Liger-Kernel: its GRPO losses next to ours, on the same padded rows.
 
 argv: the page, a file with the lines of its table {name: [Liger's settings, ours]}. Prints, for each line, both losses and the largest
-difference of their gradients with respect to the head's weight, by LigerFusedLinearGRPOLoss, which is plain torch; and the same by the
-Triton kernel, which takes logits, as Triton's interpreter runs it on a CPU.
+difference of their gradients with respect to the head's weight, by LigerFusedLinearGRPOLoss, which is plain torch, here in float64; and the
+same by the Triton kernel, which takes logits, in float32, as Triton's interpreter runs it on a CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 import torch
 from evenkeel_correction import CorrectionConfig, correct, from_padded, pack_like, policy_loss
-from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss, fused_linear_ppo, grpo_loss
 from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
 lines = json.loads(Path(sys.argv[2]).read_text())
@@ -28,7 +28,7 @@ LENGTH = 16
 
 
 def rows() -> dict[str, torch.Tensor]:
-    """Answers of unequal lengths with mismatch and drift, in float32, in which Liger computes; ours computes with the same in float64."""
+    """Answers of unequal lengths with mismatch and drift, in float32, in which Liger's kernel computes; ours computes with them in float64."""
     generator = torch.Generator().manual_seed(5)
     lengths = torch.randint(2, LONGEST + 1, (ROWS,), generator=generator)
     lengths[0] = LONGEST
@@ -53,13 +53,30 @@ def given_ratio(data: dict[str, torch.Tensor], settings: dict[str, Any]) -> torc
     return None if most is None else torch.where(data["mask"], (data["old"] - data["mu"]).exp().clamp(max=most), 1.0)
 
 
+class TorchInDouble:
+    """torch for Liger's modules: where they name float32, float64. Their loss rounds each log-probability to float32 otherwise, which
+    VESPO, of the sum of an answer's log ratios, raises to 1.6e-6 of the gradient on some processors, and to 0.9e-6 on others."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
 def fused(data: dict[str, torch.Tensor], weight: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
-    """Liger's loss that takes hidden states and the head's weight."""
+    """Liger's loss that takes hidden states and the head's weight, in float64."""
+    fused_linear_ppo.torch = grpo_loss.torch = TorchInDouble()
+    data = {name: value.double() if value.is_floating_point() else value for name, value in data.items()}
     ratio, settings = given_ratio(data, settings), {"beta": 0.0, "max_completion_length": LENGTH, **settings}
     loss = LigerFusedLinearGRPOLoss(compiled=False, use_ref_model=settings["beta"] != 0, **settings)
-    given = (data["hidden"], weight, data["tokens"], data["mask"].float(), data["advantages"])
+    given = (data["hidden"], weight.double(), data["tokens"], data["mask"].double(), data["advantages"])
     reference = data["reference"] if settings["beta"] else None
-    return loss(*given, ref_per_token_logps=reference, old_per_token_logps=data["old"], vllm_is_ratio=ratio)[0]
+    in_float = torch.Tensor.float
+    torch.Tensor.float = torch.Tensor.double
+    try:
+        return loss(*given, ref_per_token_logps=reference, old_per_token_logps=data["old"], vllm_is_ratio=ratio)[0]
+    finally:
+        torch.Tensor.float = in_float
 
 
 def kernel(data: dict[str, torch.Tensor], weight: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:

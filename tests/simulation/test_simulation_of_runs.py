@@ -36,6 +36,7 @@ def test_runs_keep_their_books_whatever_befalls_them() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 def test_runs_of_ten_thousand_seeds_keep_their_books() -> None:
     found = [str(failure) for _, some in failures(range(10_000), processes=os.cpu_count() or 1) for failure in some]
     assert not found, "\n\n".join(found)
