@@ -182,7 +182,7 @@ def _has_gpu(config: RunConfig) -> bool:
         return visible_gpus() > 0
     from actors.cluster.cluster import gpus_there
 
-    return gpus_there(config) > 0
+    return gpus_there(config, tries=1) > 0
 
 
 def _nodes(config: RunConfig, facts: PaperFacts) -> list[NodeFacts]:
@@ -190,5 +190,5 @@ def _nodes(config: RunConfig, facts: PaperFacts) -> list[NodeFacts]:
         return own_machine(config)
     from actors.cluster.cluster import Cluster
 
-    with Cluster(config):
+    with Cluster(config, tries=1):
         return nodes_of_cluster(config, None if facts.closed_folder else home_of_run(config))
