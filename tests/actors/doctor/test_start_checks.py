@@ -24,6 +24,7 @@ from actors.plan.shape import ModelShape
 from actors.settings.derived import derived
 from correction.errors import ConfigError, DataError, EvenkeelError
 from learner.config import LearnerConfig
+from learner.hf.families import OBSTACLES, OTHER_MODEL
 from tests.actors.known_models import QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, save_config
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
@@ -128,6 +129,17 @@ def test_a_model_that_isn_t_there_is_a_finding(words: list[str], tmp_path: Path)
     assert "none: no such folder. Name a" in found["sentence"] and found["level"] == "fail" and done.exit_code == 1
     in_words = CliRunner().invoke(app, [*words, str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={tmp_path / 'none'}"])
     assert in_words.stdout.rstrip().endswith("1 failure: the run can't work like this")
+
+
+@pytest.mark.parametrize("words", [["doctor", "--gpus", "H100x8"], ["plan"], ["doctor"]])
+@pytest.mark.parametrize("kind", sorted(OBSTACLES))
+def test_a_known_family_is_refused_with_the_option_in_the_way_as_train_refuses_it(words: list[str], kind: str, tmp_path: Path) -> None:
+    """Not with the list of families alone: what a later version would have to learn is in the option."""
+    model = save_config(tmp_path, QWEN3_8B | {"model_type": kind})
+    done = CliRunner().invoke(app, [*words, str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={model}", "--json"])
+    (found,) = json.loads(done.stdout)["findings"]
+    assert f"model_type = {kind} can't be trained because of {OBSTACLES[kind]}; supported are glm4" in found["sentence"]
+    assert (found["level"], found["setting"], done.exit_code) == ("fail", OTHER_MODEL, 1)
 
 
 @pytest.fixture(scope="module")

@@ -353,7 +353,7 @@ def test_gpus_by_name_and_by_memory() -> None:
 
 
 def test_a_family_that_isn_t_trained_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="model_type = gpt2: the learner trains qwen3"):
+    with pytest.raises(DataError, match="model_type = gpt2 can't be trained; supported are glm4"):
         ModelShape.read(save_config(tmp_path, {"model_type": "gpt2"}))
     with pytest.raises(DataError, match="it doesn't say 'hidden_size'"):
         ModelShape.read(save_config(tmp_path, {key: value for key, value in QWEN3_8B.items() if key != "hidden_size"}))
