@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
 
 from actors.config import RayConfig
@@ -39,6 +41,36 @@ def check_ray(settings: RayConfig) -> None:
             f"ray.temp_dir = {temp_dir}: {len(temp_dir)} characters, but Ray's sockets lie below it and the path of a socket has to "
             f"stay short. Choose a path of {_LONGEST_TEMP_DIR} characters, or shorter"
         )
+
+
+def check_joinable(address: str) -> None:
+    """Check that something listens where Ray will look for the cluster, which it finds by itself for `auto`; it would look for 40 s.
+
+    To Ray 127.0.0.1 is the machine's own address, at which private Rays don't listen: one of another run is not joined by accident.
+    What isn't HOST:PORT is left to Ray. Raises: NoClusterError if nothing listens, or `auto` finds nothing.
+    """
+    named = os.environ.get("RAY_ADDRESS") if address == "auto" else None
+    if "://" in (named or address):
+        return
+    from ray._private import services
+
+    logging.getLogger("ray").setLevel(logging.ERROR)  # with several Rays to choose from it would warn on the terminal
+    services.find_gcs_addresses.cache_clear()
+    place = None
+    try:
+        place = services.canonicalize_bootstrap_address(address)
+        check_listening(place or "")
+    except ValueError:  # of no form that Ray knows, which it says itself
+        return
+    except OSError as error:
+        if place is None:
+            reason = "Ray finds no cluster that this machine is part of"
+        else:
+            is_noted = address == "auto" and services.find_bootstrap_address(None) == place
+            whence = " (from RAY_ADDRESS)" if named else " (as `ray start` noted on this machine)" if is_noted else ""
+            reason = f"no Ray cluster answers at {place}{whence}: {error}"
+        remedy = "Set it to HOST:PORT of a cluster's head, start one (deploy/README.md), or leave it empty for a private one"
+        raise NoClusterError(f"ray.address = {address!r}: {reason}. {remedy}") from error
 
 
 def check_listening(address: str) -> None:

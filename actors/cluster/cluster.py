@@ -22,7 +22,7 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.cluster.address import NoClusterError, check_ray
+from actors.cluster.address import NoClusterError, check_joinable, check_ray
 from actors.cluster.head_watch import OwnDaemon
 from actors.cluster.security import loopback_only, protect_token, require_authentication
 from actors.config import RunConfig
@@ -58,8 +58,9 @@ _SHUTDOWN_S = 20.0
 class Cluster:
     """Connects on entry, leaves on exit; a private cluster ends with this process, however it ends."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
+    def __init__(self, config: RunConfig, *, tries: int = _TRIES) -> None:
+        """Args: tries: most attempts to start or join it."""
+        self._config, self._tries = config, tries
         self._before = descendants()
 
     def __enter__(self) -> Cluster:
@@ -77,6 +78,7 @@ class Cluster:
         ray._private.worker._worker_logs_enabled = False
         start_s = self._config.deadlines.start_s
         if settings.address is not None:
+            check_joinable(settings.address)
             with environment({name: os.environ.get(name, value) for name, value in _JOINED_ENVIRONMENT.items()}):
                 self._try(lambda: ray.init(address=settings.address, **common), f"joining ray.address = {settings.address}", start_s)
             try:
@@ -104,9 +106,9 @@ class Cluster:
 
     @adopted_orphans()
     def _try(self, start: Callable[[], object], what: str, deadline_s: float) -> None:
-        """Call `start` until it succeeds, `_TRIES` times at most, and not again after `deadline_s`."""
+        """Call `start` until it succeeds, `tries` times at most, and not again after `deadline_s`."""
         began = time.monotonic()
-        for left in reversed(range(_TRIES)):
+        for left in reversed(range(self._tries)):
             try:
                 with _signals_stay_ours():
                     start()
@@ -128,8 +130,8 @@ class Cluster:
                         else "Start the run again when the machine has less to do, or join a running cluster with ray.address"
                     )
                     failed = NoClusterError if self._config.ray.address else EngineError
-                    raise failed(f"{reason}; tried {counted(_TRIES - left, 'time')}. {remedy}.{logs}") from error
-                log.warning("%s; trying again, %d of %d", reason, _TRIES - left + 1, _TRIES)
+                    raise failed(f"{reason}; tried {counted(self._tries - left, 'time')}. {remedy}.{logs}") from error
+                log.warning("%s; trying again, %d of %d", reason, self._tries - left + 1, self._tries)
                 time.sleep(_PAUSE_S)
             except BaseException:
                 end_new(self._before)
@@ -198,16 +200,16 @@ class Cluster:
             end(ours, grace_s=_ENDED_S)  # Ray's agents outlive a daemon that had to be killed
 
 
-def gpus_there(config: RunConfig) -> float:
+def gpus_there(config: RunConfig, *, tries: int = _TRIES) -> float:
     """GPUs for the run: of this machine, or of all nodes of the cluster that it joins, which is asked only if a device is `auto`.
 
-    Raises: EngineError if the cluster can't be joined.
+    Args: tries: as of Cluster. Raises: EngineError if the cluster can't be joined.
     """
     if config.ray.address is None:
         return visible_gpus()
     if not asks_for_gpus(config):
         return 0.0
-    with Cluster(config):
+    with Cluster(config, tries=tries):
         return float(ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]
 
 

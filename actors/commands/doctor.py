@@ -31,7 +31,10 @@ def doctor(
     ] = "",
     deep: Annotated[
         bool,
-        typer.Option("--deep", help="Also start ranks and an engine on a model of two layers, and measure: a minute, five if one hangs."),
+        typer.Option(
+            "--deep",
+            help="Also start ranks and an engine on a model of two layers, and measure: on GPUs one to two minutes, or five if one hangs.",
+        ),
     ] = False,
     cluster: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Check the recipe for the nodes of this `ray up` file, such as those in deploy.")
@@ -49,7 +52,8 @@ def doctor(
     With --deep it also measures, on a two-layer model of the recipe's widths: how fast the learner's groups are, whether the learner agrees
     with float32 on a CPU and the engine with the learner, and how long a weight update would take, by broadcast too if that is
     weight_sync.transport. It does so only if the earlier checks found nothing that can't work; the model's weights, its tokenizer and the
-    task may be missing. Each part has its own limit: on GPUs a minute, and four to start ranks and an engine.
+    task may be missing. On GPUs it takes one to two minutes; each part has its own limit there, four to start ranks and an engine, one for
+    others.
 
     For a run's folder it says how the run ended, what it waited for, which part was slow or gone, whether all prompts are accounted for,
     and what to do.
@@ -100,7 +104,7 @@ def _measured(config: RunConfig) -> list[Complaint]:
     from actors.settings.derived import derived
     from learner.hf.hf_folder import read_json
 
-    typer.echo("starting the learner's ranks and an engine on a model of two layers, about a minute", err=True)
+    typer.echo("starting the learner's ranks and an engine on a model of two layers; on GPUs it takes one to two minutes", err=True)
     config, _ = check_on_paper(derived(config, has_gpu=_has_gpu(config)))
     content = read_json(config_folder(config.model) / "config.json")
     began = time.monotonic()
@@ -182,7 +186,7 @@ def _has_gpu(config: RunConfig) -> bool:
         return visible_gpus() > 0
     from actors.cluster.cluster import gpus_there
 
-    return gpus_there(config) > 0
+    return gpus_there(config, tries=1) > 0
 
 
 def _nodes(config: RunConfig, facts: PaperFacts) -> list[NodeFacts]:
@@ -190,5 +194,5 @@ def _nodes(config: RunConfig, facts: PaperFacts) -> list[NodeFacts]:
         return own_machine(config)
     from actors.cluster.cluster import Cluster
 
-    with Cluster(config):
+    with Cluster(config, tries=1):
         return nodes_of_cluster(config, None if facts.closed_folder else home_of_run(config))

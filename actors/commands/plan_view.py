@@ -75,9 +75,7 @@ def sections(plan: RunPlan, config: RunConfig) -> dict[str, list[tuple[str, str]
             ("checkpoint", f"{gib(plan.moved.checkpoint)}; {config.checkpoint.keep} are kept"),
         ],
         "memory of the hosts": [row for one in plan.hosts for row in _of_host(one)],
-        f"layouts of {ranks}": [
-            (f"{'fits' if one.fits else 'too large'}, {gib(one.memory.total + RESERVE)}", f"{one}") for one in plan.layouts[:_SHOWN_LAYOUTS]
-        ],
+        f"layouts of {ranks}": _of_layouts(plan, config),
     }
 
 
@@ -104,6 +102,19 @@ def _of_engine(plan: RunPlan, config: RunConfig) -> list[tuple[str, str]]:
         ("in addition", f"{gib(engine.outside_cache)} for context, activations, graphs and sampler"),
         ("requests", f"{engine.longest_requests} of {engine.request_tokens:,} tokens; {most} at most"),
     ]
+
+
+def _of_layouts(plan: RunPlan, config: RunConfig) -> list[tuple[str, str]]:
+    """The first layouts, and the recipe's own, which is marked."""
+    learner, rows = config.learner, []
+    first = list(plan.layouts[:_SHOWN_LAYOUTS])
+    if plan.rank is not None and all(one.changes(learner) for one in first):
+        needed = plan.rank.total + RESERVE
+        first.append(Layout(learner, plan.rank, needed <= plan.gpus.memory * learner.gpus_per_rank))
+    for one in first:
+        own = "" if one.changes(learner) else " (the recipe's)"
+        rows.append((f"{'fits' if one.fits else 'too large'}, {gib(one.memory.total + RESERVE)}", f"{one}{own}"))
+    return rows
 
 
 def _of_host(host: HostMemory) -> list[tuple[str, str]]:

@@ -102,11 +102,19 @@ def kernels_for_these_gpus(nodes: Nodes, config: RunConfig) -> Iterator[Complain
 
 
 def packages_are_alike(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    nodes = _known(nodes)
-    for package in sorted({name for node in nodes for name in node.versions}):
-        found = {node.versions.get(package, "") for node in nodes}
+    """Where ranks or engines may be. Another node, such as a head without GPUs, may lack packages, and have builds for a CPU (2.13.0+cpu)
+    of the same releases."""
+    on_gpus = {config.learner.resolved_device, config.rollout.engine.resolved_device} == {"cuda"}
+    known = _known(nodes)
+    with_parts = [node for node in known if node.offered_gpus or not on_gpus]
+    without = [node for node in known if node not in with_parts]
+    for package in sorted({name for node in with_parts for name in node.versions}):
+        found = {node.versions.get(package, "") for node in with_parts}
+        released = {_released(version) for version in found}
+        at_odds = [node for node in without if "" not in found and _released(node.versions.get(package, "")) not in {"", *released}]
+        found |= {node.versions[package] for node in at_odds}
         if len(found) > 1:
-            where = "; ".join(f"{version or 'none'} on {_names(nodes, package, version)}" for version in sorted(found))
+            where = "; ".join(f"{version or 'none'} on {_names([*with_parts, *at_odds], package, version)}" for version in sorted(found))
             yield Complaint("fail", f"the nodes have different versions of {package}: {where}", "Install the same everywhere")
 
 
@@ -235,6 +243,11 @@ def _runs(kind: str, built: Sequence[str]) -> bool:
     if (ours := architecture_of(kind)) is None:
         return False
     return any(of is not None and ours.major == of.major and ours.minor >= of.minor for of in map(architecture_of, built))
+
+
+def _released(version: str) -> str:
+    """The version without the name of a build, which comes after a +."""
+    return version.partition("+")[0]
 
 
 def _names(nodes: Nodes, package: str, version: str) -> str:

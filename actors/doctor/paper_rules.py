@@ -156,7 +156,8 @@ def disk_holds_the_checkpoints(facts: PaperFacts, config: RunConfig) -> Iterator
     one = checkpoint_bytes(facts.shape, config)
     kept = one * (config.checkpoint.keep + 1)  # a new one is whole before an old one goes
     if facts.disk_free < one:
-        yield Complaint("fail", f"a checkpoint has {gib(one)}, but the run folder's disk has {gib(facts.disk_free)} free", "Set run_dir")
+        text = f"a checkpoint has {gib(one)}, but the run folder's disk has {gib(facts.disk_free)} free"
+        yield Complaint("fail", text, "Set run_dir", stops_deep=False)
     elif facts.disk_free < kept:
         text = f"{config.checkpoint.keep} checkpoints and the one being written have {gib(kept)}, but {gib(facts.disk_free)} are free"
         yield Complaint("warn", text, "Set run_dir to a larger disk, or lower checkpoint.keep")

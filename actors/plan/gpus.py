@@ -14,17 +14,25 @@ MEMORY_MIB = {
     "A100-80G": 81_920,
     "A10": 23_028,
     "A10G": 23_028,
+    "A6000": 49_140,
     "B200": 183_359,
+    "B300": 275_040,
     "H100": 81_559,
+    "H20": 97_871,
     "H200": 143_771,
     "L4": 23_034,
+    "L40": 46_068,
     "L40S": 46_068,
+    "RTX3090": 24_576,
     "RTX4090": 24_564,
+    "RTX5090": 32_607,
+    "T4": 15_360,
 }
 """As nvidia-smi has it."""
 ARCHITECTURES = {
-    "A100": "sm_80", "A100-40": "sm_80", "A100-40G": "sm_80", "A100-80G": "sm_80", "A10": "sm_86", "A10G": "sm_86", "B200": "sm_100",
-    "H100": "sm_90", "H200": "sm_90", "L4": "sm_89", "L40S": "sm_89", "RTX4090": "sm_89",
+    "A100": "sm_80", "A100-40": "sm_80", "A100-40G": "sm_80", "A100-80G": "sm_80", "A10": "sm_86", "A10G": "sm_86", "A6000": "sm_86",
+    "B200": "sm_100", "B300": "sm_103", "H100": "sm_90", "H20": "sm_90", "H200": "sm_90", "L4": "sm_89", "L40": "sm_89", "L40S": "sm_89",
+    "RTX3090": "sm_86", "RTX4090": "sm_89", "RTX5090": "sm_120", "T4": "sm_75",
 }  # fmt: skip
 """NVIDIA's table of compute capabilities (developer.nvidia.com/cuda-gpus)."""
 INSTANCES = {
@@ -61,7 +69,7 @@ class Gpus:
     @classmethod
     def parse(cls, text: str) -> Gpus:
         """NAMExGPUS or NAMExGPUSxNODES; instead of a name GiB of memory, as in 24GBx1. Raises: ConfigError."""
-        match = re.fullmatch(r"([A-Za-z0-9-]+?)(?:x(\d+))?(?:x(\d+))?", text)
+        match = re.fullmatch(rf"({'|'.join(MEMORY_MIB)}|\d+GI?B)(?:x(\d+))?(?:x(\d+))?", text, re.IGNORECASE)
         name = match[1].upper() if match else ""
         size = re.fullmatch(r"(\d+)GI?B", name)
         memory = int(size[1]) << 30 if size else MEMORY_MIB.get(name, 0) << 20

@@ -11,7 +11,7 @@ from typing import Any
 
 from correction.engines.float8_format import BLOCK
 from correction.errors import DataError
-from learner.hf.families import FAMILIES
+from learner.hf.families import trained_family
 from learner.hf.model_family import ATTENTION_NORM_AFTER, INPUT_NORM, QKV_BIAS, ModelFamily
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -54,9 +54,8 @@ class ModelShape:
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
         """Raises: DataError for another family; KeyError for a size that isn't there."""
         kind = str(config["model_type"])
-        if kind not in FAMILIES:
-            raise DataError(f"model_type = {kind}: the learner trains {', '.join(FAMILIES)}. Take a model of one of these")
-        heads, hidden, family = config["num_attention_heads"], config["hidden_size"], FAMILIES[kind].with_options(config)
+        family = trained_family(kind).with_options(config)
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
         return cls(
             model_type=kind,
             family=family,

@@ -130,6 +130,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron takes for granted of the rope_type llama3; its factor is free."""
 OBSTACLES: dict[str, str] = {
+    "gemma3": "vision_config, and in text_config layer_types with sliding_attention",
     "gemma3_text": "layer_types with sliding_attention, each kind with rotary angles of its own (rope_parameters)",
     "gpt_oss": "layer_types with sliding_attention, and attention sinks",
     "olmo3": "layer_types with sliding_attention",
@@ -142,6 +143,19 @@ OBSTACLES: dict[str, str] = {
     "cohere": "use_qk_norm and norms that take the mean away (layer_norm_eps)",
 }
 """Families that engines and transformers know and the learner does not, with the options of config.json that stand in the way."""
+OTHER_MODEL = "Set model to another one (docs/models.md)"
+
+
+def trained_family(kind: str) -> ModelFamily:
+    """The family of a model_type, without the optional parts.
+
+    Raises: DataError naming the model_type, and the options in the way if they are known.
+    """
+    if kind not in FAMILIES:
+        reason = f" because of {OBSTACLES[kind]}" if kind in OBSTACLES else ""
+        supported = ", ".join(sorted(FAMILIES))
+        raise DataError(f"config.json: model_type = {kind} can't be trained{reason}; supported are {supported}", remedy=OTHER_MODEL)
+    return FAMILIES[kind]
 
 
 def family_of(hf_config: Any) -> ModelFamily:
@@ -150,10 +164,8 @@ def family_of(hf_config: Any) -> ModelFamily:
     Raises: DataError naming the architecture, or the option of it that has no counterpart here.
     """
     kind = hf_config.model_type
-    if kind not in FAMILIES:
-        reason = f" because of {OBSTACLES[kind]}" if kind in OBSTACLES else ""
-        raise DataError(f"config.json: model_type = {kind} can't be trained{reason}; supported are {', '.join(sorted(FAMILIES))}")
-    family, options = FAMILIES[kind], _options(hf_config)
+    family = trained_family(kind)
+    options = _options(hf_config)
     for name, supported in {**SUPPORTED, **family.supports}.items():
         value = options.get(name, supported[0])
         if value not in supported:

@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 from correction.errors import DataError
-from learner.hf.families import family_of
+from learner.hf.families import OTHER_MODEL, family_of
 from learner.hf.hf_folder import PUT_BACK, read_config, shapes_of
 from learner.hf.model_family import HeadShape, ModelFamily, Rule, TensorLayout
 
@@ -24,7 +24,7 @@ def check_trainable(folder: str | os.PathLike[str], *, has_weights: bool = True)
     try:
         expected_shapes(hf_config)
     except DataError as error:
-        raise DataError(f"{folder}: {error}", remedy="Set model to another one (docs/models.md)") from error
+        raise DataError(f"{folder}: {error.reason}", remedy=OTHER_MODEL) from error
     except (ArithmeticError, AttributeError, TypeError) as error:  # sizes that make no model
         raise DataError(f"{folder}/config.json: its sizes make no model ({error})", remedy=PUT_BACK) from error
     if has_weights:

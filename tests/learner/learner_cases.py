@@ -123,10 +123,20 @@ def hf_values(model: Any, batch: PackedBatch) -> tuple[Tensor, Tensor]:
 
 def gradients(learner: LearnerRank) -> dict[str, Tensor]:
     """The gradient in Megatron's buffer under HF names."""
+    return _by_hf_name(learner, lambda parameter: parameter.main_grad)
+
+
+def masters(learner: LearnerRank) -> dict[str, Tensor]:
+    """What Adam updates under HF names: float32, where the weights are in half precision."""
+    state_of = learner._require().optimizer.state_of
+    return _by_hf_name(learner, lambda parameter: state_of(parameter)[1]["master"].view_as(parameter))
+
+
+def _by_hf_name(learner: LearnerRank, of: Callable[[Any], Tensor]) -> dict[str, Tensor]:
     loaded = learner._require()
     found: dict[str, Tensor] = {}
     for rule, parameter in bind(unwrap(loaded.chunks[0]), family_of(loaded.hf_config)):
-        pieces = to_hf(rule, [parameter.main_grad], HeadShape.of(loaded.hf_config), loaded.hf_config.vocab_size)
+        pieces = to_hf(rule, [of(parameter)], HeadShape.of(loaded.hf_config), loaded.hf_config.vocab_size)
         found |= {name: piece.clone() for name, piece in zip(rule.hf, pieces, strict=True)}
     return found
 

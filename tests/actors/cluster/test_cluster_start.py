@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,13 +19,16 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from ray._private import services
 
 from actors.cluster import cluster
-from actors.cluster.cluster import Cluster
+from actors.cluster.address import NoClusterError
+from actors.cluster.cluster import Cluster, gpus_there
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.processes import interrupts
 from correction.errors import ConfigError, EngineError
+from lab.ports import free_port
 
 RECIPE = Path(__file__).parents[2] / "e2e" / "small.yaml"
 
@@ -122,9 +127,50 @@ def test_joining_has_short_attempts_and_its_own_remedy(monkeypatch: pytest.Monke
         raise RuntimeError("Failed to connect to GCS.")
 
     starts(monkeypatch, silent)
+    monkeypatch.setattr(cluster, "check_joinable", lambda _: None)
     with pytest.raises(EngineError, match=r"joining ray\.address = auto failed .*leave ray\.address empty"):
         Cluster(config("ray.address=auto")).__enter__()
     assert seen == ["1", "1", "1"] and name not in os.environ
+
+
+def test_who_asks_for_one_attempt_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `doctor` does: each takes Ray 40 s at a head that accepts connections and says nothing."""
+    calls = starts(monkeypatch, times_out)
+    monkeypatch.setattr(cluster, "check_joinable", lambda _: None)
+    with pytest.raises(NoClusterError, match=r"tried 1 time\."):
+        gpus_there(config("ray.address=auto"), tries=1)
+    assert len(calls) == 1
+
+
+def test_no_cluster_is_looked_for_at_an_address_where_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all addresses that `auto` may mean; the answer says which it was, and where that is from. Ray would look for two minutes."""
+    calls = starts(monkeypatch, times_out)
+    closed = f"{services.get_node_ip_address()}:{free_port()}"
+    monkeypatch.setattr(services, "find_bootstrap_address", lambda _: closed)
+    monkeypatch.setattr(services, "find_gcs_addresses", functools.cache(lambda: frozenset()))
+    with pytest.raises(NoClusterError, match=rf"'auto': .* answers at {closed} \(as `ray start` noted on this machine\): .*Set it"):
+        Cluster(config("ray.address=auto")).__enter__()
+    monkeypatch.setattr(services, "find_bootstrap_address", lambda _: None)
+    with pytest.raises(NoClusterError, match=r"'auto': Ray finds no cluster that this machine is part of\. Set it to HOST:PORT"):
+        Cluster(config("ray.address=auto")).__enter__()
+    monkeypatch.setenv("RAY_ADDRESS", closed)
+    with pytest.raises(NoClusterError, match=rf"'auto': no Ray cluster answers at {closed} \(from RAY_ADDRESS\): .*refused\. Set it"):
+        Cluster(config("ray.address=auto")).__enter__()
+    assert not calls
+
+
+def test_a_private_ray_of_another_run_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listens on 127.0.0.1 alone, which to Ray is the machine's own address: nothing would answer it there."""
+    calls = starts(monkeypatch, times_out)
+    with socket.create_server(("127.0.0.1", 0)) as private:
+        port = private.getsockname()[1]
+        monkeypatch.setattr(services, "find_bootstrap_address", lambda _: None)
+        monkeypatch.setattr(services, "find_gcs_addresses", functools.cache(lambda: frozenset({f"127.0.0.1:{port}"})))
+        monkeypatch.setattr(services, "get_node_ip_address", lambda: "127.0.0.2")
+        for address in ("auto", f"127.0.0.1:{port}"):
+            with pytest.raises(NoClusterError, match=f"{address}': no Ray cluster answers at 127.0.0.2:{port}: "):
+                Cluster(config(f"ray.address={address}")).__enter__()
+    assert not calls
 
 
 def test_a_setting_that_ray_refuses_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 from actors.commands.cli import app
+from actors.config import RunConfig
 from actors.doctor.cluster_file import ClusterFile, NodeKind, cluster_complaints
-from actors.doctor.facts import Complaint, GpuFact, PaperFacts
+from actors.doctor.facts import Complaint, GpuFact, NodeFacts, PaperFacts
 from actors.doctor.kernel_rules import half_precision_has_kernels, weights_stay_as_sent
 from actors.doctor.node_rules import on_nodes
 from actors.doctor.paper_rules import float8_can_be_had, on_paper
 from actors.plan.gpus import ARCHITECTURES, MEMORY_MIB, Gpus
+from rollout.engine_settings.engine_capabilities import TESTED_SGLANG
 from tests.actors.doctor.test_doctor import DENSE, EXPERTS, FLOAT8, HEAD, RANKS, RECIPES, eight, node, paper, recipe
 from tests.actors.known_models import QWEN3_30B_A3B, save_config
 
@@ -168,3 +170,21 @@ def test_both_commands_know_the_gpus_kind(tmp_path: Path) -> None:
     for command in ("doctor", "plan"):
         done = CliRunner().invoke(app, [command, *words])
         assert "on Blackwell SGLang lays the weights of experts out" in " ".join(done.stdout.split()), done.output
+
+
+def test_a_node_without_ranks_and_engines_may_be_installed_for_a_cpu() -> None:
+    """A head by `make` beside nodes by `make gpu`. What it has must be of the same release, and what is evenkeel's own the same."""
+    joined, installed = eight("ray.address=auto"), dict(node().versions) | {"torch": "2.13.0+cu130", "transformer-engine": "2.9.0"}
+    of_cpu = {"torch": "2.13.0+cpu", "ray": "2.60.0", "sglang": TESTED_SGLANG}
+
+    def said(nodes: list[NodeFacts], config: RunConfig) -> list[str]:
+        return [one.sentence for one in on_nodes(nodes, config, DENSE) if "different versions" in one.sentence]
+
+    gpu_node = node(versions=installed)
+    assert said([replace(HEAD, versions=of_cpu), gpu_node], joined) == []
+    (of_torch,) = said([replace(HEAD, versions=of_cpu | {"torch": "2.12.0+cpu"}), gpu_node], joined)
+    assert of_torch == "the nodes have different versions of torch: 2.12.0+cpu on head; 2.13.0+cu130 on 10.0.0.1"
+    (of_te,) = said([gpu_node, node(name="b", versions=installed | {"transformer-engine": ""})], joined)
+    assert of_te == "the nodes have different versions of transformer-engine: none on b; 2.9.0 on 10.0.0.1", "a rank may be on either"
+    on_cpus = recipe("nano_spell_backward", "ray.address=auto", has_gpu=False)
+    assert len(said([replace(HEAD, versions=of_cpu), gpu_node], on_cpus)) == 3, "there a rank may be on the head, too"

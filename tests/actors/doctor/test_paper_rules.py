@@ -88,8 +88,8 @@ def test_the_doctor_looks_where_the_run_folder_would_be_made(tmp_path: Path, mon
         return [replace(node(), reads_run_folder=False)]
 
     monkeypatch.setattr(doctor, "nodes_of_cluster", nodes)
-    monkeypatch.setattr(cluster, "Cluster", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(cluster, "gpus_there", lambda _: 8)
+    monkeypatch.setattr(cluster, "Cluster", lambda _, *, tries: contextlib.nullcontext())
+    monkeypatch.setattr(cluster, "gpus_there", lambda _, *, tries: 8)
     monkeypatch.setattr(address, "check_ray", lambda _: None)
     model = f"model={save_config(tmp_path / 'model', QWEN3_8B)}"
     words = [str(RECIPES / "qwen3_8b_8gpu.yaml"), model, "ray.address=auto", f"run_dir={tmp_path / 'runs' / 'one'}", NO_HUB]
@@ -104,7 +104,7 @@ def test_what_follows_from_the_recipe_is_said_also_where_no_cluster_answers(
 ) -> None:
     """Whoever mends the address would meet it next. With devices left open nothing of them is known."""
 
-    def refuse(_: object) -> None:
+    def refuse(_: object, **__: object) -> None:
         raise address.NoClusterError("ray.address = 'auto': no Ray cluster answers there. Start one")
 
     monkeypatch.setattr(address, "check_ray", (lambda _: None) if late else refuse)

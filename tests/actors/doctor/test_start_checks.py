@@ -24,6 +24,7 @@ from actors.plan.shape import ModelShape
 from actors.settings.derived import derived
 from correction.errors import ConfigError, DataError, EvenkeelError
 from learner.config import LearnerConfig
+from learner.hf.families import OBSTACLES, OTHER_MODEL
 from tests.actors.known_models import QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, save_config
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
@@ -59,6 +60,8 @@ def test_a_resume_looks_at_the_folder_that_it_goes_on_in(tmp_path: Path, monkeyp
         ("qwen3_0.6b_1gpu", QWEN3_06B, "A10Gx1"),
         ("qwen3_0.6b_1gpu", QWEN3_06B, "L4x1"),
         ("qwen3_0.6b_1gpu", QWEN3_06B, "RTX4090x1"),
+        ("qwen3_0.6b_1gpu", QWEN3_06B, "RTX3090x1"),
+        ("qwen3_0.6b_1gpu", QWEN3_06B, "A6000x1"),
         ("qwen3_8b_8gpu", QWEN3_8B, "H100x8"),
         ("qwen3_30b_a3b_4nodes", QWEN3_30B_A3B, "H200x8x4"),
     ],
@@ -70,6 +73,13 @@ def test_both_commands_find_nothing_against_a_recipe_on_the_gpus_that_it_names(
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert [one for one in json.loads(done.stdout)["findings"] if one["level"] != "note"] == []
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_gpus_without_kernels_are_refused_by_their_name_alone(command: str, tmp_path: Path) -> None:
+    words = [command, str(RECIPES / "qwen3_0.6b_1gpu.yaml"), f"model={save_config(tmp_path, QWEN3_06B)}", "--gpus", "T4x1", "--json"]
+    found = json.loads(CliRunner().invoke(app, words).stdout)["findings"]
+    assert any(one["level"] == "fail" and "GPUs of sm_75 are too old" in one["sentence"] for one in found), found
 
 
 @pytest.mark.parametrize(("model", "is_shared"), [(QWEN3_30B_A3B, True), (QWEN3_8B, False)])
@@ -129,6 +139,17 @@ def test_a_model_that_isn_t_there_is_a_finding(words: list[str], tmp_path: Path)
     assert "none: no such folder. Name a" in found["sentence"] and found["level"] == "fail" and done.exit_code == 1
     in_words = CliRunner().invoke(app, [*words, str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={tmp_path / 'none'}"])
     assert in_words.stdout.rstrip().endswith("1 failure: the run can't work like this")
+
+
+@pytest.mark.parametrize("words", [["doctor", "--gpus", "H100x8"], ["plan"], ["doctor"]])
+@pytest.mark.parametrize("kind", sorted(OBSTACLES))
+def test_a_known_family_is_refused_with_the_option_in_the_way_as_train_refuses_it(words: list[str], kind: str, tmp_path: Path) -> None:
+    """Not with the list of families alone: what a later version would have to learn is in the option."""
+    model = save_config(tmp_path, QWEN3_8B | {"model_type": kind})
+    done = CliRunner().invoke(app, [*words, str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={model}", "--json"])
+    found = next(one for one in json.loads(done.stdout)["findings"] if "model_type" in one["sentence"])
+    assert f"model_type = {kind} can't be trained because of {OBSTACLES[kind]}; supported are glm4" in found["sentence"]
+    assert (found["level"], found["setting"], done.exit_code) == ("fail", OTHER_MODEL, 1)
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +216,13 @@ def test_deep_needs_a_config_alone_but_one_that_is_trained(
     assert any("no *.safetensors in it" in one for one in without_it) is (not in_the_way), "of a model that is trained"
     stops = [one.sentence for one in failed if one.stops_deep]
     assert len(stops) == len(in_the_way) and all(text in one for text, one in zip(in_the_way, stops, strict=True))
+
+
+def test_deep_needs_no_disk_for_checkpoints() -> None:
+    """Its model has two layers, and is saved nowhere."""
+    config = derived(load_config(RunConfig, RECIPES / "qwen3_8b_8gpu.yaml", []), has_gpu=True)
+    found = [one for one in on_paper(PaperFacts(ModelShape.of(QWEN3_8B), disk_free=1 << 30), config) if one.severity == "fail"]
+    assert [("a checkpoint has 122 GiB" in one.sentence, one.stops_deep) for one in found] == [(True, False)]
 
 
 def test_deep_says_in_a_line_why_it_measures_nothing(tmp_path: Path, whole: Path) -> None:

@@ -347,13 +347,14 @@ def test_a_dense_model_with_left_over_experts_is_dense(tmp_path: Path) -> None:
 def test_gpus_by_name_and_by_memory() -> None:
     assert Gpus.parse("H100x8") == Gpus("H100", 81_559 << 20, 8, 1)
     assert (Gpus.parse("h200x8x4").count, Gpus.parse("24GBx1").memory) == (32, 24 << 30)
+    assert Gpus.parse("rtx3090x4") == Gpus("RTX3090", 24_576 << 20, 4, 1), "an x in a name is none of a number"
     for wrong in ("H100y8", "Z9x8", "", "H100x0", "H100x8x0"):
         with pytest.raises(ConfigError, match="write NAMExGPUS"):
             Gpus.parse(wrong)
 
 
 def test_a_family_that_isn_t_trained_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="model_type = gpt2: the learner trains qwen3"):
+    with pytest.raises(DataError, match="model_type = gpt2 can't be trained; supported are glm4"):
         ModelShape.read(save_config(tmp_path, {"model_type": "gpt2"}))
     with pytest.raises(DataError, match="it doesn't say 'hidden_size'"):
         ModelShape.read(save_config(tmp_path, {key: value for key, value in QWEN3_8B.items() if key != "hidden_size"}))

@@ -69,7 +69,8 @@ def test_the_command_says_in_words_what_it_has_in_numbers(tmp_path: Path) -> Non
     version, seconds = 2 * PARAMETERS, (2 * PARAMETERS / BUS + 2 * PARAMETERS / HOST_COPY, moved["pause_s"])
     (host,) = found["hosts"]
     parts = " ".join(f"{what} {gib(size)}" for what, size in host["parts"].items() if size)
-    layouts = " ".join(f"{'fits' if one['fits'] else 'too large'}, {gib(one['bytes'])} {one['layout']}" for one in found["layouts"][:8])
+    rows = [(one["fits"], gib(one["bytes"]), named(one["layout"])) for one in found["layouts"][:8]]
+    layouts = " ".join(f"{'fits' if fits else 'too large'}, {size} {layout}" for fits, size, layout in rows)
     for row in (
         "8.19B parameters in 399 tensors; 8 x H100 (80 GiB)",  # 36 layers of 11, embedding, head and last norm
         "batch Each of 300 steps trains on 64 prompts x 8 samples = 512 trajectories",
@@ -86,6 +87,23 @@ def test_the_command_says_in_words_what_it_has_in_numbers(tmp_path: Path) -> Non
         f"memory of the hosts the node {gib(host['total'])} {parts} layouts of 4 ranks {layouts}",
     ):
         assert row in shown, shown
+
+
+def named(layout: str) -> str:
+    return f"{layout} (the recipe's)" if layout == "tensor_parallel=2 data_parallel=2 recompute_activations=true" else layout
+
+
+@pytest.mark.parametrize("words", [[], ["learner.virtual_pipeline=2"]])
+def test_the_recipe_s_own_layout_is_shown_and_marked_wherever_it_stands(words: list[str], tmp_path: Path) -> None:
+    """Of the hundred that divide the model eight are shown. It is none of these, and with virtual stages none of the hundred."""
+    recipe, model = str(RECIPES / "qwen3_30b_a3b_4nodes.yaml"), f"model={save_config(tmp_path, QWEN3_30B_A3B)}"
+    text = printed(recipe, model, "--gpus", "H200x8x4", *words)
+    found = json.loads(CliRunner().invoke(app, ["plan", recipe, model, "--gpus", "H200x8x4", *words, "--json"]).stdout)
+    shown = text.partition("layouts of 16 ranks ")[2]
+    rows = [f"{gib(one['bytes'])} {one['layout']}" for one in found["layouts"][:8]]
+    assert len(found["layouts"]) > 50 and all(row in shown for row in rows)
+    marked = f"{gib(found['rank']['total'])} tensor_parallel=2 pipeline_parallel=2 expert_parallel=4 data_parallel=4"
+    assert shown.count("(the recipe's)") == 1 and marked in shown, shown
 
 
 def gib(size: int) -> str:

@@ -30,7 +30,7 @@ from learner.config import LearnerConfig
 from learner.kept_weights import KeptWeights
 from learner.weights.broadcast import WeightBroadcaster
 from tests.actors.weights.rank_pieces import Pieces, rank_with
-from tests.learner.learner_cases import TIS, learner_on, random_batch, save_model
+from tests.learner.learner_cases import TIS, learner_on, masters, off_policy_batch, random_batch, save_model
 
 
 class Silent:
@@ -70,7 +70,10 @@ def test_rank_zero_alone_answers_of_a_batch(tmp_path: Path) -> None:
 
 
 def test_float8_leaves_the_learner_s_own_weights_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the engines get, with checksums of that, is made of the bfloat16 weights; those are the same afterwards."""
+    """What the engines get, with checksums of that, is made of the bfloat16 weights; those are the same afterwards.
+
+    After a step, because before it the float32 masters, of which float8 is another, equal the weights.
+    """
     stored: dict[str, Tensor] = {}
 
     def put(value: Any) -> Any:
@@ -79,15 +82,19 @@ def test_float8_leaves_the_learner_s_own_weights_as_they_are(tmp_path: Path, mon
         return value
 
     monkeypatch.setattr(ray, "put", put)
-    with learner_on(save_model(tmp_path / "m"), dtype="bfloat16") as learner:
+    with learner_on(save_model(tmp_path / "m"), dtype="bfloat16", learning_rate=1e-3) as learner:
+        learner.step(correct(off_policy_batch(learner), TIS), TIS, step=0)
         before = {name: one.clone() for piece in learner.weights() for name, one in piece.items()}
         actor = LearnerRankActor(LearnerConfig(dtype="bfloat16"), 0, bind="")
         actor._learner = learner
         snapshot = actor.export(1, 0, ExportPlan(8_000, checksums=True, float8=True))
         after = {name: one for piece in learner.weights() for name, one in piece.items()}
+        by_master = masters(learner)
         assert before.keys() == after.keys() and all(torch.equal(one, after[name]) for name, one in before.items())
     expected = in_float8(before)
     assert len(expected) > len(before) and {one.dtype for one in before.values()} == {torch.bfloat16}
+    of_masters = in_float8(by_master)
+    assert any(tensor_checksum(of_masters[name]) != tensor_checksum(one) for name, one in expected.items() if name not in before)
     assert {name: tensor_checksum(one) for name, one in expected.items()} == {name: tensor_checksum(one) for name, one in stored.items()}
     assert snapshot is not None and snapshot.checksums is not None
     assert snapshot.checksums.by_name == {name: tensor_checksum(one) for name, one in expected.items()}
