@@ -94,6 +94,18 @@ def fetched_versions(config: RunConfig, engines: int) -> int:
     return 2 if engines > 1 or config.weight_sync.deltas else 1
 
 
+def largest_bucket(shape: ModelShape, config: RunConfig) -> int:
+    """Bytes of the largest bucket of weights as it is sent. No tensor is cut: a larger one than weight_sync.bucket_bytes is a bucket of its
+    own (learner/weights/export.py, in_pieces)."""
+    version = shape.weight_bytes(config.learner.resolved_dtype, float8=config.rollout.engine.has_float8)
+    return min(version, max(config.weight_sync.bucket_bytes, largest_tensor(shape, config)))
+
+
+def largest_tensor(shape: ModelShape, config: RunConfig) -> int:
+    """Bytes of the largest tensor as it is sent: the smallest size of a bucket."""
+    return shape.largest_tensor_bytes(config.learner.resolved_dtype, float8=config.rollout.engine.has_float8)
+
+
 def versions_text(config: RunConfig) -> str:
     """The number of stored versions in words, for plan and doctor."""
     return ("two versions", "three versions")[config.weight_sync.deltas]

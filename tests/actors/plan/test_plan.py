@@ -86,6 +86,15 @@ def test_every_parameter_and_tensor_is_counted(tmp_path: Path, family: str, tie:
     assert shape.tensors == len(shapes)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("words", [512, 97])
+def test_the_largest_tensor_is_the_embedding_or_a_projection(tmp_path: Path, family: str, words: int) -> None:
+    """Of a file in which gate and up projection are one tensor, both together."""
+    folder = save_tiny_model(tmp_path, family, tie=False, vocab_size=words)
+    shapes = expected_shapes(read_config(folder))
+    assert ModelShape.read(folder).largest_tensor_bytes("float32") == 4 * max(torch.Size(one).numel() for one in shapes.values())
+
+
 def held(learner: LearnerRank) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimizer, by what the tensors of this rank say."""
     parameters = [parameter for policy in learner._policies for parameter in policy.parameters()]
@@ -189,6 +198,8 @@ def test_weights_in_float8_to_the_byte(tmp_path: Path) -> None:
         sent = [one for piece in learner.weights() for one in in_float8(piece).values()]
     sizes = ModelShape.read(folder)
     assert sizes.weight_bytes("bfloat16", float8=True) == sum(one.nbytes for one in sent)
+    assert sizes.largest_tensor_bytes("bfloat16", float8=True) == max(one.nbytes for one in sent) == 2 * 512 * 192
+    assert replace(sizes, vocabulary=97).largest_tensor_bytes("bfloat16", float8=True) == 384 * 192, "a byte an entry"
     config = recipe("qwen3_8b_8gpu", save_config(tmp_path / "8b", QWEN3_8B), "rollout.engine.quantization=float8_block")
     large = ModelShape.of(QWEN3_8B)
     size = large.weight_bytes("bfloat16", float8=True)
