@@ -12,7 +12,17 @@ from actors.config import RunConfig
 from actors.plan.engine_memory import cache_token_bytes, engine_memory
 from actors.plan.learner_memory import state_bytes
 from actors.plan.shape import ModelShape
-from actors.plan.traffic import PACKED, batch_tokens, checkpoint_bytes, fetched_versions, key_bytes, largest_bucket, stored_versions, traffic, wide_bytes
+from actors.plan.traffic import (
+    PACKED,
+    batch_tokens,
+    checkpoint_bytes,
+    fetched_versions,
+    key_bytes,
+    largest_bucket,
+    stored_versions,
+    traffic,
+    wide_bytes,
+)
 from actors.settings.devices import held_by
 from correction.errors import counted
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from actors.config import RunConfig
 from actors.plan.learner_memory import state_bytes
-from actors.plan.shape import ModelShape
+from actors.plan.shape import BYTES_OF, ModelShape
+from learner.config import LearnerConfig
 
 HOST_COPY = 5e9
 """Bytes a second that one thread copies from memory to memory: an assumption. On an H200 1.19 GB, from pageable memory then, took pauses of
@@ -30,7 +31,7 @@ class Traffic:
     version: int
     """Bytes of the weights as they are sent."""
     export_s: float
-    """Seconds in which the learner copies the weights out or broadcasts them, and can't train."""
+    """Seconds in which the learner brings its stages together and copies the weights out or broadcasts them, and can't train."""
     fetch_s: float
     """Seconds on the way to another node, before the engine's pause; 0 on one machine, and for a broadcast, whose way is part of the
     pause."""
@@ -53,7 +54,8 @@ def traffic(shape: ModelShape, config: RunConfig, *, cache_tokens: int = 0) -> T
     learner, rollout = config.learner, config.rollout
     version = shape.weight_bytes(learner.resolved_dtype, float8=rollout.engine.has_float8)
     engine = rollout.engine
-    export_s, fetch_s, pause_s = _broadcast_s(version, config) if config.weight_sync.transport == "broadcast" else _store_s(version, config)
+    way_of = _broadcast_s if config.weight_sync.transport == "broadcast" else _store_s
+    export_s, fetch_s, pause_s = way_of(version, exchanged_bytes(shape, learner), config)
     longest = engine.resolved_context
     retracts = engine.weight_update_mode == "retract"
     again = min(cache_tokens, engine.max_running_requests * longest // 2) if retracts else 0
@@ -94,6 +96,13 @@ def fetched_versions(config: RunConfig, engines: int) -> int:
     return 2 if engines > 1 or config.weight_sync.deltas else 1
 
 
+def exchanged_bytes(shape: ModelShape, learner: LearnerConfig) -> int:
+    """Bytes of a version that rank 0 receives from the other stages of its pipeline (learner/weights/export.py, of_all_stages), before any
+    of them is in float8."""
+    own = sum(shape.split(1, learner.pipeline_parallel, 1)[0])
+    return (shape.parameters - own) * BYTES_OF[learner.resolved_dtype]
+
+
 def largest_bucket(shape: ModelShape, config: RunConfig) -> int:
     """Bytes of the largest bucket of weights as it is sent. No tensor is cut: a larger one than weight_sync.bucket_bytes is a bucket of its
     own (learner/weights/export.py, in_pieces)."""
@@ -111,11 +120,12 @@ def versions_text(config: RunConfig) -> str:
     return ("two versions", "three versions")[config.weight_sync.deltas]
 
 
-def _store_s(version: int, config: RunConfig) -> tuple[float, float, float]:
-    """(export, way to another node, pause) through the object store, seconds."""
+def _store_s(version: int, exchanged: int, config: RunConfig) -> tuple[float, float, float]:
+    """(export, way to another node, pause) through the object store, seconds. Args: exchanged: bytes, as exchanged_bytes."""
     on_gpu = config.rollout.engine.resolved_device == "cuda"
     pause_s = _pause_s(version, min(version, config.weight_sync.bucket_bytes), on_gpu=on_gpu)
-    return _storing_s(version, config), version / NETWORK if config.ray.address is not None else 0.0, pause_s
+    export_s = _storing_s(version, config) + exchanged / _between_devices(config)
+    return export_s, version / NETWORK if config.ray.address is not None else 0.0, pause_s
 
 
 def _storing_s(version: int, config: RunConfig) -> float:
@@ -123,13 +133,22 @@ def _storing_s(version: int, config: RunConfig) -> float:
     return (version / BUS if config.learner.resolved_device == "cuda" else 0.0) + version / HOST_COPY
 
 
-def _broadcast_s(version: int, config: RunConfig) -> tuple[float, float, float]:
-    """(export, way to another node, pause) by broadcast, seconds: the learner sends while the engines receive, from device to device. Where
-    versions are stored, too, a bucket is on its way while it is copied, and all wait for the slower."""
+def _between_devices(config: RunConfig) -> float:
+    """Bytes a second from one rank's or engine's device to another's; in a cluster they may be on different nodes."""
     rate = BUS if config.learner.resolved_device == "cuda" else HOST_COPY
-    sent_s = version / (min(rate, NETWORK) if config.ray.address is not None else rate)
-    if stores_versions(config):
-        sent_s = max(sent_s, _storing_s(version, config))
+    return min(rate, NETWORK) if config.ray.address is not None else rate
+
+
+def _broadcast_s(version: int, exchanged: int, config: RunConfig) -> tuple[float, float, float]:
+    """(export, way to another node, pause) by broadcast, seconds: the learner sends while the engines receive, from device to device. A
+    bucket is on its way while the next comes from its stage and, where versions are stored, too, while it is copied: all wait for the
+    slower.
+
+    Args: exchanged: bytes, as exchanged_bytes.
+    """
+    rate = _between_devices(config)
+    meanwhile_s = exchanged / rate + (_storing_s(version, config) if stores_versions(config) else 0.0)
+    sent_s = max(version / rate, meanwhile_s)
     return sent_s, 0.0, sent_s
 
 

@@ -18,7 +18,7 @@ from actors.plan.gpus import Gpus
 from actors.plan.layouts import layouts
 from actors.plan.learner_memory import head_bytes, layer_activations, rank_memory, state_bytes
 from actors.plan.shape import ModelShape
-from actors.plan.traffic import BUS, HOST_COPY, NETWORK, PACKED, active_parameters, checkpoint_bytes, traffic
+from actors.plan.traffic import BUS, HOST_COPY, NETWORK, PACKED, active_parameters, checkpoint_bytes, exchanged_bytes, traffic
 from actors.settings.derived import derived
 from correction.correct import correct
 from correction.engines.float8 import in_float8
@@ -283,6 +283,21 @@ def test_seconds_of_a_broadcast_are_those_of_its_slowest_link(tmp_path: Path) ->
     on_cpu = ("learner.device=cpu", "rollout.engine.device=cpu")
     by_gloo = traffic(shape, recipe("qwen3_8b_8gpu", model, *words, *on_cpu, has_gpu=False))
     assert by_gloo.export_s == by_gloo.version / HOST_COPY
+
+
+def test_the_other_stages_weights_come_to_rank_0_first(tmp_path: Path) -> None:
+    """Half of the layers, the last norm and the head: 31 of 61 GB, between the two nodes of the learner. A broadcast covers it."""
+    shape, model = ModelShape.of(QWEN3_30B_A3B), save_config(tmp_path, QWEN3_30B_A3B)
+    words = ((), ("learner.pipeline_parallel=1", "learner.data_parallel=8"), ("weight_sync.transport=broadcast",))
+    two, one, sent = (traffic(shape, recipe("qwen3_30b_a3b_4nodes", model, *more)) for more in words)
+    exchanged = exchanged_bytes(shape, recipe("qwen3_30b_a3b_4nodes", model).learner)
+    assert exchanged == 2 * shape.split(1, 2, 1)[1][0] + 2 * shape.split(1, 2, 1)[1][1] and round(exchanged / GB, 1) == 30.5
+    assert two.export_s - one.export_s == pytest.approx(exchanged / NETWORK) and two.pause_s == one.pause_s
+    assert sent.export_s == sent.version / NETWORK
+    tied = ModelShape.of(QWEN3_06B)
+    assert exchanged_bytes(tied, LearnerConfig(dtype="bfloat16").on_this_machine()) == 0
+    of_two = LearnerConfig(dtype="bfloat16", pipeline_parallel=2).on_this_machine()
+    assert exchanged_bytes(tied, of_two) == 2 * (sum(tied.split(1, 2, 1)[1]) - tied.vocabulary * tied.hidden), "a tied head isn't sent"
 
 
 def test_a_broadcast_of_every_other_version_waits_for_the_copy_that_is_kept(tmp_path: Path) -> None:
