@@ -8,10 +8,11 @@ from actors.config import RunConfig
 from actors.plan.learner_memory import state_bytes
 from actors.plan.shape import BYTES_OF, ModelShape
 from learner.config import LearnerConfig
+from rollout.engine_settings.engine_config import EngineConfig
 
 HOST_COPY = 5e9
-"""Bytes a second that one thread copies from memory to memory: an assumption. On an H200 1.19 GB, from pageable memory then, took pauses of
-0.25 to 0.33 s, for which a plan says 0.2 (docs/gpu.md)."""
+"""Bytes a second that one thread copies from memory to memory: an assumption. On an H200 1.19 GB, by one thread and from pageable memory
+then, took pauses of 0.25 to 0.33 s, for which a plan said 0.2 (docs/gpu.md)."""
 BUS = 20e9
 """Bytes a second between a GPU and page-locked memory of its host (PCIe 4 x16 and better): an assumption."""
 NETWORK = 10e9
@@ -122,8 +123,7 @@ def versions_text(config: RunConfig) -> str:
 
 def _store_s(version: int, exchanged: int, config: RunConfig) -> tuple[float, float, float]:
     """(export, way to another node, pause) through the object store, seconds. Args: exchanged: bytes, as exchanged_bytes."""
-    on_gpu = config.rollout.engine.resolved_device == "cuda"
-    pause_s = _pause_s(version, min(version, config.weight_sync.bucket_bytes), on_gpu=on_gpu)
+    pause_s = _pause_s(version, min(version, config.weight_sync.bucket_bytes), config.rollout.engine)
     export_s = _storing_s(version, config) + exchanged / _between_devices(config)
     return export_s, version / NETWORK if config.ray.address is not None else 0.0, pause_s
 
@@ -152,9 +152,10 @@ def _broadcast_s(version: int, exchanged: int, config: RunConfig) -> tuple[float
     return sent_s, 0.0, sent_s
 
 
-def _pause_s(version: int, bucket: int, *, on_gpu: bool) -> float:
-    """A bucket is copied to shared memory while the engine loads the one before it, the first before the pause."""
-    return (bucket / BUS if on_gpu else bucket / HOST_COPY) + (version - bucket) / (min(BUS, HOST_COPY) if on_gpu else HOST_COPY)
+def _pause_s(version: int, bucket: int, engine: EngineConfig) -> float:
+    """A bucket is copied to shared memory while the engine loads the one before it, the first before the pause. Args: bucket: bytes."""
+    loading = BUS if engine.resolved_device == "cuda" else HOST_COPY
+    return bucket / loading + (version - bucket) / min(loading, engine.copy_threads * HOST_COPY)
 
 
 def checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
