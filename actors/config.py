@@ -72,7 +72,7 @@ class WeightSyncConfig(DerivedSettings):
     """Send weights to the engines every so many steps, and at each evaluated step. More than 1 means fewer pauses, but tokens that are up
     to every_steps - 1 versions older, which max_staleness has to allow."""
     bucket_bytes: PositiveInt = 256 << 20
-    """Weights travel in buckets of about this many bytes."""
+    """Weights travel in buckets of up to this many bytes; a larger tensor is a bucket by itself."""
     deltas: bool = False
     """For slow networks: nodes other than the learner's fetch only what an update has changed, compressed (about 2 % of the bytes in
     bfloat16 at usual learning rates), and apply it to the weights that they hold. Their object stores then hold two versions, the learner's

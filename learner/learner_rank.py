@@ -235,7 +235,8 @@ class LearnerRank:
     # Weights out
 
     def weights(self, bucket_bytes: int = 2**28) -> Iterator[dict[str, Tensor]]:
-        """All weights under HF names, in pieces of up to bucket_bytes. Every rank must go through all of them.
+        """All weights under HF names, in pieces of up to bucket_bytes; on ranks other than 0 those of the rank's pipeline stage. Every rank
+        must go through all that it is given.
 
         They may share memory with the model's: nobody may train before they are done with.
         """

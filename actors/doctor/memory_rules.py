@@ -13,12 +13,13 @@ from typing import Any
 
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint
+from actors.plan.bucket_memory import receiving_bytes, sending_bytes
 from actors.plan.engine_memory import engine_memory
 from actors.plan.layouts import GPUS_PER_NODE, layouts
 from actors.plan.learner_memory import RESERVE, pass_tokens, rank_memory
 from actors.plan.shape import ModelShape
 from actors.settings.devices import engines_beside_a_rank, workers_asked
-from correction.engines.gpu_share import outside_cache
+from correction.engines.gpu_share import CONTEXT, outside_cache
 from learner.config import LearnerConfig
 from learner.model_fit import layout_obstacles
 
@@ -106,6 +107,38 @@ def engine_leaves_room_outside_its_cache(shape: ModelShape, config: RunConfig, g
         )
 
 
+def buckets_leave_the_learner(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Iterator[Complaint]:
+    """Between two steps, when the memory of passes is free."""
+    learner = config.learner
+    if learner.resolved_device != "cuda" or any(layout_obstacles(learner, shape.sizes)):
+        return
+    state, room = rank_memory(shape, learner, **rank_options(config)).state, int(gpu_bytes * learner.gpus_per_rank)
+    sending = sending_bytes(shape, config)
+    if state + RESERVE <= room < state + RESERVE + sending:
+        yield Complaint(
+            "fail",
+            f"a learner rank has {gib(room - state - RESERVE)} beside weights, gradients, optimizer and reserve, and to gather and send a "
+            f"version in buckets of {gib(config.weight_sync.bucket_bytes)} takes up to {gib(sending)}",
+            "Lower weight_sync.bucket_bytes, or use larger GPUs",
+        )
+
+
+def buckets_reach_an_engine(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Iterator[Complaint]:
+    """By broadcast, which goes from GPU to GPU: graphs, activations and sampler leave less, but all of it in no case."""
+    rollout = config.rollout
+    if rollout.engine.resolved_device != "cuda":
+        return
+    memory, received = engine_memory(shape, rollout, gpu_bytes), receiving_bytes(shape, config)
+    room = int(gpu_bytes * rollout.gpus_per_worker) - CONTEXT - memory.weights - max(0, memory.cache)
+    if received > max(0, room):
+        yield Complaint(
+            "fail",
+            f"an engine has {gib(max(0, room))} beside its CUDA context, weights and KV cache, and to receive a broadcast in buckets of "
+            f"{gib(config.weight_sync.bucket_bytes)} takes {gib(received)} of it",
+            "Lower weight_sync.bucket_bytes or rollout.engine.memory_fraction, or set weight_sync.transport: object_store",
+        )
+
+
 def both_sides_fit_one_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Iterator[Complaint]:
     """Where a rank and engines share a GPU: whether both fit, with their CUDA contexts and the sampler's memory."""
     learner, rollout = config.learner, config.rollout
@@ -155,8 +188,13 @@ def on_gpus(
         gpus_per_node: of the largest node.
     """
     of_rank: Rule = partial(rank_fits_its_gpu, gpus_per_node=gpus_per_node)
-    of_engine: tuple[Rule, ...] = (engine_fits_its_gpu, engine_leaves_room_outside_its_cache, both_sides_fit_one_gpu)
-    for rule, sizes in ((of_rank, of_ranks), *((one, of_engines) for one in of_engine)):
+    of_engine: tuple[Rule, ...] = (
+        engine_fits_its_gpu,
+        engine_leaves_room_outside_its_cache,
+        buckets_reach_an_engine,
+        both_sides_fit_one_gpu,
+    )
+    for rule, sizes in ((of_rank, of_ranks), (buckets_leave_the_learner, of_ranks), *((one, of_engines) for one in of_engine)):
         if not sizes:
             continue
         always = any(one.severity == "fail" for one in rule(shape, config, max(sizes)))

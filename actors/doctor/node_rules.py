@@ -28,15 +28,15 @@ from actors.plan.host_memory import (
     BATCHES,
     FETCHED,
     FOR_CHECKPOINTS,
-    TRANSFERS,
     WIDE,
     HostMemory,
     of_driver,
     of_engines,
     of_learner,
+    shared_bucket_bytes,
 )
 from actors.plan.shape import ModelShape
-from actors.plan.traffic import fetched_versions, stores_versions, traffic, versions_text
+from actors.plan.traffic import fetched_versions, largest_bucket, largest_tensor, stores_versions, traffic, versions_text
 from actors.settings.devices import gpus_asked, held_by, workers_with_a_unit
 from correction.errors import counted
 
@@ -155,20 +155,8 @@ def folders_are_seen_everywhere(nodes: Nodes, config: RunConfig) -> Iterator[Com
         yield Complaint("fail" if len(obstacles) == len(may_hold_ranks) else "warn", text, remedy)
 
 
-def room_for_files_and_buckets(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+def processes_may_open_files(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     for node in nodes:
-        engines = max(1, _engines(node, config))
-        bucket, free = config.weight_sync.bucket_bytes, gib(node.shared_memory)
-        needed = TRANSFERS * bucket * engines
-        if node.shared_memory < bucket:
-            yield Complaint(
-                "fail",
-                f"{node.name}: /dev/shm has {free} free, less than one bucket of weights, {gib(bucket)}",
-                "Give the container more (docker run --shm-size), or lower weight_sync.bucket_bytes",
-            )
-        elif node.shared_memory < needed:
-            text = f"{node.name}: /dev/shm has {free} free, and {engines} engines may want {gib(needed)} of it for new weights"
-            yield Complaint("warn", text, "Give the container more (docker run --shm-size), or lower weight_sync.bucket_bytes")
         if node.open_files < FEWEST_OPEN_FILES and config.ray.address is not None:
             yield Complaint("warn", f"{node.name}: a process may open {node.open_files} files", "ulimit -n 65536 before ray start")
 
@@ -204,7 +192,7 @@ NODE_RULES: tuple[NodeRule, ...] = (
     packages_are_alike,
     nccl_is_told_the_same,
     folders_are_seen_everywhere,
-    room_for_files_and_buckets,
+    processes_may_open_files,
     clocks_agree,
     compilers_for_kernels,
     gpus_of_a_group_are_linked,
@@ -261,11 +249,29 @@ def on_nodes(nodes: Nodes, config: RunConfig, shape: ModelShape) -> list[Complai
     found += half_precision_has_kernels(config, of_ranks={kind for node in nodes for kind in _architectures(node)}, of_engines=of_engines)
     found += weights_stay_as_sent(shape, config, of_engines)
     found += gpus_have_room(nodes, config, shape)
+    found += shared_memory_holds_the_buckets(nodes, config, shape)
     if config.ray.address is not None:  # for this machine the first layer has these rules
         found += gpus_hold_their_roles(nodes, config, shape)
         found += stores_hold_the_weights(nodes, config, shape)
         found += hosts_hold_their_roles(nodes, config, shape)
     return worst_first(found)
+
+
+def shared_memory_holds_the_buckets(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
+    """A write to /dev/shm that finds no room ends the process by a signal. A bucket has one tensor at least."""
+    bucket = largest_bucket(shape, config)
+    remedy = "Give the container more (docker run --shm-size)"
+    if bucket > largest_tensor(shape, config):
+        remedy += ", or lower weight_sync.bucket_bytes"
+    for node in nodes:
+        engines = max(1, _engines(node, config))
+        needed, free = shared_bucket_bytes(shape, config, engines), gib(node.shared_memory)
+        if node.shared_memory < bucket:
+            text = f"{node.name}: /dev/shm has {free} free, less than the largest bucket of weights, {gib(bucket)}"
+            yield Complaint("fail", text, remedy)
+        elif node.shared_memory < needed:
+            text = f"{node.name}: /dev/shm has {free} free, and {counted(engines, 'engine')} may want {gib(needed)} of it for new weights"
+            yield Complaint("warn", text, remedy)
 
 
 def gpus_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:

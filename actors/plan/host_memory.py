@@ -12,7 +12,17 @@ from actors.config import RunConfig
 from actors.plan.engine_memory import cache_token_bytes, engine_memory
 from actors.plan.learner_memory import state_bytes
 from actors.plan.shape import ModelShape
-from actors.plan.traffic import PACKED, batch_tokens, checkpoint_bytes, fetched_versions, key_bytes, stored_versions, traffic, wide_bytes
+from actors.plan.traffic import (
+    PACKED,
+    batch_tokens,
+    checkpoint_bytes,
+    fetched_versions,
+    key_bytes,
+    largest_bucket,
+    stored_versions,
+    traffic,
+    wide_bytes,
+)
 from actors.settings.devices import held_by
 from correction.errors import counted
 
@@ -114,7 +124,7 @@ def of_learner(shape: ModelShape, config: RunConfig, ranks: int) -> dict[str, in
         "reference policy": weights if config.needs_reference else 0,
         "earlier weights (monitor.split_every)": config.earlier_weights * weights,
         "versions in the object store": stored_versions(config) * moved.version,
-        "page-locked bucket": config.weight_sync.bucket_bytes if learner.resolved_device == "cuda" else 0,
+        "page-locked bucket": page_locked(largest_bucket(shape, config)) if learner.resolved_device == "cuda" else 0,
         "batch, and the ranks' shares": batch + batch * ranks // learner.world_size,
         FETCHED: tokens * wide_bytes(shape, config),
         "wide fields, the ranks' shares": tokens * wide_bytes(shape, config, id_bytes=8) * ranks // learner.data_parallel,
@@ -148,11 +158,21 @@ def of_engines(
         "engines' KV caches": cache if on_cpu else 0,
         "experts of the tokens in the KV caches": routes,
         "versions fetched to the object store": stored,
-        "buckets in shared memory": engines * TRANSFERS * min(config.weight_sync.bucket_bytes, moved.version),
+        "buckets in shared memory": shared_bucket_bytes(shape, config, engines),
         ANSWERS: outstanding * ANSWER,
         WIDE: outstanding * wide_bytes(shape, config),
         "workers and engines themselves": engines * (2 * MODULES + engine.tensor_parallel * _process(engine.resolved_device)),
     }
+
+
+def shared_bucket_bytes(shape: ModelShape, config: RunConfig, engines: int) -> int:
+    """Bytes of shared memory in which so many engines get their weights (rollout/engine/weight_transfer.py, SharedStaging)."""
+    return engines * TRANSFERS * largest_bucket(shape, config)
+
+
+def page_locked(size: int) -> int:
+    """Bytes that torch takes of the host for so many page-locked ones: the next power of two (its CachingHostAllocator)."""
+    return 1 << (size - 1).bit_length()
 
 
 def route_cache_bytes(shape: ModelShape, tokens: int) -> int:

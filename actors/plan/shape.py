@@ -12,7 +12,7 @@ from typing import Any
 from correction.engines.float8_format import BLOCK
 from correction.errors import DataError
 from learner.hf.families import trained_family
-from learner.hf.model_family import ATTENTION_NORM_AFTER, INPUT_NORM, QKV_BIAS, ModelFamily
+from learner.hf.model_family import ATTENTION_NORM_AFTER, INPUT_NORM, QKV_BIAS, ModelFamily, TensorLayout
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -163,6 +163,13 @@ class ModelShape:
             return whole
         entries, blocks = self._projections(ranks)
         return whole + self.layers * (entries * (1 - BYTES_OF[dtype]) + 4 * blocks)
+
+    def largest_tensor_bytes(self, dtype: str, *, float8: bool = False) -> int:
+        """Bytes of the largest tensor of the model's files. In float8 the embedding and the head keep their type."""
+        queries, keys, feed_forward = self.channels(1, 1).values()
+        has_both_in_one = any(rule.layout is TensorLayout.GATE_UP and len(rule.hf) == 1 for rule in self.family.rules)
+        rows = max(queries, keys, (1 + has_both_in_one) * feed_forward)
+        return self.hidden * max(self.vocabulary * BYTES_OF[dtype], rows * (1 if float8 else BYTES_OF[dtype]))
 
     def channels(self, ranks: int, expert_ranks: int) -> dict[str, int]:
         """Number of channels that each rank of an engine has of a layer, by the kind by which its matrices are cut.

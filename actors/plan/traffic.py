@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from actors.config import RunConfig
 from actors.plan.learner_memory import state_bytes
-from actors.plan.shape import ModelShape
+from actors.plan.shape import BYTES_OF, ModelShape
+from learner.config import LearnerConfig
+from rollout.engine_settings.engine_config import EngineConfig
 
 HOST_COPY = 5e9
-"""Bytes a second that one thread copies from memory to memory: an assumption. On an H200 1.19 GB, from pageable memory then, took pauses of
-0.25 to 0.33 s, for which a plan says 0.2 (docs/gpu.md)."""
+"""Bytes a second that one thread copies from memory to memory: an assumption. On an H200 1.19 GB, by one thread and from pageable memory
+then, took pauses of 0.25 to 0.33 s, for which a plan said 0.2 (docs/gpu.md)."""
 BUS = 20e9
 """Bytes a second between a GPU and page-locked memory of its host (PCIe 4 x16 and better): an assumption."""
 NETWORK = 10e9
@@ -30,7 +32,7 @@ class Traffic:
     version: int
     """Bytes of the weights as they are sent."""
     export_s: float
-    """Seconds in which the learner copies the weights out or broadcasts them, and can't train."""
+    """Seconds in which the learner brings its stages together and copies the weights out or broadcasts them, and can't train."""
     fetch_s: float
     """Seconds on the way to another node, before the engine's pause; 0 on one machine, and for a broadcast, whose way is part of the
     pause."""
@@ -53,7 +55,8 @@ def traffic(shape: ModelShape, config: RunConfig, *, cache_tokens: int = 0) -> T
     learner, rollout = config.learner, config.rollout
     version = shape.weight_bytes(learner.resolved_dtype, float8=rollout.engine.has_float8)
     engine = rollout.engine
-    export_s, fetch_s, pause_s = _broadcast_s(version, config) if config.weight_sync.transport == "broadcast" else _store_s(version, config)
+    way_of = _broadcast_s if config.weight_sync.transport == "broadcast" else _store_s
+    export_s, fetch_s, pause_s = way_of(version, exchanged_bytes(shape, learner), config)
     longest = engine.resolved_context
     retracts = engine.weight_update_mode == "retract"
     again = min(cache_tokens, engine.max_running_requests * longest // 2) if retracts else 0
@@ -94,16 +97,35 @@ def fetched_versions(config: RunConfig, engines: int) -> int:
     return 2 if engines > 1 or config.weight_sync.deltas else 1
 
 
+def exchanged_bytes(shape: ModelShape, learner: LearnerConfig) -> int:
+    """Bytes of a version that rank 0 receives from the other stages of its pipeline (learner/weights/export.py, of_all_stages), before any
+    of them is in float8."""
+    own = sum(shape.split(1, learner.pipeline_parallel, 1)[0])
+    return (shape.parameters - own) * BYTES_OF[learner.resolved_dtype]
+
+
+def largest_bucket(shape: ModelShape, config: RunConfig) -> int:
+    """Bytes of the largest bucket of weights as it is sent. No tensor is cut: a larger one than weight_sync.bucket_bytes is a bucket of its
+    own (learner/weights/export.py, in_pieces)."""
+    version = shape.weight_bytes(config.learner.resolved_dtype, float8=config.rollout.engine.has_float8)
+    return min(version, max(config.weight_sync.bucket_bytes, largest_tensor(shape, config)))
+
+
+def largest_tensor(shape: ModelShape, config: RunConfig) -> int:
+    """Bytes of the largest tensor as it is sent: the smallest size of a bucket."""
+    return shape.largest_tensor_bytes(config.learner.resolved_dtype, float8=config.rollout.engine.has_float8)
+
+
 def versions_text(config: RunConfig) -> str:
     """The number of stored versions in words, for plan and doctor."""
     return ("two versions", "three versions")[config.weight_sync.deltas]
 
 
-def _store_s(version: int, config: RunConfig) -> tuple[float, float, float]:
-    """(export, way to another node, pause) through the object store, seconds."""
-    on_gpu = config.rollout.engine.resolved_device == "cuda"
-    pause_s = _pause_s(version, min(version, config.weight_sync.bucket_bytes), on_gpu=on_gpu)
-    return _storing_s(version, config), version / NETWORK if config.ray.address is not None else 0.0, pause_s
+def _store_s(version: int, exchanged: int, config: RunConfig) -> tuple[float, float, float]:
+    """(export, way to another node, pause) through the object store, seconds. Args: exchanged: bytes, as exchanged_bytes."""
+    pause_s = _pause_s(version, min(version, config.weight_sync.bucket_bytes), config.rollout.engine)
+    export_s = _storing_s(version, config) + exchanged / _between_devices(config)
+    return export_s, version / NETWORK if config.ray.address is not None else 0.0, pause_s
 
 
 def _storing_s(version: int, config: RunConfig) -> float:
@@ -111,19 +133,29 @@ def _storing_s(version: int, config: RunConfig) -> float:
     return (version / BUS if config.learner.resolved_device == "cuda" else 0.0) + version / HOST_COPY
 
 
-def _broadcast_s(version: int, config: RunConfig) -> tuple[float, float, float]:
-    """(export, way to another node, pause) by broadcast, seconds: the learner sends while the engines receive, from device to device. Where
-    versions are stored, too, a bucket is on its way while it is copied, and all wait for the slower."""
+def _between_devices(config: RunConfig) -> float:
+    """Bytes a second from one rank's or engine's device to another's; in a cluster they may be on different nodes."""
     rate = BUS if config.learner.resolved_device == "cuda" else HOST_COPY
-    sent_s = version / (min(rate, NETWORK) if config.ray.address is not None else rate)
-    if stores_versions(config):
-        sent_s = max(sent_s, _storing_s(version, config))
+    return min(rate, NETWORK) if config.ray.address is not None else rate
+
+
+def _broadcast_s(version: int, exchanged: int, config: RunConfig) -> tuple[float, float, float]:
+    """(export, way to another node, pause) by broadcast, seconds: the learner sends while the engines receive, from device to device. A
+    bucket is on its way while the next comes from its stage and, where versions are stored, too, while it is copied: all wait for the
+    slower.
+
+    Args: exchanged: bytes, as exchanged_bytes.
+    """
+    rate = _between_devices(config)
+    meanwhile_s = exchanged / rate + (_storing_s(version, config) if stores_versions(config) else 0.0)
+    sent_s = max(version / rate, meanwhile_s)
     return sent_s, 0.0, sent_s
 
 
-def _pause_s(version: int, bucket: int, *, on_gpu: bool) -> float:
-    """A bucket is copied to shared memory while the engine loads the one before it, the first before the pause."""
-    return (bucket / BUS if on_gpu else bucket / HOST_COPY) + (version - bucket) / (min(BUS, HOST_COPY) if on_gpu else HOST_COPY)
+def _pause_s(version: int, bucket: int, engine: EngineConfig) -> float:
+    """A bucket is copied to shared memory while the engine loads the one before it, the first before the pause. Args: bucket: bytes."""
+    loading = BUS if engine.resolved_device == "cuda" else HOST_COPY
+    return bucket / loading + (version - bucket) / min(loading, engine.copy_threads * HOST_COPY)
 
 
 def checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:

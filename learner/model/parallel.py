@@ -49,6 +49,11 @@ class Placement:
         return self.pipeline_rank == self.pipeline_parallel - 1
 
     @property
+    def is_in_first_pipeline(self) -> bool:
+        """Whether the same sequences pass through this rank's stage and rank 0's."""
+        return self.rank == 0 or (self.pipeline_parallel > 1 and 0 in dist.get_process_group_ranks(self.pipeline_group))
+
+    @property
     def layout(self) -> dict[str, int]:
         """The sizes of the parallel groups, by name."""
         return {

@@ -27,11 +27,17 @@ EXCHANGE_BYTES = 2**28
 
 
 def of_all_stages(weights: Iterator[tuple[str, Tensor]], placement: Placement) -> Iterator[tuple[str, Tensor]]:
-    """The weights of the whole model, on every rank, from the weights of each pipeline stage; EXCHANGE_BYTES are sent at a time."""
-    if placement.pipeline_parallel == 1:
+    """The weights of the whole model on rank 0, those of its own stage on any other rank; EXCHANGE_BYTES are sent at a time.
+
+    Only the pipeline group of rank 0 sends: the stages of the others are copies. They have to iterate as well, because parts and experts
+    are gathered across these groups.
+    """
+    if not placement.is_in_first_pipeline:
         yield from weights
         return
-    for stage in range(placement.pipeline_parallel):
+    if placement.rank == 0:
+        yield from weights
+    for stage in range(1, placement.pipeline_parallel):
         pieces = in_pieces(weights if stage == placement.pipeline_rank else (), EXCHANGE_BYTES)
         while True:
             own = next(pieces, {})
@@ -39,11 +45,11 @@ def of_all_stages(weights: Iterator[tuple[str, Tensor]], placement: Placement) -
             if not specs:
                 break
             memory = torch.empty(packed_bytes(specs), dtype=torch.uint8, device=placement.device)
-            whole = {spec.name: _view(memory, place, spec) for spec, place in zip(specs, packed(specs), strict=True)}
+            sent = {spec.name: _view(memory, place, spec) for spec, place in zip(specs, packed(specs), strict=True)}
             for name, tensor in own.items():
-                whole[name].copy_(tensor)
+                sent[name].copy_(tensor)
             dist.broadcast(memory, group=placement.pipeline_group, group_src=stage)
-            yield from whole.items()
+            yield from (sent if placement.rank == 0 else own).items()
 
 
 def _view(memory: Tensor, place: range, spec: WeightSpec) -> Tensor:

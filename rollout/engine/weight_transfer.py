@@ -6,7 +6,10 @@ Functions of SGLang's tokenizer manager (`manager`), the owner's half of the eng
 from __future__ import annotations
 
 import asyncio
+import os
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +21,9 @@ from rollout.engine_settings.engine_config import UpdateMode
 
 T = TypeVar("T")
 R = TypeVar("R")
+_PIECE_BYTES = 64 << 20
+"""Bytes that a thread copies at a time: so many that the system's memcpy goes past the caches, by which one thread copied 7.4 GB/s on two
+cores, and 4.8 in pieces of 16 MiB."""
 
 
 async def pause_and_begin(manager: Any, mode: UpdateMode) -> None:
@@ -132,9 +138,15 @@ class SharedStaging:
     It is kept from update to update, because to copy into fresh memory takes several times as long.
     """
 
-    def __init__(self, ranks: int = 1) -> None:
-        """ranks: of the engine, all of which read the same memory."""
+    def __init__(self, ranks: int = 1, threads: int = 1) -> None:
+        """
+        Args:
+            ranks: of the engine, all of which read the same memory.
+            threads: that copy, at most as many as this process has CPUs. A GPU loads a bucket faster than one thread copies the next.
+        """
         self._ranks = ranks
+        threads = min(threads, len(os.sched_getaffinity(0)))
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="weights") if threads > 1 else None
         self._halves = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
         self._turn = 0
 
@@ -159,10 +171,20 @@ class SharedStaging:
         if len(self._halves[self._turn]) < size:
             self._halves[self._turn] = torch.empty(size, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
         half = self._halves[self._turn][:size]
-        copies = WeightBucket.of_specs(bucket.specs, half).tensors()
-        for name, tensor in bucket.tensors().items():
-            copies[name].copy_(tensor)
+        copies = WeightBucket.of_specs(bucket.specs, half).parts
+        pieces = [
+            (copy[start : start + _PIECE_BYTES], part[start : start + _PIECE_BYTES])
+            for copy, part in zip(copies, bucket.parts, strict=True)
+            for start in range(0, len(part), _PIECE_BYTES)
+        ]
+        deque((map if self._threads is None else self._threads.map)(_copy, pieces), maxlen=0)
         return half
+
+
+def _copy(piece: tuple[Any, Any]) -> None:
+    """Args: piece: target and source, numpy uint8 [bytes] each. Numpy lets other threads run meanwhile."""
+    target, source = piece
+    target[:] = source
 
 
 async def made_ahead(items: AsyncIterator[T], make: Callable[[T], R]) -> AsyncGenerator[R, None]:

@@ -50,7 +50,7 @@ class UpdatableEngine:
         self._specs: dict[str, WeightSpec] | None = None
         self._parts: RankParts | None = None
         """What each rank holds, if there are several; known after `weight_specs`."""
-        self._staging = weight_transfer.SharedStaging(config.tensor_parallel)
+        self._staging = weight_transfer.SharedStaging(config.tensor_parallel, config.copy_threads)
         self.silent_s = 0.0
         """Seconds of heartbeat_s that the engine had used up without a sign of life at its last probe."""
         self._interruptions = 0

@@ -51,6 +51,8 @@ moe_a2a_backend is DeepEP's, which is refused). There it is flashinfer_trtllm (a
 out in blocks of its own."""
 _CPU_CACHE_TOKENS = 65_536
 """Most tokens in the KV cache of a CPU, unless the setting says another number."""
+COPY_THREADS = 4
+"""Threads that copy weights for a GPU: as many as fill its bus, by the speeds that a plan assumes (actors/plan/traffic.py)."""
 _NO_FLOAT32 = (
     "rollout.engine.dtype = float32 with device = cuda: SGLang's attention kernels for GPUs compute in half precision alone. Set "
     "learner.dtype and rollout.engine.dtype to bfloat16, or device: cpu"
@@ -219,6 +221,12 @@ class EngineConfig(DerivedSettings):
     def has_float8(self) -> bool:
         """Whether the learner sends its projections in float8."""
         return self.quantization == "float8_block"
+
+    @property
+    def copy_threads(self) -> int:
+        """Threads that copy a bucket of weights into the engine's shared memory: COPY_THREADS before a GPU, one on a CPU, whose cores load
+        the bucket before."""
+        return COPY_THREADS if self.device == "cuda" else 1
 
     @property
     def resolved_device(self) -> Device:

@@ -28,7 +28,7 @@ LENGTH = 16
 
 
 def rows() -> dict[str, torch.Tensor]:
-    """Answers of unequal lengths with mismatch and drift, in float32, in which Liger's kernel computes; ours computes with them in float64."""
+    """Answers of unequal lengths with mismatch and drift, in float32, as Liger's kernel takes them; ours computes with them in float64."""
     generator = torch.Generator().manual_seed(5)
     lengths = torch.randint(2, LONGEST + 1, (ROWS,), generator=generator)
     lengths[0] = LONGEST

@@ -22,16 +22,25 @@ from tests.learner.test_learner_ranks import PIPELINE, SEQUENCE_PARALLEL
 COLLECTIVES = ("all_gather", "all_gather_into_tensor", "broadcast", "broadcast_object_list")
 
 
+STAGES: dict[str, Any] = {"pipeline_parallel": 2, "data_parallel": 2}
+"""Of two pipelines: ranks 0 and 2, 1 and 3."""
+GATHERED = {"all_gather_into_tensor": 1}
+EXCHANGED = {"broadcast": 1, "broadcast_object_list": 2}
+"""Of the second stage: what it has, its bytes, and that there is no more."""
+
+
 def exported_on_a_rank(
     rank: int, ranks: int, port: int, folder: Path, split: dict[str, Any], most_bytes: int
-) -> tuple[dict[str, Any], dict[str, int], float]:
-    """The weights by the export, how often each collective was called for it, and the most memory that an expert's tensor keeps, as a
-    multiple of its own size."""
+) -> tuple[dict[str, Any], dict[str, int], float, int]:
+    """The weights by the export, how often each collective was called for it, the most memory that an expert's tensor keeps, as a
+    multiple of its own size, and the bytes that were broadcast."""
     calls: dict[str, int] = {}
+    sent = [0]
 
     def counted(name: str, original: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
             calls[name] = calls.get(name, 0) + 1
+            sent[0] += args[0].nbytes if name == "broadcast" else 0
             return original(*args, **options)
 
         return call
@@ -46,26 +55,41 @@ def exported_on_a_rank(
         found = weights(learner)
     kept = [t.untyped_storage().nbytes() / t.nbytes for piece in learner.weights() for name, t in piece.items() if ".experts." in name]
     learner.close()
-    return found, calls, max(kept)
+    return found, calls, max(kept), sent[0]
 
 
 @pytest.mark.parametrize(
-    ("split", "expected"),
+    ("split", "of_first", "of_others"),
     [
-        ({"data_parallel": 2, "expert_parallel": 2}, {"all_gather_into_tensor": 1}),
-        (SEQUENCE_PARALLEL, {"all_gather_into_tensor": 1}),
-        # Of each stage: what it has, its bytes, and that there is no more.
-        (PIPELINE, {"broadcast": 2, "broadcast_object_list": 4}),
+        ({"data_parallel": 2, "expert_parallel": 2}, GATHERED, GATHERED),
+        (SEQUENCE_PARALLEL, GATHERED, GATHERED),
+        (PIPELINE, EXCHANGED, {}),
+        (STAGES, EXCHANGED, {}),
+        (STAGES | {"expert_parallel": 2}, EXCHANGED | GATHERED, GATHERED),
+        (SEQUENCE_PARALLEL | PIPELINE, EXCHANGED | GATHERED, GATHERED),
     ],
+    ids=str,
 )
-def test_weights_are_exported_many_at_a_time(tmp_path: Path, split: dict[str, Any], expected: dict[str, int]) -> None:
+def test_weights_are_exported_many_at_a_time(
+    tmp_path: Path, split: dict[str, Any], of_first: dict[str, int], of_others: dict[str, int]
+) -> None:
     """Not one collective for each of the model's tensors: a mixture of experts has tens of thousands. And many, if not all fit. An expert
-    lies alone, or next to the other half of its first matrix, and not in the buffer of all that were gathered."""
+    lies alone, or next to the other half of its first matrix, and not in the buffer of all that were gathered. Stages are sent within one
+    pipeline alone, to the rank that wants them: of_first says what its ranks call, of_others what those of the other pipelines do."""
     folder = save_model(tmp_path / "m", "qwen3_moe", tie=False)
     original = load_file(folder / "model.safetensors")
+    ranks, stages = LearnerConfig(**split).world_size, split.get("pipeline_parallel", 1)
+    of_second = sum(one.nbytes for name, one in original.items() if name.startswith(("model.layers.1.", "model.norm.", "lm_head.")))
     for most_bytes in (2**26, 20_000):
-        for found, calls, kept in run_ranks(exported_on_a_rank, folder, split, most_bytes):
-            assert found.keys() == original.keys()
-            assert all(torch.equal(found[name], original[name]) for name in original)
-            assert kept <= 2 or "pipeline_parallel" in split
-            assert calls == expected if most_bytes == 2**26 else sum(expected.values()) < sum(calls.values()) < len(original)
+        for rank, (found, calls, kept, sent) in enumerate(run_ranks(exported_on_a_rank, folder, split, most_bytes, ranks=ranks)):
+            stage, pipeline = divmod(rank, ranks // stages)
+            assert all(torch.equal(found[name], original[name]) for name in found)
+            assert (found.keys() == original.keys()) == (rank == 0 or stages == 1), "rank 0 has all"
+            assert ("lm_head.weight" in found) == (rank == 0 or stage == stages - 1), "and the others their stage"
+            assert kept <= 2 or stages > 1
+            assert sent == (of_second if stages > 1 and pipeline == 0 else 0)
+            expected = of_others if pipeline else of_first
+            if most_bytes == 2**26:
+                assert calls == expected
+            else:
+                assert (sum(expected.values()) < sum(calls.values()) or rank > 0) and sum(calls.values()) < len(original)

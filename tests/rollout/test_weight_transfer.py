@@ -287,6 +287,27 @@ def test_a_scheduler_maps_the_shared_memory_once() -> None:
     assert min(pages[:2]) > 300 and max(pages[2:]) < 100, pages
 
 
+@pytest.mark.parametrize(("device", "cpus", "threads"), [("cuda", 64, 4), ("cuda", 2, 2), ("cpu", 64, 1)])
+def test_several_threads_copy_for_a_gpu(device: str, cpus: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loads a bucket faster than one copies the next, and stands still meanwhile. Every byte arrives, whatever the pieces; a CPU's cores
+    load, and one thread copies."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cpus)))
+    monkeypatch.setattr(weight_transfer, "_PIECE_BYTES", 1000)
+    at_once, copied_by, copy = threading.Barrier(threads), set(), weight_transfer._copy
+
+    def copy_at_once(piece: Any) -> None:
+        copied_by.add(threading.get_ident())
+        at_once.wait(30.0)
+        copy(piece)
+
+    staging = weight_transfer.SharedStaging(1, EngineConfig(device=device).copy_threads)
+    bucket = WeightBucket.of({"a": torch.randn(2, 499), "b": torch.arange(13), "c": torch.randn(2501)})  # 4, 1 and 11 pieces
+    monkeypatch.setattr(weight_transfer, "_copy", copy_at_once)
+    held = WeightBucket.of_specs(bucket.specs, staging.copy(bucket)).tensors()
+    assert all(torch.equal(held[name], tensor) for name, tensor in bucket.tensors().items())
+    assert len(copied_by) == threads
+
+
 def test_an_engine_gives_memory_back_after_its_pause_and_goes_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """What SGLang calls within an update gives nothing back; what it calls as requests go on has it done by a thread: the hook is back
     before a trim that takes until the test lets it end."""

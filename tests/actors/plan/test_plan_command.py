@@ -26,7 +26,7 @@ OF_NODES = (
     "versions in the object store 114 GiB",  # two of 56.9 GiB, on rank 0's node
     "a node with 8 engines",
     "versions fetched to the object store 114 GiB",  # one is read while the next is fetched
-    "buckets in shared memory 4 GiB",  # two of 256 MiB for each engine
+    "buckets in shared memory 9.27 GiB",  # two for each engine, of the 0.58 GiB of the embedding
     "layouts of 16 ranks",
 )
 
@@ -121,7 +121,7 @@ def test_the_command_prints_the_numbers(tmp_path: Path) -> None:
     assert host["node"] == "the node" and host["total"] == sum(host["parts"].values())
     assert host["parts"]["copy for a checkpoint"] == found["traffic"]["checkpoint"], "all ranks are there"
     assert host["parts"]["versions in the object store"] == 2 * found["traffic"]["version"]
-    assert host["parts"]["buckets in shared memory"] == 4 * 2 * (256 << 20), "of four engines"
+    assert host["parts"]["buckets in shared memory"] == 4 * 2 * 2 * 151_936 * 4096, "of four engines, for the embedding"
     own = next(one for one in found["layouts"] if one["layout"] == "tensor_parallel=2 data_parallel=2 recompute_activations=true")
     assert own == {"layout": own["layout"], "bytes": found["rank"]["total"], "fits": True}, "the recipe's own"
     assert [one["fits"] for one in found["layouts"]] == [one["bytes"] <= Gpus.parse("H100x8").memory for one in found["layouts"]]

@@ -102,7 +102,11 @@ def test_one_node_has_every_role() -> None:
     assert whole.parts["copy for a checkpoint"] == checkpoint_bytes(DENSE, config), "all ranks are there"
     assert whole.parts["versions in the object store"] == 2 * version and whole.parts["versions fetched to the object store"] == 0
     assert whole.parts["ranks themselves"] == 4 * (MODULES + CUDA)
-    assert whole.parts["buckets in shared memory"] == 4 * 2 * config.weight_sync.bucket_bytes
+    embedding = 2 * 151_936 * 4096
+    assert whole.parts["buckets in shared memory"] == 4 * 2 * embedding > 9 << 30, "more than the 256 MiB of a bucket, and never cut"
+    assert whole.parts["page-locked bucket"] == 2 << 30, "torch takes a power of two"
+    (in_large,) = dense("weight_sync.bucket_bytes=1500000000")
+    assert in_large.parts["buckets in shared memory"] == 4 * 2 * 1_500_000_000
     assert whole.parts[OF_LEARNER] == whole.parts[OF_ENGINES] == whole.parts["engines' KV caches"] == 0, "they are on GPUs"
     assert whole.parts["reference policy"] == whole.parts["earlier weights (monitor.split_every)"] == 0
     (by_broadcast,) = dense("weight_sync.transport=broadcast")

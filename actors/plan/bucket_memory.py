@@ -1,0 +1,48 @@
+"""GPU memory for weights on their way, bytes: what the learner holds to send a version, and what an engine receives of a broadcast."""
+
+from __future__ import annotations
+
+from actors.config import RunConfig
+from actors.plan.shape import BYTES_OF, ModelShape
+from actors.plan.traffic import largest_tensor
+
+EXCHANGED, GATHERED = 2**28, 2**26
+"""Bytes that a pipeline stage sends at a time, and of a rank's parameters that are gathered at a time (EXCHANGE_BYTES and GATHER_BYTES of
+learner/weights)."""
+
+
+def sending_bytes(shape: ModelShape, config: RunConfig) -> int:
+    """The most that rank 0's GPU holds beside the model while a version leaves. No pass runs then, so their memory is free for it.
+
+    Two buckets, one that is copied or sent and one that is filled: where each tensor lies whole in the model, queries, keys and values
+    alone are copies. What is gathered: a rank's part, all parts, and those before. Of another stage what comes at a time. A bucket in
+    float8. For a broadcast a bucket end to end.
+    """
+    learner, sync = config.learner, config.weight_sync
+    largest, version = shape.largest_tensor_bytes(learner.resolved_dtype), shape.weight_bytes(learner.resolved_dtype)
+    bucket = min(version, max(sync.bucket_bytes, largest))
+    ranks, experts = learner.tensor_parallel, learner.expert_parallel
+    is_whole = ranks * experts * learner.pipeline_parallel == 1
+    queries, keys, _ = shape.channels(1, 1).values()
+    copied = shape.layers * shape.hidden * (queries + 2 * keys) * BYTES_OF[learner.resolved_dtype]
+    found = 2 * (min(bucket, copied) if is_whole else bucket)
+    of_tensor = (1 + 2 * ranks) * max(GATHERED, largest // ranks) if ranks > 1 else 0
+    of_experts = (1 + 2 * experts) * GATHERED if experts > 1 else 0
+    found += max(of_tensor, of_experts)
+    if learner.pipeline_parallel > 1:
+        found += max(EXCHANGED, largest)
+    if config.rollout.engine.has_float8:
+        found += bucket
+    if sync.transport == "broadcast":
+        found += min(version, sync.bucket_bytes)
+    return found
+
+
+def receiving_bytes(shape: ModelShape, config: RunConfig) -> int:
+    """The most that each GPU of an engine holds beside its weights and KV cache while it receives a bucket of a broadcast; from the object
+    store nothing. SGLang takes a bucket twice, and a tensor that is one by itself once (correction/engines/weight_spec.py, goes_whole)."""
+    sync = config.weight_sync
+    if sync.transport != "broadcast":
+        return 0
+    version = shape.weight_bytes(config.learner.resolved_dtype, float8=config.rollout.engine.has_float8)
+    return max(2 * min(version, sync.bucket_bytes), largest_tensor(shape, config))
