@@ -55,7 +55,7 @@ def check_joinable(address: str) -> None:
     from ray._private import services
 
     logging.getLogger("ray").setLevel(logging.ERROR)  # with several Rays to choose from it would warn on the terminal
-    services.find_gcs_addresses.cache_clear()
+    services.find_gcs_addresses.cache_clear()  # type: ignore[attr-defined]
     place = None
     try:
         place = services.canonicalize_bootstrap_address(address)
@@ -77,5 +77,5 @@ def check_listening(address: str) -> None:
     """Ray itself would look for a cluster that isn't there for minutes. Raises: OSError if nothing listens at host:port."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
-        with socket.create_connection((host, int(port)), timeout=_CONNECT_S):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S):  # [::1]:6379 is an address of IPv6
             pass

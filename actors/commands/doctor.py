@@ -31,10 +31,7 @@ def doctor(
     ] = "",
     deep: Annotated[
         bool,
-        typer.Option(
-            "--deep",
-            help="Also start ranks and an engine on a model of two layers, and measure: on GPUs one to two minutes, or five if one hangs.",
-        ),
+        typer.Option("--deep", help="Also start ranks and an engine on a model of two layers, and measure: on GPUs one to two minutes."),
     ] = False,
     cluster: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Check the recipe for the nodes of this `ray up` file, such as those in deploy.")
@@ -52,8 +49,7 @@ def doctor(
     With --deep it also measures, on a two-layer model of the recipe's widths: how fast the learner's groups are, whether the learner agrees
     with float32 on a CPU and the engine with the learner, and how long a weight update would take, by broadcast too if that is
     weight_sync.transport. It does so only if the earlier checks found nothing that can't work; the model's weights, its tokenizer and the
-    task may be missing. On GPUs it takes one to two minutes; each part has its own limit there, four to start ranks and an engine, one for
-    others.
+    task may be missing. Each part has its own limit: on GPUs a minute, and four to start ranks and an engine.
 
     For a run's folder it says how the run ended, what it waited for, which part was slow or gone, whether all prompts are accounted for,
     and what to do.

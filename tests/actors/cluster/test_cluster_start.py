@@ -22,7 +22,7 @@ import ray
 from ray._private import services
 
 from actors.cluster import cluster
-from actors.cluster.address import NoClusterError
+from actors.cluster.address import NoClusterError, check_joinable
 from actors.cluster.cluster import Cluster, gpus_there
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
@@ -171,6 +171,13 @@ def test_a_private_ray_of_another_run_is_not_looked_for(monkeypatch: pytest.Monk
             with pytest.raises(NoClusterError, match=f"{address}': no Ray cluster answers at 127.0.0.2:{port}: "):
                 Cluster(config(f"ray.address={address}")).__enter__()
     assert not calls
+
+
+def test_a_head_at_an_address_of_ipv6_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "canonicalize_bootstrap_address", lambda _: f"[::1]:{port}")
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as head:
+        port = head.getsockname()[1]
+        check_joinable("auto")
 
 
 def test_a_setting_that_ray_refuses_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
