@@ -138,7 +138,8 @@ def check_on_paper_or_refuse(
         lacking = [error]
         if meant is None:
             _check_task(config.rollout.task, lacking)
-        unchecked = Complaint("note", "the rest needs the model's config.json: memory, layouts, requests, bytes", _get_config(config.model))
+        rest = "memory, layouts, requests and bytes were not looked at: they need the config.json of a model that can be trained"
+        unchecked = Complaint("note", rest, _get_config(config.model))
         return worst_first([*map(Complaint.refusal, lacking), *without_model(config, meant or ()), unchecked])
 
 

@@ -307,7 +307,7 @@ def test_without_the_model_all_is_said_that_needs_none(monkeypatch: pytest.Monke
         for part in ("the run asks for 10 GPUs", "engine_args.nonsense: SGLang has no such argument", "learner.gpus_per_rank = 0.5 with 4"):
             assert any(level == "fail" and part in sentence for level, sentence, _ in found), (part, found)
         level, sentence, setting = found[-1]
-        assert level == "note" and "the rest needs the model's config.json" in sentence
+        assert level == "note" and "they need the config.json of a model that can be trained" in sentence
         assert "hf download Qwen/Qwen3-8B config.json" in setting
 
 

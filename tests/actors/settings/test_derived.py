@@ -179,7 +179,7 @@ def test_auto_is_what_the_cluster_has_not_what_the_driver_sees(
 ) -> None:
     """The head of a cluster has no GPU; ranks that asked for none would all take the first one of their node."""
     joined: list[str | None] = []
-    monkeypatch.setattr("actors.cluster.cluster.Cluster", lambda config: joined.append(config.ray.address) or nullcontext())
+    monkeypatch.setattr("actors.cluster.cluster.Cluster", lambda config, **_: joined.append(config.ray.address) or nullcontext())
     monkeypatch.setattr("ray.cluster_resources", lambda: offered)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     found, notes = decide_devices(config("ray.address=10.0.0.1:6379"))
