@@ -135,7 +135,7 @@ def test_what_leaves_devices_and_types_undecided_is_told_of_both_sides_in_json_t
 def test_a_model_that_isn_t_there_is_a_finding(words: list[str], tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*words, str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={tmp_path / 'none'}", "--json"])
     found, *rest = json.loads(done.stdout)["findings"]
-    assert [one["level"] for one in rest] == ["note"] and "needs the model's config.json" in rest[0]["sentence"]
+    assert [one["level"] for one in rest] == ["note"] and "they need the config.json of a model" in rest[0]["sentence"]
     assert "none: no such folder. Name a" in found["sentence"] and found["level"] == "fail" and done.exit_code == 1
     in_words = CliRunner().invoke(app, [*words, str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={tmp_path / 'none'}"])
     assert in_words.stdout.rstrip().endswith("1 failure: the run can't work like this")
