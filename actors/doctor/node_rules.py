@@ -258,13 +258,17 @@ def on_nodes(nodes: Nodes, config: RunConfig, shape: ModelShape) -> list[Complai
 
 
 def shared_memory_holds_the_buckets(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
-    """A write to /dev/shm that finds no room ends the process by a signal. A bucket has one tensor at least."""
+    """Where engines may be: a write to /dev/shm that finds no room ends the process by a signal. A bucket has one tensor at least.
+
+    With broadcast, too: an engine gets its first version from the object store, and so does one that joins or is mended
+    (actors/weights/weight_sync.py). It copies these into shared memory in the same buckets."""
     bucket = largest_bucket(shape, config)
     remedy = "Give the container more (docker run --shm-size)"
     if bucket > largest_tensor(shape, config):
         remedy += ", or lower weight_sync.bucket_bytes"
     for node in nodes:
-        engines = max(1, _engines(node, config))
+        if not (engines := _engines(node, config)):
+            continue
         needed, free = shared_bucket_bytes(shape, config, engines), gib(node.shared_memory)
         if node.shared_memory < bucket:
             text = f"{node.name}: /dev/shm has {free} free, less than the largest bucket of weights, {gib(bucket)}"
