@@ -18,16 +18,19 @@ def sending_bytes(shape: ModelShape, config: RunConfig) -> int:
     alone are copies. What is gathered: a rank's part, all parts, and those before. Of another stage what comes at a time. A bucket in
     float8. For a broadcast a bucket end to end.
     """
-    learner, sync = config.learner, config.weight_sync
+    learner, sync, size = config.learner, config.weight_sync, BYTES_OF[config.learner.resolved_dtype]
     largest, version = shape.largest_tensor_bytes(learner.resolved_dtype), shape.weight_bytes(learner.resolved_dtype)
     bucket = min(version, max(sync.bucket_bytes, largest))
     ranks, experts = learner.tensor_parallel, learner.expert_parallel
     is_whole = ranks * experts * learner.pipeline_parallel == 1
-    queries, keys, _ = shape.channels(1, 1).values()
-    copied = shape.layers * shape.hidden * (queries + 2 * keys) * BYTES_OF[learner.resolved_dtype]
-    found = 2 * (min(bucket, copied) if is_whole else bucket)
-    of_tensor = (1 + 2 * ranks) * max(GATHERED, largest // ranks) if ranks > 1 else 0
-    of_experts = (1 + 2 * experts) * GATHERED if experts > 1 else 0
+    queries, keys, feed_forward = shape.channels(1, 1).values()
+    of_heads = shape.hidden * (queries + 2 * keys) * size
+    found = min(2 * bucket, shape.layers * of_heads if is_whole else version)
+    # Megatron's parameters, each of which is gathered in one collective: gate and up are one, and so are queries, keys and values.
+    gate_up = shape.hidden * 2 * feed_forward * size
+    of_layer = of_heads if shape.experts else max(of_heads, gate_up)
+    of_tensor = (1 + 2 * ranks) * max(GATHERED, max(largest, of_layer) // ranks) if ranks > 1 else 0
+    of_experts = (1 + 2 * experts) * max(GATHERED, gate_up) if experts > 1 else 0
     found += max(of_tensor, of_experts)
     if learner.pipeline_parallel > 1:
         found += max(EXCHANGED, largest)

@@ -20,6 +20,7 @@ from tests.learner.test_learner_logprobs import LiveBytes
 from tests.tiny_models import save_tiny_model
 
 BUCKET = 1 << 20
+ONE_RANK = ("data_parallel", "tensor_parallel", "pipeline_parallel")
 
 
 def alive_in_an_export(rank: int, ranks: int, port: int, folder: Path, split: dict[str, Any]) -> int:
@@ -36,19 +37,36 @@ def alive_in_an_export(rank: int, ranks: int, port: int, folder: Path, split: di
     return probe.peak
 
 
+DENSE_SIZES: dict[str, Any] = {"vocab_size": 8192, "intermediate_size": 512}
+"""The embedding is four pieces."""
+WIDE_SIZES: dict[str, Any] = {"vocab_size": 512, "intermediate_size": 8192}
+"""Gate and up, one parameter of Megatron's, are eight; no tensor of the files is more than four."""
+WIDE_EXPERTS: dict[str, Any] = {"vocab_size": 512, "moe_intermediate_size": 4096, "num_experts": 2}
+"""Those of an expert are four."""
+
+
 @pytest.mark.parametrize(
-    "split",
-    [{"data_parallel": 2}, {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"tensor_parallel": 2, "pipeline_parallel": 2}],
+    ("split", "family", "sizes"),
+    [
+        ({"data_parallel": 2}, "qwen3", DENSE_SIZES),
+        ({"tensor_parallel": 2}, "qwen3", DENSE_SIZES),
+        ({"pipeline_parallel": 2}, "qwen3", DENSE_SIZES),
+        ({"tensor_parallel": 2, "pipeline_parallel": 2}, "qwen3", DENSE_SIZES),
+        ({"tensor_parallel": 2}, "qwen3", WIDE_SIZES),
+        ({"data_parallel": 2, "expert_parallel": 2}, "qwen3_moe", WIDE_EXPERTS),
+    ],
     ids=str,
 )
-def test_an_export_takes_no_more_than_is_counted(tmp_path: Path, split: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In small pieces of a model whose embedding is four of them. Nor is it a loose bound: some of it is not at the same time."""
+def test_an_export_takes_no_more_than_is_counted(
+    tmp_path: Path, split: dict[str, Any], family: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In small pieces of a model whose largest parameters are several of them. Nor is it a loose bound: some of it is not at the same
+    time."""
     assert (EXCHANGED, GATHERED) == (EXCHANGE_BYTES, GATHER_BYTES)
-    sizes = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
-    folder = save_tiny_model(tmp_path, "qwen3", tie=False, pad_token_id=None, **sizes)
+    sizes = {"hidden_size": 256, "num_hidden_layers": 4} | sizes
+    folder = save_tiny_model(tmp_path, family, tie=False, pad_token_id=None, **sizes)
     shape = ModelShape.read(folder)
-    assert shape.largest_tensor_bytes("bfloat16") == 4 * BUCKET
-    words = [f"learner.{name}={split.get(name, 1)}" for name in ("data_parallel", "tensor_parallel", "pipeline_parallel")]
+    words = [f"learner.{name}={split.get(name, 1)}" for name in (*ONE_RANK, "expert_parallel")]
     for name in ("EXCHANGED", "GATHERED"):
         monkeypatch.setattr(f"actors.plan.bucket_memory.{name}", BUCKET)
     counted = sending_bytes(shape, eight(*words, f"weight_sync.bucket_bytes={BUCKET}", "learner.sequence_parallel=false"))
@@ -56,21 +74,26 @@ def test_an_export_takes_no_more_than_is_counted(tmp_path: Path, split: dict[str
     assert counted / 3 < max(found) <= counted
 
 
+OF_ENGINE = ("fail", "an engine has 13.4 GiB beside its CUDA context")
+OF_RANK = ("warn", "a learner rank has 30.9 GiB beside weights")
+
+
 @pytest.mark.parametrize(
     ("transport", "size", "said"),
     [
         ("broadcast", 256 << 20, []),
         ("object_store", 256 << 20, []),
-        # Two of 16 GB that are gathered, one end to end; of an engine's 14 GiB two.
-        ("broadcast", 20 * 10**9, ["a learner rank has 30.9 GiB beside weights", "an engine has 13.4 GiB beside its CUDA context"]),
-        ("object_store", 20 * 10**9, ["a learner rank has 30.9 GiB beside weights"]),
-        ("broadcast", 8 * 10**9, ["an engine has 13.4 GiB beside its CUDA context"]),
+        # The whole version is one bucket of 15.3 GiB; a broadcast sends it end to end. An engine has two.
+        ("broadcast", 20 * 10**9, [OF_ENGINE, OF_RANK]),
+        ("object_store", 20 * 10**9, []),
+        ("broadcast", 8 * 10**9, [OF_ENGINE]),
     ],
 )
-def test_buckets_that_no_gpu_has_room_for_are_told(transport: str, size: int, said: list[str]) -> None:
+def test_buckets_that_no_gpu_has_room_for_are_told(transport: str, size: int, said: list[tuple[str, str]]) -> None:
+    """Of a rank it is a warning: what is counted there is an upper bound."""
     config = eight(f"weight_sync.transport={transport}", f"weight_sync.bucket_bytes={size}")
-    found = [one for one in on_paper(paper(), config) if one.severity == "fail"]
-    assert len(found) == len(said) and all(one.sentence.startswith(text) for one, text in zip(found, said, strict=True)), found
+    found = [one for one in on_paper(paper(), config) if one.severity != "note"]
+    assert [(one.severity, one.sentence[: len(text)]) for one, (_, text) in zip(found, said, strict=True)] == said, found
     assert all("Lower weight_sync.bucket_bytes" in one.setting for one in found)
 
 
