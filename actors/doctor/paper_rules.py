@@ -18,7 +18,7 @@ from actors.plan.gpus import Gpus
 from actors.plan.host_memory import OF_ENGINES, OF_LEARNER, WIDE, hosts, of_engines
 from actors.plan.learner_memory import rank_memory
 from actors.plan.pace import MEAN_SHARE, TOKENS_PER_S, pace
-from actors.plan.traffic import checkpoint_bytes, stores_versions, traffic, versions_text
+from actors.plan.traffic import checkpoint_bytes, largest_bucket, largest_tensor, stores_versions, traffic, versions_text
 from actors.settings.devices import check_types, engines_beside_a_rank, gpus_asked, room_for_engines, unfit_shares, workers_asked
 from correction.engines.float8_format import BLOCK
 from correction.errors import ConfigError, counted
@@ -188,6 +188,20 @@ def deltas_have_a_network(config: RunConfig) -> Iterator[Complaint]:
         yield Complaint("note", text, "Set it to false")
 
 
+def broadcast_buckets_have_time(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    """An engine has a limit for each bucket of a broadcast, which may have more bytes than bucket_bytes, or fewer."""
+    limit_s, rate = config.rollout.engine.weight_group_timeout_s, config.deadlines.bytes_per_s
+    bucket = largest_bucket(facts.shape, config)
+    if config.weight_sync.transport == "broadcast" and limit_s <= bucket / rate:
+        smaller = ", or lower weight_sync.bucket_bytes" if bucket > largest_tensor(facts.shape, config) else ""
+        yield Complaint(
+            "warn",
+            f"rollout.engine.weight_group_timeout_s = {limit_s:g}, but at deadlines.bytes_per_s = {rate:g} the largest bucket of a "
+            f"broadcast, {gib(bucket)}, takes {bucket / rate:.0f} s: its engine would be dirty",
+            f"Raise it{smaller}",
+        )
+
+
 def staleness_leaves_time_for_the_longest(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     """A note on what a low max_staleness costs; none at 0, where every step waits for its longest answer on purpose."""
     on_gpus = {config.learner.resolved_device, config.rollout.engine.resolved_device} == {"cuda"}
@@ -236,6 +250,7 @@ PAPER_RULES: tuple[PaperRule, ...] = (
     run_folder_can_be_made,
     disk_holds_the_checkpoints,
     object_store_holds_the_weights,
+    broadcast_buckets_have_time,
     host_holds_the_run,
     staleness_leaves_time_for_the_longest,
 )

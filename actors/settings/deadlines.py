@@ -300,13 +300,12 @@ def inversions(config: RunConfig) -> list[str]:
     if config.weight_sync.transport == "broadcast":
         group = "rollout.engine.weight_group_timeout_s"
         pairs.append(("rollout.engine.deadlines.update_s", engine.update_s, group, sglang.weight_group_timeout_s))
-    late = "{} = {:.0f} s leaves no time beyond {}, which may take {:.0f} s: it ends what is only slow. Raise it, or {}"
-    found = [late.format(*pair, "set it to null") for pair in pairs if pair[1] <= pair[3]]
-    bucket_s = config.weight_sync.bucket_bytes / run.bytes_per_s
-    if config.weight_sync.transport == "broadcast" and sglang.weight_group_timeout_s <= bucket_s:
-        key, what = "rollout.engine.weight_group_timeout_s", "one bucket of a broadcast"
-        found.append(late.format(key, sglang.weight_group_timeout_s, what, bucket_s, "lower weight_sync.bucket_bytes"))
-    return found
+    return [
+        f"{key} = {seconds:.0f} s leaves no time beyond {part}, which may take {part_s:.0f} s: it ends what is only slow. "
+        "Raise it, or set it to null"
+        for key, seconds, part, part_s in pairs
+        if seconds <= part_s
+    ]
 
 
 def _values(config: RunConfig, model_bytes: int) -> tuple[Mapping[str, float], Mapping[str, float]]:

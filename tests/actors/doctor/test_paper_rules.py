@@ -231,6 +231,24 @@ def test_a_kl_that_is_reported_fits_where_training_fits() -> None:
     assert [one for one in on_paper(facts, config) if one.severity != "note"] == []
 
 
+@pytest.mark.parametrize(
+    ("words", "seconds", "remedy"),
+    [
+        ("", 10, "Raise it"),  # the embedding of 1.24 GB takes 12 s
+        ("", 13, None),
+        ("weight_sync.bucket_bytes=2000000000", 13, "Raise it, or lower weight_sync.bucket_bytes"),
+        ("weight_sync.bucket_bytes=100000000000", 170, None),  # all weights, of 16.4 GB, take 164 s
+        ("weight_sync.transport=object_store", 10, None),
+        ("deadlines.bytes_per_s=10000000", 60, "Raise it"),
+    ],
+)
+def test_a_broadcast_s_largest_bucket_has_time(words: str, seconds: int, remedy: str | None) -> None:
+    """At 100 MB/s. It is a tensor where one is larger than bucket_bytes, and never more than all weights."""
+    asked = ["weight_sync.transport=broadcast", f"rollout.engine.weight_group_timeout_s={seconds}", *words.split()]
+    told = [one for one in on_paper(paper(), eight(*asked)) if "weight_group_timeout_s" in one.sentence]
+    assert [(one.severity, one.setting) for one in told] == ([] if remedy is None else [("warn", remedy)]), told
+
+
 def test_ranks_that_hold_the_same_experts_can_share_their_optimizer() -> None:
     """Of two tensor-parallel ranks each has all experts where expert_parallel is 1, and half of them where it is 2."""
     said = {"learner.expert_parallel=1 learner.distributed_optimizer=false": ["Set learner.distributed_optimizer: true"]}
