@@ -89,7 +89,7 @@ def _of_rank(plan: RunPlan, config: RunConfig) -> list[tuple[str, str]]:
     else:
         parts |= {"activations": rank.activations, "head": rank.head, "layer's backward pass": rank.layer}
     rows = [(name, gib(size)) for name, size in (parts | {"reserve": RESERVE}).items() if size]
-    return [*rows, ("together", f"{gib(rank.total + RESERVE)} of {gib(share)}")]
+    return [*rows, ("together", f"{gib(rank.with_reserve)} of {gib(share)}")]
 
 
 def _of_engine(plan: RunPlan, config: RunConfig) -> list[tuple[str, str]]:
@@ -105,15 +105,18 @@ def _of_engine(plan: RunPlan, config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _of_layouts(plan: RunPlan, config: RunConfig) -> list[tuple[str, str]]:
-    """The first layouts, and the recipe's own, which is marked."""
+    """The first layouts, and the recipe's own, which is marked. Where it has the words of another one, the settings in which it differs are
+    added."""
     learner, rows = config.learner, []
     first = list(plan.layouts[:_SHOWN_LAYOUTS])
     if plan.rank is not None and all(one.changes(learner) for one in first):
-        needed = plan.rank.total + RESERVE
-        first.append(Layout(learner, plan.rank, needed <= plan.gpus.memory * learner.gpus_per_rank))
+        first.append(Layout(learner, plan.rank, int(plan.gpus.memory * learner.gpus_per_rank)))
     for one in first:
-        own = "" if one.changes(learner) else " (the recipe's)"
-        rows.append((f"{'fits' if one.fits else 'too large'}, {gib(one.memory.total + RESERVE)}", f"{one}{own}"))
+        words = str(one)
+        if not one.changes(learner):
+            namesake = next((other for other in plan.layouts if str(other) == words), one)
+            words = " ".join(filter(None, (words, one.changes(namesake.config), "(the recipe's)")))
+        rows.append((f"{'fits' if one.fits else 'too large'}, {gib(one.memory.with_reserve)}", words))
     return rows
 
 
@@ -138,11 +141,11 @@ def in_numbers(plan: RunPlan) -> dict[str, Any]:
         "gpus": str(plan.gpus),
         "parameters": plan.parameters,
         "tensors": plan.tensors,
-        "rank": {**asdict(plan.rank), "reserve": RESERVE, "total": plan.rank.total + RESERVE} if plan.rank else None,
+        "rank": {**asdict(plan.rank), "reserve": RESERVE, "total": plan.rank.with_reserve} if plan.rank else None,
         "engine": {**engine, "tokens": plan.engine.tokens, "longest_requests": plan.engine.longest_requests},
         "traffic": asdict(plan.moved),
         "hosts": [{"node": one.node, "total": one.total, "parts": one.parts} for one in plan.hosts],
-        "layouts": [{"layout": str(one), "bytes": one.memory.total + RESERVE, "fits": one.fits} for one in plan.layouts],
+        "layouts": [{"layout": str(one), "bytes": one.memory.with_reserve, "fits": one.fits} for one in plan.layouts],
         "deadlines": [asdict(one) for one in plan.deadlines],
         "findings": findings(plan.complaints),
     }

@@ -35,7 +35,7 @@ def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int, *, g
         return
     share, options = int(gpu_bytes * learner.gpus_per_rank), rank_options(config)
     needed = rank_memory(shape, learner, **options)
-    if needed.total + RESERVE <= share:
+    if needed.fits(share):
         return
     others = layouts(shape, learner, learner.world_size, share, **options, gpus_per_node=gpus_per_node)
     advised = others[0].changes(learner) if others and others[0].fits else ""
@@ -48,7 +48,7 @@ def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int, *, g
         passes += f", a layer's backward pass {gib(needed.layer)} more" if needed.layer else ""
     yield Complaint(
         "fail",
-        f"a learner rank needs {gib(needed.total + RESERVE)} of its {gib(share)} (weights {gib(needed.weights)}, gradients "
+        f"a learner rank needs {gib(needed.with_reserve)} of its {gib(share)} (weights {gib(needed.weights)}, gradients "
         f"{gib(needed.gradients)}, optimizer {gib(needed.optimizer)}, {passes}, reserve {gib(RESERVE)})",
         remedy,
     )
@@ -157,7 +157,7 @@ def both_sides_fit_one_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int)
     beside = engines_beside_a_rank(config)
     if not beside or any(layout_obstacles(learner, shape.sizes)):
         return
-    rank = rank_memory(shape, learner, **rank_options(config)).total + RESERVE
+    rank = rank_memory(shape, learner, **rank_options(config)).with_reserve
     engine = memory.weights + memory.outside_cache + memory.request_tokens * memory.token_bytes
     if rank + engine > gpu_bytes:
         yield Complaint(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from actors.plan.learner_memory import RESERVE, RankMemory, rank_memory
+from actors.plan.learner_memory import RankMemory, rank_memory
 from actors.plan.shape import ModelShape
 from learner.config import LearnerConfig
 from learner.model_fit import layout_obstacles
@@ -29,7 +29,12 @@ class Layout:
 
     config: LearnerConfig
     memory: RankMemory
-    fits: bool
+    room: int
+    """Bytes that a rank may take."""
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.fits(self.room)
 
     def __str__(self) -> str:
         config = self.config
@@ -68,7 +73,7 @@ def layouts(
     found = []
     for one in _possible(shape, config, ranks, gpus_per_node):
         memory = rank_memory(shape, one, longest=longest, loads_other=loads_other, has_entropy_loss=has_entropy_loss)
-        found.append(Layout(one, memory, memory.total + RESERVE <= gpu_bytes))
+        found.append(Layout(one, memory, gpu_bytes))
     return sorted(found, key=lambda layout: (not layout.fits, *_cost(layout.config)))
 
 

@@ -72,6 +72,14 @@ class RankMemory:
     def total(self) -> int:
         return self.state + (self.other + self.forward if self.has_peak_with_other_weights else self.training)
 
+    @property
+    def with_reserve(self) -> int:
+        return self.total + RESERVE
+
+    def fits(self, room: int) -> bool:
+        """Args: room: bytes that a rank may take."""
+        return self.with_reserve <= room
+
 
 def rank_memory(
     shape: ModelShape, config: LearnerConfig, *, longest: int, loads_other: bool = False, has_entropy_loss: bool = False

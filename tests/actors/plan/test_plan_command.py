@@ -106,6 +106,15 @@ def test_the_recipe_s_own_layout_is_shown_and_marked_wherever_it_stands(words: l
     assert shown.count("(the recipe's)") == 1 and marked in shown, shown
 
 
+@pytest.mark.parametrize("setting", ["sequence_parallel=false", "distributed_optimizer=false"])
+def test_a_setting_that_no_other_layout_has_is_named(setting: str, tmp_path: Path) -> None:
+    """Else two rows would have the same words, and other bytes."""
+    recipe, model = str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={save_config(tmp_path, QWEN3_8B)}"
+    shown = printed(recipe, model, f"learner.{setting}").partition("layouts of 4 ranks ")[2]
+    words = "tensor_parallel=2 data_parallel=2 recompute_activations=true"
+    assert shown.count(words) == 2 and shown.count(f"{words} {setting} (the recipe's)") == 1, shown
+
+
 def gib(size: int) -> str:
     return f"{size / 2**30:.3g} GiB"
 
