@@ -243,7 +243,7 @@ class LearnerRank:
         return export.in_pieces(self._weights(), bucket_bytes)
 
     def weight_checksums(self) -> dict[str, str]:
-        """HF name -> checksum, to be compared with an engine's own."""
+        """HF name -> checksum, to be compared with an engine's own; on ranks other than 0 those of the rank's pipeline stage."""
         return export.weight_checksums(self._weights())
 
     def save_hf(self, folder: str | os.PathLike[str]) -> None:

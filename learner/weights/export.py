@@ -23,14 +23,15 @@ from learner.weights.file_sums import leave_sum
 SHARD_BYTES = 4 * 2**30
 """Largest file of weights in a saved folder."""
 EXCHANGE_BYTES = 2**28
-"""Bytes of weights that one pipeline stage sends to the others at a time."""
+"""Bytes of weights that one pipeline stage sends at a time."""
 
 
 def of_all_stages(weights: Iterator[tuple[str, Tensor]], placement: Placement) -> Iterator[tuple[str, Tensor]]:
     """The weights of the whole model on rank 0, those of its own stage on any other rank; EXCHANGE_BYTES are sent at a time.
 
     Only the pipeline group of rank 0 sends: the stages of the others are copies. They have to iterate as well, because parts and experts
-    are gathered across these groups.
+    are gathered across these groups. A stage broadcasts within the group, over its communicator: of more than two stages those between
+    receive a piece, too, and drop it.
     """
     if not placement.is_in_first_pipeline:
         yield from weights
