@@ -8,7 +8,7 @@ import multiprocessing as mp
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -143,6 +143,19 @@ def _by_hf_name(learner: LearnerRank, of: Callable[[Any], Tensor]) -> dict[str, 
 
 def weights(learner: LearnerRank) -> dict[str, Tensor]:
     return {name: tensor for bucket in weight_buckets(learner) for name, tensor in bucket.tensors().items()}
+
+
+def exported_by(rank: int, names: Collection[str], split: dict[str, Any]) -> set[str]:
+    """Of a model's HF names those that a rank has to export: all on rank 0, those of its pipeline stage on another one. Virtual stages take
+    turns."""
+    config = LearnerConfig(**split)
+    if rank == 0:
+        return set(names)
+    stages, stage = config.pipeline_parallel, rank * config.pipeline_parallel // config.world_size
+    number = {name: int(name.split(".")[2]) for name in names if name.startswith("model.layers.")}
+    in_a_turn = (1 + max(number.values())) // (stages * config.virtual_pipeline)
+    of_ends = {"model.embed_tokens.weight": 0, "model.norm.weight": stages - 1, "lm_head.weight": stages - 1}
+    return {name for name in names if stage == (number[name] // in_a_turn % stages if name in number else of_ends[name])}
 
 
 def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:

@@ -29,6 +29,7 @@ from learner.weights.checkpoint import is_complete
 from tests.learner.learner_cases import (
     TIS,
     VOCAB,
+    exported_by,
     grouped_batch,
     largest_difference,
     learner_on,
@@ -177,13 +178,13 @@ def test_several_ranks_equal_one(compared: Compared) -> None:
     """
     one, split, every = compared.one, compared.split, compared.every
     is_half = "dtype" in split  # of which only the bits are compared between ranks
-    for found in every:
+    for rank, found in enumerate(every):
         for ours, theirs in zip(found["numbers"], one["numbers"], strict=True):
             assert is_half or ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
         for ours, theirs in zip(found["logprobs"], one["logprobs"], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0.2 if is_half else 1e-4)
-        own = {name: one["weights"][name] for name in found["weights"]}  # of a stage, on ranks other than 0
-        assert is_half or largest_difference(found["weights"], own) < 1e-4
+        own = {name: one["weights"][name] for name in exported_by(rank, one["weights"], split)}
+        assert found["weights"].keys() == own.keys() and (is_half or largest_difference(found["weights"], own) < 1e-4)
         assert found["numbers"] == every[0]["numbers"]
         assert all(torch.equal(found["weights"][name], every[0]["weights"][name]) for name in own)
         halves = [1, 1, 1, 1] if split.get("data_parallel") == 4 else [2, 2, 1, 1]  # 1 where one rank's is blank

@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
 from tests.learner.learner_cases import (
+    exported_by,
     run_ranks,
     save_model,
     weights,
 )
-from tests.learner.test_learner_ranks import PIPELINE, SEQUENCE_PARALLEL
+from tests.learner.test_learner_ranks import INTERLEAVED, PIPELINE, SEQUENCE_PARALLEL
 
 COLLECTIVES = ("all_gather", "all_gather_into_tensor", "broadcast", "broadcast_object_list")
 
@@ -26,7 +27,7 @@ STAGES: dict[str, Any] = {"pipeline_parallel": 2, "data_parallel": 2}
 """Of two pipelines: ranks 0 and 2, 1 and 3."""
 GATHERED = {"all_gather_into_tensor": 1}
 EXCHANGED = {"broadcast": 1, "broadcast_object_list": 2}
-"""Of the second stage: what it has, its bytes, and that there is no more."""
+"""Of a stage but the first: what it has, its bytes, and that there is no more."""
 
 
 def exported_on_a_rank(
@@ -59,37 +60,40 @@ def exported_on_a_rank(
 
 
 @pytest.mark.parametrize(
-    ("split", "of_first", "of_others"),
+    ("split", "model", "of_first", "of_others"),
     [
-        ({"data_parallel": 2, "expert_parallel": 2}, GATHERED, GATHERED),
-        (SEQUENCE_PARALLEL, GATHERED, GATHERED),
-        (PIPELINE, EXCHANGED, {}),
-        (STAGES, EXCHANGED, {}),
-        (STAGES | {"expert_parallel": 2}, EXCHANGED | GATHERED, GATHERED),
-        (SEQUENCE_PARALLEL | PIPELINE, EXCHANGED | GATHERED, GATHERED),
+        ({"data_parallel": 2, "expert_parallel": 2}, {}, GATHERED, GATHERED),
+        (SEQUENCE_PARALLEL, {}, GATHERED, GATHERED),
+        (PIPELINE, {}, EXCHANGED, {}),
+        (INTERLEAVED, {"tie": True, "num_hidden_layers": 4}, EXCHANGED, {}),
+        ({"pipeline_parallel": 4}, {"num_hidden_layers": 4}, {name: 3 * calls for name, calls in EXCHANGED.items()}, {}),
+        (STAGES, {}, EXCHANGED, {}),
+        (STAGES | {"expert_parallel": 2}, {}, EXCHANGED | GATHERED, GATHERED),
+        (SEQUENCE_PARALLEL | PIPELINE, {}, EXCHANGED | GATHERED, GATHERED),
     ],
     ids=str,
 )
 def test_weights_are_exported_many_at_a_time(
-    tmp_path: Path, split: dict[str, Any], of_first: dict[str, int], of_others: dict[str, int]
+    tmp_path: Path, split: dict[str, Any], model: dict[str, Any], of_first: dict[str, int], of_others: dict[str, int]
 ) -> None:
     """Not one collective for each of the model's tensors: a mixture of experts has tens of thousands. And many, if not all fit. An expert
     lies alone, or next to the other half of its first matrix, and not in the buffer of all that were gathered. Stages are sent within one
-    pipeline alone, to the rank that wants them: of_first says what its ranks call, of_others what those of the other pipelines do."""
-    folder = save_model(tmp_path / "m", "qwen3_moe", tie=False)
+    pipeline alone, and rank 0's not at all: of_first says what its ranks call, of_others what those of the other pipelines do."""
+    folder = save_model(tmp_path / "m", "qwen3_moe", **{"tie": False} | model)
     original = load_file(folder / "model.safetensors")
-    ranks, stages = LearnerConfig(**split).world_size, split.get("pipeline_parallel", 1)
-    of_second = sum(one.nbytes for name, one in original.items() if name.startswith(("model.layers.1.", "model.norm.", "lm_head.")))
-    for most_bytes in (2**26, 20_000):
+    config = LearnerConfig(**split)
+    ranks, stages = config.world_size, config.pipeline_parallel
+    of_stages = [exported_by(stage * ranks // stages, original, split) for stage in range(1, stages)]
+    exchanged = sum(original[name].nbytes for names in of_stages for name in names)
+    for most_bytes in (2**26, 16_000):
         for rank, (found, calls, kept, sent) in enumerate(run_ranks(exported_on_a_rank, folder, split, most_bytes, ranks=ranks)):
-            stage, pipeline = divmod(rank, ranks // stages)
+            is_in_first = rank % (ranks // stages) == 0 if stages > 1 else True
+            assert found.keys() == exported_by(rank, original, split), "rank 0 has all, the others their stage"
             assert all(torch.equal(found[name], original[name]) for name in found)
-            assert (found.keys() == original.keys()) == (rank == 0 or stages == 1), "rank 0 has all"
-            assert ("lm_head.weight" in found) == (rank == 0 or stage == stages - 1), "and the others their stage"
             assert kept <= 2 or stages > 1
-            assert sent == (of_second if stages > 1 and pipeline == 0 else 0)
-            expected = of_others if pipeline else of_first
+            assert sent == (exchanged if is_in_first else 0)
+            expected = of_first if is_in_first else of_others
             if most_bytes == 2**26:
                 assert calls == expected
             else:
-                assert (sum(expected.values()) < sum(calls.values()) or rank > 0) and sum(calls.values()) < len(original)
+                assert sum(expected.values()) < sum(calls.values()) < len(original) or calls == expected == {}
