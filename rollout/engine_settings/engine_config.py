@@ -225,8 +225,8 @@ class EngineConfig(DerivedSettings):
     @property
     def copy_threads(self) -> int:
         """Threads that copy a bucket of weights into the engine's shared memory: COPY_THREADS before a GPU, one on a CPU, whose cores load
-        the bucket before."""
-        return COPY_THREADS if self.device == "cuda" else 1
+        the bucket before. Raises: as resolved_device."""
+        return COPY_THREADS if self.resolved_device == "cuda" else 1
 
     @property
     def resolved_device(self) -> Device:

@@ -205,6 +205,7 @@ def test_a_part_is_given_what_is_decided_and_decides_nothing_itself() -> None:
     for read in (
         lambda: LearnerConfig().resolved_device,
         lambda: LearnerConfig(device="cpu").resolved_dtype,
+        lambda: EngineConfig().copy_threads,
         lambda: EngineConfig(device="cpu").resolved_dtype,
         lambda: EngineConfig(device="cpu").resolved_group_backend,
     ):
