@@ -73,7 +73,9 @@ class GpuFact:
 
     name: str
     bytes: int
-    free: int
+    """0: not known."""
+    free: int | None
+    """Bytes; None: not known. Of a card that is divided (MIG) the driver doesn't tell what is free of a part."""
     architecture: str
     """Such as sm_90."""
     number: int = 0

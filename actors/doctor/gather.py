@@ -21,7 +21,8 @@ import psutil
 from actors.cluster.hub import config_folder, obstacle_here
 from actors.config import RunConfig
 from actors.doctor.driver_gpus import gpus_of_driver, links_of_driver, seen_by_torch
-from actors.doctor.facts import COMPILERS, MOST_STORED, STORE_SHARE, GpuFact, NodeFacts, PaperFacts
+from actors.doctor.facts import COMPILERS, MOST_STORED, STORE_SHARE, GpuFact, NodeFacts, Nodes, PaperFacts
+from actors.doctor.free_memory_rules import gpus_have_room
 from actors.doctor.memory_rules import could_be_given
 from actors.doctor.port_check import OpenPort, why_unreachable
 from actors.plan.gpus import Gpus
@@ -42,6 +43,8 @@ _OWN = ("actors", "correction", "learner", "rollout")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ANSWER_S = 15.0
 """Longest time for all nodes together, from the first request on: a person waits for it."""
+_LEAVE_S, _AGAIN_S = 30.0, 2.0
+"""How long, and how often, other processes are waited for."""
 _REMOVAL_S = 2.0
 _NO_LISTENER = "no listener could be started there in time"
 _SIGN = ".seen_by_all_nodes"
@@ -188,6 +191,24 @@ def own_machine(config: RunConfig) -> list[NodeFacts]:
     return [
         replace(here, is_drivers=True, offered_gpus=seen, free_gpus=seen, cpus=float(cpus), free_cpus=float(cpus), rollout_units=units)
     ]
+
+
+def when_others_have_left(look: Callable[[], Nodes], config: RunConfig, shape: ModelShape, say: Callable[[str], object]) -> Nodes:
+    """Facts of a run's own machine. While other processes hold memory of GPUs that the run can't do without, it is looked at again, for
+    half a minute at most: they may be engines of an attempt that was killed, which take some seconds to end.
+
+    Args: look: finds the facts. say: takes what is waited for, once.
+    """
+    nodes, until, has_said = look(), time.monotonic() + _LEAVE_S, False
+    while short := next((one.sentence for one in gpus_have_room(nodes, config, shape) if one.severity == "fail"), ""):
+        if time.monotonic() >= until:
+            break
+        if not has_said:
+            say(f"{short}. Waiting up to {_LEAVE_S:.0f} s for its end")
+            has_said = True
+        time.sleep(_AGAIN_S)
+        nodes = look()
+    return nodes
 
 
 def nodes_of_cluster(

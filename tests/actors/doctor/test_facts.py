@@ -23,15 +23,23 @@ from tests.actors.known_models import QWEN3_8B, save_config
 
 
 def test_what_nvidia_smi_says_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A stand-in on the path: columns have commas between them, a name could have one, too."""
+    """A stand-in on the path: columns have commas between them, a name could have one, too. What is free of a card that is divided says
+    nothing of its parts, whoever has hidden the others, and in which variable."""
     smi = tmp_path / "nvidia-smi"
-    lines = ("0, GPU-aa11, NVIDIA H100 80GB HBM3, 81559, 81000, 9.0", "1, GPU-ab22, Strange, Inc. GPU, 1024, [N/A], 12.0")
+    lines = (
+        "0, GPU-aa11, NVIDIA H100 80GB HBM3, 81559, 81000, 9.0, Disabled",
+        "1, GPU-ab22, Strange, Inc. GPU, 1024, [N/A], 12.0, [N/A]",
+        "2, GPU-ac33, NVIDIA GB10, [N/A], [N/A], 12.1, [N/A]",
+        "3, GPU-ad44, NVIDIA H100 80GB HBM3, 81559, 2000, 9.0, Enabled",
+    )
     smi.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert gpus_of_driver() == [
         GpuFact("NVIDIA H100 80GB HBM3", 81_559 << 20, 81_000 << 20, "sm_90", 0, "GPU-aa11"),
-        GpuFact("Strange, Inc. GPU", 1024 << 20, 0, "sm_120", 1, "GPU-ab22"),
+        GpuFact("Strange, Inc. GPU", 1024 << 20, None, "sm_120", 1, "GPU-ab22"),
+        GpuFact("NVIDIA GB10", 0, None, "sm_121", 2, "GPU-ac33"),
+        GpuFact("NVIDIA H100 80GB HBM3", 81_559 << 20, None, "sm_90", 3, "GPU-ad44"),
     ]
     smi.write_text("#!/bin/sh\nexit 9\n")
     assert gpus_of_driver() == []
