@@ -242,21 +242,3 @@ def test_a_node_whose_task_fails_is_a_finding_too(quiet: QuietRay, tmp_path: Pat
     found = [one for one in on_nodes(nodes_of_cluster(config, tmp_path), config, DENSE) if "10.0.0.2" in one.sentence]
     assert [one.severity for one in found] == ["fail"] and "No module named 'actors'" in found[0].sentence
     assert "same Python" in found[0].setting
-
-
-@pytest.mark.parametrize("shm_gb", [0.064, 16, 400])
-@pytest.mark.parametrize(("memory_gb", "most"), [(24, None), (2000, None), (2000, 5 * 10**11)])
-def test_a_private_ray_s_object_store_is_as_large_as_ray_makes_it(
-    memory_gb: int, most: int | None, shm_gb: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A container with 16 GB of /dev/shm has a store of 15, however much memory the machine has: two versions of an 8B model don't fit."""
-    from ray._private import ray_constants, utils
-
-    memory, shared = memory_gb * 10**9, int(shm_gb * 10**9)
-    monkeypatch.setattr(gather.psutil, "virtual_memory", lambda: SimpleNamespace(total=2 * memory, available=memory))
-    monkeypatch.setattr(gather, "_shared_memory", lambda: shared)
-    monkeypatch.setattr(utils, "get_shared_memory_bytes", lambda: shared)
-    if most is not None:
-        monkeypatch.setenv("RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES", str(most))
-        monkeypatch.setattr(ray_constants, "DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES", most)
-    assert gather.own_store_bytes() == utils.resolve_object_store_memory(memory)
