@@ -12,7 +12,7 @@ from actors.doctor.memory_rules import gib, rank_options
 from actors.plan.engine_memory import free_at_start
 from actors.plan.learner_memory import RESERVE, rank_memory
 from actors.plan.shape import ModelShape
-from actors.settings.devices import engines_beside_a_rank, gpus_asked, held_by, workers_asked
+from actors.settings.devices import engines_beside_a_rank, gpus_asked, held_by
 from correction.errors import counted
 from learner.model_fit import layout_obstacles
 
@@ -57,13 +57,13 @@ def is_held(gpu: GpuFact) -> bool:
 
 
 def loads_by_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> list[Load]:
-    """For each GPU that the run asks for: which ranks and engines are on it, and how much of it they take.
+    """For each GPU that the run begins with: which ranks and engines are on it, and what they take of it. An elastic pool need not grow.
 
     Args: gpu_bytes: of such a GPU.
     """
     learner, rollout = config.learner, config.rollout
     loads: list[Load] = []
-    engines = workers_asked(config) if rollout.engine.resolved_device == "cuda" else 0
+    engines = rollout.workers if rollout.engine.resolved_device == "cuda" else 0
     least, most = free_at_start(shape, rollout, gpu_bytes) if engines else (0, 0)
     if learner.resolved_device == "cuda" and not any(layout_obstacles(learner, shape.sizes)):
         rank = rank_memory(shape, learner, **rank_options(config))

@@ -65,6 +65,13 @@ def test_a_run_on_this_machine_stops_where_no_order_of_its_gpus_has_room(free: t
         assert ("CUDA_VISIBLE_DEVICES" in one.setting) == (len(free) > 8), "only where others are enough"
 
 
+def test_a_gpu_for_engines_that_an_elastic_run_begins_without_stops_nothing() -> None:
+    """Six of eight GPUs are enough for its start; whoever holds the others may have left when the pool grows."""
+    elastic = eight("rollout.max_workers=4", "rollout.min_workers=2", "rollout.workers=2")
+    assert [one.severity for one in told(with_free(2, 2, *(80,) * 6), elastic)] == ["warn", "warn"]
+    assert [one.severity for one in told(with_free(2, 2, 2, *(80,) * 5), elastic)] == ["fail"] * 3
+
+
 def engines(share: float, workers: int) -> list[str]:
     return [f"rollout.gpus_per_worker={share}", f"rollout.workers={workers}", "learner.gpus_per_rank=1"]
 
