@@ -22,7 +22,7 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.cluster.address import NoClusterError, check_joinable, check_ray
+from actors.cluster.address import NoClusterError, check_ray
 from actors.cluster.head_watch import OwnDaemon
 from actors.cluster.security import loopback_only, protect_token, require_authentication
 from actors.config import RunConfig
@@ -78,7 +78,6 @@ class Cluster:
         ray._private.worker._worker_logs_enabled = False
         start_s = self._config.deadlines.start_s
         if settings.address is not None:
-            check_joinable(settings.address)
             with environment({name: os.environ.get(name, value) for name, value in _JOINED_ENVIRONMENT.items()}):
                 self._try(lambda: ray.init(address=settings.address, **common), f"joining ray.address = {settings.address}", start_s)
             try:

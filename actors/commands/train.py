@@ -22,7 +22,8 @@ from actors.commands.resume_point import find_resume_point, with_absolute_paths,
 from actors.commands.run_settings import not_as_written
 from actors.commands.train_arguments import recipe_of
 from actors.config import RunConfig
-from actors.doctor.gather import nodes_of_cluster, own_machine
+from actors.doctor.facts import Nodes
+from actors.doctor.gather import nodes_of_cluster, own_machine, when_others_have_left
 from actors.doctor.node_rules import on_nodes
 from actors.doctor.paper_rules import stop_at_failures
 from actors.doctor.room_rules import requests
@@ -285,11 +286,14 @@ def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer, vie
     config = config.model_copy(update={"model": model})  # a name of the hub is one here, too: each node looks in its own cache
     limit_s = config.deadlines.disk_s
     by_disk = partial(by_disk_at_start, limit_s=lambda: limit_s, say=observer.waiting)
+    shape = by_disk(lambda: ModelShape.read(config_folder(model)), "the model's config", disk=MODEL_OR_RUN)
+    nodes: Nodes
     if config.ray.address is None:
-        nodes = by_disk(partial(own_machine, config), "facts of this machine, and the model's folder", disk=MODEL_OR_RUN, computes=True)
+        what = "facts of this machine, and the model's folder"
+        look = partial(by_disk, partial(own_machine, config), what, disk=MODEL_OR_RUN, computes=True)
+        nodes = when_others_have_left(look, config, shape, lambda text: observer.event("info", text))
     else:
         nodes = nodes_of_cluster(config, folder.path, within_s=_NODES_S, by_disk=by_disk)
-    shape = by_disk(lambda: ModelShape.read(config_folder(model)), "the model's config", disk=MODEL_OR_RUN)
     rows = requests(nodes, config)
     view.show(table_of(rows))
     observer.keep_event("info", "; ".join(str(row) for row in rows))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from actors.doctor.facts import GpuFact, Link
 
 _SMI = "nvidia-smi"
-_LIST = ("--query-gpu=index,uuid,name,memory.total,memory.free,compute_cap", "--format=csv,noheader,nounits")
+_LIST = ("--query-gpu=index,uuid,name,memory.total,memory.free,compute_cap,mig.mode.current", "--format=csv,noheader,nounits")
 _LINKS, _PEERS = ("topo", "-m"), ("topo", "-p2p", "r")
 _SMI_S = 10.0
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -18,7 +18,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 def gpus_of_driver() -> list[GpuFact]:
     """GPUs that nvidia-smi lists; none where there is no driver, or it doesn't answer."""
-    return [_gpu(line) for line in _said(*_LIST).splitlines() if line.count(",") >= 5]
+    return [_gpu(line) for line in _said(*_LIST).splitlines() if line.count(",") >= 6]
 
 
 def seen_by_torch(gpus: Sequence[GpuFact], visible: str | None, count: int) -> tuple[GpuFact, ...]:
@@ -69,9 +69,11 @@ def _said(*words: str) -> str:
 
 def _gpu(line: str) -> GpuFact:
     number, uuid, rest = (part.strip() for part in line.split(",", 2))
-    name, total, free, capability = (part.strip() for part in rest.rsplit(",", 3))
-    return GpuFact(name, _mib(total), _mib(free), "sm_" + capability.replace(".", ""), int(number), uuid)
+    name, total, free, capability, divided = (part.strip() for part in rest.rsplit(",", 4))
+    free_bytes = None if divided == "Enabled" else _mib(free)
+    return GpuFact(name, _mib(total) or 0, free_bytes, "sm_" + capability.replace(".", ""), int(number), uuid)
 
 
-def _mib(text: str) -> int:
-    return int(text) << 20 if text.isdigit() else 0
+def _mib(text: str) -> int | None:
+    """Bytes; None where the driver says [N/A]."""
+    return int(text) << 20 if text.isdigit() else None

@@ -56,7 +56,7 @@ class PaperFacts:
     closed_folder: str = ""
     """Where the run folder would be made, if this process may not write there."""
     host_bytes: int | None = None
-    """Memory of this machine, if the run is on it alone; None: it isn't, or not known."""
+    """Memory of this machine or container, if the run is on it alone; None: it isn't, or not known."""
     store_bytes: int | None = None
     """What Ray's object store would have of it; None: as above."""
     refused: tuple[EvenkeelError, ...] = ()
@@ -73,7 +73,9 @@ class GpuFact:
 
     name: str
     bytes: int
-    free: int
+    """0: not known."""
+    free: int | None
+    """Bytes; None: not known. Of a card that is divided (MIG) the driver doesn't tell what is free of a part."""
     architecture: str
     """Such as sm_90."""
     number: int = 0
@@ -153,7 +155,7 @@ class NodeFacts:
     way_not_known: str = ""
     """Why it isn't known whether it could; empty: it is, or there is no other node."""
     memory: int = 1 << 50
-    """Bytes of the host's memory."""
+    """Bytes of the host's memory, or of the container's limit."""
     object_store: int = 1 << 40
     """Bytes of Ray's object store there."""
     model_obstacle: str = ""

@@ -16,13 +16,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from actors.cluster.hub import config_folder, obstacle_here
 from actors.config import RunConfig
 from actors.doctor.driver_gpus import gpus_of_driver, links_of_driver, seen_by_torch
-from actors.doctor.facts import COMPILERS, MOST_STORED, STORE_SHARE, GpuFact, NodeFacts, PaperFacts
+from actors.doctor.facts import COMPILERS, GpuFact, NodeFacts, Nodes, PaperFacts
+from actors.doctor.free_memory_rules import gpus_have_room
 from actors.doctor.memory_rules import could_be_given
+from actors.doctor.own_memory import memory_bytes, own_store_bytes, shared_memory_bytes
 from actors.doctor.port_check import OpenPort, why_unreachable
 from actors.plan.gpus import Gpus
 from actors.plan.layouts import GPUS_PER_NODE
@@ -42,6 +42,8 @@ _OWN = ("actors", "correction", "learner", "rollout")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ANSWER_S = 15.0
 """Longest time for all nodes together, from the first request on: a person waits for it."""
+_LEAVE_S, _AGAIN_S = 30.0, 2.0
+"""How long, and how often, other processes are waited for."""
 _REMOVAL_S = 2.0
 _NO_LISTENER = "no listener could be started there in time"
 _SIGN = ".seen_by_all_nodes"
@@ -65,23 +67,11 @@ def paper_facts(
     gpus: tuple[int, ...] = ()
     if config.ray.address is None and "cuda" in (config.learner.resolved_device, config.rollout.engine.resolved_device):
         gpus = could_be_given(_sizes(_named(gpus_of_driver(), visible_gpus())), visible_gpus())
-    host, store = (psutil.virtual_memory().total, own_store_bytes()) if config.ray.address is None else (None, None)
+    host, store = (memory_bytes(), own_store_bytes()) if config.ray.address is None else (None, None)
     there = model if is_resumed and model is not None else home_of_run(config)
     closed = "" if is_resumed or os.access(there, os.W_OK) else str(there)
     largest, free = len(gpus) or GPUS_PER_NODE, shutil.disk_usage(there).free
     return PaperFacts(shape, gpus, gpus_per_node=largest, disk_free=free, closed_folder=closed, host_bytes=host, store_bytes=store)
-
-
-def own_store_bytes() -> int:
-    """Bytes of the object store of a Ray that a run starts for itself, which leaves the size to Ray: a share of what is free of the memory,
-    at most what /dev/shm has, or 10 GB, and never more than 200 GB (its resolve_object_store_memory)."""
-    share, most = float(os.environ.get(STORE_SHARE, 0.3)), int(os.environ.get(MOST_STORED, 200 * 10**9))
-    return min(int(share * psutil.virtual_memory().available), most, max(10**10, int(0.95 * _shared_memory())))
-
-
-def _shared_memory() -> int:
-    """Bytes of /dev/shm that are free."""
-    return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
 
 
 def home_of_run(config: RunConfig) -> Path:
@@ -125,8 +115,8 @@ def this_node(model: str, *, sign: str = "", token: str = "", answer: str = "") 
         versions={name: found for name in _PACKAGES if (found := _version(name))} | {"evenkeel's own files": _own_files()},
         has_plugin=has_plugin(),
         nccl={name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
-        shared_memory=_shared_memory(),
-        memory=psutil.virtual_memory().total,
+        shared_memory=shared_memory_bytes(),
+        memory=memory_bytes(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         locked_memory=_limit(resource.RLIMIT_MEMLOCK),
         has_rdma=any(Path("/sys/class/infiniband").glob("*")),
@@ -188,6 +178,24 @@ def own_machine(config: RunConfig) -> list[NodeFacts]:
     return [
         replace(here, is_drivers=True, offered_gpus=seen, free_gpus=seen, cpus=float(cpus), free_cpus=float(cpus), rollout_units=units)
     ]
+
+
+def when_others_have_left(look: Callable[[], Nodes], config: RunConfig, shape: ModelShape, say: Callable[[str], object]) -> Nodes:
+    """Facts of a run's own machine. While other processes hold memory of GPUs that the run can't do without, it is looked at again, for
+    half a minute at most: they may be engines of an attempt that was killed, which take some seconds to end.
+
+    Args: look: finds the facts. say: takes what is waited for, once.
+    """
+    nodes, until, has_said = look(), time.monotonic() + _LEAVE_S, False
+    while short := next((one.sentence for one in gpus_have_room(nodes, config, shape) if one.severity == "fail"), ""):
+        if time.monotonic() >= until:
+            break
+        if not has_said:
+            say(f"{short}. Waiting up to {_LEAVE_S:.0f} s for its end")
+            has_said = True
+        time.sleep(_AGAIN_S)
+        nodes = look()
+    return nodes
 
 
 def nodes_of_cluster(

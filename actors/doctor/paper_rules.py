@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import get_args
 
 from actors.config import RunConfig
-from actors.doctor.facts import MOST_STORED, Complaint, PaperFacts, Severity
+from actors.doctor.facts import MOST_STORED, STORE_SHARE, Complaint, PaperFacts, Severity
 from actors.doctor.kernel_rules import experts_stay_as_sent, half_precision_has_kernels, weights_stay_as_sent
 from actors.doctor.memory_rules import gib, on_gpus
 from actors.plan.gpus import Gpus
@@ -173,8 +173,8 @@ def object_store_holds_the_weights(facts: PaperFacts, config: RunConfig) -> Iter
             "warn",
             f"{versions_text(config)} of the weights{', wide fields of answers' * (wide > 0)} and two batches take {gib(needed)}, but "
             f"the object store of the run's own Ray would have about {gib(there)} here: it would write to disk",
-            f"Use a machine with more memory or, in a container, with more of it in /dev/shm (docker run --shm-size), or set {MOST_STORED} "
-            "in the environment where Ray's own limit of 200 GB is too little",
+            f"Use a machine with more memory or, in a container, with more of it in /dev/shm (docker run --shm-size), or set in the "
+            f"environment {STORE_SHARE}, Ray's share of what isn't used (0.3), or {MOST_STORED} where 200 GB are too little",
         )
 
 

@@ -21,6 +21,7 @@ from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape, check_is_model
 from actors.settings.deadlines import bytes_of, with_deadlines
 from actors.settings.derived import derived, refusals, with_optimizer
+from actors.settings.devices import check_devices, unfit_shares
 from correction.errors import DataError, EvenkeelError
 from learner.hf.hf_folder import read_config, read_json, shapes_of
 from learner.hf.model_check import check_trainable, check_weights
@@ -108,11 +109,15 @@ def check_on_paper(config: RunConfig, *, meant: Sequence[Gpus] | None = None) ->
         meant: GPUs of machines that aren't here: config.json alone has to be; none: not known. None: the run is started here.
     Raises: DataError if there is no config.json of a model that the learner trains, or no such model on the hub.
     """
+    return _of_folder(config, config_folder(config.model), meant)
+
+
+def _of_folder(config: RunConfig, folder: Path, meant: Sequence[Gpus] | None) -> tuple[RunConfig, PaperFacts]:
+    """As check_on_paper. Args: folder: with the model's config.json, unless it lacks that."""
     refused: list[EvenkeelError] = []
     lacking: list[EvenkeelError] = []
     unknown: list[str] = []
     is_here, of_hub = meant is None, HubName.of(config.model) is not None
-    folder = config_folder(config.model)
     config = config_for_model(config, folder, has_weights=is_here and not of_hub, refused=refused, lacking=lacking)
     facts = paper_facts(config, folder, meant=meant)
     if is_here:
@@ -128,19 +133,24 @@ def check_on_paper_or_refuse(
     config: RunConfig, *, has_gpu: bool, meant: Sequence[Gpus] | None = None
 ) -> tuple[RunConfig, PaperFacts] | list[Complaint]:
     """As `check_on_paper`, of a configuration whose devices and types are still open; or the refusals without which no more can be told,
-    together with what needs no model."""
+    together with what settings, number of GPUs and the task's file say without them."""
     if refused := list(refusals(config, has_gpu=has_gpu)):
         return list(map(Complaint.refusal, refused))
     config = derived(config, has_gpu=has_gpu)
+    remedy = _get_config(config.model)
     try:
-        return check_on_paper(config, meant=meant)
+        folder, remedy = config_folder(config.model), ""
+        return _of_folder(config, folder, meant)
     except EvenkeelError as error:
         lacking = [error]
-        if meant is None:
-            _check_task(config.rollout.task, lacking)
-        rest = "memory, layouts, requests and bytes were not looked at: they need the config.json of a model that can be trained"
-        unchecked = Complaint("note", rest, _get_config(config.model))
-        return worst_first([*map(Complaint.refusal, lacking), *without_model(config, meant or ()), unchecked])
+    if meant is None:
+        _check_task(config.rollout.task, lacking)
+        if not any(unfit_shares(config)):  # which without_model has
+            with _kept(lacking):
+                check_devices(config)
+    rest = "memory, layouts, requests and bytes were not looked at: they need the config.json of a model that can be trained"
+    unchecked = Complaint("note", rest, remedy)
+    return worst_first([*map(Complaint.refusal, lacking), *without_model(config, meant or ()), unchecked])
 
 
 def _get_config(model: Path) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.plan.shape import BYTES_OF, ModelShape
-from correction.engines.gpu_share import CONTEXT, engine_budget, outside_cache
+from correction.engines.gpu_share import CONTEXT, LEAST_OF_CACHE, engine_budget, outside_cache
 from rollout.config import RolloutConfig
 from rollout.engine_settings.engine_config import EngineConfig
 
@@ -83,17 +83,21 @@ def engine_memory(shape: ModelShape, rollout: RolloutConfig, gpu_bytes: int) -> 
     return EngineMemory(weights, cache, token_bytes, context, outside, groups)
 
 
-def least_free(shape: ModelShape, rollout: RolloutConfig, gpu_bytes: int) -> int:
-    """Bytes that have to be free on each of an engine's GPUs when it starts, so that its cache holds one longest request: the cache's
-    fraction is one of what is free then. An engine with a share takes the share.
+def free_at_start(shape: ModelShape, rollout: RolloutConfig, gpu_bytes: int) -> tuple[int, int]:
+    """(least, enough): bytes that are free on each of an engine's GPUs when it starts. With fewer than the least it ends itself, as there
+    is no room for a cache. Enough are an engine's share; on a whole GPU, where the cache has a fraction of what is free, as many as give
+    it room for one longest request. The CUDA context, an estimate, is no part of the least.
 
     Args: gpu_bytes: of the whole GPU.
     """
     memory = engine_memory(shape, rollout, gpu_bytes)
     if min(rollout.gpus_per_worker, rollout.engine.gpu_share) < 1:
-        return memory.weights + max(0, memory.cache) + memory.outside_cache
+        cache = max(0, memory.cache)
+        outside = memory.weights + memory.outside_cache
+        return outside - CONTEXT + int(LEAST_OF_CACHE * cache), outside + cache
     fraction = (gpu_bytes - memory.outside_cache) / (gpu_bytes - CONTEXT)
-    return CONTEXT + int((memory.weights + memory.request_tokens * memory.token_bytes) / fraction)
+    one_request = memory.request_tokens * memory.token_bytes
+    return int(memory.weights / fraction), CONTEXT + int((memory.weights + one_request) / fraction)
 
 
 def cache_token_bytes(shape: ModelShape, engine: EngineConfig) -> int:

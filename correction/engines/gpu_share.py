@@ -11,6 +11,9 @@ from __future__ import annotations
 CONTEXT = 768 << 20
 """Bytes that each process on the GPU takes for the CUDA context, kernels and workspaces, which no allocator counts. An estimate, compared
 with a GPU only in the sum of `outside_cache`."""
+LEAST_OF_CACHE = 0.1
+"""Smallest part of the KV cache that the share should hold with which an engine still starts. A lack up to that can come from estimates of
+the memory outside the cache; beyond it other processes have taken the memory."""
 PREFILL_TOKENS = 2048
 """Chunk of a prefill of an engine with a share; SGLang's own sizes are for whole GPUs."""
 _PREFILL_TOKEN = 256 << 10

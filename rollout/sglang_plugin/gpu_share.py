@@ -9,15 +9,10 @@ from typing import Any
 
 import torch
 
-from correction.engines.gpu_share import CONTEXT, engine_budget, outside_cache
+from correction.engines.gpu_share import CONTEXT, LEAST_OF_CACHE, engine_budget, outside_cache
 from rollout.engine_settings.engine_config import EngineConfig
 
 TARGET = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
-
-
-_LEAST = 0.1
-"""Smallest part of the cache that the share should hold with which the engine still starts. A lack up to that can come from estimates of
-the memory outside the cache; beyond it other processes have taken the memory."""
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +52,7 @@ def cache_bytes(engine: EngineConfig, free: int, total: int, own: int, vocabular
             f"the engine's share of the GPU still has {needed / 2**30:.3g} GiB to take, but {free / 2**30:.3g} are free: others on it have "
             "taken more than theirs"
         )
-        if left < _LEAST * cache:
+        if left < LEAST_OF_CACHE * cache:
             raise RuntimeError(f"{sentence}. End them, or lower rollout.gpus_per_worker")
         logger.warning("%s. The KV cache has %.3g GiB instead of %.3g", sentence, left / 2**30, cache / 2**30)
         return left

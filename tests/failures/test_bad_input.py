@@ -297,7 +297,7 @@ def test_address_of_no_cluster(recipe: Path) -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
 def test_cluster_that_is_not_there(recipe: Path, address: str) -> None:
     sentence = refused("train", str(recipe), f"ray.address={address}", f"run_dir={recipe.parent / address[:3]}")
-    assert f"ray.address = '{address}': no Ray cluster answers there" in sentence and "leave ray.address empty" in sentence
+    assert f"ray.address = '{address}': no Ray cluster answers at" in sentence and "leave it empty for a private one" in sentence
 
 
 def test_ray_sessions_in_too_long_a_path(recipe: Path, tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_a_wait_that_ends_a_run_is_among_those_that_the_doctor_names(
 
 
 def test_an_address_is_tried_before_a_folder_is_made(recipe: Path, tmp_path: Path) -> None:
-    assert "no Ray cluster answers there" in fails("train", str(recipe), "ray.address=127.0.0.1:1")
+    assert "no Ray cluster answers at" in fails("train", str(recipe), "ray.address=127.0.0.1:1")
     assert not (tmp_path / "run").exists()
 
 

@@ -29,6 +29,7 @@ def test_every_argument_of_sglang_is_set_refused_or_handed_on() -> None:
         ("preferred_sampling_params", '{"top_p": 0.9}', r"use rollout\.sampling instead"),
         ("enable_lora", True, "knows no adapter"),
         ("custom_weight_loader", ["a.b"], "weights come from the learner"),
+        ("remote_instance_weight_loader_start_seed_via_transfer_engine", True, "weights come from the learner"),  # and a port is opened
         ("enable_attn_tp_input_scattered", True, r"use rollout\.engine\.tensor_parallel instead"),
         ("enable_dense_mlp_attn_tp", True, "has not been compared"),
         ("enable_two_batch_overlap", True, "has not been compared"),

@@ -21,8 +21,8 @@ import pytest
 import ray
 from ray._private import services
 
-from actors.cluster import cluster
-from actors.cluster.address import NoClusterError, check_joinable
+from actors.cluster import address, cluster
+from actors.cluster.address import NoClusterError, check_ray
 from actors.cluster.cluster import Cluster, gpus_there
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
@@ -127,7 +127,7 @@ def test_joining_has_short_attempts_and_its_own_remedy(monkeypatch: pytest.Monke
         raise RuntimeError("Failed to connect to GCS.")
 
     starts(monkeypatch, silent)
-    monkeypatch.setattr(cluster, "check_joinable", lambda _: None)
+    monkeypatch.setattr(cluster, "check_ray", lambda _: None)
     with pytest.raises(EngineError, match=r"joining ray\.address = auto failed .*leave ray\.address empty"):
         Cluster(config("ray.address=auto")).__enter__()
     assert seen == ["1", "1", "1"] and name not in os.environ
@@ -136,7 +136,7 @@ def test_joining_has_short_attempts_and_its_own_remedy(monkeypatch: pytest.Monke
 def test_who_asks_for_one_attempt_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `doctor` does: each takes Ray 40 s at a head that accepts connections and says nothing."""
     calls = starts(monkeypatch, times_out)
-    monkeypatch.setattr(cluster, "check_joinable", lambda _: None)
+    monkeypatch.setattr(cluster, "check_ray", lambda _: None)
     with pytest.raises(NoClusterError, match=r"tried 1 time\."):
         gpus_there(config("ray.address=auto"), tries=1)
     assert len(calls) == 1
@@ -153,6 +153,12 @@ def test_no_cluster_is_looked_for_at_an_address_where_nothing_listens(monkeypatc
     monkeypatch.setattr(services, "find_bootstrap_address", lambda _: None)
     with pytest.raises(NoClusterError, match=r"'auto': Ray finds no cluster that this machine is part of\. Set it to HOST:PORT"):
         Cluster(config("ray.address=auto")).__enter__()
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(NoClusterError, match=r"'auto': Ray finds no cluster that this machine is part of\."):
+        Cluster(config("ray.address=auto")).__enter__()
+    monkeypatch.setattr(services, "find_gcs_addresses", functools.cache(lambda: frozenset({closed})))
+    with pytest.raises(NoClusterError, match=rf"'auto': no Ray cluster answers at {closed}: .*Set it"):
+        Cluster(config("ray.address=auto")).__enter__()
     monkeypatch.setenv("RAY_ADDRESS", closed)
     with pytest.raises(NoClusterError, match=rf"'auto': no Ray cluster answers at {closed} \(from RAY_ADDRESS\): .*refused\. Set it"):
         Cluster(config("ray.address=auto")).__enter__()
@@ -167,17 +173,41 @@ def test_a_private_ray_of_another_run_is_not_looked_for(monkeypatch: pytest.Monk
         monkeypatch.setattr(services, "find_bootstrap_address", lambda _: None)
         monkeypatch.setattr(services, "find_gcs_addresses", functools.cache(lambda: frozenset({f"127.0.0.1:{port}"})))
         monkeypatch.setattr(services, "get_node_ip_address", lambda: "127.0.0.2")
-        for address in ("auto", f"127.0.0.1:{port}"):
-            with pytest.raises(NoClusterError, match=f"{address}': no Ray cluster answers at 127.0.0.2:{port}: "):
-                Cluster(config(f"ray.address={address}")).__enter__()
+        for place in ("auto", f"127.0.0.1:{port}"):
+            with pytest.raises(NoClusterError, match=f"{place}': no Ray cluster answers at 127.0.0.2:{port}: "):
+                Cluster(config(f"ray.address={place}")).__enter__()
     assert not calls
 
 
-def test_a_head_at_an_address_of_ipv6_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_connects_to_the_head_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Ray does. A head behind a slow network would be waited for each time."""
+    connected, connect = [], socket.create_connection
+    monkeypatch.setattr(address.socket, "create_connection", lambda place, timeout: connected.append(place) or connect(place, timeout))
+    calls = starts(monkeypatch, times_out)
+    with socket.create_server((services.get_node_ip_address(), 0)) as head:
+        place = f"{head.getsockname()[0]}:{head.getsockname()[1]}"
+        with pytest.raises(NoClusterError, match=r"tried 1 time\."):
+            Cluster(config(f"ray.address={place}"), tries=1).__enter__()
+    assert [f"{host}:{port}" for host, port in connected] == [place] and len(calls) == 1
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1")
+def test_what_listens_at_an_address_of_ipv6_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray gives such an address with brackets, which a socket doesn't take."""
     monkeypatch.setattr(services, "canonicalize_bootstrap_address", lambda _: f"[::1]:{port}")
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as head:
         port = head.getsockname()[1]
-        check_joinable("auto")
+        check_ray(config("ray.address=auto").ray)
+    with pytest.raises(NoClusterError, match=rf"no Ray cluster answers at \[::1\]:{port}"):
+        check_ray(config("ray.address=auto").ray)
 
 
 def test_a_setting_that_ray_refuses_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ def test_a_recipe_is_judged_where_a_gpu_is_without_anything_heavy(tiny_model: Pa
     """NVIDIA's driver says how many GPUs torch sees, and nvidia-smi their memory. What torch was compiled for it says itself, when nodes
     are judged, which have fifteen seconds."""
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho '0, GPU-a1, NVIDIA H100 80GB HBM3, 81559, 81000, 9.0'\n")
+    smi.write_text("#!/bin/sh\necho '0, GPU-a1, NVIDIA H100 80GB HBM3, 81559, 81000, 9.0, Disabled'\n")
     smi.chmod(0o755)
     driver = str(stand_in_driver(tmp_path, count=1))
     words = ["doctor", RECIPE, f"model={tiny_model}", f"run_dir={tmp_path}", "learner.device=cuda", "rollout.engine.device=cuda"]

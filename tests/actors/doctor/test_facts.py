@@ -23,15 +23,23 @@ from tests.actors.known_models import QWEN3_8B, save_config
 
 
 def test_what_nvidia_smi_says_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A stand-in on the path: columns have commas between them, a name could have one, too."""
+    """A stand-in on the path: columns have commas between them, a name could have one, too. What is free of a card that is divided says
+    nothing of its parts, whoever has hidden the others, and in which variable."""
     smi = tmp_path / "nvidia-smi"
-    lines = ("0, GPU-aa11, NVIDIA H100 80GB HBM3, 81559, 81000, 9.0", "1, GPU-ab22, Strange, Inc. GPU, 1024, [N/A], 12.0")
+    lines = (
+        "0, GPU-aa11, NVIDIA H100 80GB HBM3, 81559, 81000, 9.0, Disabled",
+        "1, GPU-ab22, Strange, Inc. GPU, 1024, [N/A], 12.0, [N/A]",
+        "2, GPU-ac33, NVIDIA GB10, [N/A], [N/A], 12.1, [N/A]",
+        "3, GPU-ad44, NVIDIA H100 80GB HBM3, 81559, 2000, 9.0, Enabled",
+    )
     smi.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert gpus_of_driver() == [
         GpuFact("NVIDIA H100 80GB HBM3", 81_559 << 20, 81_000 << 20, "sm_90", 0, "GPU-aa11"),
-        GpuFact("Strange, Inc. GPU", 1024 << 20, 0, "sm_120", 1, "GPU-ab22"),
+        GpuFact("Strange, Inc. GPU", 1024 << 20, None, "sm_120", 1, "GPU-ab22"),
+        GpuFact("NVIDIA GB10", 0, None, "sm_121", 2, "GPU-ac33"),
+        GpuFact("NVIDIA H100 80GB HBM3", 81_559 << 20, None, "sm_90", 3, "GPU-ad44"),
     ]
     smi.write_text("#!/bin/sh\nexit 9\n")
     assert gpus_of_driver() == []
@@ -234,21 +242,3 @@ def test_a_node_whose_task_fails_is_a_finding_too(quiet: QuietRay, tmp_path: Pat
     found = [one for one in on_nodes(nodes_of_cluster(config, tmp_path), config, DENSE) if "10.0.0.2" in one.sentence]
     assert [one.severity for one in found] == ["fail"] and "No module named 'actors'" in found[0].sentence
     assert "same Python" in found[0].setting
-
-
-@pytest.mark.parametrize("shm_gb", [0.064, 16, 400])
-@pytest.mark.parametrize(("memory_gb", "most"), [(24, None), (2000, None), (2000, 5 * 10**11)])
-def test_a_private_ray_s_object_store_is_as_large_as_ray_makes_it(
-    memory_gb: int, most: int | None, shm_gb: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A container with 16 GB of /dev/shm has a store of 15, however much memory the machine has: two versions of an 8B model don't fit."""
-    from ray._private import ray_constants, utils
-
-    memory, shared = memory_gb * 10**9, int(shm_gb * 10**9)
-    monkeypatch.setattr(gather.psutil, "virtual_memory", lambda: SimpleNamespace(total=2 * memory, available=memory))
-    monkeypatch.setattr(gather, "_shared_memory", lambda: shared)
-    monkeypatch.setattr(utils, "get_shared_memory_bytes", lambda: shared)
-    if most is not None:
-        monkeypatch.setenv("RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES", str(most))
-        monkeypatch.setattr(ray_constants, "DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES", most)
-    assert gather.own_store_bytes() == utils.resolve_object_store_memory(memory)

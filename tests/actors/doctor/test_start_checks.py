@@ -132,7 +132,8 @@ def test_what_leaves_devices_and_types_undecided_is_told_of_both_sides_in_json_t
 
 
 @pytest.mark.parametrize("words", [["doctor", "--gpus", "H100x8"], ["plan"], ["doctor"]])
-def test_a_model_that_isn_t_there_is_a_finding(words: list[str], tmp_path: Path) -> None:
+def test_a_model_that_isn_t_there_is_a_finding(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.settings.devices.visible_gpus", lambda: 8)
     done = CliRunner().invoke(app, [*words, str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={tmp_path / 'none'}", "--json"])
     found, *rest = json.loads(done.stdout)["findings"]
     assert [one["level"] for one in rest] == ["note"] and "they need the config.json of a model" in rest[0]["sentence"]
@@ -309,6 +310,36 @@ def test_without_the_model_all_is_said_that_needs_none(monkeypatch: pytest.Monke
         level, sentence, setting = found[-1]
         assert level == "note" and "they need the config.json of a model that can be trained" in sentence
         assert "hf download Qwen/Qwen3-8B config.json" in setting
+
+
+def test_without_the_model_this_machine_s_gpus_are_counted_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `train` counts them, and as `--gpus` has those of other machines counted."""
+    on_gpus = ["learner.device=cuda", "rollout.engine.device=cuda", "ray.address=null", f"model={tmp_path}", "--json"]
+    for there, is_short in ((0, True), (7, True), (8, False)):
+        monkeypatch.setattr("actors.settings.devices.visible_gpus", lambda there=there: there)
+        done = CliRunner().invoke(app, ["doctor", str(RECIPES / "qwen3_8b_8gpu.yaml"), *on_gpus])
+        said = [one["sentence"] for one in json.loads(done.stdout)["findings"] if one["level"] == "fail"]
+        assert "it has no config.json" in said[0] and any("8 GPUs are needed, one for each" in one for one in said) is is_short, said
+    shares = ["learner.gpus_per_rank=0.4", "learner.tensor_parallel=1", "learner.sequence_parallel=false"]
+    done = CliRunner().invoke(app, ["doctor", str(RECIPES / "qwen3_8b_8gpu.yaml"), *on_gpus, *shares])
+    said = [one["sentence"] for one in json.loads(done.stdout)["findings"]]
+    assert len(said) == len(set(said)) and any("two of them would fit on one GPU" in one for one in said), "no reason is told twice"
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_how_to_get_config_json_is_said_only_where_it_lacks(has_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model of the hub that can't be trained the file is there: getting it again changes nothing."""
+
+    def find(_: Path) -> Path:
+        if has_file:
+            return save_config(tmp_path, QWEN3_8B | {"model_type": "gemma3_text"})
+        raise DataError("not in the cache")
+
+    monkeypatch.setattr("actors.doctor.start_checks.config_folder", find)
+    words = [str(RECIPES / "qwen3_8b_8gpu.yaml"), "model=hf:google/gemma-3-12b", "--gpus", "H100x8", "--json"]
+    first, *_, note = json.loads(CliRunner().invoke(app, ["doctor", *words]).stdout)["findings"]
+    assert ("can't be trained because of" in first["sentence"]) is has_file and "they need the config.json" in note["sentence"]
+    assert ("hf download google/gemma-3-12b config.json" in note["setting"]) is not has_file
 
 
 def test_without_the_model_a_missing_file_of_questions_is_said_too(tmp_path: Path) -> None:
