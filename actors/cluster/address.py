@@ -47,12 +47,12 @@ def _check_answers(address: str) -> None:
     try:
         place, whence = (address, "") if "://" in address else _where_ray_looks(address)
         _check_listening(place)
-    except ValueError:  # RAY_ADDRESS is of no form that Ray knows, which it says itself
-        return
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         found = f"no Ray cluster answers at {place}{whence}: {error}" if place else "Ray finds no cluster that this machine is part of"
         remedy = "Set it to HOST:PORT of a cluster's head, start one (deploy/README.md), or leave it empty for a private one"
         raise NoClusterError(f"ray.address = {address!r}: {found}. {remedy}") from error
+    except ValueError:  # an address of no form that Ray knows, which Ray says itself
+        return
 
 
 def _where_ray_looks(address: str) -> tuple[str, str]:

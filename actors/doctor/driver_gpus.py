@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 
 from actors.doctor.facts import GpuFact, Link
 
@@ -27,11 +28,14 @@ def seen_by_torch(gpus: Sequence[GpuFact], visible: str | None, count: int) -> t
     Args:
         gpus: of the driver, numbered by their places on the bus, as CUDA numbers GPUs that are alike.
         visible: CUDA_VISIBLE_DEVICES, numbers or the beginnings of UUIDs; None: it isn't set.
-        count: that torch sees. Where the variable names others than so many (parts of a GPU), the first ones are taken.
+        count: that torch sees. Where the variable names others than so many (parts of a GPU), the first ones are taken,
+            and what is free of them isn't known.
     """
     named = [_named(gpus, word.strip()) for word in visible.split(",")] if visible else list(gpus)
     known = [gpu for gpu in named if gpu is not None]
-    return tuple(known if len(known) == count else gpus[:count])
+    if len(known) == count:
+        return tuple(known)
+    return tuple(replace(gpu, free=None) for gpu in gpus[:count])
 
 
 def _named(gpus: Sequence[GpuFact], word: str) -> GpuFact | None:

@@ -30,7 +30,7 @@ def own_store_bytes() -> int:
     """Bytes of the object store of a Ray that a run starts for itself, which leaves the size to Ray: a share of the memory that isn't used,
     at most what /dev/shm has, or 10 GB, and never more than 200 GB (its resolve_object_store_memory)."""
     share, most = float(os.environ.get(STORE_SHARE, 0.3)), int(os.environ.get(MOST_STORED, 200 * 10**9))
-    return min(int(share * (memory_bytes() - _used_bytes())), most, max(10**10, int(0.95 * shared_memory_bytes())))
+    return min(int(share * max(0, memory_bytes() - _used_bytes())), most, max(10**10, int(0.95 * shared_memory_bytes())))
 
 
 def shared_memory_bytes() -> int:

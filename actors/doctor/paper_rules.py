@@ -197,7 +197,7 @@ def broadcast_buckets_have_time(facts: PaperFacts, config: RunConfig) -> Iterato
         yield Complaint(
             "warn",
             f"rollout.engine.weight_group_timeout_s = {limit_s:g}, but at deadlines.bytes_per_s = {rate:g} the largest bucket of a "
-            f"broadcast, {gib(bucket)}, takes {bucket / rate:.0f} s: its engine would be dirty",
+            f"broadcast, {gib(bucket)}, takes {bucket / rate:.0f} s: engines would give it up, and the update would fail",
             f"Raise it{smaller}",
         )
 
@@ -228,7 +228,7 @@ def host_holds_the_run(facts: PaperFacts, config: RunConfig) -> Iterator[Complai
     (host,) = hosts(facts.shape, config, gpus_per_node=gpus_asked(config), nodes=1, gpu_bytes=min(facts.gpus, default=0))
     if host.total > facts.host_bytes:
         outside = " outside its GPUs" if "cuda" in (config.learner.resolved_device, config.rollout.engine.resolved_device) else ""
-        text = f"the run takes up to {gib(host.total)} of this machine's {gib(facts.host_bytes)}{outside}: {host}"
+        text = f"the run takes up to {gib(host.total)} of the {gib(facts.host_bytes)} that this machine or container has{outside}: {host}"
         engines = host.parts[OF_ENGINES] * config.rollout.workers / config.rollout.most_workers  # an elastic pool need not grow
         is_certain = host.parts[OF_LEARNER] + engines > facts.host_bytes
         yield Complaint("fail" if is_certain else "warn", text, f"Take a smaller model. {LESS}" if is_certain else LESS)

@@ -95,7 +95,10 @@ def free_at_start(shape: ModelShape, rollout: RolloutConfig, gpu_bytes: int) -> 
         cache = max(0, memory.cache)
         outside = memory.weights + memory.outside_cache
         return outside - CONTEXT + int(LEAST_OF_CACHE * cache), outside + cache
-    fraction = (gpu_bytes - memory.outside_cache) / (gpu_bytes - CONTEXT)
+    static = gpu_bytes - memory.outside_cache
+    if static <= 0 or gpu_bytes <= CONTEXT:  # too small for any engine, which other rules say
+        return gpu_bytes, gpu_bytes
+    fraction = static / (gpu_bytes - CONTEXT)
     one_request = memory.request_tokens * memory.token_bytes
     return int(memory.weights / fraction), CONTEXT + int((memory.weights + one_request) / fraction)
 

@@ -179,7 +179,7 @@ def test_a_private_ray_of_another_run_is_not_looked_for(monkeypatch: pytest.Monk
     assert not calls
 
 
-def test_a_start_connects_to_the_head_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_connects_to_the_head_once_before_ray_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before Ray does. A head behind a slow network would be waited for each time."""
     connected, connect = [], socket.create_connection
     monkeypatch.setattr(address.socket, "create_connection", lambda place, timeout: connected.append(place) or connect(place, timeout))

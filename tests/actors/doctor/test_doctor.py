@@ -106,7 +106,7 @@ def test_engines_of_two_gpus_make_room_where_one_has_none() -> None:
         (KEPT_COPIES, {"store_bytes": 19 << 30}, "warn", "two versions of the weights and two batches take", "more memory"),
         ("weight_sync.deltas=true", {}, "warn", "deltas = True in a cluster of this machine alone", "Set it to false"),
         (f"{FAR_DELTAS} {IN_FLOAT32}", {}, "note", "changes has a third of the bytes, not a fiftieth", "Set it to false"),
-        ("", {"host_bytes": 128 << 30}, "warn", "GiB of this machine's 128 GiB outside its GPUs: copy for a checkpoint 122", "more memory"),
+        ("", {"host_bytes": 128 << 30}, "warn", "or container has outside its GPUs: copy for a checkpoint 122", "more memory"),
     ],
 )
 def test_a_rule_on_paper(overrides: str, facts: dict[str, Any], severity: str, said: str, setting: str) -> None:
