@@ -12,11 +12,11 @@ learner/weights)."""
 
 
 def sending_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """The most that rank 0's GPU holds beside the model while a version leaves. No pass runs then, so their memory is free for it.
+    """The most that rank 0's GPU holds beside the model while a version leaves. No pass runs then, so the memory of passes is free for it.
 
-    Two buckets, one that is copied or sent and one that is filled: where each tensor lies whole in the model, queries, keys and values
-    alone are copies. What is gathered: a rank's part, all parts, and those before. Of another stage what comes at a time. A bucket in
-    float8. For a broadcast a bucket end to end.
+    It is the sum of two buckets, of which one is copied or sent while the other is filled (if the rank has every tensor whole, only queries,
+    keys and values are copies); of what a gather holds, which is the rank's own part, all parts, and those of the gather before; of what
+    another pipeline stage sends at a time; of a bucket in float8; and, for a broadcast, of a bucket in one piece.
     """
     learner, sync, size = config.learner, config.weight_sync, BYTES_OF[config.learner.resolved_dtype]
     largest, version = shape.largest_tensor_bytes(learner.resolved_dtype), shape.weight_bytes(learner.resolved_dtype)
