@@ -14,9 +14,9 @@ learner/weights)."""
 def sending_bytes(shape: ModelShape, config: RunConfig) -> int:
     """The most that rank 0's GPU holds beside the model while a version leaves. No pass runs then, so the memory of passes is free for it.
 
-    It is the sum of two buckets, of which one is copied or sent while the other is filled (if the rank has every tensor whole, only queries,
-    keys and values are copies); of what a gather holds, which is the rank's own part, all parts, and those of the gather before; of what
-    another pipeline stage sends at a time; of a bucket in float8; and, for a broadcast, of a bucket in one piece.
+    It is the sum of two buckets, of which one is copied or sent while the other is filled (if the rank has every tensor whole, only
+    queries, keys and values are copies); of what a gather holds, which is the rank's own part, all parts, and those of the gather before;
+    of what another pipeline stage sends at a time; of a bucket in float8; and, for a broadcast, of a bucket in one piece.
     """
     learner, sync, size = config.learner, config.weight_sync, BYTES_OF[config.learner.resolved_dtype]
     largest, version = shape.largest_tensor_bytes(learner.resolved_dtype), shape.weight_bytes(learner.resolved_dtype)
