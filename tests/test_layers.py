@@ -186,29 +186,6 @@ def test_what_writes_a_run_down_calls_no_actor() -> None:
     assert found == {"stack_collector.py"}
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_files_and_functions_stay_of_a_size_to_read(package: str) -> None:
-    """Files under 400 lines, functions under 60."""
-    too_long = long_files(package) + [
-        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {lines} lines"
-        for path in source_files(package)
-        for node in nodes(path)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        if (lines := (node.end_lineno or node.lineno) - node.lineno + 1) >= 60
-    ]
-    assert too_long == []
-
-
-@pytest.mark.parametrize("folder", ["benchmarks", "tests", "lab"])
-def test_files_of_tests_and_experiments_stay_of_a_size_to_read(folder: str) -> None:
-    assert long_files(folder) == []
-
-
-def long_files(folder: str) -> list[str]:
-    counts = {path: len(path.read_text().splitlines()) for path in source_files(folder)}
-    return [f"{path.relative_to(ROOT)}: {lines} lines" for path, lines in counts.items() if lines >= 400]
-
-
 def private_imports(found: Iterable[ast.AST]) -> set[str]:
     named = [(one, alias.name) for one in found if isinstance(one, ast.ImportFrom) for alias in one.names if alias.name.startswith("_")]
     return {name for one, name in named if one.level or str(one.module).split(".")[0] in {*PACKAGES, *FOLDERS}}
