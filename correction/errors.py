@@ -62,6 +62,13 @@ class DataError(EvenkeelError, ValueError):
     """A prompt, row, model folder or batch that can't be used."""
 
 
+def not_read(path: object, error: BaseException, reason: str, *, remedy: str) -> DataError:
+    """Why a file can't be used: this user may not read it, if that is the error, and else the reason with its remedy."""
+    if isinstance(error, PermissionError):
+        return DataError(f"{path}: this user may not read it", remedy="Allow it (chmod a+r; folders above it need a+x)")
+    return DataError(f"{path}: {reason}", remedy=remedy)
+
+
 class EngineError(EvenkeelError, RuntimeError):
     """The rollout engine refused or failed."""
 

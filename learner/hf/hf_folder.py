@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from correction.engines.quick_imports import without_model_classes
-from correction.errors import DataError
+from correction.errors import DataError, not_read
 from learner.hf.tensor_files import saving
 
 if TYPE_CHECKING:  # who reads a folder's JSON alone must not wait for torch
@@ -29,7 +29,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError; the last one: a thousand brackets
-        raise DataError(f"{path}: damaged, no JSON can be read from it ({error})", remedy=PUT_BACK) from error
+        raise not_read(path, error, f"damaged, no JSON can be read from it ({error})", remedy=PUT_BACK) from error
     if not isinstance(content, dict):
         raise DataError(f"{path}: damaged, it holds no JSON object", remedy=PUT_BACK)
     return content
@@ -46,8 +46,9 @@ def open_tensors(path: Path, *, kind: str = "pt") -> Any:
             file.read(1 << 20)  # for the disk's cache: if the disk hangs, safetensors' own read keeps all other threads from running
         return safe_open(path, kind)
     except (OSError, SafetensorError) as error:
-        reason = "is not there" if not path.exists() else f"damaged, no tensors can be read from it ({error})"
-        raise DataError(f"{path}: {reason}", remedy=PUT_BACK) from error
+        is_there = isinstance(error, PermissionError) or path.exists()
+        reason = f"damaged, no tensors can be read from it ({error})" if is_there else "is not there"
+        raise not_read(path, error, reason, remedy=PUT_BACK) from error
 
 
 def read_config(folder: str | os.PathLike[str]) -> Any:

@@ -1,4 +1,4 @@
-"""Turns safetensors' error for a file that could not be written into an OSError, as other writers of files raise it."""
+"""Writes of safetensors files as other writers of files do them: with OSError for what can't be written, and the mode of any new file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from safetensors import SafetensorError
 
 @contextmanager
 def saving(path: Path) -> Iterator[Path]:
-    """To be put around a call of safetensors' save_file with this path. Raises: OSError instead of SafetensorError, as for a full disk."""
+    """To be put around a call of safetensors' save_file with this path. Raises: OSError instead of SafetensorError, as for a full disk.
+
+    save_file puts a temporary file in the path's place, which its owner alone may read. The file has the mode that any new one would have
+    there (the umask's), or the one that it had.
+    """
+    path.touch()
+    mode = path.stat().st_mode & 0o7777
     try:
         yield path
     except SafetensorError as error:
         raise OSError(f"{path}: {error}") from error
+    if path.stat().st_mode & 0o7777 != mode:
+        path.chmod(mode)

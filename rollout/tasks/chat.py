@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from correction.errors import ConfigError, DataError
+from correction.errors import ConfigError, DataError, not_read
 from rollout.config import TaskConfig
 
 
@@ -32,8 +32,9 @@ def load_tokenizer(folder: Path | str) -> Any:
         return tokenizer
     except Exception as error:
         reason = " ".join(str(error).split())  # transformers' texts have several lines
-        said = f"{type(error).__name__}: {reason}"
-        raise DataError(f"model = {folder}: unusable tokenizer ({said})", remedy="copy the files afresh") from error
+        said = f"unusable tokenizer ({type(error).__name__}: {reason})"
+        place = getattr(error, "filename", None) if isinstance(error, PermissionError) else None
+        raise not_read(place or f"model = {folder}", error, said, remedy="copy the files afresh") from error
 
 
 _CHARACTERS_PER_TOKEN = 16

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,11 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from correction.errors import DataError
-from learner.hf.hf_folder import write_shards
+from learner.hf.hf_folder import open_tensors, read_json, write_shards
 from learner.learner_rank import LearnerRank
 from learner.weights import checkpoint
 from learner.weights.checkpoint import is_complete
 from learner.weights.checkpoint_files import TrainedApartError, check_readable
+from rollout.tasks.chat import load_tokenizer
 from tests.learner.learner_cases import learner_on, random_batch, save_model
 from tests.learner.moe_cases import save_moe
 from tests.tiny_models import save_tiny_tokenizer
@@ -171,11 +176,57 @@ def test_the_size_of_a_checkpoint_is_known_before(tmp_path: Path) -> None:
 
 def test_a_file_of_tensors_that_can_not_be_written_is_an_error_of_the_disk(tmp_path: Path) -> None:
     """Of a checkpoint and of a Hugging Face folder: who waits for them knows OSError, and safetensors' own is none."""
-    tensors, nowhere = {"x": torch.ones(3)}, tmp_path / "no folder"
+    tensors = {"x": torch.ones(3)}
+    for in_the_way in (".x.safetensors.partial", "shard-0.safetensors"):
+        (tmp_path / in_the_way).mkdir()
     with pytest.raises(OSError, match=r"x\.safetensors\.partial: Error while serializing"):
-        checkpoint._write(nowhere / "x.safetensors", lambda path: save_file(tensors, path))
+        checkpoint._write(tmp_path / "x.safetensors", lambda path: save_file(tensors, path))
     with pytest.raises(OSError, match=r"shard-0\.safetensors: Error while serializing"):
-        write_shards(nowhere, [tensors])
+        write_shards(tmp_path, [tensors])
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o007])
+def test_whoever_may_read_the_files_beside_them_may_read_the_weights(tmp_path: Path, mask: int) -> None:
+    """All files of a checkpoint and of a Hugging Face folder have the mode that the umask leaves of 0666."""
+    before = os.umask(mask)
+    try:
+        folder = save_model(tmp_path / "m")
+        with learner_on(folder) as learner:
+            learner.begin_save(tmp_path / "c", tmp_path / "hf")
+            assert learner.is_saved(wait=True)
+        write_shards(tmp_path / "c", [{"x": torch.ones(1)}, {"y": torch.ones(1)}])
+    finally:
+        os.umask(before)
+    modes = {path: path.stat().st_mode & 0o777 for name in ("c", "hf") for path in (tmp_path / name).iterdir()}
+    assert sum(path.suffix == ".safetensors" for path in modes) == 5
+    assert set(modes.values()) == {0o666 & ~mask}, modes
+
+
+def test_files_that_this_user_may_not_read_are_not_called_damaged() -> None:
+    """Copying them afresh would change nothing: the sentence says what would."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as home:  # pytest's own folders are closed to others
+        Path(home).chmod(0o755)
+        names = ("config.json", "model.safetensors", "tokenizer.json")
+        for name in names:
+            (Path(home) / name).touch(mode=0)
+        with as_nobody():
+            readers = (read_json, open_tensors, lambda path: load_tokenizer(path.parent))
+            for name, read in zip(names, readers, strict=True):
+                with pytest.raises(DataError) as error:
+                    read(Path(home) / name)
+                assert str(error.value) == f"{home}/{name}: this user may not read it. Allow it (chmod a+r; folders above it need a+x)"
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Read files as a user without rights, where the tests are root's, whom no mode keeps out."""
+    own = os.geteuid()
+    if own == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(own)
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -58,9 +58,11 @@ def test_a_skipped_batch_is_kept_for_study_and_named_in_the_log(seen: Seen) -> N
         given = getattr(batch, name)
         assert torch.equal(value, given) if isinstance(given, torch.Tensor) else value == given, name
     assert {path.suffix for path in (seen.folder.path / "skipped_batches").iterdir()} == {".safetensors", ".json"}, "no pickle"
+    assert len({path.stat().st_mode for path in (seen.folder.path / "skipped_batches").iterdir()}) == 1, "all read by the same users"
 
+    (seen.folder.path / "x.safetensors").mkdir()
     with pytest.raises(OSError, match=r"x\.safetensors: Error while serializing"):  # safetensors' own is none
-        back.save_tensors(seen.folder.path / "no folder" / "x.safetensors")
+        back.save_tensors(seen.folder.path / "x.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def state() -> TrainingState:
 
 def test_round_trip(state: TrainingState, tmp_path: Path) -> None:
     state.save(tmp_path)
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1, "who may read one of its files may read all"
     loaded = TrainingState.load(tmp_path)
     assert loaded == state
     queue = loaded.queue
