@@ -179,10 +179,20 @@ class MetricsConfig(Settings):
     """Address that the Prometheus endpoints listen on. "node": each node's own, as Ray knows it; of a private cluster that is 127.0.0.1."""
     discovery_port: int = Field(default=0, ge=0, le=65535)
     """Port of the controller's HTTP service discovery for Prometheus; 0: any free one, written to the run's events."""
-    wandb_project: str | None = None
-    """Weights & Biases project; empty: off. Needs the extra "wandb"."""
+    wandb_project: str | None = Field(default=None, max_length=128)
+    """Weights & Biases project; empty: off. Needs the extra "wandb". Whose it is says WANDB_ENTITY."""
     trajectories_per_step: int = Field(default=4, ge=0)
     """Number of groups in each step from which one trajectory is saved as text."""
+
+    @field_validator("wandb_project")
+    @classmethod
+    def _is_a_name_that_wandb_takes(cls, project: str | None) -> str | None:
+        if refused := sorted(set(project or "") & set("/\\#?%:")):
+            raise ValueError(
+                f"wandb_project = {project!r}: Weights & Biases takes no {refused[0]} in the name of a project; leave it out (an entity is "
+                "set in the environment, WANDB_ENTITY)"
+            )
+        return project
 
 
 class EarlyWarningConfig(Settings):

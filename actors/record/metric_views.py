@@ -20,6 +20,7 @@ from actors.metrics.kinds import Kind
 from actors.metrics.step_metrics import StepMetrics, lookup
 from actors.metrics.step_number import step_of
 from actors.record.file_thread import FileThread
+from actors.record.ownership import WANDB_ID
 from actors.state.json_lines import JsonLines, append_whole
 from correction.errors import ConfigError, counted
 from correction.settings.base import with_derived_beside_given
@@ -33,6 +34,7 @@ _MOST_STEPS = 1000
 _START_S = 180.0
 """Longest wait for the start of Weights & Biases, which itself gives up after 90 s."""
 _CLOSE_S = 20.0
+_EVENTS = "events.out.tfevents."
 _NUMBERS = itertools.count()
 """Event files of a process are read in the order of their names, and two may begin within a second."""
 
@@ -44,9 +46,18 @@ class TensorBoardView:
     thread has been refused, repeats that error for good.
     """
 
-    def __init__(self, folder: Path, *, resumed_from: int | None = None) -> None:
-        """Args: folder: where event files go. resumed_from: last step that counts; TensorBoard hides later ones of the broken run."""
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS):06d}"
+    def __init__(self, folder: Path, *, resumed_from: int | None = None, after: int | None = None) -> None:
+        """
+        Args:
+            folder: where event files go.
+            resumed_from: last step that counts; TensorBoard hides later ones of the broken run.
+            after: `began` of the view before in this process; None: event files of earlier processes are looked for in the folder.
+        """
+        # TensorBoard reads the files in the order of their names, and only hides what it has read: the clock may have gone back.
+        earlier = max(map(_began, folder.glob(f"{_EVENTS}*")), default=0) + 1 if after is None else after
+        self.began = max(int(time.time()), earlier)
+        """Number in the file's name, by which it comes after all that were there: seconds since 1970, unless those say less."""
+        name = f"{_EVENTS}{self.began:010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS):06d}"
         self._path, self._purge, self._has_header = folder / name, None if resumed_from is None else resumed_from + 1, False
 
     def write(self, metrics: StepMetrics) -> None:
@@ -74,6 +85,12 @@ class TensorBoardView:
         """Does nothing: each step is in the file once it is written."""
 
 
+def _began(path: Path) -> int:
+    """Of an event file by its name; 0: another program's."""
+    number = path.name.removeprefix(_EVENTS).partition(".")[0]
+    return int(number) if number.isascii() and number.isdigit() else 0
+
+
 def _records(events: Sequence[Any]) -> bytes:
     """Events as the bytes of an event file."""
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -92,7 +109,12 @@ class WandbView:
     """
 
     def __init__(self, *, project: str, name: str, folder: Path, config: Mapping[str, Any], notify: Callable[[str], object]) -> None:
-        """Args: notify: called, once, when it takes no steps any more. Raises: ConfigError if the package is not installed."""
+        """
+        Args:
+            folder: of the run, which keeps its id: names are not unique, and may have characters that an id must not.
+            notify: called, once, when it takes no steps any more.
+        Raises: ConfigError if the package is not installed; OSError.
+        """
         try:
             import wandb
         except ImportError as error:
@@ -100,13 +122,14 @@ class WandbView:
                 f"metrics.wandb_project = {project!r}: the package wandb is not installed. "
                 f"Install it with `pip install 'evenkeel[wandb]'`, or leave metrics.wandb_project empty."
             ) from error
+        run_id = _kept_id(folder / WANDB_ID)
         self._notify, self._is_open, self._lock = notify, True, threading.Lock()
         self._thread = FileThread("Weights & Biases")
         self._run: Any = None
         self._began = time.monotonic()
 
         def begin() -> None:
-            self._run = wandb.init(project=project, name=name, dir=str(folder), config=dict(config), resume="allow", id=folder.name)
+            self._run = wandb.init(project=project, name=name, dir=str(folder), config=dict(config), resume="allow", id=run_id)
 
         self._thread.do(partial(self._try, begin))
 
@@ -146,6 +169,15 @@ class WandbView:
             self._notify(f"Weights & Biases gets no more steps of this run; all of them are in its folder: {why}")
 
 
+def _kept_id(path: Path) -> str:
+    """The run's id: what the file holds, or a new one, which is written there."""
+    kept = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+    if not kept:
+        kept = os.urandom(8).hex()
+        path.write_text(f"{kept}\n", encoding="utf-8")
+    return kept
+
+
 View = TensorBoardView | WandbView
 
 
@@ -168,4 +200,4 @@ def views_from_an_earlier_step(views: Sequence[View], folder: RunFolder, step: i
     """The views for a run that has gone back to the checkpoint of this step. TensorBoard hides later steps by a new file; W&B draws the
     steps once more. No file is read, because an event loop waits for this."""
     later = partial(TensorBoardView, folder.tensorboard_path, resumed_from=step)
-    return [later() if isinstance(view, TensorBoardView) else view for view in views]
+    return [later(after=view.began) if isinstance(view, TensorBoardView) else view for view in views]

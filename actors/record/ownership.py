@@ -17,7 +17,8 @@ import filelock
 from correction.errors import ConfigError
 
 FOLDERS = ("tensorboard", "trajectories", "checkpoints")
-_BEFORE_NUMBERS = {*FOLDERS, "model", "config.yaml", "events.log", "ledger.jsonl"}
+WANDB_ID = "wandb_id"
+_BEFORE_NUMBERS = {*FOLDERS, "model", "config.yaml", "events.log", "ledger.jsonl", "wandb", WANDB_ID}
 """What a run writes before its first evaluation, step or checkpoint."""
 _PARTIAL = re.compile(r"\.\d+\.")
 """A file that was being written, see write_file."""

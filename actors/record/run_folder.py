@@ -8,7 +8,7 @@
     ledger.jsonl                    one line a prompt that has left the queue (actors/state/ledger.py)
     rewound.jsonl                   lines of the .jsonl files before the ledger that a resume took back (nothing of them is deleted)
     events.log                      what happened: time, level, [what it says of the run's end], text (run_event.py)
-    tensorboard/                    event files
+    tensorboard/                    event files                          wandb_id, wandb/     with metrics.wandb_project
     trajectories/step_000010.txt    samples as text                      trajectories/held_out_000010.txt
     slowest.json                    the prompts whose rewards took longest (slowest.py)
     stacks/                         where each process stood when a wait was half over (stack_collector.py)

@@ -83,13 +83,17 @@ class HFWeights:
         self._kind = kind
         self._open: dict[str, Any] = {}
         index = self.folder / INDEX_FILE
+        has_one = (self.folder / SINGLE_FILE).is_file()
         if index.is_file():
             weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict):
+            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
                 raise DataError(f"{index}: damaged, it has no weight_map", remedy=PUT_BACK)
             self._file_of: dict[str, str] = weight_map
-        elif (self.folder / SINGLE_FILE).is_file():
+            if has_one and set(weight_map.values()) != {SINGLE_FILE}:
+                raise _two_sets(self.folder, f"{SINGLE_FILE}, which transformers reads, and those of {INDEX_FILE}, which SGLang reads")
+        elif has_one:
             self._file_of = dict.fromkeys(self._file(SINGLE_FILE).keys(), SINGLE_FILE)
+            self._refuse_second_set()
         else:
             remedy = "convert the weights to safetensors (model.save_pretrained)"
             raise DataError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE}", remedy=remedy)
@@ -107,6 +111,13 @@ class HFWeights:
         """Every tensor's shape by name, from the headers of the files. Raises: DataError if one of those is damaged or missing."""
         return {name: tuple(self._part(name, lambda file, name=name: file.get_slice(name).get_shape())) for name in self._file_of}
 
+    def _refuse_second_set(self) -> None:
+        """SGLang reads every *.safetensors of a folder without an index; only Mistral's form, alone beside the one file, it leaves out."""
+        others = sorted(path.name for path in self.folder.glob("*.safetensors") if path.name != SINGLE_FILE)
+        for other in others if others != ["consolidated.safetensors"] else []:
+            if self._file_of.keys() & set(self._file(other).keys()):
+                raise _two_sets(self.folder, f"{SINGLE_FILE}, which transformers reads alone, and {other}, which SGLang reads after it")
+
     @property
     def unread(self) -> set[str]:
         """Tensors that nobody has asked for so far."""
@@ -123,6 +134,10 @@ class HFWeights:
             return read(self._file(file))
         except SafetensorError as error:
             raise DataError(f"{self.folder / file}: no tensor {name} in it ({error})", remedy=PUT_BACK) from error
+
+
+def _two_sets(folder: Path, which: str) -> DataError:
+    return DataError(f"{folder}: two sets of weights, {which}", remedy="Remove the one that isn't the model's")
 
 
 def side_files(folder: str | os.PathLike[str]) -> dict[str, bytes]:

@@ -124,6 +124,7 @@ def write_hf_folder(weights: Iterable[tuple[str, Tensor]], side_files: Mapping[s
     if not target.exists():
         partial.rename(target)
         return
-    for file in partial.iterdir():
-        file.replace(target / file.name)
+    written = {file.replace(target / file.name) for file in partial.iterdir()}
     partial.rmdir()
+    for file in {*target.glob("*.safetensors"), target / hf_folder.INDEX_FILE} - written:  # of weights that had another number of files
+        file.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from learner.hf.families import FAMILIES
 from learner.hf.hf_folder import INDEX_FILE, HFWeights
 from learner.hf.model_check import check_trainable, expected_shapes
 from learner.hf.nano import NanoModelConfig, build_nano_model
+from learner.weights.export import write_hf_folder
 from tests.learner.learner_cases import save_model
 
 
@@ -60,3 +61,36 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     (folder / INDEX_FILE).write_text("{}")
     with pytest.raises(DataError, match="it has no weight_map"):
         check_trainable(folder)
+
+
+def test_two_sets_of_weights_are_refused(tmp_path: Path) -> None:
+    """transformers takes model.safetensors before an index; SGLang the files of the index, and without one every *.safetensors."""
+    folder, shard = save_model(tmp_path), tmp_path / "model-00001-of-00002.safetensors"
+    one, index = folder / "model.safetensors", folder / INDEX_FILE
+    tensors = load_file(one)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, one.name)}))
+    check_trainable(folder)  # an index of the one file
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, shard)
+    check_trainable(folder)  # and a file that nobody reads
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, shard.name)}))
+    with pytest.raises(DataError, match=rf"two sets of weights, {one.name}, which transformers .* and those of {INDEX_FILE}, .*Remove"):
+        check_trainable(folder)
+    index.unlink()
+    with pytest.raises(DataError, match=rf"two sets of weights, {one.name}, which transformers .* and {shard.name}, which SGLang .*Remove"):
+        check_trainable(folder)
+    shard.rename(folder / "consolidated.safetensors")
+    (folder / "pytorch_model.bin").touch()
+    check_trainable(folder)  # Mistral's own form alone, which both leave out, as they do what isn't safetensors
+    (folder / "consolidated.safetensors").unlink()
+    save_file({"lora_A.weight": tensors["model.norm.weight"]}, folder / "adapter_model.safetensors")
+    check_trainable(folder)  # no second set
+
+
+def test_a_folder_that_is_written_over_keeps_no_file_of_the_weights_before(tmp_path: Path) -> None:
+    folder = save_model(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}))
+    write_hf_folder(tensors.items(), {}, folder)
+    assert sorted(path.name for path in folder.glob("model*")) == ["model.safetensors"]
+    check_trainable(folder)

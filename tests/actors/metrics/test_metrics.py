@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -14,7 +18,7 @@ from actors.config import MetricsConfig
 from actors.metrics.catalogue import CATALOGUE, DIAGNOSTIC_PLACES, LOSS_PLACES
 from actors.metrics.kinds import Kind
 from actors.metrics.step_metrics import MetricError, StepMetrics, is_listed, lookup, markdown, member, members, shown
-from actors.record.metric_views import TensorBoardView, open_views, views_from_an_earlier_step
+from actors.record.metric_views import TensorBoardView, WandbView, open_views, views_from_an_earlier_step
 from actors.record.run_folder import RunFolder, _parse_event
 from actors.record.step_sources import _placed, diagnostic_metrics
 from actors.record.terminal import _STEP_LINE, step_line
@@ -246,6 +250,21 @@ def test_tensorboard_gets_scalars_by_step_and_forgets_what_a_resume_took_back(tm
     assert scalars(tmp_path, "reward/mean") == [(1, 0.1), (2, 0.9)]
 
 
+def test_a_clock_that_has_gone_back_hides_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another process, and in one that goes back to a checkpoint twice: each step is drawn once, with its newest value."""
+    before = time.time() - 7200
+    with RunFolder.create(tmp_path / "run", "x") as folder:
+        first = TensorBoardView(folder.tensorboard_path)
+        for step in (1, 2, 3):
+            first.write(StepMetrics(step, {"reward/mean": 0.1}))
+        monkeypatch.setattr(time, "time", lambda: before)
+        views = [TensorBoardView(folder.tensorboard_path, resumed_from=2)]
+        for value in (0.2, 0.3, 0.4):
+            views[0].write(StepMetrics(3, {"reward/mean": value}))
+            views = views_from_an_earlier_step(views, folder, 2)  # type: ignore[assignment]
+        assert scalars(folder.tensorboard_path, "reward/mean") == [(1, 0.1), (2, 0.1), (3, 0.4)]
+
+
 def test_steps_that_are_done_again_from_the_beginning_are_drawn_once(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "run", "x") as folder:
         views = open_views(folder, MetricsConfig(), print)
@@ -273,6 +292,28 @@ def test_wandb_is_off_by_default_and_asked_for_with_a_remedy(tmp_path: Path, mon
         folder.write_text("config.yaml", "name: x\n")
         with pytest.raises(ConfigError, match=r"pip install 'evenkeel\[wandb\]'"):
             open_views(folder, MetricsConfig(wandb_project="p"), print)
+
+
+def test_runs_of_equal_folder_names_are_runs_of_their_own_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that is resumed is the same, wherever its folder lies by now. The package allows no :;,#?/' in an id."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: calls.append(options)))
+
+    def shown(path: Path) -> tuple[str, str]:
+        WandbView(project="p", name=path.name, folder=path, config={}, notify=print).close()
+        return calls[-1]["id"], calls[-1]["name"]
+
+    paths = [tmp_path / "exp_a" / "lr=1e-5: 50% #2", tmp_path / "exp_b" / "lr=1e-5: 50% #2"]
+    for path in paths:
+        path.mkdir(parents=True)
+    (one, name), (other, _) = map(shown, paths)
+    assert one != other and name == paths[0].name and re.fullmatch("[0-9a-f]{16}", one)
+    assert shown(paths[0].rename(tmp_path / "moved")) == (one, "moved")
+
+
+def test_a_project_that_wandb_refuses_is_refused_before_a_run() -> None:
+    with pytest.raises(ValueError, match=r"wandb_project = 'mine/p': Weights & Biases takes no / .*WANDB_ENTITY"):
+        MetricsConfig(wandb_project="mine/p")
 
 
 def test_groups_all_correct_were_called_all_right() -> None:
