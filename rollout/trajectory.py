@@ -46,8 +46,8 @@ class Prompt:
     """What the user turn says; the chat template is applied to it."""
     token_ids: tuple[int, ...]
     """After the chat template, with the generation prompt."""
-    answer: str
-    """What the reward function is given to compare with."""
+    answer: str | tuple[str, ...]
+    """What the reward function is given to compare with; several: any of them is right."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The task's own entry (reasoning-gym scorers need it)."""
 

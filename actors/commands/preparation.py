@@ -22,6 +22,7 @@ from actors.settings.deadlines import inversions
 from actors.settings.derived import asks_for_gpus, derived
 from actors.settings.devices import check_devices
 from correction.engines.quick_imports import gc_paused
+from rollout.rewards.reward_trial import WRONG, trial_notes
 from rollout.rewards.rewards import RewardError, RewardPool
 from rollout.tasks.chat import ChatEncoder, load_tokenizer
 from rollout.tasks.tasks import Task, check_task_names
@@ -88,22 +89,26 @@ def decide_devices(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 async def _try_reward(config: RunConfig, task: Task, *, is_resumed: bool) -> list[str]:
-    """Score one held-out question, so that a broken reward function shows before anything is started.
+    """Score answers to one held-out question, so that a broken reward function shows before anything is started.
 
-    Returns: a sentence if a resumed run's function can be loaded but gives no score: it has scored before, and its judge is waited for.
+    Returns: what to say of its scores; a sentence if a resumed run's function can be loaded but gives no score: it has scored before, and
+        its judge is waited for.
     Raises: ConfigError, DataError.
     """
-    sample = task.held_out_sample()
-    if config.rollout.reward.kind == "function":
-        pool = RewardPool(config.rollout.reward, config.rollout.task)
+    sample, reward = task.held_out_sample(), config.rollout.reward
+    if reward.kind == "function":
+        pool = RewardPool(reward, config.rollout.task)
         try:
-            await pool.check(sample)
+            scores = await pool.check(sample, WRONG)
         except RewardError as error:
             if not (is_resumed and error.is_set_up):
                 raise
             return [f"{error}. The run has had scores, and goes on: its workers try that again for {PATIENCE_S / 60:.0f} minutes"]
         finally:
             await pool.close()
+        if not is_resumed:
+            right = config.evaluation.correct_at
+            return list(trial_notes(scores, has_answer=bool(sample.answer), extraction=reward.extraction, correct_at=right))
     return []
 
 

@@ -26,7 +26,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rollout.parent_death import adopt_orphans, signal_at_parents_death
@@ -48,6 +48,10 @@ _LONGEST_ERROR = 500
 
 Scorer = Callable[[dict[str, Any]], Any]
 """Takes a request (prompt, completion, answer, metadata), returns a number or a dict of numbers."""
+
+
+class NoScoreError(TypeError):
+    """A scorer has returned None, as a function does that comes to its end without a return."""
 
 
 class RewardLoadError(Exception):
@@ -106,9 +110,11 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def score_request(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:
-    """{"components": {name: value}} of one completion, or {"error": reason}."""
+    """{"components": {name: value}} of one completion, or {"error": reason}, with "is_none" if the scorer returned None."""
     try:
         return {"components": components(score(request))}
+    except NoScoreError as error:
+        return {"error": f"the reward gave no score: {error}", "is_none": True}
     except MemoryError:
         return {"error": "the reward ran out of memory (rollout.reward.memory_gib)"}
     except Exception as error:
@@ -163,6 +169,8 @@ def is_part_name(name: str) -> bool:
 
 
 def _finite(name: str, part: Any) -> float:
+    if part is None:
+        raise NoScoreError(f"{name} = None is no number; return one for every answer, 0.0 for a wrong one")
     if isinstance(part, str) or not hasattr(part, "__float__"):
         raise TypeError(f"{name} = {part!r} is no number; return a float, or a dict of floats")
     number = float(part)
@@ -237,6 +245,11 @@ def _reasoning_gym(spec: dict[str, Any]) -> Scorer:
     return score
 
 
+def accepted(answer: str | Sequence[str]) -> Sequence[str]:
+    """The answers that are right, of a reference answer or a list of them."""
+    return (answer,) if isinstance(answer, str) else answer
+
+
 def _math_verify(spec: dict[str, Any]) -> Scorer:
     """A scorer by math-verify, without math-verify's own timeouts: after five seconds they call a comparison "unequal", which would be
     trained as a wrong answer. Here the reward's deadline ends a long comparison, and it counts as failed.
@@ -244,14 +257,17 @@ def _math_verify(spec: dict[str, Any]) -> Scorer:
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)      # it warns in each process that its timeouts are off
+    def read(answer: str) -> Any:
+        is_marked_up = re.search(r"(?<!\\)\$|\\boxed", answer)      # an escaped dollar is money, not the start of a formula
+        return parse(answer if is_marked_up else f"\\boxed{{{answer}}}", parsing_timeout=None)
+
     def score(request: dict[str, Any]) -> float:
-        answer = request["answer"]
-        is_marked_up = "$" in answer or "\\boxed" in answer
-        reference = parse(answer if is_marked_up else f"\\boxed{{{answer}}}", parsing_timeout=None)
-        if not reference:
-            raise ValueError(f"math-verify can't read the reference answer {answer!r}")
+        references = [reference for answer in accepted(request["answer"]) if (reference := read(answer))]
+        if not references:
+            raise ValueError(f"math-verify can't read the reference answer {request['answer']!r}")
         found = parse(request["completion"], parsing_timeout=None)
-        return float(verify(reference, found, float_rounding=spec["float_rounding"], timeout_seconds=None))
+        rounding = spec["float_rounding"]
+        return float(any(verify(one, found, float_rounding=rounding, timeout_seconds=None) for one in references))
 
     score({"answer": "1/2", "completion": "0.5"})     # the first call compiles grammars, which the first completion should not pay for
     return score
@@ -261,7 +277,7 @@ def _exact_match(spec: dict[str, Any]) -> Scorer:
     def normal(text: str) -> str:
         return text.strip().casefold() if spec["ignore_case"] else text.strip()
 
-    return lambda request: float(normal(request["completion"]) == normal(request["answer"]))
+    return lambda request: float(normal(request["completion"]) in map(normal, accepted(request["answer"])))
 
 
 def _function(spec: dict[str, Any]) -> Scorer:

@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from rollout.config import FunctionReward, ReasoningGymReward, ReasoningGymTask,
 from rollout.continuation import unanswered
 from rollout.rewards.reward_guardian import WORKER, end_orphans, end_strays, limit_passed, mark_of
 from rollout.rewards.reward_process import LENGTH, SINGLE, are_parts, pack_message, shortened
+from rollout.rewards.reward_trial import in_its_form
 from rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory
 
 _MAX_REPLY_BYTES = 1 << 24
@@ -42,9 +43,10 @@ _END_S = 10.0
 class RewardCallError(Exception):
     """A call that gave no reward; the message says why."""
 
-    def __init__(self, message: str, kind: FailureKind = FailureKind.REWARD) -> None:
+    def __init__(self, message: str, kind: FailureKind = FailureKind.REWARD, *, is_none: bool = False) -> None:
+        """Args: is_none: the reward returned None."""
         super().__init__(message)
-        self.kind = kind
+        self.kind, self.is_none = kind, is_none
 
 
 class _SettingError(RewardCallError):
@@ -81,31 +83,37 @@ class RewardPool:
         for process in self._processes:
             self._idle.put_nowait(process)
 
-    async def check(self, sample: Prompt | None = None) -> None:
+    async def check(self, sample: Prompt | None = None, also: Sequence[str] = ()) -> list[float | str]:
         """Start all processes and score the sample's own reference answer, so that a mistake shows now and not at step 300.
 
         What scorers of dead workers have left here is ended, too.
-
-        Raises: RewardError if the scorer can't be set up, or fails on the sample.
+        Args: also: further answers to the sample. They need a score, too, but the reward may fail on them.
+        Returns: for the reference answer and each of `also` its reward, or why it has none; nothing without a sample.
+        Raises: RewardError if the scorer can't be set up, fails on the reference answer, or returns None for any.
         """
         with contextlib.suppress(RuntimeError):  # no thread is left for it: the next start may have one
             threading.Thread(target=end_strays, daemon=True).start()
+        on = ""
         try:
             for process in self._processes:
                 process.start()
             for process in self._processes:
                 await process.ready()
-            if sample is not None:
-                (outcome,) = await self._call(_request(sample), [sample.answer])
-                if isinstance(outcome, RewardCallError):
+            if sample is None:
+                return []
+            own = in_its_form(self._config.extraction, sample.answer)
+            outcomes = await self._call(_request(sample), [own, *also])
+            for number, (tried, outcome) in enumerate(zip([own, *also], outcomes, strict=True)):
+                if isinstance(outcome, RewardCallError) and (number == 0 or outcome.is_none):
+                    on = f" (tried on {sample.prompt_id} with {'its own answer' if number == 0 else 'the answer'} {tried!r:.60})"
                     raise outcome
+            return [str(one) if isinstance(one, RewardCallError) else sum(one.values()) for one in outcomes]
         except _SettingError as error:
             await self.close()
             raise RewardError(str(error)) from error
         except RewardCallError as error:
             await self.close()
             place = self._config.path if isinstance(self._config, FunctionReward) else self._config.kind
-            on = "" if sample is None else f" (tried on {sample.prompt_id} with its own answer {sample.answer!r:.60})"
             raise RewardError(f"rollout.reward ({place}): {error}{on}", is_set_up=True) from error
 
     async def score(self, trajectories: tuple[Trajectory, ...], prompt: Prompt) -> tuple[Trajectory, ...]:
@@ -143,7 +151,8 @@ class RewardPool:
                     await process.ready()
                     rest = {**request, "completions": completions[len(outcomes) :]}
                     async for reply in process.replies(rest, self._config.deadline_s):
-                        outcomes.append(RewardCallError(reply["error"]) if "error" in reply else reply["components"])
+                        why = RewardCallError(reply["error"], is_none="is_none" in reply) if "error" in reply else None
+                        outcomes.append(why or reply["components"])
                 except RewardCallError as error:
                     outcomes.append(error)
         finally:
@@ -181,7 +190,8 @@ def reward_specification(config: RewardConfig, task: TaskConfig | None) -> dict[
 
 def _request(prompt: Prompt) -> dict[str, Any]:
     """What all completions of a question share."""
-    return {"prompt": prompt.text, "answer": prompt.answer, "metadata": prompt.metadata}
+    answer = prompt.answer if isinstance(prompt.answer, str) else list(prompt.answer)
+    return {"prompt": prompt.text, "answer": answer, "metadata": prompt.metadata}
 
 
 class _ScoringProcess:
@@ -382,7 +392,8 @@ def _as_reply(payload: bytes, wanted: Literal["ready", "components"]) -> dict[st
     reply = json.loads(payload)
     match reply:
         case {"error": str() as error}:
-            return {"error": shortened(error, _LONGEST_ERROR).encode(errors="backslashreplace").decode()}
+            text = shortened(error, _LONGEST_ERROR).encode(errors="backslashreplace").decode()
+            return {"error": text} | ({"is_none": True} if reply.get("is_none") is True else {})
         case {"ready": True} if wanted == "ready":
             return dict(reply)
         case {"components": dict() as parts} if wanted == "components" and are_parts(parts):

@@ -14,8 +14,8 @@ class Question:
 
     text: str
     """The question itself, without template."""
-    answer: str
-    """Reference answer; "" if the task has none."""
+    answer: str | tuple[str, ...]
+    """Reference answer; several: any of them is right; "" if the task has none."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """reasoning-gym: the whole entry; rows: the columns that are neither prompt nor answer."""
     turns: tuple[Mapping[str, str], ...] = ()

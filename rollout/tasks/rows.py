@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -179,8 +181,8 @@ def _question(row: Any, task: FileTask | HuggingFaceTask) -> Question:
     text, turns = _asked(_field(row, task.prompt_field), task.prompt_field)
     if not text.strip():
         raise DataError(f'field "{task.prompt_field}" is empty')
-    answer = "" if task.answer_field is None else _as_text(row, task.answer_field)
-    demonstration = None if task.demonstration_field is None else _as_text(row, task.demonstration_field)
+    answer = "" if task.answer_field is None else _accepted(row, task.answer_field)
+    demonstration = None if task.demonstration_field is None else _as_text(_field(row, task.demonstration_field), task.demonstration_field)
     used = {task.prompt_field, task.answer_field, task.demonstration_field}
     return Question(text, answer, {name: value for name, value in row.items() if name not in used}, turns, demonstration)
 
@@ -226,11 +228,28 @@ def with_field(row: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _as_text(row: dict[str, Any], name: str) -> str:
+def _accepted(row: dict[str, Any], name: str) -> str | tuple[str, ...]:
+    """The reference answer; of a list all of its answers, any of which is right. Raises: DataError."""
     value = _field(row, name)
-    if isinstance(value, bytes):
-        raise DataError(f'field "{name}" is bytes, not text; write the column as text')
-    return str(value)
+    if not isinstance(value, list):
+        return _as_text(value, name)
+    if not value:
+        raise DataError(f'field "{name}" is an empty list: no answer is right; leave the row out, or write an answer')
+    return tuple(_as_text(one, name) for one in value)
+
+
+def _as_text(value: Any, name: str) -> str:
+    """A text or a number as a text: a whole number without a decimal point, whichever type a file gives it. Raises: DataError."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value):
+        is_exact = not isinstance(value, float) or abs(value) < 2**53  # beyond it digits would be made up
+        return str(int(value)) if is_exact and value == int(value) else str(value)
+    said = f"{value!r:.60}" if isinstance(value, bool | float | Decimal) else type(value).__name__
+    remedy = "write it as a text, a number or a list of these"
+    if isinstance(value, dict):
+        remedy = f'name the field within it, e.g. "{name}.{next(iter(value), "value")}"'
+    raise DataError(f'field "{name}" is {said}, which no answer is compared with; {remedy}')
 
 
 def _surrogate_in(value: Any) -> str | None:

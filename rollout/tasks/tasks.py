@@ -17,6 +17,7 @@ import xxhash
 from correction.errors import DataError, counted
 from rollout.config import FileTask, ReasoningGymTask, TaskConfig
 from rollout.rewards.gym_entry import COLUMN, as_json
+from rollout.rewards.reward_process import accepted
 from rollout.tasks.chat import ChatEncoder
 from rollout.tasks.gym_source import ReasoningGymSource, check_names
 from rollout.tasks.prompt_place import PromptPlace
@@ -155,7 +156,7 @@ class Task:
                 return {"prompt": question.text, "answer": question.answer, COLUMN: as_json(question.metadata)}
             row = with_field(question.metadata, config.prompt_field, [dict(turn) for turn in question.turns] or question.text)
             if config.answer_field is not None:
-                row = with_field(row, config.answer_field, question.answer)
+                row = with_field(row, config.answer_field, question.answer if isinstance(question.answer, str) else list(question.answer))
             if config.demonstration_field is not None:
                 row = with_field(row, config.demonstration_field, question.demonstration)
             for name, value in row.items():
@@ -194,7 +195,7 @@ class Task:
         for tried, question in enumerate(self._source.demonstration_questions()):
             if len(found) == count:
                 break
-            answer = question.answer if question.demonstration is None else question.demonstration
+            answer = accepted(question.answer)[0] if question.demonstration is None else question.demonstration
             if answer:
                 found.append(Demonstration(question.text, asked(self._config, question), answer))
             elif tried > 100 and not found:

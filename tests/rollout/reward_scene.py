@@ -220,7 +220,7 @@ def pids_of(pool: RewardPool) -> tuple[int, ...]:
     return tuple(process._child.pid for process in pool._processes if process._child is not None)
 
 
-def asked(answer: str = "3", **metadata: Any) -> Prompt:
+def asked(answer: str | tuple[str, ...] = "3", **metadata: Any) -> Prompt:
     return Prompt("train/0/0", "1 + 2 =", (1,), answer, metadata)
 
 

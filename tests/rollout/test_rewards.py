@@ -25,7 +25,10 @@ from tests.rollout.reward_scene import user_module as user_module
 
 def test_exact_match() -> None:
     assert [t.reward for t in scored(reward(kind="exact_match"), " 3\n", "3.0", "")] == [1.0, 0.0, 0.0]
-    assert [t.reward for t in scored(reward(kind="exact_match", ignore_case=True), "YES", prompt=asked("yes"))] == [1.0]
+    (any_case, of_several) = scored_each(
+        reward(kind="exact_match", ignore_case=True), (("YES",), asked("yes")), (("lutece", "Rome"), asked(("Paris", "Lutece")))
+    )
+    assert [t.reward for t in (*any_case, *of_several)] == [1.0, 1.0, 0.0], "any of several accepted answers is right"
 
 
 def test_the_reasoning_gym_scorer_is_the_data_sets_own() -> None:
@@ -39,14 +42,17 @@ def test_the_reasoning_gym_scorer_is_the_data_sets_own() -> None:
 def test_math_verify_compares_as_mathematics_and_its_time_out_is_ours() -> None:
     """math-verify itself calls a comparison that takes five seconds "unequal", which would train as a wrong answer."""
     worked = "He had 4 / 2 = <<4/2=2>>2 of them.\n#### 1,002"  # as GSM8K's answers end
-    (half, wrong), (at_the_end, on_the_way), (unreadable,) = scored_each(
+    (half, wrong), (at_the_end, on_the_way), (price, no_price), (either,), (unreadable,) = scored_each(
         reward(kind="math_verify", deadline_s=60),
         ((r"so $\boxed{0.5}$", "$2$"), asked(r"\frac{1}{2}")),
         ((r"\boxed{1002}", r"\boxed{2}"), asked(worked)),
+        ((r"\boxed{18.90}", r"\boxed{18}"), asked(r"\$18.90")),  # an escaped dollar begins no formula
+        (("$3$",), asked(("$2$", "3"))),
         (("1",), asked(" ")),
     )
     assert (half.reward, wrong.reward) == (1.0, 0.0)
     assert (at_the_end.reward, on_the_way.reward) == (1.0, 0.0)
+    assert (price.reward, no_price.reward, either.reward) == (1.0, 0.0, 1.0)
     assert unreadable.error is not None and "can't read the reference answer" in unreadable.error
     assert unreadable.failure is FailureKind.REWARD
     (power,) = scored(reward(kind="math_verify", deadline_s=1.5), "$5^{5^{5^5}}$", prompt=asked(r"\frac{1}{2}"))
@@ -240,6 +246,19 @@ def test_the_check_names_the_mistake(path: str, message: str, is_set_up: bool) -
     assert message in str(caught.value) and path in str(caught.value) and isinstance(caught.value, ConfigError)
     copied = pickle.loads(pickle.dumps(caught.value))
     assert caught.value.is_set_up == copied.is_set_up == is_set_up and str(copied) == str(caught.value)
+
+
+def test_the_check_tries_wrong_answers_too() -> None:
+    """A function that forgets `return 0.0` scores the reference answer alone. One that raises may mean it: that is said, and goes on."""
+
+    def checked(*also: str) -> list[float | str]:
+        return asyncio.run(RewardPool(user_reward("moody")).check(asked("ok"), also))
+
+    with pytest.raises(RewardError, match=r"None is no number; return one for every answer.*with the answer 'none'\)") as caught:
+        checked("ok", "none")
+    assert caught.value.is_set_up
+    pid, why = checked("raise")
+    assert isinstance(pid, float) and "no such thing" in str(why)
 
 
 @pytest.mark.parametrize(

@@ -272,6 +272,37 @@ def test_bad_rows_are_skipped_with_file_line_and_reason(tmp_path: Path, tiny_mod
 
 
 @pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        ("72", "72"), ("72.0", "72"), ("1e3", "1000"), ("0.1", "0.1"), ("-0.0", "0"), ("1e300", "1e+300"),
+        ("123456789012345678901", "123456789012345678901"), ('" 7 "', " 7 "),
+        ('["72"]', ("72",)), ('["Paris", 7.0]', ("Paris", "7")),
+    ],
+)  # fmt: skip
+def test_a_reference_answer_is_the_text_that_a_model_writes(tmp_path: Path, said: str, kept: str | tuple[str, ...]) -> None:
+    """Parquet and pandas make whole numbers floats: no model answers "72.0". Any answer of a list is right."""
+    path = write_rows(tmp_path / "rows.jsonl", [f'{{"prompt": "{i}?", "answer": {said}}}' for i in range(2)])
+    task = build_task(FileTask(path=path, held_out_size=1))
+    assert task.train_prompt(0).answer == kept
+    assert task.train_row(0)["answer"] == (kept if isinstance(kept, str) else list(kept))
+    assert task.demonstrations(1)[0].answer == (kept if isinstance(kept, str) else kept[0])
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("true", 'field "answer" is True'), ("NaN", 'field "answer" is nan'), ("[]", "is an empty list"), ("[[1]]", "is list"),
+        ('{"value": 72}', 'name the field within it, e.g. "answer.value"'),
+    ],
+)  # fmt: skip
+def test_what_no_answer_can_equal_is_a_bad_row(tmp_path: Path, said: str, reason: str) -> None:
+    """As "{'value': 72}" it would give every right answer 0, and nobody would know."""
+    rows = [*numbered(3), f'{{"prompt": "another", "answer": {said}}}']
+    (skipped,) = build_task(FileTask(path=write_rows(tmp_path / "rows.jsonl", rows))).check().skipped
+    assert skipped.place.endswith(":4") and reason in skipped.reason
+
+
+@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("missing.jsonl", None, "no such file"),
