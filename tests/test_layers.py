@@ -1,5 +1,4 @@
-"""Imports run one way, in no circle: lab -> actors -> learner, rollout -> correction; a class name stands for one thing, and what one
-reads at once has a length for that.
+"""Imports run one way, in no circle: lab -> actors -> learner, rollout -> correction; a class name stands for one thing.
 
 Read off the syntax trees, so that nothing has to be imported.
 """

@@ -141,14 +141,15 @@ def train(
     ),
 )
 def init_model(
-    recipe: Annotated[Path, typer.Argument(help="Recipe (YAML) with a section `init`: shape of the model, length of its warm-up.")],
+    recipe: Annotated[Path, typer.Argument(help="Recipe (YAML) with a section `init`: whose weights, or the shape of a small model.")],
     overrides: Overrides = None,
     if_missing: Annotated[bool, typer.Option("--if-missing", help="Do nothing if the model folder is there already.")] = False,
 ) -> None:
-    """Make a small model from nothing, for trying things out where no weights can be downloaded.
+    """Make the Hugging Face folder that the recipe names in `model`.
 
-    It writes the Hugging Face folder that the recipe names in `model`: a tokenizer of its own, and random weights after a short supervised
-    warm-up on solved examples of the recipe's task, so that reinforcement learning starts from a model that is sometimes right.
+    With init.hub or init.gguf it is made of published weights: the hub's, or those of a GGUF file, which become float32. Otherwise it is a
+    small model from nothing: a tokenizer of its own, and random weights after a short supervised warm-up on solved examples of the recipe's
+    task, so that reinforcement learning starts from a model that is sometimes right.
     """
     config = _load(recipe, overrides)
     from actors.commands.init_model import init_model_folder

@@ -1,4 +1,4 @@
-"""A policy from nothing: a nano model with its own tokenizer, warmed up on demonstrations of the run's task."""
+"""The model folder of a recipe: published weights, or a nano model from nothing, warmed up on demonstrations of the run's task."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel
 from rich.progress import Progress
 
+from actors.commands.published_weights import Source, published_folder
 from actors.commands.questions import questions
 from actors.config import InitConfig, RunConfig
 from actors.hub_name import HubName
@@ -28,6 +29,12 @@ class InitRecord(BaseModel):
 
     init: InitConfig
     task: TaskConfig
+    source: Source | None = None
+    """Of published weights; None: the model was made from nothing."""
+
+    def is_of(self, config: RunConfig) -> bool:
+        """Whether a recipe asks for this model. The task of published weights plays no part in them."""
+        return self.init == config.init and (self.source is not None or self.task == config.rollout.task)
 
 
 def init_model_folder(config: RunConfig, *, if_missing: bool, say: Callable[[str], None]) -> None:
@@ -41,14 +48,18 @@ def init_model_folder(config: RunConfig, *, if_missing: bool, say: Callable[[str
         raise ConfigError(f"model = {config.model}: that is a model of the hub; to make one, name a folder, such as models/mine")
     if config.init is None:
         raise ConfigError("the recipe has no section `init`, which says what model to make; or name a model folder of yours in `model`")
-    record = InitRecord(init=config.init, task=config.rollout.task)
     if (config.model / "config.json").exists():
-        _check_existing(config.model, record, if_missing, say)
+        _check_existing(config, if_missing, say)
         return
     began = time.monotonic()
     partial = config.model.with_name(config.model.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    _build(config, config.init, partial, say)
+    source = None
+    if config.init.is_published:
+        source = published_folder(config.init, partial, config.model.parent / "downloads", config.checkpoint, say)
+    else:
+        _build(config, config.init, partial, say)
+    record = InitRecord(init=config.init, task=config.rollout.task, source=source)
     (partial / _RECORD).write_text(record.model_dump_json(indent=2))
     config.model.parent.mkdir(parents=True, exist_ok=True)
     partial.rename(config.model)
@@ -65,10 +76,13 @@ def read_record(folder: Path) -> InitRecord | None:
         raise ConfigError(f"{path}: not what this version writes about a model that it makes ({reason}). Make the model anew") from error
 
 
-def _check_existing(folder: Path, record: InitRecord, if_missing: bool, say: Callable[[str], None]) -> None:
+def _check_existing(config: RunConfig, if_missing: bool, say: Callable[[str], None]) -> None:
+    folder = config.model
     if not if_missing:
         raise ConfigError(f"model = {folder} is there already: remove it to make it anew, or pass --if-missing to keep it")
-    remark = "" if read_record(folder) == record else ", made with other settings than this recipe's; remove it to make it anew"
+    record = read_record(folder)
+    is_it = record is not None and record.is_of(config)
+    remark = "" if is_it else ", made with other settings than this recipe's; remove it to make it anew"
     say(f"model folder {folder} is there{remark}")
 
 

@@ -118,6 +118,6 @@ def warmup_demonstrations(model: Path, limit_s: float) -> tuple[Demonstration, .
     Args: limit_s: deadline of reading them, seconds.
     """
     record = read_record(model)
-    if record is None:
+    if record is None or record.source is not None:
         return ()
     return questions(record.task, limit_s).demonstrations(record.init.warmup.steps * record.init.warmup.sequences_per_step)
