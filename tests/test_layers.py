@@ -1,4 +1,4 @@
-"""Imports run one way, in no circle: lab -> actors -> learner, rollout -> correction; a class name stands for one thing.
+"""Imports run one way, in no circle: lab -> actors -> learner, rollout -> correction.
 
 Read off the syntax trees, so that nothing has to be imported.
 """
@@ -218,22 +218,6 @@ def classes(path: Path) -> list[str]:
     return [node.name for node in nodes(path) if isinstance(node, ast.ClassDef)]
 
 
-def test_no_class_name_twice() -> None:
-    """A reader who knows a class of a package, of lab or of the benchmarks by its name must not meet another one under it elsewhere. What
-    stands in for it in a test has a name of its own, too; two tests may use the same."""
-    homes: dict[str, list[str]] = defaultdict(list)
-    for package in (*PACKAGES, "lab", "benchmarks"):
-        for path in source_files(package):
-            for name in classes(path):
-                homes[name].append(str(path.relative_to(ROOT)))
-    twice = {name: places for name, places in homes.items() if len(places) > 1}
-    ours = set(homes)
-    for path in source_files("tests"):
-        for name in ours.intersection(classes(path)):
-            twice[name] = [*twice.get(name, homes[name]), str(path.relative_to(ROOT))]
-    assert twice == {}
-
-
 @pytest.mark.parametrize(
     ("call", "callers"),
     [
@@ -270,44 +254,6 @@ def readers_of(*names: str) -> list[str]:
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Name) and node.id in names and isinstance(node.ctx, ast.Load)
     ]
-
-
-MAY_CATCH_DATA_ERRORS = {
-    "rollout/tasks/gym_source.py::_fits": "the entry is counted as refused, with the reason",
-    "rollout/tasks/rows.py::_collect": "the row is listed as skipped, with the reason",
-    "learner/hf/model_check.py::check_trainable": "raised again with the folder's name",
-    "learner/hf/plain_config.py::is_plainly_trainable": "the question is whether; transformers reads the others, and says what is wrong",
-    "learner/weights/checkpoint_files.py::is_complete": "the question is whether",
-    "actors/doctor/start_checks.py::_shape": "the learner's own check says what is wrong",
-    "actors/checkpoints/checkpoint_reader.py::newest_readable": "the checkpoint is set aside with the reason, and the one before is read",
-    "actors/checkpoints/checkpoint_reader.py::_with_prompts": "raised again with what the run needs",
-    "actors/ranks/learner_rank_actor.py::restore": "a file that was being written may be of a step that the run has left",
-    "actors/reports/run_doctor.py::_verified": "shown as damage",
-    "actors/commands/doctor.py::_of_cluster": "shown as a note: the model may be on the nodes alone",
-    "actors/commands/deadline_views.py::_weight_bytes": "the table says that the size is not known",
-}
-
-
-def test_a_data_error_is_caught_where_it_is_said_or_the_question_is_whether() -> None:
-    """Whoever catches one of the user's errors must show it: a new place stands here with its reason, or lets it through."""
-    found = set()
-    for package in PACKAGES:
-        for path in source_files(package):
-            if "DataError" in path.read_text():
-                functions = [node for node in nodes(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-                found |= {f"{path.relative_to(ROOT)}::{one.name}" for one in functions if catches(one, "DataError")}
-    assert found == set(MAY_CATCH_DATA_ERRORS)
-
-
-def catches(function: ast.AST, name: str) -> bool:
-    """Whether a function names an error in an `except`, or hands it to `suppress`."""
-    caught: list[ast.AST] = []
-    for node in ast.walk(function):
-        if isinstance(node, ast.ExceptHandler) and node.type is not None:
-            caught.append(node.type)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
-            caught += node.args
-    return any(isinstance(one, ast.Name) and one.id == name for tree in caught for one in ast.walk(tree))
 
 
 def callers_of(call: str) -> set[str]:
