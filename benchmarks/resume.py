@@ -41,7 +41,7 @@ from actors.state.queue_snapshot import QueueSnapshot
 from actors.state.resume import TrainingState, open_ledger
 from benchmarks.sides import NANO_RECIPE, options, scratch
 from correction.settings.base import dump_with_derived
-from rollout.tasks.chat import ChatEncoder, load_tokenizer
+from rollout.tasks.chat import ChatEncoder
 from rollout.tasks.prompt_place import PromptPlace
 from rollout.tasks.tasks import Task, build_task
 from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
@@ -120,7 +120,7 @@ def _ids(first: int, last: int) -> list[str]:
 
 def questions(config: RunConfig, model: Path) -> Task:
     """The run's task, with its prompts as token ids."""
-    return build_task(config.rollout.task, ChatEncoder.for_task(load_tokenizer(model), config.rollout.task))
+    return build_task(config.rollout.task, ChatEncoder.of_folder(model, config.rollout.task))
 
 
 def snapshot(task: Task, steps: int, groups: int) -> QueueSnapshot:

@@ -46,7 +46,7 @@ from learner.learner_rank import LearnerRank
 from learner.results import StepResult
 from rollout.packing import pack_groups
 from rollout.sampler import Sampler
-from rollout.tasks.chat import ChatEncoder, load_tokenizer
+from rollout.tasks.chat import ChatEncoder
 from rollout.tasks.tasks import build_task
 from rollout.trajectory import Group, Prompt
 
@@ -111,7 +111,7 @@ class KeptEngines:
     def __init__(self, config: RunConfig, loop: BackgroundLoop, sampler: Sampler) -> None:
         self.config, self.engine = config, sampler.engine
         self._loop, self._sampler = loop, sampler
-        self._task = build_task(config.rollout.task, ChatEncoder.for_task(load_tokenizer(config.model), config.rollout.task))
+        self._task = build_task(config.rollout.task, ChatEncoder.of_folder(config.model, config.rollout.task))
         self._learner: LearnerRank | None = None
         self._next_group = 0
 

@@ -358,10 +358,9 @@ class RolloutConfig(PoolSizeConfig, DerivedSettings):
 
     @model_validator(mode="after")
     def _context_leaves_room_for_a_prompt(self) -> RolloutConfig:
-        context = self.engine.context_length
-        if context is not None and self.sampling.max_tokens >= context:
+        if self.engine.context_length is not None and self.engine.lengths.longest_prompt(self.sampling.max_tokens) < 1:
             raise ValueError(
-                f"sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt in engine.context_length = {context}; "
+                f"sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt in {self.engine.room_text}; "
                 f"lower the one or raise the other"
             )
         if isinstance(self.overlong, PenaliseOverlong) and self.overlong.ramp_tokens > self.sampling.max_tokens:
@@ -387,13 +386,12 @@ class RolloutConfig(PoolSizeConfig, DerivedSettings):
 
     @property
     def longest_prompt(self) -> int:
-        """Longest prompt that can be asked, tokens: task.max_prompt_tokens, or what max_tokens leaves of the engine's context.
+        """Longest prompt that can be asked, tokens: task.max_prompt_tokens, or what max_tokens leaves of what the engine takes.
 
         Raises: ConfigError if no room is left, or the context isn't decided yet.
         """
-        context = self.engine.resolved_context
-        room = context - self.sampling.max_tokens
-        if room < 1:
+        longest = self.engine.lengths.longest_prompt(self.sampling.max_tokens)
+        if longest < 1:
             said = f"rollout.sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt"
-            raise ConfigError(f"{said} in the engine's context of {context} tokens", remedy="lower it")
-        return min(room, self.task.max_prompt_tokens or room)
+            raise ConfigError(f"{said} in {self.engine.room_text}", remedy="lower it")
+        return min(longest, self.task.max_prompt_tokens or longest)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from correction.errors import EngineError
 from rollout.config import AnswerSampling, RolloutConfig, SamplingConfig
@@ -18,24 +17,26 @@ from rollout.continuation import is_begun
 from rollout.engine.answer_thread import in_answer_thread
 from rollout.engine.engine import RolloutEngine
 from rollout.rewards.rewards import RewardPool
-from rollout.tasks.chat import load_tokenizer
+from rollout.tasks.chat import ChatEncoder
 from rollout.trajectory import Group, Prompt, Trajectory, UnfinishedGroup
 
 
 class Sampler:
     """One engine with its tokenizer and its scorer. Calls overlap; all belong to the event loop that started the engine."""
 
-    def __init__(self, engine: RolloutEngine, tokenizer: Any, rewards: RewardPool, settings: SamplingConfig, *, seed: int = 0) -> None:
+    def __init__(
+        self, engine: RolloutEngine, encoder: ChatEncoder, rewards: RewardPool, settings: SamplingConfig, *, seed: int = 0
+    ) -> None:
         """
         Args:
-            tokenizer: of transformers.
+            encoder: of the model; knows what ends an answer, and an answer's text.
             settings: samples of a group, their temperature and length.
             seed: of the run's samples, see sample_seed.
         """
         self.engine = engine
         self.generated_tokens = 0
         """Sampled so far, those of failed trajectories included."""
-        self._tokenizer, self._rewards, self._settings, self._seed = tokenizer, rewards, settings, seed
+        self._encoder, self._rewards, self._settings, self._seed = encoder, rewards, settings, seed
         self._busy = _BusyClock()
 
     @classmethod
@@ -67,7 +68,7 @@ class Sampler:
         except BaseException:
             await rewards.close()
             raise
-        sampler = cls(engine, load_tokenizer(model), rewards, config.sampling, seed=seed)
+        sampler = cls(engine, ChatEncoder.of_folder(model, config.task), rewards, config.sampling, seed=seed)
         try:
             engine.check_topk(topk)
         except BaseException:
@@ -145,6 +146,7 @@ class Sampler:
                 seeds=[sample_seed(self._seed, prompt.prompt_id, index) for index in range(samples)],
                 topk=topk,
                 has_routes=has_routes,
+                stop_ids=self._encoder.ends.ids,
                 begun=begun,
             )
         self.generated_tokens += sum(len(one.response_ids) for one in trajectories) - sum(len(one.response_ids) for one in begun)
@@ -152,8 +154,7 @@ class Sampler:
 
     async def _with_texts(self, trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
         """The trajectories with their texts, for the scorer and for people. Tokens and logprobs stay as they were sampled."""
-        decode = self._tokenizer.decode
-        texts = await in_answer_thread(lambda: [decode(list(one.response_ids), skip_special_tokens=True) for one in trajectories])
+        texts = await in_answer_thread(lambda: [self._encoder.text_of(one.response_ids) for one in trajectories])
         return tuple(replace(one, text=text) for one, text in zip(trajectories, texts, strict=True))
 
     @property

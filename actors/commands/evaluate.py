@@ -23,7 +23,7 @@ from correction.errors import DataError
 from learner.hf.hf_folder import read_config
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.sampler import Sampler
-from rollout.tasks.chat import ChatEncoder, load_tokenizer
+from rollout.tasks.chat import ChatEncoder
 from rollout.tasks.tasks import Task, check_task_names
 from rollout.trajectory import Prompt, Trajectory
 
@@ -84,7 +84,7 @@ def task_for(config: RunConfig) -> tuple[Task, int]:
     check_engine_device(config)
     check_task_names(config.rollout.task)
     longest_prompt = config.rollout.with_context(read_config(model).get_text_config().max_position_embeddings).longest_prompt
-    encoder = ChatEncoder.for_task(load_tokenizer(model), config.rollout.task, longest_prompt)
+    encoder = ChatEncoder.of_folder(model, config.rollout.task, longest_prompt)
     return questions(config.rollout.task, config.deadlines.start_s, encoder), longest_prompt
 
 

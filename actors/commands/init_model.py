@@ -19,7 +19,7 @@ from learner.hf.nano import build_nano_model
 from learner.results import EncodedDemonstration
 from learner.warmup import warm_up
 from rollout.config import TaskConfig
-from rollout.tasks.chat import ChatEncoder, load_tokenizer
+from rollout.tasks.chat import ChatEncoder
 
 _RECORD = "evenkeel_init.json"
 
@@ -94,7 +94,7 @@ def _build(config: RunConfig, init: InitConfig, folder: Path, say: Callable[[str
     shutil.rmtree(blank, ignore_errors=True)
     unencoded = questions(config.rollout.task, config.deadlines.start_s).demonstrations(init.tokenizer_texts)
     parameters = build_nano_model(blank, [d.prompt_text for d in unencoded], init.architecture)
-    encoder = ChatEncoder.for_task(load_tokenizer(blank), config.rollout.task)
+    encoder = ChatEncoder.of_folder(blank, config.rollout.task)
     say(f"nano model: {parameters / 1e6:.2f}M parameters, vocabulary of {len(encoder.tokenizer)}")
     task = questions(config.rollout.task, config.deadlines.start_s, encoder)
     worked = task.demonstrations(init.warmup.steps * init.warmup.sequences_per_step)

@@ -24,7 +24,7 @@ from actors.settings.devices import check_devices
 from correction.engines.quick_imports import gc_paused
 from rollout.rewards.reward_trial import WRONG, trial_notes
 from rollout.rewards.rewards import RewardError, RewardPool
-from rollout.tasks.chat import ChatEncoder, load_tokenizer
+from rollout.tasks.chat import ChatEncoder
 from rollout.tasks.tasks import Task, check_task_names
 from rollout.trajectory import Demonstration
 
@@ -72,8 +72,7 @@ def _read_model(
     facts = paper_facts(config, model, is_resumed=is_resumed)
     of_paper = on_paper(facts, config)
     stop_at_failures(of_paper)
-    tokenizer = load_tokenizer(model)
-    return config, ChatEncoder.for_task(tokenizer, config.rollout.task, config.rollout.longest_prompt), of_paper
+    return config, ChatEncoder.of_folder(model, config.rollout.task, config.rollout.longest_prompt), of_paper
 
 
 def decide_devices(config: RunConfig) -> tuple[RunConfig, list[str]]:

@@ -174,9 +174,9 @@ def _check_tokenizer(folder: Path, task: TaskConfig) -> None:
     """Raises: DataError, ConfigError as rollout/tasks/chat.py."""
     if is_plainly_trainable(read_json(folder / "config.json")) and is_plainly_usable(folder, task):
         return
-    from rollout.tasks.chat import ChatEncoder, load_tokenizer
+    from rollout.tasks.chat import ChatEncoder
 
-    ChatEncoder.for_task(load_tokenizer(folder), task)
+    ChatEncoder.of_folder(folder, task)
 
 
 @contextlib.contextmanager

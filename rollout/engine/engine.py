@@ -24,6 +24,7 @@ from rollout.engine.sglang_answer import ExpertShape, trajectory_of
 from rollout.engine.weight_update import UpdatableEngine
 from rollout.engine_settings.engine_config import EngineConfig
 from rollout.engine_settings.engine_ranks import UNREPORTED_ROUTES, obstacles
+from rollout.engine_settings.request_lengths import RequestLengths
 from rollout.trajectory import Trajectory
 
 _HAND_BACK_S = 0.2
@@ -43,10 +44,8 @@ class RolloutEngine(UpdatableEngine):
         super().__init__(name, config, process, version)
         self.vocab_size = vocab_size
         """Size of the vocabulary: token ids are below it."""
-        self.longest_prompt: int = process.engine.tokenizer_manager.max_req_input_len - 1
-        """Longest prompt that SGLang takes, tokens: it wants room to sample a few more than one."""
-        self.context_length = self.longest_prompt + 5
-        """Longest prompt and response together, tokens: SGLang keeps two of the model's context, or of the KV cache, for itself."""
+        self.lengths = RequestLengths.of_engine(process.engine.tokenizer_manager.max_req_input_len)
+        """How long prompts and answers may be."""
         self._experts = experts
         self._requests = 0
         self._in_groups = [0] * config.attention_data_parallel
@@ -115,6 +114,7 @@ class RolloutEngine(UpdatableEngine):
         seeds: Sequence[int] | None = None,
         topk: int = 0,
         has_routes: bool = True,
+        stop_ids: Sequence[int] = (),
         ignore_stop: bool = False,
         begun: Sequence[Trajectory] = (),
         deadline_s: float | None = None,
@@ -132,6 +132,7 @@ class RolloutEngine(UpdatableEngine):
                 logits do (with batch_invariant to the last bit). Unset: random ones.
             topk: most likely tokens to report at each position, with their logprobs, in addition to the sampled one; see check_topk.
             has_routes: report routed experts, if the engine was started for them; False for answers that nothing is trained on.
+            stop_ids: tokens that end an answer, which has them as its last; those of config.json and generation_config.json end it, too.
             ignore_stop: go on to max_tokens whatever is sampled (for checks and benchmarks; answers of a run stop).
             begun: what another engine has of each sample (rollout.continuation): whole ones stay as they are, others are continued.
         Returns: a trajectory for each sample, in the order of the seeds, without text and reward; an aborted one carries an error, and
@@ -142,7 +143,7 @@ class RolloutEngine(UpdatableEngine):
         self._check_request(prompt_ids, max_tokens, temperature)
         found = list(begun) or [unsampled(prompt_ids, prompt_id)] * samples
         todo = [i for i, answer in enumerate(found) if is_begun(answer)]
-        sampling = {"temperature": temperature, "top_p": top_p, "ignore_eos": ignore_stop}
+        sampling = {"temperature": temperature, "top_p": top_p, "ignore_eos": ignore_stop, "stop_token_ids": list(stop_ids)}
         experts = self._experts if has_routes else None
         options: dict[str, Any] = ({"top_logprobs_num": topk} if topk else {}) | ({"return_routed_experts": True} if experts else {})
         inputs = [[*prompt_ids, *found[i].response_ids] for i in todo]
@@ -160,7 +161,7 @@ class RolloutEngine(UpdatableEngine):
         rests = await in_answer_thread(lambda: list(map(of_answer, answers, inputs)))
         for i, rest in zip(todo, rests, strict=True):
             whole = continued(found[i], rest) if found[i].response_ids else rest
-            found[i] = kept(whole, self.longest_prompt) if self.is_leaving and is_begun(whole) else whole
+            found[i] = kept(whole, self.lengths.prompt) if self.is_leaving and is_begun(whole) else whole
         return found
 
     @contextlib.contextmanager
@@ -270,10 +271,10 @@ class RolloutEngine(UpdatableEngine):
                 f"{self.name}: token id {bad} in a prompt: the model's vocabulary has {self.vocab_size}, and any other id crashes SGLang. "
                 "Use the tokenizer of the model's folder"
             )
-        if max_tokens < 1 or len(token_ids) > self.longest_prompt or len(token_ids) + max_tokens > self.context_length:
+        if max_tokens < 1 or len(token_ids) > self.lengths.longest_prompt(max_tokens):
             raise DataError(
                 f"{self.name}: {len(token_ids)} prompt tokens and max_tokens = {max_tokens}: the engine takes up to "
-                f"{self.longest_prompt} and at least 1, together up to {self.context_length} tokens. "
+                f"{self.lengths.prompt} and at least 1, together up to {self.lengths.together} tokens. "
                 "Shorten the prompt, or lower rollout.sampling.max_tokens"
             )
         if not (math.isfinite(temperature) and temperature >= 0):

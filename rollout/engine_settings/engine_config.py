@@ -13,6 +13,7 @@ from correction.engines.gpu_share import PREFILL_TOKENS
 from correction.errors import ConfigError
 from correction.settings.base import DerivedSettings
 from rollout.engine_settings.engine_arguments import refusal
+from rollout.engine_settings.request_lengths import RequestLengths
 
 UpdateMode = Literal["retract", "in_place"]
 """What becomes of requests in flight when weights are updated: see EngineConfig.weight_update_mode."""
@@ -279,6 +280,19 @@ class EngineConfig(DerivedSettings):
         if self.context_length is None:
             raise ConfigError("rollout.engine.context_length isn't decided yet", remedy="Decide it by the model's: with_context()")
         return self.context_length
+
+    @property
+    def lengths(self) -> RequestLengths:
+        """How long prompts and answers may be. Raises: as resolved_context."""
+        return RequestLengths.within(min(self.resolved_context, self.max_total_tokens or self.resolved_context))
+
+    @property
+    def room_text(self) -> str:
+        """What limits `lengths`, for people. Raises: as resolved_context."""
+        cache = self.max_total_tokens
+        if cache is not None and cache < self.resolved_context:
+            return f"the KV cache of {cache} tokens (rollout.engine.max_total_tokens), of which SGLang keeps some for itself"
+        return f"the engine's context of {self.resolved_context} tokens, of which SGLang keeps some for itself"
 
     @property
     def has_stock_attention(self) -> bool:

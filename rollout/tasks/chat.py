@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from correction.errors import ConfigError, DataError, not_read
 from rollout.config import TaskConfig
+from rollout.tasks.answer_ends import CONFIGS, AnswerEnds, configured_ends
 
 
 def load_tokenizer(folder: Path | str) -> Any:
@@ -43,7 +45,7 @@ _CHARACTERS_PER_TOKEN = 16
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Turns the text of a user turn into the ids that the engine is given."""
+    """Turns the text of a user turn into the ids that the engine is given, and its answers into texts; knows what ends an answer."""
 
     tokenizer: Any
     """A transformers tokenizer."""
@@ -55,6 +57,8 @@ class ChatEncoder:
     """False: the bare text."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Handed to the chat template."""
+    configured: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """End tokens that the model's config.json and generation_config.json name, as configured_ends gives them."""
 
     def __post_init__(self) -> None:
         if self.apply_chat_template and not getattr(self.tokenizer, "chat_template", None):
@@ -62,11 +66,23 @@ class ChatEncoder:
                 "rollout.task.apply_chat_template = true, but the model's tokenizer has no chat template",
                 remedy="set rollout.task.apply_chat_template: false, or put chat_template.jinja into the model folder",
             )
-        if self.tokenizer.eos_token_id is None:
-            raise DataError("the model's tokenizer has no eos_token, so no answer could end", remedy="set it in tokenizer_config.json")
+        if self.ends.of_turn is None:
+            nobody = f"the model's tokenizer has no eos_token, and {' and '.join(CONFIGS)} name no eos_token_id, so no answer could end"
+            raise DataError(nobody, remedy="set eos_token in tokenizer_config.json")
 
     @classmethod
-    def for_task(cls, tokenizer: Any, task: TaskConfig, max_prompt_tokens: int | None = None) -> ChatEncoder:
+    def of_folder(cls, folder: Path, task: TaskConfig, max_prompt_tokens: int | None = None) -> ChatEncoder:
+        """As `for_task`, of a model's folder. Raises: DataError, ConfigError as load_tokenizer and for what a task can't use."""
+        return cls.for_task(load_tokenizer(folder), task, max_prompt_tokens, configured_ends(folder))
+
+    @classmethod
+    def for_task(
+        cls,
+        tokenizer: Any,
+        task: TaskConfig,
+        max_prompt_tokens: int | None = None,
+        configured: Mapping[str, Sequence[int]] | None = None,
+    ) -> ChatEncoder:
         """The encoder that a task's settings ask for; `max_prompt_tokens` from RolloutConfig.longest_prompt."""
         return cls(
             tokenizer,
@@ -74,7 +90,23 @@ class ChatEncoder:
             system_prompt=task.system_prompt,
             apply_chat_template=task.apply_chat_template,
             chat_template_kwargs=task.chat_template_kwargs,
+            configured=configured or {},
         )
+
+    @cached_property
+    def ends(self) -> AnswerEnds:
+        """The tokens that end an answer."""
+        return AnswerEnds.of(self.tokenizer, self._rendered if self.apply_chat_template else None, self.configured)
+
+    def _rendered(self, turns: list[dict[str, Any]]) -> str:
+        """The template's text of some turns, without the beginning of an answer."""
+        return str(self.tokenizer.apply_chat_template(turns, tokenize=False, **self.chat_template_kwargs))
+
+    def text_of(self, response_ids: Sequence[int]) -> str:
+        """An answer as its scorer sees it, and people: all that the model said, other special tokens included; not the token that ended
+        it."""
+        said = self.ends.without(response_ids)
+        return str(self.tokenizer.decode(list(said), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def encode(self, asked: str | Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """Ids of the whole prompt, generation prompt included; see `excess` for its length.
@@ -104,12 +136,13 @@ class ChatEncoder:
         return tuple(ids)
 
     def encode_demonstration(self, asked: str | Sequence[Mapping[str, str]], answer: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(prompt ids, answer ids with the end-of-sequence token): what supervised training needs.
+        """(prompt ids, answer ids with the token that ends a turn): what supervised training needs.
 
         The two are encoded apart, as they are when the policy answers, so that no token straddles the border.
         """
         answer_ids = self.tokenizer.encode(answer, add_special_tokens=False)
-        return self.encode(asked), (*answer_ids, self.tokenizer.eos_token_id)
+        assert self.ends.of_turn is not None
+        return self.encode(asked), (*answer_ids, self.ends.of_turn)
 
     def excess(self, asked: str | Sequence[Mapping[str, str]]) -> str | None:
         """Why this prompt can't be asked, or None if it fits.
@@ -132,5 +165,5 @@ class ChatEncoder:
     def _too_long(self, length: str) -> str:
         return (
             f"its prompt has {length} tokens, more than the {self.max_prompt_tokens} that fit "
-            f"(context less rollout.sampling.max_tokens, or rollout.task.max_prompt_tokens)"
+            f"(what rollout.sampling.max_tokens leaves of the engine's context, or rollout.task.max_prompt_tokens)"
         )

@@ -53,7 +53,7 @@ def test_eval_of_an_unknown_data_set_names_the_nearest(model: Path) -> None:
 
 
 def test_eval_says_that_no_question_fits(model: Path) -> None:
-    said = refused("eval", str(model), "--task", "spell_backward", "rollout.sampling.max_tokens=62", "rollout.engine.context_length=64")
+    said = refused("eval", str(model), "--task", "spell_backward", "rollout.sampling.max_tokens=60", "rollout.engine.context_length=64")
     assert "no question fits into the 2 tokens" in said and "lower it" in said
 
 
@@ -98,7 +98,7 @@ def test_unknown_override(recipe: Path) -> None:
         ("learner.optimizer_steps_per_batch=3", ["groups_per_step = 4 is not a multiple of learner.optimizer_steps_per_batch = 3"]),
         ("correction.preset=icepopp", ["icepopp", "icepop"]),
         ("rollout.sampling.max_tokens=128", ["leaves no room for a prompt"]),
-        ("rollout.engine.context_length=52", ["more than the 4 that fit", "or raise rollout.engine.context_length"]),
+        ("rollout.engine.context_length=52", ["more than the 2 that fit", "or raise rollout.engine.context_length"]),
         ("rollout.engine.context_length=100000", ["context_length = 100000 is more than the model's context of 1024 tokens"]),
         ("learner.learning_rate=inf", ["learner.learning_rate = 'inf': input should be a finite number"]),
         ("steps=100000000000000000000", ["steps = 100000000000000000000: expected int > 0 and <= 1000000000"]),

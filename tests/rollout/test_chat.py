@@ -31,12 +31,12 @@ def test_without_a_template_the_text_stays_bare(tokenizer: Any) -> None:
     assert tokenizer.decode(list(encoder.encode("1 + 2 ="))) == "1 + 2 ="
 
 
-def test_a_demonstration_ends_with_the_end_of_sequence_token(tokenizer: Any) -> None:
+def test_a_demonstration_ends_with_the_token_that_ends_a_turn(tokenizer: Any) -> None:
     encoder = ChatEncoder(tokenizer)
     prompt_ids, answer_ids = encoder.encode_demonstration("1 + 2", "3")
     assert prompt_ids == encoder.encode("1 + 2")
     assert answer_ids == (*tokenizer.encode("3", add_special_tokens=False), tokenizer.eos_token_id)
-    assert encoder.tokenizer.decode(list(answer_ids), skip_special_tokens=True) == "3"
+    assert encoder.text_of(answer_ids) == "3"
 
 
 def test_a_prompt_may_be_exactly_as_long_as_what_fits(tokenizer: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from correction.errors import ConfigError, DataError
 from rollout.engine.engine import RolloutEngine
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.trajectory import FinishReason, Trajectory, VersionSpan
 from tests.conftest import BackgroundLoop
 from tests.rollout.engine_scene import TOLERANCE, prompts
@@ -162,7 +163,12 @@ def test_prompts_that_would_kill_or_confuse_the_engine_are_refused(
 
 
 def test_longest_request_that_fits(engine: RolloutEngine, engine_loop: BackgroundLoop) -> None:
-    """SGLang keeps two of the model's 1,024 tokens, and would cut a longer answer without a word."""
-    for prompt_length in (1000, 1017):
-        completion = engine_loop.run(engine.generate([5] * prompt_length, max_tokens=1022 - prompt_length, ignore_stop=True))[0]
-        assert len(completion.response_ids) == 1022 - prompt_length
+    """SGLang keeps two of the model's 1,024 tokens, and would cut a longer answer without a word; the settings count as it does."""
+    told = EngineConfig().with_context(1024).lengths
+    assert told == engine.lengths
+    for answer in (22, 5, 1):
+        prompt = [5] * told.longest_prompt(answer)
+        completion = engine_loop.run(engine.generate(prompt, max_tokens=answer, ignore_stop=True))[0]
+        assert len(completion.response_ids) == answer
+        with pytest.raises(DataError, match="the engine takes up to 1017"):
+            engine_loop.run(engine.generate([*prompt, 5], max_tokens=answer))

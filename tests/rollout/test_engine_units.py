@@ -225,7 +225,7 @@ def test_trajectory_reads_routes_of_all_tokens_but_the_last() -> None:
     assert unread.failure is FailureKind.ENGINE
 
 
-def routed_sampler(asked: list[dict[str, Any]], tokenizer: Any) -> Sampler:
+def routed_sampler(asked: list[dict[str, Any]], text_of: Any) -> Sampler:
     """A sampler whose engine was started for routes: it notes what SGLang is `asked` for, and gets answers of 4 tokens."""
 
     async def sglang(*, input_ids: list[list[int]], **options: Any) -> list[dict[str, object]]:
@@ -249,14 +249,15 @@ def routed_sampler(asked: list[dict[str, Any]], tokenizer: Any) -> Sampler:
     config = EngineConfig(device="cpu", prefix_cache=False, return_routed_experts=True)
     engine = RolloutEngine("engine", config, process, 100, 3, ExpertShape(layers=2, experts=6, k=1))
     rewards: Any = SimpleNamespace(score=score)
-    return Sampler(engine, tokenizer, rewards, SamplingConfig(samples_per_group=2, max_tokens=4))
+    encoder: Any = SimpleNamespace(ends=SimpleNamespace(ids=(7, 9)), text_of=text_of)
+    return Sampler(engine, encoder, rewards, SamplingConfig(samples_per_group=2, max_tokens=4))
 
 
 def test_answers_that_nothing_is_trained_on_come_without_wide_fields() -> None:
     """An engine that was started for routes, asked for a group with the 2 likeliest tokens and for an evaluation's answers: SGLang is asked
     for the group's wide fields alone. (It sends routes to whom it is asked by; a real one does in test_engine_moe.py.)"""
     asked: list[dict[str, Any]] = []
-    sampler = routed_sampler(asked, SimpleNamespace(decode=lambda *_, **__: "text"))
+    sampler = routed_sampler(asked, lambda _: "text")
     prompt = Prompt("train/0/0", "3 + 4 =", (7, 8, 9), "7")
     group: Any = asyncio.run(sampler.group(prompt, group_id=0, admitted_version=3, topk=2))
     answers = asyncio.run(sampler.answer(prompt, AnswerSampling(samples=2, temperature=1.0)))
@@ -264,6 +265,7 @@ def test_answers_that_nothing_is_trained_on_come_without_wide_fields() -> None:
     assert [(one.routed_experts, one.top_logprobs) for one in answers] == [(None, None)] * 2
     assert [(one.text, len(one.response_ids), one.version_spans) for one in answers] == [("text", 4, (VersionSpan(3, 0, 4),))] * 2
     assert [("return_routed_experts" in one, "top_logprobs_num" in one) for one in asked] == [(True, True), (False, False)]
+    assert [part["stop_token_ids"] for one in asked for part in one["sampling_params"]] == [[7, 9]] * 4, "the ends of the model, for both"
 
 
 def test_reading_answers_leaves_the_event_loop_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +277,7 @@ def test_reading_answers_leaves_the_event_loop_alone(monkeypatch: pytest.MonkeyP
         return found
 
     monkeypatch.setattr(engine_module, "trajectory_of", lambda *args, **named: noted("tokens", trajectory_of(*args, **named)))
-    sampler = routed_sampler([], SimpleNamespace(decode=lambda *_, **__: noted("text", "seven")))
+    sampler = routed_sampler([], lambda _: noted("text", "seven"))
     prompt = Prompt("train/0/0", "3 + 4 =", (7, 8, 9), "7")
 
     async def scenario() -> None:

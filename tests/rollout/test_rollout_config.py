@@ -44,7 +44,9 @@ def test_neutral_sampling_and_any_temperature_pass() -> None:
         ({"task": CHAIN_SUM | {"dataste": 1}}, "dataste"),
         ({"reward": {"kind": "function", "path": "no_colon"}}, "path"),
         ({"sampling": {"samples_per_group": 1}}, "greater than or equal to 2"),
-        ({"sampling": {"max_tokens": 64}, "engine": {"context_length": 64}}, "leaves no room for a prompt"),
+        ({"sampling": {"max_tokens": 62}, "engine": {"context_length": 64}}, "leaves no room for a prompt in the engine's context of 64"),
+        ({"sampling": {"max_tokens": 1}, "engine": {"context_length": 7}}, "leaves no room for a prompt"),
+        ({"sampling": {"max_tokens": 62}, "engine": {"max_total_tokens": 64, "context_length": 80}}, "in the KV cache of 64 tokens"),
         ({"sampling": {"max_tokens": 8}, "overlong": {"kind": "penalise", "ramp_tokens": 9}}, "even an empty answer"),
         ({"overlong": {"kind": "drop"}}, "'train', 'mask', 'penalise'"),
         ({"min_workers": 4, "max_workers": 2}, "min_workers = 4 is more than max_workers = 2: lower the one or raise the other"),
@@ -62,11 +64,12 @@ def test_settings_that_contradict_are_refused(changes: dict[str, Any], message: 
 
 def test_room_for_a_prompt_is_what_max_tokens_leaves_of_the_context() -> None:
     config = RolloutConfig.model_validate({"task": CHAIN_SUM, "reward": {"kind": "reasoning_gym"}, "sampling": {"max_tokens": 100}})
-    assert config.with_context(256).longest_prompt == 156
+    assert config.with_context(256).longest_prompt == 154, "SGLang keeps two tokens of the context"
     with pytest.raises(ConfigError, match=r"context_length = 300 is more than the model's context of 256 tokens"):
         config.model_copy(update={"engine": EngineConfig(context_length=300)}).with_context(256)
     with pytest.raises(ConfigError, match="no room"):
-        _ = config.with_context(100).longest_prompt
+        _ = config.with_context(102).longest_prompt
+    assert config.with_context(103).longest_prompt == 1
     limited = config.model_copy(update={"task": config.task.model_copy(update={"max_prompt_tokens": 40})})
     assert limited.with_context(256).longest_prompt == 40
 

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from rollout.config import AnswerSampling, ExactMatchReward, SamplingConfig
+from rollout.config import AnswerSampling, ExactMatchReward, MaskOverlong, SamplingConfig
 from rollout.engine.engine import RolloutEngine
+from rollout.packing import is_left_out
 from rollout.rewards.rewards import RewardPool
 from rollout.sampler import Sampler, sample_seed
-from rollout.trajectory import Group, Prompt, Trajectory
+from rollout.tasks.chat import ChatEncoder
+from rollout.trajectory import FinishReason, Group, Prompt, Trajectory
 from tests.conftest import BackgroundLoop
 
 pytestmark = pytest.mark.engine
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.engine
 def test_a_prompt_becomes_a_scored_group(shared_engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
     """The answer to beat is what the engine itself samples with the first seed: exactly the trajectories with that text score 1."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    encoder = ChatEncoder(tokenizer)
     question = [{"role": "user", "content": "3 + 4 ="}]
     text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     prompt = Prompt("train/0/0", "3 + 4 =", tuple(tokenizer(text)["input_ids"]), "")
@@ -29,10 +32,10 @@ def test_a_prompt_becomes_a_scored_group(shared_engine: RolloutEngine, engine_lo
 
     async def sample() -> tuple[Group, Trajectory, int, list[Trajectory], Trajectory]:
         rewards = RewardPool(ExactMatchReward(processes=1))
-        sampler = Sampler(shared_engine, tokenizer, rewards, settings, seed=5)
+        sampler = Sampler(shared_engine, encoder, rewards, settings, seed=5)
         try:
             (first,) = await shared_engine.generate(prompt.token_ids, max_tokens=20, seeds=[sample_seed(5, prompt.prompt_id, 0)])
-            expected = tokenizer.decode(list(first.response_ids), skip_special_tokens=True)
+            expected = encoder.text_of(first.response_ids)
             group = await sampler.group(replace(prompt, answer=expected), group_id=7, admitted_version=shared_engine.version, topk=2)
             asked = await asyncio.gather(*(sampler.answer(prompt, AnswerSampling()) for _ in range(2)))
             greedy = [answer for (answer,) in asked]
@@ -51,10 +54,39 @@ def test_a_prompt_becomes_a_scored_group(shared_engine: RolloutEngine, engine_lo
     for trajectory in group.trajectories:
         assert (trajectory.prompt_id, tuple(trajectory.prompt_ids)) == ("train/0/0", prompt.token_ids)
         assert {span.version for span in trajectory.version_spans} == {shared_engine.version}
-        assert trajectory.text == tokenizer.decode(list(trajectory.response_ids), skip_special_tokens=True)
+        assert trajectory.text == encoder.text_of(trajectory.response_ids)
         assert trajectory.reward == float(trajectory.text.strip() == group.prompt.answer.strip())
         top = trajectory.top_logprobs
         assert top is not None and len(top.ids) == top.k * len(trajectory.response_ids)
     assert len({tuple(one.response_ids) for one in group.trajectories}) == 3, "each sample has a seed of its own"
     assert greedy.top_logprobs is None and greedy.is_valid
     assert generated == sum(len(one.response_ids) for one in everything)
+
+
+def test_an_answer_ends_at_what_the_engine_by_itself_doesn_t_know(
+    shared_engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path
+) -> None:
+    """The same greedy answers without and with one of their tokens among the ends: with it they stop there, that token trains and its text
+    isn't scored, and they count as finished even if they have max_tokens tokens by then."""
+    encoder = ChatEncoder(AutoTokenizer.from_pretrained(tiny_model))
+    prompt = Prompt("held_out/0/0", "3 + 4 =", encoder.encode("3 + 4 ="), "x")
+
+    async def answer(using: ChatEncoder, max_tokens: int) -> Trajectory:
+        rewards = RewardPool(ExactMatchReward(processes=1))
+        sampler = Sampler(shared_engine, using, rewards, SamplingConfig(samples_per_group=2, max_tokens=max_tokens))
+        try:
+            return (await sampler.answer(prompt, AnswerSampling()))[0]
+        finally:
+            await rewards.close()
+
+    whole = engine_loop.run(answer(encoder, 8))
+    first = {token: place for place, token in reversed(list(enumerate(whole.response_ids)))}
+    place, end = next((place, token) for token, place in first.items() if place > 1 and token not in encoder.ends.ids)
+    knowing = ChatEncoder(encoder.tokenizer, configured={"generation_config.json": (end,)})
+    for max_tokens in (8, place + 1):
+        ended = engine_loop.run(answer(knowing, max_tokens))
+        assert ended.response_ids == whole.response_ids[: place + 1] and ended.finish_reason is FinishReason.STOP
+        assert ended.text == encoder.tokenizer.decode(list(whole.response_ids[:place]))
+        assert not is_left_out(ended, MaskOverlong())
+    cut = engine_loop.run(answer(encoder, place + 1))
+    assert cut.finish_reason is FinishReason.LENGTH and is_left_out(cut, MaskOverlong())
