@@ -58,7 +58,7 @@ class Demonstration:
 
     question: str
     """The question's own text."""
-    prompt: str | Sequence[Mapping[str, str]]
+    prompt: str | Sequence[Mapping[str, Any]]
     """What the chat template is given: what a prompt of the run is made of."""
     answer: str
     """What the model shall say."""
@@ -66,7 +66,7 @@ class Demonstration:
     @property
     def prompt_text(self) -> str:
         """All that the prompt says, for a tokenizer to learn from."""
-        return self.prompt if isinstance(self.prompt, str) else "\n\n".join(turn["content"] for turn in self.prompt)
+        return self.prompt if isinstance(self.prompt, str) else "\n\n".join(turn.get("content") or "" for turn in self.prompt)
 
 
 @dataclass(frozen=True, slots=True)

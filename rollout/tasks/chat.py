@@ -11,6 +11,7 @@ from typing import Any
 from correction.errors import ConfigError, DataError, not_read
 from rollout.config import TaskConfig
 from rollout.tasks.answer_ends import CONFIGS, AnswerEnds, configured_ends
+from rollout.tasks.control_tokens import ControlTokens
 
 
 def load_tokenizer(folder: Path | str) -> Any:
@@ -98,6 +99,10 @@ class ChatEncoder:
         """The tokens that end an answer."""
         return AnswerEnds.of(self.tokenizer, self._rendered if self.apply_chat_template else None, self.configured)
 
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        return ControlTokens(self.tokenizer, self.ends.ids)
+
     def _rendered(self, turns: list[dict[str, Any]]) -> str:
         """The template's text of some turns, without the beginning of an answer."""
         return str(self.tokenizer.apply_chat_template(turns, tokenize=False, **self.chat_template_kwargs))
@@ -108,12 +113,14 @@ class ChatEncoder:
         said = self.ends.without(response_ids)
         return str(self.tokenizer.decode(list(said), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def encode(self, asked: str | Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    def encode(self, asked: str | Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Ids of the whole prompt, generation prompt included; see `excess` for its length.
 
         Args:
-            asked: text of a user turn, or turns with role and content, which have a system prompt of their own if they begin with one.
-        Raises: DataError for turns without a chat template, or that it refuses (a role that it doesn't know, for instance).
+            asked: text of a user turn, or turns with role and content, which have a system prompt of their own if they begin with one. What
+                spells a control token there is text. Without a template it is the token: the text is then the whole prompt.
+        Raises: DataError for turns without a chat template, or that it refuses (a role that it doesn't know, for instance), and as
+            ControlTokens.
         """
         if not self.apply_chat_template:
             if not isinstance(asked, str):
@@ -123,9 +130,10 @@ class ChatEncoder:
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else [dict(turn) for turn in asked]
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system_prompt})
+        messages, is_quoted = self._control_tokens.quoted(messages)
         try:
-            ids = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self.chat_template_kwargs
+            found = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=not is_quoted, return_dict=False, **self.chat_template_kwargs
             )
         except (MemoryError, OSError):
             raise
@@ -133,9 +141,9 @@ class ChatEncoder:
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
             said = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
             raise DataError(f"the model's chat template refuses its turns, of {roles:.200} ({said})") from error
-        return tuple(ids)
+        return self._control_tokens.ids(found) if is_quoted else tuple(found)
 
-    def encode_demonstration(self, asked: str | Sequence[Mapping[str, str]], answer: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def encode_demonstration(self, asked: str | Sequence[Mapping[str, Any]], answer: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(prompt ids, answer ids with the token that ends a turn): what supervised training needs.
 
         The two are encoded apart, as they are when the policy answers, so that no token straddles the border.
@@ -144,15 +152,14 @@ class ChatEncoder:
         assert self.ends.of_turn is not None
         return self.encode(asked), (*answer_ids, self.ends.of_turn)
 
-    def excess(self, asked: str | Sequence[Mapping[str, str]]) -> str | None:
+    def excess(self, asked: str | Sequence[Mapping[str, Any]]) -> str | None:
         """Why this prompt can't be asked, or None if it fits.
 
         Of a text that is far too long only its beginning is encoded: one of twice the tokens that fit settles it.
         Raises: DataError as `encode`.
         """
         if self.max_prompt_tokens is None:
-            if not isinstance(asked, str):  # the template may refuse them
-                self.encode(asked)
+            self.encode(asked)  # which may refuse it
             return None
         beginning = _CHARACTERS_PER_TOKEN * (self.max_prompt_tokens + 1)
         while isinstance(asked, str) and beginning < len(asked):

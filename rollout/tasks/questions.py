@@ -18,8 +18,9 @@ class Question:
     """Reference answer; several: any of them is right; "" if the task has none."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """reasoning-gym: the whole entry; rows: the columns that are neither prompt nor answer."""
-    turns: tuple[Mapping[str, str], ...] = ()
-    """Turns of a conversation: each with its role and content, the last one the user's. `text` has all of them then."""
+    turns: tuple[Mapping[str, Any], ...] = ()
+    """Turns of a conversation: each with its role, its content and whatever else it has, the last one the user's. `text` has all of them
+    then."""
     demonstration: str | None = None
     """A worked answer for the warm-up, where it differs from `answer`."""
 

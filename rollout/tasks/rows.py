@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -187,21 +188,35 @@ def _question(row: Any, task: FileTask | HuggingFaceTask) -> Question:
     return Question(text, answer, {name: value for name, value in row.items() if name not in used}, turns, demonstration)
 
 
-def _asked(value: Any, name: str) -> tuple[str, tuple[Mapping[str, str], ...]]:
-    """The question's text, and, of a list of several turns, the turns; one turn alone, a user's, is its text. Raises: DataError."""
+_OF_EVERY_TURN = {"role", "content"}
+
+
+def _asked(value: Any, name: str) -> tuple[str, tuple[Mapping[str, Any], ...]]:
+    """The question's text, and, of a list of several turns, the turns; one turn alone, a user's of nothing but content, is its text.
+
+    A turn keeps all of its parts, such as tool_calls or reasoning_content. Parts that are null are none: tables have them in all turns.
+    Raises: DataError.
+    """
     if isinstance(value, str):
         return value, ()
     kind = f'field "{name}" is {type(value).__name__}, neither text nor a list of turns with role and content'
     if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
         raise DataError(kind)
-    turns = tuple({part: turn.get(part) for part in ("role", "content")} for turn in value)
-    if not all(isinstance(part, str) for turn in turns for part in turn.values()):
+    turns = tuple({part: of_part for part, of_part in turn.items() if of_part is not None or part == "content"} for turn in value)
+    if not all(isinstance(turn.get("role"), str) and (isinstance(turn.get("content"), str) or "tool_calls" in turn) for turn in turns):
         raise DataError(f"{kind} as text")
-    if turns[-1]["role"] != "user":
-        raise DataError(f'field "{name}" ends with a turn of {turns[-1]["role"]}, not with a question of the user')
+    last = turns[-1]
+    if last["role"] != "user" or not isinstance(last.get("content"), str):
+        raise DataError(f'field "{name}" ends with a turn of {last["role"]}, not with a question of the user')
     if len(turns) == 1:
-        return turns[0]["content"], ()
-    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns), turns
+        return last["content"], () if last.keys() == _OF_EVERY_TURN else turns
+    return "\n\n".join(map(_text_of_turn, turns)), turns
+
+
+def _text_of_turn(turn: Mapping[str, Any]) -> str:
+    more = {part: value for part, value in turn.items() if part not in _OF_EVERY_TURN}
+    text = f"{turn['role']}: {turn.get('content') or ''}"
+    return f"{text} {json.dumps(more, ensure_ascii=False, sort_keys=True, default=str)}" if more else text
 
 
 def _field(row: dict[str, Any], name: str) -> Any:

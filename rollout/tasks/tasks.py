@@ -94,7 +94,7 @@ def user_text(config: TaskConfig, question: str) -> str:
     return config.prompt_template.replace("{question}", question)
 
 
-def asked(config: TaskConfig, question: Question) -> str | list[Mapping[str, str]]:
+def asked(config: TaskConfig, question: Question) -> str | list[Mapping[str, Any]]:
     """What the chat template is given: the text of a user turn, or all turns; the task's template is round the last one."""
     if not question.turns:
         return user_text(config, question.text)

@@ -17,6 +17,7 @@ from rollout.config import FileTask, RolloutConfig
 from rollout.tasks.chat import ChatEncoder, load_tokenizer
 from rollout.tasks.rows import _field, read_file, with_field
 from rollout.tasks.tasks import build_task
+from tests.rollout.family_tokenizers import FAMILIES
 from tests.rollout.reward_scene import asked, scored
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -113,6 +114,33 @@ def test_a_conversation_goes_through_the_chat_template_as_it_is(tmp_path: Path, 
     assert task.train_row(0)["messages"] in (CONVERSATION, other), "`evenkeel filter` writes what it has read"
 
 
+def test_all_parts_of_a_turn_reach_the_template(tmp_path: Path) -> None:
+    """Thoughts and calls of tools, as Qwen3's template writes them. A table has each part in all turns, null where there is none: a
+    template that asks whether a turn has it would find it. Two conversations that differ in a call alone are two questions."""
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": a}}} for a in (1, 2)]
+
+    def turns(call: dict[str, Any]) -> list[dict[str, Any]]:
+        parts = dict.fromkeys(("content", "reasoning_content", "tool_calls", "name"))
+        called = {"role": "assistant", "reasoning_content": "add them", "tool_calls": [call]}
+        got = {"role": "tool", "content": "3", "name": "add"}
+        asked = [{"role": "user", "content": text} for text in ("1 + 2?", "and 3 more?")]
+        return [parts | turn for turn in (asked[0], called, got, asked[1])]
+
+    rows = [{"messages": turns(call), "answer": str(i)} for i, call in enumerate(calls)]
+    config = FileTask(path=parquet(tmp_path / "rows.parquet", rows), prompt_field="messages", held_out_size=1, distinct=True)
+    tokenizer = FAMILIES["Qwen3"].tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("loop.last", "m.name is not defined")  # also of earlier turns
+    task = build_task(config, ChatEncoder.for_task(tokenizer, config))
+    (held_out,), prompt = task.held_out_prompts(), task.train_prompt(0)
+    texts = {one.answer: tokenizer.decode(list(one.token_ids)) for one in (held_out, prompt)}
+    assert texts.keys() == {"0", "1"}
+    for number, text in texts.items():
+        call = json.dumps(calls[int(number)]["function"])
+        assert f"<think>\nadd them\n</think>\n\n<tool_call>\n{call}\n</tool_call><|im_end|>\n" in text
+        assert "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n" in text
+    assert [set(turn) for turn in task.train_row(0)["messages"]][1] == {"role", "content", "reasoning_content", "tool_calls"}
+
+
 def test_a_row_keeps_its_nested_answer_when_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [dapo("a?", "1"), dapo("b?", "2")]
@@ -159,6 +187,8 @@ def test_a_warm_up_teaches_the_prompt_that_is_asked(tmp_path: Path, tiny_model: 
         ([], "is list, neither text nor a list of turns"),
         ([{"role": "user", "content": [{"type": "image"}]}], "with role and content as text"),
         ([{"role": "user"}], "with role and content as text"),
+        ([{"role": "assistant", "content": None}, {"role": "user", "content": "a"}], "with role and content as text"),
+        ([{"role": "user", "content": None, "tool_calls": []}], "ends with a turn of user, not with a question"),
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "ends with a turn of assistant"),
     ],
 )
