@@ -177,7 +177,7 @@ def test_bad_rows_are_skipped_counted_and_reported(recipe: Path, tmp_path: Path)
     text = "\n".join(notes)
     assert "3 bad rows skipped" in notes[0]
     assert f'{path}:4: no field "prompt" (it has answer)' in text
-    assert f"{path}:8: its prompt has " in text and "tokens, more than the 80 that fit" in text
+    assert f"{path}:8: its prompt has " in text and "tokens, more than the 78 that fit" in text
     assert f"{path}:41: no valid JSON" in text
     assert len({task.train_prompt(i).text for i in range(100)} | {p.text for p in task.held_out_prompts()}) == 38
 
