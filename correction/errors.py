@@ -58,6 +58,16 @@ class ConfigError(EvenkeelError, ValueError):
     """A setting that can't be honoured."""
 
 
+def require_utf8(what: str, path: object) -> None:
+    """Args: what: begins the sentence. Raises: ConfigError for a path whose bytes are not UTF-8, which Python has as half characters."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        shown = str(path).encode(errors="backslashreplace").decode().replace("\\udc", "\\x")
+        reason = f"{what}{shown}: not UTF-8, the only form in which settings, Ray and tokenizers take names"
+        raise ConfigError(reason, remedy="Rename that folder or file (convmv does it for all names of an old archive)") from None
+
+
 class DataError(EvenkeelError, ValueError):
     """A prompt, row, model folder or batch that can't be used."""
 

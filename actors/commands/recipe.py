@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +26,7 @@ from pydantic_core import ErrorDetails
 from actors.commands.config_explain import explain_lines, field_discriminator, nearest_key, numberless
 from actors.record.yaml_lines import composed, node_lines
 from actors.settings.keys import FormerName, former_keys, inner_models
-from correction.errors import ConfigError, EvenkeelError, one_line
+from correction.errors import ConfigError, EvenkeelError, one_line, require_utf8
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -47,6 +49,9 @@ def load_config(model_class: type[Model], recipe: Path | None, overrides: Sequen
 
 def load_with_keys(model_class: type[Model], recipe: Path | None, overrides: Sequence[str] = ()) -> tuple[Model, RecipeKeys]:
     """As load_config, and of the same read the keys that are read otherwise than they are written."""
+    with contextlib.suppress(FileNotFoundError):  # a folder that has been removed
+        require_utf8("the working folder, ", os.getcwd())
+        require_utf8("the folder for temporary files (TMPDIR), ", tempfile.gettempdir())
     try:
         tree, lines = (OmegaConf.create({}), dict[str, int]()) if recipe is None else _read(recipe)
         words = [_parse_override(text) for text in overrides]
@@ -149,6 +154,7 @@ def _read(recipe: Path) -> tuple[DictConfig, dict[str, int]]:
 
 
 def _parse_override(text: str) -> tuple[str, Any]:
+    require_utf8("command line: ", text)
     key, equals, value = text.partition("=")
     key = re.sub(r"\[([^.\[\]]+)\](?=[.\[]|$)", r".\1", key).removeprefix("." if key.startswith("[") else "")  # OmegaConf's a[b] is a.b
     if not equals and text.endswith((".yaml", ".yml")):

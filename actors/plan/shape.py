@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from correction.engines.float8_format import BLOCK
-from correction.errors import DataError
+from correction.errors import DataError, require_utf8
 from learner.hf.families import trained_family
 from learner.hf.model_family import ATTENTION_NORM_AFTER, INPUT_NORM, QKV_BIAS, ModelFamily, TensorLayout
 
@@ -194,7 +194,8 @@ def _blocks(rows: int, columns: int) -> int:
 
 
 def check_is_model(folder: Path) -> None:
-    """Raises: DataError if the folder has no config.json."""
+    """Raises: DataError if the folder has no config.json; ConfigError for a name that no tokenizer takes."""
+    require_utf8("model = ", folder.absolute())
     if not (folder / "config.json").is_file():
         reason = "no such folder" if not folder.exists() else "it has no config.json"
         raise DataError(

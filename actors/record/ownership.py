@@ -14,7 +14,7 @@ from pathlib import Path
 
 import filelock
 
-from correction.errors import ConfigError
+from correction.errors import ConfigError, require_utf8
 
 FOLDERS = ("tensorboard", "trajectories", "checkpoints")
 WANDB_ID = "wandb_id"
@@ -68,6 +68,7 @@ def own(path: Path) -> filelock.BaseFileLock:
 
     Raises: ConfigError if another process has it, or the folder can't be used as it is; OSError for what may pass, such as a full disk.
     """
+    require_utf8("run_dir = ", path.absolute())
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

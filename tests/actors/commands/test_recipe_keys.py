@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import yaml
 from actors.commands.recipe import RecipeKeys, load_config, load_with_keys
 from actors.commands.run_settings import not_as_written
 from actors.config import RunConfig
+from actors.plan.shape import check_is_model
+from actors.record.ownership import own
 from actors.settings.derived import derived
 from actors.settings.keys import FormerName
 from actors.settings.true_on_policy import resolved
@@ -94,3 +98,23 @@ def test_only_a_value_that_would_be_taken_is_advised_to_be_moved_out_of_derived(
     assert said({"batch_invariant": False}, 16, "true_on_policy=true") == "rollout.engine.batch_invariant false -> true"
     assert said({}, -3) == "rollout.slots -3 -> 16", "not a number of slots"
     assert said({"dtype": "float32"}, 3, other_type) == f"{of_dtype}; rollout.slots 3 -> 16{advice}rollout.slots"
+
+
+def test_a_name_that_is_not_utf8_is_refused_by_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As old archives have them, in Latin-1. On the command line, as the folder of the start, of temporary files, of a model, of a run."""
+    named = "not UTF-8, the only form .* Rename that folder or file"
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    folder.mkdir()
+    with pytest.raises(ConfigError, match=rf"^command line: run_dir={tmp_path}/caf\\xe9: {named}"):
+        load_config(RunConfig, SMALL, [f"run_dir={folder}"])
+    with pytest.raises(ConfigError, match=rf"^model = {tmp_path}/caf\\xe9: {named}"):
+        check_is_model(folder)
+    with pytest.raises(ConfigError, match=rf"^run_dir = {tmp_path}/caf\\xe9: {named}"):
+        own(folder)
+    assert list(folder.iterdir()) == []
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(ConfigError, match=rf"^the folder for temporary files \(TMPDIR\), {tmp_path}/caf\\xe9: {named}"):
+        load_config(RunConfig, SMALL)
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError, match=rf"^the working folder, {tmp_path}/caf\\xe9: {named}"):
+        load_config(RunConfig, SMALL)
