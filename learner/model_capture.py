@@ -13,6 +13,7 @@ from torch import Tensor
 from correction.batch import PackedBatch
 from correction.engines.capture import Capture, CapturedRows, OperatorPlace, sequence_start
 from learner.hf.model_family import HeadShape
+from learner.model.megatron import IdentityOp
 from learner.model.model import PolicyModel
 from learner.weights.convert import split_qkv
 
@@ -25,11 +26,14 @@ _OUTPUTS = {
     "self_attention.k_layernorm": "k_norm",
     "self_attention.core_attention": "attention",
     "self_attention.linear_proj": "projection",
+    "self_attention.linear_proj.norm": "attention_norm",
     "pre_mlp_layernorm": "mlp_norm",
     "mlp.linear_fc1": "gate_up",
     "mlp.linear_fc2": "down",
+    "mlp.linear_fc2.norm": "feed_forward_norm",
 }
-"""Megatron's module in a layer -> operator whose output is its own."""
+"""Megatron's module in a layer -> operator whose output is its own; of a product with a norm after it (learner/model/norm.py) the product's
+is what enters the norm."""
 _INPUTS = {
     "input_layernorm": ("residual",),
     "self_attention.core_attention": ("rotary_q", "rotary_k"),
@@ -89,12 +93,15 @@ def _hooked(
 
     outputs(policy.embedding.word_embeddings, "embedding")
     for i, layer in enumerate(policy.decoder.layers):
-        modules = dict(layer.named_modules())
+        # Where a family has no norm, Megatron's layer has an IdentityOp.
+        modules = {name: module for name, module in layer.named_modules() if not isinstance(module, IdentityOp)}
         for name, operators in _INPUTS.items():
             if name in modules and (i, name) != (0, "input_layernorm"):  # nothing was added before the first layer
                 inputs(modules[name], operators, i)
         for name, operator in _OUTPUTS.items():
-            if name in modules:
+            if (norm := modules.get(f"{name}.norm")) is not None:
+                inputs(norm, (operator,), i)
+            elif name in modules:
                 outputs(modules[name], operator, i)
     inputs(policy.decoder.final_layernorm, ("final_residual",))
     outputs(policy.decoder.final_layernorm, "final_norm")

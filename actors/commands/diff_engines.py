@@ -14,12 +14,15 @@ from typing import Literal
 import torch
 from rich.table import Table
 
-from actors.doctor.start_checks import check_model_folder
+from actors.plan.shape import check_is_model
 from actors.settings.true_on_policy import contract_of
 from correction.batch import PackedBatch
 from correction.engines.agreement import Agreement, compare
 from correction.engines.capture import FUSED, ORDER, Capture, OperatorGap, compare_captures
 from learner.config import LearnerConfig
+from learner.hf.families import trained_family
+from learner.hf.model_check import check_trainable
+from learner.hf.model_family import ATTENTION_NORM_AFTER, FEED_FORWARD_NORM, FEED_FORWARD_NORM_AFTER, INPUT_NORM, MEGATRON_LAYER
 from learner.learner_rank import LearnerRank
 from rollout.engine import engine_capture
 from rollout.engine.engine import RolloutEngine
@@ -29,6 +32,13 @@ from rollout.trajectory import Trajectory
 
 LONGEST_PROMPT = 200
 """Tokens: more than three blocks of the batch-invariant attention."""
+_NORMS = {
+    INPUT_NORM: "norm",
+    ATTENTION_NORM_AFTER: "attention_norm",
+    FEED_FORWARD_NORM: "mlp_norm",
+    FEED_FORWARD_NORM_AFTER: "feed_forward_norm",
+}
+"""Megatron's norm in a layer -> operator."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,8 @@ def diff_engines(
         say: called with what is done next.
     Raises: ConfigError for what the mode can't honour; DataError, EngineError.
     """
-    check_model_folder(model)
+    check_is_model(model)
+    check_trainable(model)
     engine = EngineConfig(batch_invariant=true_on_policy, dtype=dtype).on_this_machine()
     learner = LearnerConfig(batch_invariant=true_on_policy, dtype=dtype).on_this_machine()
     if true_on_policy:
@@ -113,6 +124,12 @@ def diff_engines(
     return EngineDiff(gaps, compare(batch, logprobs), tuple(batch.offsets.tolist()))
 
 
+def norms_of(kind: str) -> dict[str, str]:
+    """Norms of a layer but those of queries and keys, of a model_type: module, by Hugging Face's and SGLang's name -> operator."""
+    of_rule = {rule.megatron.removeprefix(MEGATRON_LAYER): rule.hf[0] for rule in trained_family(kind).rules}
+    return {of_rule[norm].partition("{layer}.")[2].removesuffix(".weight"): name for norm, name in _NORMS.items() if norm in of_rule}
+
+
 async def capture_engine(
     model: Path, config: EngineConfig, *, prompts: int, tokens: int, seed: int, say: Callable[[str], None] = lambda _: None
 ) -> tuple[PackedBatch, Capture]:
@@ -121,9 +138,9 @@ async def capture_engine(
     longest = max(1, min(LONGEST_PROMPT, shape["max_position_embeddings"] - tokens - 8))
     asked = [[draw.randrange(shape["vocab_size"]) for _ in range(draw.randint(1, longest))] for _ in range(prompts)]
     with tempfile.TemporaryDirectory() as folder:
-        arguments = config.engine_args | engine_capture.engine_arguments(Path(folder), shape["num_hidden_layers"])
+        of_hooks = engine_capture.engine_arguments(Path(folder), shape["num_hidden_layers"], norms_of(shape["model_type"]))
         say("starting SGLang with a hook on every operator (the longest part)")
-        engine = await RolloutEngine.start(model, config.model_copy(update={"engine_args": arguments}))
+        engine = await RolloutEngine.start(model, config.model_copy(update={"engine_args": config.engine_args | of_hooks}))
         try:
             say(f"SGLang answers {prompts} random prompts, {tokens} tokens each")
             answers = await asyncio.gather(

@@ -13,16 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from correction.errors import EngineError
+from correction.errors import EngineError, counted
 
 ORDER = (
     "embedding",
-    "residual", "norm", "qkv", "q_norm", "k_norm", "rotary_q", "rotary_k", "attention", "projection",
-    "mlp_residual", "mlp_norm", "gate_up", "silu", "down",
+    "residual", "norm", "qkv", "q_norm", "k_norm", "rotary_q", "rotary_k", "attention", "projection", "attention_norm",
+    "mlp_residual", "mlp_norm", "gate_up", "silu", "down", "feed_forward_norm",
     "final_residual", "final_norm", "logits",
 )  # fmt: skip
-"""Operators in the order of computation, the middle ones in each layer: "residual" is the sum that enters a layer (not the first), q_norm
-and k_norm are there where a family has them, rotary_q and rotary_k are what enters the attention."""
+"""Operators in the order of computation, the middle ones in each layer: "residual" is the sum that enters a norm before the attention (not
+the first), rotary_q and rotary_k are what enters the attention. Norms are those that a family has; of a mixture of experts nothing is
+between mlp_norm and the next layer."""
 
 FUSED = frozenset({"q_norm", "k_norm"})
 """Operators that SGLang may compute on a GPU by one kernel for queries and keys, without calling their modules: hooks don't see them."""
@@ -86,8 +87,9 @@ def compare_captures(engine: Capture, learner: Capture, fused: Collection[str] =
     """
     alone = engine.keys() ^ learner.keys()
     if others := [place for place in alone if place in engine or place.operator not in fused]:
-        named = ", ".join(sorted(map(str, others)))
-        raise EngineError(f"captures: {named} on one side only: the model's layers have other names than expected")
+        first, engines = min(others, key=_order), sum(place in engine for place in others)
+        where = f"{counted(engines, 'place')} in SGLang alone, {len(others) - engines} in Megatron alone"
+        raise EngineError(f"captures: {where}, the first is {first}: the model's layers have other names than expected")
     return [_gap(place, engine[place], learner[place]) for place in sorted(engine, key=_order)]
 
 

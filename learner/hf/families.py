@@ -11,6 +11,7 @@ from typing import Any
 from correction.errors import DataError
 from learner.hf.model_family import (
     ATTENTION_NORM_AFTER,
+    FEED_FORWARD_NORM,
     FEED_FORWARD_NORM_AFTER,
     INPUT_NORM,
     MEGATRON_LAYER,
@@ -33,7 +34,7 @@ def _norms(**hf: str) -> tuple[Rule, ...]:
     places = {
         "before_attention": INPUT_NORM,
         "after_attention": ATTENTION_NORM_AFTER,
-        "before_feed_forward": "pre_mlp_layernorm.weight",
+        "before_feed_forward": FEED_FORWARD_NORM,
         "after_feed_forward": FEED_FORWARD_NORM_AFTER,
     }
     return tuple(_layer_rule(places[place], TensorLayout.REPLICATED, f"{name}.weight") for place, name in hf.items())

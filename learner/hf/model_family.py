@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, Literal
 
 MEGATRON_LAYER = "decoder.layers.{layer}."
-INPUT_NORM, QKV_BIAS = "input_layernorm.weight", "self_attention.linear_qkv.bias"
+INPUT_NORM, FEED_FORWARD_NORM, QKV_BIAS = "input_layernorm.weight", "pre_mlp_layernorm.weight", "self_attention.linear_qkv.bias"
 ATTENTION_NORM_AFTER, FEED_FORWARD_NORM_AFTER = "self_attention.linear_proj.norm.weight", "mlp.linear_fc2.norm.weight"
 """Names of the norms after the two products of a layer (learner/model/norm.py)."""
 

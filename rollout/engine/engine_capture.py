@@ -6,7 +6,7 @@ and does not say whose token a row is; the second writes a file for each tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,26 +19,28 @@ from correction.errors import EngineError
 
 LAST = "logits_processor"
 _LAYER = {
-    "input_layernorm": "norm",
     "self_attn.qkv_proj": "qkv",
     "self_attn.q_norm": "q_norm",
     "self_attn.k_norm": "k_norm",
     "self_attn.attn": "attention",
     "self_attn.o_proj": "projection",
-    "post_attention_layernorm": "mlp_norm",
     "mlp.gate_up_proj": "gate_up",
     "mlp.act_fn": "silu",
     "mlp.down_proj": "down",
 }
-"""SGLang's module in a layer -> operator whose output is its own."""
+"""SGLang's module in a layer -> operator whose output is its own; norms before and after the parts have names by the family."""
 _RESIDUAL_OF = {"norm": "residual", "mlp_norm": "mlp_residual", "final_norm": "final_residual"}
-"""A norm that adds its input to the residual first returns both."""
+"""A norm that adds its input to the residual first returns both; one that doesn't is given the sum."""
 
 
-def engine_arguments(folder: Path, layers: int) -> dict[str, Any]:
-    """For rollout.engine.engine_args: every forward pass writes a file into the folder."""
+def engine_arguments(folder: Path, layers: int, norms: Mapping[str, str]) -> dict[str, Any]:
+    """For rollout.engine.engine_args: every forward pass writes a file into the folder.
+
+    Args: norms: module in a layer -> operator, of the model's family.
+    """
     modules = {"model.embed_tokens": OperatorPlace("embedding")}
-    modules |= {f"model.layers.{i}.{name}": OperatorPlace(operator, i) for i in range(layers) for name, operator in _LAYER.items()}
+    of_layer = {**_LAYER, **norms}
+    modules |= {f"model.layers.{i}.{name}": OperatorPlace(operator, i) for i in range(layers) for name, operator in of_layer.items()}
     modules |= {"model.norm": OperatorPlace("final_norm"), LAST: OperatorPlace("logits")}
     hooks = [
         {
@@ -109,8 +111,8 @@ class _Recorder:
             self._write(next(one for one in inputs if hasattr(one, "req_pool_indices")))
             return
         first: Any = output[0] if isinstance(output, tuple) else output
-        if name in _RESIDUAL_OF and isinstance(output, tuple):
-            self._keep(place._replace(operator=_RESIDUAL_OF[name]), output[1])
+        if name in _RESIDUAL_OF and (isinstance(output, tuple) or name == "final_norm"):
+            self._keep(place._replace(operator=_RESIDUAL_OF[name]), output[1] if isinstance(output, tuple) else inputs[0])
         if name == "attention":
             self._keep(place._replace(operator="rotary_q"), inputs[0])
             self._keep(place._replace(operator="rotary_k"), inputs[1])

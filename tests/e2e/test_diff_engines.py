@@ -12,16 +12,18 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from actors.commands.cli import app
-from actors.commands.diff_engines import EngineDiff, capture_engine
+from actors.commands.diff_engines import EngineDiff, capture_engine, diff_engines, norms_of
 from correction.batch import PackedBatch
 from correction.engines.agreement import compare
 from correction.engines.capture import Capture, compare_captures
 from correction.errors import DataError
 from learner.config import LearnerConfig
+from learner.hf.families import FAMILIES
 from learner.learner_rank import LearnerRank
 from rollout.engine_settings.engine_config import EngineConfig
 from tests.e2e.launch import evenkeel
 from tests.e2e.on_policy_cases import save_model
+from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
 pytestmark = pytest.mark.engine
 
@@ -125,6 +127,20 @@ def test_unless_asked_for_another_the_type_is_that_of_the_device(
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     done = CliRunner().invoke(app, ["diff-engines", str(folder), "--no-true-on-policy"])
     assert found == [dtype] and "enough is known" in str(done.exception)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_operators_are_those_of_the_family(tmp_path: Path, family: str) -> None:
+    """Both engines have them, with their own kernels: what differs is rounding."""
+    folder = save_tiny_model(save_tiny_tokenizer(tmp_path / "m"), family, tie=False)
+    found = diff_engines(folder, true_on_policy=False, dtype="float32", prompts=3, tokens=4)
+    kind = FAMILIES[family]
+    in_a_layer = 5 + 2 * (kind.qk_norm != "none") + 3 * (kind.experts is None) + len(norms_of(family))  # qkv, both turned ...
+    before = [norm for norm in norms_of(family).values() if norm in ("norm", "mlp_norm")]
+    residuals = 2 * len(before) - ("norm" in before)  # the first layer has none
+    assert len(found.gaps) == 2 * in_a_layer + residuals + 4  # embedding, and three at the end
+    assert max(gap.largest for gap in found.gaps) < 1e-3 and found.agreement.largest_difference < 1e-4, str(found)
 
 
 @pytest.mark.slow

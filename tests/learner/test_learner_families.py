@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from correction.correct import correct
+from correction.engines.capture import OperatorPlace
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
-from learner.hf.hf_folder import read_config
+from learner.hf.hf_folder import HFWeights, read_config
 from learner.model_fit import check_model
-from tests.learner.learner_cases import TIS, gradients, hf_model, largest_difference, learner_on, off_policy_batch, save_model
+from tests.learner.learner_cases import TIS, gradients, hf_model, largest_difference, learner_on, off_policy_batch, random_batch, save_model
 from tests.learner.moe_cases import expert_gradients
 from tests.learner.test_learner_step import ppo_with_truncated_weights
 
@@ -61,3 +62,37 @@ def test_a_norm_after_a_product_is_in_its_type(tmp_path: Path) -> None:
         batch = off_policy_batch(exact)
         difference = (exact.logprobs(batch) - rounded.logprobs(batch))[batch.loss_mask].abs()
     assert 0 < float(difference.median()) < 0.05 and torch.isfinite(difference).all()
+
+
+IN_EVERY_LAYER = {"qkv", "rotary_q", "rotary_k", "attention", "projection"}
+BEFORE = {"residual", "norm", "mlp_residual", "mlp_norm"}
+DENSE = {"gate_up", "silu", "down"}
+QK_NORM = {"q_norm", "k_norm"}
+
+
+@pytest.mark.parametrize(
+    ("family", "operators"),
+    [
+        ("llama", IN_EVERY_LAYER | BEFORE | DENSE),
+        ("olmo2", IN_EVERY_LAYER | QK_NORM | DENSE | {"attention_norm", "feed_forward_norm"}),
+        ("glm4", IN_EVERY_LAYER | BEFORE | DENSE | {"attention_norm", "feed_forward_norm"}),
+        ("qwen3_moe", IN_EVERY_LAYER | BEFORE | QK_NORM),
+    ],
+)
+def test_a_capture_has_the_operators_that_the_family_has(tmp_path: Path, family: str, operators: set[str]) -> None:
+    """As Hugging Face's module of a layer names them, which SGLang follows: a place that only one engine shows can't be compared. A product
+    with a norm after it is what enters the norm."""
+    with learner_on(save_model(tmp_path / "m", family, tie=False)) as learner:
+        _, found = learner.capture(random_batch(0, groups=1))
+    assert {place.operator for place in found if place.layer == 1} == operators
+    assert {place.operator for place in found if place.layer is None} == {"embedding", "final_residual", "final_norm", "logits"}
+    if "attention_norm" in operators:
+        product, normalised = (found[OperatorPlace(name, 1)].values for name in ("projection", "attention_norm"))
+        weight = learner_norm(tmp_path / "m", family)
+        assert torch.allclose(normalised, torch.nn.functional.rms_norm(product, weight.shape, weight, 1e-6), atol=1e-5)
+
+
+def learner_norm(folder: Path, family: str) -> Tensor:
+    """Weight of the norm after the attention in layer 1, as the folder has it."""
+    name = "post_attention_layernorm" if family == "olmo2" else "post_self_attn_layernorm"
+    return HFWeights(folder)[f"model.layers.1.{name}.weight"]
