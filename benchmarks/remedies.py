@@ -35,7 +35,7 @@ from torch import Tensor
 
 from benchmarks.remedy_outcome import RemedyOutcome
 from benchmarks.sides import options
-from correction import CorrectionConfig, PackedBatch, correct, policy_loss
+from correction import CorrectionConfig, PackedBatch, correct, policy_loss, settle
 from correction.settings.choices import DenominatorKind
 from lab.recorded_runs import SERIES, RecordedBatch, RecordedRun, load_runs
 
@@ -47,7 +47,7 @@ TOKENS, SEQUENCES = 2**20, 2**14
 LEAST = 1e-3
 """A token with a smaller coefficient counts as left out."""
 PRESETS = (
-    *("ppo", "tis-token", "mis-token", "mis-full", "icepop", "kpop", "m2po", "decoupled-ppo"),
+    *("ppo", "tis-token", "mis-token", "mis-full", "icepop", "kpop", "m2po", "m2po-areal", "decoupled-ppo"),
     *("tis-sequence", "mis-sequence", "mis-sequence-upper", "mis-geometric", "mis-geometric-miles", "seq-mask-tis"),
     *("dppo-binary-tv", "dppo-binary-kl", "pg-tis", "rollout-is"),
 )
@@ -213,7 +213,8 @@ def coefficients(batch: PackedBatch, preset: str) -> Tensor:
     leaf = batch.proximal_logprobs.clone().requires_grad_()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that little or nothing is left, which is what this is about
-        loss = policy_loss(correct(batch, config), leaf, config).loss
+        corrected = settle(correct(batch, config), batch.proximal_logprobs, config)
+        loss = policy_loss(corrected, leaf, config).loss
     (gradient,) = torch.autograd.grad(loss, leaf)
     count: Tensor | int = batch.num_sequences
     if config.denominator.kind is DenominatorKind.TOKEN_MEAN:

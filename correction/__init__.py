@@ -21,7 +21,14 @@ if TYPE_CHECKING:
     from .padding import pack_like, to_padded
     from .presets.methods import PRESETS, Preset, presets_table
     from .settings.choices import AdvantageEstimator, ProximalSource
-    from .settings.schedule import check_without_gradient_factor, needs_gradient_factor, needs_proximal_forward, needs_topk
+    from .settings.schedule import (
+        check_without_gradient_factor,
+        needs_gradient_factor,
+        needs_proximal_forward,
+        needs_step_forward,
+        needs_topk,
+    )
+    from .settling import settle
     from .shards import TOTALS, all_reduce_sum
     from .terms.advantages import group_advantages
     from .tokens import token_coefficients
@@ -40,7 +47,10 @@ _HOMES = {
     "padded_batch": ("from_padded",),
     "padding": ("pack_like", "to_padded",),
     "diagnostics.quantities": ("DIAGNOSTIC_FAMILIES", "DIAGNOSTICS", "LOSS_METRICS",),
-    "settings.schedule": ("check_without_gradient_factor", "needs_gradient_factor", "needs_proximal_forward", "needs_topk",),
+    "settings.schedule": (
+        "check_without_gradient_factor", "needs_gradient_factor", "needs_proximal_forward", "needs_step_forward", "needs_topk",
+    ),
+    "settling": ("settle",),
     "shards": ("TOTALS", "all_reduce_sum",),
     "tokens": ("token_coefficients",),
 }
@@ -102,11 +112,13 @@ __all__ = [
     "loss_metrics",
     "needs_gradient_factor",
     "needs_proximal_forward",
+    "needs_step_forward",
     "needs_topk",
     "pack_like",
     "policy_loss",
     "policy_scale",
     "presets_table",
+    "settle",
     "shard_sums",
     "to_padded",
     "token_coefficients",

@@ -244,6 +244,8 @@ class CorrectedBatch:
     """Counts of the parts that ran in the service; None for a share of a batch, which has no counts of its own."""
     plain_weights: Tensor | None = None
     """[N] float32: importance_weights without config.modulation, which a late mean weight leaves out; None: they are the same."""
+    settled: Tensor | None = None
+    """[N] bool: what a criterion on the target policy of a whole optimizer step keeps, as `settle` decided; None: not decided, or none."""
 
     def select(self, sequences: Sequence[int]) -> CorrectedBatch:
         """The given sequences alone; scales stay those of the global batch."""
@@ -256,6 +258,7 @@ class CorrectedBatch:
             token_scale=self.token_scale[index],
             counts=None,
             plain_weights=None if self.plain_weights is None else self.plain_weights[index],
+            settled=None if self.settled is None else self.settled[index],
         )
 
     def to(self, device: torch.device | str) -> CorrectedBatch:
@@ -266,6 +269,7 @@ class CorrectedBatch:
             keep_mask=self.keep_mask.to(device),
             token_scale=self.token_scale.to(device),
             plain_weights=None if self.plain_weights is None else self.plain_weights.to(device),
+            settled=None if self.settled is None else self.settled.to(device),
         )
 
     def holding(self, read: Mapping[Any, Any]) -> CorrectedBatch:

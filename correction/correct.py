@@ -17,7 +17,7 @@ from .batch import CorrectedBatch, DecisionCounts, PackedBatch, batch_slices
 from .config import CorrectionConfig
 from .decision import BatchView, apply_stage, needs_all_tokens, no_counts
 from .errors import ConfigError, DataError
-from .settings.choices import DenominatorKind, ProximalSource
+from .settings.choices import DenominatorKind, ProximalSource, Statistic
 from .settings.parts import AdvantageConfig
 from .settings.schedule import Schedule, Stage, fold_obstacle, uses_proximal
 from .shards import TOTALS, Reduce, check_sharded, moment_limits, prompt_index
@@ -175,7 +175,10 @@ def _decide_early(
     batch: PackedBatch, config: CorrectionConfig, schedule: Schedule, reduce: Reduce | None, num_prompts: int | None
 ) -> _Early:
     proximal = early_proximal(batch, config, schedule)
-    limits = moment_limits(batch, proximal, config, reduce) if reduce is not None and needs_all_tokens(config) else None
+    limits = None
+    if reduce is not None and needs_all_tokens(config):
+        moments = [criterion for criterion in config.rejection if criterion.statistic is Statistic.SECOND_MOMENT]
+        limits = moment_limits(BatchView.of(batch, Logprobs(batch.behavior_logprobs, proximal, None)), moments, config, reduce)
     weights, keep = torch.empty_like(batch.behavior_logprobs), torch.empty_like(batch.loss_mask)
     sums = torch.zeros(_COUNTED, dtype=torch.float64, device=weights.device)
     counts = no_counts(config, weights.device)

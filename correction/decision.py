@@ -18,12 +18,13 @@ from .batch import UNIT_COUNTS, DecisionCounts, PackedBatch
 from .errors import DataError
 from .settings.choices import TOPK_STATISTICS, AdvantageSign, Level, Ratio, Statistic
 from .settings.parts import CorrectionSettings, CriterionConfig, ImportanceConfig, VetoConfig
-from .settings.schedule import Schedule, Stage, effective_ratio
+from .settings.schedule import Schedule, Stage, effective_ratio, late_moments
 from .terms.importance import bounded_weights, staleness_bound
 from .terms.ratios import Logprobs, aggregate_log_ratio, bounded_exp
 from .terms.rejection import (
     allowing_for,
     has_sign,
+    is_outward,
     log_bound,
     second_moment_keep,
     token_statistic,
@@ -49,8 +50,10 @@ class BatchView:
     """[N] bool: tokens of the loss mask whose advantage and known logprobs are finite."""
     target_topk_logprobs: Tensor | None = None
     """[N, K] log pi_theta of batch.topk_ids, for top-K divergences."""
-    moment_limits: Mapping[float, Tensor] | None = None
-    """Budget of second_moment -> largest |log ratio| that is kept, if the batch is a shard of a larger one (shards.py)."""
+    moment_limits: Mapping[CriterionConfig, Tensor] | None = None
+    """Criterion of second_moment -> largest |log ratio| that is kept, if the batch is a shard of a larger one (shards.py)."""
+    settled: Tensor | None = None
+    """[N] bool: what the second_moment criterion on the target policy keeps of the optimizer step (settling.py)."""
 
     @classmethod
     def of(
@@ -58,12 +61,13 @@ class BatchView:
         batch: PackedBatch,
         logprobs: Logprobs,
         target_topk_logprobs: Tensor | None = None,
-        moment_limits: Mapping[float, Tensor] | None = None,
+        moment_limits: Mapping[CriterionConfig, Tensor] | None = None,
+        settled: Tensor | None = None,
     ) -> BatchView:
         """A view of the batch. Its mask leaves out tokens whose advantage or known logprobs are not finite."""
         looked_at = (batch.advantages, logprobs.behavior, logprobs.proximal, logprobs.target)
         mask = where_finite(batch.loss_mask, *(values for values in looked_at if values is not None))
-        return cls(batch, logprobs, mask, target_topk_logprobs, moment_limits)
+        return cls(batch, logprobs, mask, target_topk_logprobs, moment_limits, settled)
 
     @cached_property
     def levels(self) -> Levels:
@@ -121,8 +125,9 @@ class Decision:
 
 
 def needs_all_tokens(config: CorrectionSettings) -> bool:
-    """True if some decision looks at all tokens of the batch together, beyond sums."""
-    return any(criterion.statistic is Statistic.SECOND_MOMENT for criterion in config.rejection)
+    """True if some decision before the training forward looks at all tokens of the batch together, beyond sums."""
+    late = late_moments(config, Schedule.of(config, is_deferred=False))
+    return any(criterion.statistic is Statistic.SECOND_MOMENT and criterion not in late for criterion in config.rejection)
 
 
 def apply_stage(view: BatchView, config: CorrectionSettings, schedule: Schedule, stage: Stage) -> Decision:
@@ -130,7 +135,8 @@ def apply_stage(view: BatchView, config: CorrectionSettings, schedule: Schedule,
     results: dict[int, CriterionResult] = {}
     for number, criterion in enumerate(config.rejection):
         if schedule.criteria[number] is stage:
-            results[number] = _apply_criterion(view, criterion, config)
+            is_settled = stage is Stage.LATE and criterion.statistic is Statistic.SECOND_MOMENT
+            results[number] = _settled(view, criterion) if is_settled else apply_criterion(view, criterion, config)
     if config.veto is not None and schedule.veto is stage:
         results[len(config.rejection)] = _apply_veto(view, config.veto, config)
     keep = view.mask
@@ -228,15 +234,36 @@ def _bounds(view: BatchView, part: ImportanceConfig | CriterionConfig, segments:
     return lower, upper
 
 
-def _apply_criterion(view: BatchView, criterion: CriterionConfig, config: CorrectionSettings) -> CriterionResult:
+def _settled(view: BatchView, criterion: CriterionConfig) -> CriterionResult:
+    if view.settled is None:
+        raise DataError(
+            f"rejection by {criterion.label} looks at all tokens of an optimizer step under its target policy. Before the step's first "
+            "micro-batch call settle(corrected, target_logprobs, config), with logprobs of the weights from which the step starts."
+        )
+    return CriterionResult(view.settled, view.levels.at(Level.TOKEN))
+
+
+def moment_tokens(view: BatchView, criterion: CriterionConfig, config: CorrectionSettings) -> tuple[Tensor, Tensor]:
+    """([N] log ratio, [N] bool: the tokens whose second moment is meant) of a second_moment criterion."""
+    values = view.log_ratio(effective_ratio(criterion.ratio, config))
+    return values, view.mask & is_outward(values, view.batch.advantages) if criterion.only_outward else view.mask
+
+
+def _second_moment(view: BatchView, criterion: CriterionConfig, config: CorrectionSettings) -> Tensor:
+    """[N] bool: what a second_moment criterion keeps; it never drops a token that isn't meant."""
+    values, meant = moment_tokens(view, criterion, config)
+    if view.moment_limits is not None:
+        return (values.abs() <= view.moment_limits[criterion]) | ~meant
+    assert criterion.upper is not None  # CriterionConfig refuses it otherwise
+    return second_moment_keep(values, meant, budget=criterion.upper, is_open=criterion.is_open, least=criterion.least_tokens) | ~meant
+
+
+def apply_criterion(view: BatchView, criterion: CriterionConfig, config: CorrectionSettings) -> CriterionResult:
     """What one criterion keeps."""
     segments = view.levels.at(criterion.level.unit)
-    values = divergence_of_tokens(view, criterion.statistic, effective_ratio(criterion.ratio, config))
     if criterion.statistic is Statistic.SECOND_MOMENT:
-        assert criterion.upper is not None  # CriterionConfig refuses it otherwise
-        if view.moment_limits is not None:
-            return CriterionResult(values.abs() <= view.moment_limits[criterion.upper], segments)
-        return CriterionResult(second_moment_keep(values, view.mask, budget=criterion.upper), segments)
+        return CriterionResult(_second_moment(view, criterion, config), segments)
+    values = divergence_of_tokens(view, criterion.statistic, effective_ratio(criterion.ratio, config))
     lower, upper = _bounds(view, criterion, segments)
     if criterion.statistic is Statistic.RATIO:
         lower, upper = log_bound(lower), log_bound(upper)
@@ -254,7 +281,7 @@ def divergence_of_tokens(view: BatchView, statistic: Statistic, ratio: Ratio) ->
 
     Raises: DataError if a top-K statistic is asked for and the top-K logprobs are missing.
     """
-    if statistic in (Statistic.RATIO, Statistic.SECOND_MOMENT):
+    if statistic is Statistic.RATIO:
         return view.log_ratio(ratio)
     numerator, denominator = view.logprobs.pair(ratio)
     if statistic not in TOPK_STATISTICS:

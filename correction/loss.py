@@ -114,7 +114,7 @@ def policy_loss(
         raise DataError(f"policy_loss: target_logprobs {tuple(target_logprobs.shape)} for {batch.num_tokens} tokens of the batch")
     listed = None if target_topk_logprobs is None else target_topk_logprobs.detach()
     schedule = Schedule.of(config, is_deferred=corrected.is_deferred)
-    view = _training_view(corrected, target_logprobs.detach(), config, schedule, listed)
+    view = training_view(corrected, target_logprobs.detach(), config, schedule, listed)
     target = _at_least_float32(target_logprobs)
     late = apply_stage(view, config, schedule, Stage.LATE)
     tokens, coefficients = _losses_and_coefficients(view, target, config)
@@ -200,7 +200,7 @@ def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]
     return metrics
 
 
-def _training_view(
+def training_view(
     corrected: CorrectedBatch, target: Tensor, config: CorrectionConfig, schedule: Schedule, target_topk_logprobs: Tensor | None
 ) -> BatchView:
     """The batch with all three policies; target [N] is detached."""
@@ -210,7 +210,7 @@ def _training_view(
     if proximal is None and config.proximal is ProximalSource.INTERPOLATE:
         proximal = interpolated_logprobs(batch.behavior_logprobs, target, token_staleness(batch))
     logprobs = Logprobs(batch.behavior_logprobs, target if proximal is None else proximal, target)
-    return BatchView.of(batch, logprobs, target_topk_logprobs)
+    return BatchView.of(batch, logprobs, target_topk_logprobs, settled=corrected.settled)
 
 
 def _losses_and_coefficients(view: BatchView, target: Tensor, config: CorrectionConfig) -> tuple[TokenLoss, Tensor]:

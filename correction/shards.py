@@ -7,17 +7,16 @@ the corrected batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, distributed
 
 from .batch import PackedBatch
-from .decision import BatchView, needs_all_tokens
+from .decision import BatchView, moment_tokens, needs_all_tokens
 from .errors import ConfigError, DataError
-from .settings.choices import DenominatorKind, Ratio, Statistic
-from .settings.parts import CorrectionSettings
-from .terms.ratios import Logprobs
+from .settings.choices import DenominatorKind
+from .settings.parts import CorrectionSettings, CriterionConfig
 
 Reduce = Callable[[Tensor], Tensor]
 """Returns the sum of a float64 tensor over all shards. It may work in place; only what it returns is used."""
@@ -51,7 +50,7 @@ def check_sharded(config: CorrectionSettings, num_prompts: int | None, *, has_re
         )
     if needs_all_tokens(config) and not has_reduce:
         raise ConfigError(
-            "rejection by second_moment (M2PO) looks at all tokens of the batch, for which one sum is not enough. Give correct() `reduce`, "
+            "rejection by second_moment looks at all tokens of the batch, for which one sum is not enough. Give correct() `reduce`, "
             "which it calls several times, instead of `totals`."
         )
 
@@ -71,25 +70,29 @@ def prompt_index(batch: PackedBatch, config: CorrectionSettings, num_prompts: in
     return batch.group_ids, num_prompts
 
 
-def moment_limits(batch: PackedBatch, proximal: Tensor | None, config: CorrectionSettings, reduce: Reduce) -> dict[float, Tensor]:
-    """Budget of each second_moment criterion -> largest |log rho| that stays, from the tokens of all shards."""
-    limits: dict[float, Tensor] = {}
-    view = BatchView.of(batch, Logprobs(batch.behavior_logprobs, proximal, None))
-    for criterion in config.rejection:
-        if criterion.statistic is Statistic.SECOND_MOMENT and criterion.upper is not None:  # early, so that its ratio is rho
-            sizes = view.log_ratio(Ratio.RHO)[view.mask].abs()
-            limits[criterion.upper] = second_moment_limit(sizes, budget=criterion.upper, reduce=reduce)
+def moment_limits(
+    view: BatchView, criteria: Sequence[CriterionConfig], config: CorrectionSettings, reduce: Reduce
+) -> dict[CriterionConfig, Tensor]:
+    """Criterion of second_moment -> largest |log ratio| that stays, from the tokens of all shards. Args: view: of this shard."""
+    limits: dict[CriterionConfig, Tensor] = {}
+    for criterion in criteria:
+        assert criterion.upper is not None  # CriterionConfig refuses it otherwise
+        values, meant = moment_tokens(view, criterion, config)
+        limits[criterion] = second_moment_limit(
+            values[meant].abs(), budget=criterion.upper, reduce=reduce, is_open=criterion.is_open, least=criterion.least_tokens
+        )
     return limits
 
 
-def second_moment_limit(sizes: Tensor, *, budget: float, reduce: Reduce) -> Tensor:
-    """The largest |log ratio| among those that stay when the largest are dropped until the mean square is under the budget; a scalar.
+def second_moment_limit(sizes: Tensor, *, budget: float, reduce: Reduce, is_open: bool = False, least: int = 1) -> Tensor:
+    """The largest |log ratio| among those that stay when the largest are dropped until the mean square is at most the budget; a scalar.
 
     Exact: it takes a histogram of ever finer bits of the numbers, each summed over the shards. Tokens of equal size are kept or dropped
-    together (in one process, by order), and the smallest are always kept.
+    together (in one process, by order).
     Args:
-        sizes: [n] |log ratio| >= 0 of this shard's tokens.
+        sizes: [n] |log ratio| >= 0 of this shard's tokens; above 0 where least is 0.
         budget: of the mean square, nats^2.
+        is_open: the mean has to be under the budget; least: 1: the smallest are always kept.
     """
     kind, bits_of_size = (torch.int64, 63) if sizes.dtype == torch.float64 else (torch.int32, 31)
     bits = sizes.view(kind).long()  # of numbers >= 0: bits have the order of the numbers
@@ -103,12 +106,13 @@ def second_moment_limit(sizes: Tensor, *, budget: float, reduce: Reduce) -> Tens
         digits = (bits[chosen] >> left) & (2**digit - 1)
         rows = [torch.bincount(digits, minlength=2**digit).double(), torch.bincount(digits, weights=squares[chosen], minlength=2**digit)]
         counts, sums = reduce(torch.stack(rows))
-        fits = (square + sums.cumsum(0)) < budget * (count + counts.cumsum(0))
+        total, allowed = square + sums.cumsum(0), budget * (count + counts.cumsum(0))
+        fits = total < allowed if is_open else total <= allowed
         breaks = (~fits & (counts > 0)).nonzero()
         if breaks.numel() == 0:  # everything stays
             return torch.full((), torch.inf, dtype=sizes.dtype, device=sizes.device)
         first = int(breaks[0])
         count, square = count + float(counts[:first].sum()), square + float(sums[:first].sum())
         prefix = (prefix << digit) + first
-    largest = torch.tensor(prefix if count == 0 else prefix - 1, dtype=kind, device=sizes.device)
+    largest = torch.tensor(prefix if count < least else prefix - 1, dtype=kind, device=sizes.device)
     return largest.view(sizes.dtype)

@@ -36,7 +36,7 @@ from learner.training.abort import Abort
 from learner.training.logprobs import scaled_logits
 from learner.training.loss import correction_objective, supervised_objective
 from learner.training.optimizer import GuardedOptimizer, Update, mean_norms
-from learner.training.optimizer_steps import demonstration_batch, first_values, optimizer_steps, sequences_read, uncorrected
+from learner.training.optimizer_steps import demonstration_batch, first_values, optimizer_steps, sequences_read, settled, uncorrected
 from learner.training.step import ObjectiveFunction, PassResult, attach_schedule, run_microbatches, train_step
 from learner.weights import checkpoint, convert, export
 
@@ -184,7 +184,8 @@ class LearnerRank:
         if self.config.reset_optimizer_on_switch:
             state.optimizer.follow(correction_config.model_dump_json())
         scale, loss_of = partial(policy_scale, config=correction_config), lambda sums: loss_metrics(sums, correction_config)["loss"]
-        done = [self._train(share, objective, scale, loss_of) for _, share in shares]
+        ready = (settled(one, correction_config, self.logprobs, is_first=number == 0) for number, (_, one) in enumerate(shares))
+        done = [self._train(share, objective, scale, loss_of) for share in ready]
         first_epoch = len(shares) // self.config.epochs_per_batch
         logprobs, entropies, decided = first_values(corrected, shares[:first_epoch], [one[0] for one in done])
         trained = entropies[corrected.batch.loss_mask]

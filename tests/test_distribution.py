@@ -22,7 +22,7 @@ import torch
 from packaging.requirements import Requirement
 
 import correction
-from correction import CorrectionConfig, correct, diagnose, policy_loss
+from correction import CorrectionConfig, correct, diagnose, policy_loss, settle
 from tests.correction.fixtures import random_batch
 from tests.test_bare_import import bare_environment
 
@@ -60,7 +60,7 @@ def question() -> tuple[dict[str, Any], dict[str, Any]]:
     expected = {}
     for preset in correction.PRESETS:
         config = CorrectionConfig(preset=preset)
-        corrected = correct(batch, config)
+        corrected = settle(correct(batch, config), target, config)
         trained = policy_loss(corrected, target, config, target_topk_logprobs=listed)
         (gradient,) = torch.autograd.grad(trained.loss, target)
         numbers = diagnose(batch, corrected, target, decided=trained.decided, detailed=True)

@@ -83,10 +83,27 @@ DRIFT: dict[str, Preset] = {
         "the mismatch grows until the run collapses, small learning rate or not; at scale it collapsed on a mixture-of-experts model.",
     ),
     "m2po": Preset(
-        {"objective": clip(), "rejection": [{"statistic": "second_moment", "ratio": "rho", "upper": 0.04}]},
-        "PPO clip; tokens of largest (log rho)^2 dropped until the mean is < 0.04",
-        "M2PO (arXiv 2510.01161), removal rule of AReaL",
-        "Very stale data: only the few worst tokens are left out. Always needs the proximal forward.",
+        {
+            "objective": score("q"),
+            "rejection": [{"statistic": "second_moment", "ratio": "q", "only_outward": True, "upper": 0.04}],
+        },
+        "-sg[M q] A log theta, token mean; of the tokens that a clip would look at (A > 0 and q > 1, A < 0 and q < 1), M drops those of "
+        "largest (log q)^2 until the mean of their rest is <= 0.04",
+        "M2PO (arXiv 2510.01161), Algorithm 1 of the version of ICLR 2026, as ms-swift pull request 9965 describes it. The authors' code "
+        "caps the moments instead, counts a capped one as the cap, and so drops more; it decides for each micro-batch",
+        "Very stale data: instead of a clip, the few worst tokens of an optimizer step are left out. Each optimizer step needs a forward "
+        "pass before it.",
+    ),
+    "m2po-areal": Preset(
+        {
+            "objective": clip(),
+            "rejection": [{"statistic": "second_moment", "ratio": "rho", "upper": 0.04, "is_open": True}],
+            "denominator": {"count": "kept"},
+        },
+        "PPO clip(r); tokens of largest (log rho)^2 dropped until the mean of all is < 0.04; mean over kept tokens",
+        "AReaL's m2_threshold, which it calls M2PO: a shortcut, on prox/mu instead of theta/mu, on tokens of every sign, and with PPO's "
+        "clip besides",
+        "To repeat AReaL's runs. With a proximal policy that equals the behaviour policy it is PPO. Always needs the proximal forward.",
     ),
     "opsm": Preset(
         {

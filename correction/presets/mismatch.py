@@ -17,6 +17,10 @@ _TOKEN_MASK = (
 _MILES = "Miles post, 'IS won't harm performance'"
 _MILES_SOURCE = "clip and group advantages of its example script; bounds of slime's and Miles' example files, the post prints none"
 _MILES_BOUNDS = "the post prints no bounds; 0.5-2 by token, and 0.99-1.001 of the geometric mean, have been in the example file"
+_MILES_COUNT = (
+    f"{_MILES_BOUNDS}. Whether rejected tokens counted in the post's runs is open: since slime pull request 657 (November 2025) the mean "
+    "there is over kept tokens, before it was over all, as here; denominator.count: kept is the other reading"
+)
 _MILES_CLIP = clip(0.2, 0.28)
 
 MISMATCH: dict[str, Preset] = {
@@ -100,7 +104,8 @@ MISMATCH: dict[str, Preset] = {
             "rejection": [band(0.99, 1.001, "geometric")],
         },
         "1[0.99 <= geo rho <= 1.001] clip(rho, 0.5, 1.5) PPO(r)",
-        "Miles' example file of the mismatch experiment",
+        "Miles' example file, examples/train_infer_mismatch_helper/mis.yaml of radixark/miles at commit 5522da06: its band and its 0.5 and "
+        "1.5. There the weights are truncated at 1.5, and veto and batch normalisation are on besides; the clip at 0.5 is unverified",
         "A KL up to 0.01 and long answers. The band is lopsided since the mean of log rho is -KL: sequences lie below 1, not round it.",
         "rejection.lower: exp(-KL) of the run must lie above it, with room for the scatter of short answers",
         found="Miles post: turned on at step 650 (IS, rejection, normalisation; the level isn't said) it made a growing k3 fall again.",
@@ -138,7 +143,7 @@ MISMATCH: dict[str, Preset] = {
         "1[0.5 <= rho <= 2] min(rho, 2) PPO(r; 0.8, 1.28), mean over sequences of token means",
         f"{_MILES}, configuration 3: token-level IS and rejection; {_MILES_SOURCE}",
         "To repeat the Miles post's comparison.",
-        _MILES_BOUNDS,
+        _MILES_COUNT,
         found=_TOKEN_MASK,
     ),
     "miles-mis-normalized": Preset(
@@ -152,7 +157,7 @@ MISMATCH: dict[str, Preset] = {
         "1[0.5 <= rho <= 2] min(rho, 2) / mean PPO(r; 0.8, 1.28), mean over sequences of token means",
         f"{_MILES}, configuration 4: token-level IS, rejection and batch normalisation; {_MILES_SOURCE}",
         "To repeat the Miles post's comparison, and what it turns on at step 650.",
-        _MILES_BOUNDS,
+        _MILES_COUNT,
         found=_TOKEN_MASK,
     ),
     "icepop": Preset(

@@ -84,7 +84,7 @@ class Statistic(enum.StrEnum):
     """KL(behaviour || target) over the sampler's K tokens, the sampled one, and the rest merged."""
     TOPK_TV = "topk_tv"
     SECOND_MOMENT = "second_moment"
-    """(log x)^2 of tokens, the largest dropped until the mean of the rest is under the upper bound (M2PO): needs the whole batch."""
+    """(log x)^2 of tokens, the largest dropped until the mean of the rest is at most the upper bound (M2PO): of all tokens together."""
 
 
 TOPK_STATISTICS = (Statistic.TOPK_KL, Statistic.TOPK_TV)

@@ -91,6 +91,9 @@ class CriterionConfig(Settings):
     """Entry s replaces upper on units of staleness s; the last entry holds for all older ones."""
     side: AdvantageSign = AdvantageSign.ANY
     """Sign of the advantage of the tokens that it is applied to: any, negative (OPSM), positive."""
+    only_outward: bool = False
+    """It is applied where the update moves the ratio on, away from 1, which is where a clip works: A > 0 and x > 1, A < 0 and x < 1 (M2PO).
+    For second_moment alone."""
     is_open: bool = False
     """A value that equals a bound is rejected; false: it is accepted."""
     usual_kl: float | None = Field(default=None, gt=0)
@@ -102,6 +105,11 @@ class CriterionConfig(Settings):
         """Name in metrics and messages."""
         return f"{self.statistic.value}_{self.level.value}_{self.ratio.value}"
 
+    @property
+    def least_tokens(self) -> int:
+        """Tokens that second_moment leaves, however large: one, so that something is trained; none where it looks at some tokens only."""
+        return 0 if self.only_outward else 1
+
     @model_validator(mode="after")
     def _check_bounds(self) -> CriterionConfig:
         if not any((self.lower is not None, self.upper is not None, self.lower_by_staleness, self.upper_by_staleness)):
@@ -109,6 +117,8 @@ class CriterionConfig(Settings):
         is_plain_budget = self.level is RejectionLevel.TOKEN and self.upper and self.lower is None
         if self.statistic is Statistic.SECOND_MOMENT and not is_plain_budget:
             raise ConfigError("rejection by second_moment works on tokens and takes upper (the budget, 0.04 in M2PO) alone.")
+        if self.only_outward and self.statistic is not Statistic.SECOND_MOMENT:
+            raise ConfigError(f"rejection {self.label}: only_outward is for second_moment. Leave it out, or take an objective that clips.")
         if self.statistic in TOPK_STATISTICS and self.ratio is not Ratio.Q:
             raise ConfigError(f"rejection by {self.statistic}: top-K logprobs exist for behaviour and target alone. Set ratio: q.")
         if self.usual_kl is not None and (self.statistic is not Statistic.RATIO or self.level is not RejectionLevel.GEOMETRIC):

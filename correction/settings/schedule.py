@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 from .choices import TOPK_STATISTICS, Count, DenominatorKind, Population, ProximalSource, Ratio, Statistic, WeightMode
-from .parts import CorrectionSettings, gate_of
+from .parts import CorrectionSettings, CriterionConfig, gate_of
 
 
 class Stage(enum.Enum):
@@ -84,15 +84,28 @@ def fold_obstacle(config: CorrectionSettings, *, is_deferred: bool, has_auxiliar
     """Why late batch-wide quantities can't be applied as one factor on the gradient (needs_gradient_factor); None if they can, or if there
     are none."""
     schedule = Schedule.of(config, is_deferred=is_deferred)
-    for criterion, stage in zip(config.rejection, schedule.criteria, strict=True):
-        if criterion.statistic is Statistic.SECOND_MOMENT and stage is Stage.LATE:
-            return "the threshold of second_moment depends on all tokens of the batch"
+    if is_deferred and late_moments(config, schedule):
+        return "the threshold of second_moment depends on all tokens of the batch"
     if schedule.kept_count is Stage.LATE and config.denominator.kind is DenominatorKind.PROMPT_MEAN:
         return "kept counts of groups are no single factor"
     adds_terms = config.kl.coefficient > 0 or config.entropy_coefficient > 0
     if schedule.has_factor and (adds_terms or has_auxiliary_loss):
         return "normaliser or kept count would also scale the KL, entropy or auxiliary term"
     return None
+
+
+def late_moments(config: CorrectionSettings, schedule: Schedule) -> list[CriterionConfig]:
+    """Criteria of second_moment that are late: they look at the target policy on all tokens of an optimizer step together."""
+    pairs = zip(config.rejection, schedule.criteria, strict=True)
+    return [criterion for criterion, stage in pairs if criterion.statistic is Statistic.SECOND_MOMENT and stage is Stage.LATE]
+
+
+def needs_step_forward(config: CorrectionSettings) -> bool:
+    """True if an optimizer step needs a forward pass of its own before its first micro-batch, whose logprobs `settle` is given.
+
+    So it is where the threshold of second_moment is on the target policy, as in M2PO. In a batch's first step it is the proximal forward.
+    """
+    return bool(late_moments(config, Schedule.of(config, is_deferred=False)))
 
 
 def needs_gradient_factor(config: CorrectionSettings, *, is_deferred: bool = False) -> bool:
@@ -107,10 +120,17 @@ def needs_gradient_factor(config: CorrectionSettings, *, is_deferred: bool = Fal
 
 
 def check_without_gradient_factor(config: CorrectionSettings, *, is_deferred: bool = False) -> None:
-    """For trainers that have no place between backward pass and optimizer step, as TRL's.
+    """For trainers that have no place between backward pass and optimizer step, nor before a step's first micro-batch, as TRL's.
 
-    Raises: ConfigError if the config needs `policy_scale` there; without it the loss would be of the wrong size, silently.
+    Raises: ConfigError if the config needs `policy_scale` there; without it the loss would be of the wrong size, silently. Also if it
+        needs `settle` (needs_step_forward).
     """
+    if needs_step_forward(config):
+        raise ConfigError(
+            "this correction's threshold of second_moment is on the target policy, over all tokens of an optimizer step: it takes a "
+            "forward pass before the first micro-batch, and this trainer has none. Take preset: m2po-areal, which decides on the proximal "
+            "policy."
+        )
     if not needs_gradient_factor(config, is_deferred=is_deferred):
         return
     remedies = ["normalize.population: off", "denominator.count: original"]
@@ -156,12 +176,12 @@ def needs_proximal_forward(config: CorrectionSettings, optimizer_steps_per_batch
     """True if the learner must compute proximal logprobs in a forward of their own, before the step.
 
     With one optimizer step per batch the detached current logprobs are the proximal ones, and the batch can be deferred; unless
-    a global quantity is no single factor on the gradient (M2PO's threshold, kept counts of groups, or any factor on a loss of several
-    terms).
+    a global quantity is no single factor on the gradient (M2PO's threshold, for which this is the first step's forward, kept counts of
+    groups, or any factor on a loss of several terms).
     Args:
         has_auxiliary_loss: the model adds a loss of its own (MoE balancing), which a factor on the gradient would scale too.
     """
-    if config.proximal is not ProximalSource.RECOMPUTE or not uses_proximal(config):
+    if config.proximal is not ProximalSource.RECOMPUTE or not (uses_proximal(config) or needs_step_forward(config)):
         return False
     if optimizer_steps_per_batch > 1:
         return True

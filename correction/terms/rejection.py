@@ -120,13 +120,19 @@ def has_sign(advantages: Tensor, sign: AdvantageSign) -> Tensor:
     return torch.ones_like(advantages, dtype=torch.bool)
 
 
-def second_moment_keep(log_ratio: Tensor, mask: Tensor, *, budget: float) -> Tensor:
-    """[N] bool: tokens left after dropping those with the largest (log x)^2 until the mean of the rest is under the budget.
+def is_outward(log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """[N] bool: tokens whose ratio the update moves away from 1: the two quadrants in which a clip works."""
+    return (log_ratio * advantages.sign()) > 0
 
-    The fewest tokens that bring the mean under the budget (strictly) are dropped; one token always stays.
+
+def second_moment_keep(log_ratio: Tensor, mask: Tensor, *, budget: float, is_open: bool = False, least: int = 1) -> Tensor:
+    """[N] bool: tokens left after dropping those with the largest (log x)^2 until the mean of the rest is at most the budget.
+
+    The fewest tokens that bring the mean there are dropped.
     Args:
         log_ratio: [N] nats, of the global batch: the threshold depends on all tokens.
-    Source: M2PO (arXiv 2510.01161), with the removal rule of AReaL.
+        is_open: the mean has to be under the budget; least: tokens that always stay.
+    Source: M2PO (arXiv 2510.01161), Algorithm 1; AReaL's rule is open, and always leaves one.
     """
     moments = torch.where(mask, log_ratio.double().square(), torch.inf)
     order = moments.argsort(stable=True)
@@ -134,7 +140,7 @@ def second_moment_keep(log_ratio: Tensor, mask: Tensor, *, budget: float) -> Ten
     if count == 0:
         return mask.clone()
     means = moments[order[:count]].cumsum(0) / torch.arange(1, count + 1, device=mask.device)
-    kept = max(int((means < budget).sum()), 1)  # the running mean of a rising sequence rises: a prefix
+    kept = max(int(((means < budget) if is_open else (means <= budget)).sum()), least)  # running means of a rising sequence rise: a prefix
     keep = torch.zeros_like(mask)
     keep[order[:kept]] = True
     return keep

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 
@@ -14,7 +15,9 @@ from correction.config import CorrectionConfig
 from correction.correct import for_step
 from correction.errors import ConfigError, DataError
 from correction.loss import late_normalizer
-from correction.settings.schedule import fold_obstacle
+from correction.settings.choices import ProximalSource
+from correction.settings.schedule import fold_obstacle, needs_step_forward
+from correction.settling import settle
 from learner.config import LearnerConfig
 from learner.model import balance
 from learner.model.megatron import TransformerConfig
@@ -51,6 +54,20 @@ def optimizer_steps(
         for sequences in balance.minibatches(corrected.batch.group_ids, count, seed=seed):
             shares.append((sequences, for_step(corrected, sequences, correction)))
     return shares
+
+
+def settled(
+    share: CorrectedBatch, correction: CorrectionConfig, forward: Callable[[PackedBatch], Tensor], *, is_first: bool
+) -> CorrectedBatch:
+    """The share of an optimizer step with what its own weights decide about all its tokens together.
+
+    Args:
+        forward: gives logprobs [N] under the present weights; is_first: of the batch's steps, which starts from the proximal weights.
+    """
+    if not needs_step_forward(correction):
+        return share
+    known = share.batch.proximal_logprobs if is_first and correction.proximal is ProximalSource.RECOMPUTE else None
+    return settle(share, forward(share.batch) if known is None else known, correction)
 
 
 def sequences_read(

@@ -170,6 +170,21 @@ def opsm_keep(s: Sequence, t: int) -> bool:
 
 
 def m2po_keep(batch: list[Sequence]) -> list[list[bool]]:
+    """Algorithm 1: of the tokens in PPO's two clipping quadrants leave out the largest, until their second moment is within 0.04."""
+    left = []
+    for i, s in enumerate(batch):
+        for t in s.trained:
+            log_q = s.log_theta[t].item() - s.mu[t]
+            if (s.advantage > 0 and log_q > 0) or (s.advantage < 0 and log_q < 0):
+                left.append((log_q**2, i, t))
+    left.sort()
+    dropped = set()
+    while left and sum(value for value, _, _ in left) / len(left) > 0.04:
+        dropped.add(left.pop()[1:])
+    return [[s.mask[t] and (i, t) not in dropped for t in range(len(s.mask))] for i, s in enumerate(batch)]
+
+
+def areal_keep(batch: list[Sequence]) -> list[list[bool]]:
     """Leave out the tokens with the largest (log rho)^2, one after the other, until the mean of the rest is under 0.04."""
     left = sorted(((s.prox[t] - s.mu[t]) ** 2, i, t) for i, s in enumerate(batch) for t in s.trained)
     while len(left) > 1 and sum(value for value, _, _ in left) / len(left) >= 0.04:
@@ -206,7 +221,8 @@ METHODS: dict[str, Method] = {
     "gmpo": Method(gmpo, "sequence"),
     "sapo": Method(sapo, "sequence"),
     "cispo": score(lambda s, t: min(s.p_theta(t) / s.p_prox(t), 5.0), mean="token", bypass=False),
-    "m2po": Method(ppo(), keep_of_batch=m2po_keep),
+    "m2po": score(raw_q, mean="token", bypass=False, keep_of_batch=m2po_keep),
+    "m2po-areal": Method(ppo(), keep_of_batch=areal_keep, counts_kept=True),
     "opsm": Method(ppo(), "sequence", keep=opsm_keep),
     "tis-token": Method(ppo(), weight=cut(2.0)),
     "tis-sequence": Method(ppo(), weight=cut_product(2.0)),

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from correction import PRESETS, CorrectionConfig, correct, diagnose, policy_loss
+from correction import PRESETS, CorrectionConfig, correct, diagnose, policy_loss, settle
 from correction import batch as batches
 from correction.diagnostics import gap
 from correction.terms import segments
@@ -16,7 +16,7 @@ NAMES = sorted(name for name in PRESETS if "topk" not in name)
 
 
 def everything(batch, target, config):
-    corrected = correct(batch, config)
+    corrected = settle(correct(batch, config), target, config)
     decided = policy_loss(corrected, target, config).decided
     numbers = diagnose(batch, corrected, target, decided=decided, entropy=target.abs(), detailed=True)
     return numbers, torch.stack([corrected.importance_weights, corrected.keep_mask.double(), corrected.token_scale])

@@ -6,13 +6,25 @@ from dataclasses import replace
 import pytest
 import torch
 
-from correction import PRESETS, ConfigError, CorrectionConfig, correct, diagnose, group_advantages, policy_loss, presets_table
+from correction import (
+    PRESETS,
+    ConfigError,
+    CorrectionConfig,
+    DataError,
+    correct,
+    diagnose,
+    for_step,
+    group_advantages,
+    policy_loss,
+    presets_table,
+    settle,
+)
 from correction.settings.choices import Statistic, WeightMode
 from correction.terms.divergence import Estimator, estimate, table_kl, table_tv, topk_table
 from correction.terms.importance import bounded_weights
 from correction.terms.objectives import clipped_loss
 from correction.terms.rejection import second_moment_keep, token_statistic, within
-from tests.correction.fixtures import MU, PROX, THETA, flat_log, worked_example
+from tests.correction.fixtures import MU, PROX, THETA, flat_log, random_batch, worked_example
 
 LOG_RHO = flat_log(PROX) - flat_log(MU)
 ALL = torch.ones(9, dtype=torch.bool)
@@ -119,12 +131,35 @@ def test_c11_a3po_of_fresh_tokens_is_mu():
 
 
 def test_c12_m2po_removes_the_fewest():
+    """AReaL's rule on all tokens; M2PO's on those in the two quadrants in which a clip works."""
     keep = second_moment_keep(LOG_RHO, ALL, budget=0.04)
     assert keep.tolist() == [True, True, False, True, True, True, False, True, True]
     assert float(LOG_RHO[keep].square().mean()) == pytest.approx(0.020343, abs=1e-6)
     log_q = flat_log(THETA) - flat_log(MU)
     assert float(log_q[second_moment_keep(log_q, ALL, budget=0.04)].square().mean()) == pytest.approx(0.026456, abs=1e-6)
     assert int(second_moment_keep(torch.full((9,), 3.0), ALL, budget=0.04).sum()) == 1
+    m2po = CorrectionConfig(preset="m2po")
+    kept = settle(correct(worked_example(), m2po), flat_log(THETA), m2po).settled
+    assert kept.tolist() == [True] * 4 + [False] + [True] * 4  # q of 0.6 under A < 0; the q of 0.3 and 3.6 are in no quadrant
+    quadrants = log_q * worked_example().advantages.sign() > 0
+    assert float(log_q[kept & quadrants].square().mean()) == pytest.approx(0.039659, abs=1e-6)
+    with pytest.raises(DataError, match="Before the step's first micro-batch call settle"):
+        policy_loss(correct(worked_example(), m2po), flat_log(THETA), m2po)
+
+
+def test_c12_m2po_is_of_a_step_not_of_a_batch():
+    """Two optimizer steps: each has a threshold of its own, at its own weights. The first's weights are the proximal ones."""
+    config = CorrectionConfig(preset="m2po")
+    batch, moved = random_batch(11, spread=0.4)
+    corrected = correct(batch, config)
+    for sequences, logprobs in ((range(6), batch.proximal_logprobs), (range(6, 12), moved)):
+        own = logprobs[batch.token_index(sequences)]
+        share = settle(for_step(corrected, sequences, config), own, config)
+        alone = replace(batch, proximal_logprobs=None).select(sequences)
+        expected = settle(correct(alone, config), own, config)
+        assert torch.equal(share.settled, expected.settled) and not share.settled.all()
+        results = [policy_loss(one, own, config) for one in (share, expected)]
+        torch.testing.assert_close(results[0].token_losses, results[1].token_losses)
 
 
 def test_c13_minirl_gates():

@@ -7,7 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from correction import PRESETS, CorrectionConfig, DataError, PackedBatch, correct, defer, diagnose, loss_metrics, policy_loss, policy_scale
+from correction import (
+    PRESETS,
+    CorrectionConfig,
+    DataError,
+    PackedBatch,
+    correct,
+    defer,
+    diagnose,
+    loss_metrics,
+    policy_loss,
+    policy_scale,
+    settle,
+)
 from tests.correction.fixtures import flat_log, random_batch, worked_example
 from tests.correction.test_properties import NAMES
 
@@ -16,7 +28,7 @@ NAN, INF = float("nan"), float("inf")
 
 def step(batch, target, config):
     leaf = target.clone().requires_grad_()
-    corrected = correct(batch, config)
+    corrected = settle(correct(batch, config), target, config)
     out = policy_loss(corrected, leaf, config)
     out.loss.backward()
     out = replace(out, loss=out.loss.detach())

@@ -20,6 +20,7 @@ from correction import (
     needs_topk,
     pack_like,
     policy_loss,
+    settle,
     to_padded,
     token_coefficients,
 )
@@ -43,7 +44,7 @@ def padded(batch, **changes):
 def loss_and_gradient(batch, target, config):
     leaf = target.clone().requires_grad_()
     listed = None if batch.topk_logprobs is None else batch.topk_logprobs + 0.1
-    loss = policy_loss(correct(batch, config), leaf, config, target_topk_logprobs=listed).loss
+    loss = policy_loss(settle(correct(batch, config), target, config), leaf, config, target_topk_logprobs=listed).loss
     loss.backward()
     return loss.detach(), leaf.grad
 
@@ -193,7 +194,7 @@ def test_coefficients_and_losses_of_tokens_are_the_loss(preset):
     config = CorrectionConfig(preset=preset)
     batch, target = random_batch(3, topk=3 if needs_topk(config) else 0, spread=0.5)
     listed = None if batch.topk_logprobs is None else batch.topk_logprobs + 0.1
-    corrected = correct(batch, config)
+    corrected = settle(correct(batch, config), target, config)
     coefficients, result = token_coefficients(corrected, target, config, target_topk_logprobs=listed)
     leaf = target.clone().requires_grad_()
     again = policy_loss(corrected, leaf, config, target_topk_logprobs=listed)

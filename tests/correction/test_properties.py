@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from correction import PRESETS, CorrectionConfig, correct, for_step, from_padded, policy_loss, policy_scale, to_padded
+from correction import PRESETS, CorrectionConfig, correct, for_step, from_padded, policy_loss, policy_scale, settle, to_padded
 from correction.settings.choices import Level
 from correction.terms.divergence import Estimator, binary_kl, estimate, table_kl, table_tv, topk_table, total_variation
 from correction.terms.ratios import aggregate_log_ratio
@@ -27,7 +27,7 @@ quick = settings(max_examples=40, deadline=None)
 
 def full_gradient(batch, target, config):
     leaf = target.clone().requires_grad_()
-    out = policy_loss(correct(batch, config), leaf, config)
+    out = policy_loss(settle(correct(batch, config), target, config), leaf, config)
     out.loss.backward()
     return leaf.grad * policy_scale(out.partials, config)
 
@@ -85,7 +85,7 @@ def test_micro_batches_and_ranks_add_up(seed, preset, ranks, kept):
     count = "kept" if kept and not preset.startswith("prime") else "original"  # a late kept count together with a penalty is refused
     config = CorrectionConfig(preset=preset, denominator={"count": count})
     batch, target = random_batch(seed, spread=0.05)
-    corrected = correct(batch, config)
+    corrected = settle(correct(batch, config), target, config)
     leaf = target.clone().requires_grad_()
     partials = 0
     for rank in range(ranks):
@@ -113,7 +113,7 @@ def test_decoupled_with_proximal_of_behaviour_is_bypass(seed):
     batch, target = random_batch(seed)
     same = replace(batch, proximal_logprobs=batch.behavior_logprobs)
     bypass = full_gradient(batch, target, CorrectionConfig(preset="bypass"))
-    for preset in ("ppo", "tis-token", "tis-sequence", "mis-token", "mis-full", "decoupled-ppo", "kpop", "m2po"):
+    for preset in ("ppo", "tis-token", "tis-sequence", "mis-token", "mis-full", "decoupled-ppo", "kpop", "m2po-areal"):
         close(full_gradient(same, target, CorrectionConfig(preset=preset, denominator={"kind": "token_mean"})), bypass)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from correction import PRESETS, CorrectionConfig, PackedBatch, correct, policy_loss, policy_scale
+from correction import PRESETS, CorrectionConfig, PackedBatch, correct, policy_loss, policy_scale, settle
 from correction.batch import CorrectedBatch
 from tests.correction.reference import Method, Sequence, run
 from tests.correction.reference_methods import METHODS, VARIANTS, kl_of_two
@@ -184,7 +184,7 @@ def compare(settings: dict, method: Method, example: ReferenceCase) -> int:
         expected.loss.backward()
     gradient = torch.zeros_like(target) if leaf.grad is None else leaf.grad
     config = CorrectionConfig.model_validate(settings)
-    corrected = correct(batch, config)
+    corrected = settle(correct(batch, config), target, config)
     everything = list(range(batch.num_sequences))
     loss, measured, out = gradient_of_parts(corrected, target, listed, config, [everything])
     scale = policy_scale(out.partials, config)

@@ -9,22 +9,27 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from correction import CorrectionConfig, all_reduce_sum, correct, policy_loss, policy_scale
+from correction import CorrectedBatch, CorrectionConfig, PackedBatch, all_reduce_sum, correct, policy_loss, policy_scale, settle
+from correction.shards import Reduce
 from tests.correction.fixtures import random_batch
 from tests.learner.learner_cases import run_ranks
 
 LATE = {"preset": "bypass", "rejection": [{"upper": 1.3}], "denominator": {"count": "kept"}}
-SETTINGS = [*({"preset": name} for name in ("mis-full", "icepop", "m2po", "dppo-binary-tv", "gspo")), LATE]
+SETTINGS = [*({"preset": name} for name in ("mis-full", "icepop", "m2po", "m2po-areal", "dppo-binary-tv", "gspo")), LATE]
+
+
+def settled(batch: PackedBatch, target: torch.Tensor, config: CorrectionConfig, reduce: Reduce | None = None) -> CorrectedBatch:
+    return settle(correct(batch, config, reduce=reduce), target, config, reduce=reduce)
 
 
 def losses_are_equal(rank: int, config: CorrectionConfig) -> None:
     """Each rank has half of the sequences; the sums of losses and partials are the whole batch's."""
     batch, target = random_batch(7)
     share = range(6 * rank, 6 * rank + 6)
-    corrected = correct(batch.select(share), config, reduce=all_reduce_sum)
+    corrected = settled(batch.select(share), target[batch.token_index(share)], config, all_reduce_sum)
     mine = policy_loss(corrected, target[batch.token_index(share)], config)
     total, partials = all_reduce_sum(mine.loss.detach().clone()), all_reduce_sum(mine.partials.clone())
-    whole = policy_loss(correct(batch, config), target, config)
+    whole = policy_loss(settled(batch, target, config), target, config)
     factor, of_whole = policy_scale(partials, config), policy_scale(whole.partials, config)
     torch.testing.assert_close(total * factor, whole.loss * of_whole, rtol=1e-6, atol=1e-12)
     torch.testing.assert_close(partials, whole.partials, rtol=1e-6, atol=1e-12)
@@ -37,7 +42,7 @@ def gradients_are_equal(rank: int, config: CorrectionConfig) -> None:
     share = list(range(6 * rank, 6 * rank + 6))
     own, alone = Shift(batch.num_tokens), Shift(batch.num_tokens)
     model = DistributedDataParallel(own)
-    corrected = correct(batch.select(share), config, reduce=all_reduce_sum)
+    corrected = settled(batch.select(share), target[batch.token_index(share)], config, all_reduce_sum)
     partials = torch.zeros(())
     micros = ([0, 1], [2, 3, 4, 5])
     for number, micro in enumerate(micros):
@@ -47,7 +52,7 @@ def gradients_are_equal(rank: int, config: CorrectionConfig) -> None:
             (result.loss * world).backward()
         partials = partials + result.partials
     factor = policy_scale(all_reduce_sum(partials), config)
-    whole = policy_loss(correct(batch, config), alone(target, torch.arange(batch.num_tokens)), config)
+    whole = policy_loss(settled(batch, target, config), alone(target, torch.arange(batch.num_tokens)), config)
     whole.loss.backward()
     torch.testing.assert_close(own.shift.grad * factor, alone.shift.grad * policy_scale(whole.partials, config), rtol=1e-6, atol=1e-12)
 

@@ -29,8 +29,10 @@ from correction import (
     for_step,
     needs_gradient_factor,
     needs_proximal_forward,
+    needs_step_forward,
     policy_loss,
     policy_scale,
+    settle,
     shard_sums,
 )
 from correction.shards import second_moment_limit
@@ -43,15 +45,17 @@ SETTINGS = [
     {"preset": "mis-full", "importance": {"level": "sequence"}, "denominator": {"kind": "sequence_mean", "count": "kept"}},
     {"preset": "tis-token", "denominator": {"kind": "prompt_mean"}},
     {"preset": "mis-token", "denominator": {"kind": "prompt_mean", "count": "kept"}},
-    {"preset": "m2po", "denominator": {"kind": "sequence_mean", "count": "kept"}, "rejection": [
+    {"preset": "m2po-areal", "denominator": {"kind": "sequence_mean", "count": "kept"}, "rejection": [
         {"statistic": "second_moment", "upper": 0.04}, {"statistic": "second_moment", "upper": 0.01}, {"lower": 0.5, "upper": 2.0}]},
+    {"preset": "m2po", "proximal": "behavior", "denominator": {"count": "kept"}},
     {"preset": "grpo", "kl": {"coefficient": 0.1, "estimator": "k3"}, "entropy_coefficient": 0.0},
 ]  # fmt: skip
 SPLITS = st.lists(st.integers(0, 3), min_size=12, max_size=12)  # rank of each of the 12 sequences; a rank may have none
 
 
-def is_m2po(config: CorrectionConfig) -> bool:
-    return any(criterion.statistic == "second_moment" for criterion in config.rejection)
+def is_sorted_before(config: CorrectionConfig) -> bool:
+    """All tokens are looked at before the step, for which sums are not enough; M2PO itself does it with `settle`."""
+    return any(criterion.statistic == "second_moment" for criterion in config.rejection) and not needs_step_forward(config)
 
 
 def on_ranks(count, work):
@@ -94,7 +98,7 @@ def gradient(pieces, target, batch, config):
 def test_there_is_something_to_split():
     """Some presets have a normaliser or M2PO's threshold, and all have counts: otherwise equality would show nothing."""
     configs = [CorrectionConfig(**one) for one in SETTINGS]
-    assert any(c.normalize.population != "off" for c in configs) and any(is_m2po(c) for c in configs)
+    assert any(c.normalize.population != "off" for c in configs) and any(is_sorted_before(c) for c in configs)
     batch, _ = random_batch(1)
     half = batch.select(range(6))
     for config in configs:
@@ -109,19 +113,25 @@ def test_there_is_something_to_split():
 def test_shards_are_the_whole_batch_for_every_preset_and_any_split(chosen, seed, ranks, spread):
     config = CorrectionConfig(**chosen)
     batch, target = random_batch(seed, spread=spread, topk=3 if "topk" in config.preset else 0)
-    whole = correct(batch, config)
+    whole = settle(correct(batch, config), target, config)
     shards = [[k for k in range(12) if ranks[k] == rank] for rank in range(4)]
     prompts = 4 if config.denominator.kind == "prompt_mean" else None
-    by_reduce = on_ranks(4, lambda rank, reduce: correct(batch.select(shards[rank]), config, reduce=reduce, num_prompts=prompts))
-    ways = [by_reduce]
-    if not is_m2po(config):
+    own = [target[batch.token_index(shard)] for shard in shards]
+
+    def settled(rank, add_up, **sums):
+        return settle(correct(batch.select(shards[rank]), config, num_prompts=prompts, **sums), own[rank], config, reduce=add_up)
+
+    ways = [on_ranks(4, lambda rank, reduce: settled(rank, reduce, reduce=reduce))]
+    if not is_sorted_before(config):
         totals = sum(shard_sums(batch.select(shard), config, num_prompts=prompts) for shard in shards)
-        ways.append([correct(batch.select(shard), config, totals=totals, num_prompts=prompts) for shard in shards])
+        ways.append(on_ranks(4, lambda rank, reduce: settled(rank, reduce, totals=totals)))
     expected = gradient([(range(12), whole)], target, batch, config)
     for corrected in ways:
         for shard, found in zip(shards, corrected, strict=True):
             wanted = whole.select(shard)
             assert torch.equal(found.keep_mask, wanted.keep_mask)
+            assert (found.settled is not None) == needs_step_forward(config)
+            assert found.settled is None or torch.equal(found.settled, wanted.settled)
             torch.testing.assert_close(found.importance_weights, wanted.importance_weights, rtol=1e-9, atol=0)
             torch.testing.assert_close(found.token_scale, wanted.token_scale, rtol=1e-9, atol=0)
         found = gradient(list(zip(shards, corrected, strict=True)), target, batch, config)
@@ -146,7 +156,7 @@ def test_diagnostics_of_shards_are_those_of_the_whole_batch(preset, seed, ranks,
         decided = policy_loss(corrected, target[index], config, target_topk_logprobs=listed).decided
         return (corrected.batch, corrected, target[index]), {"decided": decided, "entropy": entropy[index], "detailed": detailed}
 
-    whole = correct(batch, config)
+    whole = settle(correct(batch, config), target, config)
     given_, options = arguments(range(12))
     expected = diagnose(*given_, **options)
     parts = []
@@ -169,7 +179,7 @@ def test_counts_of_criteria_add_up_over_shards():
     assert numbers["rejected_by_ratio_token_rho"] > 0
 
 
-FUSABLE = [name for name in PRESETS if needs_proximal_forward(CorrectionConfig(preset=name), 2) and name != "m2po"]
+FUSABLE = [name for name in PRESETS if needs_proximal_forward(CorrectionConfig(preset=name), 2) and not name.startswith("m2po")]
 
 
 @settings(max_examples=4, deadline=None)
@@ -209,9 +219,11 @@ def test_steps_of_a_sharded_batch_count_over_all_shards(kind):
 def test_m2po_threshold_from_histograms_is_that_of_sorting(sizes, budget, dtype):
     """Distinct sizes: what is kept is what sorting all of them keeps, wherever they lie."""
     values = torch.tensor(sizes, dtype=dtype)
-    keep = second_moment_keep(values, torch.ones_like(values, dtype=torch.bool), budget=budget)
-    limits = on_ranks(3, lambda rank, reduce: second_moment_limit(values[rank::3], budget=budget, reduce=reduce))
-    assert all(torch.equal(values <= limit, keep) for limit in limits)
+    for rule in ({"is_open": True}, {"least": 0}):
+        values = values[values > 0] if "least" in rule else values
+        keep = second_moment_keep(values, torch.ones_like(values, dtype=torch.bool), budget=budget, **rule)
+        limits = on_ranks(3, lambda rank, reduce: second_moment_limit(values[rank::3], budget=budget, reduce=reduce, **rule))  # noqa: B023
+        assert all(torch.equal(values <= limit, keep) for limit in limits)
 
 
 def test_m2po_keeps_equal_sizes_together():
@@ -223,7 +235,7 @@ def test_m2po_keeps_equal_sizes_together():
 
 def test_what_shards_can_not_settle_is_refused():
     batch, _ = random_batch(0)
-    m2po, mean = CorrectionConfig(preset="m2po"), CorrectionConfig(preset="ppo", denominator={"kind": "prompt_mean"})
+    m2po, mean = CorrectionConfig(preset="m2po-areal"), CorrectionConfig(preset="ppo", denominator={"kind": "prompt_mean"})
     noise = CorrectionConfig(preset="ppo", modulation={"noise_std": 0.2})
     with pytest.raises(ConfigError, match="Give correct\\(\\) `reduce`"):
         shard_sums(batch, m2po)
@@ -269,8 +281,8 @@ def test_which_presets_need_a_factor_after_backward(preset):
     config = CorrectionConfig(preset=preset)
     batch, target = random_batch(4, topk=3 if "topk" in preset else 0)
     for is_deferred in (False, True):
-        if is_deferred and (preset == "m2po" or config.proximal != "recompute"):
+        if is_deferred and (preset.startswith("m2po") or config.proximal != "recompute"):
             continue
-        corrected = (defer if is_deferred else correct)(batch, config)
+        corrected = settle((defer if is_deferred else correct)(batch, config), target, config)
         partials = policy_loss(corrected, target, config, target_topk_logprobs=batch.topk_logprobs).partials
         assert (policy_scale(partials, config) != 1.0) == needs_gradient_factor(config, is_deferred=is_deferred)

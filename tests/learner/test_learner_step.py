@@ -23,6 +23,7 @@ from correction.correct import correct, defer, for_step
 from correction.diagnostics.batch_numbers import kept_numbers
 from correction.diagnostics.diagnose import diagnose
 from correction.errors import ConfigError
+from correction.settling import settle
 from learner.learner_rank import LearnerRank
 from learner.model import balance
 from learner.results import SkipReason
@@ -329,6 +330,28 @@ def test_minibatches_are_whole_groups_each_with_its_own_denominator(tmp_path: Pa
     assert torch.equal(result.decided.before_update.nonzero().flatten(), first.sort().values)
     trained = result.values.entropies[batch.loss_mask]
     assert bool((trained > 0).all()) and result.entropy == pytest.approx(float(trained.mean()))
+
+
+@pytest.mark.parametrize("proximal", ["recompute", "behavior"])
+def test_m2po_has_a_threshold_for_each_optimizer_step(tmp_path: Path, proximal: str) -> None:
+    """Of each step's own tokens, at the weights from which it starts: those of its training pass; later ones have moved on."""
+    config = CorrectionConfig(preset="m2po", proximal=proximal)
+    with learner_on(save_model(tmp_path / "m"), optimizer_steps_per_batch=3, learning_rate=1e-2, clip_grad=0.0) as learner:
+        batch = off_policy_batch(learner)
+        batch = replace(with_noisy_behavior(batch, learner.logprobs(batch), std=0.4), proximal_logprobs=learner.logprobs(batch))
+        corrected = correct(batch, config)
+        result = learner.step(corrected, config, step=0)
+        shares = [sequences for sequences, _ in optimizer_steps(corrected, config, learner.config, step=0)]
+    moved = 0
+    for sequences in shares:
+        index = batch.token_index(sequences)
+        share = for_step(corrected, sequences, config)
+        expected = settle(share, result.target_logprobs[index], config).settled & batch.loss_mask[index]
+        assert torch.equal(result.decided.keep_mask[index], expected)
+        assert 0 < int(expected.sum()) < int(batch.loss_mask[index].sum())
+        at_the_start = settle(share, batch.proximal_logprobs[index], config).settled & batch.loss_mask[index]
+        moved += int((at_the_start != expected).sum())
+    assert moved > 0
 
 
 def test_mismatch_in_bypass_with_several_optimizer_steps_is_that_of_the_first(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from correction import PRESETS, CorrectionConfig, correct, policy_loss
+from correction import PRESETS, CorrectionConfig, correct, policy_loss, settle
 from correction.engines.checksum import ROW_WORDS, tensor_checksum
 from correction.engines.float8 import dequantised, quantised
 from correction.engines.float8_format import BLOCK
@@ -101,7 +101,7 @@ def test_every_preset_on_a_gpu(preset: str) -> None:
     found = []
     for device in ("cpu", DEVICE):
         logprobs = target.to(device).requires_grad_()
-        corrected = correct(batch.to(device), config)
+        corrected = settle(correct(batch.to(device), config), logprobs, config)
         listed = torch.log(torch.full((len(target), 8), 0.01, dtype=torch.float64, device=device))
         loss = policy_loss(corrected, logprobs, config, target_topk_logprobs=listed)
         (gradient,) = torch.autograd.grad(loss.loss, logprobs)

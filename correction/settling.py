@@ -1,0 +1,45 @@
+"""What rests on the target policy of a whole optimizer step: M2PO's threshold, decided before the step's first micro-batch.
+
+A part on the target policy runs inside the training forward, micro-batch by micro-batch (loss.py). A threshold that depends on all tokens
+of the step can't: it takes a forward pass with the weights from which the step starts, and `settle`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from .batch import CorrectedBatch
+from .config import CorrectionConfig
+from .decision import apply_criterion
+from .errors import DataError
+from .loss import training_view
+from .settings.schedule import Schedule, late_moments
+from .shards import Reduce, moment_limits
+
+
+def settle(
+    corrected: CorrectedBatch, target_logprobs: Tensor, config: CorrectionConfig, *, reduce: Reduce | None = None
+) -> CorrectedBatch:
+    """The share of an optimizer step with what its own weights decide about all its tokens together; for other configs the share itself.
+
+    `needs_step_forward` says for which configs it does something. With one optimizer step per batch the share is the whole batch; with
+    several it is that of `for_step`, settled anew for each step.
+    Args:
+        target_logprobs: [N] log pi_theta under the weights from which the step starts, for a batch's first step the proximal ones. No
+            gradient goes through.
+        reduce: as for `correct`, if the share is one of several shards.
+    Raises: DataError if target_logprobs has another shape than the tokens.
+    """
+    schedule = Schedule.of(config, is_deferred=corrected.is_deferred)
+    moments = late_moments(config, schedule)
+    if not moments:
+        return corrected
+    if target_logprobs.shape != corrected.batch.behavior_logprobs.shape:
+        raise DataError(f"settle: target_logprobs {tuple(target_logprobs.shape)} for {corrected.batch.num_tokens} tokens of the batch")
+    view = training_view(corrected, target_logprobs.detach(), config, schedule, None)
+    if reduce is not None:
+        view = replace(view, moment_limits=moment_limits(view, moments, config, reduce))
+    (criterion,) = moments  # CorrectionConfig refuses several
+    return replace(corrected, settled=apply_criterion(view, criterion, config).keep)
