@@ -27,6 +27,11 @@ def one_line(error: BaseException, *, last: bool = False, named: bool = False) -
     return f"{name}: {line}" if named else line
 
 
+def with_remedy(reason: str, remedy: str) -> str:
+    """A sentence, and what to do: a clause of it after a semicolon or, with a capital, another sentence. Args: remedy: empty: none."""
+    return f"{reason}{'; ' if remedy[0].islower() else '. '}{remedy}" if remedy else reason
+
+
 class EvenkeelError(Exception):
     """Root of all errors that evenkeel raises on purpose. Picklable: it crosses processes."""
 
@@ -49,9 +54,7 @@ class EvenkeelError(Exception):
         return super().__str__()
 
     def __str__(self) -> str:
-        if not self.remedy:
-            return self.reason
-        return f"{self.reason}{'; ' if self.remedy[0].islower() else '. '}{self.remedy}"
+        return with_remedy(self.reason, self.remedy)
 
 
 class ConfigError(EvenkeelError, ValueError):

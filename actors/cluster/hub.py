@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,10 +28,6 @@ _OUTLINE = _WANTED | {"allow_patterns": list(_FILES[1:])}
 """All but the weights."""
 _HUB_S = 10.0
 """Seconds in which the hub has to answer a request."""
-
-
-class HubAway(DataError):
-    """The hub doesn't answer, or not with what was asked for, and the cache isn't enough. As far as is known the name is right."""
 
 
 def pinned(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -110,57 +105,6 @@ def config_folder(model: Path) -> Path:
         return Path(hf_hub_download(name.repository, "config.json", revision=_at_its_commit(name).revision)).parent
 
 
-def outline_by_file(model: Path) -> Path:
-    """The folder of `outline_folder`, for a thread that may be left behind: snapshot_download's own would keep the process from ending.
-
-    Args: model: a name of the hub. Raises: as `model_folder`; HubAway.
-    """
-    name = HubName.of(model)
-    assert name is not None
-    from huggingface_hub import HfApi, constants, hf_hub_download
-    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
-
-    if constants.HF_HUB_OFFLINE:
-        return outline_folder(model)[0]
-    with _in_words(name):
-        name = _at_its_commit(name)
-        if (whole := _whole_copy(name)) is not None:
-            return whole
-        info = HfApi().model_info(name.repository, revision=name.revision, timeout=_HUB_S)
-        files = filter_repo_objects([one.rfilename for one in info.siblings or ()], **_OUTLINE)
-        return [Path(hf_hub_download(name.repository, file, revision=name.revision)) for file in files][-1].parent
-
-
-def check_data_set(task: HuggingFaceTask) -> None:
-    """Raises: DataError if the hub has no such data set or revision, and the cache no copy; HubAway."""
-    import httpx
-    from huggingface_hub import HfApi, constants, errors
-
-    at, data = constants.ENDPOINT, f"rollout.task.path = {task.path}"
-    try:
-        HfApi().dataset_info(task.path, revision=task.revision, timeout=_HUB_S)
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
-        if (_rows_in_cache() / task.path.replace("/", "___")).exists():  # as the datasets package names it
-            return
-        if isinstance(error, errors.RevisionNotFoundError):
-            reason, remedy = f"it has no revision {task.revision}", f"Take a branch, a tag or a commit of {at}/datasets/{task.path}"
-        else:
-            reason = f"no such folder here, and {at} has no such data set, or it is private"
-            remedy = "correct the name, or log in with a token that may read it (hf auth login, or HF_TOKEN)"
-        raise DataError(f"{data}: {reason}", remedy=remedy) from error
-    except errors.OfflineModeIsEnabled as error:
-        raise HubAway(f"{data}: not looked up, as offline mode is on (HF_HUB_OFFLINE)", remedy="a run needs it in the cache") from error
-    except httpx.HTTPError as error:
-        raise HubAway(f"{data}: not looked up, as {at} doesn't answer ({one_line(error)})", remedy="a run needs it in the cache") from error
-
-
-def _rows_in_cache() -> Path:
-    """Folder in which the datasets package, which takes seconds to import, keeps what it has read."""
-    from huggingface_hub import constants
-
-    return Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
-
-
 def obstacle_here(model: Path) -> str:
     """Why this machine couldn't read the whole model; empty: the folder is there, or the name is in the cache, or can be downloaded."""
     name = HubName.of(model)
@@ -177,7 +121,7 @@ def obstacle_here(model: Path) -> str:
     except Exception as error:
         if (words := _words_for(error, name)) is None:
             raise
-        return words[1]
+        return words[0]
 
 
 def _at_its_commit(name: HubName) -> HubName:
@@ -228,18 +172,18 @@ def _gb(count: int) -> str:
 
 @contextlib.contextmanager
 def _in_words(name: HubName) -> Iterator[None]:
-    """Raises: DataError in place of what huggingface_hub raises; HubAway where the hub didn't answer."""
+    """Raises: DataError in place of what huggingface_hub raises."""
     try:
         yield
     except Exception as error:
         if (words := _words_for(error, name)) is None:
             raise
-        kind, reason, remedy = words
-        raise kind(f"model = {name}: {reason}", remedy=remedy) from error
+        reason, remedy = words
+        raise DataError(f"model = {name}: {reason}", remedy=remedy) from error
 
 
-def _words_for(error: Exception, name: HubName) -> tuple[type[DataError], str, str] | None:
-    """Of what huggingface_hub raised: our error, why a model isn't given, and the remedy; None: it is something else, and to be raised."""
+def _words_for(error: Exception, name: HubName) -> tuple[str, str] | None:
+    """Of what huggingface_hub raised: why a model isn't given, and the remedy; None: it is something else, and to be raised."""
     import httpx
     from huggingface_hub import constants, errors
 
@@ -247,25 +191,24 @@ def _words_for(error: Exception, name: HubName) -> tuple[type[DataError], str, s
     token = "log in with a token that may read it (hf auth login, or HF_TOKEN)"
     match error:
         case errors.GatedRepoError():
-            return DataError, "its owner asks for an agreement", f"Accept it at {at}/{name.repository} and {token}"
+            return "its owner asks for an agreement", f"Accept it at {at}/{name.repository} and {token}"
         case errors.RepositoryNotFoundError():
-            return DataError, f"{at} has no such model, or it is private", f"Correct the name, or {token}"
+            return f"{at} has no such model, or it is private", f"Correct the name, or {token}"
         case errors.RevisionNotFoundError():
-            return DataError, f"it has no revision {name.revision}", f"Take a branch, a tag or a commit of {at}/{name.repository}"
+            return f"it has no revision {name.revision}", f"Take a branch, a tag or a commit of {at}/{name.repository}"
         case errors.OfflineModeIsEnabled() | errors.LocalEntryNotFoundError() | errors.RevisionResolutionError():
             if constants.HF_HUB_OFFLINE:
                 reason = f"not complete in the cache, {cache}, and offline mode is on (HF_HUB_OFFLINE)"
-                return DataError, reason, f"Run `hf download {name.repository}` where there is a network"
+                return reason, f"Run `hf download {name.repository}` where there is a network"
             remedy = "Try again (files that are complete are kept), or set model to a folder that has it"
-            return HubAway, f"not complete in the cache, {cache}, and {at} can't be reached", remedy
+            return f"not complete in the cache, {cache}, and {at} can't be reached", remedy
         case httpx.HTTPError():  # errors.HfHubHTTPError too
             return (
-                HubAway,
                 f"not complete in the cache, {cache}, and {at} doesn't provide it ({one_line(error)})",
                 "Try again: files that are complete are kept; if you know that the cache is complete, set HF_HUB_OFFLINE=1",
             )
         case errors.HFValidationError():
-            return DataError, f"not a name that the hub allows ({error})", ""
+            return f"not a name that the hub allows ({error})", ""
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-            return DataError, f"no space left for it in {cache}", "Make room, or set HF_HOME"
+            return f"no space left for it in {cache}", "Make room, or set HF_HOME"
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,11 +17,11 @@ from actors.doctor.gather import home_of_run, nodes_of_cluster, own_machine
 from actors.doctor.node_rules import on_nodes
 from actors.doctor.paper_rules import enough, on_paper, without_model, worst_first
 from actors.doctor.room_rules import Request, requests
-from actors.doctor.start_checks import check_on_paper, check_on_paper_or_refuse
+from actors.doctor.start_checks import check_on_paper, check_on_paper_or_refuse, kept
 from actors.plan.shape import check_is_model
 from actors.processes.disk_at_start import by_disk_at_start
 from actors.settings.devices import visible_gpus
-from correction.errors import ConfigError, DataError
+from correction.errors import ConfigError, DataError, EvenkeelError
 
 
 def doctor(
@@ -38,13 +39,13 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
-    """Say what would fail or go slowly, in seconds, before anything starts; or, of a run's folder, what happened to the run.
+    """Say what is in a run's way before it is started; or, of a run's folder, what happened to the run.
 
-    It first checks what follows from the recipe, the model folder and the task's file: memory of each GPU, layouts, dtypes, disk, what the
-    learner can't train. Then it checks the nodes, this machine or, by a small task on each, those of the cluster at ray.address: GPUs,
-    versions, folders, shared memory. With --gpus it makes the first part alone, from config.json, for GPUs that aren't here; with --cluster
-    it checks whether the nodes that `ray up` would start offer what the run needs. `evenkeel train` makes the same checks, and stops at
-    what can't work.
+    It first checks what follows from the recipe and the model folder: memory of each GPU, layouts, dtypes, disk, what the learner can't
+    train. It reads the questions of the task, has the reward function score one of them, and looks whether ports and packages are there.
+    Then it checks the nodes, this machine or, by a small task on each, those of the cluster at ray.address: GPUs, versions, folders, shared
+    memory. With --gpus it makes the first part alone, from config.json, for GPUs that aren't here; with --cluster it checks whether the
+    nodes that `ray up` would start offer what the run needs. `evenkeel train` makes the same checks, and stops at what can't work.
 
     With --deep it also measures, on a two-layer model of the recipe's widths: how fast the learner's groups are, whether the learner agrees
     with float32 on a CPU and the engine with the learner, and how long a weight update would take, by broadcast too if that is
@@ -152,8 +153,10 @@ def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]
 def _found_here(config: RunConfig) -> tuple[list[Complaint], list[Request]]:
     """On this machine, or on the cluster at ray.address; of one that can't be joined the refusal, and what is known without it."""
     from actors.cluster.address import NoClusterError, check_ray
-    from actors.settings.derived import asks_for_gpus
+    from actors.commands.resume_point import with_absolute_paths
+    from actors.settings.derived import asks_for_gpus, refusals
 
+    config = with_absolute_paths(config)  # as train names them
     refused: list[Complaint] = []
     has_gpu = False
     try:
@@ -163,17 +166,35 @@ def _found_here(config: RunConfig) -> tuple[list[Complaint], list[Request]]:
         refused = [Complaint.refusal(error)]
         if not isinstance(error, NoClusterError) or asks_for_gpus(config):
             return refused, []  # the rest depends on whether there are GPUs
+    if undecided := list(map(Complaint.refusal, refusals(config, has_gpu=has_gpu))):
+        return refused + undecided, []
     found = check_on_paper_or_refuse(config, has_gpu=has_gpu)
     if isinstance(found, list):
-        return refused + found, []
+        return worst_first(refused + found + _of_inputs(config, has_model=False)), []
     config, facts = found
+    told = on_paper(facts, config) + _of_inputs(config)
     try:
         nodes = None if refused else _nodes(config, facts)
     except NoClusterError as error:
         nodes, refused = None, [Complaint.refusal(error)]
     if nodes is None:
-        return worst_first(refused + on_paper(facts, config)), []
-    return worst_first(on_paper(facts, config) + on_nodes(nodes, config, facts.shape)), requests(nodes, config)
+        return worst_first(refused + told), []
+    return worst_first(told + on_nodes(nodes, config, facts.shape)), requests(nodes, config)
+
+
+def _of_inputs(config: RunConfig, *, has_model: bool = True) -> list[Complaint]:
+    """What `train` says of all else that a run is given, by the same function. Args: has_model: its config.json could be read."""
+    from actors.commands.preparation import check_inputs, outline  # with transformers, which takes seconds
+
+    lacking: list[EvenkeelError] = []
+    model: Path | None = None
+    if has_model:
+        with kept([]):  # that no prompt has room, which the rules have
+            _ = config.rollout.longest_prompt
+            with kept(lacking):
+                model, _ = outline(config)
+    found = check_inputs(config, model, lacking=lacking).found
+    return [*(replace(Complaint.refusal(error), stops_deep=False) for error in lacking), *found]
 
 
 def _has_gpu(config: RunConfig) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,13 +16,16 @@ from actors.config import RunConfig
 from actors.doctor.facts import Complaint
 from actors.doctor.gather import paper_facts
 from actors.doctor.paper_rules import on_paper, stop_at_failures
-from actors.doctor.start_checks import config_for_model
+from actors.doctor.start_checks import config_for_model, kept
+from actors.metrics.exporter import check_addresses
 from actors.pool.scoring import PATIENCE_S
 from actors.processes.disk_at_start import MODEL_OR_RUN, ON_DISK, by_disk_at_start
+from actors.record.metric_views import wandb_for
 from actors.settings.deadlines import inversions
 from actors.settings.derived import asks_for_gpus, derived
 from actors.settings.devices import check_devices
 from correction.engines.quick_imports import gc_paused
+from correction.errors import EvenkeelError
 from rollout.rewards.reward_trial import WRONG, trial_notes
 from rollout.rewards.rewards import RewardError, RewardPool
 from rollout.tasks.chat import ChatEncoder
@@ -38,41 +42,85 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     Returns: the resolved configuration, which is what runs; the task; and what to say about it.
     Raises: DataError, ConfigError; DiskLate.
     """
-    model, has_weights = (resumed_from, True) if resumed_from else _outline(config)
+    model, has_weights = (resumed_from, True) if resumed_from else outline(config)
     config, of_devices = decide_devices(config)
     check_devices(config)
     look, limit_s = partial(_read_model, config, model, has_weights=has_weights, is_resumed=bool(resumed_from)), config.deadlines.disk_s
-    what, disk = f"config and tokenizer of {model}", ON_DISK if resumed_from else MODEL_OR_RUN
-    config, encoder, of_paper = by_disk_at_start(look, what, disk=disk, computes=True, limit_s=lambda: limit_s)
-    task = questions(config.rollout.task, config.deadlines.start_s, encoder)
-    of_reward = asyncio.run(_try_reward(config, task, is_resumed=bool(resumed_from)))
-    # A resumed run has had them checked; what the model was made from need not be there any more.
-    report = task.check(demonstrations=() if resumed_from else warmup_demonstrations(model, config.deadlines.start_s))
-    notes = [*of_devices, *(str(one) for one in of_paper), *of_reward]
-    return config, task, [*notes, str(report), *report.warnings, *(f"skipped {row}" for row in report.skipped[:5]), *inversions(config)]
+    what, disk = f"config of {model}", ON_DISK if resumed_from else MODEL_OR_RUN
+    config, of_paper = by_disk_at_start(look, what, disk=disk, computes=True, limit_s=lambda: limit_s)
+    inputs = check_inputs(config, model, is_resumed=bool(resumed_from))
+    assert inputs.task is not None
+    return config, inputs.task, [*of_devices, *map(str, of_paper), *map(str, inputs.found), *inversions(config)]
 
 
-def _outline(config: RunConfig) -> tuple[Path, bool]:
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run is given besides its settings and its model, as a start finds it."""
+
+    task: Task | None
+    """None: there is a reason against it."""
+    found: list[Complaint]
+    """Notes and warnings."""
+
+
+@gc_paused()
+def check_inputs(config: RunConfig, model: Path | None, *, is_resumed: bool = False, lacking: list[EvenkeelError] | None = None) -> Inputs:
+    """Look at all that a run is given besides settings and model, as far as nothing has to be started for it: `train` stops at the first
+    reason against the run, `doctor` lists all.
+
+    Args:
+        model: folder with its tokenizer; None: it isn't here, so that no prompt is too long.
+        is_resumed: the model's folder is a checkpoint's.
+        lacking: takes each reason against the run; None: the first is raised.
+    Raises: DataError, ConfigError, DiskLate, if nothing takes the reasons.
+    """
+    encoder, task, found, limit_s = None, None, list[Complaint](), config.deadlines.disk_s
+    with kept(lacking):
+        check_addresses(config.metrics.bind, config.metrics.discovery_port, has_cluster=config.ray.address is not None)
+    with kept(lacking):
+        if config.metrics.wandb_project:
+            wandb_for(config.metrics.wandb_project)
+    if model is not None:
+        with kept(lacking):
+            what, disk = f"tokenizer of {model}", ON_DISK if is_resumed else MODEL_OR_RUN
+            encoder = by_disk_at_start(partial(_encoder, config, model), what, disk=disk, computes=True, limit_s=lambda: limit_s)
+    with kept(lacking):
+        check_task_names(config.rollout.task)
+        task = questions(config.rollout.task, config.deadlines.start_s, encoder)
+    with kept(lacking):
+        found += [Complaint("warn", text) for text in asyncio.run(_try_reward(config, task, is_resumed=is_resumed))]
+    if task is not None:
+        with kept(lacking):
+            # A resumed run has had them checked; what the model was made from need not be there any more.
+            demonstrations = () if is_resumed or model is None else warmup_demonstrations(model, config.deadlines.start_s)
+            report = task.check(demonstrations=demonstrations)
+            found += [Complaint("note", str(report)), *(Complaint("warn", text) for text in report.warnings)]
+            found += [Complaint("warn", f"skipped {row}") for row in report.skipped[:5]]
+    return Inputs(task, found)
+
+
+def _encoder(config: RunConfig, model: Path) -> ChatEncoder:
+    """Raises: DataError, ConfigError."""
+    return ChatEncoder.of_folder(model, config.rollout.task, config.rollout.longest_prompt)
+
+
+def outline(config: RunConfig) -> tuple[Path, bool]:
     """As outline_folder. Raises: as that; DiskLate."""
     what, limit_s = f"config and tokenizer of {config.model}", config.deadlines.start_s
     look = partial(outline_folder, config.model)
     return by_disk_at_start(look, what, disk=DISK_OR_HUB, computes=True, remedy=IF_SLOW, limit_s=lambda: limit_s)
 
 
-def _read_model(
-    config: RunConfig, model: Path, *, has_weights: bool, is_resumed: bool
-) -> tuple[RunConfig, ChatEncoder, Sequence[Complaint]]:
-    """What a start reads of the model's folder, and of the disk that the run writes to.
+def _read_model(config: RunConfig, model: Path, *, has_weights: bool, is_resumed: bool) -> tuple[RunConfig, Sequence[Complaint]]:
+    """What a start reads of the model's config and weights, and of the disk that the run writes to.
 
-    Returns: the configuration with all that follows from the model, the tokenizer for the task's prompts, and what is to be said.
+    Returns: the configuration with all that follows from the model, and what is to be said.
     Raises: DataError, ConfigError.
     """
     config = config_for_model(config, model, has_weights=has_weights)
-    check_task_names(config.rollout.task)
-    facts = paper_facts(config, model, is_resumed=is_resumed)
-    of_paper = on_paper(facts, config)
+    of_paper = on_paper(paper_facts(config, model, is_resumed=is_resumed), config)
     stop_at_failures(of_paper)
-    return config, ChatEncoder.of_folder(model, config.rollout.task, config.rollout.longest_prompt), of_paper
+    return config, of_paper
 
 
 def decide_devices(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -87,14 +135,15 @@ def decide_devices(config: RunConfig) -> tuple[RunConfig, list[str]]:
     return derived(config, has_gpu=has_gpu), notes
 
 
-async def _try_reward(config: RunConfig, task: Task, *, is_resumed: bool) -> list[str]:
+async def _try_reward(config: RunConfig, task: Task | None, *, is_resumed: bool) -> list[str]:
     """Score answers to one held-out question, so that a broken reward function shows before anything is started.
 
+    Args: task: None: none could be read; then the function is only loaded.
     Returns: what to say of its scores; a sentence if a resumed run's function can be loaded but gives no score: it has scored before, and
         its judge is waited for.
     Raises: ConfigError, DataError.
     """
-    sample, reward = task.held_out_sample(), config.rollout.reward
+    sample, reward = None if task is None else task.held_out_sample(), config.rollout.reward
     if reward.kind == "function":
         pool = RewardPool(reward, config.rollout.task)
         try:
@@ -105,7 +154,7 @@ async def _try_reward(config: RunConfig, task: Task, *, is_resumed: bool) -> lis
             return [f"{error}. The run has had scores, and goes on: its workers try that again for {PATIENCE_S / 60:.0f} minutes"]
         finally:
             await pool.close()
-        if not is_resumed:
+        if sample is not None and not is_resumed:
             right = config.evaluation.correct_at
             return list(trial_notes(scores, has_answer=bool(sample.answer), extraction=reward.extraction, correct_at=right))
     return []

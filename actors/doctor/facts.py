@@ -8,7 +8,7 @@ from typing import Literal
 
 from actors.plan.layouts import GPUS_PER_NODE
 from actors.plan.shape import ModelShape
-from correction.errors import EvenkeelError
+from correction.errors import EvenkeelError, with_remedy
 
 Severity = Literal["fail", "warn", "note"]
 """Worst first."""
@@ -34,10 +34,11 @@ class Complaint:
     @classmethod
     def refusal(cls, error: EvenkeelError) -> Complaint:
         """A failure, in the words of the error with which `train` would stop."""
-        return cls("fail", error.reason, error.remedy[:1].upper() + error.remedy[1:])
+        return cls("fail", error.reason, error.remedy)
 
     def __str__(self) -> str:
-        return f"{self.sentence}. {self.setting}" if self.setting else self.sentence
+        """As that error is printed, to the letter."""
+        return with_remedy(self.sentence, self.setting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,7 @@ class PaperFacts:
     refused: tuple[EvenkeelError, ...] = ()
     """Why `train` would not take the model's config, or settings that go with it (start_checks.py)."""
     lacking: tuple[EvenkeelError, ...] = ()
-    """Why it would not take the weights, the tokenizer, the task, its file or data set."""
-    unknown: tuple[str, ...] = ()
-    """What of these the hub didn't say."""
+    """Why it would not take the weights, or other inputs (commands/preparation.py)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,6 @@ def devices_and_types(config: RunConfig) -> Iterator[Complaint]:
 def train_takes_model_and_task(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     yield from map(Complaint.refusal, facts.refused)
     yield from (replace(Complaint.refusal(error), stops_deep=False) for error in facts.lacking)
-    yield from (Complaint("note", sentence) for sentence in facts.unknown)
 
 
 def layout_divides_the_model(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:

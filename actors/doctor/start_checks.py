@@ -1,4 +1,4 @@
-"""Checks of the model's folder and the task's file before a start: `train` stops at the first problem, `doctor` and `plan` list all.
+"""Checks of settings and the model's folder before a start: `train` stops at the first problem, `doctor` and `plan` list all.
 
 The results are facts; nothing is started.
 """
@@ -14,7 +14,6 @@ from actors.cluster.hub import config_folder
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint, PaperFacts
 from actors.doctor.gather import paper_facts
-from actors.doctor.hub_checks import ask_the_hub
 from actors.doctor.paper_rules import without_model, worst_first
 from actors.hub_name import HubName
 from actors.plan.gpus import Gpus
@@ -26,8 +25,6 @@ from correction.errors import DataError, EvenkeelError
 from learner.hf.hf_folder import read_config, read_json, shapes_of
 from learner.hf.model_check import check_trainable, check_weights
 from learner.hf.plain_config import is_plainly_trainable, plain_sizes
-from rollout.config import TaskConfig
-from rollout.tasks.plain_tokenizer import is_plainly_usable
 
 
 def check_model_folder(path: Path, *, has_weights: bool = True) -> None:
@@ -71,19 +68,19 @@ def config_for_model(
     is_plain = model is not None if has_weights else is_plainly_trainable(content)
     if not is_plain:
         check_model_folder(folder, has_weights=False)  # by transformers, as the next
-    with _kept(refused):
+    with kept(refused):
         if not is_plain:
             model = check_trainable(folder, has_weights=False)
         if has_weights:
-            with _kept(lacking):
+            with kept(lacking):
                 _check_weights(folder)
                 check_weights(folder, model)
-    with _kept(refused):
+    with kept(refused):
         config = resolved(config, folder)
     shape = _shape(folder)
     config = with_optimizer(config, has_experts=shape is not None and shape.experts > 0)
     if shape is not None:
-        with _kept(refused):
+        with kept(refused):
             config = config.model_copy(update={"rollout": config.rollout.with_context(shape.context)})
     return with_deadlines(config, _weight_bytes(folder, has_weights=has_weights))
 
@@ -116,24 +113,17 @@ def _of_folder(config: RunConfig, folder: Path, meant: Sequence[Gpus] | None) ->
     """As check_on_paper. Args: folder: with the model's config.json, unless it lacks that."""
     refused: list[EvenkeelError] = []
     lacking: list[EvenkeelError] = []
-    unknown: list[str] = []
-    is_here, of_hub = meant is None, HubName.of(config.model) is not None
-    config = config_for_model(config, folder, has_weights=is_here and not of_hub, refused=refused, lacking=lacking)
+    has_weights = meant is None and HubName.of(config.model) is None
+    config = config_for_model(config, folder, has_weights=has_weights, refused=refused, lacking=lacking)
     facts = paper_facts(config, folder, meant=meant)
-    if is_here:
-        _check_task(config.rollout.task, lacking)
-        outline, unknown = ask_the_hub(config, lacking)
-        with _kept(lacking):
-            if (with_tokenizer := outline if of_hub else folder) is not None:
-                _check_tokenizer(with_tokenizer, config.rollout.task)
-    return config, replace(facts, refused=tuple(refused), lacking=tuple(lacking), unknown=tuple(unknown))
+    return config, replace(facts, refused=tuple(refused), lacking=tuple(lacking))
 
 
 def check_on_paper_or_refuse(
     config: RunConfig, *, has_gpu: bool, meant: Sequence[Gpus] | None = None
 ) -> tuple[RunConfig, PaperFacts] | list[Complaint]:
     """As `check_on_paper`, of a configuration whose devices and types are still open; or the refusals without which no more can be told,
-    together with what settings, number of GPUs and the task's file say without them."""
+    together with what settings and the number of GPUs say without them."""
     if refused := list(refusals(config, has_gpu=has_gpu)):
         return list(map(Complaint.refusal, refused))
     config = derived(config, has_gpu=has_gpu)
@@ -143,11 +133,9 @@ def check_on_paper_or_refuse(
         return _of_folder(config, folder, meant)
     except EvenkeelError as error:
         lacking = [error]
-    if meant is None:
-        _check_task(config.rollout.task, lacking)
-        if not any(unfit_shares(config)):  # which without_model has
-            with _kept(lacking):
-                check_devices(config)
+    if meant is None and not any(unfit_shares(config)):  # which without_model has
+        with kept(lacking):
+            check_devices(config)
     rest = "memory, layouts, requests and bytes were not looked at: they need the config.json of a model that can be trained"
     unchecked = Complaint("note", rest, remedy)
     return worst_first([*map(Complaint.refusal, lacking), *without_model(config, meant or ()), unchecked])
@@ -161,26 +149,9 @@ def _get_config(model: Path) -> str:
     return f"Run `hf download {name.repository} config.json{revision}` where there is a network, or set model to a folder with that file"
 
 
-def _check_task(task: TaskConfig, lacking: list[EvenkeelError]) -> None:
-    """Args: lacking: takes each reason against the task's names and files."""
-    from rollout.tasks.tasks import check_files, check_task_names
-
-    with _kept(lacking):
-        check_task_names(task)
-        check_files(task)
-
-
-def _check_tokenizer(folder: Path, task: TaskConfig) -> None:
-    """Raises: DataError, ConfigError as rollout/tasks/chat.py."""
-    if is_plainly_trainable(read_json(folder / "config.json")) and is_plainly_usable(folder, task):
-        return
-    from rollout.tasks.chat import ChatEncoder
-
-    ChatEncoder.of_folder(folder, task)
-
-
 @contextlib.contextmanager
-def _kept(refused: list[EvenkeelError] | None) -> Iterator[None]:
+def kept(refused: list[EvenkeelError] | None) -> Iterator[None]:
+    """Takes the reason against a run that is raised inside. Args: refused: gets it; None: it is raised."""
     try:
         yield
     except EvenkeelError as error:

@@ -56,4 +56,4 @@ def as_json(complaints: Sequence[Complaint], rows: Sequence[Request]) -> dict[st
 
 
 def findings(complaints: Sequence[Complaint]) -> list[dict[str, str]]:
-    return [{"level": one.severity, "sentence": one.sentence, "setting": one.setting} for one in complaints]
+    return [{"level": one.severity, "sentence": one.sentence, "setting": one.setting[:1].upper() + one.setting[1:]} for one in complaints]

@@ -7,6 +7,7 @@ Listening addresses are 127.0.0.1 unless metrics.bind says otherwise: the pages 
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from collections.abc import Collection, Iterable, Mapping
@@ -14,7 +15,6 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import ray
 from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as PrometheusFamily
@@ -41,10 +41,7 @@ class MetricsEndpoint(Collector):
             port: 0 takes a free one, so that several actors share a node.
         Raises: ConfigError if the address can't be listened on, or Prometheus couldn't know where to scrape.
         """
-        if bind in _ANY_ADDRESS:
-            raise ConfigError(
-                f"metrics.bind = {bind!r}: Prometheus needs an address that it can reach. Bind to that one (metrics.bind=node)."
-            )
+        _refuse_any_address(bind)
         self.labels = {"role": role, "name": name}
         self._values: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -136,12 +133,7 @@ class DiscoveryServer:
         """Raises: ConfigError if the address can't be listened on."""
         self._targets: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
-        try:
-            self._server = ThreadingHTTPServer((bind, port), self._handler())
-        except OSError as error:
-            raise ConfigError(
-                f"metrics.discovery_port = {port}: can't listen on {bind}:{port}: {error}. Choose another port, or 0 for any free one."
-            ) from error
+        self._server = _discovery_at(bind, port, self._handler())
         self._server.daemon_threads = True
         self.url = f"http://{bind}:{self._server.server_port}/sd"
         self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus-discovery", daemon=True)
@@ -187,6 +179,35 @@ class DiscoveryServer:
         return Handler
 
 
+def _discovery_at(bind: str, port: int, handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
+    """Raises: ConfigError if the address can't be listened on."""
+    try:
+        return ThreadingHTTPServer((bind, port), handler)
+    except OSError as error:
+        at, is_taken = f"can't listen on {bind}:{port}: {error}", error.errno in (errno.EADDRINUSE, errno.EACCES)
+        if is_taken:
+            raise ConfigError(f"metrics.discovery_port = {port}: {at}. Choose another port, or 0 for any free one.") from error
+        raise ConfigError(f"metrics.bind = {bind!r}: {at}. Set it to an address of this machine, or to node.") from error
+
+
+def _refuse_any_address(bind: str) -> None:
+    if bind in _ANY_ADDRESS:
+        raise ConfigError(f"metrics.bind = {bind!r}: Prometheus needs an address that it can reach. Bind to that one (metrics.bind=node).")
+
+
+def check_addresses(bind: str, discovery_port: int, *, has_cluster: bool) -> None:
+    """Whether a run's driver can serve its numbers here, before there is a Ray. Nothing stays open.
+
+    Args:
+        bind, discovery_port: as in MetricsConfig.
+        has_cluster: the run joins a cluster, which alone knows what "node" means.
+    Raises: ConfigError, as the run would when it opens them.
+    """
+    _refuse_any_address(bind)
+    if bind != "node" or not has_cluster:
+        _discovery_at("127.0.0.1" if bind == "node" else bind, discovery_port, BaseHTTPRequestHandler).server_close()
+
+
 def listen_address(bind: str) -> str:
     """`metrics.bind` as an address: "node" means this node's own, as other nodes reach it."""
     return node_address() if bind == "node" else bind
@@ -194,4 +215,6 @@ def listen_address(bind: str) -> str:
 
 def node_address() -> str:
     """This node's address in its Ray cluster."""
+    import ray  # which a look at the addresses doesn't need
+
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]

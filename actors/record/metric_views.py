@@ -102,6 +102,18 @@ def _records(events: Sequence[Any]) -> bytes:
     return content.getvalue()
 
 
+def wandb_for(project: str) -> Any:
+    """The package wandb. Raises: ConfigError if it is not installed."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(
+            f"metrics.wandb_project = {project!r}: the package wandb is not installed. "
+            f"Install it with `pip install 'evenkeel[wandb]'`, or leave metrics.wandb_project empty."
+        ) from error
+    return wandb
+
+
 class WandbView:
     """Weights & Biases, off by default; the package is imported here only, and only when `metrics.wandb_project` is set.
 
@@ -115,14 +127,7 @@ class WandbView:
             notify: called, once, when it takes no steps any more.
         Raises: ConfigError if the package is not installed; OSError.
         """
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError(
-                f"metrics.wandb_project = {project!r}: the package wandb is not installed. "
-                f"Install it with `pip install 'evenkeel[wandb]'`, or leave metrics.wandb_project empty."
-            ) from error
-        run_id = _kept_id(folder / WANDB_ID)
+        wandb, run_id = wandb_for(project), _kept_id(folder / WANDB_ID)
         self._notify, self._is_open, self._lock = notify, True, threading.Lock()
         self._thread = FileThread("Weights & Biases")
         self._run: Any = None

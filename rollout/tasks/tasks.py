@@ -15,14 +15,14 @@ from typing import Any
 import xxhash
 
 from correction.errors import DataError, counted
-from rollout.config import FileTask, ReasoningGymTask, TaskConfig
+from rollout.config import ReasoningGymTask, TaskConfig
 from rollout.rewards.gym_entry import COLUMN, as_json
 from rollout.rewards.reward_process import accepted
 from rollout.tasks.chat import ChatEncoder
 from rollout.tasks.gym_source import ReasoningGymSource, check_names
 from rollout.tasks.prompt_place import PromptPlace
 from rollout.tasks.questions import Question, QuestionSource, SkippedRow, text_key
-from rollout.tasks.rows import RowSource, check_file, with_field
+from rollout.tasks.rows import RowSource, with_field
 from rollout.trajectory import Demonstration, Prompt
 
 _FINGERPRINT_POSITIONS = 16
@@ -63,14 +63,6 @@ def check_task_names(config: TaskConfig) -> None:
     """What can be said of a task before its model is looked at. Raises: ConfigError for an unknown data set or option."""
     if isinstance(config, ReasoningGymTask):
         check_names(config)
-
-
-def check_files(config: TaskConfig) -> None:
-    """Raises: DataError if a file of questions is not there."""
-    if isinstance(config, FileTask):
-        for path in (config.path, config.held_out_path):
-            if path is not None:
-                check_file(path, config)
 
 
 def build_task(config: TaskConfig, encoder: ChatEncoder | None = None) -> Task:

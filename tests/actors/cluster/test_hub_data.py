@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from threading import Event
 
 import pytest
 
 from actors.cluster.hub import pinned
-from actors.doctor import hub_checks
-from actors.doctor.paper_rules import train_takes_model_and_task
-from actors.doctor.start_checks import check_on_paper
+from actors.commands.preparation import check_inputs, outline
 from actors.settings.derived import derived
+from correction.errors import EvenkeelError
 from rollout.config import HuggingFaceTask
 from rollout.tasks.rows import RowSource, read_dataset
 from tests.actors.cluster.hub_scene import offline, recipe
@@ -74,36 +72,24 @@ def test_a_data_set_of_subsets_and_splits_is_read_from_the_hub_and_then_without_
     assert server.requests == [], "the second time"
 
 
-def told(*words: str) -> list[tuple[str, str]]:
-    """What the doctor says of a run on this machine that is worth more than a number."""
-    config, facts = check_on_paper(derived(recipe("rollout.reward.kind=math_verify", *words), has_gpu=False))
-    return [(one.severity, str(one)) for one in train_takes_model_and_task(facts, config)]
-
-
 def test_the_doctor_says_what_the_hub_lacks(server: StandInHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Data set, revision, tokenizer: at each of them a start would stop. Where the hub doesn't answer in time that is a note."""
-    from huggingface_hub import constants
+    """Tokenizer, data set, revision, column: at each of them a start would stop, and says the same."""
+    import datasets
 
-    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "rows")
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", server.address)
     server.repositories["datasets/acme/two"] = two_subsets()
     server.repositories["models/acme/bare"] = Repository()
     server.repositories["models/acme/bare"].commit({"config.json": json.dumps(QWEN3_06B).encode()})
-    named = [f"rollout.task={ {'kind': 'huggingface'} | DATA }", "model=hf:acme/bare"]
-    no_tokenizer, other_name = "the folder has no tokenizer", "rollout.task.path=acme/tow"
-    (found,) = told(*named)
-    assert found[0] == "fail" and no_tokenizer in found[1]
-    found, _ = told(*named, other_name)
-    assert found[0] == "fail" and f"acme/tow: no such folder here, and {server.address} has no such data set" in found[1]
-    found, _ = told(*named, "rollout.task.revision=v9")
-    assert found[0] == "fail" and "acme/two: it has no revision v9" in found[1]
-    (tmp_path / "home" / "datasets" / "acme___tow").mkdir(parents=True)
-    (found,) = told(*named, other_name)
-    assert no_tokenizer in found[1], "a run would take the copy in the cache"
-    with monkeypatch.context() as away:
-        away.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-        assert [severity for severity, _ in told(*named)] == ["note", "note"]
-        assert "rollout.task.path = acme/two: not looked up, as http://127.0.0.1:9 doesn't answer" in told(*named)[0][1]
-    monkeypatch.setattr(hub_checks, "HUB_S", 0.01)
-    for question in ("check_data_set", "outline_by_file"):  # a real one would go on after this test, and ask the real hub
-        monkeypatch.setattr(hub_checks, question, lambda _: Event().wait(5.0))
-    assert told(*named)[0] == ("note", "rollout.task.path = acme/two: not looked at, as the hub took more than 0.01 s")
+    for wrong, said in (
+        ({}, []),
+        ({"path": "acme/tow"}, ["rollout.task.path = acme/tow (split train): datasets can't load it"]),
+        ({"revision": "v9"}, ["rollout.task.path = acme/two (split train): datasets can't load it"]),
+        ({"prompt_field": "text"}, ["acme/two [train]: none of its 2 rows can be used"]),
+    ):
+        words = [f"rollout.task={ {'kind': 'huggingface'} | DATA | wrong }", "rollout.reward.kind=math_verify", "model=hf:acme/bare"]
+        config = derived(recipe(*words), has_gpu=False)
+        lacking: list[EvenkeelError] = []
+        check_inputs(config, outline(config)[0], lacking=lacking)
+        for one, text in zip(lacking, ["the folder has no tokenizer", *said], strict=True):
+            assert text in str(one)

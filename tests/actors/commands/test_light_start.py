@@ -127,27 +127,19 @@ def judged_ready(words: list[str], program: str = JUDGES, **variables: str) -> t
     return float(cpu_s), set(loaded)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch alone says which GPUs it sees, and what it is compiled for")
-def test_a_run_here_is_judged_without_anything_heavy(tiny_model: Path, tmp_path: Path) -> None:
-    """The model's weights and tokenizer, the data set's options and the machine. transformers, torch, reasoning-gym and Ray took 6 s."""
-    cpu_s, loaded = judged_ready(["doctor", RECIPE, f"model={tiny_model}", f"run_dir={tmp_path}"])
-    assert "tokenizers" in loaded and loaded & set(HEAVY) == set()
-    assert cpu_s < MOST_CPU_S
-
-
 ON_A_GPU = f"""
 import sys
 from actors.commands import doctor
 from correction.engines import torch_build
 torch_build._DRIVER, torch_build.torch_build = sys.argv.pop(1), lambda: {{"cuda": "13.0", "hip": None}}
-doctor._nodes = lambda *_: None
+doctor._nodes, doctor._of_inputs = lambda *_: None, lambda *_: []
 {JUDGES}
 """
 
 
 def test_a_recipe_is_judged_where_a_gpu_is_without_anything_heavy(tiny_model: Path, tmp_path: Path) -> None:
-    """NVIDIA's driver says how many GPUs torch sees, and nvidia-smi their memory. What torch was compiled for it says itself, when nodes
-    are judged, which have fifteen seconds."""
+    """But for the questions and their tokenizer. NVIDIA's driver says how many GPUs torch sees, and nvidia-smi their memory. What torch was
+    compiled for it says itself, when nodes are judged, which have fifteen seconds."""
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho '0, GPU-a1, NVIDIA H100 80GB HBM3, 81559, 81000, 9.0, Disabled'\n")
     smi.chmod(0o755)
