@@ -30,6 +30,10 @@ _HUB_S = 10.0
 """Seconds in which the hub has to answer a request."""
 
 
+class HubAway(DataError):
+    """The hub doesn't answer, or not with what was asked for, and the cache isn't enough. As far as is known the name is right."""
+
+
 def pinned(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """The configuration with the hub's names pinned to commits, so that a resumed run takes the same files; and sentences about it.
 
@@ -121,7 +125,7 @@ def obstacle_here(model: Path) -> str:
     except Exception as error:
         if (words := _words_for(error, name)) is None:
             raise
-        return words[0]
+        return words[1]
 
 
 def _at_its_commit(name: HubName) -> HubName:
@@ -172,18 +176,18 @@ def _gb(count: int) -> str:
 
 @contextlib.contextmanager
 def _in_words(name: HubName) -> Iterator[None]:
-    """Raises: DataError in place of what huggingface_hub raises."""
+    """Raises: DataError in place of what huggingface_hub raises; HubAway where the hub didn't answer."""
     try:
         yield
     except Exception as error:
         if (words := _words_for(error, name)) is None:
             raise
-        reason, remedy = words
-        raise DataError(f"model = {name}: {reason}", remedy=remedy) from error
+        kind, reason, remedy = words
+        raise kind(f"model = {name}: {reason}", remedy=remedy) from error
 
 
-def _words_for(error: Exception, name: HubName) -> tuple[str, str] | None:
-    """Of what huggingface_hub raised: why a model isn't given, and the remedy; None: it is something else, and to be raised."""
+def _words_for(error: Exception, name: HubName) -> tuple[type[DataError], str, str] | None:
+    """Of what huggingface_hub raised: our error, why a model isn't given, and the remedy; None: it is something else, and to be raised."""
     import httpx
     from huggingface_hub import constants, errors
 
@@ -191,24 +195,25 @@ def _words_for(error: Exception, name: HubName) -> tuple[str, str] | None:
     token = "log in with a token that may read it (hf auth login, or HF_TOKEN)"
     match error:
         case errors.GatedRepoError():
-            return "its owner asks for an agreement", f"Accept it at {at}/{name.repository} and {token}"
+            return DataError, "its owner asks for an agreement", f"Accept it at {at}/{name.repository} and {token}"
         case errors.RepositoryNotFoundError():
-            return f"{at} has no such model, or it is private", f"Correct the name, or {token}"
+            return DataError, f"{at} has no such model, or it is private", f"Correct the name, or {token}"
         case errors.RevisionNotFoundError():
-            return f"it has no revision {name.revision}", f"Take a branch, a tag or a commit of {at}/{name.repository}"
+            return DataError, f"it has no revision {name.revision}", f"Take a branch, a tag or a commit of {at}/{name.repository}"
         case errors.OfflineModeIsEnabled() | errors.LocalEntryNotFoundError() | errors.RevisionResolutionError():
             if constants.HF_HUB_OFFLINE:
                 reason = f"not complete in the cache, {cache}, and offline mode is on (HF_HUB_OFFLINE)"
-                return reason, f"Run `hf download {name.repository}` where there is a network"
+                return DataError, reason, f"Run `hf download {name.repository}` where there is a network"
             remedy = "Try again (files that are complete are kept), or set model to a folder that has it"
-            return f"not complete in the cache, {cache}, and {at} can't be reached", remedy
+            return HubAway, f"not complete in the cache, {cache}, and {at} can't be reached", remedy
         case httpx.HTTPError():  # errors.HfHubHTTPError too
             return (
+                HubAway,
                 f"not complete in the cache, {cache}, and {at} doesn't provide it ({one_line(error)})",
                 "Try again: files that are complete are kept; if you know that the cache is complete, set HF_HUB_OFFLINE=1",
             )
         case errors.HFValidationError():
-            return f"not a name that the hub allows ({error})", ""
+            return DataError, f"not a name that the hub allows ({error})", ""
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-            return f"no space left for it in {cache}", "Make room, or set HF_HOME"
+            return DataError, f"no space left for it in {cache}", "Make room, or set HF_HOME"
     return None
