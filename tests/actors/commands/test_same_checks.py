@@ -40,7 +40,7 @@ def port() -> Iterator[int]:
         (LONG * 3, [], "more than the 80 that fit"),
         (MANY.splitlines()[0], [], "every row is held out"),
         (MANY, ["rollout.reward.path=unfinished:score"], "SyntaxError"),
-        (MANY, ["rollout.reward.path=other_arguments:score"], "unexpected keyword argument"),
+        (MANY, ["rollout.reward.path=other_arguments:score"], "the function asks for text"),
         (MANY, ["metrics.wandb_project=mine"], "the package wandb is not installed"),
         (MANY, ["metrics.discovery_port=PORT"], "Address already in use"),
         # And what nobody had tried.
