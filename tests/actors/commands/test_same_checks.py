@@ -37,7 +37,7 @@ def port() -> Iterator[int]:
         # What the trial of a new user met.
         ("", [], "none of its 0 rows can be used"),
         (MANY.replace("answer", "solution"), [], 'no field "answer"'),
-        (LONG * 3, [], "more than the 80 that fit"),
+        (LONG * 3, [], " that fit (context less"),
         (MANY.splitlines()[0], [], "every row is held out"),
         (MANY, ["rollout.reward.path=unfinished:score"], "SyntaxError"),
         (MANY, ["rollout.reward.path=other_arguments:score"], "the function asks for text"),
