@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from actors.doctor.node_rules import on_nodes
 from actors.doctor.paper_rules import enough, on_paper, without_model, worst_first
 from actors.doctor.room_rules import Request, requests
 from actors.doctor.start_checks import check_on_paper, check_on_paper_or_refuse, kept
+from actors.hub_name import HubName
 from actors.plan.shape import check_is_model
 from actors.processes.disk_at_start import by_disk_at_start
 from actors.settings.devices import visible_gpus
@@ -25,7 +27,9 @@ from correction.errors import ConfigError, DataError, EvenkeelError
 
 
 def doctor(
-    target: Annotated[Path, typer.Argument(metavar="RECIPE|RUN_DIR", help="Recipe (YAML) of a run to be started, or the folder of one.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="RECIPE|RUN_DIR|MODEL", help="Recipe (YAML) of a run to be started, the folder of one, or a model's.")
+    ],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the recipe's.")] = None,
     gpus: Annotated[
         str, typer.Option(metavar="NAMExCOUNT", help="Check the recipe for these GPUs, such as H100x8 or H100x8x4, instead of those here.")
@@ -38,6 +42,9 @@ def doctor(
         Path | None, typer.Option(metavar="FILE", help="Check the recipe for the nodes of this `ray up` file, such as those in deploy.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    task: Annotated[
+        str, typer.Option(metavar="RECIPE|DATA_SET", help="Of a model: show this task's first prompt, and how long its prompts may be.")
+    ] = "",
 ) -> None:
     """Say what is in a run's way before it is started; or, of a run's folder, what happened to the run.
 
@@ -52,11 +59,19 @@ def doctor(
     weight_sync.transport. It does so only if the earlier checks found nothing that can't work; the model's weights, its tokenizer and the
     task may be missing. Each part has its own limit: on GPUs a minute, and four to start ranks and an engine.
 
+    For a model's folder, or hf:NAME, it shows what tokenizer, chat template and configs say: the tokens that end an answer, the system
+    turn, the prompt of a question with its special tokens, and how long prompts and answers may be.
+
     For a run's folder it says how the run ended, what it waited for, which part was slow or gone, whether all prompts are accounted for,
     and what to do.
 
     Exit codes: 0 nothing stands in the way; 1 something can't work, or the recipe can't be read.
     """
+    if by_disk_at_start(partial(_is_model, target), f"{target}, to be opened", disk="its disk"):
+        _show_model(target, task, overrides or [])
+        return
+    if task:
+        raise ConfigError(f"evenkeel doctor {target}: --task goes with a model's folder, and this is none")
     if by_disk_at_start(target.is_dir, f"{target}, to be opened", disk="its disk"):
         options = {"--gpus": gpus, "--deep": deep, "--cluster": cluster, "--json": as_json}
         typer.echo(_of_run(target, [*(overrides or []), *(name for name, value in options.items() if value)]))
@@ -83,6 +98,21 @@ def doctor(
         show(Console(highlight=False, soft_wrap=not sys.stdout.isatty()), complaints, rows)
     if any(one.severity == "fail" for one in complaints):
         raise typer.Exit(UNFIT)
+
+
+def _is_model(target: Path) -> bool:
+    """A name of the hub, or a folder that isn't a run's."""
+    return HubName.of(target) is not None or ((target / "config.json").exists() and not (target / "config.yaml").exists())
+
+
+def _show_model(target: Path, task: str, overrides: list[str]) -> None:
+    from rich.console import Console
+
+    from actors.commands.doctor_model import model_page
+
+    console = Console(highlight=False, soft_wrap=True)
+    for name, text in model_page(target, task, overrides):
+        console.print(f"[dim]{name:<16}[/]{text}")
 
 
 def _measured_unless(complaints: list[Complaint], config: RunConfig) -> list[Complaint]:

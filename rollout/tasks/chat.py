@@ -99,6 +99,19 @@ class ChatEncoder:
         """The tokens that end an answer."""
         return AnswerEnds.of(self.tokenizer, self._rendered if self.apply_chat_template else None, self.configured)
 
+    def name_of(self, token: int) -> str:
+        """A token's own text, for people."""
+        return str(self.tokenizer.convert_ids_to_tokens(token) or f"token {token}")
+
+    @property
+    def remark(self) -> str | None:
+        """A sentence about ends that an engine by itself would pass by; None: config.json and generation_config.json name them all."""
+        if not (unknown := self.ends.unknown_to_configs):
+            return None
+        told = " and ".join(f"{self.name_of(token)} ({', '.join(names)})" for token, names in unknown.items())
+        named = [self.name_of(token) for token in self.ends.ids if token not in unknown]
+        return f"answers also end at {told}: {' and '.join(CONFIGS)} name {' and '.join(named) or 'none'} alone, and engines are told"
+
     @cached_property
     def _control_tokens(self) -> ControlTokens:
         return ControlTokens(self.tokenizer, self.ends.ids)
