@@ -15,6 +15,7 @@ from actors.commands.task_config import task_config
 from actors.config import RunConfig
 from actors.doctor.start_checks import check_model_folder
 from actors.driver.evaluation import evaluate
+from actors.metrics.cut_answers import cut_remark
 from actors.metrics.held_out import Evaluation
 from actors.settings.derived import with_engine_types
 from actors.settings.devices import check_engine_device, visible_gpus
@@ -57,6 +58,8 @@ def evaluate_folder(
             f"{built.name}: no question fits into the {longest_prompt} tokens that rollout.sampling.max_tokens = "
             f"{config.rollout.sampling.max_tokens} leaves of the context of {model}; lower it, or take a model with a longer context"
         )
+    if built.remark is not None:
+        say(built.remark)
     if len(prompts) < problems:
         say(f"only {len(prompts)} of {problems} questions: the others are too long for {longest_prompt} tokens, or there are no more")
     how = config.evaluation
@@ -67,6 +70,8 @@ def evaluate_folder(
     say(f"held-out accuracy of {model}: {result.accuracy} (95% Wilson, {how.description}), {result.failed} answers could not be scored")
     for k, share in result.pass_at.items():
         say(f"pass@{k}: {share}")
+    if (cut := cut_remark(result.trajectories, config.rollout.sampling.max_tokens)) is not None:
+        say(cut)
     if samples is not None:
         samples.write_text(result.text(prompts, limit=len(prompts)), encoding="utf-8", errors="backslashreplace")
         say(f"answers: {samples}")

@@ -91,6 +91,8 @@ def filter_questions(config: RunConfig, output: Path, bounds: Bounds, *, questio
     task, _ = task_for(config)
     if task.questions_per_epoch is None and questions is None:
         raise ConfigError(f"evenkeel filter: {task.name} makes questions without end; say how many to ask with --questions")
+    if task.remark is not None:
+        say(task.remark)
     positions = list(_distinct_positions(task, questions))
     if questions is not None and len(positions) < questions:
         say(f"only {len(positions)} of {questions} questions: {task.name} has no more with other texts")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from actors.carriers import DiscardedGroup, PreparedBatch, ScatterSample, Ticket
 from actors.config import RunConfig
+from actors.metrics.cut_answers import cut_remark
 from actors.metrics.driver_endpoint import DriverEndpoint
 from actors.metrics.held_out import Evaluation
 from actors.metrics.step_metrics import DISCARD_COUNTERS, StepMetrics, shown
@@ -173,6 +174,8 @@ class Observer:
         self.steps.evaluated(metrics)
         self.disk.file(self._folder.write_trajectories, result.step, result.text(prompts), "held_out")
         self.keep_event("info", f"held-out accuracy after {result.step} steps: {result} (95% Wilson), {shown(metrics, 'held_out/seconds')}")
+        if (cut := cut_remark(result.trajectories, self._config.rollout.sampling.max_tokens)) is not None:
+            self.event("warning", f"held-out questions after {result.step} steps: {cut}")
         if result.failed:
             failed = f"{result.failed} of {len(result.trajectories)} held-out answers could not be scored, and are left out of the accuracy"
             self.event("warning", f"{failed}; the first: {result.first_failure}")

@@ -107,6 +107,11 @@ class Task:
         """Data set or file, for people."""
         return self._source.name
 
+    @property
+    def remark(self) -> str | None:
+        """As ChatEncoder's."""
+        return None if self._encoder is None else self._encoder.remark
+
     def train_prompt(self, position: int) -> Prompt:
         """The prompt at a position of the training stream; its id is "train/EPOCH/POSITION IN THE EPOCH".
 
