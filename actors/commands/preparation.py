@@ -84,6 +84,7 @@ def check_inputs(config: RunConfig, model: Path | None, *, is_resumed: bool = Fa
         with kept(lacking):
             what, disk = f"tokenizer of {model}", ON_DISK if is_resumed else MODEL_OR_RUN
             encoder = by_disk_at_start(partial(_encoder, config, model), what, disk=disk, computes=True, limit_s=lambda: limit_s)
+            found += [] if encoder.remark is None else [Complaint("note", encoder.remark)]
     with kept(lacking):
         check_task_names(config.rollout.task)
         task = questions(config.rollout.task, config.deadlines.start_s, encoder)

@@ -11,6 +11,9 @@ from typer.testing import CliRunner
 
 from actors.commands.cli import app
 from actors.commands.doctor_model import model_page
+from actors.commands.preparation import check_inputs
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
 from correction.errors import ConfigError
 from tests.rollout.family_tokenizers import FAMILIES
 
@@ -68,3 +71,13 @@ def test_the_command_tells_a_model_from_a_run_and_a_recipe(tiny_model: Path, tmp
     assert "answers end at" not in CliRunner().invoke(app, ["doctor", str(run)]).output
     with pytest.raises(ConfigError, match="add --task RECIPE"):
         page(tiny_model, "", "rollout.sampling.max_tokens=3")
+
+
+def test_a_start_and_doctor_say_which_ends_an_engine_by_itself_would_pass_by(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i} + 1", "answer": "{i + 1}"}}\n' for i in range(20)))
+    words = ["rollout.task.kind=file", f"rollout.task.path={tmp_path / 'rows.jsonl'}", "rollout.reward.kind=exact_match"]
+    config = load_config(RunConfig, RECIPE, [*words, "rollout.engine.context_length=256"])
+    for name, said in (("Qwen2.5, a base model", ["<|im_end|> (chat template)"]), ("Qwen2.5-Instruct", [])):
+        found = check_inputs(config, FAMILIES[name].save(tmp_path / name)).found
+        notes = [str(one) for one in found if one.severity == "note" and "answers also end at" in str(one)]
+        assert [end for end in said for note in notes if end in note] == said and len(notes) == len(said)
