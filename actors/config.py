@@ -159,7 +159,8 @@ class EvaluationConfig(AnswerSampling):
     problems_between: PositiveInt = 128
     """Held-out questions of evaluations in between, which share the engines with training."""
     correct_at: float = 1.0
-    """A reward of at least this counts as a right answer."""
+    """A reward of at least this counts as a right answer. For a reward that gives right answers less, or wrong ones as much, set what tells
+    them apart."""
 
 
 class CheckpointConfig(Settings):
@@ -308,6 +309,9 @@ class RunConfig(Settings):
     """Largest number of versions by which a token of a batch may be older than the learner; 0 is synchronous training."""
     dynamic_sampling: bool = False
     """Replace groups whose valid rewards are all alike (they carry no gradient) by new ones before the step."""
+    dynamic_sampling_on_shortage: Literal["stop", "train"] = "stop"
+    """When fewer than one group in 100 has a gradient, so that no batch comes together: stop ends the run with a checkpoint, train goes on
+    with all groups. Either says why."""
     true_on_policy: bool = False
     """Make the logprobs of engines and learner bitwise equal at equal weights, by batch-invariant operators on both sides, and check every
     batch. For dense models in float32 or bfloat16 on CPUs of one kind; docs/true_on_policy.md."""

@@ -110,7 +110,7 @@ class KeptEngines:
 
     def __init__(self, config: RunConfig, loop: BackgroundLoop, sampler: Sampler) -> None:
         self.config, self.engine = config, sampler.engine
-        self._loop, self._sampler = loop, sampler
+        self.loop, self._sampler = loop, sampler
         self._task = build_task(config.rollout.task, ChatEncoder.of_folder(config.model, config.rollout.task))
         self._learner: LearnerRank | None = None
         self._next_group = 0
@@ -125,8 +125,8 @@ class KeptEngines:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._loop.run(self._sampler.close())
-        self._loop.stop()
+        self.loop.run(self._sampler.close())
+        self.loop.stop()
         if self._learner is not None:
             self._learner.close()
 
@@ -143,11 +143,11 @@ class KeptEngines:
         position = run.settings.seed * 1_000_003  # each seed has questions of its own
         waiting: deque[tuple[list[Group], dict[str, float]]] = deque()
         for _ in range(max_staleness):
-            waiting.append(self._loop.run(self._sample(position, run)))
+            waiting.append(self.loop.run(self._sample(position, run)))
             position += self.config.groups_per_step * _DRAWS
         for step in range(steps):
             began = time.monotonic()
-            sampling = self._loop.start(self._sample(position, run))
+            sampling = self.loop.start(self._sample(position, run))
             position += self.config.groups_per_step * _DRAWS
             if max_staleness == 0:
                 waiting.append(sampling.result())
@@ -214,7 +214,7 @@ class KeptEngines:
     def _sync(self, run: KeptRun) -> float:
         """Send the learner's weights to the engine; returns the seconds that it took."""
         began = time.monotonic()
-        self._loop.run(self.engine.update_weights(run.version, list(weight_buckets(run.learner))))
+        self.loop.run(self.engine.update_weights(run.version, list(weight_buckets(run.learner))))
         return time.monotonic() - began
 
     async def _sample(self, position: int, run: KeptRun) -> tuple[list[Group], dict[str, float]]:

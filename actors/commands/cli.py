@@ -111,7 +111,8 @@ def train(
     there is none. A run that is refused for its settings before its first new step, or dies twice without one, is not retried.
 
     Exit codes: 0 done, or ended by Ctrl-C with a checkpoint; 1 an error, with a message; 3 ended by an alarm
-    (monitor.on_alarm=stop); 129 or 143 ended by SIGHUP or SIGTERM with a checkpoint: continue with --resume.
+    (monitor.on_alarm=stop) or for want of groups with a gradient (dynamic_sampling); 129 or 143 ended by SIGHUP or SIGTERM with a
+    checkpoint: continue with --resume.
     """
     # With --resume the first positional argument, if any, is an override.
     words = [*([str(recipe)] if recipe and resume else []), *(overrides or [])]

@@ -24,6 +24,7 @@ from actors.driver.alarms import AlarmResponse
 from actors.driver.batch_source import BatchSource
 from actors.driver.empty_steps import EmptySteps
 from actors.driver.evaluation import Evaluations
+from actors.driver.learning_watch import LearningWatch, refuse_unscored
 from actors.driver.lost_parts import Lost, lost_among, raise_when_lost
 from actors.driver.parts import StartingPoint, make_sync, start_learner, worker_settings
 from actors.driver.rollback import Rollbacks, end_parts, what_goes_on, what_is_done_again, what_is_lost
@@ -82,7 +83,8 @@ class Controller:
         self._announce_end = partial(self._warn, kind=EventKind.ENDING)
         self._shutdown = ShutdownSignals(self._announce_end, self._on_sigterm, lambda: self._checkpoints.saved_step)
         self._alarms = AlarmResponse(config.monitor, config.correction, self._point.replacement)
-        self._alarm = ""  # why an alarm ends the run; empty: none does
+        self._alarm = ""  # why an alarm, or a want of groups, ends the run; empty: none does
+        self._learning, self._no_batch = LearningWatch(config, observer.event, self._short_of_groups), asyncio.Event()
         self._first_evaluation: Evaluation | None = None
         self._is_begun = self._step > 0  # the evaluation before training is over, or left out
         self._is_trained = False         # all steps that there will be are done and saved
@@ -153,6 +155,7 @@ class Controller:
         """Train to the last step, and save it. Args: goes_on: training was under way already, and goes on with replaced parts."""
         if not self._is_begun:
             self._first_evaluation = await self._evaluations.whole("before training", self._step, self._version, self._sync)
+            refuse_unscored(self._first_evaluation)
         self._is_begun = self._shutdown.is_training = interrupts.has_trained = True
         if not goes_on:
             gc.freeze()  # a full garbage collection need not walk through all that the imports made
@@ -240,7 +243,8 @@ class Controller:
         while self._step_under_way or (self._step < self._config.steps and not self._ends_early):
             await self._checkpoints.finished(at_once=True)
             if self._step_under_way is None:
-                if (batch := await unless_set(self._shutdown.is_asked, self._next_batch())) is None:
+                next_one = unless_set(self._no_batch, self._next_batch())
+                if (batch := await unless_set(self._shutdown.is_asked, next_one)) is None:
                     break
                 self._step_under_way = StepUnderWay(batch, self._learn_and_publish)
             if (result := await self._step_under_way.result()) is None:
@@ -266,6 +270,7 @@ class Controller:
         counts, discarded = await self._source.settle(self._step + 1, batch, version=self._version, published=self._sync.version)
         self._step, self._step_under_way = self._step + 1, None
         self._steps.end_step(partial(self._observer.end_step, *of_step, counts, discarded))
+        self._learning.trained()
         self._empty_steps.note(self._step, batch, result)
 
     def _on_sigterm(self) -> None:
@@ -310,6 +315,17 @@ class Controller:
             self._announce_end(action.text)
             self._alarm = action.text
 
+    def _short_of_groups(self, reason: str) -> None:
+        """Called when dynamic sampling discards nearly all groups."""
+        if self._config.dynamic_sampling_on_shortage == "train":
+            self._warn(f"{reason}. From here on the run trains on all groups, as dynamic_sampling_on_shortage = train asks for")
+            self._learning.goes_on_without_filter()
+            self._source.outstanding.filters = False
+        elif self._step < self._config.steps:
+            self._announce_end(f"no batch comes together: {reason}. The run ends with a checkpoint")
+            self._alarm = reason
+            self._no_batch.set()
+
     async def _evaluate_last(self) -> Evaluation | None:
         if self._ends_early:
             return None
@@ -343,6 +359,7 @@ class Controller:
     async def _make_queue(self) -> None:
         self._empty_steps = EmptySteps(self._config.max_staleness, self._observer.event)
         self._source = await BatchSource.opened(self._config, self._point, self._folder, self._observer, self._by_disk)
+        self._source.outstanding.filters &= self._learning.filters  # also after the run has gone back
         self._parts |= self._source.parts
 
     async def _start_parts(self) -> None:
@@ -366,7 +383,8 @@ class Controller:
     def _start_pool(self) -> None:
         config = self._config
         settings = worker_settings(config, self._folder.model_path.absolute(), self._held_out[0])
-        self._pool = RolloutPool(settings, config.deadlines, self._source.queue, self._observer, config.places, self._source.outstanding)
+        of_run = self._source.queue, self._observer, config.places, self._source.outstanding, self._learning.finished
+        self._pool = RolloutPool(settings, config.deadlines, *of_run)
         self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, self._held_out, self._observer, steps=config.steps)
         self._evaluations.counts_from = self._pool.members.attended_since
         self._pool.start(has_scored=self._step > 0)

@@ -9,7 +9,8 @@ from actors.metrics.held_out import Evaluation
 from actors.processes import interrupts
 
 ENDED_BY_ALARM = 3
-"""Exit code of a run that was ended by monitor.on_alarm = stop, with a checkpoint; 1 and 2 are errors."""
+"""Exit code of a run that was ended with a checkpoint by monitor.on_alarm = stop, or because dynamic sampling found too few groups; 1 and
+2 are errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class RunSummary:
     seconds: float
     stopped_early: bool
     alarm: str = ""
-    """Why the monitor ended it; empty: it didn't."""
+    """Why the monitor, or a want of groups, ended it; empty: neither did."""
     ended_by: int | None = None
     """The signal that ended it before its last step."""
 

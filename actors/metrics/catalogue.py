@@ -316,6 +316,10 @@ _GROUPS = [
         "groups/all_wrong", _U.ONE, _R.SUM, "groups all wrong",
         "Groups of the batch whose answers all got the same reward, below evaluation.correct_at: no gradient.",
     ),
+    _gauge(
+        "groups/no_gradient_share", _U.SHARE, _R.MEAN, "groups without gradient",
+        "Share of the groups finished since the last step whose rewards are all alike; those that dynamic sampling replaces count as well.",
+    ),
     _counter(
         "files/failures_total", "failed writes",
         "Writes into the run folder that the disk did not take. Lines wait in memory; absent while there was none.",

@@ -58,11 +58,17 @@ class RolloutPool:
         observer: PoolObserver,
         places: int = 1,
         outstanding: Outstanding | None = None,
+        on_finished: Callable[[StoredGroup], object] = lambda _: None,
     ) -> None:
-        """Args: places: groups that admission allows outstanding. outstanding: the driver's record of the groups under way."""
+        """
+        Args:
+            places: groups that admission allows outstanding.
+            outstanding: the driver's record of the groups under way.
+            on_finished: takes each group that a worker has sampled and scored.
+        """
         self._config, self._deadlines, self._observer, self.tasks = settings.rollout, deadlines, observer, PoolTasks()
         self._queue = QueueClient(queue, late=lambda text: observer.event("warning", text))
-        self._outstanding = outstanding or Outstanding()
+        self._outstanding, self._on_finished = outstanding or Outstanding(), on_finished
         self._begin_delivery()
         self._results = 3 if settings.has_wide_fields else 2
         """Ray objects that a worker's call for a group returns: facts, tokens, and wide fields if there are any."""
@@ -260,6 +266,7 @@ class RolloutPool:
             self._observer.group_finished(outcome, worker.name)
             group = self._outstanding.finish(StoredGroup(outcome, payload, wide, worker.source))
             self._delivery.add(group, are_last=self._outstanding.are_all_sampled)
+            self._on_finished(group)
             self._scoring.finished(outcome)
         else:
             may_go_on = not outcome.is_final and self._groups.failed(ticket.group_id, worker.name)

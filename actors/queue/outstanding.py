@@ -31,7 +31,8 @@ class Outstanding:
 
     def __init__(self, snapshot: QueueSnapshot | None = None, *, dynamic_sampling: bool = False) -> None:
         """Args: snapshot: of a checkpoint; None: a new run. dynamic_sampling: of the run."""
-        self._dynamic_sampling = dynamic_sampling
+        self.filters = dynamic_sampling
+        """Whether groups without a gradient are given up."""
         self.delays = GroupDelays()
         self._version = self._published = snapshot.version if snapshot else 0  # engines get the checkpoint's weights
         self._trained = snapshot.trained if snapshot else 0
@@ -67,7 +68,7 @@ class Outstanding:
 
     def finish(self, group: StoredGroup) -> StoredGroup:
         """Note that a worker has sampled this group. Returns: the group as the queue gets it: it says whether it is worth training."""
-        if reason := discard_reason(group.facts, dynamic_sampling=self._dynamic_sampling):
+        if reason := discard_reason(group.facts, dynamic_sampling=self.filters):
             group = replace(group, reason=reason)
         if group.prompt_id not in self._tickets or group.prompt_id in self._unreported:
             self.delays.forget(group.facts.group_id)

@@ -198,6 +198,8 @@ def rollout_metrics(
     lengths = [answer.response_tokens for groups in finished.values() for group in groups for answer in group.trajectories]
     if lengths:
         numbers["length/sampled_tokens"] = statistics.fmean(lengths)
+    if scored := [group for groups in finished.values() for group in groups if group.is_trainable]:
+        numbers["groups/no_gradient_share"] = sum(group.is_uniform for group in scored) / len(scored)
     if before is not None:
         since = {name: load.since(before.get(name)) for name, load in loads.items()}
         # By each worker's own time: the loads of a step come at other moments than its end.

@@ -11,7 +11,6 @@ from ray.exceptions import RayError
 
 from actors.carriers import Observation, PreparedBatch
 from actors.config import RunConfig
-from actors.metrics.cut_answers import cut_remark
 from actors.metrics.driver_endpoint import DriverEndpoint
 from actors.metrics.step_metrics import StepMetrics, shown
 from actors.part_carriers import WaitNotice
@@ -72,8 +71,6 @@ class StepWriter:
         self._writing: asyncio.Task[None] | None = None
         self._written_at = 0.0  # the newest line of a step, by the event loop's time
         self._no_waiting = asyncio.Event()
-        self._was_cut = False
-        """Whether nearly all answers of the step before were cut, which is said once."""
         self._views = open_views(folder, config.metrics, partial(notify, "warning"))  # last: a view that fails at once reports an event
 
     def report(self, step: FinishedStep, observed: Awaitable[Observation | None]) -> None:
@@ -88,10 +85,6 @@ class StepWriter:
         metrics = StepMetrics(step.number, {"weight_version": step.version, "time/elapsed_s": step.elapsed_s, "time/step_s": step.seconds})
         told = batch_metrics(batch, correct_at=self._config.evaluation.correct_at)
         metrics.update(self._parts.bounded(told))
-        cut = cut_remark([t for group in batch.groups for t in group.valid], self._config.rollout.sampling.max_tokens)
-        if cut is not None and not self._was_cut:
-            self._notify("warning", f"step {step.number}: {cut}")
-        self._was_cut = cut is not None
         metrics.update(sync_metrics(step.receipts, step.differences) | worker_metrics(step.groups, step.versions))
         metrics.update(learner_metrics(result) | learner_share(step.phases, batch.tokens, step.seconds))
         metrics.update(step.noted)

@@ -1,0 +1,340 @@
+"""Why a run can't learn, said once for each cause, from the groups that come; no clock, no processes.
+
+Counted are all groups that workers finish: those of a batch are a choice of them under dynamic sampling, and while nothing can be scored
+there is no batch at all. A step's worth is groups_per_step of them. A cause is looked for in the last _STEPS steps' worth, and from
+_LEAST_ANSWERS answers on: what is never seen in 200 of them is, with 95 % confidence, rarer than 1.5 % (3 / n, the rule of three).
+
+Causes come in the order in which they explain each other: an answer cut before its end is never right, so where nearly all are cut, that
+none was right is no news. The first that holds is said, and while it holds no later one is.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from actors.config import RunConfig
+from rollout.rewards.reward_process import accepted
+from rollout.trajectory import FailureKind, FinishReason, GroupFacts
+
+_STEPS = 3
+_LEAST_ANSWERS = 200
+_PARTIAL_STEPS, _PARTIAL_ANSWERS = 8, 1000
+"""For rewards that differ and are all too low: partial rewards are learned from, and the first right answer may come later."""
+_MOST = 0.9
+"""Share of answers that is nearly all. A small chat model with answers of 256 tokens has 40 to 75 % cut, and learns."""
+_NO_GRADIENT = 0.98
+"""Share of groups without gradient from which one in 50 teaches something. Late in a run that goes well 70 to 90 % have none."""
+_SHORTAGE, _RULE_OF_THREE = 100, 3
+"""A batch is given up when, with 95 % confidence, fewer than one group in _SHORTAGE has a gradient: a step would cost more than a hundred
+times the groups that it trains on. With none in n the share is below 3 / n; with k of them, below about (k + 3) / n."""
+_SHOWN = 2
+_LONGEST = 120
+"""Characters of a question, and of an answer, that a sentence has room for: of the answer its end, where it says what it found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """An answer, and what the scorer made of it."""
+
+    question: str
+    expected: str | tuple[str, ...]
+    """Reference answer, or several; "" if there is none."""
+    text: str
+    seen: str
+    """What the extraction leaves of it."""
+    reward: float | None
+    error: str | None
+    """Why there is no reward."""
+    differs: bool
+    """Another answer of its group says something else."""
+
+    @property
+    def is_right(self) -> bool:
+        """What the scorer was given is an expected answer, blanks and case aside."""
+        return any(one and self.seen.strip().casefold() == one.strip().casefold() for one in accepted(self.expected))
+
+    @property
+    def names_expected(self) -> bool:
+        """An expected answer stands somewhere in the text, as a word of its own."""
+        return any(_place(one, self.text) is not None for one in accepted(self.expected) if one.strip())
+
+    @property
+    def goes_on(self) -> bool:
+        """There is text after an expected answer."""
+        places = [_place(one, self.text) for one in accepted(self.expected) if one.strip()]
+        return any(place is not None and self.text[place.end() :].strip(" \n.!") for place in places)
+
+    def __str__(self) -> str:
+        seen = "" if self.seen == self.text else f", of which the reward saw {_end(self.seen)}"
+        expected = f", expected {' or '.join(map(repr, accepted(self.expected)))[:_LONGEST]}" if self.expected else ""
+        got = f"reward {self.reward:g}" if self.reward is not None else f"no score ({(self.error or '')[:_LONGEST]})"
+        return f"question {_end(self.question)}{expected}, answer {_end(self.text)}{seen}: {got}"
+
+
+def _place(expected: str, text: str) -> re.Match[str] | None:
+    return re.search(rf"(?<!\w){re.escape(expected.strip())}(?!\w)", text, re.IGNORECASE)
+
+
+def _end(text: str) -> str:
+    return repr(text) if len(text) <= _LONGEST else f"...{text[-_LONGEST:]!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Of one group."""
+
+    answers: int
+    unscored: int
+    """By the reward's fault."""
+    cut: int
+    lowest: float
+    highest: float
+    """Of its rewards; infinite, the other way round, if there is none."""
+    has_gradient: bool | None
+    """None: too few answers could be scored."""
+
+    @classmethod
+    def of(cls, group: GroupFacts) -> _Counts:
+        rewards = [one.reward for one in group.valid if one.reward is not None]
+        return cls(
+            len(group.trajectories),
+            sum(kind is not FailureKind.ENGINE for kind, _ in group.failures),
+            sum(one.finish_reason is FinishReason.LENGTH for one in group.trajectories),
+            min(rewards, default=float("inf")),
+            max(rewards, default=float("-inf")),
+            not group.is_uniform if group.is_trainable else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The last groups together, and the settings that decide what they mean."""
+
+    steps: float
+    """Steps' worth of groups since the start."""
+    answers: int
+    unscored_share: float
+    cut_share: float
+    no_gradient_share: float
+    """Of the groups that could be scored; 0 without one."""
+    lowest: float
+    highest: float
+    correct_at: float
+    extracts: bool
+    """The reward is given a part of an answer."""
+    max_tokens: int
+    temperature: float
+
+    @property
+    def is_alike(self) -> bool:
+        """Every answer got the same reward."""
+        return self.lowest == self.highest
+
+    @property
+    def are_right(self) -> bool:
+        return self.lowest >= self.correct_at
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why nothing can be learned."""
+
+    name: str
+    holds: Callable[[Window], bool]
+    """By the counts."""
+    sentence: str
+    """Filled with the window's fields and the settings'."""
+    remedy: str
+    shows: Callable[[Sequence[Sample]], bool] = lambda _: True
+    """By the samples, where counts don't tell it from the next ones."""
+    exhibit: Callable[[Sample], bool] = lambda _: True
+    """Which samples show it best."""
+    steps: int = _STEPS
+    answers: int = _LEAST_ANSWERS
+
+    def is_met(self, window: Window) -> bool:
+        return window.steps >= self.steps and window.answers >= self.answers and self.holds(window)
+
+
+CAUSES = (
+    Cause(
+        "unscored",
+        lambda w: w.unscored_share >= 0.5,  # the reward fails on most answers, and baselines rest on the others
+        "the reward gives no score to {unscored_share:.0%} of the last {answers} answers: they are left out of baseline, loss and "
+        "accuracy",
+        "Mend the reward (rollout.reward); where an answer is wrong, let it return 0.0",
+        exhibit=lambda s: s.reward is None,
+        steps=1,
+        answers=64,
+    ),
+    Cause(
+        "extraction",
+        lambda w: w.is_alike and w.extracts,
+        "rollout.reward.extraction finds nothing in the answers, and each of the last {answers} got the reward {highest:g}",
+        "Set it to a form that the model answers in, or ask for the form in rollout.task.prompt_template",
+        shows=lambda samples: not any(s.seen.strip() for s in samples) and any(s.text.strip() for s in samples),
+    ),
+    Cause(
+        "no_end",
+        lambda w: w.cut_share >= 0.99,  # one in a hundred that meets the end by chance
+        "no answer ends by itself: {cut_share:.0%} of the last {answers} were cut at rollout.sampling.max_tokens = {max_tokens}, and go on "
+        "after the expected answer",
+        "The token that ends a turn may be another than the engine stops at: `evenkeel doctor MODEL` shows both",
+        shows=lambda samples: sum(s.goes_on for s in samples) > len(samples) / 4,
+        exhibit=lambda s: s.goes_on,
+    ),
+    Cause(
+        "cut",
+        lambda w: w.cut_share >= _MOST,
+        "{cut_share:.0%} of the last {answers} answers were cut at rollout.sampling.max_tokens = {max_tokens}",
+        "Raise it, or ask for shorter answers; if they should have ended by then, see whether the engine stops at the token that ends a "
+        "turn (`evenkeel doctor MODEL`)",
+    ),
+    Cause(
+        "all_right",
+        lambda w: w.is_alike and w.are_right,
+        "all of the last {answers} answers are right (reward {highest:g}): there is nothing left to learn from these questions",
+        "Take harder ones; `evenkeel filter` finds those that the model solves now and then",
+        shows=lambda samples: bool(samples) and all(s.names_expected for s in samples),
+    ),
+    Cause(
+        "constant",
+        lambda w: w.is_alike and w.are_right,
+        "the reward is {highest:g} for each of the last {answers} answers, whatever it says",
+        "Look at what rollout.reward compares",
+        exhibit=lambda s: not s.names_expected,
+    ),
+    Cause(
+        "blind",
+        lambda w: w.is_alike and not w.are_right,
+        "the reward is {highest:g} for each of the last {answers} answers, the expected ones among them",
+        "Look at what rollout.reward compares, and at rollout.reward.extraction",
+        shows=lambda samples: any(s.is_right for s in samples),
+        exhibit=lambda s: s.is_right,
+    ),
+    Cause(
+        "never_right",
+        lambda w: w.is_alike and not w.are_right,
+        "none of the last {answers} answers is right: each got the reward {highest:g}",
+        "If some look right, the reward is at fault (rollout.reward, its extraction); else take easier questions (`evenkeel filter`), show "
+        "in rollout.task.prompt_template what is wanted, or give partial rewards",
+    ),
+    Cause(
+        "one_answer",
+        lambda w: w.no_gradient_share >= _NO_GRADIENT,
+        "{no_gradient_share:.0%} of the last groups have no gradient, because their answers are all the same",
+        "Raise rollout.sampling.temperature = {temperature:g}",
+        shows=lambda samples: sum(s.differs for s in samples) < len(samples) / 10,
+    ),
+    Cause(
+        "no_gradient",
+        lambda w: w.no_gradient_share >= _NO_GRADIENT,
+        "{no_gradient_share:.0%} of the last groups have no gradient: the answers to a question all get the same reward",
+        "Take questions that the model solves now and then (`evenkeel filter`), or raise rollout.sampling.samples_per_group or temperature",
+    ),
+    Cause(
+        "below",
+        lambda w: math.isfinite(w.highest) and w.highest < w.correct_at,
+        "none of the last {answers} answers counts as right: the best got {highest:g}, and right is a reward of evaluation.correct_at = "
+        "{correct_at:g} or more",
+        "If an answer can't get more, set evaluation.correct_at: {highest:g}; accuracy stays 0 until then",
+        exhibit=lambda s: s.is_right,
+        steps=_PARTIAL_STEPS,
+        answers=_PARTIAL_ANSWERS,
+    ),
+)
+"""In the order in which they explain each other. A cause whose counts another has before it is told from that by the samples."""
+
+
+class NoLearning:
+    """Is told of each finished group, asks for samples when it has a suspicion, and says then what is wrong."""
+
+    def __init__(self, config: RunConfig) -> None:
+        sampling, self._per_step = config.rollout.sampling, config.groups_per_step
+        answers = max(_LEAST_ANSWERS, _PARTIAL_ANSWERS) / sampling.samples_per_group
+        self._last: deque[_Counts] = deque(maxlen=max(_STEPS * self._per_step, int(answers) + 1))
+        self._settings: dict[str, Any] = {
+            "correct_at": config.evaluation.correct_at,
+            "extracts": config.rollout.reward.extraction.kind != "whole",
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+        }
+        self._every = max(8, self._per_step // 4)
+        self.filters = config.dynamic_sampling
+        """Whether groups without a gradient are given up."""
+        self._groups = 0
+        self._said: set[str] = set()
+        self._suspected: set[tuple[str, ...]] = set()
+        self._usable = self._useless = 0
+        """Groups with and without a gradient since the last step, while groups without are discarded."""
+
+    def finished(self, group: GroupFacts) -> bool:
+        """Count a group. Returns: whether `said` wants samples now."""
+        counts = _Counts.of(group)
+        self._last.append(counts)
+        self._groups += 1
+        self._usable += counts.has_gradient is True
+        self._useless += counts.has_gradient is False
+        if self._groups % self._every:
+            return self.is_short
+        window = self.window()
+        met = tuple(cause.name for cause in CAUSES if cause.is_met(window))
+        is_new = bool(met) and met not in self._suspected
+        self._suspected.add(met)
+        return is_new or self.is_short
+
+    def trained(self) -> None:
+        """A step was trained: the next batch is filled from here on."""
+        self._usable = self._useless = 0
+
+    @property
+    def is_short(self) -> bool:
+        """Whether dynamic sampling discards so many groups that a batch is out of reach."""
+        return self.filters and self._useless > _SHORTAGE * (self._usable + _RULE_OF_THREE)
+
+    @property
+    def shortage(self) -> str:
+        """How many groups were discarded in vain, in words."""
+        return (
+            f"dynamic sampling has discarded {self._useless} groups since the last step, and kept {self._usable}: with 95 % confidence "
+            f"fewer than 1 in {_SHORTAGE} has a gradient"
+        )
+
+    def window(self) -> Window:
+        """The last groups together; there is one at least."""
+        last = self._last
+        answers = sum(one.answers for one in last)
+        scored = [one for one in last if one.has_gradient is not None]
+        return Window(
+            self._groups / self._per_step,
+            answers,
+            sum(one.unscored for one in last) / answers,
+            sum(one.cut for one in last) / answers,
+            sum(not one.has_gradient for one in scored) / len(scored) if scored else 0.0,
+            min(one.lowest for one in last),
+            max(one.highest for one in last),
+            **self._settings,
+        )
+
+    def said(self, samples: Sequence[Sample], *, again: bool = False) -> str:
+        """What is wrong, with two samples and what to change; empty: nothing that has not been said.
+
+        Args:
+            samples: all answers of a few of the last groups.
+            again: also what has been said.
+        """
+        window = self.window()
+        cause = next((one for one in CAUSES if one.is_met(window) and one.shows(samples)), None)
+        if cause is None or (cause.name in self._said and not again):
+            return ""
+        self._said.add(cause.name)
+        fields = asdict(window)
+        told = f"{cause.sentence.format(**fields)}. {cause.remedy.format(**fields)}"
+        shown = {one.question: one for one in sorted(samples, key=cause.exhibit)}  # the last of a question stays
+        examples = sorted(shown.values(), key=cause.exhibit, reverse=True)[:_SHOWN]
+        return told + "".join(f". {'For instance' if number == 0 else 'And'}: {one}" for number, one in enumerate(examples))
