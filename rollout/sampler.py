@@ -34,8 +34,6 @@ class Sampler:
             seed: of the run's samples, see sample_seed.
         """
         self.engine = engine
-        self.generated_tokens = 0
-        """Sampled so far, those of failed trajectories included."""
         self._encoder, self._rewards, self._settings, self._seed = encoder, rewards, settings, seed
         self._busy = _BusyClock()
 
@@ -136,7 +134,7 @@ class Sampler:
         begun: Sequence[Trajectory] = (),
     ) -> list[Trajectory]:
         with self._busy:
-            trajectories = await self.engine.generate(
+            return await self.engine.generate(
                 prompt.token_ids,
                 prompt_id=prompt.prompt_id,
                 max_tokens=self._settings.max_tokens,
@@ -149,13 +147,16 @@ class Sampler:
                 stop_ids=self._encoder.ends.ids,
                 begun=begun,
             )
-        self.generated_tokens += sum(len(one.response_ids) for one in trajectories) - sum(len(one.response_ids) for one in begun)
-        return trajectories
 
     async def _with_texts(self, trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
         """The trajectories with their texts, for the scorer and for people. Tokens and logprobs stay as they were sampled."""
         texts = await in_answer_thread(lambda: [self._encoder.text_of(one.response_ids) for one in trajectories])
         return tuple(replace(one, text=text) for one, text in zip(trajectories, texts, strict=True))
+
+    @property
+    def generated_tokens(self) -> int:
+        """Sampled so far, those of failed trajectories and of answers under way included."""
+        return self.engine.sampled_tokens
 
     @property
     def busy_s(self) -> float:

@@ -48,6 +48,8 @@ class RolloutEngine(UpdatableEngine):
         """How long prompts and answers may be."""
         self._experts = experts
         self._requests = 0
+        self._under_way = set[str]()
+        """SGLang's names of them."""
         self._in_groups = [0] * config.attention_data_parallel
         """Answers under way in each group of ranks."""
         self.is_leaving = False
@@ -92,6 +94,15 @@ class RolloutEngine(UpdatableEngine):
     @property
     def requests_in_flight(self) -> int:
         return self._requests
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Response tokens sampled since the start, those of requests under way included: as they were at the last weight update, or, of
+        long answers, as SGLang has sent them since (every 50th token)."""
+        states = map(self._process.engine.tokenizer_manager.rid_to_state.get, self._under_way)
+        under_way = sum(len(state.output_ids) for state in states if state is not None)
+        self._seen_tokens = max(self._seen_tokens, self._ended_tokens + under_way)
+        return self._seen_tokens
 
     @property
     def process_ids(self) -> dict[str, int]:
@@ -157,6 +168,7 @@ class RolloutEngine(UpdatableEngine):
             if not todo or self.is_leaving:
                 return found
             answers = await self._request(inputs, samplings, deadline_s, "generate", **options, **routed)
+        self._ended_tokens += sum(len(answer["output_ids"]) for answer in answers)
         of_answer = partial(trajectory_of, engine_name=self.name, prompt_id=prompt_id, topk=topk, experts=experts)
         rests = await in_answer_thread(lambda: list(map(of_answer, answers, inputs)))
         for i, rest in zip(todo, rests, strict=True):
@@ -245,6 +257,7 @@ class RolloutEngine(UpdatableEngine):
         answers = self._process.engine.async_generate(return_logprob=True, rid=request_ids, **options)
         phase = f"{phase}: {max(map(len, inputs))} tokens, sent at weights v{self._version}"
         try:
+            self._under_way.update(request_ids)
             result: list[dict[str, Any]] = await self._process.wait(answers, deadline_s, phase)
             return result
         except BaseException as error:
@@ -254,6 +267,8 @@ class RolloutEngine(UpdatableEngine):
             if isinstance(error, Exception) and not isinstance(error, EvenkeelError):
                 raise RequestError(f"{self.name}: SGLang refused a request ({phase}): {error}") from error
             raise
+        finally:
+            self._under_way.difference_update(request_ids)
 
     def _raise_if_dirty(self) -> None:
         if self._dirty is not None:

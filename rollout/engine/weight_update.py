@@ -53,6 +53,8 @@ class UpdatableEngine:
         self._staging = weight_transfer.SharedStaging(config.tensor_parallel, config.copy_threads)
         self.silent_s = 0.0
         """Seconds of heartbeat_s that the engine had used up without a sign of life at its last probe."""
+        self._ended_tokens = self._seen_tokens = 0
+        """Response tokens of requests that have ended; and the most known to have been sampled so far."""
         self._interruptions = 0
         """Number of calls under way in which the scheduler waits for others or is busy for long. Each has a deadline of its own, and the
         heartbeat isn't checked meanwhile."""
@@ -242,8 +244,10 @@ class UpdatableEngine:
             stopped = time.perf_counter()
             self._dirty = f"an update to v{version} has begun"
             await transfer.load(self._manager, version, flush=mode == "retract")
-            if self.config.tensor_parallel > 1:
-                check.require_all_ranks(version, await self._inspect(RECEIPT, deadline_s))
+            receipts = await self._inspect(RECEIPT, deadline_s)
+            check.require_all_ranks(version, receipts)
+            copies = self.config.tensor_parallel // self.config.attention_data_parallel
+            self._seen_tokens = max(self._seen_tokens, self._ended_tokens + sum(int(r["unfinished"]) for r in receipts) // copies)
             await weight_transfer.end(self._manager)
             await weight_transfer.resume(self._manager)
             return time.perf_counter() - stopped

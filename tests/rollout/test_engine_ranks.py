@@ -283,9 +283,9 @@ def test_a_tensor_whose_checksum_is_known_is_not_summed_again(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("second", "said"),
     [
-        ({"buckets": "2", "version": "4", "failure": ""}, None),
-        ({"buckets": "1", "version": "4", "failure": ""}, "rank 1 of 2 has loaded 1 of 2 buckets and holds v4"),
-        ({"buckets": "2", "version": "3", "failure": ""}, "rank 1 of 2 has loaded 2 of 2 buckets and holds v3"),
+        ({"buckets": "2", "version": "4", "failure": "", "unfinished": "0"}, None),
+        ({"buckets": "1", "version": "4", "failure": "", "unfinished": "0"}, "rank 1 of 2 has loaded 1 of 2 buckets and holds v4"),
+        ({"buckets": "2", "version": "3", "failure": "", "unfinished": "0"}, "rank 1 of 2 has loaded 2 of 2 buckets and holds v3"),
         ({"buckets": "1", "version": "3", "failure": "no memory"}, "rank 1 of 2 has loaded 1 of 2 buckets and holds v3: no memory"),
     ],
 )
@@ -293,7 +293,7 @@ def test_an_update_counts_when_every_rank_has_it(second: dict[str, str], said: s
     check = UpdateCheck("engine", 4, {name: WeightSpec(name, "float32", (2,)) for name in "ab"})
     for name in "ab":
         check.admit([WeightSpec(name, "float32", (2,))])
-    receipts = [{"buckets": "2", "version": "4", "failure": ""}, second]
+    receipts = [{"buckets": "2", "version": "4", "failure": "", "unfinished": "0"}, second]
     if said is None:
         check.require_all_ranks(4, receipts)
     else:
@@ -305,7 +305,7 @@ class TwoRanks:
     """An engine whose SGLang is two ranks with a cache, of which the second loads as many buckets as it is told to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, update_mode: str) -> None:
-        self.held = [{"buckets": "0", "version": "3", "failure": ""} for _ in range(2)]
+        self.held = [{"buckets": "0", "version": "3", "failure": "", "unfinished": "0"} for _ in range(2)]
         """By rank: buckets of the last update, and the version."""
         self.cached = {"requests", "prefixes"}
         """What has keys and values of earlier weights."""
@@ -347,7 +347,7 @@ class TwoRanks:
 
     def holds(self, version: int) -> bool:
         """Whole, in both ranks."""
-        return self.held == [{"buckets": "2", "version": str(version), "failure": ""}] * 2
+        return self.held == [{"buckets": "2", "version": str(version), "failure": "", "unfinished": "0"}] * 2
 
 
 @pytest.mark.parametrize("missed", [1, 2])

@@ -65,16 +65,21 @@ def test_retracting_update_gives_each_token_its_own_versions_logprob(
 
 
 def test_top_k_logprobs_go_on_across_an_update(engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
-    """A retracted request keeps the rows of its tokens, and gets those of the new weights for the rest."""
+    """A retracted request keeps the rows of its tokens, and gets those of the new weights for the rest. What it has by the update counts as
+    sampled by then: a step in which no answer ended has sampled, too."""
     new, prompt = perturbed(tiny_weights(tiny_model), seed=5), prompts(1, 12, seed=12)[0]
+    before = engine.sampled_tokens
 
-    async def run() -> Trajectory:
+    async def run() -> tuple[Trajectory, int]:
         running = asyncio.ensure_future(engine.generate(prompt, max_tokens=200, topk=3, ignore_stop=True))
         await some_tokens(engine)
         await engine.update_weights(engine.version + 1, buckets_of(new, 1))
-        return (await running)[0]
+        assert not running.done()
+        by_now = engine.sampled_tokens - before
+        return (await running)[0], by_now
 
-    completion = engine_loop.run(run())
+    completion, by_the_update = engine_loop.run(run())
+    assert 20 + completion.version_spans[0].end <= by_the_update < 220 == engine.sampled_tokens - before, "some_tokens are 20"
     top = completion.top_logprobs
     assert completion.retractions == 1 and top is not None and len(top.ids) == 200 * top.k
     for span, weights in zip(completion.version_spans, (None, new), strict=True):

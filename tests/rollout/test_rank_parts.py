@@ -229,13 +229,26 @@ def test_a_rank_counts_the_buckets_of_an_update(plugin: Plugin) -> None:
     plugin.hooks["begin_weight_update"](None)
     for load in loads:
         load(good, None)
-    assert plugin.texts(RECEIPT, nn.Module()) == {"buckets": "2", "version": "7", "failure": ""}
+    assert plugin.texts(RECEIPT, nn.Module()) == {"buckets": "2", "version": "7", "failure": "", "unfinished": "0"}
     loads[0](bad, None)
     loads[0](worse, None)
     plugin.version = "8"
-    assert plugin.texts(RECEIPT, nn.Module()) == {"buckets": "2", "version": "8", "failure": "no memory"}, "the first reason counts"
+    first = {"buckets": "2", "version": "8", "failure": "no memory", "unfinished": "0"}
+    assert plugin.texts(RECEIPT, nn.Module()) == first, "the first reason counts"
     plugin.hooks["begin_weight_update"](None)
-    assert plugin.texts(RECEIPT, nn.Module()) == {"buckets": "0", "version": "8", "failure": ""}
+    assert plugin.texts(RECEIPT, nn.Module()) == {"buckets": "0", "version": "8", "failure": "", "unfinished": "0"}
+
+
+def test_a_rank_counts_the_tokens_that_it_has_under_way_when_it_pauses(plugin: Plugin) -> None:
+    """Each request once, wherever it stands: waiting, running, or in the batch that runs next. One that has ended isn't under way."""
+    waits, runs, both, over = (
+        SimpleNamespace(rid=str(tokens), output_ids=[0] * tokens, finished=lambda tokens=tokens: tokens == 9) for tokens in (2, 30, 400, 9)
+    )
+    running, last = SimpleNamespace(reqs=[runs, both, over]), SimpleNamespace(reqs=[both])
+    plugin.hooks["pause_generation"](None, SimpleNamespace(waiting_queue=[waits], running_batch=running, last_batch=last))
+    assert plugin.texts(RECEIPT, nn.Module())["unfinished"] == "432"
+    plugin.hooks["pause_generation"](None, SimpleNamespace(waiting_queue=[], running_batch=SimpleNamespace(reqs=[]), last_batch=None))
+    assert plugin.texts(RECEIPT, nn.Module())["unfinished"] == "0"
 
 
 @pytest.mark.parametrize("action", [SPECS, CHECKSUMS])

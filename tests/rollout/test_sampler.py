@@ -33,6 +33,7 @@ def test_a_prompt_becomes_a_scored_group(shared_engine: RolloutEngine, engine_lo
     async def sample() -> tuple[Group, Trajectory, int, list[Trajectory], Trajectory]:
         rewards = RewardPool(ExactMatchReward(processes=1))
         sampler = Sampler(shared_engine, encoder, rewards, settings, seed=5)
+        before = sampler.generated_tokens
         try:
             (first,) = await shared_engine.generate(prompt.token_ids, max_tokens=20, seeds=[sample_seed(5, prompt.prompt_id, 0)])
             expected = encoder.text_of(first.response_ids)
@@ -44,7 +45,8 @@ def test_a_prompt_becomes_a_scored_group(shared_engine: RolloutEngine, engine_lo
             assert [one.response_ids for one in sampled] == [one.response_ids for one in group.trajectories], "the same seeds, the same way"
             likeliest = await sampler.answer(prompt, AnswerSampling(samples=2, temperature=1.0, top_p=1e-6))
             assert [one.response_ids for one in likeliest] == [greedy[0].response_ids] * 2, "the likeliest token alone is left"
-            return group, greedy[0], sampler.generated_tokens, [*group.trajectories, *greedy, *sampled, *likeliest], first
+            asked = [first, *group.trajectories, *greedy, *sampled, *likeliest]
+            return group, greedy[0], sampler.generated_tokens - before, asked, first
         finally:
             await rewards.close()
 
