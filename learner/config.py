@@ -26,7 +26,7 @@ class LearnerConfig(DerivedSettings):
     """How a corrected batch becomes new weights."""
 
     DERIVED: ClassVar[frozenset[str]] = frozenset(
-        {"dtype", "layers", "batch_invariant", "distributed_optimizer", "tokens_per_microbatch", "collective_timeout_s"}
+        {"dtype", "layers", "batch_invariant", "distributed_optimizer", "learning_rate", "tokens_per_microbatch", "collective_timeout_s"}
     )
     FORMER_NAMES: ClassVar[dict[str, str]] = {"fixed_order": "batch_invariant"}
 
@@ -69,7 +69,8 @@ class LearnerConfig(DerivedSettings):
     """Seed of the ranks' random generators and of the split into minibatches."""
 
     learning_rate: float = Field(default=1e-4, ge=0, le=1.0)
-    """Peak learning rate: about how far Adam moves each weight in a step."""
+    """Peak learning rate: about how far Adam moves each weight in a step. Unset: a run has 1e-4 for a model that `evenkeel init-model` has
+    made from nothing, and 1e-6 for any other, which counts as pretrained (docs/tasks.md has usual values)."""
     min_learning_rate: float = Field(default=0.0, ge=0)
     """Learning rate at the end of the decay."""
     warmup_steps: int = Field(default=0, ge=0, le=10**9)

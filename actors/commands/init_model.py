@@ -15,13 +15,12 @@ from actors.commands.questions import questions
 from actors.config import InitConfig, RunConfig
 from actors.hub_name import HubName
 from correction.errors import ConfigError, one_line
+from learner.hf.hf_folder import INIT_RECORD
 from learner.hf.nano import build_nano_model
 from learner.results import EncodedDemonstration
 from learner.warmup import warm_up
 from rollout.config import TaskConfig
 from rollout.tasks.chat import ChatEncoder
-
-_RECORD = "evenkeel_init.json"
 
 
 class InitRecord(BaseModel):
@@ -60,7 +59,7 @@ def init_model_folder(config: RunConfig, *, if_missing: bool, say: Callable[[str
     else:
         _build(config, config.init, partial, say)
     record = InitRecord(init=config.init, task=config.rollout.task, source=source)
-    (partial / _RECORD).write_text(record.model_dump_json(indent=2))
+    (partial / INIT_RECORD).write_text(record.model_dump_json(indent=2))
     config.model.parent.mkdir(parents=True, exist_ok=True)
     partial.rename(config.model)
     say(f"model folder {config.model} made in {time.monotonic() - began:.0f} s")
@@ -68,7 +67,7 @@ def init_model_folder(config: RunConfig, *, if_missing: bool, say: Callable[[str
 
 def read_record(folder: Path) -> InitRecord | None:
     """How a model folder was made; None if it wasn't made here."""
-    path = folder / _RECORD
+    path = folder / INIT_RECORD
     try:
         return InitRecord.model_validate_json(path.read_text()) if path.exists() else None
     except ValueError as error:  # pydantic's, of JSON or of keys that this version doesn't have

@@ -19,6 +19,7 @@ from actors.plan.host_memory import OF_ENGINES, OF_LEARNER, WIDE, hosts, of_engi
 from actors.plan.learner_memory import rank_memory
 from actors.plan.pace import MEAN_SHARE, TOKENS_PER_S, pace
 from actors.plan.traffic import checkpoint_bytes, largest_bucket, largest_tensor, stores_versions, traffic, versions_text
+from actors.settings.derived import RATE_PRETRAINED
 from actors.settings.devices import check_types, engines_beside_a_rank, gpus_asked, room_for_engines, unfit_shares, workers_asked
 from correction.engines.float8_format import BLOCK
 from correction.errors import ConfigError, counted
@@ -50,6 +51,14 @@ def devices_and_types(config: RunConfig) -> Iterator[Complaint]:
 def train_takes_model_and_task(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     yield from map(Complaint.refusal, facts.refused)
     yield from (replace(Complaint.refusal(error), stops_deep=False) for error in facts.lacking)
+
+
+def learning_rate_is_by_kind_of_model(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    learner = config.learner
+    if not learner.is_given("learning_rate"):
+        kind = "a pretrained model" if learner.learning_rate == RATE_PRETRAINED else "a model made from nothing"
+        sentence = f"learner.learning_rate = {learner.learning_rate:g}, the default for {kind} (usual values: docs/tasks.md#learning-rate)"
+        yield Complaint("note", sentence)
 
 
 def layout_divides_the_model(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -236,6 +245,7 @@ def host_holds_the_run(facts: PaperFacts, config: RunConfig) -> Iterator[Complai
 SETTINGS_RULES: tuple[SettingsRule, ...] = (devices_and_types, sglang_knows_its_arguments, deltas_have_a_network)
 PAPER_RULES: tuple[PaperRule, ...] = (
     train_takes_model_and_task,
+    learning_rate_is_by_kind_of_model,
     layout_divides_the_model,
     settings_fit_the_experts,
     engine_reports_its_experts,

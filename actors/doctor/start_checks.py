@@ -19,10 +19,10 @@ from actors.hub_name import HubName
 from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape, check_is_model
 from actors.settings.deadlines import bytes_of, with_deadlines
-from actors.settings.derived import derived, refusals, with_optimizer
+from actors.settings.derived import derived, refusals, with_learning_rate, with_optimizer
 from actors.settings.devices import check_devices, unfit_shares
 from correction.errors import DataError, EvenkeelError
-from learner.hf.hf_folder import read_config, read_json, shapes_of
+from learner.hf.hf_folder import is_pretrained, read_config, read_json, shapes_of
 from learner.hf.model_check import check_trainable, check_weights
 from learner.hf.plain_config import is_plainly_trainable, plain_sizes
 
@@ -50,7 +50,7 @@ def config_for_model(
     lacking: list[EvenkeelError] | None = None,
 ) -> RunConfig:
     """The configuration as a run would have it with the model in this folder, which is checked: what true on-policy sets
-    (actors/settings/true_on_policy.py), whether ranks share the optimizer, the engines' context, and every deadline.
+    (actors/settings/true_on_policy.py), whether ranks share the optimizer, the learning rate, the engines' context, and every deadline.
 
     Args:
         config: with devices and types (actors/settings/derived.py).
@@ -79,6 +79,8 @@ def config_for_model(
         config = resolved(config, folder)
     shape = _shape(folder)
     config = with_optimizer(config, has_experts=shape is not None and shape.experts > 0)
+    with _kept(refused):
+        config = with_learning_rate(config, is_pretrained=is_pretrained(folder))
     if shape is not None:
         with kept(refused):
             config = config.model_copy(update={"rollout": config.rollout.with_context(shape.context)})

@@ -30,6 +30,11 @@ GPU_RUNNING_REQUESTS = 256
 """As many as SGLang captures graphs for on a GPU of 60 to 160 GB (its cuda_graph_max_bs there, without tensor parallelism)."""
 
 
+RATE_FROM_NOTHING, RATE_PRETRAINED = 1e-4, 1e-6
+"""Default learning rates. The second is what most public recipes for pretrained models of 1 to 32 billion parameters have: a rate that a
+model made from nothing needs takes a pretrained one apart within tens of steps."""
+
+
 def asks_for_gpus(config: RunConfig) -> bool:
     """Whether a device is left open, and depends on the GPUs that there are."""
     return is_open(config.rollout.engine.device, config.learner.device)
@@ -80,6 +85,13 @@ def with_optimizer(config: RunConfig, *, has_experts: bool) -> RunConfig:
     learner = config.learner
     is_shared = learner.resolved_device == "cuda" and learner.has_copies(has_experts=has_experts)
     return config.model_copy(update={"learner": with_derived(learner, {"distributed_optimizer": is_shared}, "learner")})
+
+
+def with_learning_rate(config: RunConfig, *, is_pretrained: bool) -> RunConfig:
+    """The configuration with a learning rate for the kind of model, where a recipe has none. Raises: ConfigError if what the recipe says of
+    the rate's course doesn't go with it."""
+    rate = {"learning_rate": RATE_PRETRAINED if is_pretrained else RATE_FROM_NOTHING}
+    return config.model_copy(update={"learner": with_derived(config.learner, rate, "learner")})
 
 
 def _learner(config: RunConfig, has_gpu: bool) -> LearnerConfig:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # who reads a folder's JSON alone must not wait for torch
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+INIT_RECORD = "evenkeel_init.json"
+"""In the folder of a model that `evenkeel init-model` has made, and of its checkpoints: how it was made. `source`: of published weights."""
 PUT_BACK = "Put back a whole copy of the file"
 """What to do about a damaged file."""
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
@@ -33,6 +35,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise DataError(f"{path}: damaged, it holds no JSON object", remedy=PUT_BACK)
     return content
+
+
+def is_pretrained(folder: Path) -> bool:
+    """Whether somebody has trained the weights before: so it is of all but those that init-model made from nothing. Raises: DataError."""
+    record = folder / INIT_RECORD
+    return not record.is_file() or read_json(record).get("source") is not None
 
 
 def open_tensors(path: Path, *, kind: str = "pt") -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from actors.commands.recipe import RecipeKeys, load_config, load_with_keys
 from actors.commands.run_settings import changed_derived_settings, changed_settings, not_as_written
 from actors.config import RunConfig
-from actors.doctor.start_checks import config_for_model
+from actors.doctor.paper_rules import on_paper
+from actors.doctor.start_checks import check_on_paper, config_for_model
 from actors.record.config_that_ran import config_that_ran
 from actors.record.run_folder import RunFolder
 from actors.settings.derived import derived
@@ -24,6 +26,7 @@ from actors.settings.true_on_policy import refuse_contradictions
 from correction.errors import ConfigError
 from correction.settings.base import DerivedSettings, dump_with_derived, with_derived_beside_given
 from learner.config import LearnerConfig
+from learner.hf.hf_folder import INIT_RECORD, side_files
 from rollout.engine_settings.engine_config import EngineConfig
 from rollout.sglang_plugin.hooks import VARIABLE, PluginSettings
 from tests.tiny_models import save_tiny_model
@@ -288,6 +291,26 @@ def test_what_a_refusal_says_helps_in_the_folder_of_an_earlier_version(
         assert "out" not in caught.value.remedy.split()
         overrides += [f"{name}=null" for name in key.split(" and ")]
     assert checked(load_config(RunConfig, path, overrides)) == checked(small(models[False], *ran.split(), *words))
+
+
+def test_a_learning_rate_that_nobody_gave_is_one_for_the_kind_of_model(models: dict[bool, Path], tmp_path: Path) -> None:
+    """1e-4 takes a pretrained model apart. A checkpoint has the files of its model's folder, so a resume finds the same."""
+    folder = tmp_path / "model"
+    shutil.copytree(models[False], folder)
+    pretrained, from_nothing = (1e-6, "a pretrained model"), (1e-4, "a model made from nothing")
+    for record, (rate, kind) in (("", pretrained), ('{"source": {"name": "x"}}', pretrained), ('{"source": null}', from_nothing)):
+        if record:
+            (folder / INIT_RECORD).write_text(record)
+            assert INIT_RECORD in side_files(folder)
+        config, facts = check_on_paper(derived(small(folder, "learner.learning_rate=null"), has_gpu=False))
+        said = [str(one) for one in on_paper(facts, config) if str(one).startswith("learner.learning_rate")]
+        assert config.learner.learning_rate == rate
+        assert len(said) == 1 and said[0].startswith(f"learner.learning_rate = {rate:g}, the default for {kind}")
+        assert resolved(small(folder, "learner.learning_rate=0.5"), has_gpu=False).learner.learning_rate == 0.5
+    (folder / INIT_RECORD).unlink()
+    with pytest.raises(ConfigError, match="min_learning_rate = 5e-05 is above learning_rate = 1e-06"):
+        falling = derived(small(folder, "learner.learning_rate=null", "learner.min_learning_rate=5e-5"), has_gpu=False)
+        config_for_model(falling, folder, has_weights=True)
 
 
 def test_a_contradiction_is_told_without_the_model(models: dict[bool, Path]) -> None:
