@@ -428,7 +428,7 @@ class RunConfig(Settings):
         updates = "one optimizer step" if minibatches * epochs == 1 else f"{minibatches * epochs} optimizer steps of {per_update}"
         updates += f" ({epochs} passes over the batch)" if epochs > 1 else ""
         return (
-            f"Each of {self.steps} steps trains on {self.groups_per_step} prompts x {samples} samples = "
+            f"{counted(self.steps, 'step')}{', each' if self.steps > 1 else ''} on {self.groups_per_step} prompts x {samples} samples = "
             f"{self.groups_per_step * samples} trajectories of up to {self.rollout.sampling.max_tokens} tokens in {updates}; "
             f"at most {self.places} prompts are under way, "
             f"so no token is more than {counted(self.max_staleness, 'version')} old."

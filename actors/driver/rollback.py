@@ -194,10 +194,11 @@ def what_is_done_again(point: StartingPoint, *, step: int, version: int, generat
         step, version: as far as the run had come.
         generation: the next one.
     """
-    steps = f"steps {point.step + 1} to {step} are done again" if step > point.step else "no finished step is lost"
+    again = f"steps {point.step + 1} to {step} are done again with their diagnostics"
+    steps = again if step > point.step else "no finished step is lost"
     withdrawn = f", weights v{point.version + 1} to v{version} are withdrawn" if version > point.version else ""
     return (
-        f"The run goes back to {point}; {steps} with their diagnostics, "
+        f"The run goes back to {point}; {steps}, "
         f"what was under way is sampled again{withdrawn}; the engines stay up (generation {generation})"
     )
 

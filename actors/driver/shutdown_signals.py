@@ -73,12 +73,12 @@ class ShutdownSignals:
                 self.is_hurried.set()
                 self._on_sigterm()
                 which = "of the last finished step, or of the one under way if it can't be aborted"
-            self._notify(f"interrupted ({name}): ending with a checkpoint {which} (once more: at once); until that is on disk, {on_disk}")
+            self._notify(f"interrupted ({name}): ending with a checkpoint {which} (next time: at once); until that is on disk, {on_disk}")
         elif self.last_evaluation is not None and not self.last_evaluation.done() and is_first:
             self._notify(f"interrupted ({name}): leaving out the evaluation after training")
             self.last_evaluation.cancel()
         elif self.is_done and is_first:
-            self._notify(f"interrupted ({name}): all is done and saved, and the run is ending (once more: at once)")
+            self._notify(f"interrupted ({name}): all is done and saved, and the run is ending (next time: at once)")
         else:
             self._notify(f"interrupted ({name}): ending at once; {on_disk}")
             self.is_at_once = True

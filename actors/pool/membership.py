@@ -273,8 +273,8 @@ class Membership:
         self.forget(worker)
         kill(worker.actor)
         self._callbacks.lost(worker)
-        groups = counted(len(worker.groups), "group")
-        self._observer.event("warning", f"rollout worker {worker.name} is gone: {reason}; others take its {groups}")
+        taken = f"others take its {counted(len(worker.groups), 'group')}" if worker.groups else "it had no group under way"
+        self._observer.event("warning", f"rollout worker {worker.name} is gone: {reason}; {taken}")
         self.progress()
         node = "" if of_reward and self._nobody_has_scores() else worker.sync.node
         self._losses.lost(self._now(), node, is_in_vain=not of_reward, was_up=not never_worked)

@@ -85,7 +85,7 @@ class LearnerGroup:
         group._is_pipelined = config.pipeline_parallel > 1
         made(group)
         in_time = partial(wait_for, deadline_s=start_s, usual_s=USUAL_START * start_s)
-        master = await lost_if_late(in_time(ranks[0].address.remote(), "learner rank 0 -> a process"))
+        master = await lost_if_late(in_time(ranks[0].address.remote(), "process of learner rank 0 <- Ray"))
         starts = [r.start.remote(world_size, master, model, version) for r in ranks]
         infos = await lost_if_late(all_of(in_time(s, f"learner start <- rank {i}") for i, s in enumerate(starts)))
         refuse_a_mixture(infos)

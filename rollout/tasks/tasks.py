@@ -50,12 +50,14 @@ class TaskReport:
     """Sentences to show."""
 
     def __str__(self) -> str:
-        stock = "without end" if self.train_questions is None else f"{self.train_questions} distinct"
+        stock = f"{self.train_questions} distinct"
+        if self.train_questions is None:
+            stock = f"without end; {self.train_distinct} distinct among the first {self.train_checked}"
         rows = f"; {counted(len(self.skipped), 'bad row')} skipped" if self.skipped else ""
         shown = f" and from the {self.demonstrations_checked} demonstrations of the model's warm-up" if self.demonstrations_checked else ""
         return (
-            f"{self.name}: {self.held_out} held-out questions, disjoint by text from the training questions ({stock}; "
-            f"{self.train_distinct} distinct in the first {self.train_checked}){shown}{rows}"
+            f"{self.name}: {counted(self.held_out, 'held-out question')}, disjoint by text from the training questions ({stock})"
+            f"{shown}{rows}"
         )
 
 
@@ -227,12 +229,13 @@ class Task:
         if held_out < wanted:
             yield (
                 f"{self.name}: only {held_out} of the {wanted} held-out questions could be found (distinct texts, "
-                f"{self._config.held_out_fraction:.0%} of all); take a setting with more questions, or raise rollout.task.held_out_fraction"
+                f"{self._config.held_out_fraction:.0%} of all); take more questions, raise "
+                f"rollout.task.held_out_fraction, or lower rollout.task.held_out_size"
             )
         if self._source.questions_per_epoch is None and distinct < checked / 2:
             yield (
                 f"{self.name}: the first {checked} training questions have only {distinct} distinct texts; "
-                f"take a setting with more questions, or the model will memorise them"
+                f"set rollout.task.options that allow more, or the model will memorise them"
             )
 
     def _prompt(self, prompt_id: str, question: Question) -> Prompt:

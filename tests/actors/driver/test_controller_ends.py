@@ -54,7 +54,7 @@ def test_a_complete_run_stays_complete(monkeypatch: pytest.MonkeyPatch, name: st
     summary = ending.summary()
     assert (summary.exit_code, summary.stopped_early, summary.ended_by, summary.steps) == (0, False, None, 10)
     assert [text for text in ending.observer.events if "interrupted" in text] == [
-        f"[ending] interrupted ({name}): all is done and saved, and the run is ending (once more: at once)"
+        f"[ending] interrupted ({name}): all is done and saved, and the run is ending (next time: at once)"
     ]
 
 

@@ -156,7 +156,7 @@ def test_a_signal_while_the_learner_waits_for_its_batch_saves_at_once() -> None:
         assert saved == [2] and run._step == 2 and not observer.pending
         assert observer.events[-1] == (
             "[ending] interrupted (SIGTERM): ending with a checkpoint of the last finished step, or of the one under way if it can't "
-            "be aborted (once more: at once); "
+            "be aborted (next time: at once); "
             "until that is on disk, a resume goes on from step 1"
         )
 

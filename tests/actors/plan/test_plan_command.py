@@ -73,7 +73,7 @@ def test_the_command_says_in_words_what_it_has_in_numbers(tmp_path: Path) -> Non
     layouts = " ".join(f"{'fits' if fits else 'too large'}, {size} {layout}" for fits, size, layout in rows)
     for row in (
         "8.19B parameters in 399 tensors; 8 x H100 (80 GiB)",  # 36 layers of 11, embedding, head and last norm
-        "batch Each of 300 steps trains on 64 prompts x 8 samples = 512 trajectories",
+        "batch 300 steps, each on 64 prompts x 8 samples = 512 trajectories",
         # Of half the parameters each rank has 2 bytes and gradients in float32; three more in float32 it shares with another rank.
         f"learner: 4 ranks, bfloat16 weights {gib(PARAMETERS)} gradients {gib(2 * PARAMETERS)} optimizer {gib(3 * PARAMETERS)} activations",
         f"reserve 3 GiB together {gib(found['rank']['total'])} of {gib(Gpus.parse('H100x8').memory)}",

@@ -200,7 +200,7 @@ class World:
     @property
     def sampled_again(self) -> str:
         """By what is said of the lost workers."""
-        return f"{sum(int(event.partition('others take its ')[2].split()[0]) for event in self.lost)} groups"
+        return f"{sum(int(taken.split()[0]) for event in self.lost if (taken := event.partition('others take its ')[2]))} groups"
 
     @property
     def now(self) -> float:

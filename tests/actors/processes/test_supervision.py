@@ -78,11 +78,11 @@ def test_notices_come_while_it_waits() -> None:
 
 def test_a_usual_wait_is_information_and_a_longer_one_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "evenkeel"):
-        asyncio.run(wait_for(late(0.5), "learner rank 0 -> a process", deadline_s=5.0, notice_s=0.1, usual_s=0.25))
+        asyncio.run(wait_for(late(0.5), "process of learner rank 0 <- Ray", deadline_s=5.0, notice_s=0.1, usual_s=0.25))
         asyncio.run(wait_for(late(0.15), "receipt of worker 2", deadline_s=5.0, notice_s=0.1))
     levels = [record.levelname for record in caplog.records]
     assert levels[0] == "INFO" and levels[-2:] == ["WARNING", "WARNING"] and levels == sorted(levels)
-    assert re.fullmatch(r"waiting \d s for learner rank 0 -> a process", caplog.messages[0])
+    assert re.fullmatch(r"waiting \d s for process of learner rank 0 <- Ray", caplog.messages[0])
 
 
 def test_numbers_have_their_plural() -> None:

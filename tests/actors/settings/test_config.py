@@ -95,17 +95,17 @@ def test_minibatches_have_to_be_of_equal_size() -> None:
     [
         (
             "steps=7 groups_per_step=6 max_staleness=2 learner.optimizer_steps_per_batch=3 rollout.sampling.samples_per_group=5",
-            "Each of 7 steps trains on 6 prompts x 5 samples = 30 trajectories of up to 48 tokens in 3 optimizer steps of 10; "
+            "7 steps, each on 6 prompts x 5 samples = 30 trajectories of up to 48 tokens in 3 optimizer steps of 10; "
             "at most 18 prompts are under way, so no token is more than 2 versions old.",
         ),
         (
             "steps=1 max_staleness=1 learner.epochs_per_batch=2",
-            "Each of 1 steps trains on 4 prompts x 4 samples = 16 trajectories of up to 48 tokens in 2 optimizer steps of 16 (2 passes "
+            "1 step on 4 prompts x 4 samples = 16 trajectories of up to 48 tokens in 2 optimizer steps of 16 (2 passes "
             "over the batch); at most 8 prompts are under way, so no token is more than 1 version old.",
         ),
         (
             "steps=1 max_staleness=1",
-            "Each of 1 steps trains on 4 prompts x 4 samples = 16 trajectories of up to 48 tokens in one optimizer step; "
+            "1 step on 4 prompts x 4 samples = 16 trajectories of up to 48 tokens in one optimizer step; "
             "at most 8 prompts are under way, so no token is more than 1 version old.",
         ),
     ],
