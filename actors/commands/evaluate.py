@@ -15,8 +15,10 @@ from actors.commands.task_config import task_config
 from actors.config import RunConfig
 from actors.doctor.start_checks import check_model_folder
 from actors.driver.evaluation import evaluate
+from actors.metrics.catalogue import CATALOGUE
 from actors.metrics.cut_answers import cut_remark
 from actors.metrics.held_out import Evaluation
+from actors.metrics.step_metrics import StepMetrics, shown
 from actors.settings.derived import with_engine_types
 from actors.settings.devices import check_engine_device, visible_gpus
 from actors.settings.true_on_policy import refuse_contradictions_of_engines
@@ -68,6 +70,10 @@ def evaluate_folder(
         asker = Asker(config.rollout, model, config.seed, lambda answers: progress.update(bar, advance=answers, description="answering"))
         result = asyncio.run(_evaluate(asker, prompts, config))
     say(f"held-out accuracy of {model}: {result.accuracy} (95% Wilson, {how.description}), {result.failed} answers could not be scored")
+    numbers = StepMetrics(result.step, result.metrics())
+    parts = ("held_out/reward", "held_out/response_tokens", "held_out/truncated_share")
+    told = ", ".join(f"{CATALOGUE[name].label} {shown(numbers, name)}" for name in parts)
+    say(f"{told} (rollout.sampling.max_tokens = {config.rollout.sampling.max_tokens})")
     for k, share in result.pass_at.items():
         say(f"pass@{k}: {share}")
     if (cut := cut_remark(result.trajectories, config.rollout.sampling.max_tokens)) is not None:

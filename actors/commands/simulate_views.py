@@ -99,7 +99,7 @@ def _draw_throughput(axes: Any, outcomes: Sequence[Outcome]) -> None:
     axes.set_xticks(sorted({one.workers for one in outcomes}))
     axes.set(xlabel="workers", ylabel="trained response tokens/s")
     axes.grid(color="#dddddd", linewidth=0.6)
-    axes.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, 1.2), ncols=3, columnspacing=1.0, handlelength=1.4)
+    axes.legend(fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, columnspacing=1.0, handlelength=1.4)
 
 
 def _draw_learner_time(axes: Any, outcomes: Sequence[Outcome]) -> None:
@@ -115,4 +115,4 @@ def _draw_learner_time(axes: Any, outcomes: Sequence[Outcome]) -> None:
     axes.set_xticks(places, names)
     axes.set_ylim(0, 1)
     axes.set(xlabel="workers / max_staleness", ylabel="share of the learner's time")
-    axes.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=4, columnspacing=1.0, handlelength=1.0)
+    axes.legend(fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, columnspacing=1.0, handlelength=1.0)

@@ -39,6 +39,7 @@ from actors.processes.disk_at_start import MODEL_OR_RUN, DiskLate, by_disk_at_st
 from actors.processes.event_level import EventLevel
 from actors.processes.output import put
 from actors.processes.supervision import HALF_OVER
+from actors.record import usual_mismatch
 from actors.record.observer import Observer
 from actors.record.run_event import EventKind
 from actors.record.run_folder import RunFolder
@@ -160,7 +161,7 @@ def _run_in(
     folder: RunFolder, config: RunConfig, task: Task, notes: Sequence[tuple[EventLevel, str]], point: ResumePoint | None
 ) -> RunSummary:
     """Args: notes: what to report first, as (level, sentence)."""
-    view = TerminalView(config.steps, f"{config.name}: {config.model} -> {folder.path}")
+    view = TerminalView(config.steps, f"{config.name}: {config.model}", folder=str(folder.path))
     observer, collector = _opened(config, folder, view, point.state.totals if point else None)
     is_interrupted, has_report, code, report = False, True, 0, None
     controller: Controller | None = None
@@ -287,6 +288,7 @@ def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer, vie
     limit_s = config.deadlines.disk_s
     by_disk = partial(by_disk_at_start, limit_s=lambda: limit_s, say=observer.waiting)
     shape = by_disk(lambda: ModelShape.read(config_folder(model)), "the model's config", disk=MODEL_OR_RUN)
+    view.compare_with(usual_mismatch.of_run(config, has_experts=shape.experts > 0))
     nodes: Nodes
     if config.ray.address is None:
         what = "facts of this machine, and the model's folder"

@@ -128,6 +128,10 @@ _TIME = [
 ]
 _REWARD = [
     _score("reward/mean", _U.ONE, _R.MEAN, "reward", "Mean reward of the batch's valid trajectories."),
+    _score(
+        "reward/accuracy", _U.SHARE, _R.MEAN, "accuracy",
+        "Share of the batch's valid trajectories whose reward is evaluation.correct_at or more. Held-out accuracy is the judge.",
+    ),
     _score("reward/std", _U.ONE, _R.MEAN, "reward spread", "Standard deviation of the reward over the batch's valid trajectories."),
     _score(
         "reward/group_std", _U.ONE, _R.MEAN, "spread within groups",
@@ -159,6 +163,7 @@ _HELD_OUT = [
     _by_k("pass_at", "pass@k", "Chance that at least one of k answers to a held-out problem is right, without bias (Chen et al. 2021)."),
     _by_k("pass_at_low", "95 % from", "Lower end of the 95 % Wilson interval of pass@k; problems are its unit."),
     _by_k("pass_at_high", "95 % to", "Upper end of the 95 % Wilson interval of pass@k."),
+    _score("held_out/reward", _U.ONE, _R.LAST, "held-out reward", "Mean reward of the scored answers to held-out problems."),
     _gauge("held_out/problems", _U.ONE, _R.LAST, "problems", "Number of held-out problems asked."),
     _gauge("held_out/samples", _U.ONE, _R.LAST, "answers each", "Answers asked for of each held-out problem (evaluation.samples)."),
     _gauge(

@@ -105,6 +105,17 @@ class Evaluation:
         return tuple(one for of_one in self.answers for one in of_one)
 
     @property
+    def reward(self) -> float:
+        """Mean of the scored answers' rewards; NaN without one."""
+        rewards = [t.reward for t in self.trajectories if t.reward is not None]
+        return fmean(rewards) if rewards else math.nan
+
+    @property
+    def truncated_share(self) -> float:
+        """Share of the answers that were cut at max_tokens."""
+        return sum(t.finish_reason is FinishReason.LENGTH for t in self.trajectories) / max(1, len(self.trajectories))
+
+    @property
     def first_failure(self) -> str:
         """Why the first of those answers has no score; empty if all have one."""
         return next((f"{t.prompt_id}: {t.error}" for t in self.trajectories if t.reward is None), "")
@@ -118,11 +129,12 @@ class Evaluation:
             "held_out/accuracy": self.accuracy.value if known else None,
             "held_out/wilson_low": self.accuracy.low if known else None,
             "held_out/wilson_high": self.accuracy.high if known else None,
+            "held_out/reward": self.reward if known else None,
             "held_out/problems": len(self.answers),
             "held_out/samples": self.samples,
             "held_out/unscored": self.failed,
             "held_out/weight_version": min(versions) if versions else 0,
-            "held_out/truncated_share": sum(t.finish_reason is FinishReason.LENGTH for t in all_answers) / count,
+            "held_out/truncated_share": self.truncated_share,
             "held_out/response_tokens": sum(len(t.response_ids) for t in all_answers) / count,
             "held_out/seconds": self.seconds,
         }

@@ -40,6 +40,7 @@ def batch_metrics(prepared: PreparedBatch, *, correct_at: float) -> dict[str, fl
     rewards_alike = [answers[0].reward or 0.0 for answers in of_groups if have_one_reward(answers)]
     numbers = {
         "reward/mean": statistics.fmean(rewards),
+        "reward/accuracy": sum(reward >= correct_at for reward in rewards) / len(rewards),
         "reward/std": _deviation(rewards),
         "reward/group_std": statistics.fmean([_deviation([t.reward for t in a if t.reward is not None]) for a in of_groups]),
         "time/generate_s": statistics.fmean([g.generate_s for g in groups]),

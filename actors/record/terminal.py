@@ -26,15 +26,17 @@ from actors.metrics.catalogue import CATALOGUE, SKIPPED
 from actors.metrics.step_metrics import accuracy, accuracy_of_what, by_worker, pass_at_most, shown, with_interval
 from actors.processes.event_level import EventLevel
 from actors.processes.output import UnfailingStream
+from actors.record import usual_mismatch
 from actors.record.run_event import LEVEL_OF_STATE
 from actors.record.run_folder import RunFolder
 from correction.early_warning.monitor import State
+from correction.early_warning.reference_levels import ReferenceLevel
 from learner.results import SkipReason
 
 _EVENT_STYLE: dict[EventLevel, str] = {"info": "cyan", "watch": "yellow", "warning": "yellow", "alarm": "bold red", "error": "bold red"}
 _SPARKS, _SPARKS_WIDTH = "▁▂▃▄▅▆▇█", 14
-_REWARD, _REJECTED, _WARNING = "reward/mean", "rejection/rejected_share", "monitor/level"
-_LEFT = (_REWARD, "learner/entropy", "mismatch/k3", "mismatch_and_staleness/k3", _REJECTED, _WARNING)
+_REWARD, _MISMATCH, _REJECTED, _WARNING = "reward/mean", "mismatch/k3", "rejection/rejected_share", "monitor/level"
+_LEFT = (_REWARD, "reward/accuracy", "learner/entropy", "mismatch_and_staleness/k3", _REJECTED, _WARNING)
 """Metrics in the left column of the panel."""
 _LABEL_WIDTH = max(len(CATALOGUE[name].label) for name in _LEFT)
 _RECENT_STEPS = 20
@@ -47,20 +49,25 @@ _TOKENS, _WAIT_SHARE, _VERSION = (CATALOGUE[f"worker/{quantity}/"] for quantity 
 class TerminalView:
     """Live view of one run. Use it from one thread, `event` from any; `close` it whatever happens. What can't be printed is dropped."""
 
-    def __init__(self, total_steps: int, header: str, *, console: Console | None = None) -> None:
+    def __init__(self, total_steps: int, header: str, *, folder: str = "", console: Console | None = None) -> None:
         """Args:
             total_steps: training steps of the whole run.
             header: what runs, in one line.
+            folder: where the run is written down.
             console: None: standard output, with a live panel if that is a terminal.
         """
         self._console = console or Console(file=cast(TextIO, UnfailingStream(sys.stdout)))
-        self._state = _State(total_steps, header)
+        self._state = _State(total_steps, header, folder)
         self._live: Live | None = None
         if self._console.is_terminal:
             self._live = Live(get_renderable=self._state.render, console=self._console, refresh_per_second=2, transient=False)
             self._live.start()
         else:
-            self._say(header)
+            self._say(header + (f" -> {folder}" if folder else ""))
+
+    def compare_with(self, usual: ReferenceLevel | None) -> None:
+        """Set what mismatch is usual for such a run; None: not known."""
+        self._state.usual = usual
 
     def phase(self, text: str) -> None:
         """What the run does or waits for now."""
@@ -116,9 +123,12 @@ class TerminalView:
 class _State:
     """What the panel shows; filled by the view, drawn twice a second."""
 
-    def __init__(self, total_steps: int, header: str) -> None:
+    def __init__(self, total_steps: int, header: str, folder: str = "") -> None:
         self.total_steps = total_steps
-        self.header = header
+        self.header, self.folder = header, folder
+        self.usual: ReferenceLevel | None = None
+        self._mismatch: tuple[int, float] | None = None
+        """Of the last step with tokens of staleness 0, and that step: many have none."""
         self.phase = ""
         self.phase_since = time.monotonic()
         self.metrics: dict[str, float] = {}
@@ -136,6 +146,8 @@ class _State:
         self.metrics = dict(metrics)
         if "held_out/accuracy" in metrics:
             self.take_evaluation(metrics)
+        if _MISMATCH in metrics:
+            self._mismatch = int(metrics.get("step", 0)), metrics[_MISMATCH]
         if _REWARD in metrics:
             self.rewards.append(metrics[_REWARD])
         if "time/step_s" in metrics:
@@ -179,7 +191,7 @@ class _State:
             ("learner", self._side("throughput/learner_tokens_per_s", "wait/learner_share")),
             ("staleness", self._staleness()),
             ("weights", shown(self.metrics, "weight_version", "version {}")),
-            ("", ""),
+            ("answers", self._answers()),
         ]
         for name, (label, value) in zip(_LEFT, right, strict=True):
             table.add_row(CATALOGUE[name].label, special.get(name) or shown(self.metrics, name), label, value)
@@ -189,11 +201,33 @@ class _State:
         """What takes the panel's width."""
         table = Table.grid(padding=(0, 1))
         table.add_column(style="dim", no_wrap=True, min_width=_LABEL_WIDTH)
-        table.add_column()
+        table.add_column(overflow="fold")
         table.add_row("held-out", self._accuracy())
+        table.add_row("mismatch", self._mismatch_text())
+        if "groups/no_gradient_share" in self.metrics:
+            table.add_row("groups", self._groups())
         if workers := workers_line(self.metrics):
             table.add_row("workers", workers)
+        if self.folder:
+            table.add_row("run folder", self.folder)
         return table
+
+    def _answers(self) -> str:
+        parts = (("length/sampled_tokens", "{}"), ("length/truncated_share", "{} cut"))
+        return ", ".join(shown(self.metrics, name, words) for name, words in parts if name in self.metrics) or "-"
+
+    def _groups(self) -> str:
+        """How many of the batch's groups teach nothing, and why."""
+        words = {"no_gradient_share": "{} without gradient", "all_correct": "{} all correct", "all_wrong": "{} all wrong"}
+        return ", ".join(shown(self.metrics, f"groups/{name}", one) for name, one in words.items() if f"groups/{name}" in self.metrics)
+
+    def _mismatch_text(self) -> str:
+        """Of the newest step that has one, beside what is usual."""
+        if self._mismatch is None:
+            return "-"
+        step, value = self._mismatch
+        text = f"k3 KL {CATALOGUE[_MISMATCH].text(value)}" + (f" at step {step}" if step != self.metrics.get("step") else "")
+        return text + (f"; usual: up to {CATALOGUE[_MISMATCH].number(self.usual.high)}" if self.usual else "")
 
     def _warning(self) -> Text:
         state = _early_warning(self.metrics)
@@ -232,13 +266,16 @@ class _State:
 
 _STEP_LINE = (
     _REWARD,
+    "reward/accuracy",
     "time/step_s",
     "throughput/rollout_tokens_per_s",
     "throughput/learner_tokens_per_s",
     "wait/rollout_share",
     "wait/learner_share",
     "staleness/mean",
-    "mismatch/k3",
+    "length/truncated_share",
+    "groups/no_gradient_share",
+    _MISMATCH,
     "mismatch_and_staleness/k3",
     _REJECTED,
 )
@@ -325,6 +362,7 @@ def terminal_svg(folder: RunFolder, *, until_step: int | None = None) -> str:
     shown_until = steps[-1].step if steps else 0
     config = folder.read_config()
     state = _State(int(config.get("steps", shown_until)), f"evenkeel: {config.get('name', folder.path.name)}")
+    state.usual = usual_mismatch.of_folder(folder)
     for evaluation in folder.read_evaluations():
         if evaluation.step <= shown_until:
             state.take_evaluation(evaluation)

@@ -16,13 +16,15 @@ import yaml
 
 from actors.carriers import ScatterSample
 from actors.metrics.catalogue import CATALOGUE
-from actors.metrics.step_metrics import StepMetrics, accuracy, accuracy_of_what, pass_at_most, with_interval
+from actors.metrics.step_metrics import StepMetrics, accuracy, accuracy_of_what, pass_at_most, shown, with_interval
+from actors.record import usual_mismatch
 from actors.record.run_folder import RunFolder
 from actors.record.slowest import slowest_rows
 from actors.record.terminal import duration
 from actors.reports.report_plots import PLOTTED, draw_plots
 from actors.reports.step_columns import StepColumns, those_of
 from correction.diagnostics.quantities import Unit
+from correction.early_warning.reference_levels import ReferenceLevel
 
 T = TypeVar("T")
 _MOST_EVENTS = 200
@@ -30,11 +32,15 @@ _MOST_CLIPPED = 50
 _MOST_SAMPLE_CHARACTERS = 20_000
 _MEDIAN, _MEAN, _LARGEST, _LAST = (", median", statistics.median), (", mean", statistics.fmean), (", largest", max), ("", itemgetter(-1))
 _SUMMARY: tuple[tuple[str, tuple[str, Callable[[Sequence[float]], float]]], ...] = (
+    ("reward/mean", (", last step", itemgetter(-1))),
+    ("reward/accuracy", (", last step", itemgetter(-1))),
     ("time/step_s", _MEDIAN),
     ("throughput/rollout_tokens_per_s", _MEDIAN),
     ("throughput/learner_tokens_per_s", _MEDIAN),
     ("wait/rollout_share", _MEDIAN),
     ("wait/learner_share", _MEDIAN),
+    ("length/truncated_share", _MEDIAN),
+    ("groups/no_gradient_share", _MEDIAN),
     ("mismatch/k3", _LARGEST),
     ("mismatch/max_abs_log_ratio", _LARGEST),
     ("mismatch_and_staleness/k3", _LARGEST),
@@ -50,6 +56,7 @@ _SUMMARY: tuple[tuple[str, tuple[str, Callable[[Sequence[float]], float]]], ...]
     ("steps/overflowed_total", _LAST),
 )
 """Rows of the summary: the metric; and what is shown of its values in all steps, with words for that which follow the metric's label."""
+_OF_ANSWERS = ("held_out/reward", "held_out/truncated_share")
 _ELAPSED = "time/elapsed_s"
 
 
@@ -58,12 +65,13 @@ def write_report(folder: RunFolder) -> Path:
 
     Returns: path of report.html in the run folder.
     """
-    shown = those_of([*PLOTTED, *(name for name, _ in _SUMMARY), _ELAPSED])
-    steps = StepColumns(folder.each_step(shown))
+    wanted = those_of([*PLOTTED, *(name for name, _ in _SUMMARY), _ELAPSED])
+    steps = StepColumns(folder.each_step(wanted))
     evaluations, events = folder.read_evaluations(), folder.read_events()
     config, warnings = folder.read_config(), folder.read_monitor_events()
     notable = [event for event in events if event.level in ("warning", "error")]
     left_out = list[str]()
+    usual = usual_mismatch.of_folder(folder)
     page = _template().render(
         name=config.get("name", folder.path.name),
         folder=str(folder.path),
@@ -71,10 +79,10 @@ def write_report(folder: RunFolder) -> Path:
         version=version("evenkeel"),
         status=_status(steps, config),
         headline=_headline(evaluations),
-        summary=summary_rows(steps, evaluations, config),
+        summary=summary_rows(steps, evaluations, config, usual),
         workers=worker_rows(steps),
         slowest=slowest_rows(folder),
-        plots=draw_plots(steps, evaluations, _part(folder.scatter_path, ScatterSample.load, left_out.append), warnings),
+        plots=draw_plots(steps, evaluations, _part(folder.scatter_path, ScatterSample.load, left_out.append), warnings, usual),
         clipped=clipped_rows(folder, left_out.append),
         warnings=warnings[-_MOST_EVENTS:],
         warnings_left_out=max(0, len(warnings) - _MOST_EVENTS),
@@ -89,14 +97,17 @@ def write_report(folder: RunFolder) -> Path:
     return folder.write_text(folder.report_path.name, page)
 
 
-def summary_rows(steps: StepColumns, evaluations: Sequence[StepMetrics], config: dict[str, Any]) -> list[tuple[str, str]]:
-    """Rows (what, value) of the table at the head of the page; a value that isn't known has no row."""
+def summary_rows(
+    steps: StepColumns, evaluations: Sequence[StepMetrics], config: dict[str, Any], usual: ReferenceLevel | None = None
+) -> list[tuple[str, str]]:
+    """Rows (what, value) of the table at the head of the page; a value that isn't known has no row. Args: usual: mismatch of such runs."""
     rows: list[tuple[str, str]] = []
     for title, metrics in _first_and_last(evaluations):
         measured = accuracy(metrics) + accuracy_of_what(metrics)
         rows.append((f"held-out accuracy {title}", f"{measured} (95 % Wilson), after {metrics.step} steps"))
         if (best := pass_at_most(metrics)) is not None:
             rows.append((f"held-out pass@{best[0]} {title}", with_interval(*best[1:])))
+        rows += [(f"{CATALOGUE[name].label} {title}", shown(metrics, name)) for name in _OF_ANSWERS if name in metrics]
     if (last := steps.last) is None:
         return rows
     if _ELAPSED in last.finite():
@@ -104,7 +115,10 @@ def summary_rows(steps: StepColumns, evaluations: Sequence[StepMetrics], config:
     rows.append(("steps", f"{last.step} of {config['steps']}" if "steps" in config else str(last.step)))
     for name, (which, over_steps) in _SUMMARY:
         if values := steps.values(name):
-            rows.append((CATALOGUE[name].label + which, CATALOGUE[name].text(over_steps(values))))
+            text = CATALOGUE[name].text(over_steps(values))
+            if name == "mismatch/k3" and usual is not None:
+                text += f" (usual: up to {CATALOGUE[name].number(usual.high)}, {usual.text})"
+            rows.append((CATALOGUE[name].label + which, text))
     return rows
 
 
@@ -179,7 +193,8 @@ def _headline(evaluations: Sequence[StepMetrics]) -> dict[str, str] | None:
     before, after = pair["before"], pair["after"]
     gain = after["held_out/accuracy"] - before["held_out/accuracy"]
     shown_gain = ("+" if gain >= 0 else "") + CATALOGUE["held_out/accuracy"].number(gain)
-    return {"before": accuracy(before) + accuracy_of_what(before), "after": accuracy(after) + accuracy_of_what(after), "gain": shown_gain}
+    told = {when: accuracy(metrics) for when, metrics in pair.items()}
+    return {**told, **{f"{when}_on": accuracy_of_what(metrics).strip() for when, metrics in pair.items()}, "gain": shown_gain}
 
 
 def _first_and_last(evaluations: Sequence[StepMetrics]) -> list[tuple[str, StepMetrics]]:

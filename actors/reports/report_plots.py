@@ -11,7 +11,7 @@ import io
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from actors.reports.curve_points import MOST_POINTS, drawn_points, running_mean
 from actors.reports.step_columns import StepColumns
 from correction.diagnostics.quantities import Unit
 from correction.early_warning.monitor import Event, State
+from correction.early_warning.reference_levels import ReferenceLevel
 
 _LEAST_DISTANCE = 1e-8    # nats; smaller ones, 0 among them, are drawn there on a logarithmic axis
 _INK, _GRID = "#010203", "#040506"    # stand-ins for the page's own colours, which are put in afterwards
@@ -105,9 +106,11 @@ class _Curves:
 _CURVES = (
     _Curves(
         "Reward",
-        ("reward/mean",),
-        "mean reward of the batch",
-        "Should rise and then level off. It is measured on training prompts at the sampling temperature; held-out accuracy is the judge.",
+        ("reward/mean", "reward/accuracy"),
+        "of the batch",
+        "Mean reward, and accuracy: the share of answers that are right (evaluation.correct_at). Where one rises and the other doesn't, "
+        "something else than right answers is rewarded. Both are of training prompts at the sampling temperature; held-out accuracy is the "
+        "judge.",
     ),
     _Curves(
         "Parts of the reward",
@@ -119,7 +122,7 @@ _CURVES = (
         "k3 KL from behaviour to proximal policy",
         ("mismatch/k3", "mismatch_and_staleness/k3"),
         "nats a token",
-        "Staleness 0 is pure mismatch between the two engines at equal weights: it should be flat and low (float32 on a CPU: below 1e-11). "
+        "Tokens of staleness 0, which not every step has, show the mismatch of the engines at equal weights: it should be flat and low. "
         "All tokens carry staleness as well. A rise over the run is the early sign of a collapse.",
         is_logarithmic=True,
     ),
@@ -165,7 +168,8 @@ _CURVES = (
         "Answers cut off",
         ("length/truncated_share",),
         "share of the batch",
-        "Answers that were cut at max_tokens. If there are many, the policy learns to be short, whatever the task.",
+        "Answers that were cut at max_tokens. If there are many, the policy learns to be short, whatever the task: raise max_tokens. If "
+        "nearly all are from the first step on, the model may know no end of an answer.",
     ),
     _Curves(
         "What the correction took away",
@@ -178,7 +182,8 @@ _CURVES = (
         "Groups without gradient",
         ("groups/all_correct", "groups/all_wrong"),
         "groups of the batch",
-        "Trajectories of these groups all got the same reward. Many all wrong: the task is too hard; many all correct: too easy.",
+        "Answers of these groups all got the same reward: nothing is learnt from them. Many all wrong: the task is too hard; many all "
+        "correct: too easy.",
     ),
     _Curves(
         "Where the time goes",
@@ -193,15 +198,24 @@ PLOTTED = (*(name for curves in _CURVES for name in curves.names), _STALENESS)
 
 
 def draw_plots(
-    steps: StepColumns, evaluations: Sequence[StepMetrics], scatter: ScatterSample | None, warnings: Sequence[Event] = ()
+    steps: StepColumns,
+    evaluations: Sequence[StepMetrics],
+    scatter: ScatterSample | None,
+    warnings: Sequence[Event] = (),
+    usual: ReferenceLevel | None = None,
 ) -> list[Plot]:
     """All plots for which a run has numbers, the most telling ones first.
 
-    Args: warnings: events of the monitor; watches and alarms are marked on the curves.
+    Args:
+        warnings: events of the monitor; watches and alarms are marked on the curves.
+        usual: mismatch of runs like this one.
     """
     plots = [draw_accuracy(evaluations)]
     for curves in _CURVES:
-        plots.append(draw_curves(curves, steps, warnings))
+        plot = draw_curves(curves, steps, warnings)
+        if plot is not None and usual is not None and curves.names[0] == "mismatch/k3":
+            plot = replace(plot, caption=f"{plot.caption} Usual at staleness 0 ({usual.text}): up to {usual.high:.1e} nats.")
+        plots.append(plot)
         if curves.is_before_tokens:
             plots += [draw_scatter(scatter), draw_staleness(steps)]
     return [plot for plot in plots if plot is not None]
@@ -277,7 +291,7 @@ def draw_staleness(steps: StepColumns) -> Plot | None:
     starts = np.arange(0, len(x), 1 + (len(x) - 1) // MOST_POINTS)  # of as many steps each, so that there are few enough
     counts = np.array([np.add.reduceat(found[age], starts) for age in ages])
     shares = counts / np.maximum(counts.sum(axis=0), 1.0)
-    edges = np.append(x[starts], x[-1] + 1)
+    edges = np.append(x[starts], x[-1] + 1) - 0.5  # a step's bar stands on its number
 
     def draw(axes: Axes) -> None:
         floor = np.zeros(len(starts))
@@ -323,7 +337,7 @@ def draw_scatter(sample: ScatterSample | None) -> Plot | None:
     caption = (
         f"{int(finite.sum()):,} trained tokens of steps {int(sample.step.min())} to {int(sample.step.max())}, drawn at random. "
         "On the left all should lie on the diagonal, those of staleness 0 exactly. On the right is the distance from it: what staleness 0 "
-        "shows is mismatch of the engines (single precision: up to 1e-5), the rest is what newer weights changed."
+        "shows is mismatch of the engines, the rest is what newer weights changed."
     )
     return Plot("pi_prox against mu", _svg("scatter", draw, panels=2), caption, is_wide=True)
 

@@ -147,6 +147,7 @@ def test_rewards_of_a_batch_by_group_each_of_which_is_gone_through_once(monkeypa
     batch = PreparedBatch(0, CorrectionConfig(preset="bypass"), None, 30, tuple(groups), places, 0.0, 0.0)
     numbers = batch_metrics(batch, correct_at=1.0)
     assert (numbers["groups/all_correct"], numbers["groups/all_wrong"]) == (1, 1)
+    assert numbers["reward/accuracy"] == 3 / 6
     assert [numbers[f"reward/{name}"] for name in ("mean", "std", "group_std")] == pytest.approx([0.5, 0.5, 1 / 6])
     assert looks == [0, 1, 2]
 

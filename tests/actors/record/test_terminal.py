@@ -15,6 +15,7 @@ from actors.metrics.catalogue import SKIPPED
 from actors.metrics.step_metrics import StepMetrics
 from actors.record.run_folder import RunFolder
 from actors.record.terminal import TerminalView, duration, sparkline, terminal_svg
+from correction.early_warning.reference_levels import usual_level
 from learner.results import SkipReason
 
 STEP = StepMetrics(
@@ -209,6 +210,26 @@ def test_at_80_columns_nothing_is_cut_off() -> None:
     panel = out.getvalue().rpartition("a run")[2]
     assert "0.500 → 0.912 [0.884, 0.934]" in panel and "mean 1.25, max 1, mixed 12.5%" in panel and "…" not in panel
     assert max(map(len, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", panel).splitlines())) == 80
+
+
+def test_what_matters_with_a_pretrained_model_is_seen_at_80_columns() -> None:
+    """Answers cut, groups that teach nothing, accuracy beside the reward; mismatch of the last step that has one, beside what is usual; and
+    the whole name of the run folder."""
+    out, folder = io.StringIO(), "/a/disk/of/somebody/with/long/names/runs/smollm2-sums-of-two-numbers-20261128-223106"
+    console = Console(file=out, force_terminal=True, width=80, color_system=None)
+    view = TerminalView(10, "smollm2-sums: HuggingFaceTB/SmolLM2-135M-Instruct", folder=folder, console=console)
+    view.compare_with(usual_level(None, "float32"))
+    of_answers = {"reward/accuracy": 0.125, "length/sampled_tokens": 17.25, "length/truncated_share": 0.52}
+    of_groups = {"groups/no_gradient_share": 0.625, "groups/all_correct": 2, "groups/all_wrong": 3}
+    known = {"mismatch/k3": 4.3e-11, "mismatch_and_staleness/k3": 1.4e-05, "learner/entropy": 1.05, "monitor/level": 0}
+    view.step({**STEP, **known, **of_answers, **of_groups, "step": 3})
+    view.step({**{name: value for name, value in STEP.items() if name != "mismatch/k3"}, **of_answers, **of_groups, "step": 4})
+    view.close()
+    panel = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()).rpartition("smollm2-sums: Hugging")[2]
+    for shown in ("accuracy      0.125", "17 tokens, 52% cut", "62% without gradient, 2 all correct, 3 all wrong",
+                  "k3 KL 4.3e-11 nats at step 3; usual: up to 1e-10 "):
+        assert shown in panel, panel
+    assert folder in re.sub(r"[│\s]", "", panel) and "…" not in panel
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(0.4, "0 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7800, "2 h 10 min")])
