@@ -1,0 +1,40 @@
+"""docs/tasks.md: the recipe at its head, with its questions and its reward, is one that `evenkeel train` takes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from actors.commands.preparation import prepare
+from actors.commands.train_arguments import recipe_of
+
+PAGE = (Path(__file__).parents[1] / "docs" / "tasks.md").read_text().split("## A whole recipe")[1].split("\n## ")[0]
+RECIPE, QUESTIONS, REWARD = re.findall(r"```(?:yaml|python|)\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_whole_recipe_starts(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a start checks, with the reward tried in its processes, on a model that needs no network; of 40 questions 4 are held out."""
+    (tmp_path / "sums.yaml").write_text(RECIPE)
+    (tmp_path / "my_rewards.py").write_text(REWARD)
+    asked = [json.loads(line) for line in QUESTIONS.splitlines()]
+    asked += [{"prompt": f"What is {n} + 1? Reply with only the number.", "answer": str(n + 1)} for n in range(40 - len(asked))]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    monkeypatch.chdir(tmp_path)
+    config, _ = recipe_of(Path("sums.yaml"), [f"model={tiny_model}"])
+    config, task, notes = prepare(config)
+    given = yaml.safe_load(RECIPE)
+    assert (config.steps, config.learner.learning_rate) == (given["steps"], given["learner"]["learning_rate"])
+    assert 1 <= len(task.held_out_prompts()) <= 8 and not [note for note in notes if "without a reward" in note]
+
+
+def test_its_reward_is_right_for_the_page_s_own_answers_alone() -> None:
+    names: dict[str, object] = {}
+    exec(REWARD, names)
+    score = names["score"]
+    for row in map(json.loads, QUESTIONS.splitlines()):
+        given = [score(f"It is {row['answer']}", row["answer"]), score("12345", row["answer"]), score("", row["answer"])]  # type: ignore[operator]
+        assert given == [1.0, 0.0, 0.0]
