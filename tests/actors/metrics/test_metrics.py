@@ -34,7 +34,7 @@ from tests.correction.fixtures import random_batch
 ROOT = Path(__file__).parents[3]
 
 
-FIELD_S_NAMES = ("held_out/accuracy", "held_out/wilson_", "held_out/pass_at", "rho/ess", "correction/rejected_by_")
+FIELD_S_NAMES = ("reward/accuracy", "held_out/accuracy", "held_out/wilson_", "held_out/pass_at", "rho/ess", "correction/rejected_by_")
 """Shares that have other names: an accuracy with its interval, pass@k, effective sample sizes, and a share by its criterion."""
 
 
