@@ -324,6 +324,10 @@ def evaluation_line(metrics: Mapping[str, float]) -> str:
     text = f"held-out accuracy {accuracy(metrics)}{accuracy_of_what(metrics)}"
     if (best := pass_at_most(metrics)) is not None:
         text += f", pass@{best[0]} {with_interval(*best[1:])}"
+    if metrics.get("held_out/reward", metrics.get("held_out/accuracy")) != metrics.get("held_out/accuracy"):
+        text += f", reward {shown(metrics, 'held_out/reward')}"
+    if metrics.get("held_out/truncated_share"):
+        text += f", {shown(metrics, 'held_out/truncated_share')} cut"
     if "held_out/weight_version" in metrics:
         text += f", weight version {shown(metrics, 'held_out/weight_version')}"
     return text
