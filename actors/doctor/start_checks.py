@@ -79,7 +79,7 @@ def config_for_model(
         config = resolved(config, folder)
     shape = _shape(folder)
     config = with_optimizer(config, has_experts=shape is not None and shape.experts > 0)
-    with _kept(refused):
+    with kept(refused):
         config = with_learning_rate(config, is_pretrained=is_pretrained(folder))
     if shape is not None:
         with kept(refused):

@@ -59,17 +59,23 @@ class TensorBoardView:
         """Number in the file's name, by which it comes after all that were there: seconds since 1970, unless those say less."""
         name = f"{_EVENTS}{self.began:010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS):06d}"
         self._path, self._purge, self._has_header = folder / name, None if resumed_from is None else resumed_from + 1, False
+        self._described = set[str]()
 
     def write(self, metrics: StepMetrics) -> None:
         """Raises: OSError if the disk doesn't take it, and the file is as it was."""
         from tensorboard.compat.proto.event_pb2 import Event  # a third of a second; a command that writes no events doesn't pay it
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 
         shown = {name: value for name, value in metrics.finite().items() if name != "step" and lookup(name).kind is not Kind.HISTOGRAM}
-        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in shown.items()])
+        plugin = SummaryMetadata.PluginData(plugin_name="scalars")
+        told = {  # once a file: TensorBoard shows it beside the curve
+            name: SummaryMetadata(summary_description=lookup(name).help, plugin_data=plugin) for name in shown.keys() - self._described
+        }
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value, metadata=told.get(tag)) for tag, value in shown.items()])
         event = Event(wall_time=time.time(), step=metrics.step, summary=summary)
         append_whole(self._path, _records([event] if self._has_header else [*self._header(), event]))
         self._has_header = True
+        self._described.update(told)
 
     def _header(self) -> list[Any]:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog

@@ -248,6 +248,9 @@ def test_tensorboard_gets_scalars_by_step_and_forgets_what_a_resume_took_back(tm
     resumed.write(StepMetrics(2, {"reward/mean": 0.9}))
     resumed.close()
     assert scalars(tmp_path, "reward/mean") == [(1, 0.1), (2, 0.9)]
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert events.SummaryMetadata("reward/mean").summary_description == CATALOGUE["reward/mean"].help, "TensorBoard's info button shows it"
 
 
 def test_a_clock_that_has_gone_back_hides_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
