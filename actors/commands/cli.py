@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from actors.commands.capabilities import capabilities
 from actors.commands.doctor import doctor
@@ -31,6 +32,22 @@ def _examples(*lines: str) -> str:
     return "\n".join(["Examples:", "", "```", *lines, "```"])
 
 
+class TakesSettings(TyperCommand):
+    """A command with KEY=VALUE among its words: an option that it doesn't have may be meant as a setting."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        words = list(args)  # which parsing takes away
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter.__mro__[2] as error:  # click's base of usage errors, wherever typer has click
+            if option := getattr(error, "option_name", None):
+                from actors.commands.other_words import as_setting
+
+                error.message = f"No such option: {option}. Settings are KEY=VALUE: {as_setting(option, words)}"  # type: ignore[attr-defined]
+                error.possibilities = None  # type: ignore[attr-defined]
+            raise
+
+
 app = typer.Typer(
     name="evenkeel",
     help="Asynchronous RL post-training for language models: SGLang rollouts, a Megatron learner, a correction service between them.",
@@ -44,6 +61,22 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        typer.echo(f"evenkeel {version('evenkeel')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_say_version)] = False,
+) -> None:
+    pass
+
+
 ENGINES_DIFFER = 4
 """Exit code of diff-engines when a bit differs."""
 
@@ -52,7 +85,7 @@ Overrides = Annotated[
     typer.Argument(
         metavar="[KEY=VALUE]...",
         help="Settings that replace the recipe's, by dotted key, e.g. correction.preset=icepop rollout.workers=2. "
-        "`evenkeel config --explain` lists all.",
+        "`evenkeel config` lists the usual ones.",
     ),
 ]
 
@@ -84,6 +117,7 @@ _DISCARD_QUEUE = "With --resume: discard finished groups that the new settings m
 
 
 @app.command(
+    cls=TakesSettings,
     epilog=_examples(
         "evenkeel train recipes/nano_spell_backward.yaml",
         "evenkeel train recipes/nano_spell_backward.yaml steps=100 correction.preset=icepop",
@@ -136,6 +170,7 @@ def train(
 
 @app.command(
     "init-model",
+    cls=TakesSettings,
     epilog=_examples(
         "evenkeel init-model recipes/nano_spell_backward.yaml",
         "evenkeel init-model recipes/nano_spell_backward.yaml model=models/wider init.architecture.hidden_size=512",
@@ -160,6 +195,7 @@ def init_model(
 
 @app.command(
     "eval",
+    cls=TakesSettings,
     epilog=_examples(
         "evenkeel eval models/nano-spell-backward --task recipes/nano_spell_backward.yaml",
         "evenkeel eval MODEL_FOLDER --task chain_sum --temperature 0 --samples answers.txt",
@@ -215,6 +251,7 @@ def evaluate(
 
 @app.command(
     "filter",
+    cls=TakesSettings,
     epilog=_examples(
         "evenkeel filter recipes/nano_spell_backward.yaml --questions 500 --output solvable.jsonl",
         "evenkeel filter RECIPE --answers 16 --max-solved 15 --output between.jsonl",
@@ -257,7 +294,9 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a run: finish
 
 
 @app.command(
+    cls=TakesSettings,
     epilog=_examples(
+        "evenkeel config",
         "evenkeel config --section rollout.engine",
         "evenkeel config recipes/nano_spell_backward.yaml correction.preset=icepop",
         "evenkeel config --explain | less",
@@ -266,19 +305,25 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a run: finish
 def config(
     recipe: Annotated[Path | None, typer.Argument(help="Recipe (YAML) to print with all of its defaults filled in.")] = None,
     overrides: Overrides = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Print every key that there is: type, default, meaning.")] = False,
-    section: Annotated[str, typer.Option(metavar="KEY", help="The same for the keys under this one alone, e.g. rollout.engine.")] = "",
+    explain: Annotated[bool, typer.Option("--explain", help="Explain every key that there is: type, default, meaning.")] = False,
+    section: Annotated[str, typer.Option(metavar="KEY", help="Explain the keys of one section, e.g. rollout.engine.")] = "",
 ) -> None:
     """Print a recipe as it will be used, or explain the settings.
 
     With a recipe it prints YAML with the defaults filled in and the KEY=VALUE settings applied, and starts nothing. What a run derives from
-    other settings, the hardware or the model is left out, unless the recipe gives it; config.yaml of a run shows that. Without a recipe, or
-    with --explain or --section, it prints two lines for each setting, and the deadlines that follow from the settings.
+    other settings, the hardware or the model is left out, unless the recipe gives it; config.yaml of a run shows that. Without a recipe it
+    explains the settings that one usually sets, two lines for each; with --explain or --section all, or those of a section, and the
+    deadlines that follow from the settings.
     """
+    from actors.commands.config_explain import explain_basics
     from actors.commands.deadline_views import explained
+    from actors.config import RunConfig
 
-    if explain or section or recipe is None:
+    if explain or section:
         typer.echo(explained(_load(recipe, overrides) if recipe else None, section))
+        return
+    if recipe is None:
+        typer.echo(explain_basics(RunConfig))
         return
     import yaml
 
@@ -366,6 +411,7 @@ def diff_engines(
 
 
 app.command(
+    cls=TakesSettings,
     epilog=_examples(
         "evenkeel simulate recipes/nano_spell_backward.yaml --run RUN_DIR --workers 1,2,4 --max-staleness 0,1,2",
         "evenkeel simulate RECIPE --workers 8,16,32 --max-staleness 1,2,4 --decode 1:50,64:1600,128:2600 --learner-speed 60000 "
@@ -375,10 +421,11 @@ app.command(
 
 
 app.command(
+    cls=TakesSettings,
     epilog=_examples("evenkeel doctor recipes/nano_spell_backward.yaml", "evenkeel doctor RECIPE --gpus H100x8", "evenkeel doctor RUN_DIR")
 )(doctor)
 
-app.command(epilog=_examples("evenkeel plan RECIPE --gpus H100x8", "evenkeel plan RECIPE --gpus H100x8x4 --json"))(plan)
+app.command(cls=TakesSettings, epilog=_examples("evenkeel plan RECIPE --gpus H100x8", "evenkeel plan RECIPE --gpus H100x8x4 --json"))(plan)
 
 app.command(epilog=_examples("evenkeel push RUN_DIR my-name/qwen3-8b-gsm8k"))(push)
 

@@ -10,8 +10,8 @@ import difflib
 import enum
 import types
 import typing
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 import annotated_types
@@ -22,6 +22,8 @@ from pydantic_core import PydanticUndefined
 from actors.settings.keys import inner_models
 from correction.errors import ConfigError
 from correction.settings.base import DerivedSettings
+
+LISTED = "`evenkeel config` lists those that one usually sets, `evenkeel config --explain` all"
 
 
 class Variant(NamedTuple):
@@ -73,34 +75,74 @@ def explain_lines(model_class: type[BaseModel], prefix: str = "", variant: Varia
 
 
 def explain(model_class: type[BaseModel], section: str = "") -> str:
-    """Every key with its type, default and meaning, as plain text: two lines a key, an empty one before each section.
+    """Every key with its type, default and meaning, as plain text: two lines a key, an empty one before each section. What is the same in
+    several kinds of a section stands there once, and so does a section whose keys another one has, too.
 
     Args: section: dotted key to restrict it to. Raises: ConfigError if there is no such key.
     """
     shown = [line for line in explain_lines(model_class) if not section or (line.path + ".").startswith(section + ".")]
     if not shown:
-        raise ConfigError(f"{section}: no such key; the nearest is {nearest_key(model_class, section)}.")
-    blocks = []
+        near = nearest_key(model_class, section)
+        raise ConfigError(f"{section}: no such key; {f'the nearest is {near}' if near else LISTED}.")
+    tags: dict[FieldLine, list[Variant]] = {}
     for line in shown:
-        if line.variant == (line.path.rpartition(".")[2], line.default):
-            continue  # the tag itself, which is on the line of the section's name
-        when = f"   [{line.variant}]" if line.variant else ""
+        tags.setdefault(replace(line, variant=None), []).extend([line.variant] if line.variant else [])
+    first_with: dict[tuple[FieldLine, ...], str] = {}
+    blocks, left_out = [], ""
+    for line, variants in tags.items():
+        name = line.path.rpartition(".")[2]
+        if (left_out and line.path.startswith(left_out)) or any(variant == (name, line.default) for variant in variants):
+            continue  # the latter: the tag itself, which is on the line of the section's name
+        of_all = {one.value for one in variants} >= _kinds_at(tags, line.path.rpartition(".")[0])
+        values = dict.fromkeys(one.value for one in variants)
+        when = f"   [{variants[0].tag + ': ' if variants[0].tag else ''}{' or '.join(values)}]" if variants and not of_all else ""
         head = f"{line.path}: {line.type} = {line.default}{'   [derived in a run unless it is given]' if line.is_derived else ''}"
+        below = tuple(replace(one, path=one.path.removeprefix(line.path)) for one in tags if one.path.startswith(f"{line.path}."))
+        known = first_with.setdefault(below, line.path) if line.is_section else line.path
+        left_out = f"{line.path}." if known != line.path else left_out
+        same = f"   [keys as in {known}]" if known != line.path else ""
         head = f"\n{head}" if line.is_section else head
-        blocks.append(f"{head}{when}\n    {line.description}" if line.description else head + when)
+        blocks.append(f"{head}{when}{same}\n    {line.description}" if line.description else f"{head}{when}{same}")
     return "\n".join(blocks).lstrip("\n")
 
 
+def _kinds_at(tags: Mapping[FieldLine, Sequence[Variant]], section: str) -> set[str]:
+    """The variants of a section, by their values."""
+    return {one.value for line, variants in tags.items() if line.path.rpartition(".")[0] == section for one in variants}
+
+
+BASICS = (
+    *("model", "steps", "groups_per_step", "max_staleness", "run_dir"),
+    *("rollout.task", "rollout.task.path", "rollout.reward", "rollout.workers"),
+    *("rollout.sampling.samples_per_group", "rollout.sampling.max_tokens", "rollout.engine.context_length"),
+    *("learner.learning_rate", "learner.warmup_steps", "learner.tokens_per_microbatch"),
+    *("correction.preset", "correction.kl.coefficient"),
+    *("evaluation.every_steps", "checkpoint.every_steps"),
+)
+"""What nearly every run sets, or should have looked at."""
+
+
+def explain_basics(model_class: type[BaseModel]) -> str:
+    """The keys that one usually sets, as explain has them, and where the others are."""
+    lines = {line.path: line for line in reversed(list(explain_lines(model_class)))}
+    blocks = [f"{path}: {(one := lines[path]).type} = {one.default}\n    {one.description}" for path in BASICS]
+    counts = f"These are {len(BASICS)} of {sum(not line.is_section for line in lines.values())} settings"
+    return "\n".join([*blocks, "", f"{counts}; `evenkeel config --section rollout.task` has those of a section, --explain all."])
+
+
 def nearest_key(model_class: type[BaseModel], path: str) -> str:
-    """The valid dotted key most like `path`: one of the same section by preference, or of the same last part elsewhere."""
+    """The valid dotted key most like `path`: one of the same section by preference, then of the same last part elsewhere, then of a last
+    part spelt nearly so. Empty: none is like it."""
     keys = [line.path for line in explain_lines(model_class)]
     section, _, name = numberless(path).rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
-    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.75)
-    if close:
+    if close := difflib.get_close_matches(name, siblings, n=1, cutoff=0.75):
         return siblings[close[0]]
-    namesakes = [key for key in keys if key.rpartition(".")[2] == name]
-    return difflib.get_close_matches(numberless(path), namesakes or keys, n=1, cutoff=0.0)[0]
+    if namesakes := [key for key in keys if key.rpartition(".")[2] == name]:
+        return difflib.get_close_matches(numberless(path), namesakes, n=1, cutoff=0.0)[0]
+    elsewhere = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    close = difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.8)
+    return elsewhere[close[0]] if close else ""
 
 
 def numberless(path: str) -> str:

@@ -23,7 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from actors.commands.config_explain import explain_lines, field_discriminator, nearest_key, numberless
+from actors.commands.config_explain import LISTED, explain_lines, field_discriminator, nearest_key, numberless
+from actors.commands.other_words import meant_by
 from actors.record.yaml_lines import composed, node_lines
 from actors.settings.keys import FormerName, former_keys, inner_models
 from correction.errors import ConfigError, EvenkeelError, one_line, require_utf8
@@ -279,7 +280,7 @@ def _describe(problem: ErrorDetails, model_class: type[BaseModel], data: Any, so
     if kind == "extra_forbidden":
         if reason := _of_another_kind(path, problem["loc"], model_class):
             return f"{place}: {path} = {_short(value)}: {reason}"
-        return f"{place}: {path} = {_short(value)}: no such key; the nearest is {nearest_key(model_class, path)}."
+        return f"{place}: {_no_such_key(path, value, model_class)}"
     if kind == "missing":
         meaning = f" ({entry.description.rstrip('.')})" if entry and entry.description else ""
         if entry and entry.is_section:
@@ -303,6 +304,19 @@ def _describe(problem: ErrorDetails, model_class: type[BaseModel], data: Any, so
         return f"{place}: {path} = {_short(value)}: expected {entry.type}."
     reason = problem["msg"][0].lower() + problem["msg"][1:]
     return f"{place}: {path} = {_short(value)}: {reason}.{f' Expected: {entry.type}.' if entry else ''}"
+
+
+def _no_such_key(path: str, value: Any, model_class: type[BaseModel]) -> str:
+    """What was meant: a setting that other trainers call so, or the one that is spelt nearly so."""
+    leaf, below = path, value
+    while isinstance(below, Mapping) and len(below) == 1:  # sections of another trainer, as one key has made them
+        ((name, below),) = below.items()
+        leaf = f"{leaf}.{name}"
+    for key, given in ((leaf, below), (path, value)):
+        if (meant := meant_by(key)) and (not meant.key or meant.key in {line.path for line in explain_lines(model_class)}):
+            return f"{key} = {_short(given)}: no such key; {meant}."
+    near = nearest_key(model_class, path)
+    return f"{path} = {_short(value)}: no such key; {f'the nearest is {near}' if near else LISTED}."
 
 
 def _of_another_kind(path: str, location: tuple[int | str, ...], model_class: type[BaseModel]) -> str | None:

@@ -198,9 +198,11 @@ def check_is_model(folder: Path) -> None:
     require_utf8("model = ", folder.absolute())
     if not (folder / "config.json").is_file():
         reason = "no such folder" if not folder.exists() else "it has no config.json"
+        name = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+        hub = f"hf:{name} if that is its name there" if not folder.exists() and len(name.parts) == 2 else "hf:ORGANISATION/NAME"
         raise DataError(
             f"model = {folder}: {reason}. Name a Hugging Face folder (config.json, safetensors, tokenizer), or a model on the hub as "
-            "hf:ORGANISATION/NAME; `evenkeel init-model RECIPE` makes a small model"
+            f"{hub}; `evenkeel init-model RECIPE` makes a small model"
         )
 
 

@@ -149,7 +149,14 @@ class RunFolder:
         path = Path(path)
         if not (path / "config.yaml").is_file():
             reason = "has no config.yaml" if path.is_dir() else "doesn't exist"
-            raise ConfigError(f"{path}: not a run folder: it {reason}. Name one that `evenkeel train` wrote, such as runs/NAME-DATE-TIME.")
+            remedy = "Name one that `evenkeel train` wrote, such as runs/NAME-DATE-TIME"
+            above = next((one for one in path.absolute().parents[:3] if (one / "config.yaml").is_file()), None)
+            within = sorted(one.parent.name for one in path.glob("*/config.yaml"))
+            if above is not None:
+                remedy = f"It is within a run's folder: name that, {above}; a resume goes on from the newest checkpoint there"
+            elif within:
+                remedy = f"Name one of those in it: {', '.join(within[-8:])}"
+            raise ConfigError(f"{path}: not a run folder: it {reason}. {remedy}.")
         return cls(path)
 
     def close(self) -> None:

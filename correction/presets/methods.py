@@ -33,8 +33,11 @@ def preset_settings(name: str) -> PresetSettings:
     Raises: ConfigError with the nearest name.
     """
     if name not in PRESETS:
-        near = difflib.get_close_matches(str(name), PRESETS, n=1, cutoff=0.4)
-        hint = f"Did you mean {near[0]}? " if near else ""
+        beginning = [preset for preset in PRESETS if preset.startswith(f"{name}-")]  # of "tis" those that are called so
+        near = beginning or difflib.get_close_matches(str(name), PRESETS, n=1, cutoff=0.7)
+        hint = f"Did you mean {' or '.join(near[:3])}? " if near else ""
+        if str(name) in ("none", "off"):
+            hint = "Without one it is null: PPO's clip alone, no weights and no rejection. "
         raise ConfigError(f"correction.preset = {name}: there is no such preset. {hint}`evenkeel presets` lists all {len(PRESETS)}.")
     return PRESETS[name].settings
 

@@ -11,11 +11,16 @@ from typing import Annotated, Literal
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from typer.testing import CliRunner
 
-from actors.commands.config_explain import explain, explain_lines, nearest_key
+from actors.commands.cli import app
+from actors.commands.config_explain import BASICS, explain, explain_lines, nearest_key
+from actors.commands.other_words import MEANT
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from correction.errors import ConfigError
+
+NANO = Path(__file__).parents[3] / "recipes" / "nano_spell_backward.yaml"
 
 
 class Part(BaseModel):
@@ -133,10 +138,77 @@ def test_an_optional_tagged_section_can_be_set(recipe: Path) -> None:
         ("samples_per_group", "rollout.samples_per_group"),    # right word, wrong section
         ("objective.lo", "objective.low"),
         ("rejection.0.uper", "rejection.N.upper"),
+        ("colours", "rollout.colour"),    # nearly the right word, in another section
+        ("wibble", ""),
     ],
 )
 def test_the_nearest_key(typo: str, nearest: str) -> None:
     assert nearest_key(Run, typo) == nearest
+
+
+def test_words_of_other_trainers_lead_to_settings_that_there_are() -> None:
+    """Each of the table's settings exists; of words that are a key here, at the top, none is in it."""
+    keys = {line.path for line in explain_lines(RunConfig)}
+    assert {meant.key for meant in MEANT.values() if meant.key} - keys == set()
+    assert MEANT.keys() & {key for key in keys if "." not in key} == set()
+    assert all(meant.key or meant.note for meant in MEANT.values())
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("lr=1", "lr = 1: no such key; it is learner.learning_rate here."),
+        ("learner.lr=1", "learner.lr = 1: no such key; it is learner.learning_rate here."),
+        ("num_generations=8", "it is rollout.sampling.samples_per_group here."),
+        ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n = 8: no such key; it is rollout.sampling.samples_per_group here."),
+        ("batch_size=8", "it is groups_per_step here (counts prompts: "),
+        ("beta=0.1", "it is correction.kl.coefficient here."),
+        ("epochs=3", "set steps to EPOCHS x questions / groups_per_step."),
+        ("lora_rank=8", "there is no LoRA."),
+        ("temperature=1", "it is rollout.sampling.temperature here"),
+        ("wibble=1", "no such key; `evenkeel config` lists those that one usually sets"),
+        ("correction.preset=tis", "Did you mean tis-token or tis-sequence or "),
+        ("correction.preset=none", "Without one it is null: PPO's clip alone"),
+    ],
+)
+def test_a_word_of_another_trainer(word: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(RunConfig, NANO, [word])
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--steps", "5"], "KEY=VALUE: steps=5"),
+        (["--lr=1e-4"], "KEY=VALUE: learner.learning_rate=1e-4"),
+        (["--num-generations", "8"], "KEY=VALUE: rollout.sampling.samples_per_group=8"),
+        (["--lora-rank", "8"], "none stands for lora_rank: all weights are trained"),
+        (["--steps", "seed=1"], "KEY=VALUE: steps=VALUE"),
+    ],
+)
+def test_an_option_that_is_meant_as_a_setting(words: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, ["train", str(NANO), *words])
+    assert done.exit_code == 2 and said in " ".join(done.stderr.replace("\u2502", " ").split())
+
+
+def test_the_settings_that_one_usually_sets_are_a_page() -> None:
+    """Two lines each, all of them there."""
+    shown = CliRunner().invoke(app, ["config"]).stdout.splitlines()
+    assert len(shown) == 2 * len(BASICS) + 2 and [line.partition(":")[0] for line in shown[: 2 * len(BASICS) : 2]] == list(BASICS)
+    assert CliRunner().invoke(app, ["--version"]).stdout.startswith("evenkeel ")
+
+
+def test_what_kinds_and_sections_share_is_explained_once() -> None:
+    """Four rewards have the same limits, and init.learner is a learner."""
+    text = explain(RunConfig)
+    heads = [line for line in text.splitlines() if line and not line.startswith(" ")]
+    assert len(heads) == len(set(heads)) and sum(head.startswith("rollout.reward.deadline_s:") for head in heads) == 1
+    assert "rollout.task.distinct: bool = false   [kind: file or huggingface]" in heads
+    assert "init.learner: section = as below   [keys as in learner]" in heads and "init.learner.seed" not in text
+    named = {head.partition(":")[0] for head in heads}
+    left = {line.path for line in explain_lines(RunConfig)} - named
+    assert all(path.startswith(("init.learner.", "correction.objective.gate.relax.")) or path.endswith(".kind") for path in left), left
 
 
 def test_unknown_key_names_file_line_and_nearest(recipe: Path) -> None:
