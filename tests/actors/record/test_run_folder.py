@@ -41,7 +41,7 @@ def test_a_checkpoint_or_the_folder_of_all_runs_leads_to_the_run(tmp_path: Path)
     step.mkdir(parents=True)
     (tmp_path / "runs" / "one" / "config.yaml").write_text("name: one\n")
     for path, said in ((step, f"name that, {tmp_path / 'runs' / 'one'}; a resume goes on from"), (tmp_path / "runs", "in it: one.")):
-        with pytest.raises(ConfigError, match="not a run folder: it has no config.yaml") as refused:
+        with pytest.raises(ConfigError, match=r"not a run folder: it has no config\.yaml") as refused:
             RunFolder.view(path)
         assert said in str(refused.value)
 
