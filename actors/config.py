@@ -136,8 +136,8 @@ class WeightSyncConfig(DerivedSettings):
     three. Not with transport broadcast."""
     max_probe_difference: PositiveFloat | None = None
     """The run warns if, after a sync, engine and learner differ by more than this at any token of a fixed prompt, nats. Unset: by the type
-    of the weights, 1e-3 in float32 (1e-6 is usual), 0.5 in bfloat16, 0.0625 in float16; in bfloat16 and float16 also if half of the tokens
-    differ by more than a 25th of that."""
+    of the weights and the model's layers, such as 1.6 in bfloat16 and 3e-3 in float32 with 30 of them (an eighth of bfloat16's in float16),
+    and then also if half of the tokens differ by more than a tenth of that."""
 
     @model_validator(mode="after")
     def _deltas_go_through_the_object_store(self) -> WeightSyncConfig:

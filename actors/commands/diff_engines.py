@@ -120,7 +120,7 @@ def diff_engines(
     finally:
         rank.close()
     say("comparing every operator, bit by bit")
-    gaps = compare_captures(of_engine, of_learner, FUSED if engine.resolved_device == "cuda" else ())
+    gaps = compare_captures(of_engine, of_learner, FUSED)
     return EngineDiff(gaps, compare(batch, logprobs), tuple(batch.offsets.tolist()))
 
 

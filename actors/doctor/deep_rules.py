@@ -5,6 +5,7 @@ Each rule is a function of (facts, config) that yields complaints; the config ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from actors.config import RunConfig
@@ -59,12 +60,13 @@ def collectives_are_fast(facts: DeepFacts, config: RunConfig) -> Iterator[Compla
 
 
 def both_sides_agree(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]:
-    of_learner = ProbeLimits.of(facts.dtype, given_limit(config))
+    given = given_limit(config)
+    of_learner = ProbeLimits.of(facts.dtype, layers=2) if given is None else ProbeLimits(given, math.inf)
     of_engine = ProbeLimits.of_run(config) if config.rollout.engine.has_float8 else of_learner
     for one in facts.agreements:
         limits = of_engine if one.sides == ENGINE_AND_LEARNER else of_learner
         text = f"{one.sides} differ by up to {one.largest:.2g} nats, median {one.median:.2g}, on a model of two layers in {facts.dtype}"
-        if not (one.largest <= limits.largest and one.median <= limits.median):  # not a number is no agreement
+        if not limits.are_kept(one.largest, one.median):
             yield Complaint("fail", f"{text}: more than rounding explains", "evenkeel diff-engines names the first operator that differs")
         else:
             yield Complaint("note", text)

@@ -21,6 +21,7 @@ from actors.plan.shape import ModelShape, check_is_model
 from actors.settings.deadlines import bytes_of, with_deadlines
 from actors.settings.derived import derived, refusals, with_learning_rate, with_optimizer
 from actors.settings.devices import check_devices, unfit_shares
+from actors.settings.probe_limits import derived_limit
 from correction.errors import DataError, EvenkeelError
 from learner.hf.hf_folder import is_pretrained, read_config, read_json, shapes_of
 from learner.hf.model_check import check_trainable, check_weights
@@ -82,6 +83,8 @@ def config_for_model(
     with kept(refused):
         config = with_learning_rate(config, is_pretrained=is_pretrained(folder))
     if shape is not None:
+        limit = {"max_probe_difference": derived_limit(config, shape.layers)}
+        config = config.model_copy(update={"weight_sync": config.weight_sync.completed(limit)})
         with kept(refused):
             config = config.model_copy(update={"rollout": config.rollout.with_context(shape.context)})
     return with_deadlines(config, _weight_bytes(folder, has_weights=has_weights))

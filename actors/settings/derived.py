@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from actors.config import RunConfig
-from actors.settings.probe_limits import ProbeLimits
+from actors.settings.probe_limits import derived_limit
 from correction.early_warning.replacement import reason_of
 from correction.engines.device_choice import device_of, dtype_of, group_backend_of, is_open
 from correction.errors import ConfigError
@@ -61,7 +61,7 @@ def derived(config: RunConfig, *, has_gpu: bool) -> RunConfig:
     if config.init is not None:
         update["init"] = config.init.model_copy(update={"learner": _on_device(config.init.learner, has_gpu, "init.learner")})
     config = config.model_copy(update=update)
-    sync = with_derived(config.weight_sync, {"max_probe_difference": ProbeLimits.of_run(config).largest}, "weight_sync")
+    sync = with_derived(config.weight_sync, {"max_probe_difference": derived_limit(config)}, "weight_sync")
     private = {"num_cpus": config.logical_cpus} if config.ray.address is None else {}
     return config.model_copy(update={"weight_sync": sync, "ray": with_derived(config.ray, private, "ray")})
 

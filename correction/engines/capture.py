@@ -26,7 +26,8 @@ the first), rotary_q and rotary_k are what enters the attention. Norms are those
 between mlp_norm and the next layer."""
 
 FUSED = frozenset({"q_norm", "k_norm"})
-"""Operators that SGLang may compute on a GPU by one kernel for queries and keys, without calling their modules: hooks don't see them."""
+"""Operators that SGLang may compute by one kernel for queries and keys on a GPU, and in some families everywhere, without calling their
+modules: hooks don't see them."""
 
 
 class OperatorPlace(NamedTuple):

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.record.probe_watch import ProbeLimits
+from actors.record.probe_watch import ProbeWatch
+from actors.settings.probe_limits import ProbeLimits
 from correction.engines.checksum import compare_checksums
 from correction.engines.weight_bucket import WeightBucket
 from lab.weight_buckets import weight_buckets
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
+from learner.training.optimizer_steps import unsampled_batch
 from rollout.engine.engine import RolloutEngine
 from tests.conftest import BackgroundLoop
 from tests.rollout.hf_reference import hf_model, largest_difference, response_logprobs
@@ -70,5 +72,30 @@ def test_three_updates(
         assert largest_difference(scored, response_logprobs(model, prompt[:1], prompt[1:])) < 1e-5
         if before is not None:
             moved = largest_difference(scored, before)
-            assert moved > ProbeLimits.of("float32").largest, "the probe of a sync would not see that an update went missing"
+            assert moved > ProbeLimits.of("float32", layers=2).largest, "the probe of a sync would not see that an update went missing"
         before = scored
+
+
+def test_the_probe_finds_weights_that_did_not_arrive(learner: LearnerRank, engine: RolloutEngine, engine_loop: BackgroundLoop) -> None:
+    """Of two layers in float32: one tensor that an update left out, or two of its rows in each other's place. What arrives whole isn't
+    reported, before or after."""
+    prompt = list(range(20, 60))
+
+    def differences(weights: dict[str, torch.Tensor]) -> list[float]:
+        engine_loop.run(engine.update_weights(engine.version + 1, [WeightBucket.of(weights)]))
+        scored, ids = engine_loop.run(engine.score(prompt)), torch.tensor(prompt)
+        batch = unsampled_batch(ids, torch.tensor([0, len(ids)]), torch.arange(len(ids)) > 0)
+        return [abs(a - b) for a, b in zip(scored, learner.logprobs(batch)[1:].tolist(), strict=True)]
+
+    watch = ProbeWatch(ProbeLimits.of("float32", layers=2))
+    before = {name: tensor.clone() for part in learner.weights() for name, tensor in part.items()}
+    assert watch.add("0", 0, differences(before)) is None
+    train(learner, seed=7)
+    whole = {name: tensor.clone() for part in learner.weights() for name, tensor in part.items()}
+    name = "model.layers.1.mlp.down_proj.weight"
+    swapped = whole[name].clone()
+    swapped[[3, 4]] = whole[name][[4, 3]]
+    for version, wrong in enumerate((before[name], swapped), start=1):
+        told = watch.add("0", 2 * version, differences(whole | {name: wrong}))
+        assert told is not None and told.endswith("the engine hasn't the learner's weights")
+        assert watch.add("0", 2 * version + 1, differences(whole)) is None

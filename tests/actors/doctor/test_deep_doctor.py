@@ -78,7 +78,7 @@ def differing(**facts: Any) -> tuple[AgreementFact, ...]:
         ({"collectives": slow(0.02)}, "warn", "inside a node: 13.4 GB/s, less than 20 GB/s. Look at nvidia-smi topo -m"),
         ({"collectives": slow(0.2, is_inside_a_node=False)}, "warn", "between nodes: 1.34 GB/s, less than 2 GB/s. Name the fast network"),
         ({"agreements": differing(largest=0.6)}, "fail", "differ by up to 0.6 nats, median 0.01, on a model of two layers in bfloat16: m"),
-        ({"agreements": differing(median=0.03)}, "fail", "median 0.03"),
+        ({"agreements": differing(median=0.05)}, "fail", "median 0.05"),
         ({"agreements": differing(largest=float("nan"))}, "fail", "differ by up to nan nats"),
         ({"agreements": differing(gradient=0.2)}, "fail", "the learner's gradient has a norm 20 % off float32's"),
         ({"agreements": differing(gradient=float("nan"))}, "fail", "a norm nan % off"),
@@ -100,7 +100,7 @@ def test_a_rule_of_what_was_measured(facts: dict[str, Any], severity: str, words
 
 
 def test_limits_go_by_the_type_and_gloo_may_be_slow() -> None:
-    on_cpu = replace(HEALTHY, dtype="float32", on_gpus=False, collectives=slow(10.0), agreements=differing(largest=2e-4))
+    on_cpu = replace(HEALTHY, dtype="float32", on_gpus=False, collectives=slow(10.0), agreements=differing(largest=2e-4, median=2e-5))
     assert {severity for severity, _ in said(on_cpu)} == {"note"}
     beyond = said(replace(on_cpu, agreements=differing()))
     assert beyond[0][0] == "fail" and "0.2 nats" in beyond[0][1] and "in float32: more than rounding explains" in beyond[0][1]

@@ -1,7 +1,8 @@
-"""The probe warns by what a type of numbers allows, once a version."""
+"""The probe warns by what a type of numbers allows at the model's depth, and by what the engines differ by; once a cause."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -14,20 +15,44 @@ from actors.settings.probe_limits import ProbeLimits
 
 
 @pytest.mark.parametrize(
-    ("dtype", "differences", "is_told"),
+    ("dtype", "layers", "differences", "is_told"),
     [
-        ("float32", [1e-6, 2e-6], False),
-        ("float32", [1e-6, 2e-3], True),
-        ("bfloat16", [0.008, 0.007, 0.24], False),  # Qwen3-8B in public comparisons: mean 0.008, largest 0.24
-        ("bfloat16", [0.008, 0.007, 0.6], True),
-        ("bfloat16", [0.03, 0.03, 0.03], True),  # no outlier, but all of them
-        ("float16", [0.001, 0.001, 0.03], False),
-        ("float16", [0.001, 0.001, 0.1], True),
+        ("float32", 3, [1e-6, 2e-6], False),  # the nano model
+        ("float32", 3, [1e-6, 2e-3], True),
+        ("bfloat16", 3, [0.004, 0.007, 0.063], False),
+        ("bfloat16", 3, [0.06, 0.06, 0.063], True),
+        ("bfloat16", 30, [0.05, 0.063, 0.45], False),  # SmolLM2-135M-Instruct, whose sampler and learner are healthy
+        ("bfloat16", 30, [0.58, 0.79, 4.2], True),  # the same with one projection's rows reversed
+        ("bfloat16", 36, [0.008, 0.007, 0.24], False),  # Qwen3-8B in public comparisons: mean 0.008, largest 0.24
+        ("bfloat16", 36, [0.008, 0.007, 2.0], True),
+        ("bfloat16", 36, [0.2, 0.2, 0.2], True),  # no outlier, but all of them
+        ("float16", 36, [0.001, 0.001, 0.03], False),
+        ("float16", 36, [0.001, 0.001, 0.3], True),
+        ("float32", 3, [0.0, math.nan, 0.0], True),
     ],
 )
-def test_limits_by_type(dtype: str, differences: list[float], is_told: bool) -> None:
-    told = ProbeWatch(ProbeLimits.of(dtype)).add("0", 1, differences)
+def test_limits_by_type_and_depth(dtype: str, layers: int, differences: list[float], is_told: bool) -> None:
+    told = ProbeWatch(ProbeLimits.of(dtype, layers)).add("0", 1, differences)
     assert (told is not None) is is_told
+
+
+def test_a_cause_is_told_once_and_another_one_too() -> None:
+    """Engines that compute otherwise show at verified weights; from then on what counts is whether weights arrive, by what these engines
+    differ by. So it is also of engines that differ less than allowed."""
+    watch = ProbeWatch(ProbeLimits(1.0, 0.1))
+    told = watch.add("0", 0, [0.3, 0.3, 0.3])
+    assert told is not None and "v0" in told and "allowed: 1, median 0.1" in told and "checksums agree" in told and "diff-engines" in told
+    assert [watch.add("0", version, [0.4, 0.4, 0.4]) for version in range(1, 6)] == [None] * 5
+    assert watch.add("1", 5, [0.3, 0.3, 0.3]) is None, "another engine, of the same cause"
+    told = watch.add("0", 6, [1.0, 1.0, 1.0])
+    assert told is not None and "v6" in told and "allowed: 0.9, median 0.9" in told and "hasn't the learner's weights" in told
+    assert [watch.add("0", version, [1.0, 1.0, 1.0]) for version in (7, 8)] == [None] * 2
+    assert watch.add("0", 9, [0.3, 0.3, 0.3]) is None
+    assert watch.add("0", 10, [1.0, 1.0, 1.0]) is not None, "anew"
+    watch = ProbeWatch(ProbeLimits(1.0, 0.1))
+    assert watch.add("0", 0, [0.01, 0.01, 0.02]) is None
+    assert watch.add("0", 1, [0.03, 0.03, 0.03]) is None
+    assert watch.add("0", 2, [0.05, 0.05, 0.05]) is not None, "allowed of engines in general, but not of these"
 
 
 @pytest.mark.parametrize(
@@ -47,18 +72,18 @@ def test_engines_in_float8_may_differ_more(differences: list[float], is_told: bo
 
 
 def test_a_configured_limit_stands_alone() -> None:
-    watch = ProbeWatch(ProbeLimits.of("bfloat16", 0.1))
+    watch = ProbeWatch(ProbeLimits(0.1, math.inf))
     assert watch.add("0", 1, [0.09, 0.09]) is None
     told = watch.add("0", 2, [0.09, 0.11])
     assert told is not None and "by up to 0.11 nats" in told and "allowed: 0.1;" in told
 
 
 def test_a_version_is_told_once_however_many_engines_are_beyond() -> None:
-    watch = ProbeWatch(ProbeLimits.of("float32"))
+    watch = ProbeWatch(ProbeLimits(1e-3, math.inf))
     at_once = [watch.add(str(engine), 7, [0.01 * engine]) for engine in range(1, 500)]
     assert [told is not None for told in at_once] == [True] + [False] * 498
     differences, lines = watch.take()
     assert len(differences) == 499 and max(differences) == 4.99
     assert lines == ["weights v7 are beyond the probe's limits on 498 further rollout workers, most on 499, by 5 nats"]
     assert watch.take() == ([], [])
-    assert watch.add("0", 8, [0.1]) is not None
+    assert watch.add("1", 8, [0.1]) is None, "it is told already"
