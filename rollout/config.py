@@ -140,6 +140,15 @@ class RegexMatch(Settings):
     pattern: str
     """Python regular expression, in DOTALL mode, e.g. "<answer>(.*?)</answer>"."""
 
+    @field_validator("pattern")
+    @classmethod
+    def _is_a_pattern(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern, re.DOTALL)
+        except re.error as error:
+            raise ValueError(f"pattern = {pattern!r} is no regular expression: {error}") from error
+        return pattern
+
 
 Extraction = Annotated[WholeText | LastLine | AfterMarker | RegexMatch, Field(discriminator="kind")]
 

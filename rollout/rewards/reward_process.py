@@ -202,10 +202,7 @@ def build_extraction(spec: dict[str, Any]) -> Callable[[str], str]:
         return lambda text: next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
     if spec["kind"] == "after":
         return lambda text: text.rpartition(spec["marker"])[2].strip() if spec["marker"] in text else ""
-    try:
-        pattern = re.compile(spec["pattern"], re.DOTALL)
-    except re.error as error:
-        raise RewardLoadError(f"rollout.reward.extraction.pattern = {spec['pattern']!r} is no regular expression: {error}") from error
+    pattern = re.compile(spec["pattern"], re.DOTALL)
     return lambda text: _last_match(pattern, text)
 
 

@@ -15,7 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from correction.errors import ConfigError
-from rollout.rewards.reward_process import RewardLoadError, build_extraction, components
+from rollout.rewards.reward_process import build_extraction, components
 from rollout.rewards.rewards import RewardError, RewardPool, _as_reply
 from rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory, ids_of, logprobs_of
 from tests.failures.measured import REAL, Measured
@@ -112,9 +112,9 @@ def test_what_can_not_stand_in_a_metrics_name_names_no_part(name: str) -> None:
         components({name: 1.0})
 
 
-def test_a_bad_pattern_is_named() -> None:
-    with pytest.raises(RewardLoadError, match="no regular expression"):
-        build_extraction({"kind": "regex", "pattern": "("})
+def test_a_bad_pattern_is_named_as_the_recipe_is_read() -> None:
+    with pytest.raises(ValidationError, match="no regular expression: missing \\), unterminated subpattern at position 0"):
+        reward(kind="exact_match", extraction={"kind": "regex", "pattern": "("})
 
 
 # --- failures -------------------------------------------------------------------------------------------------------
