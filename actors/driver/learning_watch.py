@@ -64,7 +64,7 @@ class LearningWatch:
             self._is_short = True
             self._on_shortage(". ".join(filter(None, (self._judge.shortage, self._judge.said(samples, again=True)))))
         elif told := self._judge.said(samples):
-            self._notify("warning", f"nothing is learned: {told}")
+            self._notify("warning", told)
 
     def _samples(self, group: Group) -> list[Sample]:
         """All its answers. A pattern has gone through the same texts in a scoring process within its deadline; where that failed the text

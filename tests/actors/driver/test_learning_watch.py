@@ -46,7 +46,7 @@ def test_the_warning_shows_what_the_scorer_saw_of_two_answers() -> None:
     told = LearningWatch(config(**{"rollout.reward.extraction": "{kind: last_line}"}), lambda *event: said.append(event), unexpected)
     asyncio.run(_all([at_hand(group(number, "so:\nIt is A.\n", "so:\nIt is B.\n")) for number in range(200)], told))
     ((level, text),) = said
-    assert level == "warning" and text.startswith("nothing is learned: none of the last 208 answers is right: each got the reward 0. ")
+    assert level == "warning" and text.startswith("none of the last 208 answers is right: each got the reward 0. ")
     assert text.count("expected 'answer ") == text.count(", of which the reward saw 'It is ") == text.count(".': reward 0") == 2
 
 
@@ -60,7 +60,7 @@ def test_tokens_that_are_gone_cost_the_samples_alone() -> None:
 
     asyncio.run(gone())
     (text,) = said
-    assert text.startswith("nothing is learned: none of the last 208 answers is right") and text.endswith("or give partial rewards")
+    assert text.startswith("none of the last 208 answers is right") and text.endswith("or give partial rewards")
 
 
 @pytest.mark.parametrize("goes_on", ["stop", "train"])
