@@ -404,3 +404,10 @@ class RolloutConfig(PoolSizeConfig, DerivedSettings):
             said = f"rollout.sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt"
             raise ConfigError(f"{said} in {self.engine.room_text}", remedy="lower it")
         return min(longest, self.task.max_prompt_tokens or longest)
+
+    @property
+    def prompt_limit(self) -> str:
+        """What longest_prompt comes from, for people. Raises: as that."""
+        if self.longest_prompt == self.task.max_prompt_tokens:
+            return "rollout.task.max_prompt_tokens"
+        return f"what rollout.sampling.max_tokens = {self.sampling.max_tokens} leaves of {self.engine.room_text}"

@@ -46,7 +46,7 @@ def model_page(target: Path, task: str, overrides: Sequence[str]) -> Iterator[tu
     if task:
         config, _ = task_config(folder, task, overrides, problems=1)
         rollout = with_engine_types(config, has_gpu=visible_gpus() > 0).rollout.with_context(shape.max_position_embeddings)
-        encoder = ChatEncoder.of_folder(folder, rollout.task, rollout.longest_prompt)
+        encoder = ChatEncoder.of_folder(folder, rollout.task, rollout)
         made = questions(rollout.task, config.deadlines.start_s, encoder)
         prompt, from_where = made.train_prompt(0).token_ids, f"the first training question of {made.name}"
     else:

@@ -94,9 +94,9 @@ def task_for(config: RunConfig) -> tuple[Task, int]:
     check_model_folder(model)
     check_engine_device(config)
     check_task_names(config.rollout.task)
-    longest_prompt = config.rollout.with_context(read_config(model).get_text_config().max_position_embeddings).longest_prompt
-    encoder = ChatEncoder.of_folder(model, config.rollout.task, longest_prompt)
-    return questions(config.rollout.task, config.deadlines.start_s, encoder), longest_prompt
+    rollout = config.rollout.with_context(read_config(model).get_text_config().max_position_embeddings)
+    encoder = ChatEncoder.of_folder(model, rollout.task, rollout)
+    return questions(rollout.task, config.deadlines.start_s, encoder), rollout.longest_prompt
 
 
 async def _evaluate(asker: Asker, prompts: Sequence[Prompt], config: RunConfig) -> Evaluation:

@@ -102,7 +102,7 @@ def check_inputs(config: RunConfig, model: Path | None, *, is_resumed: bool = Fa
 
 def _encoder(config: RunConfig, model: Path) -> ChatEncoder:
     """Raises: DataError, ConfigError."""
-    return ChatEncoder.of_folder(model, config.rollout.task, config.rollout.longest_prompt)
+    return ChatEncoder.of_folder(model, config.rollout.task, config.rollout)
 
 
 def outline(config: RunConfig) -> tuple[Path, bool]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from correction.errors import ConfigError, DataError, not_read
-from rollout.config import TaskConfig
+from rollout.config import RolloutConfig, TaskConfig
 from rollout.tasks.answer_ends import CONFIGS, AnswerEnds, configured_ends
 from rollout.tasks.control_tokens import ControlTokens
 
@@ -52,6 +52,8 @@ class ChatEncoder:
     """A transformers tokenizer."""
     max_prompt_tokens: int | None = None
     """Longest prompt, tokens; None: no limit."""
+    limit: str = "rollout.task.max_prompt_tokens"
+    """What that comes from, for people."""
     system_prompt: str | None = None
     """Text of a system turn before it."""
     apply_chat_template: bool = True
@@ -72,9 +74,13 @@ class ChatEncoder:
             raise DataError(nobody, remedy="set eos_token in tokenizer_config.json")
 
     @classmethod
-    def of_folder(cls, folder: Path, task: TaskConfig, max_prompt_tokens: int | None = None) -> ChatEncoder:
-        """As `for_task`, of a model's folder. Raises: DataError, ConfigError as load_tokenizer and for what a task can't use."""
-        return cls.for_task(load_tokenizer(folder), task, max_prompt_tokens, configured_ends(folder))
+    def of_folder(cls, folder: Path, task: TaskConfig, rollout: RolloutConfig | None = None) -> ChatEncoder:
+        """As `for_task`, of a model's folder. Raises: DataError, ConfigError as load_tokenizer and for what a task can't use.
+
+        Args: rollout: with the engines' context decided, for the longest prompt; None: the task's own limit.
+        """
+        encoder = cls.for_task(load_tokenizer(folder), task, rollout and rollout.longest_prompt, configured_ends(folder))
+        return replace(encoder, limit=rollout.prompt_limit) if rollout else encoder
 
     @classmethod
     def for_task(
@@ -185,5 +191,5 @@ class ChatEncoder:
     def _too_long(self, length: str) -> str:
         return (
             f"its prompt has {length} tokens, more than the {self.max_prompt_tokens} that fit "
-            f"(what rollout.sampling.max_tokens leaves of the engine's context, or rollout.task.max_prompt_tokens)"
+            f"({self.limit})"
         )

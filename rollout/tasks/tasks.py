@@ -179,7 +179,8 @@ class Task:
         if skipped := self._source.skipped:
             raise DataError(
                 f"{self.name}: no question could be held out; {len(skipped)} of those looked at can't be asked, the first: {skipped[0]}. "
-                f"Take shorter questions, or raise rollout.engine.context_length (at most the model's own context)"
+                f"Take shorter questions, or raise rollout.engine.context_length (at most the model's own context), or "
+                f"rollout.engine.max_total_tokens, whichever is named there"
             )
         raise DataError(f"{self.name}: no question could be held out; raise rollout.task.held_out_fraction, or take more questions")
 
