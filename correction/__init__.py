@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from .early_warning.monitor import Event, Monitor, MonitorConfig
     from .errors import ConfigError, DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LedgerError, SyncError
     from .loss import PARTIALS, PolicyLoss, loss_metrics, policy_loss, policy_scale
-    from .padded_batch import from_padded
+    from .padded_batch import from_lists, from_padded
     from .padding import pack_like, to_padded
     from .presets.methods import PRESETS, Preset, presets_table
     from .settings.choices import AdvantageEstimator, ProximalSource
+    from .settings.parts import AdvantageConfig
     from .settings.schedule import (
         check_without_gradient_factor,
         needs_gradient_factor,
@@ -33,10 +34,14 @@ if TYPE_CHECKING:
     from .terms.advantages import group_advantages
     from .tokens import token_coefficients
 
+__version__ = "0.1.0"
+"""Of evenkeel and of evenkeel-correction: tests/test_distribution.py."""
+
 _HOMES = {
     "terms.advantages": ("group_advantages",),
     "batch": ("CorrectedBatch", "PackedBatch",),
     "settings.choices": ("AdvantageEstimator", "ProximalSource",),
+    "settings.parts": ("AdvantageConfig",),
     "config": ("CorrectionConfig",),
     "correct": ("correct", "defer", "for_step", "shard_sums",),
     "diagnostics.diagnose": ("diagnose", "diagnostic_sums", "diagnostics_of",),
@@ -44,7 +49,7 @@ _HOMES = {
     "loss": ("PARTIALS", "PolicyLoss", "loss_metrics", "policy_loss", "policy_scale",),
     "presets.methods": ("PRESETS", "Preset", "presets_table",),
     "early_warning.monitor": ("Event", "Monitor", "MonitorConfig",),
-    "padded_batch": ("from_padded",),
+    "padded_batch": ("from_lists", "from_padded",),
     "padding": ("pack_like", "to_padded",),
     "diagnostics.quantities": ("DIAGNOSTIC_FAMILIES", "DIAGNOSTICS", "LOSS_METRICS",),
     "settings.schedule": (
@@ -64,6 +69,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 class _Package(ModuleType):
     """`correct` is a function, and the name of the module that has it: the import of that module must not hide the function."""
 
@@ -81,6 +90,7 @@ __all__ = [
     "PARTIALS",
     "PRESETS",
     "TOTALS",
+    "AdvantageConfig",
     "AdvantageEstimator",
     "ConfigError",
     "CorrectedBatch",
@@ -107,6 +117,7 @@ __all__ = [
     "diagnostic_sums",
     "diagnostics_of",
     "for_step",
+    "from_lists",
     "from_padded",
     "group_advantages",
     "loss_metrics",

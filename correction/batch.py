@@ -14,24 +14,35 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .checks import VERSIONS, check_batch_shapes, check_decision_shapes, check_not_positive, largest_logprob
 from .errors import DataError
 from .padding import pack_like, to_padded
-from .settings.parts import AdvantageConfig
+from .settings.parts import AdvantageConfig, CorrectionSettings
 from .wide import WidePlace, check_fields, routed_experts_of, topk_of
 
-_PER_TOKEN_OPTIONAL = ("proximal_logprobs", "reference_logprobs", "turn_ids", "topk_ids", "topk_logprobs", "routed_experts")
+_LOGPROBS = ("behavior_logprobs", "proximal_logprobs", "reference_logprobs", "topk_logprobs")
 NO_VERSION = -1
 """weight_versions of a token that no weights sampled."""
 CPU_TOKENS = 2**19
 """About how many tokens `batch_slices` puts in a part on a CPU: smaller parts cost more in calls than they save in cache misses."""
 _PER_SEQUENCE = ("offsets", "group_ids")
+_COUNTED_FROM_0 = "counted from 0 (-1: no weights sampled the token). Number the weights by their updates, not by time"
 UNIT_COUNTS = ("units", "truncated", "truncated_positive", "truncated_negative", "masked", "masked_positive", "masked_negative")
 """Units that have an importance weight; those whose weight was cut to a bound, or set to 0; of these, by the sign of the advantage."""
 
 
+def _detach(record: Any) -> None:
+    """Take gradients off the tensors of a frozen dataclass: they are data. One through pi_prox would cancel the surrogate's own, and one
+    through advantages would train a critic with the policy's loss, while the loss stays the same number."""
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, Tensor) and value.requires_grad:
+            object.__setattr__(record, field.name, value.detach())
+
+
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """S sequences of prompt and response, N tokens in all."""
+    """S sequences of prompt and response, N tokens in all. Tensors are detached on the way in."""
 
     token_ids: Tensor
     """[N] int64."""
@@ -68,6 +79,9 @@ class PackedBatch:
     last token, which nothing reads."""
     wide: tuple[WidePlace, ...] | None = None
     """[S] where topk_ids, topk_logprobs and routed_experts of each sequence are, if they exist and aren't in the batch (wide.py)."""
+
+    def __post_init__(self) -> None:
+        _detach(self)
 
     @property
     def num_tokens(self) -> int:
@@ -110,30 +124,29 @@ class PackedBatch:
         return replace(self, topk_ids=topk_ids, topk_logprobs=topk_logprobs, routed_experts=routes, wide=None)
 
     def validate(self) -> PackedBatch:
-        """Check shapes, types, offsets and versions; return self.
+        """Check shapes, types, offsets, versions and the sign of logprobs; return self.
 
         Raises: DataError naming the field.
         """
-        n, s = self.num_tokens, self.num_sequences
-        if s < 0 or int(self.offsets[0]) != 0 or int(self.offsets[-1]) != n or bool((self.lengths < 0).any()):
+        check_batch_shapes(self)
+        n = self.num_tokens
+        if self.learner_version not in VERSIONS:
+            raise DataError(f"PackedBatch.learner_version = {self.learner_version}: versions are int32, {_COUNTED_FROM_0}")
+        logprobs = [(name, values) for name in _LOGPROBS if (values := getattr(self, name)) is not None]
+        numbers = [self.offsets[0], self.offsets[-1], self.lengths.amin() if self.num_sequences else self.offsets[0]]
+        numbers += self.weight_versions.aminmax() if n else (self.offsets[0], self.offsets[0])
+        numbers += [largest_logprob(values, self.loss_mask) for _, values in logprobs]
+        first, last, shortest, oldest, newest, *largest = torch.stack([number.double() for number in numbers]).tolist()
+        if (first, last) != (0, n) or shortest < 0:
             raise DataError(f"PackedBatch.offsets must rise from 0 to {n} (the number of tokens), got {self.offsets[:3].tolist()}...")
-        for name in ("loss_mask", "behavior_logprobs", "advantages", "weight_versions", *_PER_TOKEN_OPTIONAL):
-            value = getattr(self, name)
-            if value is not None and value.shape[0] != n:
-                raise DataError(f"PackedBatch.{name} has {value.shape[0]} rows for {n} tokens")
-        if self.group_ids.shape != (s,):
-            raise DataError(f"PackedBatch.group_ids has shape {tuple(self.group_ids.shape)} for {s} sequences")
-        if self.loss_mask.dtype != torch.bool:
-            raise DataError(f"PackedBatch.loss_mask must be bool, got {self.loss_mask.dtype}")
-        for name in ("behavior_logprobs", "advantages", "proximal_logprobs", "reference_logprobs", "topk_logprobs"):
-            value = getattr(self, name)
-            if value is not None and value.dtype not in (torch.float32, torch.float64):
-                raise DataError(f"PackedBatch.{name} must be float32 or float64, got {value.dtype}")
-        if n and (newest := int(self.weight_versions.max())) > self.learner_version:
+        if oldest < NO_VERSION:
+            raise DataError(f"PackedBatch.weight_versions has {oldest:.0f}: versions are int32, {_COUNTED_FROM_0}")
+        if newest > self.learner_version:
             raise DataError(
-                f"PackedBatch.weight_versions reach {newest}, and learner_version is {self.learner_version}: no token can be of weights "
-                "that the learner doesn't have yet. Set learner_version to the version from which the update starts"
+                f"PackedBatch.weight_versions reach {newest:.0f}, and learner_version is {self.learner_version}: no token can be of "
+                "weights that the learner doesn't have yet. Set learner_version to the version from which the update starts"
             )
+        check_not_positive("PackedBatch.", dict(zip((name for name, _ in logprobs), largest, strict=True)))
         return self
 
     def sequences_of_groups(self) -> dict[int, list[int]]:
@@ -246,6 +259,11 @@ class CorrectedBatch:
     """[N] float32: importance_weights without config.modulation, which a late mean weight leaves out; None: they are the same."""
     settled: Tensor | None = None
     """[N] bool: what a criterion on the target policy of a whole optimizer step keeps, as `settle` decided; None: not decided, or none."""
+    config: CorrectionSettings | None = None
+    """The settings that corrected it, which its loss has to have; None: not known, as after from_padded."""
+
+    def __post_init__(self) -> None:
+        _detach(self)
 
     def select(self, sequences: Sequence[int]) -> CorrectedBatch:
         """The given sequences alone; scales stay those of the global batch."""
@@ -309,7 +327,9 @@ class CorrectedBatch:
         if weights.shape[0] != batch.num_tokens:
             raise DataError(f"CorrectedBatch.from_padded: attention_mask has {weights.shape[0]} tokens, and batch {batch.num_tokens}")
         plain = None if plain_weights is None else pack_like(plain_weights, attention_mask)
-        return cls(batch, weights, keep, scale, is_deferred=is_deferred, plain_weights=plain)
+        made = cls(batch, weights, keep, scale, is_deferred=is_deferred, plain_weights=plain)
+        check_decision_shapes(made)
+        return made
 
 
 @dataclass(frozen=True, slots=True)

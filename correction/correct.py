@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from .batch import CorrectedBatch, DecisionCounts, PackedBatch, batch_slices
+from .checks import check_same_settings, check_settings
 from .config import CorrectionConfig
 from .decision import BatchView, apply_stage, needs_all_tokens, no_counts
 from .errors import ConfigError, DataError
-from .settings.choices import DenominatorKind, ProximalSource, Statistic
+from .settings.choices import DenominatorKind, ProximalSource, Ratio, Statistic
 from .settings.parts import AdvantageConfig
-from .settings.schedule import Schedule, Stage, fold_obstacle, uses_proximal
+from .settings.schedule import Schedule, Stage, fold_obstacle, policies_read
 from .shards import TOTALS, Reduce, check_sharded, moment_limits, prompt_index
 from .terms.denominators import batch_counts, sequence_scale
 from .terms.importance import normalizer, weight_sums
-from .terms.ratios import Logprobs
 from .terms.rejection import MOST, narrow_bounds
 from .terms.segments import running_counts
 
@@ -47,8 +47,8 @@ def correct(
         totals: `shard_sums` of this batch, added up over all shards.
         reduce: called with a float64 tensor, gives its sum over all shards (`all_reduce_sum`).
         num_prompts: prompts of the whole batch, which group_ids number from 0; read in shards, by denominator prompt_mean alone.
-    Raises: DataError if the proximal policy is to be recomputed and batch.proximal_logprobs is missing; ConfigError if the batch's
-        advantages are not those of the config, or the config can't be settled in shards.
+    Raises: DataError if the proximal policy is to be recomputed and batch.proximal_logprobs is missing, and what PackedBatch.validate
+        raises; ConfigError if the batch's advantages are not those of the config, or the config can't be settled in shards.
     """
     return _prepare(batch, config, is_deferred=False, reduce=_reduce_of(totals, reduce, config, num_prompts), num_prompts=num_prompts)
 
@@ -66,6 +66,7 @@ def defer(
     Args: as for `correct`; totals are `shard_sums(..., is_deferred=True)`.
     Raises: ConfigError if a global quantity can't be folded in afterwards; `needs_proximal_forward` says so beforehand.
     """
+    check_settings("defer", config)
     if config.proximal is not ProximalSource.RECOMPUTE:  # nothing waits for a proximal policy
         return correct(batch, config, totals=totals, reduce=reduce, num_prompts=num_prompts)
     obstacle = fold_obstacle(config, is_deferred=True)
@@ -83,39 +84,33 @@ def shard_sums(
     Add these tensors up over all shards, by any means, and give `correct` (or `defer`, with is_deferred) the result as `totals`.
     Raises: ConfigError if sums are not enough for the config; what `correct` raises.
     """
+    _check_given("shard_sums", batch, config)
     check_sharded(config, num_prompts, has_reduce=False)
     own = replace(batch, proximal_logprobs=None) if is_deferred else batch
     return _decide_early(own, config, Schedule.of(config, is_deferred=is_deferred), None, num_prompts).sums
-
-
-def early_proximal(batch: PackedBatch, config: CorrectionConfig, schedule: Schedule) -> Tensor | None:
-    """[N] the proximal logprobs as far as they are known before the training forward.
-
-    Raises: DataError if they are to be recomputed, some part needs them, and the batch has none.
-    """
-    if config.proximal is ProximalSource.BEHAVIOR:
-        return batch.behavior_logprobs
-    if schedule.proximal is Stage.LATE:
-        return None
-    if batch.proximal_logprobs is None and uses_proximal(config):
-        raise DataError(
-            "correct: PackedBatch.proximal_logprobs is None, but proximal: recompute needs them. Have the learner compute them, "
-            "use defer() with one optimizer step per batch, or set proximal: behavior."
-        )
-    return batch.proximal_logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class _Early:
     """What the early parts decided on a shard, before it knows the whole batch."""
 
-    proximal: Tensor | None
     weights: Tensor
     """[N] before batch normalisation."""
     keep: Tensor
     counts: DecisionCounts
     sums: Tensor
     """[len(TOTALS) + prompts] float64."""
+    holes: Tensor
+    """[2] float64: tokens of this shard without a logprob of the sampler that the config reads; tokens left out as a number that it reads
+    is not finite."""
+
+
+def _check_given(where: str, batch: PackedBatch, config: CorrectionConfig) -> None:
+    """Raises: ConfigError or DataError with the remedy."""
+    check_settings(where, config)
+    if not isinstance(batch, PackedBatch):
+        raise DataError(f"{where}: batch is a {type(batch).__name__}, not a PackedBatch. Make one with from_padded or from_lists")
+    batch.validate()
 
 
 def _reduce_of(totals: Tensor | None, reduce: Reduce | None, config: CorrectionConfig, num_prompts: int | None) -> Reduce | None:
@@ -124,6 +119,7 @@ def _reduce_of(totals: Tensor | None, reduce: Reduce | None, config: CorrectionC
         return None
     if totals is not None and reduce is not None:
         raise ConfigError("correct: both totals and reduce are given. Give the sums of all shards, or the way to get them.")
+    check_settings("correct", config)
     check_sharded(config, num_prompts, has_reduce=reduce is not None)
     return reduce if totals is None else lambda sums: totals.to(sums)
 
@@ -131,19 +127,24 @@ def _reduce_of(totals: Tensor | None, reduce: Reduce | None, config: CorrectionC
 def _prepare(
     batch: PackedBatch, config: CorrectionConfig, *, is_deferred: bool, reduce: Reduce | None, num_prompts: int | None
 ) -> CorrectedBatch:
+    _check_given("correct", batch, config)
     _check_advantages(batch, config)
     schedule = Schedule.of(config, is_deferred=is_deferred)
     early = _decide_early(batch, config, schedule, reduce, num_prompts)
     totals = early.sums if reduce is None else _checked(reduce(early.sums), early.sums)
-    value = dict(zip(TOTALS, totals[: len(TOTALS)].tolist(), strict=True))
+    *numbers, missing, broken = torch.cat([totals[: len(TOTALS)], early.holes]).tolist()
+    value = dict(zip(TOTALS, numbers, strict=True))
     weights = early.weights
     if schedule.normalization is Stage.EARLY:
         weights *= normalizer(value["weight"], value["units"])
+    if missing or broken:
+        _warn_of_holes(batch, config, int(missing), int(broken))
     if value["kept_tokens"] == 0 and value["tokens"] > 0:
-        warnings.warn("correction: every token of the batch was rejected; its policy loss is 0", stacklevel=3)
+        why = "was rejected" if not broken else "was rejected or left out, as a number of it is not finite"
+        warnings.warn(f"correction: every token of the batch {why}; its policy loss is 0", stacklevel=3)
     if reduce is None:  # a shard's counts say nothing of the batch
-        _warn_of_narrow_bounds(batch, early.proximal, early.counts, config)
-    modulated = _modulate_early(weights, batch, early.proximal, config)
+        _warn_of_narrow_bounds(batch, early.counts, config, schedule)
+    modulated = _modulate_early(weights, batch, config, schedule)
     corrected = CorrectedBatch(
         batch=batch,
         importance_weights=modulated,
@@ -152,17 +153,43 @@ def _prepare(
         is_deferred=is_deferred,
         counts=early.counts,
         plain_weights=weights if modulated is not weights and schedule.normalization is Stage.LATE else None,
+        config=config,
     )
     return replace(corrected, token_scale=_batch_scale(corrected, config, schedule, totals[_COUNTED:], num_prompts))
 
 
-def _warn_of_narrow_bounds(batch: PackedBatch, proximal: Tensor | None, counts: DecisionCounts, config: CorrectionConfig) -> None:
-    """Warn of each criterion that rejects most of the batch, and of the mean log ratio. Args: proximal: [N] nats."""
+def _warn_of_holes(batch: PackedBatch, config: CorrectionConfig, missing: int, broken: int) -> None:
+    """Warn of tokens without a logprob of the sampler, and of tokens that are left out, with their share and the fields at fault."""
+    tokens = int(batch.loss_mask.count_nonzero())
+    if missing:
+        neutral = config.missing == "neutral"
+        what = "their ratios count as 1" if neutral else "they are left out, and so are turns and sequences that are judged as a whole"
+        warnings.warn(
+            f"correction: the sampler reported no logprob (NaN) for {missing} of {tokens} trained tokens ({missing / tokens:.1%}); {what} "
+            f"(missing: {config.missing})",
+            stacklevel=4,
+        )
+    if broken > (missing if config.missing == "drop" else 0):
+        names = ["advantages", *(f"{policy}_logprobs" for policy in sorted(policies_read(config) - {"target"}))]
+        known = {name: values for name in names if (values := getattr(batch, name)) is not None}
+        counts = {name: int((batch.loss_mask & ~values.isfinite()).count_nonzero()) for name, values in known.items()}
+        at_fault = ", ".join(f"{name} at {count}" for name, count in counts.items() if count)
+        warnings.warn(
+            f"correction: {broken} of {tokens} trained tokens ({broken / tokens:.1%}) are left out, since a number of theirs is not finite "
+            f"({at_fault})",
+            stacklevel=4,
+        )
+
+
+def _warn_of_narrow_bounds(batch: PackedBatch, counts: DecisionCounts, config: CorrectionConfig, schedule: Schedule) -> None:
+    """Warn of each criterion that rejects most of the batch, and of the mean log ratio."""
     levels = dict(zip(counts.labels, (criterion.level for criterion in config.rejection), strict=False))  # the veto, at the end, has none
     for label, (looked_at, dropped) in counts.by_criterion().items():
-        if proximal is not None and dropped > MOST * looked_at:
-            log_ratio = (proximal - batch.behavior_logprobs)[batch.loss_mask]
-            warnings.warn(narrow_bounds(label, levels.get(label), dropped / looked_at, log_ratio[log_ratio.isfinite()]), stacklevel=4)
+        if dropped > MOST * looked_at:
+            view = BatchView.of(batch, config, schedule)
+            if view.logprobs.proximal is not None:
+                log_ratio = view.log_ratio(Ratio.RHO)[view.mask]
+                warnings.warn(narrow_bounds(label, levels.get(label), dropped / looked_at, log_ratio), stacklevel=4)
 
 
 def _checked(totals: Tensor, sums: Tensor) -> Tensor:
@@ -174,18 +201,22 @@ def _checked(totals: Tensor, sums: Tensor) -> Tensor:
 def _decide_early(
     batch: PackedBatch, config: CorrectionConfig, schedule: Schedule, reduce: Reduce | None, num_prompts: int | None
 ) -> _Early:
-    proximal = early_proximal(batch, config, schedule)
     limits = None
     if reduce is not None and needs_all_tokens(config):
         moments = [criterion for criterion in config.rejection if criterion.statistic is Statistic.SECOND_MOMENT]
-        limits = moment_limits(BatchView.of(batch, Logprobs(batch.behavior_logprobs, proximal, None)), moments, config, reduce)
+        limits = moment_limits(BatchView.of(batch, config, schedule), moments, config, reduce)
     weights, keep = torch.empty_like(batch.behavior_logprobs), torch.empty_like(batch.loss_mask)
     sums = torch.zeros(_COUNTED, dtype=torch.float64, device=weights.device)
+    holes = sums.new_zeros(2)
     counts = no_counts(config, weights.device)
     for piece in batch_slices(batch, is_divisible=not needs_all_tokens(config)):
         own = piece.of_batch(batch)
-        view = BatchView.of(own, Logprobs(own.behavior_logprobs, piece.of_tokens(proximal), None), moment_limits=limits)
+        view = BatchView.of(own, config, schedule, moment_limits=limits)
         decision = apply_stage(view, config, schedule, Stage.EARLY)
+        if view.missing is not None:
+            holes[0] += view.missing.count_nonzero()
+        if view.mask is not own.loss_mask:
+            holes[1] += view.broken.count_nonzero()
         counts += decision.counts
         weights[piece.tokens], keep[piece.tokens] = decision.weights, decision.keep
         if schedule.normalization is Stage.EARLY and decision.by_unit is not None:
@@ -194,7 +225,7 @@ def _decide_early(
             )
     sums[2], sums[3] = batch.loss_mask.count_nonzero(), keep.count_nonzero()
     counted = _counts(batch, keep, config, schedule, num_prompts)
-    return _Early(proximal, weights, keep, counts, torch.cat([sums, counted]))
+    return _Early(weights, keep, counts, torch.cat([sums, counted]), holes)
 
 
 def for_step(
@@ -212,7 +243,9 @@ def for_step(
     Args:
         sequences: of this shard.
         reduce, num_prompts: as for `correct`: the denominator is counted on the shares of all shards together.
+    Raises: ConfigError if the batch was corrected by other settings.
     """
+    check_same_settings("for_step", corrected.config, config)
     if reduce is not None:
         check_sharded(config, num_prompts, has_reduce=True)
     share = corrected.select(sequences)
@@ -271,11 +304,11 @@ def _check_advantages(batch: PackedBatch, config: CorrectionConfig) -> None:
     elif isinstance(made_by, AdvantageConfig) and made_by != part:
         raise ConfigError(
             f"PackedBatch.advantages_by = {made_by.estimator} (ddof {made_by.ddof}, epsilon {made_by.epsilon}), but the config has "
-            f"{part.estimator} (ddof {part.ddof}, epsilon {part.epsilon}). Make them with config.advantage, or set correction.advantage."
+            f"{part.estimator} (ddof {part.ddof}, epsilon {part.epsilon}). Make them with config.advantage, or set advantage in the config."
         )
 
 
-def _modulate_early(weights: Tensor, batch: PackedBatch, proximal: Tensor | None, config: CorrectionConfig) -> Tensor:
+def _modulate_early(weights: Tensor, batch: PackedBatch, config: CorrectionConfig, schedule: Schedule) -> Tensor:
     """Multiply the weights by the distortions of config.modulation, which are for experiments only.
 
     Source: "Probing RLVR training instability through the lens of objective-level hacking".
@@ -286,8 +319,8 @@ def _modulate_early(weights: Tensor, batch: PackedBatch, proximal: Tensor | None
         generator = torch.Generator().manual_seed(seed)
         noise = 1 + part.noise_std * torch.randn(weights.shape, generator=generator, dtype=weights.dtype)
         weights = weights * noise.to(weights.device)
-    if part.probability_below is not None and proximal is not None:
-        view = BatchView.of(batch, Logprobs(batch.behavior_logprobs, proximal, None))
+    if part.probability_below is not None:
+        view = BatchView.of(batch, config, schedule)
         weights = weights * probability_factor(view, config)
     return weights
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from .batch import UNIT_COUNTS, DecisionCounts, PackedBatch
 from .errors import DataError
-from .settings.choices import TOPK_STATISTICS, AdvantageSign, Level, Ratio, Statistic
+from .settings.choices import TOPK_STATISTICS, AdvantageSign, Level, ProximalSource, Ratio, Statistic
 from .settings.parts import CorrectionSettings, CriterionConfig, ImportanceConfig, VetoConfig
-from .settings.schedule import Schedule, Stage, effective_ratio, late_moments
+from .settings.schedule import Schedule, Stage, effective_ratio, late_moments, needs_topk, policies_read
 from .terms.importance import bounded_weights, staleness_bound
-from .terms.ratios import Logprobs, aggregate_log_ratio, bounded_exp
+from .terms.ratios import Logprobs, aggregate_log_ratio, bounded_exp, interpolated_logprobs
 from .terms.rejection import (
     allowing_for,
     has_sign,
@@ -33,7 +33,7 @@ from .terms.rejection import (
     veto_keep,
     within,
 )
-from .terms.segments import Levels, Segments, masked, where_finite
+from .terms.segments import Levels, Segments, all_finite, masked, where_finite
 from .terms.staleness import token_staleness
 
 Bound = Tensor | float | None
@@ -47,7 +47,9 @@ class BatchView:
     batch: PackedBatch
     logprobs: Logprobs
     mask: Tensor
-    """[N] bool: tokens of the loss mask whose advantage and known logprobs are finite."""
+    """[N] bool: tokens of the loss mask whose advantage and known logprobs are finite, as far as the config reads them."""
+    missing: Tensor | None = None
+    """[N] bool: `missing_tokens` of the batch."""
     target_topk_logprobs: Tensor | None = None
     """[N, K] log pi_theta of batch.topk_ids, for top-K divergences."""
     moment_limits: Mapping[CriterionConfig, Tensor] | None = None
@@ -59,15 +61,35 @@ class BatchView:
     def of(
         cls,
         batch: PackedBatch,
-        logprobs: Logprobs,
+        config: CorrectionSettings,
+        schedule: Schedule,
+        target: Tensor | None = None,
+        *,
         target_topk_logprobs: Tensor | None = None,
+        entropy: Tensor | None = None,
         moment_limits: Mapping[CriterionConfig, Tensor] | None = None,
         settled: Tensor | None = None,
     ) -> BatchView:
-        """A view of the batch. Its mask leaves out tokens whose advantage or known logprobs are not finite."""
+        """A view of the batch before the training forward, or inside of it: with target [N], detached, entropy [N] being part of the loss.
+
+        Of numbers that are not finite only those play a part that the config reads: a missing one of the sampler as config.missing says,
+        any other leaves its token out.
+        """
+        read, mask = policies_read(config), batch.loss_mask
+        missing = missing_tokens(batch, config)
+        logprobs = _logprobs(batch, config, schedule, target, missing if config.missing == "neutral" else None)
+        known = {"behavior": logprobs.behavior, "proximal": logprobs.proximal, "target": target, "reference": batch.reference_logprobs}
+        looked_at = (batch.advantages, entropy, *(known[name] for name in sorted(read)))
+        mask = where_finite(mask, *(values for values in looked_at if values is not None))
+        if missing is not None and config.missing == "drop":
+            mask = mask & ~missing
+        return cls(batch, logprobs, mask, missing, target_topk_logprobs, moment_limits, settled)
+
+    @classmethod
+    def of_all(cls, batch: PackedBatch, logprobs: Logprobs) -> BatchView:
+        """A view for measurements, whatever a config reads: of tokens all of whose known numbers are finite."""
         looked_at = (batch.advantages, logprobs.behavior, logprobs.proximal, logprobs.target)
-        mask = where_finite(batch.loss_mask, *(values for values in looked_at if values is not None))
-        return cls(batch, logprobs, mask, target_topk_logprobs, moment_limits, settled)
+        return cls(batch, logprobs, where_finite(batch.loss_mask, *(values for values in looked_at if values is not None)))
 
     @cached_property
     def levels(self) -> Levels:
@@ -87,6 +109,55 @@ class BatchView:
     def broken(self) -> Tensor:
         """[N] bool: tokens of the loss mask with a value that is not finite."""
         return self.batch.loss_mask & ~self.mask
+
+
+def missing_tokens(batch: PackedBatch, config: CorrectionSettings) -> Tensor | None:
+    """[N] bool: tokens of the loss mask for which the sampler reported no number (NaN) where the config reads one; None: there are none.
+
+    An infinity is a number that can't be, of a token that was sampled: it isn't missing but broken.
+    """
+    found = None
+    if "behavior" in policies_read(config) and not all_finite(batch.behavior_logprobs):
+        found = batch.loss_mask & batch.behavior_logprobs.isnan()
+    if needs_topk(config) and batch.topk_logprobs is not None:
+        holes = batch.loss_mask & batch.topk_logprobs.isnan().any(1)
+        found = holes if found is None else found | holes
+    return found
+
+
+def holes(batch: PackedBatch, proximal: Tensor | None, target: Tensor | None) -> tuple[int, int]:
+    """(tokens of the loss mask with a number that is not finite, missing ones apart; tokens without a logprob of the sampler)."""
+    missing = batch.loss_mask & batch.behavior_logprobs.isnan()
+    looked_at = (batch.advantages, torch.where(missing, 0, batch.behavior_logprobs), proximal, target)
+    finite = where_finite(batch.loss_mask, *(values for values in looked_at if values is not None))
+    return int((batch.loss_mask & ~finite).count_nonzero()), int(missing.count_nonzero())
+
+
+def _logprobs(
+    batch: PackedBatch, config: CorrectionSettings, schedule: Schedule, target: Tensor | None, neutral: Tensor | None
+) -> Logprobs:
+    """The policies as far as they are known. Where mu is missing and neutral [N] says so, it is the policy that it is compared with.
+
+    Raises: DataError if the proximal policy is to be recomputed, some part needs it, and the batch has none.
+    """
+    behavior, proximal, read = batch.behavior_logprobs, None, policies_read(config)
+    if config.proximal is ProximalSource.RECOMPUTE and schedule.proximal is Stage.EARLY:
+        proximal = batch.proximal_logprobs
+        if proximal is None and "proximal" in read:
+            raise DataError(
+                "correct: PackedBatch.proximal_logprobs is None, but proximal: recompute needs them. Have the learner compute them, "
+                "use defer() with one optimizer step per batch, or set proximal: behavior."
+            )
+    if neutral is not None:
+        other = proximal if "proximal" in read and proximal is not None else target
+        # Before the training forward nothing may be known to compare mu with, and nothing but a veto on mu itself reads it.
+        behavior = torch.where(neutral, 0.0 if other is None else other.to(behavior.dtype), behavior)
+    if config.proximal is ProximalSource.BEHAVIOR:
+        proximal = behavior
+    elif proximal is None and target is not None:
+        is_mixed = config.proximal is ProximalSource.INTERPOLATE
+        proximal = interpolated_logprobs(behavior, target, token_staleness(batch)) if is_mixed else target
+    return Logprobs(behavior, proximal, target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,15 +363,20 @@ def divergence_of_tokens(view: BatchView, statistic: Statistic, ratio: Ratio) ->
             f"{statistic}: the batch has no top-K logprobs of behaviour and target. Have the engine return them "
             "(PackedBatch.topk_ids, topk_logprobs) and give policy_loss target_topk_logprobs, or take the binary form."
         )
-    behavior, target = (batch.topk_logprobs, denominator), (view.target_topk_logprobs, numerator)
+    listed = batch.topk_logprobs
+    if view.missing is not None:  # the sampler's table is the target's there: no divergence
+        listed = torch.where(view.missing[:, None], view.target_topk_logprobs.to(listed.dtype), listed)
+    behavior, target = (listed, denominator), (view.target_topk_logprobs, numerator)
     return topk_statistic(statistic, token_ids=batch.token_ids, topk_ids=batch.topk_ids, behavior=behavior, target=target, mask=view.mask)
 
 
 def _apply_veto(view: BatchView, veto: VetoConfig, config: CorrectionSettings) -> CriterionResult:
     """What the veto keeps."""
-    segments = view.levels.at(Level.SEQUENCE)
+    segments, looked_at = view.levels.at(Level.SEQUENCE), view.mask
     if veto.quantity == "ratio":
         values = view.log_ratio(effective_ratio(veto.ratio, config))
     else:
         values = view.logprobs.behavior if view.logprobs.proximal is None else view.logprobs.proximal
-    return CriterionResult(veto_keep(values, view.mask, segments, lower=veto.lower, upper=veto.upper), segments)
+        if view.missing is not None and values is view.logprobs.behavior:
+            looked_at = looked_at & ~view.missing  # no probability, none that is too low or too high
+    return CriterionResult(veto_keep(values, looked_at, segments, lower=veto.lower, upper=veto.upper), segments)

@@ -8,14 +8,16 @@ before the optimizer step.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .batch import CorrectedBatch, FinalDecision
+from .checks import check_same_settings, check_training_values
 from .config import CorrectionConfig
-from .correct import early_proximal, probability_factor
+from .correct import probability_factor
 from .decision import BatchView, Decision, apply_stage, divergence_of_tokens, drop_broken_units, unit_advantages
 from .errors import DataError
 from .settings.choices import Level, ProximalSource, Ratio
@@ -35,10 +37,9 @@ from .terms.objectives import (
     score_loss,
     soft_gate_loss,
 )
-from .terms.ratios import Logprobs, aggregate_log_ratio, bounded_exp, interpolated_logprobs
+from .terms.ratios import aggregate_log_ratio, bounded_exp
 from .terms.rejection import has_sign
-from .terms.segments import Segments
-from .terms.staleness import token_staleness
+from .terms.segments import Segments, masked, where_finite
 
 PARTIALS = (
     "policy_loss",
@@ -59,6 +60,7 @@ PARTIALS = (
     "normalizer_units",
     "original_count",
     "kept_count",
+    "drift_tokens",
 )
 """What the entries of PolicyLoss.partials are; all are sums over tokens or units, and add up over any split of a batch."""
 
@@ -107,15 +109,20 @@ def policy_loss(
         target_logprobs: [N] log pi_theta of the sampled tokens, with gradient.
         entropy: [N] nats, with gradient if config.entropy_coefficient > 0; None: not reported.
         target_topk_logprobs: [N, K] of batch.topk_ids under pi_theta, for top-K divergences alone; no gradient goes through.
-    Raises: DataError if the logprobs have another shape than the batch, or something that the config needs is missing.
+    Raises: DataError if something has another shape than the batch, a logprob is positive, or something that the config needs is missing;
+        ConfigError if the batch was corrected by other settings.
     """
+    given = {"target_logprobs": target_logprobs, "entropy": entropy, "target_topk_logprobs": target_topk_logprobs}
+    check_training_values("policy_loss", corrected, **given)
+    check_same_settings("policy_loss", corrected.config, config)
     batch = corrected.batch
-    if target_logprobs.shape != batch.behavior_logprobs.shape:
-        raise DataError(f"policy_loss: target_logprobs {tuple(target_logprobs.shape)} for {batch.num_tokens} tokens of the batch")
-    listed = None if target_topk_logprobs is None else target_topk_logprobs.detach()
     schedule = Schedule.of(config, is_deferred=corrected.is_deferred)
-    view = training_view(corrected, target_logprobs.detach(), config, schedule, listed)
-    target = _at_least_float32(target_logprobs)
+    target = at_least_float32(target_logprobs)
+    listed = None if target_topk_logprobs is None else target_topk_logprobs.detach()
+    trained_entropy = None if entropy is None or config.entropy_coefficient == 0 else entropy.detach()
+    view = BatchView.of(
+        batch, config, schedule, target.detach(), target_topk_logprobs=listed, entropy=trained_entropy, settled=corrected.settled
+    )
     late = apply_stage(view, config, schedule, Stage.LATE)
     tokens, coefficients = _losses_and_coefficients(view, target, config)
     keep = corrected.keep_mask & late.keep
@@ -175,7 +182,8 @@ def broken_tokens(partials: Tensor) -> int:
 def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]:
     """The numbers of LOSS_METRICS, from the partials summed over a batch's micro-batches and ranks. What has no tokens is absent.
 
-    A batch that is gone through several times counts in every pass; `diagnose` looks at the first one.
+    A batch that is gone through several times counts in every pass; `diagnose` looks at the first one. Warns of tokens that are left out
+    as broken, and of a batch of which nothing is left.
     """
     value = dict(zip(PARTIALS, partials.tolist(), strict=True))
     scaled = value["policy_loss"] * policy_scale(partials, config)
@@ -185,10 +193,13 @@ def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]
     trained = value["tokens"] + value["broken_tokens"]
     if trained > 0:
         metrics["clip_share"] = value["clipped_tokens"] / trained
+        metrics |= {"batch_kept_share": value["kept_tokens"] / trained, "batch_broken_tokens": value["broken_tokens"]}
+        _warn_of_what_is_left(value)
+    if value["drift_tokens"] > 0:
+        drift = "batch_drift" if _moved(config) is Ratio.R else "batch_drift_from_behavior"
+        metrics |= {f"{drift}_{name}_kl": value[f"drift_{name}"] / value["drift_tokens"] for name in ("k1", "k3")}
     if value["tokens"] > 0:
         metrics["ratio_mean"] = value["ratio"] / value["tokens"]
-        drift = "batch_drift" if _moved(config) is Ratio.R else "batch_drift_from_behavior"
-        metrics |= {f"{drift}_{name}_kl": value[f"drift_{name}"] / value["tokens"] for name in ("k1", "k3")}
         if value["entropy"] != 0:
             metrics["entropy"] = value["entropy"] / value["tokens"]
         if config.kl.coefficient > 0:
@@ -200,17 +211,19 @@ def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]
     return metrics
 
 
-def training_view(
-    corrected: CorrectedBatch, target: Tensor, config: CorrectionConfig, schedule: Schedule, target_topk_logprobs: Tensor | None
-) -> BatchView:
-    """The batch with all three policies; target [N] is detached."""
-    batch = corrected.batch
-    target = _at_least_float32(target)
-    proximal = early_proximal(batch, config, schedule)
-    if proximal is None and config.proximal is ProximalSource.INTERPOLATE:
-        proximal = interpolated_logprobs(batch.behavior_logprobs, target, token_staleness(batch))
-    logprobs = Logprobs(batch.behavior_logprobs, target if proximal is None else proximal, target)
-    return BatchView.of(batch, logprobs, target_topk_logprobs, settled=corrected.settled)
+def _warn_of_what_is_left(value: dict[str, float]) -> None:
+    """Args: value: the partials of a batch with trained tokens, by name."""
+    broken = int(value["broken_tokens"])
+    if broken:
+        warnings.warn(
+            f"correction: {broken} of {int(value['tokens']) + broken} trained tokens are left out of the loss, since a number of theirs is "
+            "not finite: of the training forward, unless correct() has named another. The loss is finite all the same; look at the "
+            "gradient's norm before the optimizer step",
+            stacklevel=3,
+        )
+    if value["kept_tokens"] == 0:
+        why = "rejected, or left out as a number is not finite" if broken else "rejected"
+        warnings.warn(f"correction: every token of the batch was {why}; its policy loss is 0. Skip the optimizer step", stacklevel=3)
 
 
 def _losses_and_coefficients(view: BatchView, target: Tensor, config: CorrectionConfig) -> tuple[TokenLoss, Tensor]:
@@ -311,7 +324,7 @@ def _kl_tokens(view: BatchView, target: Tensor, part: KlConfig, config: Correcti
             f"kl.anchor = {part.anchor}: the batch has no {part.anchor}_logprobs. "
             "Have the learner compute them, or set kl.coefficient: 0."
         )
-    mask = view.mask & anchor.isfinite()
+    mask = view.mask
     estimator = Estimator.K3 if part.estimator == "unbiased_k3" else Estimator(part.estimator)
     values = estimate(torch.where(mask, anchor - target, 0), estimator)
     if part.estimator == "unbiased_k3":
@@ -338,7 +351,11 @@ def _token_sums(
     view: BatchView, keep: Tensor, tokens: TokenLoss, weights: Tensor, entropy: Tensor | None, moved: Ratio
 ) -> dict[str, Tensor]:
     """Args: moved: whose log is the drift."""
-    drift = view.log_ratio(moved)
+    after, before = view.logprobs.pair(moved)
+    measured = where_finite(view.mask, after, before)  # neither has to be something that the loss reads
+    if moved is Ratio.Q and view.missing is not None:
+        measured = measured & ~view.missing
+    drift = masked(after - before, measured)
     sums = {
         "tokens": view.mask.sum(),
         "kept_tokens": keep.sum(),
@@ -347,6 +364,7 @@ def _token_sums(
         "ratio": torch.where(view.mask, bounded_exp(tokens.log_ratio), 0).sum(dtype=torch.float64),
         "drift_k1": estimate(drift, Estimator.K1).sum(),
         "drift_k3": estimate(drift, Estimator.K3).sum(),
+        "drift_tokens": measured.sum(),
         "weight": torch.where(keep, weights, 0).double().sum(),
     }
     if tokens.is_bounded is not None:
@@ -376,5 +394,5 @@ def _global_sums(
     return sums
 
 
-def _at_least_float32(values: Tensor) -> Tensor:
+def at_least_float32(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()

@@ -1,20 +1,23 @@
-"""A packed batch from a trainer's padded tensors; what can be seen to be wrong with them is refused here."""
+"""A packed batch from a trainer's padded tensors or its lists; what can be seen to be wrong with them is refused here."""
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from .batch import PackedBatch
+from .checks import FLOATS, VERSIONS
 from .errors import DataError
 from .padding import pack_like
 from .settings.parts import AdvantageConfig
 from .terms.advantages import group_advantages
 
-LARGEST_LOGPROB = 1e-4
-"""Nats: what a softmax in float32 may be over 0 by rounding, and far less than what a wrong sign or a logit is."""
+Rows = Sequence[Sequence[Any] | Tensor]
+"""One list or tensor for each of S sequences."""
 
 
 def from_padded(
@@ -49,14 +52,15 @@ def from_padded(
         topk_ids, topk_logprobs: [B, T, K] of the sampler. weight_versions: None means that learner_version sampled everything.
     Raises: DataError if shapes differ, the loss mask reaches into the padding, or logprobs are positive or in half precision.
     """
+    given = {"token_ids": token_ids, "attention_mask": attention_mask, "loss_mask": loss_mask, "behavior_logprobs": behavior_logprobs}
+    _check_tensors(**given, group_ids=group_ids)
     real, trained = attention_mask.bool(), loss_mask.bool()
     logprobs = {"behavior_logprobs": behavior_logprobs, "proximal_logprobs": proximal_logprobs, "reference_logprobs": reference_logprobs}
     tokens = {"token_ids": token_ids, "loss_mask": loss_mask, "weight_versions": weight_versions, "turn_ids": turn_ids, **logprobs}
     _check_shapes(real, tokens, {"topk_ids": topk_ids, "topk_logprobs": topk_logprobs}, group_ids)
     if bool((trained & ~real).any()):
         raise DataError("from_padded: loss_mask is true at padding. Both masks must have one shape [B, T] and one alignment.")
-    for name, values in logprobs.items():
-        _check_logprobs(name, values, trained)
+    _check_precision(logprobs)
     by_token = _padded_advantages(advantages, rewards, group_ids, advantages_by, real)
     versions = torch.full_like(token_ids, learner_version) if weight_versions is None else weight_versions
     return PackedBatch(
@@ -65,7 +69,7 @@ def from_padded(
         loss_mask=pack_like(trained, real),
         behavior_logprobs=pack_like(behavior_logprobs, real),
         advantages=pack_like(by_token, real).to(behavior_logprobs.dtype),
-        weight_versions=pack_like(versions, real).int(),
+        weight_versions=_int32(pack_like(versions, real)),
         group_ids=group_ids.long(),
         learner_version=learner_version,
         temperature=temperature,
@@ -76,6 +80,66 @@ def from_padded(
         topk_logprobs=_packed(topk_logprobs, real),
         advantages_by=advantages_by,
     ).validate()
+
+
+def _check_tensors(**given: Any) -> None:
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise DataError(f"from_padded: {name} is a {type(value).__name__}, not a torch tensor. from_lists takes lists")
+
+
+def from_lists(
+    token_ids: Rows,
+    loss_mask: Rows,
+    behavior_logprobs: Rows,
+    advantages: Rows | Sequence[float] | Tensor | None,
+    group_ids: Sequence[int] | Tensor,
+    *,
+    rewards: Sequence[float] | Tensor | None = None,
+    advantages_by: AdvantageConfig | Literal["own"] | None = None,
+    proximal_logprobs: Rows | None = None,
+    reference_logprobs: Rows | None = None,
+    weight_versions: Rows | None = None,
+    learner_version: int = 0,
+    temperature: float = 1.0,
+) -> PackedBatch:
+    """The packed batch of ragged lists, one row for each of S sequences, as slime's rollout data are.
+
+    The rows of a sequence have one length n. token_ids may have the prompt before them: its last n are taken, and then the batch, the
+    target logprobs as well, is of the responses alone.
+    Args:
+        token_ids, loss_mask, behavior_logprobs, proximal_logprobs, reference_logprobs, weight_versions: S lists or 1-D tensors (slime's
+            tokens, loss_masks, rollout_log_probs, log_probs, ref_log_probs). None in the place of a logprob: it wasn't reported.
+        advantages: [S] numbers, or S rows; None if there are rewards. Everything else: as for `from_padded`.
+    Raises: DataError if the lengths of a sequence's rows differ, and what `from_padded` raises.
+    """
+    lengths = [len(row) for row in loss_mask]
+    if not lengths:
+        raise DataError("from_lists: loss_mask is empty: there is no sequence")
+
+    def padded(name: str, rows: Rows | None, dtype: torch.dtype | None = None) -> Tensor | None:
+        return None if rows is None else _padded_rows(name, rows, lengths, dtype)
+
+    values: Any = advantages
+    if advantages is not None and not isinstance(advantages, Tensor):
+        is_by_token = len(advantages) > 0 and isinstance(advantages[0], Sequence | Tensor)
+        values = _padded_rows("advantages", advantages, lengths) if is_by_token else torch.tensor(advantages)  # type: ignore[arg-type]
+    ids = _padded_rows("token_ids", token_ids, lengths, torch.int64)
+    return from_padded(
+        ids,
+        torch.arange(max(lengths), device=ids.device) < torch.tensor(lengths, device=ids.device)[:, None],
+        _padded_rows("loss_mask", loss_mask, lengths, torch.bool),
+        _padded_rows("behavior_logprobs", behavior_logprobs, lengths),
+        values,
+        torch.as_tensor(group_ids, device=ids.device),
+        rewards=None if rewards is None else torch.as_tensor(rewards, device=ids.device),
+        advantages_by=advantages_by,
+        proximal_logprobs=padded("proximal_logprobs", proximal_logprobs),
+        reference_logprobs=padded("reference_logprobs", reference_logprobs),
+        weight_versions=padded("weight_versions", weight_versions, torch.int64),
+        learner_version=learner_version,
+        temperature=temperature,
+    )
 
 
 def _packed(values: Tensor | None, real: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -95,21 +159,36 @@ def _check_shapes(real: Tensor, tokens: dict[str, Tensor | None], listed: dict[s
         raise DataError(f"from_padded: group_ids is {tuple(group_ids.shape)}; it must be [B] = {tuple(real.shape[:1])}")
 
 
-def _check_logprobs(name: str, values: Tensor | None, trained: Tensor) -> None:
-    """values, trained: [B, T]. Raises: DataError for half precision, and for a positive value of a trained token."""
-    if values is None:
-        return
-    if values.dtype not in (torch.float32, torch.float64):
-        raise DataError(
-            f"from_padded: {name} is {values.dtype}, which rounds a logprob of -1 by up to 0.004: as much as the mismatch that is to be "
-            f"corrected. Have it computed in float32; {name}.float() accepts the rounding that has happened."
-        )
-    largest = torch.where(trained & values.isfinite(), values, -1.0).amax() if values.numel() else values.new_tensor(-1.0)
-    if float(largest) > LARGEST_LOGPROB:
-        raise DataError(
-            f"from_padded: {name} has {float(largest):.4g} at a trained token, and no logprob is positive. Give log p, not -log p "
-            f"or a logit; {name}.clamp(max=0) accepts what is over 0 by rounding."
-        )
+def _padded_rows(name: str, rows: Rows, lengths: list[int], dtype: torch.dtype | None = None) -> Tensor:
+    """[S, T]. Raises: DataError naming the sequence."""
+    if len(rows) != len(lengths):
+        raise DataError(f"from_lists: {name} has {len(rows)} rows for the {len(lengths)} sequences of loss_mask")
+    found = []
+    for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        if len(row) != length and not (name == "token_ids" and len(row) > length):
+            raise DataError(f"from_lists: {name}[{number}] has {len(row)} values, and loss_mask[{number}] {length}: one for each token")
+        own = row if isinstance(row, Tensor) else torch.tensor([math.nan if one is None else one for one in row], dtype=dtype)
+        found.append(own[len(own) - length :].to(dtype or own.dtype))
+    return torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
+
+
+def _int32(versions: Tensor) -> Tensor:
+    """Raises: DataError for a version that int32 doesn't have: it would become another one."""
+    if versions.dtype is not torch.int32 and versions.numel():
+        low, high = torch.stack(versions.aminmax()).tolist()
+        if low not in VERSIONS or high not in VERSIONS:
+            raise DataError(f"weight_versions are from {low} to {high}, not from -1 to {VERSIONS[-1]}: count updates of the weights")
+    return versions.int()
+
+
+def _check_precision(logprobs: dict[str, Tensor | None]) -> None:
+    """Raises: DataError for half precision."""
+    for name, values in logprobs.items():
+        if values is not None and values.dtype not in FLOATS:
+            raise DataError(
+                f"from_padded: {name} is {values.dtype}, which rounds a logprob of -1 by up to 0.004: as much as the mismatch that is to "
+                f"be corrected. Have it computed in float32; {name}.float() accepts the rounding that has happened."
+            )
 
 
 def _padded_advantages(

@@ -11,10 +11,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from .batch import CorrectedBatch
+from .checks import check_same_settings, check_training_values
 from .config import CorrectionConfig
-from .decision import apply_criterion
-from .errors import DataError
-from .loss import training_view
+from .decision import BatchView, apply_criterion
+from .loss import at_least_float32
 from .settings.schedule import Schedule, late_moments
 from .shards import Reduce, moment_limits
 
@@ -30,15 +30,15 @@ def settle(
         target_logprobs: [N] log pi_theta under the weights from which the step starts, for a batch's first step the proximal ones. No
             gradient goes through.
         reduce: as for `correct`, if the share is one of several shards.
-    Raises: DataError if target_logprobs has another shape than the tokens.
+    Raises: DataError if target_logprobs has another shape than the tokens; ConfigError if the batch was corrected by other settings.
     """
+    check_same_settings("settle", corrected.config, config)
     schedule = Schedule.of(config, is_deferred=corrected.is_deferred)
     moments = late_moments(config, schedule)
     if not moments:
         return corrected
-    if target_logprobs.shape != corrected.batch.behavior_logprobs.shape:
-        raise DataError(f"settle: target_logprobs {tuple(target_logprobs.shape)} for {corrected.batch.num_tokens} tokens of the batch")
-    view = training_view(corrected, target_logprobs.detach(), config, schedule, None)
+    check_training_values("settle", corrected, target_logprobs=target_logprobs)
+    view = BatchView.of(corrected.batch, config, schedule, at_least_float32(target_logprobs.detach()))
     if reduce is not None:
         view = replace(view, moment_limits=moment_limits(view, moments, config, reduce))
     (criterion,) = moments  # CorrectionConfig refuses several

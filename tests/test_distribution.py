@@ -86,12 +86,13 @@ def test_the_wheel_has_the_mathematics_and_no_other_name(wheel: Path) -> None:
     ours = {str(path.relative_to(ROOT / "correction")) for path in (ROOT / "correction").rglob("*.py")}
     assert {name.partition("/")[2] for name in files if name.endswith(".py")} == {name for name in ours if not name.startswith("engines/")}
     assert any(name.endswith("licenses/LICENSE") for name in files)
+    assert "evenkeel_correction/py.typed" in files, "type checkers would ignore its annotations"
 
 
 def test_it_is_of_evenkeels_version_and_asks_for_what_evenkeel_has() -> None:
     """Its bounds hold the versions of the main distribution; and it needs torch and pydantic alone."""
     own, main = project(SOURCE / "pyproject.toml"), project(ROOT / "pyproject.toml")
-    assert own["version"] == main["version"]
+    assert own["version"] == main["version"] == correction.__version__
     needs = {requirement.name: requirement for requirement in map(Requirement, own["dependencies"])}
     assert set(needs) == {"torch", "pydantic"}
     assert torch.__version__.split("+")[0] in needs["torch"].specifier

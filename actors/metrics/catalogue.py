@@ -218,9 +218,11 @@ DIAGNOSTIC_PLACES: dict[str, str | None] = {
     **{quantity: metric.name for quantity, metric in _PLACED_DIAGNOSTICS.items()},
     "reference_kl": "learner/reference_kl",
     **dict.fromkeys(("drift_k3_kl", "drift_from_behavior_k3_kl", "staleness_mean", "staleness_max", "mixed_version_share")),
+    "missing_share": None,
 }
 """Diagnostics with a place of their own in the catalogue, by their name in correction.diagnostics.quantities; None: a run doesn't show it:
-it has the loss's drift, over all passes, and STALENESS_PLACES, at steps that aren't diagnosed as well."""
+it has the loss's drift, over all passes, and STALENESS_PLACES, at steps that aren't diagnosed as well; and takes no answer without all
+of its logprobs (rollout/engine/sglang_answer.py)."""
 STALENESS_PLACES = {
     "staleness_mean": "staleness/mean",
     "staleness_max": "staleness/max",
@@ -230,9 +232,9 @@ STALENESS_PLACES = {
 LOSS_PLACES: dict[str, str | None] = {
     **{quantity: metric.name for quantity, metric in _PLACED_LOSS.items()},
     "penalty_kl": "learner/reference_kl",
-    **dict.fromkeys(("loss", "entropy")),
+    **dict.fromkeys(("loss", "entropy", "batch_kept_share", "batch_broken_tokens")),
 }
-"""The same for the numbers of the loss. Loss and entropy are the StepResult's."""
+"""The same for the numbers of the loss. Loss and entropy are the StepResult's, kept and broken tokens those of the first passes."""
 
 
 def _in_group(group: str, quantities: Mapping[str, Quantity], places: Mapping[str, str | None]) -> list[Metric]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..batch import CorrectedBatch, DecisionCounts, FinalDecision, PackedBatch, batch_slices
-from ..decision import BatchView
+from ..decision import BatchView, holes
 from ..settings.choices import Level, Ratio
 from ..terms.divergence import Estimator, estimate
 from ..terms.ratios import LOG_RATIO_LIMIT, Logprobs, bounded_exp
@@ -79,6 +79,8 @@ def diagnostics_of(sums: DiagnosticSums) -> dict[str, float]:
     """The numbers of a batch, from the sums of all its shards."""
     added = sums.added
     numbers = kept_numbers(tokens=added["tokens"], kept=added["kept"], broken=added["broken"])
+    if added["tokens"] > 0:
+        numbers["missing_share"] = added["missing"] / added["tokens"]
     numbers |= _staleness_numbers(sums) | gap_family(sums) | _target_numbers(sums) | _rejection_numbers(sums)
     for name in ("bucket", "bucket_behavior"):
         numbers |= _bucket_numbers(name, sums)
@@ -109,7 +111,7 @@ def _collect(
     sums = DiagnosticSums({}, {}, {}, counts)
     for piece in batch_slices(batch):
         own = piece.of_batch(batch)
-        view = BatchView.of(own, Logprobs(own.behavior_logprobs, piece.of_tokens(proximal), piece.of_tokens(target)))
+        view = BatchView.of_all(own, Logprobs(own.behavior_logprobs, piece.of_tokens(proximal), piece.of_tokens(target)))
         mask[piece.tokens] = view.mask
         its_keep = keep[piece.tokens]
         kept_weights = masked(weights[piece.tokens], its_keep)
@@ -120,11 +122,12 @@ def _collect(
         largest = float(kept_weights.max()) if its_keep.numel() else 0.0
         sums += DiagnosticSums(added, {"weight": largest}, {})
     spans = token_spans(batch, batch.loss_mask)
-    broken = float(int(batch.loss_mask.count_nonzero()) - int(mask.count_nonzero()))
-    sums += DiagnosticSums({"broken": broken}, {}, {}) + _staleness_sums(spans, batch.num_sequences)
+    is_whole = bool(torch.equal(mask, batch.loss_mask))
+    broken, missing = (0, 0) if is_whole else holes(batch, proximal, target)
+    sums += DiagnosticSums({"broken": broken, "missing": missing}, {}, {}) + _staleness_sums(spans, batch.num_sequences)
     equal = mask if before_update is None else mask & before_update
     if proximal is not None:
-        is_whole = before_update is None and broken == 0
+        is_whole &= before_update is None
         sums += gap_sums(batch, proximal, spans if is_whole else token_spans(batch, equal), shift)
     if target is not None:
         sums += _target_sums(batch, target, mask, has_moved=before_update is not None)
@@ -231,9 +234,9 @@ def _loss_numbers(sums: dict[str, float]) -> dict[str, float]:
         clipped = sums.get(f"clipped_{sign}", 0)
         if f"clipped_{sign}" in sums and sums[sign] > 0:
             numbers[f"clipped_{sign}_share"] = clipped / sums[sign]
-        for name in ("probability", "entropy"):
-            if clipped > 0 and f"clipped_{sign}_{name}" in sums:
-                numbers[f"clipped_{sign}_{name}_mean"] = sums[f"clipped_{sign}_{name}"] / clipped
+        for name, count in (("probability", sums.get(f"reported_{sign}", 0)), ("entropy", clipped)):
+            if count > 0 and f"clipped_{sign}_{name}" in sums:
+                numbers[f"clipped_{sign}_{name}_mean"] = sums[f"clipped_{sign}_{name}"] / count
     if n := sums.get("factors"):
         mean = sums["factor"] / n
         numbers |= {"effective_factor_mean": mean, "effective_factor_std": math.sqrt(max(sums["factor_square"] / n - mean**2, 0))}
@@ -262,7 +265,9 @@ def _clip_sums(view: BatchView, decided: FinalDecision, entropy: Tensor | None) 
     for name, chosen in (("positive", view.batch.advantages > 0), ("negative", view.batch.advantages < 0)):
         few = (clipped & chosen).nonzero().squeeze(1)
         sums[f"clipped_{name}"] = few.numel()
-        sums[f"clipped_{name}_probability"] = float(view.logprobs.behavior[few].double().exp().sum())
+        reported = few[view.mask[few]]
+        sums[f"reported_{name}"] = reported.numel()
+        sums[f"clipped_{name}_probability"] = float(view.logprobs.behavior[reported].double().exp().sum())
         if entropy is not None:
             sums[f"clipped_{name}_entropy"] = float(entropy.detach()[few].double().sum())
     return sums

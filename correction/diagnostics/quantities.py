@@ -239,7 +239,8 @@ DIAGNOSTICS = {
         "with interpolated proximal logprobs, where the drift alone isn't known; absent with one optimizer step per batch.",
     ),
     "bad_update_share": _Q(_U.SHARE, "bad updates", f"Tokens with negative advantage and mu - pi >= {BAD_UPDATE:g}.", TRAINED, ".2%"),
-    "broken_tokens": _Q(_U.TOKENS, "broken tokens", "Tokens of the loss mask with a value that is not finite."),
+    "broken_tokens": _Q(_U.TOKENS, "broken tokens", "Tokens of the loss mask with a value that is not finite, and not missing."),
+    "missing_share": _Q(_U.SHARE, "missing", "Tokens whose logprob the sampler did not report (NaN).", TRAINED),
     "kept_share": _Q(_U.SHARE, "kept", "Tokens that rejection and veto left.", TRAINED),
     "rejected_share": _Q(_U.SHARE, "rejected", "Tokens dropped by rejection, veto or not being finite.", TRAINED, ".2%"),
     **{
@@ -380,6 +381,8 @@ LOSS_METRICS = {
         "Kept tokens whose gradient the trust region took away; where it takes whole sequences, each counts by its tokens.",
         TRAINED,
     ),
+    "batch_kept_share": _Q(_U.SHARE, "kept, all passes", "Tokens that are in the policy loss, over all passes of the batch.", TRAINED),
+    "batch_broken_tokens": _Q(_U.TOKENS, "broken, all passes", "Tokens left out as a number that is read isn't finite, over all passes."),
     "bounded_share": _Q(_U.SHARE, "coefficients cut", "Kept tokens whose coefficient was cut to a bound; absent without bounds.", KEPT),
     "importance_weight_raw_mean": _Q(_U.ONE, "mean raw weight", "Mean importance weight of the kept tokens, before a late normaliser."),
 }

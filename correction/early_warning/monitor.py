@@ -32,7 +32,7 @@ from pydantic import Field, field_validator
 from ..diagnostics.limits import BUCKET_EDGES
 from ..diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, Quantity, Unit, of_family
 from ..errors import ConfigError
-from ..settings.base import Settings
+from ..settings.base import NamedSettings
 from .reference_levels import LEVELS
 from .symptoms import SYMPTOMS, Symptom
 
@@ -56,7 +56,7 @@ class State(enum.StrEnum):
         return list(State).index(self)
 
 
-class MonitorConfig(Settings):
+class MonitorConfig(NamedSettings):
     """When a symptom becomes an event."""
 
     skip_steps: int = Field(default=2, ge=0)

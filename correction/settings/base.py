@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     SerializationInfo,
     SerializerFunctionWrapHandler,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_serializer,
     model_validator,
 )
 from pydantic.functional_validators import ModelWrapValidatorHandler  # pydantic itself has this name since 2.8 only
+
+from ..errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -54,6 +58,53 @@ class Settings(BaseModel):
             if isinstance(number, (int, float)) and abs(number) > LARGEST_NUMBER:
                 raise ValueError(f"{number} is beyond {LARGEST_NUMBER:.0e}, the largest number that any setting takes")
         return value
+
+
+class NamedSettings(Settings):
+    """Settings that a program makes by name: what is wrong with them is then a ConfigError, one sentence for each key, whether a validator
+    of ours or pydantic itself has found it. Inside of another section, and by model_validate, they raise pydantic's error as all do."""
+
+    def __init__(self, *args: Any, **values: Any) -> None:
+        """Raises: ConfigError."""
+        name = type(self).__name__
+        if args:
+            given = f"preset={args[0]!r}" if isinstance(args[0], str) else "**settings"
+            raise ConfigError(f"{name} takes settings by their names: {name}({given})")
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError("; ".join(_sentence(type(self), problem) for problem in error.errors())) from error
+
+    # pydantic's mark of its own __init__: without it, it would call this one for every nested section and for model_validate.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+
+def _sentence(model: type[BaseModel], problem: Any) -> str:
+    """What is wrong with one key. Args: problem: of ValidationError.errors()."""
+    if problem["type"] == "value_error":  # of a validator of ours, which names the key
+        return str(problem["ctx"]["error"])
+    path = [str(part) for part in problem["loc"]]
+    where = f"{model.__name__}: {'.'.join(path)} = {problem['input']!r}"
+    if problem["type"] != "extra_forbidden":
+        return f"{where}: {problem['msg']}"
+    near = difflib.get_close_matches(path[-1], _keys(model), n=1, cutoff=0.5)
+    return f"{where}: there is no such key" + (f"; the nearest is {near[0]}" if near else "")
+
+
+def _keys(model: type[BaseModel]) -> set[str]:
+    """Names of all keys of a section and of those below it."""
+    found, waiting = set[str](), [model]
+    while waiting:
+        fields = waiting.pop().model_fields
+        found |= fields.keys()
+        waiting += [one for field in fields.values() for one in _models_in(field.annotation)]
+    return found
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [one for part in get_args(annotation) for one in _models_in(part)]
 
 
 class DerivedSettings(Settings):

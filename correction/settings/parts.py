@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from ..errors import ConfigError
-from .base import Settings
+from .base import NamedSettings, Settings
 from .choices import (
     TOPK_STATISTICS,
     AdvantageEstimator,
@@ -29,7 +29,7 @@ def _check_order(place: str, lower: float | None, upper: float | None) -> None:
         raise ConfigError(f"{place}: lower = {lower} is above upper = {upper}: nothing would be inside. Exchange them.")
 
 
-class AdvantageConfig(Settings):
+class AdvantageConfig(NamedSettings):
     """How rewards of a group become advantages."""
 
     estimator: AdvantageEstimator = AdvantageEstimator.GRPO
@@ -341,7 +341,7 @@ class ModulationConfig(Settings):
     """Seed of the noise, together with the learner's version: each step has noise of its own, in the order of tokens in the batch."""
 
 
-class CorrectionSettings(Settings):
+class CorrectionSettings(NamedSettings):
     """How a batch is corrected and what is optimised. Not checked as a whole: CorrectionConfig is."""
 
     preset: str | None = None
@@ -366,6 +366,11 @@ class CorrectionSettings(Settings):
     """KL penalty."""
     topk: int = Field(default=20, ge=1)
     """Most likely tokens of each position that the engine reports, where a part needs a top-K divergence."""
+    missing: Literal["neutral", "drop"] = "neutral"
+    """A token whose logprob the sampler did not report (NaN), where a part reads it. neutral: its ratios are 1, as TRL has it; it is
+    trained without a correction and counts in every denominator. Samplers lose the logprobs of nearly certain tokens, where ratios are
+    near 1 anyway. drop: it is left out, and so are turns and sequences about whose whole a part decides: with 1 % of holes and answers of
+    200 tokens that is 87 % of the answers."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Entropy bonus: this times the mean entropy is subtracted from the loss."""
     modulation: ModulationConfig = ModulationConfig()

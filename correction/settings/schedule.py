@@ -142,21 +142,43 @@ def check_without_gradient_factor(config: CorrectionSettings, *, is_deferred: bo
     )
 
 
-def uses_proximal(config: CorrectionSettings) -> bool:
-    """True if some part compares with the proximal policy; otherwise a forward for it would be for nothing."""
-    objective = config.objective
+_POLICIES = {Ratio.RHO: {"proximal", "behavior"}, Ratio.R: {"target", "proximal"}, Ratio.Q: {"target", "behavior"}}
+
+
+def policies_read(config: CorrectionSettings) -> frozenset[str]:
+    """Whose logprobs some part reads: of behavior, proximal, target and reference. The one place where this is decided.
+
+    In bypass the proximal policy is the behaviour policy; an interpolated one is made of that and the target.
+    """
+    objective, gate, penalty = config.objective, gate_of(config.objective), config.kl
     ratios = [criterion.ratio for criterion in config.rejection]
     if config.importance.mode is not WeightMode.OFF:
         ratios.append(config.importance.ratio)
     if objective.ratio is not None:
         ratios.append(objective.ratio)
-    if (gate := gate_of(objective)) is not None:
+    if gate is not None:
         ratios.append(gate.ratio)
-    if config.kl.coefficient > 0 and config.kl.estimator == "unbiased_k3":
-        ratios.append(config.kl.ratio)
-    veto = config.veto is not None and (config.veto.quantity == "probability" or config.veto.ratio is not Ratio.Q)
-    anchored = config.kl.coefficient > 0 and config.kl.anchor == "proximal"
-    return veto or anchored or config.modulation.probability_below is not None or any(ratio is not Ratio.Q for ratio in ratios)
+    if penalty.coefficient > 0 and penalty.estimator == "unbiased_k3":
+        ratios.append(penalty.ratio)
+    if config.veto is not None and config.veto.quantity == "ratio":
+        ratios.append(config.veto.ratio)
+    read = {"target"}.union(*(_POLICIES[effective_ratio(ratio, config)] for ratio in ratios))
+    if penalty.coefficient > 0:
+        read.add(penalty.anchor)
+    if (config.veto is not None and config.veto.quantity == "probability") or config.modulation.probability_below is not None:
+        read.add("proximal")
+    if getattr(objective, "relax", None) is not None or getattr(gate, "relax", None) is not None:
+        read.add("behavior")
+    if "proximal" in read and config.proximal is not ProximalSource.RECOMPUTE:
+        read.add("behavior")
+        if config.proximal is ProximalSource.BEHAVIOR:
+            read.remove("proximal")
+    return frozenset(read)
+
+
+def uses_proximal(config: CorrectionSettings) -> bool:
+    """True if some part compares with the proximal policy; otherwise a forward for it would be for nothing."""
+    return "proximal" in policies_read(config)
 
 
 def needs_reference_logprobs(config: CorrectionSettings) -> bool:

@@ -176,5 +176,5 @@ def narrow_bounds(label: str, level: RejectionLevel | None, share: float, log_ra
         reason = f": a product over n tokens lies round exp({mean:.2g} n)"
     return (
         f"correction: {label} rejects {share:.1%} of the tokens, at a mean log ratio of {mean:.2g}{reason}. "
-        "Bound ratios of tokens instead (correction.preset: tis-token), or widen the bounds"
+        "Bound ratios of tokens instead (preset: tis-token), or widen the bounds"
     )

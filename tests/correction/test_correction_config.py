@@ -48,7 +48,7 @@ def test_keys_given_with_a_preset_override_it():
         ({"preset": "dppo-topk-tv", "objective": {"gate": {"ratio": "r"}}}, "Set ratio: q"),
         ({"preset": "gspo", "objective": {"relax": {}}}, "a geometric ratio belongs to many tokens"),
         ({"preset": "minimal-mask", "objective": {"gate": {"side": "both"}}}, "'any', 'negative' or 'positive'"),
-        ({"importanse": {}}, "Extra inputs are not permitted"),
+        ({"importanse": {}}, "no such key; the nearest is importance"),
     ],
     ids=str,
 )

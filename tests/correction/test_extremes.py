@@ -20,6 +20,7 @@ from correction import (
     policy_scale,
     settle,
 )
+from correction.settings.schedule import policies_read
 from tests.correction.fixtures import flat_log, random_batch, worked_example
 from tests.correction.test_properties import NAMES
 
@@ -88,16 +89,18 @@ def test_ratios_of_e_to_the_60_stay_finite(preset):
 
 @pytest.mark.parametrize("preset", NAMES)
 def test_probabilities_zero_and_one(preset):
-    """log 1 = 0 is a good value; log 0 = -inf at a kept token is left out and counted."""
+    """log 1 = 0 is a good value; log 0 = -inf at a kept token is left out and counted, where the preset reads mu (test_holes.py looks at
+    who does)."""
     batch = worked_example()
     mu, theta = batch.behavior_logprobs.clone(), batch.proximal_logprobs.clone()
     mu[0], theta[0] = 0.0, 0.0
     batch = replace(batch, behavior_logprobs=mu, proximal_logprobs=theta)
     _, out, grad = step(batch, theta, CorrectionConfig(preset=preset))
     assert out.partials[5] == 0 and grad.isfinite().all()
+    is_read = "behavior" in policies_read(CorrectionConfig(preset=preset))
     mu[1] = -INF
     _, out, grad = step(batch, theta, CorrectionConfig(preset=preset))
-    assert out.partials[5] == 1 and grad.isfinite().all() and grad[1] == 0
+    assert out.partials[5] == is_read and grad.isfinite().all() and (grad[1] == 0) == is_read
 
 
 @pytest.mark.parametrize("preset", NAMES)
@@ -116,14 +119,17 @@ def test_what_is_masked_changes_nothing(preset):
 @pytest.mark.parametrize("field", ["behavior_logprobs", "proximal_logprobs", "advantages", "target"])
 @pytest.mark.parametrize(("preset", "lost"), [("tis-token", 1), ("tis-sequence", 4), ("gspo", 4)])
 def test_a_kept_nan_is_counted_and_takes_its_unit_with_it(field, preset, lost):
-    """Token decisions lose the token, sequence decisions the sequence; the rest trains on."""
+    """Token decisions lose the token, sequence decisions the sequence; the rest trains on. Of mu it is an infinity: a NaN is a missing
+    number (test_holes.py). GSPO's own ratio doesn't know mu."""
+    if (preset, field) == ("gspo", "behavior_logprobs"):
+        pytest.skip("not read")
     batch = worked_example()
     target = flat_log(((0.55, 0.58, 0.03, 0.80), (0.54, 0.18, 0.18), (0.612, 0.693)))
     if field == "target":
         target[2] = NAN
     else:
         values = getattr(batch, field).clone()
-        values[2] = NAN
+        values[2] = -INF if field == "behavior_logprobs" else NAN
         batch = replace(batch, **{field: values})
     config = CorrectionConfig(preset=preset, objective={"clip_low": 0.99, "clip_high": 99})
     corrected = correct(batch, config)
@@ -143,7 +149,8 @@ def test_a_million_tokens_in_lengths_from_1_to_65536():
     assert n > 10**6 - 10**5
     generator = torch.Generator().manual_seed(0)
     mu = -torch.rand(n, generator=generator)
-    batch = replace(tiny(lengths), behavior_logprobs=mu, proximal_logprobs=mu + 1e-2 * torch.randn(n, generator=generator))
+    proximal = (mu + 1e-2 * torch.randn(n, generator=generator)).clamp(max=0)
+    batch = replace(tiny(lengths), behavior_logprobs=mu, proximal_logprobs=proximal)
     config = CorrectionConfig(preset="mis-full", importance={"level": "geometric"})
     corrected = correct(batch, config)
     policy_loss(corrected, batch.proximal_logprobs.clone().requires_grad_(), config).loss.backward()

@@ -137,7 +137,7 @@ def test_a_criterion_that_rejects_most_is_named_with_the_ratios(at_the_alarm: di
     batch = at_the_alarm[128].batch
     mean = float((batch.proximal_logprobs - batch.behavior_logprobs).mean())
     assert message.startswith("correction: ratio_geometric_rho rejects 9") and f"at a mean log ratio of {mean:.2g}" in message
-    assert "geometric means lie round 0.992" in message and "correction.preset: tis-token" in message
+    assert "geometric means lie round 0.992" in message and "preset: tis-token" in message
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         correct(at_the_alarm[128].batch, CorrectionConfig(preset="mis-token"))
