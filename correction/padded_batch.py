@@ -52,17 +52,16 @@ def from_padded(
         topk_ids, topk_logprobs: [B, T, K] of the sampler. weight_versions: None means that learner_version sampled everything.
     Raises: DataError if shapes differ, the loss mask reaches into the padding, or logprobs are positive or in half precision.
     """
-    given = {"token_ids": token_ids, "attention_mask": attention_mask, "loss_mask": loss_mask, "behavior_logprobs": behavior_logprobs}
-    _check_tensors(**given, group_ids=group_ids)
+    _check_tensors(token_ids, attention_mask, loss_mask, behavior_logprobs, group_ids)
     real, trained = attention_mask.bool(), loss_mask.bool()
     logprobs = {"behavior_logprobs": behavior_logprobs, "proximal_logprobs": proximal_logprobs, "reference_logprobs": reference_logprobs}
     tokens = {"token_ids": token_ids, "loss_mask": loss_mask, "weight_versions": weight_versions, "turn_ids": turn_ids, **logprobs}
     _check_shapes(real, tokens, {"topk_ids": topk_ids, "topk_logprobs": topk_logprobs}, group_ids)
+    _check_precision(logprobs)
     if bool((trained & ~real).any()):
         raise DataError("from_padded: loss_mask is true at padding. Both masks must have one shape [B, T] and one alignment.")
-    _check_precision(logprobs)
     by_token = _padded_advantages(advantages, rewards, group_ids, advantages_by, real)
-    versions = torch.full_like(token_ids, learner_version) if weight_versions is None else weight_versions
+    versions = torch.full(real.shape, learner_version, device=real.device) if weight_versions is None else weight_versions
     return PackedBatch(
         token_ids=pack_like(token_ids, real).long(),
         offsets=torch.cat([real.new_zeros(1, dtype=torch.int64), real.sum(1).cumsum(0)]),
@@ -82,8 +81,8 @@ def from_padded(
     ).validate()
 
 
-def _check_tensors(**given: Any) -> None:
-    for name, value in given.items():
+def _check_tensors(*given: Any) -> None:
+    for name, value in zip(("token_ids", "attention_mask", "loss_mask", "behavior_logprobs", "group_ids"), given, strict=True):
         if not isinstance(value, Tensor):
             raise DataError(f"from_padded: {name} is a {type(value).__name__}, not a torch tensor. from_lists takes lists")
 
