@@ -19,6 +19,7 @@ from correction import (
     loss_metrics,
     needs_proximal_forward,
     policy_loss,
+    settle,
     shard_sums,
 )
 from tests.correction.fixtures import flat_log, random_batch, worked_example
@@ -31,7 +32,7 @@ def trained(batch, target, config, way=correct):
     """(corrected, loss, gradient, partials) with warnings off."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        corrected = way(batch, config)
+        corrected = settle(way(batch, config), target, config)
     leaf = target.clone().requires_grad_()
     listed = None if batch.topk_logprobs is None else torch.full_like(batch.topk_logprobs, -3.0)
     out = policy_loss(corrected, leaf, config, target_topk_logprobs=listed)
