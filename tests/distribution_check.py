@@ -22,7 +22,7 @@ batch = correction.PackedBatch(**values, learner_version=5, advantages_by="own")
 found = {}
 for preset in correction.PRESETS:
     config = correction.CorrectionConfig(preset=preset)
-    corrected = correction.correct(batch, config)
+    corrected = correction.settle(correction.correct(batch, config), target, config)
     trained = correction.policy_loss(corrected, target, config, target_topk_logprobs=listed)
     (gradient,) = torch.autograd.grad(trained.loss, target)
     numbers = correction.diagnose(batch, corrected, target, decided=trained.decided, detailed=True)

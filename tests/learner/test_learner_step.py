@@ -387,7 +387,7 @@ def test_a_broken_token_is_counted_once_however_often_the_batch_is_gone_through(
     with learner_on(save_model(tmp_path / "m"), optimizer_steps_per_batch=2, epochs_per_batch=3) as learner:
         batch = off_policy_batch(learner)
         behavior = batch.behavior_logprobs.clone()
-        behavior[batch.loss_mask.nonzero()[:2]] = math.nan
+        behavior[batch.loss_mask.nonzero()[:2]] = -math.inf
         corrected = correct(replace(batch, behavior_logprobs=behavior), TIS)
         result = learner.step(corrected, TIS, step=0)
     told = diagnose(corrected.batch, corrected, result.target_logprobs, decided=result.decided)
