@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.cluster.address import NoClusterError, check_ray
 from actors.cluster.head_watch import OwnDaemon
-from actors.cluster.security import loopback_only, protect_token, require_authentication
+from actors.cluster.security import have_token, loopback_only, protect_token, require_authentication
 from actors.config import RunConfig
 from actors.processes import interrupts
 from actors.processes.descendants import adopted_orphans, command_of, descendants, end, end_new
@@ -33,6 +33,7 @@ from actors.settings.derived import asks_for_gpus
 from actors.settings.devices import check_gpus_to_come, check_rollout_resource, visible_gpus
 from correction.engines.environment import environment
 from correction.errors import ConfigError, EngineError, counted, one_line
+from rollout.module_path import SAFE_PATH, checkout
 
 log = logging.getLogger("evenkeel.cluster")
 
@@ -71,11 +72,13 @@ class Cluster:
         common: dict[str, Any] = {
             "logging_level": logging.ERROR,
             "log_to_driver": False,  # engines say much; what matters comes as an event or an error, and log_folder has the rest
-            "runtime_env": {"env_vars": _ENVIRONMENT},
+            "runtime_env": {"env_vars": _ENVIRONMENT | SAFE_PATH},
             "namespace": "evenkeel",
         }
         # Ray also prints what its daemons report, such as the death of a worker, in hundreds of characters: supervision says that better.
         ray._private.worker._worker_logs_enabled = False
+        if not (settings.address or "").startswith("ray://"):  # whose driver is a process on the head
+            common["job_config"] = _own_path_alone()
         start_s = self._config.deadlines.start_s
         if settings.address is not None:
             with environment({name: os.environ.get(name, value) for name, value in _JOINED_ENVIRONMENT.items()}):
@@ -98,6 +101,7 @@ class Cluster:
             "include_dashboard": settings.include_dashboard,
             "_temp_dir": str(settings.temp_dir.resolve()) if settings.temp_dir else None,
         }
+        have_token()
         with _own_turn(), loopback_only(), _daemons_apart():
             self._try(lambda: ray.init(**arguments, **common), "starting a private Ray", start_s)
         protect_token()
@@ -113,7 +117,7 @@ class Cluster:
                     start()
                 interrupts.check()
                 return
-            except (ValueError, PermissionError) as error:  # trying again changes nothing
+            except (ValueError, PermissionError, ray.exceptions.AuthenticationError) as error:  # trying again changes nothing
                 self._clear()
                 reason = f"{what}: {one_line(error, named=True)}"
                 raise ConfigError(f"{reason}; `evenkeel config --section ray` explains the settings") from error
@@ -297,6 +301,18 @@ def _daemons_apart() -> Iterator[None]:
         yield
     finally:
         of_ray.services.ConsolePopen = plain
+
+
+def _own_path_alone() -> ray.job_config.JobConfig:
+    """A job whose workers find this evenkeel first. Ray would put the folders of the driver's script and of its start before all others."""
+
+    class Path(list[str]):
+        def extend(self, _: object) -> None:
+            pass
+
+    job = ray.job_config.JobConfig()
+    job._py_driver_sys_path = Path(checkout())
+    return job
 
 
 def _load() -> str:

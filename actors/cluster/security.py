@@ -9,6 +9,7 @@ from pathlib import Path
 
 import ray
 from ray._private import ray_constants
+from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
 
 from actors.config import RayConfig
 from correction.engines.environment import environment
@@ -16,8 +17,7 @@ from correction.errors import ConfigError, EngineError
 
 _ASKED_S = 60.0
 """Longest wait for a task that finds out whether the joined cluster asks for a token."""
-_TOKEN = Path.home() / ".ray" / "auth_token"
-"""Where Ray keeps the token if RAY_AUTH_TOKEN_PATH doesn't say otherwise."""
+_TOKEN = "RAY_AUTH_TOKEN"
 
 
 @contextlib.contextmanager
@@ -35,10 +35,25 @@ def loopback_only() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = enabled
 
 
+def have_token() -> None:
+    """Where Ray could neither read its owner's token nor write a new one, as where HOME is / and the user isn't root: a token of this
+    process's, which what it starts inherits."""
+    if not any(name in os.environ for name in (_TOKEN, f"{_TOKEN}_PATH", "RAY_AUTH_MODE")):
+        token = _token_file()
+        there = next(path for path in (token, *token.parents) if os.path.exists(path))
+        if not os.access(there, os.R_OK if there == token else os.W_OK | os.X_OK):
+            os.environ[_TOKEN] = generate_new_authentication_token()
+
+
 def protect_token() -> None:
     """Let nobody else on this machine read the token by which Ray knows its owner; Ray itself leaves that to the umask."""
     with contextlib.suppress(OSError):  # there is none: authentication is off, or the token is elsewhere
-        _TOKEN.chmod(0o600)
+        _token_file().chmod(0o600)
+
+
+def _token_file() -> Path:
+    """Where Ray keeps the token if RAY_AUTH_TOKEN_PATH doesn't say otherwise."""
+    return Path(os.path.expanduser("~")) / ".ray" / "auth_token"
 
 
 def require_authentication(settings: RayConfig) -> None:

@@ -20,8 +20,11 @@ from actors.commands.push import push
 from actors.commands.quiet_libraries import quiet
 from actors.commands.simulate import simulate
 from actors.processes import interrupts
+from actors.processes.home_folder import home_of_the_homeless
 from actors.processes.output import prepare_streams, put, refused_file
+from correction.engines.environment import environment
 from correction.errors import ConfigError, EvenkeelError
+from rollout.module_path import SAFE_PATH
 
 if TYPE_CHECKING:
     from actors.config import RunConfig
@@ -94,7 +97,7 @@ def main() -> None:
     """Entry point of the console script: one sentence and a non-zero exit for whatever is wrong with the input."""
     quiet()
     prepare_streams()
-    with interrupts.guarded():
+    with interrupts.guarded(), environment(SAFE_PATH | home_of_the_homeless()):
         try:
             app()
         except EvenkeelError as error:

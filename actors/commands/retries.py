@@ -32,6 +32,7 @@ from actors.record.run_folder import RunFolder
 from actors.record.stack_summary import FOLDER, collections
 from actors.state.json_lines import last_step
 from correction.errors import signal_name
+from rollout.module_path import checkout
 from rollout.stacks import stacks_of
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ made a step with them: then what they ask for is away for the moment (a judge, r
 AWAY = 75
 """Exit code of an attempt whose start did not get its data, its model or an answer of a disk; EX_TEMPFAIL of sysexits.h. If the run has
 made a step with them, they are away for the moment, too; if not, it is an error as any other."""
-_COMMAND = (sys.executable, "-m", "actors.commands.attempt", "train")
+_COMMAND = (sys.executable, "-P", "-m", "actors.commands.attempt", "train")
 _LOOK_S = 10.0
 """For each look into the run folder."""
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
@@ -155,7 +156,9 @@ def _attempt(arguments: Sequence[str], *, half_over: Callable[[int, HeartbeatLis
 
     with interrupts.passed_on(pass_on), contextlib.closing(HeartbeatListener()) as listener:
         command, inherited = [*_COMMAND, *arguments], (listener.writer,)
-        child = subprocess.Popen(command, start_new_session=True, env=listener.environment, pass_fds=inherited)
+        path = os.pathsep.join([*checkout(), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        environment = listener.environment | ({"PYTHONPATH": path} if path else {})
+        child = subprocess.Popen(command, start_new_session=True, env=environment, pass_fds=inherited)
         listener.child_has_begun()
         if asked:  # while it was started
             os.kill(child.pid, asked[-1])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
+import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -10,8 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from correction.errors import ConfigError
+
 _PREFIX = "evenkeel-engine-"
 _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+_SOCKET = 107
+"""Bytes that the kernel allows for the path of a socket."""
+LONGEST_TMPDIR = _SOCKET - len(f"/{_PREFIX}12345678/pymp-12345678/listener-12345678")
+"""Bytes. SGLang's sockets lie below an engine's folder, and deepest those of multiprocessing, by which tensors are handed on."""
+_held: dict[Path, int] = {}
+"""Folders of living engines of this process, and descriptors that hold their locks."""
 
 
 @contextmanager
@@ -20,11 +29,13 @@ def own_folder() -> Iterator[Path]:
 
     SGLang leaves sockets and files behind at each start, and a killed process leaves all of its own. Torch's compiled code goes elsewhere,
     so that the next engine finds it.
+    Raises: ConfigError as check_tmpdir.
     """
     root = _without_own(Path(tempfile.gettempdir()))
+    check_tmpdir(str(root))
     _remove_those_of_the_dead(root)
-    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=root))
-    os.environ.setdefault(_INDUCTOR, str(root / f"torchinductor_{getpass.getuser()}"))
+    folder = _locked_folder(root)
+    os.environ.setdefault(_INDUCTOR, str(root / f"torchinductor_{os.getuid()}"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     try:
         yield folder
@@ -32,18 +43,55 @@ def own_folder() -> Iterator[Path]:
         os.environ["TMPDIR"] = tempfile.tempdir = str(root)
 
 
-def _without_own(folder: Path) -> Path:
-    """The folder without the part that an engine has added, even if another engine of this process is starting."""
-    return _without_own(folder.parent) if folder.name.startswith(_PREFIX) else folder
+@contextmanager
+def passing_folder() -> Iterator[Path]:
+    """As own_folder, for an engine that ends within the block: the folder goes with it."""
+    with own_folder() as folder:
+        try:
+            yield folder
+        finally:
+            remove(folder)
+
+
+def check_tmpdir(path: str) -> None:
+    """Raises: ConfigError if sockets of an engine find no room below this folder for temporary files."""
+    if (size := len(os.fsencode(path))) > LONGEST_TMPDIR:
+        raise ConfigError(
+            f"TMPDIR = {path}: {size} bytes. Sockets of an engine lie below it, and the system allows {_SOCKET} for the whole path of one",
+            remedy=f"set TMPDIR to a folder whose path has at most {LONGEST_TMPDIR}, such as /tmp",
+        )
 
 
 def remove(folder: Path) -> None:
     """Remove an engine's folder, once its processes have ended."""
     shutil.rmtree(folder, ignore_errors=True)
+    if (held := _held.pop(folder, None)) is not None:
+        os.close(held)
+
+
+def _without_own(folder: Path) -> Path:
+    """The folder without the part that an engine has added, even if another engine of this process is starting."""
+    return _without_own(folder.parent) if folder.name.startswith(_PREFIX) else folder
+
+
+def _locked_folder(root: Path) -> Path:
+    """A new folder, locked as long as this process lives. It has its name only then: a start in another container, for which this process
+    is none of its own, takes an engine's folder without a lock for one of the dead."""
+    made = Path(tempfile.mkdtemp(prefix="evenkeel-new-", dir=root))
+    held = os.open(made, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # a disk without locks: nobody gets one, and so nobody removes anything
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    folder = made.rename(root / f"{_PREFIX}{made.name.rpartition('-')[2]}")
+    _held[folder] = held
+    return folder
 
 
 def _remove_those_of_the_dead(root: Path) -> None:
-    for folder in root.glob(f"{_PREFIX}*-*"):
-        owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and Path("/proc/self").exists():
-            remove(folder)
+    for folder in root.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # its owner lives, or is another user
+            held = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove(folder)
+            finally:
+                os.close(held)

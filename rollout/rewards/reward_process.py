@@ -27,6 +27,7 @@ import socket
 import struct
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rollout.parent_death import adopt_orphans, signal_at_parents_death
@@ -75,6 +76,7 @@ def main(fd: int, leash: int, parent_pid: int) -> int:
         return guard(scorer, leash, parent_pid, memory_bytes, group, begun=begun, written_bytes=written_bytes)
     os.close(leash)
     die_with_parent(guardian)
+    _restore_environment(spec["python_path"])
     if group is not None:
         with contextlib.suppress(OSError):  # the guardian sees that it isn't in, and keeps the limits itself
             group.join()
@@ -100,6 +102,15 @@ def serve(connection: socket.socket, spec: dict[str, Any], begun: int) -> None:
             _send(connection, reply)
             if "error" in reply:
                 clear_leftovers()
+
+
+def _restore_environment(python_path: str | None) -> None:
+    """What a scorer starts looks for modules as it would without evenkeel. Args: python_path: PYTHONPATH there; None: not set."""
+    os.environ.pop("PYTHONSAFEPATH", None)
+    if python_path is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = python_path
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -278,7 +289,7 @@ def _exact_match(spec: dict[str, Any]) -> Scorer:
 
 
 def _function(spec: dict[str, Any]) -> Scorer:
-    function = _import_function(spec["path"])
+    function = _import_function(spec["path"], Path(spec["folder"]))
     wanted = _accepted_names(function, spec["path"])
 
     def score(request: dict[str, Any]) -> Any:
@@ -297,14 +308,20 @@ def _awaited(result: Awaitable[Any]) -> Any:
     return asyncio.run(wait())
 
 
-def _import_function(path: str) -> Callable[..., Any]:
+def _import_function(path: str, folder: Path) -> Callable[..., Any]:
+    """Args: folder: where the module may lie. It comes last: a file there takes the place of no module that something else needs."""
     module_name, _, attributes = path.partition(":")
+    sys.path.append(str(folder))
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
+        if taken := _taken_name(module_name, folder):
+            raise RewardLoadError(f"rollout.reward.path = {path}: {taken}") from error
         raise RewardLoadError(
             f"rollout.reward.path = {path}: importing {module_name} raised {error_text(error)}; {_remedy(module_name, error)}"
         ) from error
+    if taken := _taken_name(module_name, folder):
+        raise RewardLoadError(f"rollout.reward.path = {path}: {taken}")
     for attribute in attributes.split("."):
         if not hasattr(found, attribute):
             near = difflib.get_close_matches(attribute, dir(found), n=1)
@@ -315,6 +332,18 @@ def _import_function(path: str) -> Callable[..., Any]:
     if not callable(found):
         raise RewardLoadError(f"rollout.reward.path = {path} is {type(found).__name__}, not a function")
     return found  # type: ignore[no-any-return]
+
+
+def _taken_name(module_name: str, folder: Path) -> str:
+    """What to do if the module lies in the folder, but another one was imported by its name; empty: it isn't so."""
+    top, base = module_name.partition(".")[0], folder.joinpath(*module_name.split("."))
+    own = next((path for path in (folder / f"{top}.py", folder / top) if path.exists()), None)
+    if own is None or not (base.is_dir() or base.with_name(f"{base.name}.py").is_file()) or (found := sys.modules.get(top)) is None:
+        return ""
+    places = [*getattr(found, "__path__", ()), *filter(None, [getattr(found, "__file__", None)])]
+    if any(Path(place).resolve() == own.resolve() for place in places):
+        return ""
+    return f"by the name {top} Python imports {places[-1] if places else 'a module of its own'}, and never {own}; rename the latter"
 
 
 def _remedy(module: str, error: Exception) -> str:

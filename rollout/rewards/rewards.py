@@ -29,6 +29,7 @@ import psutil
 from correction.errors import ConfigError, signal_name
 from rollout.config import FunctionReward, ReasoningGymReward, ReasoningGymTask, RewardConfig, TaskConfig
 from rollout.continuation import unanswered
+from rollout.module_path import checkout
 from rollout.rewards.reward_guardian import WORKER, end_orphans, end_strays, limit_passed, mark_of
 from rollout.rewards.reward_process import LENGTH, SINGLE, are_parts, pack_message, shortened
 from rollout.rewards.reward_trial import in_its_form
@@ -70,14 +71,15 @@ class RewardPool:
     doesn't end in an answer kills it, and it is started again at once: importing overlaps with the calls on the others.
     """
 
-    def __init__(self, config: RewardConfig, task: TaskConfig | None = None) -> None:
+    def __init__(self, config: RewardConfig, task: TaskConfig | None = None, *, folder: str = "") -> None:
         """
         Args:
             task: the task that makes the questions; a reasoning_gym reward takes its data set from there.
+            folder: where the run was started, and a function's module may lie; empty: the working folder.
         Raises: ConfigError if a reasoning_gym reward has no such task.
         """
         self._config = config
-        spec = reward_specification(config, task)
+        spec = reward_specification(config, task) | {"folder": folder or os.getcwd(), "python_path": os.environ.get("PYTHONPATH")}
         self._processes = [_ScoringProcess(spec, config.start_deadline_s) for _ in range(config.processes)]
         self._idle: asyncio.Queue[_ScoringProcess] = asyncio.Queue()      # first in, first out: a fresh process gets time to import
         for process in self._processes:
@@ -227,7 +229,7 @@ class _ScoringProcess:
     def _start(self) -> None:
         """Raises: OSError; nothing stays open, but what `kill` closes."""
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),      # the user's module is found as here
+            "PYTHONPATH": os.pathsep.join([*checkout(), *filter(None, sys.path)]),  # what is found here is found there
             WORKER: mark_of(os.getpid()),
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
@@ -240,7 +242,7 @@ class _ScoringProcess:
             of_child.callback(os.close, leash)
             unless_started.callback(os.close, held)
             passed = [theirs.fileno(), leash]
-            command = [sys.executable, "-m", "rollout.rewards.reward_process", *map(str, passed), str(os.getpid())]
+            command = [sys.executable, "-P", "-m", "rollout.rewards.reward_process", *map(str, passed), str(os.getpid())]
             # A session of its own: Ctrl-C is for the run.
             self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed, env=environment, start_new_session=True)
             self._socket, self._leash = ours, held

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import pickle
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -278,6 +279,38 @@ def test_a_module_that_does_not_load_is_named_once_with_its_remedy(tmp_path: Pat
     said = str(caught.value)
     assert said.startswith("rollout.reward.path = broken_rewards:score: ") and said.count("broken_rewards:score") == 1
     assert remedy in said and not_said not in said and "tried on" not in said, "nothing was tried"
+
+
+def test_files_where_the_run_starts_take_the_place_of_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their names: of evenkeel's packages, of the standard library. A reward there and its neighbours are found all the same, and
+    what the reward starts finds modules as it would without evenkeel."""
+    (there := tmp_path / "start").mkdir()
+    for name in ("rollout", "learner", "correction", "socket", "struct", "select", "token", "json", "pickle", "asyncio"):
+        (there / f"{name}.py").write_text("raise RuntimeError(f'{__file__} was imported')")
+    (there / "neighbour.py").write_text("def same(one, other): return float(one == other)")
+    tells = "import os, sys; print(sys.path[0] == '', os.environ.get('PYTHONPATH'))"
+    (there / "mine.py").write_text(
+        f"import sys, subprocess, json, neighbour\n"
+        f"def score(completion, answer): return neighbour.same(completion, answer)\n"
+        f"def told(): return float(subprocess.check_output([sys.executable, '-c', {tells!r}], cwd='/') == b'True /of/users\\n')\n"
+    )
+    monkeypatch.chdir(there)
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    monkeypatch.setenv("PYTHONPATH", "/of/users")
+    assert [one.reward for one in scored(reward(kind="function", path="mine:score"), "3", "4")] == [1.0, 0.0]
+    assert scored(reward(kind="function", path="mine:told"), "3")[0].reward == 1.0
+
+
+@pytest.mark.parametrize("name", ["socket", "rollout", "time"])
+def test_a_reward_by_another_module_s_name_is_told_to_take_its_own(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (there := tmp_path / "start").mkdir()
+    (there / f"{name}.py").write_text("def score(completion): return 1.0")
+    monkeypatch.chdir(there)
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(RewardPool(reward(kind="function", path=f"{name}:score", processes=1)).check(asked()))
+    where = "a module of its own" if name == "time" else rf"\S+/{name}(/__init__)?\.py"
+    wanted = rf"rollout\.reward\.path = {name}:score: by the name {name} Python imports {where}, and never {there}/{name}\.py; rename"
+    assert re.match(wanted, str(caught.value))
 
 
 @pytest.mark.parametrize(
