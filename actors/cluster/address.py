@@ -10,7 +10,7 @@ from actors.config import RayConfig
 from correction.errors import ConfigError, EngineError
 
 _LONGEST_TEMP_DIR = 40
-"""Characters. Ray appends "/session_" with date, time and process id (44 at most) and "/sockets/plasma_store" (21); 107 are allowed."""
+"""Bytes. Ray appends "/session_" with date, time and process id (44 at most) and "/sockets/plasma_store" (21); 107 are allowed."""
 _CONNECT_S = 10.0
 _NAMED = " (from RAY_ADDRESS)"
 
@@ -30,11 +30,13 @@ def check_ray(settings: RayConfig) -> None:
             )
         _check_answers(settings.address)
         return
-    temp_dir = str(settings.temp_dir.resolve()) if settings.temp_dir else ""
-    if len(temp_dir) > _LONGEST_TEMP_DIR:
+    given = "ray.temp_dir" if settings.temp_dir else next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), "")
+    folder = str(settings.temp_dir.resolve()) if settings.temp_dir else os.path.join(os.environ.get(given, ""), "ray")
+    if (size := len(os.fsencode(folder))) > _LONGEST_TEMP_DIR:
+        where = f"{given} = {folder}" if settings.temp_dir else f"{given} = {os.environ[given]}: Ray's folder is {folder}"
         raise ConfigError(
-            f"ray.temp_dir = {temp_dir}: {len(temp_dir)} characters, but Ray's sockets lie below it and the path of a socket has to "
-            f"stay short. Choose a path of {_LONGEST_TEMP_DIR} characters, or shorter"
+            f"{where}: {size} bytes, but Ray's sockets lie below it and the path of a socket has to stay short",
+            remedy=f"set ray.temp_dir to a path of {_LONGEST_TEMP_DIR} bytes or less, such as /tmp/ray",
         )
 
 

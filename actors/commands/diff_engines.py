@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from learner.hf.model_family import ATTENTION_NORM_AFTER, FEED_FORWARD_NORM, FEE
 from learner.learner_rank import LearnerRank
 from rollout.engine import engine_capture
 from rollout.engine.engine import RolloutEngine
+from rollout.engine.temporary_files import passing_folder
 from rollout.engine_settings.engine_config import EngineConfig
 from rollout.sampler import sample_seed
 from rollout.trajectory import Trajectory
@@ -137,8 +137,8 @@ async def capture_engine(
     shape, draw = json.loads((model / "config.json").read_text()), random.Random(seed)
     longest = max(1, min(LONGEST_PROMPT, shape["max_position_embeddings"] - tokens - 8))
     asked = [[draw.randrange(shape["vocab_size"]) for _ in range(draw.randint(1, longest))] for _ in range(prompts)]
-    with tempfile.TemporaryDirectory() as folder:
-        of_hooks = engine_capture.engine_arguments(Path(folder), shape["num_hidden_layers"], norms_of(shape["model_type"]))
+    with passing_folder() as folder:
+        of_hooks = engine_capture.engine_arguments(folder, shape["num_hidden_layers"], norms_of(shape["model_type"]))
         say("starting SGLang with a hook on every operator (the longest part)")
         engine = await RolloutEngine.start(model, config.model_copy(update={"engine_args": config.engine_args | of_hooks}))
         try:
@@ -154,7 +154,7 @@ async def capture_engine(
         say("reading what SGLang's operators computed")
         batch = _batch(asked, [answer[0] for answer in answers])
         sequences = [ids.tolist() for ids in batch.token_ids.split_with_sizes(batch.lengths.tolist())]
-        return batch, engine_capture.read(Path(folder), sequences)
+        return batch, engine_capture.read(folder, sequences)
 
 
 def _batch(prompts: Sequence[Sequence[int]], answers: Sequence[Trajectory]) -> PackedBatch:

@@ -19,6 +19,7 @@ from actors.doctor.node_rules import on_nodes
 from actors.doctor.paper_rules import enough, on_paper, without_model, worst_first
 from actors.doctor.room_rules import Request, requests
 from actors.doctor.start_checks import check_on_paper, check_on_paper_or_refuse, kept
+from actors.doctor.surroundings import check_surroundings
 from actors.hub_name import HubName
 from actors.plan.shape import check_is_model
 from actors.processes.disk_at_start import by_disk_at_start
@@ -182,7 +183,7 @@ def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]
 
 def _found_here(config: RunConfig) -> tuple[list[Complaint], list[Request]]:
     """On this machine, or on the cluster at ray.address; of one that can't be joined the refusal, and what is known without it."""
-    from actors.cluster.address import NoClusterError, check_ray
+    from actors.cluster.address import NoClusterError
     from actors.commands.resume_point import with_absolute_paths
     from actors.settings.derived import asks_for_gpus, refusals
 
@@ -190,7 +191,7 @@ def _found_here(config: RunConfig) -> tuple[list[Complaint], list[Request]]:
     refused: list[Complaint] = []
     has_gpu = False
     try:
-        check_ray(config.ray)
+        check_surroundings(config)
         has_gpu = _has_gpu(config)
     except ConfigError as error:
         refused = [Complaint.refusal(error)]

@@ -14,6 +14,7 @@ from actors.commands.questions import questions
 from actors.commands.task_config import task_config
 from actors.config import RunConfig
 from actors.doctor.start_checks import check_model_folder
+from actors.doctor.surroundings import check_surroundings_of_engine
 from actors.driver.evaluation import evaluate
 from actors.metrics.catalogue import CATALOGUE
 from actors.metrics.cut_answers import cut_remark
@@ -25,6 +26,7 @@ from actors.settings.true_on_policy import refuse_contradictions_of_engines
 from correction.errors import DataError
 from learner.hf.hf_folder import read_config
 from rollout.config import AnswerSampling, RolloutConfig
+from rollout.engine.temporary_files import passing_folder
 from rollout.sampler import Sampler
 from rollout.tasks.chat import ChatEncoder
 from rollout.tasks.tasks import Task, check_task_names
@@ -90,6 +92,7 @@ def task_for(config: RunConfig) -> tuple[Task, int]:
     Args: config: with the engine's device (settings/derived.py).
     Raises: DataError, ConfigError.
     """
+    check_surroundings_of_engine()
     model = config.model
     check_model_folder(model)
     check_engine_device(config)
@@ -118,11 +121,12 @@ class Asker:
     @asynccontextmanager
     async def started(self, sample: Prompt) -> AsyncIterator[None]:
         """The engine runs meanwhile. Args: sample: the reward function is tried on it first."""
-        self._sampler = await Sampler.start(self._model, self._rollout, sample=sample, seed=self._seed)
-        try:
-            yield
-        finally:
-            await self._sampler.close()
+        with passing_folder():
+            self._sampler = await Sampler.start(self._model, self._rollout, sample=sample, seed=self._seed)
+            try:
+                yield
+            finally:
+                await self._sampler.close()
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
         async def one(prompt: Prompt) -> tuple[Trajectory, ...]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from actors.checkpoints.checkpoint_reader import ResumePoint, steps_without_a_line, take_back
-from actors.cluster.address import check_ray
 from actors.cluster.cluster import Cluster
 from actors.cluster.head_watch import ends_with_own_ray, ends_with_the_head
 from actors.cluster.hub import config_folder, pinned
@@ -27,6 +26,7 @@ from actors.doctor.gather import nodes_of_cluster, own_machine, when_others_have
 from actors.doctor.node_rules import on_nodes
 from actors.doctor.paper_rules import stop_at_failures
 from actors.doctor.room_rules import requests
+from actors.doctor.surroundings import check_surroundings
 from actors.doctor.views import table_of
 from actors.driver.controller import Controller
 from actors.driver.run_loop import run_controller
@@ -72,7 +72,7 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
     else:
         config, keys = recipe_of(recipe, overrides)
         config = with_absolute_paths(config)
-        check_ray(config.ray)
+        check_surroundings(config)
         config, of_hub = pinned(config)
         with keys.named():
             config, task, notes = prepare(config)  # before a folder is made: most mistakes show here
@@ -85,7 +85,7 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
     try:
         if resume is not None:
             config, point = find_resume_point(folder, overrides)
-            check_ray(config.ray)
+            check_surroundings(config)
             if point and point.checkpoint.step == config.steps:
                 found = partial(_complete, folder, config, point)
                 done = by_disk_at_start(found, "the run's evaluations and report", computes=True, limit_s=lambda: config.deadlines.disk_s)

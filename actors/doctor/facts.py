@@ -60,6 +60,10 @@ class PaperFacts:
     """Memory of this machine or container, if the run is on it alone; None: it isn't, or not known."""
     store_bytes: int | None = None
     """What Ray's object store would have of it; None: as above."""
+    taken_names: tuple[str, ...] = ()
+    """Files where the run starts with the name of a module of evenkeel's or of the standard library, if a reward may import them."""
+    stand_ins: tuple[str, ...] = ()
+    """Files that PYTHONPATH puts before modules of these names of the standard library."""
     refused: tuple[EvenkeelError, ...] = ()
     """Why `train` would not take the model's config, or settings that go with it (start_checks.py)."""
     lacking: tuple[EvenkeelError, ...] = ()
@@ -165,6 +169,10 @@ class NodeFacts:
     """Seconds by which the node's clock is ahead of the driver's, at least: what lies between question and answer counts as none."""
     clock: tuple[float, float] = (0.0, 0.0)
     """The node's clock when the small task began and when it was done, seconds since 1970."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables of its environment that may keep a run from working (surroundings.py)."""
+    loopback_obstacle: str = ""
+    """Why processes there don't reach each other at 127.0.0.1; empty: they do."""
     compilers: tuple[str, ...] = COMPILERS
     """Those of COMPILERS that are on the node's PATH."""
 

@@ -7,6 +7,7 @@ import hashlib
 import os
 import resource
 import shutil
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from actors.doctor.free_memory_rules import gpus_have_room
 from actors.doctor.memory_rules import could_be_given
 from actors.doctor.own_memory import memory_bytes, own_store_bytes, shared_memory_bytes
 from actors.doctor.port_check import OpenPort, why_unreachable
+from actors.doctor.surroundings import loopback_obstacle, variables_here
 from actors.plan.gpus import Gpus
 from actors.plan.layouts import GPUS_PER_NODE
 from actors.plan.shape import ModelShape
@@ -33,6 +35,7 @@ from actors.settings.devices import visible_gpus
 from correction.engines.torch_build import has_cuda
 from correction.errors import one_line
 from rollout.engine_settings.engine_capabilities import has_plugin
+from rollout.module_path import taken_names
 
 _PACKAGES = (
     *("evenkeel", "torch", "sglang", "sglang-kernel", "flashinfer-python"),
@@ -71,7 +74,14 @@ def paper_facts(
     there = model if is_resumed and model is not None else home_of_run(config)
     closed = "" if is_resumed or os.access(there, os.W_OK) else str(there)
     largest, free = len(gpus) or GPUS_PER_NODE, shutil.disk_usage(there).free
-    return PaperFacts(shape, gpus, gpus_per_node=largest, disk_free=free, closed_folder=closed, host_bytes=host, store_bytes=store)
+    known = PaperFacts(shape, gpus, gpus_per_node=largest, disk_free=free, closed_folder=closed, host_bytes=host, store_bytes=store)
+    start = Path.cwd()
+    first = {Path(folder).absolute() for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder}
+    is_last = config.rollout.reward.kind == "function" and start not in first
+    taken = [str(start / name) for name in taken_names(start)] if is_last else []
+    before = [folder / name for folder in sorted(first) for name in taken_names(folder)]
+    stand_ins = [str(path) for path in before if path.stem in sys.stdlib_module_names]
+    return replace(known, taken_names=tuple(taken), stand_ins=tuple(stand_ins))
 
 
 def home_of_run(config: RunConfig) -> Path:
@@ -122,6 +132,8 @@ def this_node(model: str, *, sign: str = "", token: str = "", answer: str = "") 
         has_rdma=any(Path("/sys/class/infiniband").glob("*")),
         model_obstacle=obstacle_here(Path(model)),
         reads_run_folder=not sign or (_reads(Path(sign), token) and _writes(Path(answer), token)),
+        variables=variables_here(),
+        loopback_obstacle=loopback_obstacle(),
         compilers=tuple(name for name in COMPILERS if shutil.which(name)),
         clock=(began, time.time()),
     )

@@ -22,6 +22,7 @@ from actors.doctor.room_rules import (
     units_for_all_workers,
 )
 from actors.doctor.sglang_rules import engines_have_their_sglang
+from actors.doctor.surroundings import surroundings_let_it_work
 from actors.hub_name import HubName
 from actors.plan.host_memory import (
     ANSWERS,
@@ -199,6 +200,7 @@ NODE_RULES: tuple[NodeRule, ...] = (
     rdma_may_lock_memory,
     ports_are_open,
     nodes_answer,
+    surroundings_let_it_work,
 )
 
 

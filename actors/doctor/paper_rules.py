@@ -242,6 +242,21 @@ def host_holds_the_run(facts: PaperFacts, config: RunConfig) -> Iterator[Complai
         yield Complaint("fail" if is_certain else "warn", text, f"Take a smaller model. {LESS}" if is_certain else LESS)
 
 
+def names_are_not_taken(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    """Of modules: rollout/module_path.py."""
+    if facts.taken_names:
+        text = f"named like modules of evenkeel or of Python itself, which a reward gets in their place: {_some(facts.taken_names)}"
+        yield Complaint("warn", text, "Rename what the reward imports")
+    if facts.stand_ins:
+        text = f"PYTHONPATH puts them before modules of Python's standard library, for every process: {_some(facts.stand_ins)}"
+        yield Complaint("warn", text, "Rename them, or leave their folder out: a reward is found where the run is started, too")
+
+
+def _some(paths: Sequence[str]) -> str:
+    most = 5
+    return ", ".join(paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")
+
+
 SETTINGS_RULES: tuple[SettingsRule, ...] = (devices_and_types, sglang_knows_its_arguments, deltas_have_a_network)
 PAPER_RULES: tuple[PaperRule, ...] = (
     train_takes_model_and_task,
@@ -262,6 +277,7 @@ PAPER_RULES: tuple[PaperRule, ...] = (
     broadcast_buckets_have_time,
     host_holds_the_run,
     staleness_leaves_time_for_the_longest,
+    names_are_not_taken,
 )
 
 

@@ -83,6 +83,7 @@ def register(group_timeout_s: float) -> None:
     HookRegistry.register(f"{scheduler}._record_scheduler_state_for_paused_engine", _sleep, HookType.AFTER)
     HookRegistry.register("sglang.srt.utils.common.init_custom_process_group", with_timeout, HookType.AROUND)
     HookRegistry.register("torch.distributed.rendezvous._create_c10d_store", _store_on_its_address, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.managers.load_snapshot.create_load_snapshot_writer", _no_file, HookType.REPLACE)
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     HookRegistry.register(f"{updater}._update_weights_from_flattened_bucket", keep_mapped, HookType.BEFORE)
     HookRegistry.register(f"{updater}.init_weights_update_group", joined_in(group_timeout_s), HookType.AROUND)
@@ -95,6 +96,11 @@ def _store_on_its_address(host: str, port: int, rank: int, world_size: int, time
     from correction.engines.rendezvous import rendezvous_store
 
     return rendezvous_store(host, port, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _no_file(*_: Any, **__: Any) -> None:
+    """Keep a scheduler from writing down its load after each step, for SGLang's own distribution of requests, which we do ourselves: the
+    file would stay in /dev/shm for good."""
 
 
 def use_plain_host_memory() -> None:

@@ -100,6 +100,8 @@ def test_engines_of_two_gpus_make_room_where_one_has_none() -> None:
         (FLOAT8, {"shape": replace(DENSE, key_heads=1, head_width=64)}, "fail", "its keys have 64 channels, no multiple", "none"),
         (f"{FLOAT8} {RANKS}=4", {"shape": replace(DENSE, head_width=32)}, "fail", "its keys have 64 channels on each of 4 ranks", "lower"),
         ("", {"gpus": (24 << 30, H100.memory)}, "warn", "smallest GPUs there are, of 24 GiB: a learner rank", "larger GPUs"),
+        ("", {"taken_names": ("/w/rollout.py",)}, "warn", "which a reward gets in their place: /w/rollout.py", "Rename"),
+        ("", {"stand_ins": tuple("abcdefg")}, "warn", "Python's standard library, for every process: a, b, c, d, e and 2 more", "Rename"),
         ("", {"disk_free": 100 << 30}, "fail", "a checkpoint has 122 GiB, but the run folder's disk has 100 GiB free", "run_dir"),
         ("", {"disk_free": 200 << 30}, "warn", "2 checkpoints and the one being written have 366 GiB", "checkpoint.keep"),
         ("", {"store_bytes": 19 << 30}, "warn", "object store of the run's own Ray would have about 19 GiB here", "--shm-size"),
