@@ -27,9 +27,13 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "library.md"
 TEXT = PAGE.read_text()
 CASES = ROOT / "tests" / "correction"
+VERL_TRAINERS = (
+    *("accelerate", "aiohttp", "cachetools", "datasets", "fastapi", "hydra-core", "peft", "pillow", "tensorboard", "torchdata", "uvicorn"),
+)
+"""What verl's trainers and losses import, beside what its helper does."""
 INSTALLS = {
     "trl": TRL.installs,
-    "verl": (*VERL.installs, ("datasets", "pillow", "torchdata")),
+    "verl": (*VERL.installs, VERL_TRAINERS),
     "liger": (("torch==2.13.0", "liger-kernel==0.8.5", "transformers==5.23.0", "pydantic"),),
     "torchrl": (("torch==2.13.0", "torchrl==0.14.1", "pydantic"),),
 }
@@ -201,6 +205,17 @@ def check_the_trl_example(answer: dict[str, Any]) -> None:
     assert [name for name, said in answer["refused"].items() if not said.startswith(f"ConfigError: GRPOConfig.{name} = ")] == []
 
 
+def check_the_verl_example(answer: dict[str, Any]) -> None:
+    """Through verl's own trainers, in their order of calls, with one and two optimizer steps a batch."""
+    assert answer["worker"] == ["evenkeel_verl"]
+    for name, found in answer["trainers"].items():
+        if name.startswith("variance"):
+            assert len(found) >= 3 and all(logged == pytest.approx(plain, rel=1e-6) for logged, plain in found), name
+        else:
+            assert found["size"] > 1e-3 and found["gradient"] < 2e-6, name  # verl's logprobs are float32 there
+    assert len(answer["trainers"]) == 6
+
+
 TRL_REPLACED = re.search(r'REPLACED = """(.*?)"""', TEXT, re.DOTALL)[1].split()  # type: ignore[index]
 
 
@@ -224,6 +239,8 @@ def test_the_trainers_own_code_has_the_same_numbers(name: str, title: str, least
     assert_equal(answer["lines"])
     if name == "trl":
         check_the_trl_example(answer)
+    if name == "verl":
+        check_the_verl_example(answer)
     if name == "liger":  # the Triton kernel: in float32, in which 2^-24 of each of VESPO's log ratios shows
         kernel = {row: found for row, found in answer["kernel"].items() if "luspo" not in row}
         assert len(kernel) == len(lines) - 1

@@ -1,14 +1,18 @@
 """Run by tests/test_library_page.py in an environment with verl: its own functions next to ours, on the same padded rows.
 
 argv: the page, a file with the lines of its table {name: [verl's settings, ours]}. Prints, for each line, both losses and the largest
-difference of their gradients; and the same of the page's example, through verl's own ppo_loss.
+difference of their gradients; the same of the page's example, through verl's own ppo_loss; what verl's trainers make of it; and whether a
+process that only imports verl knows the loss.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,8 @@ from verl.workers.utils.losses import ppo_loss
 page, lines = Path(sys.argv[1]).read_text(), json.loads(Path(sys.argv[2]).read_text())
 torch.set_num_threads(1)
 names: dict[str, Any] = {}
-exec(re.search(r"<!-- example: verl -->\n```python\n(.*?)```", page, re.DOTALL)[1], names)  # type: ignore[index]
+EXAMPLE: str = re.search(r"<!-- example: verl -->\n```python\n(.*?)```", page, re.DOTALL)[1]  # type: ignore[index]
+exec(EXAMPLE, names)
 ROWS, LONGEST = 8, 9
 CORRECTION = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
 
@@ -105,7 +110,7 @@ def compared(theirs: Any, mine: Any) -> dict[str, float]:
 def example(log_prob: torch.Tensor) -> torch.Tensor:
     """The page's driver and worker: verl's ppo_loss calls the registered loss in two micro-batches of nested tensors."""
     data = rows()
-    names["correct_in_driver"](data, optimizer_steps=1)
+    _, data["rollout_is_weights"] = names["correct_in_driver"](data, optimizer_steps=1)
     loss = torch.zeros((), dtype=torch.float64)
     for part in (slice(0, 3), slice(3, ROWS)):
         mask = data["response_mask"][part]
@@ -129,4 +134,15 @@ answer: dict[str, Any] = {"lines": {}}
 for name, (theirs, mine) in lines.items():
     answer["lines"][name] = compared(lambda x, s=theirs: verls(rows(), x, dict(s)), lambda x, s=mine: ours(rows(), x, s))
 answer["lines"]["example"] = compared(lambda x: ours(rows(), x, {"preset": "mis-full"}), example)
+sys.path.insert(0, str(Path(__file__).parent))
+from verl_trainers import run_all  # noqa: E402  # after the page's example, which it is given
+
+answer["trainers"] = run_all(names, actor({"rollout_is": None}, loss_mode="evenkeel"))
+with tempfile.TemporaryDirectory() as folder:
+    (Path(folder) / "evenkeel_verl.py").write_text(EXAMPLE)
+    environment = {**os.environ, "VERL_USE_EXTERNAL_MODULES": "evenkeel_verl"}
+    environment["PYTHONPATH"] = os.pathsep.join([folder, environment.get("PYTHONPATH", "")])
+    worker = "from verl.trainer.ppo.core_algos import get_policy_loss_fn; print(get_policy_loss_fn('evenkeel').__module__)"
+    done = subprocess.run([sys.executable, "-c", worker], env=environment, capture_output=True, text=True, check=False)
+    answer["worker"] = done.stdout.strip().splitlines()[-1:] or done.stderr[-2000:]
 print(json.dumps(answer))
