@@ -213,7 +213,7 @@ class _State:
         return table
 
     def _answers(self) -> str:
-        parts = (("length/sampled_tokens", "{}"), ("length/truncated_share", "{} cut"))
+        parts = (("length/trained_tokens", "{}"), ("length/truncated_share", "{} cut"))
         return ", ".join(shown(self.metrics, name, words) for name, words in parts if name in self.metrics) or "-"
 
     def _groups(self) -> str:
@@ -365,7 +365,8 @@ def terminal_svg(folder: RunFolder, *, until_step: int | None = None) -> str:
     steps = [metrics for metrics in folder.read_metrics() if until_step is None or metrics.step <= until_step]
     shown_until = steps[-1].step if steps else 0
     config = folder.read_config()
-    state = _State(int(config.get("steps", shown_until)), f"evenkeel: {config.get('name', folder.path.name)}")
+    name = config.get("name", folder.path.name)
+    state = _State(int(config.get("steps", shown_until)), f"evenkeel: {name}", f"{folder.path.parent.name}/{folder.path.name}")
     state.usual = usual_mismatch.of_folder(folder)
     for evaluation in folder.read_evaluations():
         if evaluation.step <= shown_until:

@@ -19,6 +19,7 @@ def of_run(config: RunConfig, *, has_experts: bool) -> ReferenceLevel | None:
     return usual_level(
         config.monitor.thresholds.setting,
         config.learner.resolved_dtype,
+        device=config.rollout.engine.resolved_device,
         has_experts=has_experts,
         has_float8=config.rollout.engine.has_float8,
         replays_routes=config.learner.routing_replay == "rollout",
@@ -36,6 +37,7 @@ def of_folder(folder: RunFolder) -> ReferenceLevel | None:
     return usual_level(
         _at(config, "monitor", "thresholds", "setting"),
         str(_at(config, "learner", "dtype")),
+        device=str(_at(config, "rollout", "engine", "device")),
         has_experts=expert_count(str(model.get("model_type")), stated) > 0,
         has_float8=_at(config, "rollout", "engine", "quantization") == "float8_block",
         replays_routes=_at(config, "learner", "routing_replay") == "rollout",

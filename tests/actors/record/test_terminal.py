@@ -228,7 +228,7 @@ def test_what_matters_with_a_pretrained_model_is_seen_at_80_columns() -> None:
     console = Console(file=out, force_terminal=True, width=80, color_system=None)
     view = TerminalView(10, "smollm2-sums: HuggingFaceTB/SmolLM2-135M-Instruct", folder=folder, console=console)
     view.compare_with(usual_level(None, "float32"))
-    of_answers = {"reward/accuracy": 0.125, "length/sampled_tokens": 17.25, "length/truncated_share": 0.52}
+    of_answers = {"reward/accuracy": 0.125, "length/trained_tokens": 17.25, "length/truncated_share": 0.52}
     of_groups = {"groups/no_gradient_share": 0.625, "groups/all_correct": 2, "groups/all_wrong": 3}
     known = {"mismatch/k3": 4.3e-11, "mismatch_and_staleness/k3": 1.4e-05, "learner/entropy": 1.05, "monitor/level": 0}
     view.step({**STEP, **known, **of_answers, **of_groups, "step": 3})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 import shutil
 import xml.etree.ElementTree as ElementTree
@@ -18,6 +19,7 @@ from actors.carriers import ScatterSample
 from actors.metrics.step_metrics import StepMetrics
 from actors.record.run_folder import RunFolder
 from actors.record.slowest import FILE, SlowestPrompts, slowest_rows
+from actors.record.usual_mismatch import of_folder
 from actors.reports import report
 from actors.reports.curve_points import MOST_POINTS, drawn_points, running_mean
 from actors.reports.report import clipped_rows, summary_rows, worker_rows, write_report
@@ -92,6 +94,30 @@ def finished(tmp_path_factory: pytest.TempPathFactory, pictures: list[Plot]) -> 
 
     with mock.patch.object(report, "draw_plots", drawn):
         return folder, write_report(folder).read_text()
+
+
+@pytest.mark.parametrize(
+    ("learner", "engine", "model", "usual"),
+    [
+        ("{derived: {dtype: float32}}", "{device: cpu}", {"model_type": "llama"}, 1e-10),
+        ("{dtype: bfloat16}", "{device: cpu}", {"model_type": "llama"}, 8e-3),
+        ("{derived: {dtype: bfloat16}}", "{device: cuda}", {"model_type": "llama"}, 1e-3),
+        ("{derived: {dtype: bfloat16}}", "{device: cuda}", {"model_type": "qwen3_moe", "num_experts": 8}, 1e-1),
+        ("{dtype: bfloat16, routing_replay: rollout}", "{device: cuda}", {"model_type": "qwen3_moe", "num_experts": 8}, 1e-3),
+        ("{dtype: float16}", "{device: cuda}", {"model_type": "llama"}, None),
+    ],
+)
+def test_mismatch_stands_beside_what_is_usual_for_the_run(
+    folder: RunFolder, learner: str, engine: str, model: dict[str, Any], usual: float | None
+) -> None:
+    """By what the run's folder says of types and devices, derived or given, and of the model's experts; published or measured levels."""
+    folder.write_text("config.yaml", f"steps: 40\nlearner: {learner}\nrollout: {{engine: {engine}}}\n")
+    folder.model_path.mkdir()
+    (folder.model_path / "config.json").write_text(json.dumps(model))
+    level = of_folder(folder)
+    assert (level and level.high) == usual
+    rows = dict(summary_rows(StepColumns([step_metrics(1)]), [], folder.read_config(), level))
+    assert ("usual: up to" in rows["mismatch k3 KL, largest"]) == (usual is not None)
 
 
 def test_who_did_what_has_a_table_if_there_were_several(folder: RunFolder) -> None:
