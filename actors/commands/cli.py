@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -38,16 +38,16 @@ def _examples(*lines: str) -> str:
 class TakesSettings(TyperCommand):
     """A command with KEY=VALUE among its words: an option that it doesn't have may be meant as a setting."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = list(args)  # which parsing takes away
         try:
             return super().parse_args(ctx, args)
-        except typer.BadParameter.__mro__[2] as error:  # click's base of usage errors, wherever typer has click
-            if option := getattr(error, "option_name", None):
+        except Exception as error:
+            if option := getattr(error, "option_name", ""):  # click's NoSuchOption, which is where typer has its click
                 from actors.commands.other_words import as_setting
 
-                error.message = f"No such option: {option}. Settings are KEY=VALUE: {as_setting(option, words)}"  # type: ignore[attr-defined]
-                error.possibilities = None  # type: ignore[attr-defined]
+                vars(error)["message"] = f"No such option: {option}. Settings are KEY=VALUE: {as_setting(option, words)}"
+                vars(error)["possibilities"] = None
             raise
 
 
@@ -201,19 +201,21 @@ def init_model(
     cls=TakesSettings,
     epilog=_examples(
         "evenkeel eval models/nano-spell-backward --task recipes/nano_spell_backward.yaml",
+        "evenkeel eval RUN_DIR",
         "evenkeel eval MODEL_FOLDER --task chain_sum --temperature 0 --samples answers.txt",
         "evenkeel eval MODEL_FOLDER --task chain_sum --answers 32 --temperature 0.7 --top-p 0.95",
         "evenkeel eval MODEL_FOLDER --task chain_sum rollout.task.options.max_terms=2",
     ),
 )
 def evaluate(
-    model: Annotated[Path, typer.Argument(help="Model: a Hugging Face folder. Every checkpoint has one: RUN_DIR/checkpoints/step_.../hf.")],
+    model: Annotated[Path, typer.Argument(help="Model: a Hugging Face folder, a checkpoint, or a run's folder, for its best checkpoint.")],
     overrides: Overrides = None,
     task: Annotated[
         str,
         typer.Option(
             metavar="RECIPE|NAME",
-            help="What to ask: a recipe (its task and its reward), or the name of a reasoning-gym data set (scored by that data set).",
+            help="What to ask: a recipe (its task and its reward), or the name of a reasoning-gym data set (scored by that data set). "
+            "Default: of a run's folder the run's own.",
         ),
     ] = "",
     problems: Annotated[int, typer.Option(min=1, help="How many held-out questions to ask. Training never sees these.")] = 512,
@@ -237,6 +239,13 @@ def evaluate(
 
     If --task names a data set, answers have at most 256 tokens, or a quarter of the model's context if that is less.
     """
+    from actors.commands.task_config import meant_model
+
+    given = model
+    model, recipe = meant_model(given)
+    if model != given:
+        typer.echo(f"model: {model}")
+    task = task or str(recipe or "")
     if not task:
         raise ConfigError(
             "evenkeel eval needs --task: a recipe such as recipes/nano_spell_backward.yaml, or a reasoning-gym data set such as chain_sum"
@@ -269,7 +278,7 @@ def filter_rows(
     min_solved: Annotated[int, typer.Option(min=0, help="Keep a question if at least this many of its answers are right.")] = 1,
     max_solved: Annotated[int | None, typer.Option(min=0, help="And at most this many. Default: all of them.")] = None,
 ) -> None:
-    """Keep the training questions that a model solves now and then, as rows that a recipe can train on.
+    """Keep the training questions that a model solves sometimes, as rows that a recipe can train on.
 
     Questions that it never solves or always solves carry no gradient. Answers are sampled as in training. Every question asked is recorded
     next to the output (OUTPUT.asked.jsonl): the same command continues after an interruption, and other bounds need no new answers.

@@ -65,7 +65,7 @@ def evaluate_folder(
     if built.remark is not None:
         say(built.remark)
     if len(prompts) < problems:
-        say(f"only {len(prompts)} of {problems} questions: the others are too long for {longest_prompt} tokens, or there are no more")
+        say(f"only {len(prompts)} of {problems} questions: {built.held_out_shortage(problems)}")
     how = config.evaluation
     with Progress(transient=True) as progress:
         bar = progress.add_task("starting the engine", total=len(prompts) * how.samples)

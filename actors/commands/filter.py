@@ -1,4 +1,4 @@
-"""Which training questions a model solves now and then: asked with one engine, without Ray, and written as rows to train on.
+"""Which training questions a model solves sometimes: asked with one engine, without Ray, and written as rows to train on.
 
 A question that no answer of its group solves, or every one, has advantages of 0. The Trust Region paper's sanity test trains on 1,460
 problems that the initial model is known to solve: whatever keeps a run from solving all of them is a fault of the method.
@@ -26,7 +26,7 @@ from actors.settings.derived import with_engine_types
 from actors.settings.devices import visible_gpus
 from actors.settings.true_on_policy import refuse_contradictions_of_engines
 from actors.state.json_lines import JsonLines
-from correction.errors import ConfigError, DataError
+from correction.errors import ConfigError, DataError, counted
 from rollout.config import AnswerSampling, FileTask, ReasoningGymReward, ReasoningGymTask
 from rollout.tasks.questions import text_key
 from rollout.tasks.tasks import Task
@@ -95,7 +95,8 @@ def filter_questions(config: RunConfig, output: Path, bounds: Bounds, *, questio
         say(task.remark)
     positions = list(_distinct_positions(task, questions))
     if questions is not None and len(positions) < questions:
-        say(f"only {len(positions)} of {questions} questions: {task.name} has no more with other texts")
+        held_back = _held_back(config, task)
+        say(f"only {len(positions)} of {questions} questions: {task.name} has no more with other texts to train on{held_back}")
     rows = {position: task.train_row(position) for position in positions}  # what can't be written is refused before anything is asked
     held_out = task.held_out_rows()
     record = _Record(output.with_suffix(".asked.jsonl"), _settings(config, bounds), output)
@@ -200,6 +201,15 @@ def _settings(config: RunConfig, bounds: Bounds) -> dict[str, Any]:
     for key in ("deadline_s", "start_deadline_s", "processes", "memory_gib", "written_gib"):  # they don't change a score
         del settings[f"rollout.reward.{key}"]
     return settings
+
+
+def _held_back(config: RunConfig, task: Task) -> str:
+    """A clause on the rows that are kept for evaluation, where those are of the same file."""
+    of_task = config.rollout.task
+    if getattr(of_task, "held_out_path", None) or getattr(of_task, "held_out_split", None):
+        return ""
+    kept = counted(len(task.held_out_rows()), "other")
+    return f"; {kept} are held out (rollout.task.held_out_fraction = {of_task.held_out_fraction:g})"
 
 
 def _held_out_path(output: Path) -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 
 from actors.commands.recipe import RecipeKeys, load_with_keys
 from actors.config import RunConfig
+from correction.errors import DataError
 
 LONGEST_ANSWER = 256
 """Tokens of an answer to a data set that has no recipe, if that is at most a quarter of the model's context."""
@@ -17,6 +18,25 @@ LONGEST_ANSWER = 256
 def is_recipe(task: str) -> bool:
     """True if a task is given as a recipe's path, not as a data set's name."""
     return Path(task).suffix in (".yaml", ".yml")
+
+
+def meant_model(model: Path) -> tuple[Path, Path | None]:
+    """The model of a run's folder (its best checkpoint's or, if none was evaluated, the newest's) or of a checkpoint; others as they are.
+
+    Returns: the model's folder; the run's recipe, if it is a run's folder.
+    Raises: DataError for a run without a checkpoint; OSError.
+    """
+    if (model / "hf" / "config.json").is_file():
+        return model / "hf", None
+    if (model / "config.json").exists() or not (model / "config.yaml").is_file():
+        return model, None
+    from actors.record.run_folder import RunFolder
+
+    run = RunFolder.view(model)
+    chosen = run.best_checkpoint() or next(reversed(run.checkpoints()), None)
+    if chosen is None:
+        raise DataError(f"{model}: this run has no checkpoint", remedy="name a model's folder; config.yaml has the run's first")
+    return chosen.hf, model / "config.yaml"
 
 
 def task_config(model: Path, task: str, overrides: Sequence[str], *, problems: int) -> tuple[RunConfig, RecipeKeys]:

@@ -268,13 +268,17 @@ def _keep_failure(error: BaseException, observer: Observer, folder: RunFolder, s
         observer.keep_event("warning", WaitNotice(error.what, round(error.seconds)))
     observer.keep_event("error", *_said(error))  # the terminal has it from whoever catches it
     with contextlib.suppress(OSError, RuntimeError):  # a disk that refuses or hangs, or a machine without a thread left, hides no error
-        if DaemonThreads().submit(_can_go_on, folder, steps).result(_LISTED_S):
+        saved, is_left = DaemonThreads().submit(_saved_and_left, folder, steps).result(_LISTED_S)
+        if is_left:
             error.add_note(f"to go on: evenkeel train --resume {folder.path}")
+        elif not saved and isinstance(error, interrupts.Interrupted):
+            error.add_note(f"run folder: {folder.path}, without a checkpoint")
 
 
-def _can_go_on(folder: RunFolder, steps: int) -> bool:
+def _saved_and_left(folder: RunFolder, steps: int) -> tuple[bool, bool]:
+    """Whether there is a checkpoint, and whether a resume from it has something to do."""
     saved = folder.checkpoints()
-    return bool(saved) and (saved[-1].step < steps or bool(left_after_training(folder, steps)))
+    return bool(saved), bool(saved) and (saved[-1].step < steps or bool(left_after_training(folder, steps)))
 
 
 def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer, view: TerminalView, model: Path) -> None:

@@ -158,7 +158,8 @@ def requests(nodes: Nodes, config: RunConfig) -> list[Request]:
     of_workers = [f"{workers} x {rollout.gpus_of_a_worker:g}"] if rollout.engine.resolved_device == "cuda" else []
     cpus, free = sum(node.cpus for node in nodes), sum(node.free_cpus for node in nodes)
     processes = learner.world_size + rollout.workers * rollout.engine.tensor_parallel
-    rows = [Request("CPU", processes, cpus, free, f"{ranks}, {workers}")]
+    parts = f"{ranks}, {workers}" + (" (as Ray counts, not cores)" if config.ray.address is None else "")
+    rows = [Request("CPU", processes, cpus, free, parts)]
     gpus, free = sum(node.offered_gpus for node in nodes), sum(node.free_gpus for node in nodes)
     if config.ray.address is None:
         free = max(0.0, free - sum(is_held(gpu) for node in nodes for gpu in node.gpus))

@@ -47,7 +47,7 @@ class RunState(Enum):
     COMPLETE = "is complete"
     STOPPED = "was stopped"
     FAILED = "failed"
-    VANISHED = "ended without a word"
+    VANISHED = "ended, and nothing says why"
     """Killed, out of memory, or the machine went down: the process had no time to write an event."""
 
 
@@ -113,14 +113,18 @@ class RunDiagnosis:
                 found.append(f"{resume} makes what is left: {' and '.join(self.left)}.")
             case _ if self._is_done:
                 found.append("Nothing. To train on, resume it with more steps: " + resume + " steps=N")
+            case RunState.FAILED if self.saved_step is None:
+                found.append("Mend what the error says, and start it again: as it is, it would end there again. There is no checkpoint.")
             case _ if self.saved_step is None:
                 found.append("Start it again: there is no checkpoint to go on from.")
             case _:
                 lost = self.step - self.saved_step
                 again = f" and does {lost} of its steps again." if lost else "."
                 found.append(f"{resume} goes on from step {self.saved_step}{again}")
+                if self.state is RunState.FAILED:
+                    found.append("Unless the error's cause has passed or is mended, it would end there again.")
         if self.state is RunState.VANISHED:
-            found.append("Look whether the machine ran out of memory then (dmesg, the batch system's log).")
+            found.append("Look whether it was killed, or the machine ran out of memory then (dmesg, the batch system's log).")
         if self.waits and self.waits[0].seconds >= 60:
             longest = self.waits[0]
             found.append(f"It waited {longest.seconds} s for {longest.what}: look at that part first.")
@@ -265,8 +269,9 @@ def _end(events: Sequence[RunEvent], is_complete: bool, is_running: bool, *, is_
         return RunState.COMPLETE, ""
     resumed_at = max((i for i, event in enumerate(events) if event.kind is EventKind.RESUMED), default=0)
     asked_at = max((i for i, event in enumerate(events) if event.kind is EventKind.ENDING), default=-1)
-    if asked_at >= resumed_at and any(event.kind is EventKind.SAVED for event in events[asked_at:]):
-        return RunState.STOPPED, events[asked_at].text
+    if asked_at >= resumed_at:
+        is_saved = any(event.kind is EventKind.SAVED for event in events[asked_at:])
+        return RunState.STOPPED, events[asked_at].text + ("" if is_saved else ". It ended without that checkpoint")
     return RunState.VANISHED, f"its last event is of {last.time}" if last else "it has no events"
 
 

@@ -265,7 +265,7 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
         Deadline("", newer_weights_s(run.step_s, run.sync_s), "an engine that joins: the next weights, if these were broadcast only"),
         of(run, "checkpoint_s", f"a checkpoint on disk: {_CHECKPOINT_COPIES} x {size} at {rate}"),
         Deadline("", run.forward_s, "forward passes for the batch ahead: two steps and a checkpoint until they begin, and two passes"),
-        Deadline("", run.disk_s, "the run folder's disk with all that waits for it: as long as three checkpoints"),
+        Deadline("", run.disk_s, "the run folder's disk, until all that waits for it is written: three times a checkpoint's"),
         Deadline("", reading_s(run.disk_s, checkpoint_bytes, run.bytes_per_s), "reading a checkpoint: as long, or as its size needs"),
         of(ranks, "collective_timeout_s", f"a collective of the learner's ranks: {_BEYOND_S:.0f} s more than a step or a checkpoint"),
         of(run, "evaluation_s", f"an evaluation: {scale.evaluation_waves} answers in turn, and rewards; if late, it is left out"),

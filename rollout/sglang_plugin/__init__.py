@@ -68,6 +68,8 @@ def register() -> None:
     register_stack_dump()
     settings = hooks.PluginSettings.from_environment()
     engine = settings.engine
+    if _is_child() and engine.log_level in ("warning", "error"):
+        hooks.draw_no_bars()
     if settings.last_error and _is_child():
         last_error.keep(Path(settings.last_error))
     if serves_on_cpu():

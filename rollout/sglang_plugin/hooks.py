@@ -61,6 +61,18 @@ class PluginSettings(BaseModel):
         return read_with_derived(cls, json.loads(os.environ.get(VARIABLE, "{}")))
 
 
+def draw_no_bars() -> None:
+    """Keep progress bars of this process off the terminal: SGLang draws them as it loads weights, whatever its log level is."""
+    from tqdm.std import tqdm  # type: ignore[import-untyped]
+
+    original = tqdm.__init__
+
+    def without_bar(self: Any, *args: Any, **options: Any) -> None:
+        original(self, *args, **{**options, "disable": True})
+
+    tqdm.__init__ = without_bar
+
+
 def register(group_timeout_s: float) -> None:
     """Register the hooks of every engine: prefix cache, pauses, deadlines of the weight-update group, the address of its ranks' store."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

@@ -51,6 +51,8 @@ class TaskReport:
 
     def __str__(self) -> str:
         stock = f"{self.train_questions} distinct"
+        if self.train_questions is not None and self.train_questions < self.train_checked:
+            stock += f" in {self.train_checked} rows; rollout.task.distinct: true takes each once"
         if self.train_questions is None:
             stock = f"without end; {self.train_distinct} distinct among the first {self.train_checked}"
         rows = f"; {counted(len(self.skipped), 'bad row')} skipped" if self.skipped else ""
@@ -225,13 +227,29 @@ class Task:
             warnings=tuple(self._warnings(len(held_out), len(train), len(set(train)))),
         )
 
+    def held_out_shortage(self, wanted: int) -> str:
+        """Why there are fewer held-out questions than wanted, and what to do; empty: there are enough."""
+        config, source = self._config, self._source
+        if (found := len(source.held_out)) >= wanted:
+            return ""
+        own = getattr(config, "held_out_path", None) or getattr(config, "held_out_split", None)
+        left_out = f", {counted(len(source.skipped), 'bad row')} aside ({source.skipped[0]})" if source.skipped else ""
+        if own is not None:
+            return f"{own} has no more with other texts{left_out}; add some"
+        if source.questions_per_epoch is None:
+            return f"no more with other texts were found{left_out}; set rollout.task.options that allow more"
+        share, distinct = config.held_out_fraction, found + (source.distinct_train_questions or 0)
+        return (
+            f"rollout.task.held_out_fraction = {share:g} holds back that share of its {distinct} different questions{left_out}; raise it, "
+            "take more questions"
+        )
+
     def _warnings(self, held_out: int, checked: int, distinct: int) -> Iterator[str]:
-        wanted = self._config.held_out_size
-        if held_out < wanted:
+        if why := self.held_out_shortage(self._config.held_out_size):
+            wanted = self._config.held_out_size
             yield (
-                f"{self.name}: only {held_out} of the {wanted} held-out questions could be found (distinct texts, "
-                f"{self._config.held_out_fraction:.0%} of all); take more questions, raise "
-                f"rollout.task.held_out_fraction, or lower rollout.task.held_out_size"
+                f"{self.name}: only {held_out} of the {wanted} held-out questions could be found: {why}, or lower "
+                "rollout.task.held_out_size"
             )
         if self._source.questions_per_epoch is None and distinct < checked / 2:
             yield (

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from io import StringIO
 from pathlib import Path
 
-from rollout.sglang_plugin import last_error
+import pytest
+
+from rollout.sglang_plugin import hooks, last_error
 
 
 def test_the_first_deadly_exception_is_kept(tmp_path: Path) -> None:
@@ -26,3 +29,14 @@ def test_the_first_deadly_exception_is_kept(tmp_path: Path) -> None:
         assert last_error.read(file) == "RuntimeError: Capture failed: out of memory"
     finally:
         sglang.handlers[:] = before
+
+
+def test_bars_that_sglang_insists_on_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tqdm.std import tqdm
+
+    monkeypatch.setattr(tqdm, "__init__", tqdm.__init__)  # put back after the test
+    drawn = StringIO()
+    list(tqdm([1, 2], desc="before", disable=False, file=drawn))
+    hooks.draw_no_bars()
+    assert list(tqdm([1, 2], desc="after", disable=False, file=drawn)) == [1, 2]
+    assert "before" in drawn.getvalue() and "after" not in drawn.getvalue()

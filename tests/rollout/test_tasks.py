@@ -68,6 +68,24 @@ def test_the_report_counts_and_warns_when_there_are_too_few_questions() -> None:
     assert (plenty.held_out, plenty.train_checked, plenty.demonstrations_checked, plenty.warnings) == (50, 1000, 7, ())
 
 
+def test_the_report_names_the_setting_that_holds_so_few_questions_back(tmp_path: Path) -> None:
+    """Twenty different questions in thirty rows: two, a tenth, are held out, and of the other eighteen some stand there twice."""
+    rows = write_rows(tmp_path / "rows.jsonl", [*numbered(20), *numbered(10)])
+    own = write_rows(tmp_path / "own.jsonl", [*numbered(3), "no row"])
+    task = build_task(FileTask(path=rows, held_out_size=5))
+    report = task.check()
+    assert (report.held_out, report.train_questions) == (2, 18)
+    assert f"18 distinct in {report.train_checked} rows; rollout.task.distinct: true takes each once" in str(report)
+    why = "rollout.task.held_out_fraction = 0.1 holds back that share of its 20 different questions; raise it, take more questions"
+    assert report.warnings == (
+        f"{rows}: only 2 of the 5 held-out questions could be found: {why}, or lower rollout.task.held_out_size",
+    )
+    assert task.held_out_shortage(2) == "" and task.held_out_shortage(3) == why
+    (tmp_path / "all.jsonl").write_text(rows.read_text())
+    of_its_own = build_task(FileTask(path=tmp_path / "all.jsonl", held_out_path=own, held_out_size=5))
+    assert of_its_own.held_out_shortage(5).startswith(f"{own} has no more with other texts, 1 bad row aside ({own}:4: no valid JSON")
+
+
 # --- reasoning-gym --------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.commands.task_config import LONGEST_ANSWER, model_context, task_config
+from actors.commands.task_config import LONGEST_ANSWER, meant_model, model_context, task_config
+from actors.metrics.step_metrics import StepMetrics
+from actors.record.run_folder import RunFolder
+from correction.errors import DataError
 
 
 def folder(tmp_path: Path, shape: object) -> Path:
@@ -49,3 +52,21 @@ def test_a_recipe_keeps_its_own_sizes() -> None:
     recipe = Path(__file__).parents[3] / "recipes" / "nano_chain_sum.yaml"
     config, _ = task_config(Path("models/none"), str(recipe), [], problems=9)
     assert (config.rollout.sampling.max_tokens, config.rollout.task.held_out_size, str(config.model)) == (8, 9, "models/none")
+
+
+def test_the_model_of_a_run_and_of_a_checkpoint_is_found(tmp_path: Path) -> None:
+    """What was evaluated best; of a run without evaluations the newest. A model's folder is taken as it is."""
+    run = RunFolder.create(tmp_path / "run", "x")
+    run.write_text("config.yaml", "name: x\n")
+    with pytest.raises(DataError, match="this run has no checkpoint"):
+        meant_model(run.path)
+    for step in (1, 2):
+        with run.checkpoint(step) as checkpoint:
+            checkpoint.hf.mkdir(exist_ok=True)
+            (checkpoint.hf / "config.json").write_text("{}")
+    first, newest = run.checkpoints()
+    assert meant_model(run.path) == (newest.hf, run.path / "config.yaml")
+    run.append_evaluation(StepMetrics(1, {"held_out/wilson_low": 0.4}))
+    assert meant_model(run.path)[0] == first.hf
+    assert meant_model(newest.path) == (newest.hf, None) and meant_model(newest.hf) == (newest.hf, None)
+    assert meant_model(tmp_path / "none") == (tmp_path / "none", None) and meant_model(Path("hf:a/b")) == (Path("hf:a/b"), None)

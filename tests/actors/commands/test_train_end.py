@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_a_run_that_a_signal_ended_at_once_waits_two_seconds_for_its_disk(
         hangs=lambda: hangs,
     )
     folder: Any = SimpleNamespace(path="run", checkpoints=list)
-    monkeypatch.setattr(train, "TerminalView", lambda *_: SimpleNamespace(close=lambda: None, event=lambda *_: None))
+    monkeypatch.setattr(train, "TerminalView", lambda *_, **__: SimpleNamespace(close=lambda: None, event=lambda *_: None))
     monkeypatch.setattr(train, "Observer", lambda *_: observer)
     monkeypatch.setattr(train, "Controller", lambda *_, **__: None)
     monkeypatch.setattr(train, "_report", reported.append)
@@ -76,7 +77,7 @@ def test_an_error_of_a_disk_that_hangs_is_raised_without_it(monkeypatch: pytest.
     nothing: Any = lambda *_, **__: None  # noqa: E731
     observer = SimpleNamespace(event=nothing, keep_event=nothing, phase=ends, close=nothing, hangs=lambda: False)
     folder: Any = SimpleNamespace(path="run", checkpoints=lambda: is_back.wait(60.0))
-    monkeypatch.setattr(train, "TerminalView", lambda *_: SimpleNamespace(close=nothing, event=nothing))
+    monkeypatch.setattr(train, "TerminalView", lambda *_, **__: SimpleNamespace(close=nothing, event=nothing))
     monkeypatch.setattr(train, "Observer", lambda *_: observer)
     monkeypatch.setattr(train, "Controller", nothing)
     monkeypatch.setattr(train, "_report", reported.append)
@@ -100,7 +101,7 @@ def test_a_run_whose_last_lines_could_not_be_written_has_not_done_all(monkeypatc
     config = SimpleNamespace(steps=3, name="x", model="m", deadlines=DeadlinesConfig(), batch_arithmetic=lambda: "4 groups")
     observer = SimpleNamespace(event=nothing, keep_event=nothing, phase=ends, close=nothing, hangs=lambda: False)
     folder: Any = SimpleNamespace(path="run", checkpoints=list)
-    monkeypatch.setattr(train, "TerminalView", lambda *_: SimpleNamespace(close=nothing, event=nothing))
+    monkeypatch.setattr(train, "TerminalView", lambda *_, **__: SimpleNamespace(close=nothing, event=nothing))
     monkeypatch.setattr(train, "Observer", lambda *_: observer)
     monkeypatch.setattr(train, "StackCollector", nothing)
     monkeypatch.setattr(train, "Controller", nothing)
@@ -108,6 +109,16 @@ def test_a_run_whose_last_lines_could_not_be_written_has_not_done_all(monkeypatc
         with pytest.raises(DiskLate):
             train._run_in(folder, config, None, [], None)  # type: ignore[arg-type]
         assert interrupts.code_after(signal.SIGTERM) == 143
+
+
+def test_who_ends_a_run_at_once_is_told_where_it_is(tmp_path: Path) -> None:
+    """Also without a checkpoint, when there is no command that goes on. Of an error the sentence alone is said then."""
+    observer: Any = SimpleNamespace(keep_event=lambda *_: None)
+    folder: Any = SimpleNamespace(path=tmp_path, checkpoints=list)
+    ended: list[BaseException] = [interrupts.Interrupted(signal.SIGINT), DataError("a row")]
+    for error in ended:
+        train._keep_failure(error, observer, folder, 3)
+    assert [getattr(error, "__notes__", []) for error in ended] == [[f"run folder: {tmp_path}, without a checkpoint"], []]
 
 
 def test_a_machine_without_a_thread_left_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +173,7 @@ def run_in(
     close: Any = lambda *, within_s: at("the last lines")  # noqa: E731
     observer = SimpleNamespace(event=event, keep_event=event, phase=nothing, close=close, hangs=lambda: False)
     folder: Any = SimpleNamespace(path="run", checkpoints=checkpoints, event=event)
-    monkeypatch.setattr(train, "TerminalView", lambda *_: SimpleNamespace(close=lambda text="": shown.append(text), event=event))
+    monkeypatch.setattr(train, "TerminalView", lambda *_, **__: SimpleNamespace(close=lambda text="": shown.append(text), event=event))
     monkeypatch.setattr(train, "Observer", lambda *_: observer)
     monkeypatch.setattr(train, "Controller", lambda *_, **__: controller)
     monkeypatch.setattr(train, "Cluster", cluster)

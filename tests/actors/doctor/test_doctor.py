@@ -381,7 +381,7 @@ def test_the_command_says_what_stands_in_the_way(tmp_path: Path, monkeypatch: py
     good = CliRunner().invoke(app, ["doctor", *nano, "--json"])
     found = json.loads(good.stdout, parse_constant=pytest.fail)  # Infinity and NaN are no JSON
     assert good.exit_code == 0 and found["summary"].startswith("ready")
-    assert [(row["kind"], row["parts"]) for row in found["resources"]] == [("CPU", "1 rank, 1 worker")]
+    assert [(row["kind"], row["parts"]) for row in found["resources"]] == [("CPU", "1 rank, 1 worker (as Ray counts, not cores)")]
     monkeypatch.setattr(gather, "gpus_of_driver", list)
     bad = CliRunner().invoke(app, ["doctor", *nano, "learner.tensor_parallel=3"])
     assert bad.exit_code == 1 and "num_attention_heads = 4, num_key_value_heads = 2," in bad.stdout

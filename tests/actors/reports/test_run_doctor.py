@@ -189,6 +189,14 @@ def test_what_is_left_of_a_run_at_its_last_step(
     assert (found.state, found.advice[0]) == (state, advice.replace("RESUME", f"evenkeel train --resume {folder.path}"))
 
 
+@pytest.mark.parametrize(("saved", "place"), [(None, 0), (1, 1)])
+def test_a_run_that_failed_is_not_told_that_it_need_only_be_started_again(tmp_path: Path, saved: int | None, place: int) -> None:
+    folder = run_folder(tmp_path / "run", saved=saved)
+    folder.event("error", "rollout.reward: it raised ZeroDivisionError")
+    found = after(folder)
+    assert found.state is RunState.FAILED and "mend" in found.advice[place].lower() and "it would end there again" in found.advice[place]
+
+
 def test_what_ended_a_run_before_it_was_resumed_is_over(tmp_path: Path) -> None:
     """Stopped by a signal, resumed, and killed: it was not stopped."""
     folder = run_folder(tmp_path / "a")
@@ -200,11 +208,14 @@ def test_what_ended_a_run_before_it_was_resumed_is_over(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_was_given_up_and_an_alarm_that_ends_nothing_are_no_end(tmp_path: Path) -> None:
-    """A killed run is told from one that was stopped by what its events are, not by how they begin."""
+    """A killed run is told from one that was stopped by what its events are, not by how they begin. Who was asked to end, and did, before
+    there was a checkpoint, did not run out of memory."""
     given_up = run_folder(tmp_path / "a")
     given_up.write_event(RunEvent.now("warning", "interrupted (SIGTERM): ending with a checkpoint", EventKind.ENDING))
     given_up.event("warning", "checkpoint under way: given up (checkpoint under way: not done in 60 s)")
-    assert after(given_up).state is RunState.VANISHED
+    found = after(given_up)
+    assert found.state is RunState.STOPPED and found.reason.endswith("ending with a checkpoint. It ended without that checkpoint")
+    assert found.advice[0].startswith("Start it again") and not any("memory" in text for text in found.advice)
     alarmed = run_folder(tmp_path / "b", saved=1)
     alarmed.event("alarm", "step 1: k3_kl = 0.008, 8.0 times the level of steps 3 to 22")
     alarmed.write_event(RunEvent.now("info", "checkpoint x in 0.1 s", EventKind.SAVED))
@@ -220,7 +231,7 @@ def test_a_checkpoint_that_was_given_up_and_an_alarm_that_ends_nothing_are_no_en
         ("warning interrupted (SIGTERM): ending\ninfo    checkpoint x in 0.1 s\n"
          "info    going on from step 4 (x/step_000004)", RunState.VANISHED),
         ("error   ended at once by Ctrl-C, without a checkpoint of what came after the last one", RunState.STOPPED),
-        ("warning interrupted (SIGTERM): ending\nwarning checkpoint under way: given up (late)", RunState.VANISHED),
+        ("warning interrupted (SIGTERM): ending\nwarning checkpoint under way: given up (late)", RunState.STOPPED),
     ],
 )
 def test_events_of_earlier_versions_have_their_kind_in_their_words(tmp_path: Path, lines: str, state: RunState) -> None:
@@ -351,7 +362,7 @@ def test_a_ledger_that_a_resume_has_set_aside_is_no_imbalance(
 
 def test_the_page_begins_with_how_it_ended_and_has_a_section_for_what_there_is(tmp_path: Path) -> None:
     text = page(after(run_folder(tmp_path / "run")))
-    assert text.splitlines()[0] == f"{tmp_path / 'run'} ended without a word, after step 2 of 4 (no checkpoint)"
+    assert text.splitlines()[0] == f"{tmp_path / 'run'} ended, and nothing says why, after step 2 of 4 (no checkpoint)"
     assert "\nWhat to do\n" in text and "\nBooks\n" in text and "Longest waits" not in text and "Last events" not in text
 
 
