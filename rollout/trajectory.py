@@ -192,7 +192,7 @@ class Trajectory(_Answer):
     """A key for the routed experts of each token of the prompt, if the routes are sent as an object of their own
     (rollout/wide_fields.py)."""
     text: str = ""
-    """The response, decoded without special tokens: what the reward function saw."""
+    """The response, decoded without the token that ended it: what the reward function saw."""
     reward: float | None = None
     """None before scoring, and for a failed trajectory."""
     reward_components: dict[str, float] = field(default_factory=dict)

@@ -170,5 +170,6 @@ def test_longest_request_that_fits(engine: RolloutEngine, engine_loop: Backgroun
         prompt = [5] * told.longest_prompt(answer)
         completion = engine_loop.run(engine.generate(prompt, max_tokens=answer, ignore_stop=True))[0]
         assert len(completion.response_ids) == answer
+        assert len(engine_loop.run(engine.score(prompt))) == len(prompt) - 1, "the probe's prompt is one of these"
         with pytest.raises(DataError, match="the engine takes up to 1017"):
             engine_loop.run(engine.generate([*prompt, 5], max_tokens=answer))

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
+from actors.commands.evaluate import evaluate_folder
+from actors.commands.filter import Bounds, filter_questions
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
 from rollout.config import AnswerSampling, ExactMatchReward, MaskOverlong, SamplingConfig
 from rollout.engine.engine import RolloutEngine
+from rollout.engine_settings.engine_config import EngineConfig
 from rollout.packing import is_left_out
 from rollout.rewards.rewards import RewardPool
 from rollout.sampler import Sampler, sample_seed
 from rollout.tasks.chat import ChatEncoder
 from rollout.trajectory import FinishReason, Group, Prompt, Trajectory
 from tests.conftest import BackgroundLoop
+from tests.tiny_models import SPECIAL_TOKENS
 
 pytestmark = pytest.mark.engine
+RECIPE = Path(__file__).parents[2] / "recipes" / "nano_spell_backward.yaml"
 
 
 def test_a_prompt_becomes_a_scored_group(shared_engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
@@ -92,3 +103,50 @@ def test_an_answer_ends_at_what_the_engine_by_itself_doesn_t_know(
         assert not is_left_out(ended, MaskOverlong())
     cut = engine_loop.run(answer(encoder, place + 1))
     assert cut.finish_reason is FinishReason.LENGTH and is_left_out(cut, MaskOverlong())
+
+
+@pytest.mark.parametrize("user", ["eval", "filter"])
+def test_evaluations_and_filters_go_by_the_ends_and_lengths_of_the_model(
+    user: str,
+    shared_engine: RolloutEngine,
+    engine_loop: BackgroundLoop,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a folder whose generation config names one end more, with questions of exactly the length that is left, on the shared engine: it
+    is asked to stop at all ends of the model, and takes every question. One token more, and a question is passed over."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7]}')
+    encoder, lengths = ChatEncoder(AutoTokenizer.from_pretrained(folder)), EngineConfig(context_length=64).lengths
+    longest = lengths.longest_prompt(10) - len(encoder.encode(""))
+    rows = [{"prompt": letter * (longest + more), "answer": "x"} for letter in "abcdefgh" for more in (0, 1)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [f"model={folder}", f"rollout.task={{kind: file, path: {tmp_path / 'rows.jsonl'}, held_out_size: 1}}"]
+    words += ["rollout.reward={kind: exact_match, processes: 1}", "rollout.sampling.max_tokens=10", "rollout.engine.context_length=64"]
+    asked: list[tuple[int, object]] = []
+
+    async def start(*_: object, **__: object) -> RolloutEngine:
+        return shared_engine
+
+    async def stays() -> None:
+        pass
+
+    async def generate(self: RolloutEngine, prompt_ids: Sequence[int], **how: Any) -> list[Trajectory]:
+        asked.append((len(prompt_ids), how["stop_ids"]))
+        return await asyncio.wrap_future(engine_loop.start(whole(self, prompt_ids, **how)))
+
+    whole = RolloutEngine.generate
+    monkeypatch.setattr(RolloutEngine, "start", start)
+    monkeypatch.setattr(RolloutEngine, "generate", generate)
+    monkeypatch.setattr(shared_engine, "shutdown", stays)
+    said: list[str] = []
+    if user == "eval":
+        result = evaluate_folder(folder, str(RECIPE), words, problems=1, samples=None, say=said.append)
+        assert (len(result.answers), result.failed) == (1, 0)
+    else:
+        config = load_config(RunConfig, RECIPE, words)
+        found = filter_questions(config, tmp_path / "kept.jsonl", Bounds.of(2, 0, None), questions=None, say=said.append)
+        assert [one.unscored for one in found] == [0] * 7
+    end = SPECIAL_TOKENS.index("<|im_end|>")
+    assert set(asked) == {(lengths.longest_prompt(10), (end, 7))} and len(asked) == (1 if user == "eval" else 7)
