@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from ray.exceptions import RayError
 
@@ -36,7 +37,7 @@ class LearningWatch:
 
     def finished(self, group: StoredGroup) -> None:
         """A worker has sampled and scored it."""
-        self._recent.append(group)
+        self._recent.append(replace(group, wide=None))  # which can be large, and says nothing
         if self._judge.finished(group.facts) and (self._looking is None or self._looking.done()):
             self._looking = asyncio.create_task(self._look())
 
