@@ -32,20 +32,6 @@ ELSEWHERE = {
     "actors/doctor/facts.py": "the doctor's: what a node says of itself, next to the other facts that the rules read",
     "actors/doctor/cut_model.py": "the doctor's Reference: what the task next to it computes",
 }
-IMPORTED = {
-    "CapturedRows": "correction's: what a capture has of each operator, next to the functions that compare two captures",
-    "OperatorPlace": "correction's: likewise, where in the model that is",
-    "OperatorGap": "correction's: what they return",
-    "Quantity": "correction's: a number that diagnostics name, next to the list of them all",
-    "SideSettings": "correction's: what the contract of both engines is made of, next to what it refuses",
-    "Contract": "correction's: gives both sides their settings",
-    "ModelFamily": "the learner's: what a row of its table of model families says",
-    "EngineCapabilities": "the engine's: looks for them itself, where it is made",
-    "ChatEncoder": "behaviour: encodes texts for the engine",
-    "PromptPlace": "what a prompt's id is made of, and parsed to",
-    "Packed": "what packing returns to the correction service, next to it",
-}
-"""What a module of another package imports, and doesn't stand there either, with the reasons."""
 TUPLES = {
     "tuple[str, int]": "host and port, as Python's sockets have them",
     "tuple[StepResult | None, StepValues | None]": "num_returns: the values stay in the object store until somebody reads them",
@@ -266,15 +252,6 @@ def imported_elsewhere() -> dict[Path, set[str]]:
 
 def named_tuples(path: Path) -> set[str]:
     return {node.name for node in nodes(path) if isinstance(node, ast.ClassDef) and "NamedTuple" in map(ast.unparse, node.bases)}
-
-
-def test_what_another_package_imports_stands_in_the_files_of_carriers() -> None:
-    """And is frozen."""
-    found = {str(home.relative_to(ROOT)): names for home, names in imported_elsewhere().items()}
-    assert {"Prompt", "StepResult", "PackedBatch"} <= set().union(*found.values()), "no import was seen"
-    others = {name for home, names in found.items() if home not in (*CARRIERS, *ELSEWHERE) for name in names}
-    assert others == IMPORTED.keys()
-    assert [name for home, names in found.items() for name in names if not dataclasses(ROOT / home).get(name, True)] == []
 
 
 def test_a_call_to_an_actor_or_a_task_takes_and_returns_no_tuple_of_several_types() -> None:

@@ -268,25 +268,6 @@ def callers_of(call: str) -> set[str]:
     }
 
 
-def names_in(path: Path) -> set[str]:
-    """All names of a file: what it imports, reads or annotates with."""
-    tree = ast.parse(path.read_text())
-    fields = {ast.Name: "id", ast.Attribute: "attr", ast.alias: "name"}
-    return {getattr(node, fields[type(node)]) for node in ast.walk(tree) if type(node) in fields}
-
-
-def test_a_part_is_given_its_sections_not_the_run_s_whole_configuration() -> None:
-    """Rooms that decide about a run, or check one, have all of it, as the driver has, which makes the parts. So have two that need four
-    sections or more, each: batches, and the lines of a step (the observer hands the run on to those who write them).
-    What reads a run's config.yaml gives all of it."""
-    of_runs = ("actors.commands.", "actors.doctor.", "actors.plan.", "actors.settings.", "actors.cluster.")
-    files = {module_name(path): path for package in PACKAGES for path in source_files(package) if "RunConfig" in path.read_text()}
-    found = {name for name, path in files.items() if "RunConfig" in names_in(path) and not name.startswith(of_runs)}
-    of_the_driver = {f"actors.driver.{name}" for name in ("controller", "parts", "batch_source")}
-    of_records = {f"actors.record.{name}" for name in ("observer", "step_writer", "config_that_ran")}
-    assert found - {"actors.config"} == of_the_driver | of_records | {"actors.service.correction_service"}
-
-
 def uses_auto(path: Path) -> bool:
     """Whether a file does more with "auto" than to allow it, or to have it as a default."""
     waiting: list[ast.AST] = [ast.parse(path.read_text())]

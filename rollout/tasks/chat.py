@@ -79,7 +79,8 @@ class ChatEncoder:
 
         Args: rollout: with the engines' context decided, for the longest prompt; None: the task's own limit.
         """
-        encoder = cls.for_task(load_tokenizer(folder), task, rollout and rollout.longest_prompt, configured_ends(folder))
+        longest = None if rollout is None else rollout.longest_prompt
+        encoder = cls.for_task(load_tokenizer(folder), task, longest, configured_ends(folder))
         return replace(encoder, limit=rollout.prompt_limit) if rollout else encoder
 
     @classmethod
