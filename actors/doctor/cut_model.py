@@ -13,6 +13,7 @@ from filelock import FileLock
 
 from correction.engines.expert_count import expert_count
 from learner.config import LearnerConfig
+from learner.hf.tensor_files import save_model
 
 VOCABULARY = 4096
 CONTEXT = 1024
@@ -65,7 +66,7 @@ def make_model(folder: Path, content: Mapping[str, Any], dtype: str) -> None:
     with FileLock(folder.with_suffix(".lock")):
         if not (folder / "config.json").exists():
             partial = write_config(folder.with_suffix(".partial"), content)
-            _model(partial, dtype).save_pretrained(partial)
+            save_model(_model(partial, dtype), partial)
             partial.rename(folder)
 
 

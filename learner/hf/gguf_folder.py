@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from correction.errors import DataError, one_line
+from learner.hf.tensor_files import save_model
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Names of GGUF whose conversion is compared with an independent one; Mistral's files are called llama, too."""
@@ -89,7 +90,7 @@ def write_folder(path: Path, folder: Path, *, say: Callable[[str], None] = lambd
     say(f"{path.name}: {facts.parameters / 1e6:.1f}M weights ({', '.join(facts.types)}) become {size}")
     with _quiet():
         model = _model_of(path, _value(reader, f"{facts.architecture}.attention.key_length", None))
-        model.save_pretrained(folder)
+        save_model(model, folder)
     _tokenizer(path, reader, model.config.max_position_embeddings).save_pretrained(folder)
     _write_ends(folder, reader)
     return facts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -24,3 +25,13 @@ def saving(path: Path) -> Iterator[Path]:
         raise OSError(f"{path}: {error}") from error
     if path.stat().st_mode & 0o7777 != mode:
         path.chmod(mode)
+
+
+def save_model(model: Any, folder: Path) -> None:
+    """transformers' save_pretrained of a model, with files of the mode that its config.json has. Raises: OSError, as `saving`."""
+    try:
+        model.save_pretrained(folder)
+    except SafetensorError as error:
+        raise OSError(f"{folder}: {error}") from error
+    for path in folder.glob("*.safetensors"):
+        path.chmod((folder / "config.json").stat().st_mode & 0o7777)

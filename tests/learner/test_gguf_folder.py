@@ -184,6 +184,7 @@ def test_quantised_weights_are_what_gguf_itself_makes_of_them(tmp_path: Path) ->
     tokenizer = published_tokenizer("smollm")
     write_gguf(tmp_path / "m.gguf", tiny("qwen2", tokenizer.get_vocab_size(), tied=True), "qwen2", tokenizer, "smollm", kinds=kinds)
     facts = write_folder(tmp_path / "m.gguf", tmp_path / "hf")
+    assert len({file.stat().st_mode for file in (tmp_path / "hf").iterdir()}) == 1, "who may read one of the files may read all"
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     weights = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
     for name, weight in weights.items():
