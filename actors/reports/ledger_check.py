@@ -101,7 +101,9 @@ def check_ledger(folder: RunFolder, last: StepMetrics | None, read: LinesRead) -
         counted_in.append(_trained_and_discarded(outcomes) - before)
         begun_at.append(first)
         end = first
-    told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()) if count) or "no prompt has left the queue"
+    told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()) if count)
+    once = f"{told}, each prompt once" if told else "no prompt is trained on or discarded yet"
+    told = told or "none"
     if twice:
         named = ", ".join(sorted(twice)[:5])
         return LedgerCheck(False, f"NOT balanced: {len(twice)} prompts stand in the ledger twice, {named} among them ({told})")
@@ -109,7 +111,7 @@ def check_ledger(folder: RunFolder, last: StepMetrics | None, read: LinesRead) -
     totals, in_ledger = _totals(last.finite()) if last else {}, _trained_and_discarded(outcomes)
     wrong = [kind for kind, total in totals.items() if total != in_ledger[kind]]
     if not wrong:
-        return LedgerCheck(True, f"balanced: {told}, each prompt once" + (f"; {files}, counted" if aside else ""))
+        return LedgerCheck(True, f"balanced: {once}" + (f"; {files}, counted" if aside else ""))
     earlier = _totals_before(folder, begun_at[0]) if aside else {}
     if earlier.keys() >= totals.keys() and all(total - earlier[kind] == counted_in[0][kind] for kind, total in totals.items()):
         since = " and ".join(f"{counted_in[0][kind]} {kind}" for kind in totals)
