@@ -146,7 +146,8 @@ class ChatEncoder:
             if not isinstance(asked, str):
                 raise DataError(f"a conversation of {len(asked)} turns needs the chat template; set rollout.task.apply_chat_template: true")
             text = asked if self.system_prompt is None else f"{self.system_prompt}\n\n{asked}"
-            return tuple(self.tokenizer.encode(text))
+            ids, bos = tuple(self.tokenizer.encode(text)), getattr(self.tokenizer, "bos_token_id", None)
+            return ids[1:] if bos is not None and ids[:2] == (bos, bos) else ids  # its author has written the beginning, too
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else [dict(turn) for turn in asked]
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system_prompt})

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, processors
 
 from correction.errors import DataError
 from rollout.config import FileTask
@@ -75,6 +75,15 @@ def test_without_a_template_the_text_is_the_prompt() -> None:
     """Its author writes the turns."""
     encoder = ChatEncoder(FAMILIES["Qwen3"].tokenizer(), apply_chat_template=False)
     assert encoder.encode("<|im_start|>user\n1<|im_end|>").count(1) == 1
+
+
+def test_a_bare_prompt_that_begins_as_its_tokenizer_would_begin_it_does_so_once() -> None:
+    """Rows that a chat template has rendered have the beginning in them."""
+    tokenizer = FAMILIES["Llama 2"].tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    encoder = ChatEncoder(tokenizer, apply_chat_template=False)
+    assert encoder.encode("<s>[INST] 1") == encoder.encode("[INST] 1") and encoder.encode("12")[:1] == (1,)
+    assert encoder.encode("12").count(1) == encoder.encode("<s>12").count(1) == 1
 
 
 def test_a_letter_that_is_declared_special_is_no_control_token() -> None:
