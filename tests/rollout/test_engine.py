@@ -173,3 +173,9 @@ def test_longest_request_that_fits(engine: RolloutEngine, engine_loop: Backgroun
         assert len(engine_loop.run(engine.score(prompt))) == len(prompt) - 1, "the probe's prompt is one of these"
         with pytest.raises(DataError, match="the engine takes up to 1017"):
             engine_loop.run(engine.generate([*prompt, 5], max_tokens=answer))
+
+
+def test_an_engine_has_no_file_of_sglang_s_in_shared_memory(engine: RolloutEngine) -> None:
+    """One of its load stayed there after each engine. What a process has mapped it has made, whatever other engines leave meanwhile."""
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in engine.process_ids.values()]
+    assert maps and not any("/dev/shm/sglang" in one for one in maps)
