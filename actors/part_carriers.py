@@ -37,8 +37,6 @@ class WorkerSettings:
     """Environment variables of the worker's process; the engine's processes inherit them."""
     weights_fetch_s: float = 60.0
     """Longest wait for the bytes of a version to come to the node."""
-    started_in: str = ""
-    """Folder where the run was started; empty: the worker's own."""
 
     @property
     def has_wide_fields(self) -> bool:

@@ -206,7 +206,9 @@ class FunctionReward(_Reward):
     kind: Literal["function"] = "function"
     """Which scorer."""
     path: str
-    """module:function; the module must be importable from where the run starts."""
+    """module:function; the module lies in `folder`, or is installed."""
+    folder: Path | None = None
+    """Where the module lies. Empty: where the run is started, which a resume from another folder remembers."""
 
     @field_validator("path")
     @classmethod

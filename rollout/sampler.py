@@ -49,7 +49,6 @@ class Sampler:
         seed: int = 0,
         topk: int = 0,
         has_weights: bool = True,
-        started_in: str = "",
     ) -> Sampler:
         """Start the reward processes and the engine (seconds to a minute on a CPU).
 
@@ -58,10 +57,9 @@ class Sampler:
             version: weight version of the model folder.
             topk: the most that `group` will be asked for.
             has_weights: see RolloutEngine.start.
-            started_in: folder of the run's start, see RewardPool.
         Raises: RewardError for a reward function that fails on the sample; as RolloutEngine.start. No process is left then.
         """
-        rewards = RewardPool(config.reward, config.task, folder=started_in)
+        rewards = RewardPool(config.reward, config.task)
         await rewards.check(sample)
         try:
             engine = await RolloutEngine.start(model, config.engine, version=version, name=name, has_weights=has_weights)

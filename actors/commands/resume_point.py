@@ -25,7 +25,7 @@ from actors.record.run_folder import Checkpoint, RunFolder
 from correction.errors import ConfigError, DataError, counted
 from correction.settings.base import read_with_derived
 from correction.settings.schedule import needs_topk
-from rollout.config import FileTask, HuggingFaceTask
+from rollout.config import FileTask, FunctionReward, HuggingFaceTask
 
 _MOVABLE_TASK_SETTINGS = ("rollout.task.path", "rollout.task.held_out_path")
 _OF_SAMPLES = ("rollout.", "learner.routing_replay", "true_on_policy")
@@ -43,6 +43,7 @@ _NOT_OF_SAMPLES = (
     *("rollout.engine.attention_data_parallel", "rollout.engine.threads", "rollout.engine.prefix_cache"),
     *("rollout.engine.weight_group_backend", "rollout.engine.weight_group_timeout_s", "rollout.engine.log_level"),
     *_MOVABLE_TASK_SETTINGS,
+    "rollout.reward.folder",
 )
 """Those of them that change neither an answer nor its score. The reward's limits (time, memory, files) do: beyond one, an answer has no
 score."""
@@ -107,8 +108,19 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         task = task.model_copy(update={"path": task.path.absolute(), "held_out_path": held_out})
     elif isinstance(task, HuggingFaceTask) and Path(task.path).exists():  # otherwise a name on the hub
         task = task.model_copy(update={"path": str(Path(task.path).absolute())})
-    rollout = config.rollout.model_copy(update={"task": task})
+    reward = config.rollout.reward
+    if isinstance(reward, FunctionReward):
+        reward = reward.model_copy(update={"folder": _folder_of(reward)})
+    rollout = config.rollout.model_copy(update={"task": task, "reward": reward})
     return config.model_copy(update={"model": absolute(config.model), "rollout": rollout})
+
+
+def _folder_of(reward: FunctionReward) -> Path:
+    """The folder with the module: the one that is given, or was when the run began, unless only that of this start has it."""
+    name, here = reward.path.partition(":")[0].partition(".")[0], Path.cwd()
+    given = (reward.folder or here).absolute()
+    has_module = [folder for folder in (given, here) if (folder / name).exists() or (folder / f"{name}.py").exists()]
+    return next(iter(has_module), given)
 
 
 def with_settings(folder: RunFolder, point: ResumePoint, config: RunConfig, *, discard_queue: bool = False) -> ResumePoint:

@@ -75,7 +75,7 @@ def paper_facts(
     closed = "" if is_resumed or os.access(there, os.W_OK) else str(there)
     largest, free = len(gpus) or GPUS_PER_NODE, shutil.disk_usage(there).free
     known = PaperFacts(shape, gpus, gpus_per_node=largest, disk_free=free, closed_folder=closed, host_bytes=host, store_bytes=store)
-    start = Path.cwd()
+    start = getattr(config.rollout.reward, "folder", None) or Path.cwd()
     first = {Path(folder).absolute() for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder}
     is_last = config.rollout.reward.kind == "function" and start not in first
     taken = [str(start / name) for name in taken_names(start)] if is_last else []

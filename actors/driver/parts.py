@@ -5,7 +5,6 @@ Rollout workers hold none of it, and outlive these: see rollback.py.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +124,6 @@ def worker_settings(config: RunConfig, model: Path, sample: Prompt) -> WorkerSet
         topk=needs_topk(config.correction),
         environment=worker_environment(config),
         weights_fetch_s=weights_fetch_s(config),
-        started_in=os.getcwd(),
     )
 
 

@@ -106,7 +106,6 @@ class RolloutWorker:
                 seed=settings.seed,
                 topk=settings.topk,
                 has_weights=False,
-                started_in=settings.started_in,
             )
         self._end_notice = EndNotice()
         return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target, node=ray.get_runtime_context().get_node_id())

@@ -289,7 +289,7 @@ def _exact_match(spec: dict[str, Any]) -> Scorer:
 
 
 def _function(spec: dict[str, Any]) -> Scorer:
-    function = _import_function(spec["path"], Path(spec["folder"]))
+    function = _import_function(spec["path"], (spec["folder"] or Path.cwd()).absolute())
     wanted = _accepted_names(function, spec["path"])
 
     def score(request: dict[str, Any]) -> Any:
@@ -318,7 +318,7 @@ def _import_function(path: str, folder: Path) -> Callable[..., Any]:
         if taken := _taken_name(module_name, folder):
             raise RewardLoadError(f"rollout.reward.path = {path}: {taken}") from error
         raise RewardLoadError(
-            f"rollout.reward.path = {path}: importing {module_name} raised {error_text(error)}; {_remedy(module_name, error)}"
+            f"rollout.reward.path = {path}: importing {module_name} raised {error_text(error)}; {_remedy(module_name, error, folder)}"
         ) from error
     if taken := _taken_name(module_name, folder):
         raise RewardLoadError(f"rollout.reward.path = {path}: {taken}")
@@ -346,10 +346,11 @@ def _taken_name(module_name: str, folder: Path) -> str:
     return f"by the name {top} Python imports {places[-1] if places else 'a module of its own'}, and never {own}; rename the latter"
 
 
-def _remedy(module: str, error: Exception) -> str:
+def _remedy(module: str, error: Exception, folder: Path) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         is_the_module = f"{module}.".startswith(f"{error.name}.")
-        return "start the run where the module lies, or install it" if is_the_module else f"install {error.name}, which it imports"
+        where = f"it isn't in {folder}: start the run where the module lies, or install it"
+        return where if is_the_module else f"install {error.name}, which it imports"
     return "mend the module"
 
 

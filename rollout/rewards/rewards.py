@@ -71,15 +71,14 @@ class RewardPool:
     doesn't end in an answer kills it, and it is started again at once: importing overlaps with the calls on the others.
     """
 
-    def __init__(self, config: RewardConfig, task: TaskConfig | None = None, *, folder: str = "") -> None:
+    def __init__(self, config: RewardConfig, task: TaskConfig | None = None) -> None:
         """
         Args:
             task: the task that makes the questions; a reasoning_gym reward takes its data set from there.
-            folder: where the run was started, and a function's module may lie; empty: the working folder.
         Raises: ConfigError if a reasoning_gym reward has no such task.
         """
         self._config = config
-        spec = reward_specification(config, task) | {"folder": folder or os.getcwd(), "python_path": os.environ.get("PYTHONPATH")}
+        spec = reward_specification(config, task) | {"python_path": os.environ.get("PYTHONPATH")}
         self._processes = [_ScoringProcess(spec, config.start_deadline_s) for _ in range(config.processes)]
         self._idle: asyncio.Queue[_ScoringProcess] = asyncio.Queue()      # first in, first out: a fresh process gets time to import
         for process in self._processes:

@@ -397,3 +397,24 @@ def test_paths_are_those_of_where_the_run_began(tmp_path: Path, monkeypatch: pyt
         hub = ["model=m", "rollout.task.kind=huggingface", f"rollout.task.path={name}"]
         found: Any = with_absolute_paths(load_config(RunConfig, RECIPE, hub)).rollout.task
         assert found.path == expected
+
+
+def test_a_reward_s_module_stays_where_the_run_found_it_or_is_where_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a resume that finds it elsewhere is the same run: no group is sampled again for that."""
+    began, goes_on = tmp_path / "began", tmp_path / "goes_on"
+    began.mkdir()
+    goes_on.mkdir()
+    (began / "mine.py").touch()
+    monkeypatch.chdir(began)
+    run = with_absolute_paths(load_config(RunConfig, RECIPE, ["rollout.reward={kind: function, path: 'mine:score'}"]))
+    monkeypatch.chdir(goes_on)
+
+    def folder() -> Path:
+        reward: Any = with_absolute_paths(run).rollout.reward
+        return reward.folder
+
+    assert folder() == began
+    (goes_on / "mine.py").touch()
+    assert folder() == began, "as the run had it, where both have one"
+    (began / "mine.py").unlink()
+    assert folder() == goes_on
