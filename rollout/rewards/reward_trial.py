@@ -32,20 +32,19 @@ def trial_notes(scores: Sequence[float | str], *, has_answer: bool, extraction: 
             f"the reward gives no score to the answer {texts}: {unscored[0][1]}. What has no score is left out of baseline, loss and "
             "accuracy, and nothing is learned from it; return 0.0 where that is the score of a wrong answer"
         )
-    if wrong and max(wrong) >= correct_at:
+    is_known = has_answer and bool(wrong) and not isinstance(own, str) and not isinstance(extraction, RegexMatch)
+    if is_known and {own} == set(wrong):
+        yield (
+            f"the reward gives {own:g} to the reference answer, to a wrong and to an empty one: it tells them apart in another form "
+            "(a marker, a sentence round the answer), or not at all"
+        )
+    elif wrong and max(wrong) >= correct_at:
         yield (
             f"the reward gives {max(wrong):g} to a wrong answer, and right is a reward of evaluation.correct_at = {correct_at:g} or more: "
             "accuracy would count such answers. Raise evaluation.correct_at above what a wrong answer can get"
         )
-    if isinstance(own, str) or not (has_answer and wrong) or isinstance(extraction, RegexMatch) or own >= correct_at:
-        return
-    if own > max(wrong):
+    if is_known and max(wrong) < float(own) < correct_at:
         yield (
             f"the reward gives {own:g} to the reference answer itself, and right is a reward of evaluation.correct_at = {correct_at:g} or "
             f"more. If no answer can get more, set evaluation.correct_at: {own:g}; accuracy would stay 0"
-        )
-    elif own == max(wrong) == min(wrong):
-        yield (
-            f"the reward gives {own:g} to the reference answer, to a wrong and to an empty one: it tells them apart in another form "
-            "(a marker, a sentence round the answer), or not at all"
         )
