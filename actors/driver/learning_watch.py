@@ -63,7 +63,7 @@ class LearningWatch:
         samples = [one for group in groups for one in self._samples(group)]
         if self._judge.is_short and not self._is_short:
             self._is_short = True
-            self._on_shortage(". ".join(filter(None, (self._judge.shortage, self._judge.said(samples, again=True)))))
+            self._on_shortage("; ".join(filter(None, (self._judge.shortage, self._judge.said(samples, again=True)))))
         elif told := self._judge.said(samples):
             self._notify("warning", told)
 

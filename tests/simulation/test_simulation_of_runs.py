@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -75,6 +76,19 @@ def run_of_one_worker(*, steps: int, groups_per_step: int, faults: tuple[Fault, 
     shape = {"workers": 1, "max_staleness": 1, "checkpoint_every": 1, "evaluate_every": 0, "unscored": 0.0}
     options = {"dynamic_sampling": False, "broadcasts": False, "forwards": False}
     return FaultSchedule(seed=3, steps=steps, groups_per_step=groups_per_step, faults=faults, **shape, **options)  # type: ignore[arg-type]
+
+
+def test_a_run_without_a_gradient_ends_for_want_of_a_batch_or_goes_on_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the filter after 300 groups in a row (rule of three: fewer than 1 in 100 has a gradient) and those under way; it went on for
+    ever. Without it to its last step, with one warning."""
+    monkeypatch.setattr(SimulatedSampler, "_scored", lambda _, answer, *__: replace(answer, reward=1.0, text="an answer"))
+    schedule = run_of_one_worker(steps=30, groups_per_step=4, faults=())
+    filtered, plain = play(replace(schedule, dynamic_sampling=True)), play(schedule)
+    (told,) = (line for line in filtered.trace if "no batch comes together" in line)
+    discarded = re.search(r"discarded (\d+) groups since the last step, and kept 0", told)
+    assert discarded is not None and 300 < int(discarded[1]) <= 300 + 2 * schedule.groups_per_step and filtered.steps == 0
+    assert "the reward is 1 for each of the last" in told and told.count(", answer 'an answer'") == 2
+    assert plain.steps == 30 and sum("the reward is 1 for each of the last" in line for line in plain.trace) == 1
 
 
 @pytest.mark.parametrize("kind", ["kill_learner", "kill_queue", "kill_service", "kill_worker"])
