@@ -29,6 +29,7 @@ TEXT = PAGE.read_text()
 CASES = ROOT / "tests" / "correction"
 VERL_TRAINERS = (
     *("accelerate", "aiohttp", "cachetools", "datasets", "fastapi", "hydra-core", "peft", "pillow", "tensorboard", "torchdata", "uvicorn"),
+    "transferqueue",
 )
 """What verl's trainers and losses import, beside what its helper does."""
 INSTALLS = {
@@ -213,7 +214,7 @@ def check_the_verl_example(answer: dict[str, Any]) -> None:
             assert len(found) >= 3 and all(logged == pytest.approx(plain, rel=1e-6) for logged, plain in found), name
         else:
             assert found["size"] > 1e-3 and found["gradient"] < 2e-6, name  # verl's logprobs are float32 there
-    assert len(answer["trainers"]) == 6
+    assert len(answer["trainers"]) == 8
 
 
 TRL_REPLACED = re.search(r'REPLACED = """(.*?)"""', TEXT, re.DOTALL)[1].split()  # type: ignore[index]

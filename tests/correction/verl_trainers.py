@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import transfer_queue
 import verl
 from omegaconf import OmegaConf
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
+from transfer_queue import KVBatchMeta
 from verl import DataProto
 from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
 from verl.trainer.ppo import ray_trainer
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 from verl.utils.tracking import Tracking
 from verl.workers.utils.losses import ppo_loss
@@ -49,7 +52,12 @@ class Model:
                   for name, value in (("log_probs", logprobs), ("entropy", -logprobs), ("sum_pi_squared", squares))}  # fmt: skip
         return tu.get_tensordict(nested, non_tensor_dict={"metrics": {"mfu": 0.0}})
 
-    def update_actor(self, data: TensorDict) -> TensorDict:
+    def update_actor(self, data: TensorDict | KVBatchMeta) -> TensorDict:
+        if isinstance(data, KVBatchMeta):
+            named = data.extra_info
+            data = transfer_queue.kv_batch_get(data.keys, data.partition_id, QUEUED)
+            tu.assign_non_tensor(data, **named)
+            data["loss_mask"] = data["response_mask"]
         split = {name: tu.pop(data, key=name) for name in ("mini_batch_size", "epochs", "seed", "dataloader_kwargs")}
         for part in tu.make_iterator(data, **split):
             tu.assign_non_tensor(part, dp_size=1, batch_num_tokens=int(part["loss_mask"].sum()))
@@ -57,6 +65,36 @@ class Model:
             self.gradient += torch.autograd.grad(loss, self.table)[0]
             self.updates += 1
         return tu.get_tensordict({}, non_tensor_dict={"metrics": {"mfu": 0.0, "grad_norm": 1.0}})
+
+
+class Queue:
+    """The two calls of a TransferQueue, which needs Ray, on a dictionary."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self.fields = fields
+
+    def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
+        return TensorDict({name: self.fields[name] for name in select_fields if name in self.fields}, batch_size=len(keys))
+
+    def kv_batch_put(self, keys: list[str], partition_id: str, fields: TensorDict) -> KVBatchMeta:
+        self.fields.update(fields.items())
+        return KVBatchMeta(keys=keys, tags=[{} for _ in keys], partition_id=partition_id)
+
+
+QUEUED = ["input_ids", "prompts", "responses", "response_mask", "old_log_probs", "advantages", "rollout_is_weights"]
+
+
+def queued(batch: dict[str, torch.Tensor], keys: list[str]) -> Queue:
+    """The batch as verl's agent loops and its trainer leave it before advantages are computed."""
+    lengths = batch["response_mask"].sum(1).tolist()
+
+    def nested(rows: torch.Tensor, before: int = 0) -> torch.Tensor:
+        return torch.nested.as_nested_tensor([row[: before + n] for row, n in zip(rows, lengths, strict=True)], layout=torch.jagged)
+
+    names = ("responses", "response_mask", "rollout_log_probs", "old_log_probs", "rm_scores")
+    fields: dict[str, Any] = {name: nested(batch[name]) for name in names}
+    fields |= {"input_ids": nested(batch["input_ids"], PROMPT), "uid": NonTensorStack(*[key.split("_")[0] for key in keys])}
+    return Queue(fields | {"prompts": torch.nested.as_nested_tensor(list(batch["prompts"]), layout=torch.jagged)})
 
 
 def answers(model: Model, generated: DataProto) -> DataProto:
@@ -146,6 +184,14 @@ def run_all(names: dict[str, Any], actor_config: Any) -> dict[str, Any]:
         step.reward_tensor = again["rm_scores"]
         step._fit_update_actor(step._fit_compute_advantage(batch))
         found[f"SeparateRayPPOTrainer, {steps}"] = difference(step.actor_rollout_wg, expected(names, seen, step.actor_rollout_wg), steps)
+
+        last = trainer_of(PPOTrainerSync, names["CorrectedInQueue"], actor_config, steps)
+        keys = [f"{k // SAMPLES}_{k}_0" for k in range(PROMPTS * SAMPLES)]
+        queue = queued(seen, keys)
+        transfer_queue.kv_batch_get, transfer_queue.kv_batch_put = queue.kv_batch_get, queue.kv_batch_put
+        meta = queue.kv_batch_put(keys, "train", TensorDict({}, batch_size=len(keys)))
+        last._update_actor(last._compute_advantage(meta, metrics={}), metrics={})
+        found[f"PPOTrainerSync, {steps}"] = difference(last.actor_rollout_wg, expected(names, seen, last.actor_rollout_wg), steps)
     return found
 
 
