@@ -58,7 +58,7 @@ def derived(config: RunConfig, *, has_gpu: bool) -> RunConfig:
     rollout = with_derived(rollout, {"slots": rollout.slots_per_worker}, "rollout")
     update: dict[str, Any] = {"learner": _learner(config, has_gpu), "rollout": rollout}
     update |= {"ray": config.ray.as_given(), "weight_sync": config.weight_sync.as_given()}
-    if config.init is not None:
+    if config.init is not None and not config.init.is_published:  # those have no learner
         update["init"] = config.init.model_copy(update={"learner": _on_device(config.init.learner, has_gpu, "init.learner")})
     config = config.model_copy(update=update)
     sync = with_derived(config.weight_sync, {"max_probe_difference": derived_limit(config)}, "weight_sync")
