@@ -148,7 +148,7 @@ _POLICIES = {Ratio.RHO: {"proximal", "behavior"}, Ratio.R: {"target", "proximal"
 def policies_read(config: CorrectionSettings) -> frozenset[str]:
     """Whose logprobs some part reads: of behavior, proximal, target and reference. The one place where this is decided.
 
-    In bypass the proximal policy is the behaviour policy; an interpolated one is made of that and the target.
+    In bypass the proximal policy is the behaviour policy, and an interpolated one is made of that and the target: then it isn't among them.
     """
     objective, gate, penalty = config.objective, gate_of(config.objective), config.kl
     ratios = [criterion.ratio for criterion in config.rejection]
@@ -170,9 +170,7 @@ def policies_read(config: CorrectionSettings) -> frozenset[str]:
     if getattr(objective, "relax", None) is not None or getattr(gate, "relax", None) is not None:
         read.add("behavior")
     if "proximal" in read and config.proximal is not ProximalSource.RECOMPUTE:
-        read.add("behavior")
-        if config.proximal is ProximalSource.BEHAVIOR:
-            read.remove("proximal")
+        read = (read - {"proximal"}) | {"behavior"}
     return frozenset(read)
 
 
