@@ -37,8 +37,8 @@ def port() -> Iterator[int]:
         # What the trial of a new user met.
         ("", [], "none of its 0 rows can be used"),
         (MANY.replace("answer", "solution"), [], 'no field "answer"'),
-        (LONG * 3, [], " that fit (what rollout.sampling.max_tokens = 24 leaves of the engine's context of "),
-        (MANY, ["rollout.engine.max_total_tokens=32"], "leaves of the KV cache of 32 tokens (rollout.engine.max_total_tokens), of which "),
+        (LONG * 3, [], " that fit (what rollout.sampling.max_tokens = 48 leaves of the engine's context of "),
+        (MANY, ["rollout.engine.max_total_tokens=60"], "leaves of the KV cache of 60 tokens (rollout.engine.max_total_tokens), of which "),
         (MANY.splitlines()[0], [], "every row is held out"),
         (MANY, ["rollout.reward.path=unfinished:score"], "SyntaxError"),
         (MANY, ["rollout.reward.path=other_arguments:score"], "the function asks for text"),
