@@ -322,7 +322,8 @@ class Controller:
             self._learning.goes_on_without_filter()
             self._source.outstanding.filters = False
         elif self._step < self._config.steps:
-            self._announce_end(f"no batch comes together: {reason}. The run ends with a checkpoint")
+            saved = " with a checkpoint" if self._step else ""
+            self._announce_end(f"no batch comes together: {reason}. The run ends{saved}")
             self._alarm = reason
             self._no_batch.set()
 
