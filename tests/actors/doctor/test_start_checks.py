@@ -295,8 +295,15 @@ def test_doctor_judges_the_deadlines_that_the_run_will_have(tmp_path: Path, whol
 
 
 def test_what_is_no_folder_is_told_how_the_hub_s_are_named(tmp_path: Path) -> None:
-    for folder, reason in ((Path("Qwen/Qwen3-0.6B"), "no such folder"), (tmp_path, "it has no config.json")):
-        with pytest.raises(DataError, match=f"model = {folder}: {reason}. .* or a model on the hub as hf:ORGANISATION/NAME"):
+    name, relative = "hf:ORGANISATION/NAME", Path("Qwen/Qwen3-0.6B")
+    meant = "hf:Qwen/Qwen3-0.6B if that is its name there"
+    for folder, reason, hub in (
+        (relative, "no such folder", meant),
+        (relative.absolute(), "no such folder", meant),
+        (tmp_path / "none", "no such folder", name),
+        (tmp_path, "it has no config.json", name),
+    ):
+        with pytest.raises(DataError, match=f"model = {folder}: {reason}. .* or a model on the hub as {hub};"):
             ModelShape.read(folder)
 
 
