@@ -112,7 +112,7 @@ def test_a_disk_that_hangs_ends_the_look_at_the_model(folder: RunFolder, is_resu
     which = "the run folder's disk" if is_resumed else "the disk of the model or that of the run"
     with hanging(model / name):
         look = partial(prepare, config, resumed_from=model if is_resumed else None)
-        assert_ends_in_a_sentence(look, f"config and tokenizer of {model} -> {which}")
+        assert_ends_in_a_sentence(look, f"(config|tokenizer) of {model} -> {which}")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "slowest.json"])
@@ -145,6 +145,7 @@ def test_a_disk_that_hangs_ends_the_look_at_the_nodes(folder: RunFolder, where: 
     joins = where in ("a file for the nodes", "a node's file")
     config = derived(run_config(folder, [SHORT, *["ray.address=auto"] * joins]), has_gpu=False)
     observer: Any = SimpleNamespace(waiting=lambda notice: told.append(str(notice)))
+    view: Any = SimpleNamespace(compare_with=lambda _: None)
     what = {
         "the model's folder": "facts of this machine, and the model's folder",
         "config.json": "the model's config",
@@ -155,7 +156,7 @@ def test_a_disk_that_hangs_ends_the_look_at_the_nodes(folder: RunFolder, where: 
     notice_first(monkeypatch, what)
     try:
         with hanging(config.model / "config.json") if where == "config.json" else nullcontext():
-            look = partial(train._look_at_nodes, config, folder, observer, None, config.model)  # type: ignore[arg-type]
+            look = partial(train._look_at_nodes, config, folder, observer, view, config.model)
             assert_ends_in_a_sentence(look, f"{what} -> {which}")
     finally:
         is_back.set()
@@ -169,7 +170,7 @@ def test_a_disk_that_hangs_ends_the_resume_of_a_complete_run(folder: RunFolder, 
     folder.append_evaluation(StepMetrics(2))
     folder.close()
     with ExitStack() as later:
-        monkeypatch.setattr(train, "check_ray", lambda _: later.enter_context(hanging(folder.path / name)))
+        monkeypatch.setattr(train, "check_surroundings", lambda _: later.enter_context(hanging(folder.path / name)))
         assert_ends_in_a_sentence(lambda: train_run(None, [], folder.path), "the run's evaluations and report -> the run folder's disk")
 
 
