@@ -51,11 +51,12 @@ def function(name: str) -> str:
 
 
 EXACT = "{kind: exact_match, processes: 1%s}"
+AFTER_HASHES = EXACT % ", extraction: {kind: after, marker: '####'}"
 PLANTED = [
     ("unscored", [function("fails")], "not the answer"),
-    ("extraction", [f"rollout.reward={EXACT % ', extraction: {kind: after, marker: ####}'}"], "the reward saw ''"),
+    ("extraction", [f"rollout.reward={AFTER_HASHES}"], "the reward saw ''"),
     ("cut", ["rollout.sampling.max_tokens=1"], "max_tokens = 1"),
-    ("all_right", ["rollout.sampling.temperature=0.02"], "evenkeel filter"),
+    ("all_right", ["rollout.sampling.temperature=0.001"], "evenkeel filter"),
     ("constant", [function("constant")], "reward 1"),
     ("blind", [function("zero")], "reward 0"),
     ("never_right", [f"rollout.reward={EXACT % ''}"], "rollout.task.prompt_template"),
