@@ -14,7 +14,7 @@ from .errors import ConfigError
 from .presets.methods import preset_settings
 from .settings.choices import Population, Ratio, WeightMode
 from .settings.parts import CorrectionSettings, gate_of
-from .settings.schedule import Schedule, effective_ratio, fold_obstacle, late_moments
+from .settings.schedule import Schedule, Stage, effective_ratio, fold_obstacle, second_moments
 
 REPORT_ONLY = 1e-6
 """A KL coefficient up to which the penalty is there to be reported, not to be felt."""
@@ -66,7 +66,7 @@ def validate_combination(config: CorrectionConfig) -> None:
             f"normalize.population = {config.normalize.population}: there are no importance weights to normalise. "
             "Set importance.mode, or normalize.population: off."
         )
-    if len(moments := late_moments(config, Schedule.of(config, is_deferred=False))) > 1:
+    if len(moments := second_moments(config, Schedule.of(config, is_deferred=False), Stage.LATE)) > 1:
         raise ConfigError(
             f"rejection has {' and '.join(criterion.label for criterion in moments)}: one budget of an optimizer step is settled. Keep the "
             "smaller one."

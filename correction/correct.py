@@ -18,9 +18,9 @@ from .checks import check_same_settings, check_settings
 from .config import CorrectionConfig
 from .decision import BatchView, apply_stage, needs_all_tokens, no_counts
 from .errors import ConfigError, DataError
-from .settings.choices import DenominatorKind, ProximalSource, Ratio, Statistic
+from .settings.choices import DenominatorKind, ProximalSource, Ratio
 from .settings.parts import AdvantageConfig
-from .settings.schedule import Schedule, Stage, fold_obstacle, policies_read
+from .settings.schedule import Schedule, Stage, fold_obstacle, policies_read, second_moments
 from .shards import TOTALS, Reduce, check_sharded, moment_limits, prompt_index
 from .terms.denominators import batch_counts, sequence_scale
 from .terms.importance import normalizer, weight_sums
@@ -202,8 +202,7 @@ def _decide_early(
     batch: PackedBatch, config: CorrectionConfig, schedule: Schedule, reduce: Reduce | None, num_prompts: int | None
 ) -> _Early:
     limits = None
-    if reduce is not None and needs_all_tokens(config):
-        moments = [criterion for criterion in config.rejection if criterion.statistic is Statistic.SECOND_MOMENT]
+    if reduce is not None and (moments := second_moments(config, schedule, Stage.EARLY)):
         limits = moment_limits(BatchView.of(batch, config, schedule), moments, config, reduce)
     weights, keep = torch.empty_like(batch.behavior_logprobs), torch.empty_like(batch.loss_mask)
     sums = torch.zeros(_COUNTED, dtype=torch.float64, device=weights.device)

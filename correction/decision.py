@@ -18,7 +18,7 @@ from .batch import UNIT_COUNTS, DecisionCounts, PackedBatch
 from .errors import DataError
 from .settings.choices import TOPK_STATISTICS, AdvantageSign, Level, ProximalSource, Ratio, Statistic
 from .settings.parts import CorrectionSettings, CriterionConfig, ImportanceConfig, VetoConfig
-from .settings.schedule import Schedule, Stage, effective_ratio, late_moments, needs_topk, policies_read
+from .settings.schedule import Schedule, Stage, effective_ratio, needs_topk, policies_read, second_moments
 from .terms.importance import bounded_weights, staleness_bound
 from .terms.ratios import Logprobs, aggregate_log_ratio, bounded_exp, interpolated_logprobs
 from .terms.rejection import (
@@ -125,14 +125,6 @@ def missing_tokens(batch: PackedBatch, config: CorrectionSettings) -> Tensor | N
     return found
 
 
-def holes(batch: PackedBatch, proximal: Tensor | None, target: Tensor | None) -> tuple[int, int]:
-    """(tokens of the loss mask with a number that is not finite, missing ones apart; tokens without a logprob of the sampler)."""
-    missing = batch.loss_mask & batch.behavior_logprobs.isnan()
-    looked_at = (batch.advantages, torch.where(missing, 0, batch.behavior_logprobs), proximal, target)
-    finite = where_finite(batch.loss_mask, *(values for values in looked_at if values is not None))
-    return int((batch.loss_mask & ~finite).count_nonzero()), int(missing.count_nonzero())
-
-
 def _logprobs(
     batch: PackedBatch, config: CorrectionSettings, schedule: Schedule, target: Tensor | None, neutral: Tensor | None
 ) -> Logprobs:
@@ -197,8 +189,7 @@ class Decision:
 
 def needs_all_tokens(config: CorrectionSettings) -> bool:
     """True if some decision before the training forward looks at all tokens of the batch together, beyond sums."""
-    late = late_moments(config, Schedule.of(config, is_deferred=False))
-    return any(criterion.statistic is Statistic.SECOND_MOMENT and criterion not in late for criterion in config.rejection)
+    return bool(second_moments(config, Schedule.of(config, is_deferred=False), Stage.EARLY))
 
 
 def apply_stage(view: BatchView, config: CorrectionSettings, schedule: Schedule, stage: Stage) -> Decision:

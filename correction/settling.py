@@ -15,7 +15,7 @@ from .checks import check_same_settings, check_training_values
 from .config import CorrectionConfig
 from .decision import BatchView, apply_criterion
 from .loss import at_least_float32
-from .settings.schedule import Schedule, late_moments
+from .settings.schedule import Schedule, Stage, second_moments
 from .shards import Reduce, moment_limits
 
 
@@ -34,7 +34,7 @@ def settle(
     """
     check_same_settings("settle", corrected.config, config)
     schedule = Schedule.of(config, is_deferred=corrected.is_deferred)
-    moments = late_moments(config, schedule)
+    moments = second_moments(config, schedule, Stage.LATE)
     if not moments:
         return corrected
     check_training_values("settle", corrected, target_logprobs=target_logprobs)

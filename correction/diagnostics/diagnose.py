@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..batch import CorrectedBatch, DecisionCounts, FinalDecision, PackedBatch, batch_slices
-from ..decision import BatchView, holes
+from ..decision import BatchView
 from ..settings.choices import Level, Ratio
 from ..terms.divergence import Estimator, estimate
 from ..terms.ratios import LOG_RATIO_LIMIT, Logprobs, bounded_exp
@@ -122,12 +122,13 @@ def _collect(
         largest = float(kept_weights.max()) if its_keep.numel() else 0.0
         sums += DiagnosticSums(added, {"weight": largest}, {})
     spans = token_spans(batch, batch.loss_mask)
-    is_whole = bool(torch.equal(mask, batch.loss_mask))
-    broken, missing = (0, 0) if is_whole else holes(batch, proximal, target)
+    left_out = batch.loss_mask & ~mask
+    missing = int((left_out & batch.behavior_logprobs.isnan()).count_nonzero())
+    broken = int(left_out.count_nonzero()) - missing
     sums += DiagnosticSums({"broken": broken, "missing": missing}, {}, {}) + _staleness_sums(spans, batch.num_sequences)
     equal = mask if before_update is None else mask & before_update
     if proximal is not None:
-        is_whole &= before_update is None
+        is_whole = before_update is None and broken + missing == 0
         sums += gap_sums(batch, proximal, spans if is_whole else token_spans(batch, equal), shift)
     if target is not None:
         sums += _target_sums(batch, target, mask, has_moved=before_update is not None)

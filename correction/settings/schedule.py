@@ -84,7 +84,7 @@ def fold_obstacle(config: CorrectionSettings, *, is_deferred: bool, has_auxiliar
     """Why late batch-wide quantities can't be applied as one factor on the gradient (needs_gradient_factor); None if they can, or if there
     are none."""
     schedule = Schedule.of(config, is_deferred=is_deferred)
-    if is_deferred and late_moments(config, schedule):
+    if is_deferred and second_moments(config, schedule, Stage.LATE):
         return "the threshold of second_moment depends on all tokens of the batch"
     if schedule.kept_count is Stage.LATE and config.denominator.kind is DenominatorKind.PROMPT_MEAN:
         return "kept counts of groups are no single factor"
@@ -94,10 +94,10 @@ def fold_obstacle(config: CorrectionSettings, *, is_deferred: bool, has_auxiliar
     return None
 
 
-def late_moments(config: CorrectionSettings, schedule: Schedule) -> list[CriterionConfig]:
-    """Criteria of second_moment that are late: they look at the target policy on all tokens of an optimizer step together."""
+def second_moments(config: CorrectionSettings, schedule: Schedule, stage: Stage) -> list[CriterionConfig]:
+    """Criteria of second_moment of a stage: the early look at all tokens of the batch together, the late at all of an optimizer step."""
     pairs = zip(config.rejection, schedule.criteria, strict=True)
-    return [criterion for criterion, stage in pairs if criterion.statistic is Statistic.SECOND_MOMENT and stage is Stage.LATE]
+    return [criterion for criterion, its in pairs if criterion.statistic is Statistic.SECOND_MOMENT and its is stage]
 
 
 def needs_step_forward(config: CorrectionSettings) -> bool:
@@ -105,7 +105,7 @@ def needs_step_forward(config: CorrectionSettings) -> bool:
 
     So it is where the threshold of second_moment is on the target policy, as in M2PO. In a batch's first step it is the proximal forward.
     """
-    return bool(late_moments(config, Schedule.of(config, is_deferred=False)))
+    return bool(second_moments(config, Schedule.of(config, is_deferred=False), Stage.LATE))
 
 
 def needs_gradient_factor(config: CorrectionSettings, *, is_deferred: bool = False) -> bool:

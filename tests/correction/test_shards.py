@@ -226,6 +226,18 @@ def test_m2po_threshold_from_histograms_is_that_of_sorting(sizes, budget, dtype)
         assert all(torch.equal(values <= limit, keep) for limit in limits)
 
 
+def test_thresholds_on_both_policies_are_each_settled_in_its_stage():
+    """On rho before the training forward, on q by `settle`: q isn't known when shards ask for the first."""
+    both = [{"statistic": "second_moment", "upper": 0.01}, {"statistic": "second_moment", "ratio": "q", "upper": 0.04}]
+    config = CorrectionConfig(preset="m2po", rejection=both)
+    batch, _ = random_batch(3)
+    shards = [range(0, 12, 2), range(1, 12, 2)]
+    found = on_ranks(2, lambda rank, reduce: correct(batch.select(shards[rank]), config, reduce=reduce))
+    whole = correct(batch, config)
+    assert not torch.equal(whole.keep_mask, batch.loss_mask)
+    assert all(torch.equal(one.keep_mask, whole.select(shard).keep_mask) for one, shard in zip(found, shards, strict=True))
+
+
 def test_m2po_keeps_equal_sizes_together():
     """Four tokens at 0.3 after one at 0: sorting keeps one of the four (0.09 / 2 >= 0.04, so none), and a budget of 0.05 would cut them."""
     values = torch.tensor([0.0, 0.3, 0.3, 0.3, 0.3])
