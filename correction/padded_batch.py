@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from .batch import PackedBatch
-from .checks import FLOATS, VERSIONS
+from .checks import FLOATS
 from .errors import DataError
 from .padding import pack_like
 from .settings.parts import AdvantageConfig
@@ -62,13 +63,13 @@ def from_padded(
         raise DataError("from_padded: loss_mask is true at padding. Both masks must have one shape [B, T] and one alignment.")
     by_token = _padded_advantages(advantages, rewards, group_ids, advantages_by, real)
     versions = torch.full(real.shape, learner_version, device=real.device) if weight_versions is None else weight_versions
-    return PackedBatch(
+    batch = PackedBatch(
         token_ids=pack_like(token_ids, real).long(),
         offsets=torch.cat([real.new_zeros(1, dtype=torch.int64), real.sum(1).cumsum(0)]),
         loss_mask=pack_like(trained, real),
         behavior_logprobs=pack_like(behavior_logprobs, real),
         advantages=pack_like(by_token, real).to(behavior_logprobs.dtype),
-        weight_versions=_int32(pack_like(versions, real)),
+        weight_versions=pack_like(versions, real),
         group_ids=group_ids.long(),
         learner_version=learner_version,
         temperature=temperature,
@@ -79,6 +80,7 @@ def from_padded(
         topk_logprobs=_packed(topk_logprobs, real),
         advantages_by=advantages_by,
     ).validate()
+    return replace(batch, weight_versions=batch.weight_versions.int())  # after validate: a version that int32 doesn't have would wrap
 
 
 def _check_tensors(*given: Any) -> None:
@@ -121,7 +123,7 @@ def from_lists(
 
     values: Any = advantages
     if advantages is not None and not isinstance(advantages, Tensor):
-        is_by_token = len(advantages) > 0 and isinstance(advantages[0], Sequence | Tensor)
+        is_by_token = any(getattr(one, "ndim", isinstance(one, Sequence)) for one in advantages[:1])
         values = _padded_rows("advantages", advantages, lengths) if is_by_token else torch.tensor(advantages)  # type: ignore[arg-type]
     ids = _padded_rows("token_ids", token_ids, lengths, torch.int64)
     return from_padded(
@@ -169,15 +171,6 @@ def _padded_rows(name: str, rows: Rows, lengths: list[int], dtype: torch.dtype |
         own = row if isinstance(row, Tensor) else torch.tensor([math.nan if one is None else one for one in row], dtype=dtype)
         found.append(own[len(own) - length :].to(dtype or own.dtype))
     return torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
-
-
-def _int32(versions: Tensor) -> Tensor:
-    """Raises: DataError for a version that int32 doesn't have: it would become another one."""
-    if versions.dtype is not torch.int32 and versions.numel():
-        low, high = torch.stack(versions.aminmax()).tolist()
-        if low not in VERSIONS or high not in VERSIONS:
-            raise DataError(f"weight_versions are from {low} to {high}, not from -1 to {VERSIONS[-1]}: count updates of the weights")
-    return versions.int()
 
 
 def _check_precision(logprobs: dict[str, Tensor | None]) -> None:

@@ -101,7 +101,7 @@ def test_versions_that_int32_does_not_have_do_not_wrap():
     batch = worked_example()
     row, ones = (lambda values: values[None]), torch.ones(1, 9, dtype=torch.bool)
     given = (row(batch.token_ids), ones, ones, row(batch.behavior_logprobs), row(batch.advantages), torch.zeros(1, dtype=torch.int64))
-    with pytest.raises(DataError, match="weight_versions are from 2147483648 to 2147483648"):
+    with pytest.raises(DataError, match="weight_versions reach 2147483648, and learner_version is 5"):
         from_padded(*given, weight_versions=torch.full((1, 9), 2**31), learner_version=5)
 
 
@@ -184,6 +184,8 @@ def test_lists_as_slime_has_them():
     assert batch.behavior_logprobs.isnan().tolist() == [False, False, True, False, False]
     by_token = from_lists(tokens, masks, sampled, [[1.0, 1, 1], [-1.0, -1]], [0, 0], proximal_logprobs=proximal, advantages_by="own")
     assert torch.equal(by_token.advantages, batch.advantages)
+    scalars = from_lists(tokens, masks, sampled, list(torch.tensor([1.0, -1.0])), [0, 0], proximal_logprobs=proximal, advantages_by="own")
+    assert torch.equal(scalars.advantages, batch.advantages)
     config = CorrectionConfig(preset="dr-grpo")
     rewards = {"rewards": [1, 0], "advantages_by": config.advantage}
     made = from_lists(tokens, masks, sampled, None, [0, 0], **rewards, weight_versions=masks, learner_version=1)
