@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Self, TypeVar, get_args
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -87,24 +87,10 @@ def _sentence(model: type[BaseModel], problem: Any) -> str:
     where = f"{model.__name__}: {'.'.join(path)} = {problem['input']!r}"
     if problem["type"] != "extra_forbidden":
         return f"{where}: {problem['msg']}"
-    near = difflib.get_close_matches(path[-1], _keys(model), n=1, cutoff=0.5)
+    schema = model.model_json_schema()
+    keys = {key for section in (schema, *schema.get("$defs", {}).values()) for key in section.get("properties", {})}
+    near = difflib.get_close_matches(path[-1], keys, n=1, cutoff=0.5)
     return f"{where}: there is no such key" + (f"; the nearest is {near[0]}" if near else "")
-
-
-def _keys(model: type[BaseModel]) -> set[str]:
-    """Names of all keys of a section and of those below it."""
-    found, waiting = set[str](), [model]
-    while waiting:
-        fields = waiting.pop().model_fields
-        found |= fields.keys()
-        waiting += [one for field in fields.values() for one in _models_in(field.annotation)]
-    return found
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [one for part in get_args(annotation) for one in _models_in(part)]
 
 
 class DerivedSettings(Settings):
