@@ -369,8 +369,8 @@ class CorrectionSettings(NamedSettings):
     missing: Literal["neutral", "drop"] = "neutral"
     """A token whose logprob the sampler did not report (NaN), where a part reads it. neutral: its ratios are 1, as TRL has it; it is
     trained without a correction and counts in every denominator. Samplers lose the logprobs of nearly certain tokens, where ratios are
-    near 1 anyway. drop: it is left out, and so are turns and sequences about whose whole a part decides: with 1 % of holes and answers of
-    200 tokens that is 87 % of the answers."""
+    near 1 anyway. drop: it is left out, and so are turns and sequences about whose whole a part decides: if 1 % of tokens miss
+    theirs, 87 % of the answers of 200 tokens."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Entropy bonus: this times the mean entropy is subtracted from the loss."""
     modulation: ModulationConfig = ModulationConfig()

@@ -220,5 +220,3 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if was_on:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-

@@ -154,7 +154,7 @@ def test_when_nothing_is_left_the_warning_names_the_cause():
     assert any("every token of the batch was rejected or left out, as a number of it is not finite" in text for text in texts)
 
 
-def test_a_shard_counts_its_own_holes_and_sums_stay_sums():
+def test_sums_of_shards_with_a_hole_are_those_of_the_batch():
     batch = with_value(worked_example(), "behavior_logprobs", 2, NAN)
     config = CorrectionConfig(preset="mis-full")
     whole = shard_sums(batch, config)
