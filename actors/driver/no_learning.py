@@ -1,7 +1,7 @@
 """Why a run can't learn, said once for each cause, from the groups that come; no clock, no processes.
 
-Counted are all groups that workers finish: those of a batch are a choice of them under dynamic sampling, and while nothing can be scored
-there is no batch at all. A step's worth is groups_per_step of them. A cause is looked for in the last _STEPS steps' worth, and from
+All groups that workers finish are counted: under dynamic sampling a batch has a choice of them, and while nothing can be scored there is
+no batch at all. A step's worth is groups_per_step of them. A cause is looked for in the last _STEPS steps' worth, and from
 _LEAST_ANSWERS answers on: what is never seen in 200 of them is, with 95 % confidence, rarer than 1.5 % (3 / n, the rule of three).
 
 Causes come in the order in which they explain each other: an answer cut before its end is never right, so where nearly all are cut, that
@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from actors.config import RunConfig
+from actors.metrics.cut_answers import NEARLY_ALL
 from rollout.rewards.reward_process import accepted
 from rollout.trajectory import FailureKind, FinishReason, GroupFacts
 
@@ -25,8 +26,6 @@ _STEPS = 3
 _LEAST_ANSWERS = 200
 _PARTIAL_STEPS, _PARTIAL_ANSWERS = 8, 1000
 """For rewards that differ and are all too low: partial rewards are learned from, and the first right answer may come later."""
-_MOST = 0.9
-"""Share of answers that is nearly all. A small chat model with answers of 256 tokens has 40 to 75 % cut, and learns."""
 _NO_GRADIENT = 0.98
 """Share of groups without gradient from which one in 50 teaches something. Late in a run that goes well 70 to 90 % have none."""
 _SHORTAGE, _RULE_OF_THREE = 100, 3
@@ -61,23 +60,24 @@ class Sample:
     @property
     def names_expected(self) -> bool:
         """An expected answer stands somewhere in the text, as a word of its own."""
-        return any(_place(one, self.text) is not None for one in accepted(self.expected) if one.strip())
+        return bool(self._places)
 
     @property
     def goes_on(self) -> bool:
         """There is text after an expected answer."""
-        places = [_place(one, self.text) for one in accepted(self.expected) if one.strip()]
-        return any(place is not None and self.text[place.end() :].strip(" \n.!") for place in places)
+        return any(self.text[end:].strip(" \n.!") for end in self._places)
+
+    @property
+    def _places(self) -> list[int]:
+        """Where in the text each expected answer ends that stands there."""
+        patterns = (rf"(?<!\w){re.escape(one.strip())}(?!\w)" for one in accepted(self.expected) if one.strip())
+        return [place.end() for pattern in patterns if (place := re.search(pattern, self.text, re.IGNORECASE))]
 
     def __str__(self) -> str:
         seen = "" if self.seen == self.text else f", of which the reward saw {_end(self.seen)}"
         expected = f", expected {' or '.join(map(repr, accepted(self.expected)))[:_LONGEST]}" if self.expected else ""
         got = f"reward {self.reward:g}" if self.reward is not None else f"no score ({(self.error or '')[:_LONGEST]})"
         return f"question {_end(self.question)}{expected}, answer {_end(self.text)}{seen}: {got}"
-
-
-def _place(expected: str, text: str) -> re.Match[str] | None:
-    return re.search(rf"(?<!\w){re.escape(expected.strip())}(?!\w)", text, re.IGNORECASE)
 
 
 def _end(text: str) -> str:
@@ -190,7 +190,7 @@ CAUSES = (
     ),
     Cause(
         "cut",
-        lambda w: w.cut_share >= _MOST,
+        lambda w: w.cut_share >= NEARLY_ALL,
         "{cut_share:.0%} of the last {answers} answers were cut at rollout.sampling.max_tokens = {max_tokens}",
         "Raise it, or ask for shorter answers; if they should have ended by then, see whether the engine stops at the token that ends a "
         "turn (`evenkeel doctor MODEL`)",
@@ -199,7 +199,7 @@ CAUSES = (
         "all_right",
         lambda w: w.is_alike and w.are_right,
         "all of the last {answers} answers are right (reward {highest:g}): there is nothing left to learn from these questions",
-        "Take harder ones; `evenkeel filter` finds those that the model solves now and then",
+        "Take harder ones; `evenkeel filter` finds those that the model solves sometimes",
         shows=lambda samples: bool(samples) and all(s.names_expected for s in samples),
     ),
     Cause(
@@ -235,7 +235,7 @@ CAUSES = (
         "no_gradient",
         lambda w: w.no_gradient_share >= _NO_GRADIENT,
         "{no_gradient_share:.0%} of the last groups have no gradient: the answers to a question all get the same reward",
-        "Take questions that the model solves now and then (`evenkeel filter`), or raise rollout.sampling.samples_per_group or temperature",
+        "Take questions that the model solves sometimes (`evenkeel filter`), or raise rollout.sampling.samples_per_group or temperature",
     ),
     Cause(
         "below",
@@ -251,13 +251,16 @@ CAUSES = (
 """In the order in which they explain each other. A cause whose counts another has before it is told from that by the samples."""
 
 
+def _met(window: Window) -> tuple[Cause, ...]:
+    return tuple(one for one in CAUSES if one.is_met(window))
+
+
 class NoLearning:
     """Is told of each finished group, asks for samples when it has a suspicion, and says then what is wrong."""
 
     def __init__(self, config: RunConfig) -> None:
         sampling, self._per_step = config.rollout.sampling, config.groups_per_step
-        answers = max(_LEAST_ANSWERS, _PARTIAL_ANSWERS) / sampling.samples_per_group
-        self._last: deque[_Counts] = deque(maxlen=max(_STEPS * self._per_step, int(answers) + 1))
+        self._last: deque[_Counts] = deque(maxlen=max(_STEPS * self._per_step, _PARTIAL_ANSWERS // sampling.samples_per_group + 1))
         self._settings: dict[str, Any] = {
             "correct_at": config.evaluation.correct_at,
             "extracts": config.rollout.reward.extraction.kind != "whole",
@@ -269,7 +272,7 @@ class NoLearning:
         """Whether groups without a gradient are given up."""
         self._groups = 0
         self._said: set[str] = set()
-        self._suspected: set[tuple[str, ...]] = set()
+        self._looked_at: set[tuple[Cause, ...]] = set()
         self._usable = self._useless = 0
         """Groups with and without a gradient since the last step, while groups without are discarded."""
 
@@ -282,11 +285,8 @@ class NoLearning:
         self._useless += counts.has_gradient is False
         if self._groups % self._every:
             return self.is_short
-        window = self.window()
-        met = tuple(cause.name for cause in CAUSES if cause.is_met(window))
-        is_new = bool(met) and met not in self._suspected
-        self._suspected.add(met)
-        return is_new or self.is_short
+        met = _met(self.window())
+        return (bool(met) and met not in self._looked_at) or self.is_short
 
     def trained(self) -> None:
         """A step was trained: the next batch is filled from here on."""
@@ -329,7 +329,9 @@ class NoLearning:
             again: also what has been said.
         """
         window = self.window()
-        cause = next((one for one in CAUSES if one.is_met(window) and one.shows(samples)), None)
+        met = _met(window)
+        self._looked_at.add(met)
+        cause = next((one for one in met if one.shows(samples)), None)
         if cause is None or (cause.name in self._said and not again):
             return ""
         self._said.add(cause.name)

@@ -142,6 +142,14 @@ def test_a_later_cause_is_silent_while_an_earlier_one_explains_it() -> None:
     assert said.startswith("none of the last 1008 answers is right")
 
 
+def test_a_suspicion_stands_until_samples_were_looked_at() -> None:
+    """While one look is under way the watch begins no other: a suspicion of that time must come again."""
+    judge, wrong = watch(), [(0.0, False)] * G
+    assert sum(judge.finished(group(number, wrong)) for number in range(160)) > 1
+    assert judge.said([WRONG])
+    assert not any(judge.finished(group(number, wrong)) for number in range(160))
+
+
 def test_a_batch_is_given_up_when_fewer_than_one_group_in_a_hundred_has_a_gradient() -> None:
     """The rule of three: with none in n the share is below 3 / n with 95 % confidence, so n is 300; each that comes allows 100 more."""
     alike, mixed = [(1.0, False)] * G, [(1.0, False), (0.0, False)] * (G // 2)
