@@ -238,7 +238,7 @@ class MetricsConfig(Settings):
     discovery_port: int = Field(default=0, ge=0, le=65535)
     """Port of the controller's HTTP service discovery for Prometheus; 0: any free one, written to the run's events."""
     wandb_project: str | None = Field(default=None, max_length=128)
-    """Weights & Biases project; empty: off. Needs the extra "wandb". Whose it is says WANDB_ENTITY."""
+    """Weights & Biases project; empty: off. Needs the extra "wandb". The variable WANDB_ENTITY says whose it is."""
     trajectories_per_step: int = Field(default=4, ge=0)
     """Number of groups in each step from which one trajectory is saved as text."""
 

@@ -180,7 +180,7 @@ def train(
     ),
 )
 def init_model(
-    recipe: Annotated[Path, typer.Argument(help="Recipe (YAML) with a section `init`: whose weights, or the shape of a small model.")],
+    recipe: Annotated[Path, typer.Argument(help="Recipe (YAML) with a section `init`: published weights, or the shape of a small model.")],
     overrides: Overrides = None,
     if_missing: Annotated[bool, typer.Option("--if-missing", help="Do nothing if the model folder is there already.")] = False,
 ) -> None:
@@ -215,7 +215,7 @@ def evaluate(
         typer.Option(
             metavar="RECIPE|NAME",
             help="What to ask: a recipe (its task and its reward), or the name of a reasoning-gym data set (scored by that data set). "
-            "Default: of a run's folder the run's own.",
+            "Default for a run's folder: that run's recipe.",
         ),
     ] = "",
     problems: Annotated[int, typer.Option(min=1, help="How many held-out questions to ask. Training never sees these.")] = 512,

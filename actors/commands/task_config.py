@@ -35,7 +35,7 @@ def meant_model(model: Path) -> tuple[Path, Path | None]:
     run = RunFolder.view(model)
     chosen = run.best_checkpoint() or next(reversed(run.checkpoints()), None)
     if chosen is None:
-        raise DataError(f"{model}: this run has no checkpoint", remedy="name a model's folder; config.yaml has the run's first")
+        raise DataError(f"{model}: this run has no checkpoint", remedy="name a model's folder, such as the one that its config.yaml names")
     return chosen.hf, model / "config.yaml"
 
 

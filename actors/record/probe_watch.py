@@ -69,7 +69,7 @@ class ProbeWatch:
         why = (
             "checksums agree, so the engines compute otherwise at equal weights: evenkeel diff-engines MODEL names the operator"
             if is_verified
-            else "the engine hasn't the learner's weights"
+            else "the engine doesn't have the learner's weights"
         )
         return (
             f"weights v{version} on rollout worker {worker}: the probe prompt's logprobs differ from the learner's by up to "

@@ -191,7 +191,4 @@ class ChatEncoder:
         return None if length <= self.max_prompt_tokens else self._too_long(str(length))
 
     def _too_long(self, length: str) -> str:
-        return (
-            f"its prompt has {length} tokens, more than the {self.max_prompt_tokens} that fit "
-            f"({self.limit})"
-        )
+        return f"its prompt has {length} tokens, more than the {self.max_prompt_tokens} that fit ({self.limit})"

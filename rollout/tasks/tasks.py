@@ -240,8 +240,8 @@ class Task:
             return f"no more with other texts were found{left_out}; set rollout.task.options that allow more"
         share, distinct = config.held_out_fraction, found + (source.distinct_train_questions or 0)
         return (
-            f"rollout.task.held_out_fraction = {share:g} holds back that share of its {distinct} different questions{left_out}; raise it, "
-            "take more questions"
+            f"rollout.task.held_out_fraction = {share:g} holds back that share of its {distinct} different questions{left_out}; raise it "
+            "or take more questions"
         )
 
     def _warnings(self, held_out: int, checked: int, distinct: int) -> Iterator[str]:

@@ -97,5 +97,5 @@ def test_the_probe_finds_weights_that_did_not_arrive(learner: LearnerRank, engin
     swapped[[3, 4]] = whole[name][[4, 3]]
     for version, wrong in enumerate((before[name], swapped), start=1):
         told = watch.add("0", 2 * version, differences(whole | {name: wrong}))
-        assert told is not None and told.endswith("the engine hasn't the learner's weights")
+        assert told is not None and told.endswith("the engine doesn't have the learner's weights")
         assert watch.add("0", 2 * version + 1, differences(whole)) is None

@@ -76,7 +76,7 @@ def test_the_report_names_the_setting_that_holds_so_few_questions_back(tmp_path:
     report = task.check()
     assert (report.held_out, report.train_questions) == (2, 18)
     assert f"18 distinct in {report.train_checked} rows; rollout.task.distinct: true takes each once" in str(report)
-    why = "rollout.task.held_out_fraction = 0.1 holds back that share of its 20 different questions; raise it, take more questions"
+    why = "rollout.task.held_out_fraction = 0.1 holds back that share of its 20 different questions; raise it or take more questions"
     assert report.warnings == (
         f"{rows}: only 2 of the 5 held-out questions could be found: {why}, or lower rollout.task.held_out_size",
     )

@@ -45,7 +45,7 @@ def test_a_cause_is_told_once_and_another_one_too() -> None:
     assert [watch.add("0", version, [0.4, 0.4, 0.4]) for version in range(1, 6)] == [None] * 5
     assert watch.add("1", 5, [0.3, 0.3, 0.3]) is None, "another engine, of the same cause"
     told = watch.add("0", 6, [1.0, 1.0, 1.0])
-    assert told is not None and "v6" in told and "allowed: 0.9, median 0.9" in told and "hasn't the learner's weights" in told
+    assert told is not None and "v6" in told and "allowed: 0.9, median 0.9" in told and "doesn't have the learner's weights" in told
     assert [watch.add("0", version, [1.0, 1.0, 1.0]) for version in (7, 8)] == [None] * 2
     assert watch.add("0", 9, [0.3, 0.3, 0.3]) is None
     assert watch.add("0", 10, [1.0, 1.0, 1.0]) is not None, "anew"
