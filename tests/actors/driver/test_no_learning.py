@@ -144,7 +144,8 @@ def test_a_later_cause_is_silent_while_an_earlier_one_explains_it() -> None:
 
 def test_a_suspicion_stands_until_samples_were_looked_at() -> None:
     """While one look is under way the watch begins no other: a suspicion of that time must come again."""
-    judge, wrong = watch(), [(0.0, False)] * G
+    judge = watch()
+    wrong: list[Answer] = [(0.0, False)] * G
     assert sum(judge.finished(group(number, wrong)) for number in range(160)) > 1
     assert judge.said([WRONG])
     assert not any(judge.finished(group(number, wrong)) for number in range(160))
