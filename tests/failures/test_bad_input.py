@@ -285,7 +285,7 @@ def test_resume_of_what_is_no_run(tmp_path: Path) -> None:
 
 def test_whatever_the_system_refuses_is_said_with_the_file() -> None:
     name = "x" * 300
-    assert refused("doctor", name) == f"evenkeel: {name}: File name too long"
+    assert refused("doctor", name) == f"evenkeel: {name}/config.json: File name too long"
 
 
 def test_address_of_no_cluster(recipe: Path) -> None:
@@ -302,7 +302,7 @@ def test_cluster_that_is_not_there(recipe: Path, address: str) -> None:
 
 def test_ray_sessions_in_too_long_a_path(recipe: Path, tmp_path: Path) -> None:
     sentence = refused("train", str(recipe), f"ray.temp_dir={tmp_path / ('x' * 60)}")
-    assert "ray.temp_dir = " in sentence and "shorter" in sentence
+    assert "ray.temp_dir = " in sentence and "set ray.temp_dir to a path of" in sentence
 
 
 # -- reward ----------------------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def test_bytes_are_no_answer(tmp_path: Path) -> None:
     from pyarrow import parquet
 
     parquet.write_table(pyarrow.table({"prompt": ["2 + 2"], "answer": [b"4"]}), tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match='field "answer" is bytes, not text'):
+    with pytest.raises(DataError, match='field "answer" is bytes, which no answer is compared with'):
         build_task(FileTask(path=tmp_path / "rows.parquet"))
 
 

@@ -57,6 +57,7 @@ class TransferScene:
     ) -> None:
         self.events: list[str] = []
         self.loads: dict[str, torch.Tensor] = {}
+        self.held = {"buckets": "0", "version": "0", "failure": "", "unfinished": "0"}
         process: Any = SimpleNamespace(raise_if_lost=lambda: None, wait=self._wait, engine=SimpleNamespace(tokenizer_manager=None))
         config = EngineConfig.model_validate({"device": "cpu", "deadlines": {"update_s": update_s}})
         self.engine = UpdatableEngine("engine", config, process, 0)
@@ -70,11 +71,14 @@ class TransferScene:
 
         async def send(manager: Any, payloads: list[bytes], *, version: int | None, flush: bool) -> None:
             name, half = pickle.loads(payloads[0])
+            if name == "layer0":
+                self.held["buckets"] = "0"
             while waits_for_next and version is None and f"prepare layer{int(name[-1]) + 1}" not in self.events:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(load_s)
             self.events.append(f"load {name}" + ("" if version is None else f" as v{version}"))
             self.loads[name] = HALVES[half].clone()
+            self.held |= {"buckets": str(int(self.held["buckets"]) + 1), "version": str(version)}
 
         async def step(name: str) -> None:
             self.events.append(name)
@@ -82,6 +86,7 @@ class TransferScene:
         monkeypatch.setattr(weight_transfer.SharedStaging, "payloads", payloads)
         monkeypatch.setattr(weight_transfer, "pause_and_begin", lambda *_: step("pause"))
         monkeypatch.setattr(weight_transfer, "send", send)
+        monkeypatch.setattr(self.engine, "_inspect", lambda *_: asyncio.sleep(0, [self.held]))
         monkeypatch.setattr(weight_transfer, "end", lambda _: asyncio.sleep(0))
         monkeypatch.setattr(weight_transfer, "resume", lambda _: step("resume"))
         settings = RolloutConfig.model_validate({"task": {"kind": "file", "path": "none"}, "reward": {"kind": "exact_match"}})
@@ -142,6 +147,7 @@ def test_the_pause_begins_when_sampling_has_stopped(monkeypatch: pytest.MonkeyPa
         now[0] += seconds
 
     scene = TransferScene(monkeypatch)
+    scene.held |= {"buckets": "3", "version": "1"}
     monkeypatch.setattr(weight_update, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(weight_transfer, "pause_and_begin", lambda *_: takes(0.5))
     monkeypatch.setattr(weight_transfer, "send", lambda *_, **__: takes(0.25))

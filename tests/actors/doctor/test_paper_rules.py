@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from actors.cluster import address, cluster
 from actors.commands.cli import app
 from actors.config import RunConfig
+from actors.doctor import surroundings
 from actors.doctor.cluster_file import ClusterFile, NodeKind, cluster_complaints
 from actors.doctor.facts import NodeFacts, PaperFacts
 from actors.doctor.gather import paper_facts
@@ -34,7 +35,7 @@ OLMOE = {"shape": replace(EXPERTS, model_type="olmoe")}
 RECOMPUTED = "learner.routing_replay=recompute learner.optimizer_steps_per_batch=2 correction.proximal=recompute"
 ALONE = "learner.tensor_parallel=1 learner.sequence_parallel=false"
 FOUR = "learner.tensor_parallel=4 learner.data_parallel=1"
-NO_HUB = "rollout.task.path=/tmp"  # a data set in a folder
+NO_HUB = f"rollout.task.path={RECIPES}"  # a folder, without rows: nothing is looked for on the hub
 ARGS, BACKEND = "rollout.engine.engine_args", "rollout.engine.attention_backend"
 ENGINES = "rollout.engine.device=cpu rollout.engine.dtype=bfloat16 weight_sync.transport=object_store"
 FRACTION, REQUESTS = "rollout.engine.memory_fraction", "rollout.engine.max_running_requests"
@@ -90,7 +91,7 @@ def test_the_doctor_looks_where_the_run_folder_would_be_made(tmp_path: Path, mon
     monkeypatch.setattr(doctor, "nodes_of_cluster", nodes)
     monkeypatch.setattr(cluster, "Cluster", lambda _, *, tries: contextlib.nullcontext())
     monkeypatch.setattr(cluster, "gpus_there", lambda _, *, tries: 8)
-    monkeypatch.setattr(address, "check_ray", lambda _: None)
+    monkeypatch.setattr(surroundings, "check_ray", lambda _: None)
     model = f"model={save_config(tmp_path / 'model', QWEN3_8B)}"
     words = [str(RECIPES / "qwen3_8b_8gpu.yaml"), model, "ray.address=auto", f"run_dir={tmp_path / 'runs' / 'one'}", NO_HUB]
     done = CliRunner().invoke(app, ["doctor", *words])
@@ -107,7 +108,7 @@ def test_what_follows_from_the_recipe_is_said_also_where_no_cluster_answers(
     def refuse(_: object, **__: object) -> None:
         raise address.NoClusterError("ray.address = 'auto': no Ray cluster answers there. Start one")
 
-    monkeypatch.setattr(address, "check_ray", (lambda _: None) if late else refuse)
+    monkeypatch.setattr(surroundings, "check_ray", (lambda _: None) if late else refuse)
     monkeypatch.setattr(cluster, "Cluster", refuse)
     recipe_path, model = str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={save_config(tmp_path / 'model', QWEN3_8B)}"
     words = ["doctor", recipe_path, model, "ray.address=auto", "learner.pipeline_parallel=5", NO_HUB]
