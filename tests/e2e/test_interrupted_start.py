@@ -35,7 +35,8 @@ def test_ctrl_c_ends_a_start_at_once(small_model: Path, tmp_path: Path, moment: 
         assert run.wait(120.0) == 130
         assert "rollout 0 is up" not in run.events(), "it waited for the engine"
         assert "interrupted (Ctrl-C): ending at once" in run.events()
-        assert run.output().endswith("evenkeel: interrupted\n") and "Traceback" not in run.output()
+        ended = f"evenkeel: interrupted\nrun folder: {run.run_dir}, without a checkpoint\n"
+        assert run.output().endswith(ended) and "Traceback" not in run.output()
         assert not (run.run_dir / "report.html").exists(), "there is nothing to report"
         assert run.orphans(but=RAY_AGENTS) == []
     finally:

@@ -55,7 +55,8 @@ def test_a_signal_ends_a_start_and_leaves_nothing(model: Path, tmp_path: Path, n
         assert run.wait(60.0) == 128 + number, run.output()[-4000:]
         said = run.output()
         ended = "evenkeel: " + ("interrupted" if number == signal.SIGINT else "ended by SIGTERM")
-        assert said.splitlines()[-1].startswith(ended), said[-4000:]
+        last = [line for line in said.splitlines() if not line.startswith("run folder: ")][-1]  # once there is one, it is named
+        assert last.startswith(ended), said[-4000:]
         assert not any(trace in said for trace in ("Traceback", "Exception ignored", "SystemExit")), said[-4000:]
         assert run.orphans(30.0) == [], "Ray's agents neither"
     finally:
