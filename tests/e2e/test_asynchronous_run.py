@@ -92,10 +92,7 @@ def story(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     run_dir = tmp_path_factory.mktemp("async") / "run"
     model, moved = run_dir.with_name("model"), run_dir.with_name("moved")
     shutil.copytree(small_model, model)
-    # Started among files with the names of modules that every process of the run imports.
-    for name in ("rollout", "learner", "correction", "evenkeel", "socket", "struct", "select", "token", "asyncio", "json"):
-        (run_dir.parent / f"{name}.py").write_text("raise RuntimeError(f'{__file__} was imported')")
-    first = Run(run_dir, str(RECIPE), f"model={model}", f"run_dir={run_dir}", *OVERRIDES, cwd=run_dir.parent)
+    first = Run(run_dir, str(RECIPE), f"model={model}", f"run_dir={run_dir}", *OVERRIDES)
     runs = [first]
     try:
         first.wait_until(lambda: len(first.metrics()) >= STEPS_BEFORE, f"{STEPS_BEFORE} steps")
