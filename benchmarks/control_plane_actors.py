@@ -5,7 +5,7 @@
 
 The driver is a run's: controller, ledger, observer, metrics line, TensorBoard and Prometheus endpoint. Engines sleep and hand over groups
 of real size, cut from made-up buffers; a learner of one rank answers with logprobs near the sampled ones. Many workers share a process.
-Answers have lognormal lengths. With --lengths they have those of a recorded run, drawn as `evenkeel simulate --run` draws them, and prompts
+Answers have lognormal lengths. With --lengths they have those of a recorded run, drawn at random, and prompts
 are as long as its were in the mean; with --tokens besides, answers are scaled to that mean.
 
 Printed for each number of workers and of groups, with the goals: processor seconds for each million tokens trained, process by process,
@@ -44,13 +44,13 @@ import ray
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from actors.plan.host_memory import ANSWER, CORRECTED
-from actors.simulation.costs import AnswerLengths
 from benchmarks.call_floor import CallFloor
 from benchmarks.process_use import Uses
 from benchmarks.replayed_parts import SAMPLES, WideShape, tensor_names
 from benchmarks.replayed_run import PROMPT_TOKENS, Figures, ReplayedRun, ReplayedShape, recorded_shape
 from benchmarks.sides import ROOT, options
 from correction.errors import ConfigError
+from lab.simulate.costs import AnswerLengths
 
 _GOALS = {"driver": (0.03, 30), "queue": (0.03, 30), "service": (0.15, 120), "rank": (0.1, None)}
 """CPU seconds for a million tokens, and MB for a million tokens in flight."""
@@ -108,7 +108,7 @@ def _lengths(run_dir: Path | None, mean: int | None) -> tuple[AnswerLengths | No
     """(recorded lengths, mean, tokens of a prompt); None: lognormal ones. A folder that has none ends the benchmark, and says why."""
     if run_dir is None:
         return None, mean or 1000, PROMPT_TOKENS
-    from actors.commands.measured_costs import recorded_lengths
+    from lab.simulate.measured import recorded_lengths
 
     try:
         lengths, prompt_tokens = recorded_lengths(run_dir)

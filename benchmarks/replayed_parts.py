@@ -28,11 +28,11 @@ from actors.pool.pool import RolloutPool
 from actors.pool.rollout_worker import RolloutWorker
 from actors.pool.workers import WorkerHandle
 from actors.queue.payloads import read_now
-from actors.simulation.costs import AnswerLengths
 from actors.weights.weight_sync import SyncTarget
 from correction.config import CorrectionConfig
 from correction.engines.checksum import digest_of
 from correction.errors import ActorLost, EngineError
+from lab.simulate.costs import AnswerLengths
 from rollout.trajectory import (
     FinishReason,
     Group,

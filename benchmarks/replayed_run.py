@@ -39,7 +39,6 @@ from actors.record.run_folder import RunFolder
 from actors.record.terminal import TerminalView
 from actors.settings.derived import derived
 from actors.settings.environment import OF_BATCHES
-from actors.simulation.costs import AnswerLengths
 from actors.state.resume import open_ledger
 from actors.weights.weight_sync import SyncTarget
 from benchmarks.late_loop import LateLoop, LongestHalt
@@ -47,6 +46,7 @@ from benchmarks.process_use import StoreUse, Uses
 from benchmarks.replayed_parts import SAMPLES, ReplayedRank, ReplayPool, WideShape, WorkerHost
 from correction.config import CorrectionConfig
 from correction.errors import ConfigError
+from lab.simulate.costs import AnswerLengths
 from rollout.config import RolloutConfig
 from rollout.trajectory import GroupFacts, Prompt, SyncReceipt
 

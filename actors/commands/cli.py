@@ -18,7 +18,6 @@ from actors.commands.doctor import doctor
 from actors.commands.plan import plan
 from actors.commands.push import push
 from actors.commands.quiet_libraries import quiet
-from actors.commands.simulate import simulate
 from actors.processes import interrupts
 from actors.processes.home_folder import home_of_the_homeless
 from actors.processes.output import prepare_streams, put, refused_file
@@ -420,16 +419,6 @@ def diff_engines(
     typer.echo(str(found))
     if found.parting is not None:
         raise typer.Exit(ENGINES_DIFFER)
-
-
-app.command(
-    cls=TakesSettings,
-    epilog=_examples(
-        "evenkeel simulate recipes/nano_spell_backward.yaml --run RUN_DIR --workers 1,2,4 --max-staleness 0,1,2",
-        "evenkeel simulate RECIPE --workers 8,16,32 --max-staleness 1,2,4 --decode 1:50,64:1600,128:2600 --learner-speed 60000 "
-        "--lengths 6000,32000",
-    )
-)(simulate)
 
 
 app.command(

@@ -225,7 +225,7 @@ def staleness_leaves_time_for_the_longest(facts: PaperFacts, config: RunConfig) 
             f"second, and with max_staleness = {config.max_staleness} it has to be ready after {found.steps} steps: if batches have such "
             f"answers, steps take {found.tail_s:.0f} s, where engines and learner alone need {found.others_s:.0f} s (for answers of "
             f"{MEAN_SHARE:.0%} of that length on average)",
-            f"{raise_it}ower rollout.sampling.max_tokens; evenkeel simulate tells it of measured lengths and speeds",
+            f"{raise_it}ower rollout.sampling.max_tokens",
         )
 
 

@@ -2,7 +2,7 @@
 
 A group of version v is trained by step v + max_staleness at the latest, so that the learner waits for its longest answer while
 max_staleness + 1 steps pass, whatever engines and learner could do otherwise (`actors/queue/trajectory_queue.py`). Speeds are assumptions,
-for a first look; `evenkeel simulate` takes measured ones.
+for a first look; ten steps of a run measure them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measures how long groups wait besides sampling and scoring: for a place, on the way to an engine and back, and until the learner has
 them.
 
-All times are by the driver's clock. A simulation of the run uses them (actors/commands/measured_costs.py).
+All times are by the driver's clock.
 """
 
 from __future__ import annotations

@@ -131,10 +131,10 @@ class RunDiagnosis:
         learner, rollout = self.pace.get("wait/learner_share", 0.0), self.pace.get("wait/rollout_share", 0.0)
         if learner > _LEARNER_WAITS and learner > rollout:
             share = shown(self.pace, "wait/learner_share")
-            found.append(f"The learner waits {share} of a step: more workers or a higher max_staleness pay (evenkeel simulate).")
+            found.append(f"The learner waits {share} of a step: more workers or a higher max_staleness pay.")
         elif rollout > _ENGINES_WAIT:
             share = shown(self.pace, "wait/rollout_share")
-            found.append(f"The engines wait {share} of a step: fewer workers would do, or a faster learner (evenkeel simulate).")
+            found.append(f"The engines wait {share} of a step: fewer workers would do, or a faster learner.")
         if not self.books.is_balanced:
             found.append("The ledger is the proof that no prompt was lost or trained twice: keep the folder and report this.")
         return tuple(found)

@@ -17,8 +17,6 @@ import pytest
 import ray
 
 from actors.carriers import ExportPlan
-from actors.commands.measured_costs import recorded_lengths
-from actors.simulation.costs import AnswerLengths
 from benchmarks import control_plane_actors
 from benchmarks.process_use import StoreUse
 from benchmarks.replayed_parts import (
@@ -32,8 +30,10 @@ from benchmarks.replayed_parts import (
 from benchmarks.replayed_run import Figures, ReplayedShape, prompt_of, recorded_shape
 from benchmarks.sides import ROOT
 from correction.errors import ConfigError
+from lab.simulate.costs import AnswerLengths
+from lab.simulate.measured import recorded_lengths
 from rollout.engine.weight_update import require_checksums
-from tests.actors.simulation.test_simulate import LENGTHS, PROMPT, record
+from tests.lab.test_simulate import LENGTHS, PROMPT, record
 
 LONG = [50, 60, 1990]
 """Mean 700."""

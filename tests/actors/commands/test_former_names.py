@@ -25,10 +25,9 @@ COMMANDS = {
     "doctor": ["--gpus", "H100x1"],
     "init-model": ["--if-missing"],
     "filter": ["--output", "none/kept.jsonl"],
-    "simulate": ["--decode", "fast"],
     "eval": [],
 }
-"""Commands that read a recipe, and options; train has events instead. The last three end in an error, after they have read it."""
+"""Commands that read a recipe, and options; train has events instead. The last two end in an error, after they have read it."""
 FORMER, PRESENT = "learner.fixed_order", "learner.batch_invariant"
 CONTRADICTED = f"{PRESENT}: true with true_on_policy: false"
 

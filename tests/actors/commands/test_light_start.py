@@ -71,8 +71,6 @@ CALLS: list[tuple[list[str], int | str]] = [
     (["train", "--resume", "runs/none", "stepps=5"], "runs/none"),
     (["config", RECIPE], 0),
     (["presets"], 0),
-    (["simulate", "--help"], 0),
-    (["simulate", RECIPE, "--decode", "fast"], "--decode fast: give REQUESTS:TOKENS_PER_S"),
 ]
 
 

@@ -29,8 +29,6 @@ class RunShape:
     max_running_requests: int
     retracts: bool = True
     """weight_update_mode: requests in flight are read again after a weight update."""
-    every_steps: int = 1
-    """weight_sync.every_steps: from one version that the engines get to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,38 +71,16 @@ class RunCosts:
     decode: DecodeSpeed
     learner_token_s: float
     """Seconds of a training step for each prompt and response token."""
-    learner_fixed_s: float = 0.0
-    """Seconds of a training step, whatever its size."""
-    learner_factors: tuple[float, ...] = (1.0,)
-    """A training step takes one of these times as long, drawn at random."""
     prompt_token_s: float = 0.0
     """Engine time to read a token: of a group's prompt, once, and of all requests in flight after a weight update, prompts and answers."""
-    admission_s: float = 0.0
-    """From the end of a step until groups that take its places can be given to engines: calls of the queue, the driver's loop."""
-    dispatch_s: float = 0.0
-    """From then, or from an engine's word that it holds new weights, until the engine has the groups: a call of its worker."""
-    answer_s: float = 0.0
-    """From a group's last answer until the queue has the group: its rewards, and the worker's own answer."""
     handover_s: float = 0.0
-    """From the arrival of a batch's last group, or from the learner's asking, until the learner begins: queue, correction, transport."""
+    """From the arrival of a batch's last group, or from the learner's asking, until the learner begins: correction, transport."""
     publish_s: float = 0.0
     """Seconds in which the learner publishes its weights and does nothing else."""
     sync_s: float = 0.0
     """Seconds from then until an engine holds them; it takes no new work meanwhile."""
     pause_s: float = 0.0
     """The last seconds of sync_s, in which the engine samples nothing."""
-    cores: float = math.inf
-    """Cores of the one machine that engines and learner share; infinite: each has what it needs. The learner takes its threads first."""
-    learner_threads: int = 1
-    engine_threads: int = 1
-    other_cores: float = 0.0
-    """Cores of these that the rest of the run takes while engines are at work: rewards, tokenizers, queue, service, driver, Ray."""
-
-    def engine_pace(self, busy_engines: int, *, learner_trains: bool) -> float:
-        """Speed of each engine as a share of what it would be alone."""
-        left = self.cores - (self.learner_threads if learner_trains else 0) - (self.other_cores if busy_engines else 0.0)
-        wanted = busy_engines * self.engine_threads
-        return 1.0 if wanted <= left else max(left, 0.05 * wanted) / wanted
 
 
 @dataclass(slots=True)
@@ -139,10 +115,9 @@ class AnswerLengths:
             raise ConfigError(f"lengths of {description}: there is no answer of at least one token to draw from")
         return cls(description, recorded=list(recorded), max_tokens=max_tokens, seed=seed)
 
-    def afresh(self, seed: int | None = None) -> AnswerLengths:
-        """These lengths again from the start, so that two runs can have the same answers; with another seed, others of the same kind."""
-        seed = self.seed if seed is None else seed
-        return AnswerLengths(self.description, self.recorded, self.p50, self.p99, self.max_tokens, seed)
+    def afresh(self) -> AnswerLengths:
+        """These lengths again from the start, so that two runs can have the same answers."""
+        return AnswerLengths(self.description, self.recorded, self.p50, self.p99, self.max_tokens, self.seed)
 
     def next(self) -> int:
         if not self._ready:
