@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from correction.diagnostics.quantities import current_name
-
 SERIES = Path(__file__).resolve().parents[1] / "benchmarks" / "series"
 SMOOTHING = 5
 """Steps of the centred mean of the outcome."""
 COLLAPSED_SHARE = 0.5
 """Share of the best outcome so far; a run below it counts as lost."""
+_SHARES = {f"{name}_fraction": f"{name}_share" for name in ("loss/clip", "rejected", "bad_update")}
+"""Series by the names that the files have, and by those of the diagnostics."""
 LASTING = 10
 """Steps, up to the end of the record, that a run must have stayed lost."""
 
@@ -62,7 +62,7 @@ def load_runs(folder: Path = SERIES) -> list[RecordedRun]:
     runs = []
     for path in sorted(folder.glob("*.json.gz")):
         record = json.loads(gzip.decompress(path.read_bytes()))
-        series = {current_name(name): values for name, values in record["series"].items()}
+        series = {_SHARES.get(name, name): values for name, values in record["series"].items()}
         batches = {int(step): batch for step, batch in record.get("batches", {}).items()}
         runs.append(RecordedRun(record["condition"], record["seed"], series, record["settings"]["onset"], batches))
     return runs

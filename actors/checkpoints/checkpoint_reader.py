@@ -14,9 +14,9 @@ from actors.checkpoints.set_aside import set_aside
 from actors.processes.event_level import EventLevel
 from actors.record.run_folder import CHECKPOINT_FORMAT, Checkpoint, RunFolder
 from actors.state.json_lines import JsonLines
-from actors.state.resume import OLD_STATE, OtherVersionError, TrainingState, other_version
+from actors.state.resume import OtherVersionError, TrainingState, other_version
 from correction.errors import DataError
-from learner.weights.file_sums import MANIFEST, may_pass, read_manifest_of_files, verify
+from learner.weights.file_sums import may_pass, read_manifest_of_files, verify
 from rollout.tasks.chat import load_tokenizer
 from rollout.tasks.tasks import Task
 
@@ -78,19 +78,13 @@ def _read(checkpoint: Checkpoint, reading: Reading) -> tuple[TrainingState, list
     Raises: OtherVersionError; DataError naming the file that is missing or damaged.
     """
     from learner.hf.model_check import check_trainable
-    from learner.weights.checkpoint_files import (  # torch: seconds that a refusal of the settings doesn't need
-        TrainedApartError,
-        check_readable,
-    )
+    from learner.weights.checkpoint_files import check_readable  # torch: seconds that a refusal of the settings doesn't need
 
     foreign = _verify(checkpoint, reading)
     state = TrainingState.load(checkpoint.state)
     hf_config = check_trainable(checkpoint.hf)
     load_tokenizer(checkpoint.hf)
-    try:
-        check_readable(checkpoint.state / _LEARNER, hf_config)
-    except TrainedApartError as error:
-        raise _trained_apart(checkpoint, error) from error
+    check_readable(checkpoint.state / _LEARNER, hf_config)
     if state.step != checkpoint.step:
         raise DataError(f"{checkpoint.state}: it is the state of step {state.step}, in the checkpoint of step {checkpoint.step}")
     return state, foreign
@@ -102,25 +96,11 @@ def verify_whole(checkpoint: Checkpoint, reading: Reading) -> None:
     Raises: OtherVersionError if a resume would refuse it, whole as it is; DataError naming a file that is missing or damaged; OSError for
         what may pass.
     """
-    from learner.weights.checkpoint_files import TrainedApartError, check_experts
-
     _verify(checkpoint, reading)
-    try:
-        check_experts(checkpoint.state / _LEARNER)
-    except TrainedApartError as error:
-        raise _trained_apart(checkpoint, error) from error
-
-
-def _trained_apart(checkpoint: Checkpoint, error: DataError) -> OtherVersionError:
-    """The refusal of a checkpoint whose ranks trained the same experts apart. Older checkpoints of the run have the same fault, so none is
-    tried; the files are whole."""
-    return OtherVersionError(*error.args, remedy=f"Start a new run from its weights: model={checkpoint.hf}")
 
 
 def _verify(checkpoint: Checkpoint, reading: Reading) -> list[str]:
     """Compare all files with the manifest. Returns: names of files that it doesn't have. Raises: as `_read`."""
-    if not (checkpoint.path / MANIFEST).exists() and (checkpoint.state / OLD_STATE).exists():
-        raise other_version(checkpoint.path, "an earlier version", "its state is a pickle, which this version doesn't read")
     manifest = read_manifest_of_files(checkpoint.path)
     if (found := manifest.get("format")) != CHECKPOINT_FORMAT:
         which = "a later version" if isinstance(found, int) and found > CHECKPOINT_FORMAT else "an earlier version"

@@ -15,7 +15,6 @@ from actors.carriers import DiscardReason
 from actors.metrics.catalogue import CATALOGUE
 from actors.metrics.kinds import Kind, Metric
 from actors.metrics.step_number import step_of
-from correction.diagnostics.quantities import current_name
 from correction.errors import EvenkeelError
 
 DISCARD_COUNTERS = {
@@ -52,20 +51,6 @@ def lookup(name: str) -> Metric:
 def is_listed(name: str) -> bool:
     """True for a metric of the catalogue and for a member of one of its families."""
     return _find(name) is not None
-
-
-_FORMER_NAMES = {"groups/all_right": "groups/all_correct"}
-"""Names of earlier versions and those of today; the correction knows its own."""
-
-
-def _name_today(name: str) -> str:
-    return current_name(_FORMER_NAMES.get(name, name))
-
-
-def listed_today(numbers: Mapping[str, T]) -> dict[str, T]:
-    """Numbers of an earlier version's run by their names of today, without those that this version's catalogue doesn't list."""
-    named = ((_name_today(name), number) for name, number in numbers.items())
-    return {name: number for name, number in named if is_listed(name)}
 
 
 def _find(name: str) -> Metric | None:
@@ -150,7 +135,7 @@ class StepMetrics(Mapping[str, float]):
         metrics = cls(step_of(record))
         values = {name: value for name, value in record.items() if name not in ("step", "non_finite")}
         values |= {name: float(word) for name, word in record.get("non_finite", {}).items()}
-        for name, value in ((_name_today(name), value) for name, value in values.items()):
+        for name, value in values.items():
             if wanted(name) and is_listed(name):
                 metrics.set(name, value)
         return metrics

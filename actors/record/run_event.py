@@ -33,17 +33,8 @@ class EventKind(StrEnum):
     """The run goes on from a checkpoint: what events before say of its end is over."""
 
 
-_EARLIER = {
-    EventKind.ENDING: re.compile(r"interrupted \(|.*, as monitor\.on_alarm = stop asks for$"),
-    EventKind.SAVED: re.compile(r"checkpoint .+ in [\d.]+ s$"),
-    EventKind.STOPPED: re.compile(r"ended at once by "),
-    EventKind.RESUMED: re.compile(r"going on from step \d+ \("),
-}
-"""How the lines of these kinds read in runs that wrote no kind."""
 _WAIT = "[waiting] "
 """Stands before a notice, which a line has as JSON, in the place of a text."""
-_EARLIER_WAIT = re.compile(r"waiting (?P<seconds>\d{1,9}) s for (?P<what>.+?)(?: \((?P<detail>.*)\))?$")
-"""How the line of a notice reads in runs that wrote a sentence."""
 _KIND = re.compile(rf"\[({'|'.join(kind for kind in EventKind if kind)})\] ")
 
 
@@ -86,10 +77,7 @@ class RunEvent:
                 notice = WaitNotice(**json.loads(text.removeprefix(_WAIT)))
                 if (type(notice.what), type(notice.seconds), type(notice.detail)) == (str, int, str):
                     return cls._of_wait(time, level, notice)
-        if found := _EARLIER_WAIT.match(text):
-            return cls._of_wait(time, level, WaitNotice(found["what"], int(found["seconds"]), found["detail"] or ""))
-        earlier = (kind for kind, pattern in _EARLIER.items() if pattern.match(text))
-        return cls(time, level, text, next(earlier, EventKind.NONE))
+        return cls(time, level, text)
 
     @property
     def line(self) -> str:

@@ -51,7 +51,6 @@ from actors.record.ownership import FOLDERS, clear, fresh_path, is_failed_start,
 from actors.record.run_event import RunEvent
 from actors.record.skipped_batches import KEPT, SkippedBatch
 from actors.state.json_lines import JsonLines, append_whole
-from correction.diagnostics.quantities import current_name
 from correction.early_warning.monitor import Event, State
 from correction.errors import ConfigError, DataError
 from correction.settings.base import dump_with_derived
@@ -391,7 +390,7 @@ def _event_record(event: Event) -> dict[str, Any]:
 
 def _parse_event(record: dict[str, Any]) -> Event:
     numbers = {"step": step_of(record)} | {name: float(record[name]) for name in ("value", "growth")}
-    return Event(**{**record, **numbers, "name": current_name(record["name"]), "state": State(record["state"])})
+    return Event(**{**record, **numbers, "state": State(record["state"])})
 
 
 def _parse_clipped(record: dict[str, Any]) -> dict[str, dict[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from actors.metrics.step_metrics import listed_today, members
+from actors.metrics.step_metrics import members
 from correction.early_warning.monitor import Event, State
 
 _OF_MONITOR = {State.WATCH: "monitor/watches_total/", State.ALARM: "monitor/alarms_total/"}
@@ -20,7 +20,7 @@ class RunTotals:
 
     def go_on_from(self, totals: Mapping[str, float]) -> None:
         """Count on from these, whatever was counted here."""
-        self._counted = listed_today(totals)
+        self._counted = dict(totals)
         self._raised = {kind + it: self._counted.pop(kind + it) for kind in _OF_MONITOR.values() for it in members(self._counted, kind)}
 
     def count(self, name: str, amount: float = 1) -> None:

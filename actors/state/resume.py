@@ -31,8 +31,6 @@ from learner.weights.file_sums import unreadable
 from rollout.trajectory import Prompt
 
 STATE, COLUMNS = "controller.json", "groups.safetensors"
-OLD_STATE = "controller.pickle"
-"""The file that earlier versions wrote instead; it is not read."""
 _NAMES = {"Prompt": Prompt}
 _ENCODER = json.JSONEncoder(default=float)  # float: numpy's numbers
 
@@ -93,7 +91,7 @@ class TrainingState:
     def load(cls, folder: Path) -> TrainingState:
         """Read from a checkpoint's state folder; prompts have no metadata yet.
 
-        Raises: OtherVersionError if an earlier version of evenkeel has written it; DataError if it is missing, damaged or out of balance;
+        Raises: DataError if it is missing, damaged or out of balance;
             OSError for what may pass.
         """
         path = folder / STATE

@@ -6,7 +6,6 @@ rho = pi_prox / mu, a ratio of the sampled token's probabilities, is 1 where not
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -387,13 +386,3 @@ LOSS_METRICS = {
     "importance_weight_raw_mean": _Q(_U.ONE, "mean raw weight", "Mean importance weight of the kept tokens, before a late normaliser."),
 }
 """The numbers of `loss_metrics`, over all passes of a batch; their drifts are `batch_drift_*`, those of first passes are in DIAGNOSTICS."""
-
-
-def current_name(name: str) -> str:
-    """The present name of a number in the files of an earlier run. Shares were called fractions ("rejected_fraction_positive"). The loss's
-    mean weight and drifts had the names of the diagnostics' mean weight, which is normalised, and drifts, which are of first passes."""
-    if name == "loss/importance_weight_mean":
-        return "loss/importance_weight_raw_mean"
-    if name.startswith("loss/drift_"):
-        return name.replace("loss/", "loss/batch_", 1)
-    return re.sub(r"^((?:correction/|loss/|monitor/\w+/)?\w+?)_fraction(_positive|_negative)?(?=_\d+$|$)", r"\1\2_share", name)

@@ -51,7 +51,6 @@ from learner.weights.checkpoint_files import (
     RANDOM,
     RANK,
     WEIGHT,
-    check_written_once,
     file_name,
     is_complete,
     model_shape,
@@ -144,7 +143,7 @@ def restore(
 ) -> None:
     """Fill model, optimizer and generators from a checkpoint, one parameter at a time.
 
-    Raises: DataError if it is incomplete, damaged, of another format, or of a model of other shapes; TrainedApartError.
+    Raises: DataError if it is incomplete, damaged, of another format, or of a model of other shapes.
     """
     source = Path(folder)
     manifest = read_manifest(source, hf_config)
@@ -191,7 +190,6 @@ class _Saved:
     def __init__(self, folder: Path, files: int, hf_config: Any, placement: Placement):
         self._placement, self._heads, self._vocab_size = placement, HeadShape.of(hf_config), hf_config.vocab_size
         self._files: list[Any] = [open_tensors(folder / file_name(RANK, rank)) for rank in range(files)]
-        check_written_once(folder, (file.keys() for file in self._files))
         self._pieces: dict[tuple[str, str], dict[int, list[tuple[int, int, str]]]] = defaultdict(lambda: defaultdict(list))
         """[parameter, kind][part] -> its pieces: start, number of the file, name in it."""
         for number, file in enumerate(self._files):

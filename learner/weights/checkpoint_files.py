@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,6 @@ RANK, RANDOM = "rank", "random"
 """Files that every rank writes."""
 WEIGHT = "weight"
 """Kind of a tensor that is a weight; the other kinds are names of the optimizer's state."""
-
-
-class TrainedApartError(DataError):
-    """Ranks have written different weights for the same expert of a mixture of experts."""
 
 
 def file_name(kind: str, rank: int) -> str:
@@ -63,32 +58,11 @@ def read_manifest(folder: str | os.PathLike[str], hf_config: Any) -> dict[str, A
 def check_readable(folder: str | os.PathLike[str], hf_config: Any) -> None:
     """Check the manifest, and whether each rank's files are as long as their headers say.
 
-    Raises: DataError as `read_manifest`, or naming the file that is damaged; TrainedApartError.
+    Raises: DataError as `read_manifest`, or naming the file that is damaged.
     """
-    ranks = range(read_manifest(folder, hf_config)["ranks"])
-    files = {(kind, rank): open_tensors(Path(folder) / file_name(kind, rank)) for rank in ranks for kind in (RANK, RANDOM)}
-    check_written_once(folder, (files[RANK, rank].keys() for rank in ranks))
-
-
-def check_experts(folder: str | os.PathLike[str]) -> None:
-    """Check the names in each rank's file alone, without torch. Raises: TrainedApartError; DataError naming a file that is damaged."""
-    files = sorted(Path(folder).glob(f"{RANK}-*.safetensors"))
-    check_written_once(folder, (open_tensors(file, kind="np").keys() for file in files))
-
-
-def check_written_once(folder: str | os.PathLike[str], names: Iterable[Iterable[str]]) -> None:
-    """Args: names: of the tensors in each rank's file. Raises: TrainedApartError if a weight is in several of them."""
-    seen: set[str] = set()
-    for of_rank in names:
-        weights = {name for name in of_rank if name.startswith(f"{WEIGHT}/")}
-        if twice := seen & weights:
-            raise TrainedApartError(
-                f"{folder}: {len(twice)} weights of experts are in the files of several ranks, the first is {min(twice).split('/', 3)[3]}. "
-                "An earlier version wrote it, whose tensor-parallel ranks trained their copies of the experts apart where expert_parallel "
-                "was 1: none of them is the model's",
-                remedy="Start a new run from a Hugging Face folder",
-            )
-        seen |= weights
+    for rank in range(read_manifest(folder, hf_config)["ranks"]):
+        for kind in (RANK, RANDOM):
+            open_tensors(Path(folder) / file_name(kind, rank))
 
 
 def model_shape(hf_config: Any) -> dict[str, Any]:

@@ -14,17 +14,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from correction.errors import DataError
 from learner.hf.hf_folder import open_tensors, read_json, write_shards
 from learner.learner_rank import LearnerRank
 from learner.weights import checkpoint
 from learner.weights.checkpoint import is_complete
-from learner.weights.checkpoint_files import TrainedApartError, check_readable
 from rollout.tasks.chat import load_tokenizer
 from tests.learner.learner_cases import learner_on, random_batch, save_model
-from tests.learner.moe_cases import save_moe
 from tests.tiny_models import save_tiny_tokenizer
 
 SETTINGS = {"learning_rate": 1e-3, "warmup_steps": 3, "decay": "cosine", "decay_steps": 12, "weight_decay": 0.1}
@@ -245,23 +243,3 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         with learner_on(folder) as learner, pytest.raises(DataError, match=message):
             learner.restore(tmp_path / "c")
         manifest.write_text(original)
-
-
-def test_experts_that_ranks_have_trained_apart_are_refused(tmp_path: Path) -> None:
-    """As earlier versions wrote a mixture whose tensor-parallel ranks each had all experts: weights and averages of each rank, which
-    differ, under one name. By name, what happened and what to do, and not by an error from among the tensors."""
-    folder = save_moe(tmp_path / "m")
-    with learner_on(folder) as learner:
-        train(learner, 0, 1)
-        learner.save(tmp_path / "c")
-        both = load_file(tmp_path / "c/rank-0.safetensors")
-        experts = {name: tensor + 1 for name, tensor in both.items() if ".experts." in name}
-        save_file(experts, tmp_path / "c/rank-1.safetensors")
-        shutil.copy(tmp_path / "c/random-0.safetensors", tmp_path / "c/random-1.safetensors")
-        manifest = tmp_path / "c/manifest.json"
-        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"ranks": 2}))
-        count = sum(name.startswith("weight/") for name in experts)
-        said = rf"{count} weights of experts are in the files of several ranks, the first is model\.layers\.0\.mlp\.experts\.0\.\w+\.weight"
-        for read in (learner.restore, lambda at: check_readable(at, learner._require().hf_config)):
-            with pytest.raises(TrainedApartError, match=rf"{said}\. .* trained their copies of the experts apart .* Start a new run"):
-                read(tmp_path / "c")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from actors.config import RunConfig
 from actors.driver.rollback import Rollbacks
 from actors.metrics.step_metrics import StepMetrics
 from actors.record.metric_views import TensorBoardView, open_views
-from actors.record.run_folder import CHECKPOINT_FORMAT, RunFolder
+from actors.record.run_folder import RunFolder
 from actors.reports.completeness import EVALUATION, REPORT, left_after_training
 from actors.state.json_lines import JsonLines, last_step
 from actors.state.resume import OtherVersionError, open_ledger
@@ -129,42 +128,12 @@ def test_no_checkpoint_that_can_be_read_is_one_sentence(folder: RunFolder) -> No
     assert len(folder.checkpoints()) == 2, "nothing is changed by a refusal"
 
 
-def test_a_checkpoint_of_an_earlier_version_is_not_damaged(folder: RunFolder) -> None:
-    """It is named, and nothing is set aside; the older ones, of that version too, aren't tried."""
-    newest, older = sorted(folder.checkpoints(), key=lambda checkpoint: -checkpoint.step)
-    for checkpoint in (newest, older):
-        for file in (checkpoint.path / "manifest.json", checkpoint.state / "controller.json", checkpoint.state / "groups.safetensors"):
-            file.unlink()
-        (checkpoint.state / "controller.pickle").write_bytes(b"cactors.gone\nGone\n.")
-    with pytest.raises(OtherVersionError) as caught:
-        find_resume_point(folder, ())
-    assert f"model={newest.hf}" in str(caught.value) and "\n" not in str(caught.value)
-    assert "written by an earlier version of evenkeel (its state is a pickle, which this version doesn't read)" in str(caught.value)
-    assert folder.checkpoints() == [older, newest]
-
-
 @pytest.mark.parametrize(("found", "which"), [(4, "an earlier"), (6, "a later"), (None, "an earlier")])
 def test_the_manifest_says_of_what_format_a_checkpoint_is(folder: RunFolder, found: int | None, which: str) -> None:
     newest = folder.checkpoints()[-1]
     seal(newest.path, {"format": found, "step": 2})
     with pytest.raises(OtherVersionError, match=rf"written by {which} version of evenkeel .its format is {found}, this version's 5"):
         find_resume_point(folder, ())
-
-
-def test_a_checkpoint_whose_ranks_trained_experts_apart_is_named_and_not_damaged(folder: RunFolder) -> None:
-    """As an earlier version wrote it: a weight in two ranks' files. The older ones are like it, and aren't tried."""
-    newest = folder.checkpoints()[-1]
-    learner = newest.state / "learner"
-    for kind in ("rank", "random"):
-        shutil.copy(learner / f"{kind}-0.safetensors", learner / f"{kind}-1.safetensors")
-    content = json.loads((learner / "manifest.json").read_text())
-    (learner / "manifest.json").write_text(json.dumps(content | {"ranks": 2}))
-    seal(newest.path, {"format": CHECKPOINT_FORMAT, "step": 2})
-    with pytest.raises(OtherVersionError) as caught:
-        find_resume_point(folder, ())
-    assert "in the files of several ranks" in str(caught.value) and "\n" not in str(caught.value)
-    assert str(caught.value).endswith(f"Start a new run from its weights: model={newest.hf}")
-    assert len(folder.checkpoints()) == 2, "nothing is set aside"
 
 
 def test_a_foreign_file_is_told_and_not_read(folder: RunFolder) -> None:

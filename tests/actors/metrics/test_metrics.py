@@ -19,7 +19,7 @@ from actors.metrics.catalogue import CATALOGUE, DIAGNOSTIC_PLACES, LOSS_PLACES
 from actors.metrics.kinds import Kind
 from actors.metrics.step_metrics import MetricError, StepMetrics, is_listed, lookup, markdown, member, members, shown
 from actors.record.metric_views import TensorBoardView, WandbView, open_views, views_from_an_earlier_step
-from actors.record.run_folder import RunFolder, _parse_event
+from actors.record.run_folder import RunFolder
 from actors.record.step_sources import _placed, diagnostic_metrics
 from actors.record.terminal import _STEP_LINE, step_line
 from actors.reports.report import _SUMMARY, summary_rows
@@ -147,18 +147,6 @@ def test_a_number_of_the_correction_is_described_at_its_source_alone() -> None:
             compared += 1
     assert compared == 14 + 3 + 4
     assert isinstance(CATALOGUE["time/step_s"], Quantity)
-
-
-def test_numbers_of_an_earlier_run_are_read_by_their_names_of_today() -> None:
-    """Shares were called fractions, and the loss's drifts as those of the diagnostics; what a reward function names is left alone, and a
-    copy of another number isn't read."""
-    record = {"step": 1, "correction/kept_fraction": 0.5, "loss/importance_weight_mean": 1.5, "loss/kept_fraction": 0.5,
-              "loss/drift_k1_kl": 0.75, "correction/rejected_fraction_positive": 0.25, "reward/component/a_fraction": 1}
-    read = {"step": 1, "correction/kept_share": 0.5, "loss/importance_weight_raw_mean": 1.5, "loss/batch_drift_k1_kl": 0.75,
-            "correction/rejected_positive_share": 0.25, "reward/component/a_fraction": 1}
-    assert dict(StepMetrics.of_record(record)) == read
-    event = _parse_event({"step": 3, "name": "bad_update_fraction", "state": "watch", "value": 1, "growth": 2, "message": "m"})
-    assert event.name == "bad_update_share"
 
 
 @pytest.mark.parametrize(
@@ -317,8 +305,3 @@ def test_runs_of_equal_folder_names_are_runs_of_their_own_in_wandb(tmp_path: Pat
 def test_a_project_that_wandb_refuses_is_refused_before_a_run() -> None:
     with pytest.raises(ValueError, match=r"wandb_project = 'mine/p': Weights & Biases takes no / .*WANDB_ENTITY"):
         MetricsConfig(wandb_project="mine/p")
-
-
-def test_groups_all_correct_were_called_all_right() -> None:
-    """A report of an earlier run draws them in the same curve."""
-    assert StepMetrics.of_record({"step": 1, "groups/all_right": 3}).record() == {"step": 1, "groups/all_correct": 3}

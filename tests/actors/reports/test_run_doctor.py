@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import filelock
-import numpy as np
 import pytest
 import yaml
-from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from actors.commands.cli import app
@@ -114,27 +111,6 @@ def test_a_complete_run_whose_last_checkpoint_is_cut_is_told_what_a_resume_does(
     assert found.state is RunState.COMPLETE and found.advice[0] == advice.replace("FOLDER", str(folder.path))
 
 
-@pytest.mark.parametrize(
-    ("steps", "is_done", "begins"), [(4, False, "A resume would be refused: "), (2, True, "Nothing. A resume would be refused: ")]
-)
-def test_a_run_whose_checkpoints_are_refused_is_not_told_to_resume(tmp_path: Path, steps: int, is_done: bool, begins: str) -> None:
-    """Of a mixture whose ranks have trained the same experts apart, as an earlier version let them: its files are whole."""
-    folder = run_folder(tmp_path / "run", steps=steps)
-    with folder.checkpoint(2) as checkpoint:
-        (checkpoint.state / "learner").mkdir()
-        for rank in range(2):
-            tensors = {"weight/0/0/experts.0": np.full(2, float(rank)), f"weight/0/0/dense.{rank}": np.zeros(2)}
-            save_file(tensors, checkpoint.state / "learner" / f"rank-{rank}.safetensors")
-    if is_done:
-        folder.append_evaluation(StepMetrics(2))
-        folder.write_text("report.html", "a page")
-    found, saved = after(folder), folder.checkpoints()[-1]
-    assert (found.saved_step, found.damaged) == (2, ())
-    assert found.advice[0].startswith(f"{begins}{saved.state / 'learner'}: 1 weights of experts are in the files of several ranks")
-    assert found.advice[0].endswith(f"Start a new run from its weights: model={saved.hf}")
-    assert not any("--resume" in sentence for sentence in found.advice)
-
-
 @pytest.mark.parametrize(("format_", "whose"), [(4, "an earlier"), (6, "a later")])
 def test_a_run_whose_checkpoints_another_version_wrote_is_not_told_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: int, whose: str
@@ -222,24 +198,6 @@ def test_a_checkpoint_that_was_given_up_and_an_alarm_that_ends_nothing_are_no_en
     assert after(alarmed).state is RunState.VANISHED
 
 
-@pytest.mark.parametrize(
-    ("lines", "state"),
-    [
-        ("warning interrupted (SIGTERM): ending after this step with a checkpoint\ninfo    checkpoint x y in 0.1 s", RunState.STOPPED),
-        ("warning alarm of k3_kl at step 2: the run ends with a checkpoint, as monitor.on_alarm = stop asks for\n"
-         "info    checkpoint x in 12.3 s", RunState.STOPPED),
-        ("warning interrupted (SIGTERM): ending\ninfo    checkpoint x in 0.1 s\n"
-         "info    going on from step 4 (x/step_000004)", RunState.VANISHED),
-        ("error   ended at once by Ctrl-C, without a checkpoint of what came after the last one", RunState.STOPPED),
-        ("warning interrupted (SIGTERM): ending\nwarning checkpoint under way: given up (late)", RunState.STOPPED),
-    ],
-)
-def test_events_of_earlier_versions_have_their_kind_in_their_words(tmp_path: Path, lines: str, state: RunState) -> None:
-    folder = run_folder(tmp_path / "run")
-    folder.events_path.write_text("".join(f"2026-01-01T00:00:00 {line}\n" for line in lines.split("\n")))
-    assert after(folder).state is state
-
-
 def test_an_event_is_read_as_it_was_written(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     written = [RunEvent.now("info", f"{kind} text", kind) for kind in EventKind]
@@ -277,18 +235,9 @@ def write_notices(folder: RunFolder) -> None:
         folder.write_event(RunEvent.now("warning", WaitNotice(what, seconds, detail)))
 
 
-def write_notices_as_before(folder: RunFolder) -> None:
-    """As runs have written them that had no kind for them: a sentence."""
-    with folder.events_path.open("a") as file:
-        for what, seconds, detail in NOTICES:
-            clause = f" ({detail})" if detail else ""
-            file.write(f"2026-01-01T00:00:00 warning waiting {seconds} s for {what}{clause}\n")
-
-
-@pytest.mark.parametrize("write", [write_notices, write_notices_as_before])
-def test_waits_by_what_was_waited_for_and_warnings_by_kind(tmp_path: Path, write: Callable[[RunFolder], None]) -> None:
+def test_waits_by_what_was_waited_for_and_warnings_by_kind(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
-    write(folder)
+    write_notices(folder)
     for step in (3, 4):
         folder.event("warning", f"step {step}: 7 answers could not be scored")
     found = after(folder)

@@ -18,7 +18,6 @@ from actors.settings.true_on_policy import resolved
 from correction.config import CorrectionConfig
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
-from rollout.engine_settings.engine_config import EngineConfig
 
 ROOT = Path(__file__).parents[3]
 RECIPES = [*sorted(ROOT.glob("recipes/*.yaml")), ROOT / "tests/e2e/small.yaml"]
@@ -212,16 +211,6 @@ def test_a_balancing_loss_has_the_forward_run_first() -> None:
     for settings, needs in (({}, False), ({"moe_aux_loss_coefficient": 0.01}, True), ({"optimizer_steps_per_batch": 2}, True)):
         learner = LearnerConfig.model_validate(settings)
         assert (learner.needs_proximal_forward(correction), learner.defers(correction)) == (needs, not needs)
-
-
-def test_former_names_of_keys_are_read() -> None:
-    """Of recipes and model folders that earlier versions have written; both names together are a mistake."""
-    assert LearnerConfig.model_validate({"fixed_order": True}).batch_invariant
-    assert EngineConfig.model_validate_json('{"fixed_order": true, "device": "cpu"}').batch_invariant
-    assert "fixed_order" not in LearnerConfig.model_validate({"fixed_order": True}).model_dump()
-    assert not LearnerConfig.model_validate({"fixed_order": None}).is_given("batch_invariant"), "null has it derived, by either name"
-    with pytest.raises(ValidationError, match="batch_invariant and fixed_order"):
-        LearnerConfig.model_validate({"fixed_order": True, "batch_invariant": False})
 
 
 def test_a_record_of_another_version_is_refused_in_a_sentence(tmp_path: Path) -> None:
