@@ -7,7 +7,7 @@ ON := env $$(test -e .venv/installed-gpu || echo CUDA_VISIBLE_DEVICES=)
 HIDE := env $$(test ! -e .venv/installed-gpu || echo CUDA_VISIBLE_DEVICES=)
 CHECK_PYTHON := import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 13) else f"evenkeel needs Python 3.11 or 3.12 (found {v.major}.{v.minor}): make PYTHON=python3.12 ...")
 
-.PHONY: help train gpu test test-gpu test-deep test-slow lint bench verl docs clean
+.PHONY: help train gpu test test-gpu smoke test-slow lint bench verl docs clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -55,9 +55,9 @@ test: .venv/installed  ## set up .venv, run the test suite (8 to 12 minutes on 2
 test-gpu: .venv/installed-gpu  ## after make gpu: what only a GPU can compute, on one GPU (docs/gpu.md; some minutes)
 	$(BIN)/python -m pytest -m slow tests/on_a_gpu tests/learner/test_variable_length_attention.py tests/e2e/test_overlapped_updates.py
 
-# Beside `make test`, which has no time left for it. One visit has all parts: collectives, two layers against float32, an engine, a broadcast.
-test-deep: .venv/installed  ## one real visit of `evenkeel doctor --deep`, on gloo (about half a minute)
-	$(HIDE) $(BIN)/python -m pytest -m slow "tests/actors/doctor/test_deep_doctor.py::test_a_visit_on_gloo[dense]"
+smoke: .venv/installed  ## one real step on two layers of the nano model (about a minute)
+	$(HIDE) $(BIN)/evenkeel init-model $(RECIPE) --if-missing
+	$(HIDE) $(BIN)/evenkeel train $(RECIPE) --smoke
 
 test-slow: .venv/installed  ## the tests that the fast suite leaves out
 	$(HIDE) $(BIN)/python -m pytest -m slow

@@ -225,13 +225,8 @@ class LearnerRank:
             token_ids: [N] int64; offsets: [S + 1] int64; loss_mask: [N] bool, False at first tokens.
         Returns: the loss before the step, nats per token.
         """
-        return self.supervised_update(token_ids, offsets, loss_mask)[0]
-
-    def supervised_update(self, token_ids: Tensor, offsets: Tensor, loss_mask: Tensor) -> tuple[float, Update]:
-        """As `supervised_step`, with what became of the gradient."""
         corrected = demonstration_batch(token_ids, offsets, loss_mask)
-        _, loss, update = self._train(corrected, supervised_objective, lambda _: 1.0, lambda sums: float(sums[0]))
-        return loss, update
+        return self._train(corrected, supervised_objective, lambda _: 1.0, lambda sums: float(sums[0]))[1]
 
     # Weights out
 

@@ -46,7 +46,6 @@ _ENGINES = (
 """Files whose tests own engines, or call SGLang: of several processes only one imports SGLang, and starts the shared engine."""
 
 _RANKS = (
-    "tests/actors/doctor/test_on_ranks.py",
     "tests/actors/plan/test_plan_ranks.py",
     "tests/actors/plan/test_plan_step_ranks.py",
     "tests/actors/queue/test_wide_fields.py",

@@ -30,7 +30,6 @@ ELSEWHERE = {
     "correction/engines/weight_bucket.py": "a bucket of weights, as both engines lay it out",
     "actors/weights/bucket_delta.py": "BucketDelta: tasks make it of two buckets, and weights of it; that is in its methods",
     "actors/doctor/facts.py": "the doctor's: what a node says of itself, next to the other facts that the rules read",
-    "actors/doctor/cut_model.py": "the doctor's Reference: what the task next to it computes",
 }
 TUPLES = {
     "tuple[str, int]": "host and port, as Python's sockets have them",
@@ -43,8 +42,7 @@ TUPLES = {
 }
 """Tuples of several types in what is called from another process, with the reasons: num_returns is Ray's word for results apart."""
 OF_THE_DOCTOR = {
-    "CheckedEngine": "lives for one check, and is called by the file that it stands in",
-    "PortListener": "a socket on another node, likewise; it is handed nothing",
+    "PortListener": "a socket on another node: lives for one check, is called by the file that it stands in, and is handed nothing",
 }
 """Ray actors that are no part of a run."""
 
@@ -222,7 +220,7 @@ def test_a_call_to_an_actor_or_a_task_carries_what_stands_in_the_files_of_carrie
     """Itself, or in a field of what it carries. A field that says Any holds a reference to an object of the store."""
     homes = {name: path for package in PACKAGES for path in source_files(package) for name in dataclasses(path)}
     assert set(OF_THE_DOCTOR) < ray_actors().keys()
-    assert {"this_node", "rebuilt", "_given_places", "checksums_of", "reference"} <= ray_tasks()
+    assert {"this_node", "rebuilt", "_given_places", "checksums_of"} <= ray_tasks()
     all_carried: set[str] = set()
     for called in given_to_ray().keys() - OF_THE_DOCTOR:
         carried = within(names_in(annotations_of(called)), homes)

@@ -221,7 +221,7 @@ def classes(path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("call", "callers"),
     [
-        (r"\.generate", {"rollout/sampler.py", "actors/doctor/live.py", "actors/commands/diff_engines.py"}),
+        (r"\.generate", {"rollout/sampler.py", "actors/commands/diff_engines.py"}),
         (r"(?<!engine)\.score", {"rollout/sampler.py"}),
     ],
 )

@@ -83,7 +83,7 @@ def test_the_suite_hides_gpus_and_what_only_a_gpu_computes_has_a_target_of_its_o
     """Other tests compare bits and start several ranks, which NCCL would not connect on one GPU. All that skip without a GPU are named."""
     for targets in (["train"], ["gpu"]):  # the plain installation's torch sees no GPU
         make(folder, *targets)
-        for target in ("test", "test-deep", "test-slow"):
+        for target in ("test", "test-slow"):
             _, calls = make(folder, target, has_gpu=True)
             assert calls[-1].startswith("python -m pytest")
             assert calls[-1].endswith("CUDA_VISIBLE_DEVICES=" if targets == ["gpu"] else "CUDA_VISIBLE_DEVICES=unset"), target

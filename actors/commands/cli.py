@@ -125,6 +125,7 @@ _DISCARD_QUEUE = "With --resume: discard finished groups that the new settings m
         "evenkeel train recipes/nano_spell_backward.yaml steps=100 correction.preset=icepop",
         "evenkeel train --resume runs/nano-spell-backward-20260101-120000 steps=200",
         "evenkeel train recipes/nano_spell_backward.yaml --retries 3",
+        "evenkeel train recipes/qwen3_8b_8gpu.yaml --smoke",
     )
 )
 def train(
@@ -136,6 +137,7 @@ def train(
     ] = None,
     discard_queue: Annotated[bool, typer.Option("--discard-queue", help=_DISCARD_QUEUE)] = False,
     retries: Annotated[int, typer.Option(min=0, help="Restart the run's process at most this many times if it dies or hangs.")] = 0,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Make one step on a model of two layers, say what passed, and remove it.")] = False,
 ) -> None:
     """Train a model by reinforcement learning, as a recipe says.
 
@@ -146,12 +148,17 @@ def train(
     With --retries a run whose process dies (a crash, kill -9, out of memory) or hangs resumes from its newest checkpoint, or starts over if
     there is none. A run that is refused for its settings before its first new step, or dies twice without one, is not retried.
 
+    With --smoke it makes one step of the same run on two layers of the model with random weights, and says what passed: ranks, engines, the
+    step, the weight sync, and by how much engine and learner differ. Its folder is removed, or kept and named if something fails.
+
     Exit codes: 0 done, or ended by Ctrl-C with a checkpoint; 1 an error, with a message; 3 ended by an alarm
     (monitor.on_alarm=stop) or for want of groups with a gradient (dynamic_sampling); 129 or 143 ended by SIGHUP or SIGTERM with a
     checkpoint: continue with --resume.
     """
     # With --resume the first positional argument, if any, is an override.
     words = [*([str(recipe)] if recipe and resume else []), *(overrides or [])]
+    if smoke and (resume or retries or discard_queue):
+        raise ConfigError("evenkeel train --smoke makes one step of a new run: leave --resume, --retries and --discard-queue out")
     if (recipe is None or discard_queue) and resume is None:
         raise ConfigError("evenkeel train needs a recipe, such as recipes/nano_spell_backward.yaml, or --resume RUN_DIR")
     from actors.commands.train_arguments import run_dir_of
@@ -163,6 +170,11 @@ def train(
         raise typer.Exit(run_with_retries(None if resume else recipe, words, run_dir, retries=retries, discard_queue=discard_queue))
     from correction.engines.quick_imports import gc_paused
 
+    if smoke:
+        from actors.commands.smoke import smoke_run
+
+        assert recipe is not None
+        raise typer.Exit(smoke_run(recipe, words, typer.echo))
     with gc_paused():
         from actors.commands.train import train_run
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -35,10 +33,6 @@ def doctor(
     gpus: Annotated[
         str, typer.Option(metavar="NAMExCOUNT", help="Check the recipe for these GPUs, such as H100x8 or H100x8x4, instead of those here.")
     ] = "",
-    deep: Annotated[
-        bool,
-        typer.Option("--deep", help="Also start ranks and an engine on a model of two layers, and measure: on GPUs one to two minutes."),
-    ] = False,
     cluster: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Check the recipe for the nodes of this `ray up` file, such as those in deploy.")
     ] = None,
@@ -55,11 +49,6 @@ def doctor(
     memory. With --gpus it makes the first part alone, from config.json, for GPUs that aren't here; with --cluster it checks whether the
     nodes that `ray up` would start offer what the run needs. `evenkeel train` makes the same checks, and stops at what can't work.
 
-    With --deep it also measures, on a two-layer model of the recipe's widths: how fast the learner's groups are, whether the learner agrees
-    with float32 on a CPU and the engine with the learner, and how long a weight update would take, by broadcast too if that is
-    weight_sync.transport. It does so only if the earlier checks found nothing that can't work; the model's weights, its tokenizer and the
-    task may be missing. Each part has its own limit: on GPUs a minute, and four to start ranks and an engine.
-
     For a model's folder, or hf:NAME, it shows what tokenizer, chat template and configs say: the tokens that end an answer, the system
     turn, the prompt of a question with its special tokens, and how long prompts and answers may be.
 
@@ -74,11 +63,9 @@ def doctor(
     if task:
         raise ConfigError(f"evenkeel doctor {target}: --task goes with a model's folder, and this is none")
     if by_disk_at_start(target.is_dir, f"{target}, to be opened", disk="its disk"):
-        options = {"--gpus": gpus, "--deep": deep, "--cluster": cluster, "--json": as_json}
+        options = {"--gpus": gpus, "--cluster": cluster, "--json": as_json}
         typer.echo(_of_run(target, [*(overrides or []), *(name for name, value in options.items() if value)]))
         return
-    if deep and (gpus or cluster):
-        raise ConfigError("evenkeel doctor: --deep measures the machines that are here; leave --gpus and --cluster out")
     if gpus and cluster:
         raise ConfigError("evenkeel doctor: --gpus is about machines that aren't there, --cluster about those of a file; take one of them")
     if target.suffix not in (".yaml", ".yml") and not target.exists():
@@ -91,8 +78,6 @@ def doctor(
 
     config = load_told(target, overrides)
     complaints, rows = _of_cluster(config, cluster) if cluster else _found(config, gpus)
-    if deep:
-        complaints = worst_first([*complaints, *_measured_unless(complaints, config)])
     if as_json:
         typer.echo(json.dumps(in_json(complaints, rows), indent=2, allow_nan=False))
     else:
@@ -114,30 +99,6 @@ def _show_model(target: Path, task: str, overrides: list[str]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for name, text in model_page(target, task, overrides):
         console.print(f"[dim]{name:<16}[/]{text}")
-
-
-def _measured_unless(complaints: list[Complaint], config: RunConfig) -> list[Complaint]:
-    """What was measured; nothing, and a line that says why, if one of the complaints stands in the way."""
-    in_the_way = [one.sentence for one in complaints if one.severity == "fail" and one.stops_deep]
-    if in_the_way:
-        typer.echo(f"not measured: {in_the_way[0]}", err=True)
-        return []
-    return _measured(config)
-
-
-def _measured(config: RunConfig) -> list[Complaint]:
-    from actors.cluster.hub import config_folder
-    from actors.doctor.deep_rules import deep_complaints
-    from actors.doctor.live import deep_facts
-    from actors.settings.derived import derived
-    from learner.hf.hf_folder import read_json
-
-    typer.echo("starting the learner's ranks and an engine on a model of two layers; on GPUs it takes one to two minutes", err=True)
-    config, _ = check_on_paper(derived(config, has_gpu=_has_gpu(config)))
-    content = read_json(config_folder(config.model) / "config.json")
-    began = time.monotonic()
-    found = deep_facts(config, content, lambda done: typer.echo(f"{time.monotonic() - began:4.0f} s  {done}", err=True))
-    return deep_complaints(found, config)
 
 
 def _of_run(folder: Path, overrides: list[str]) -> str:
@@ -225,7 +186,7 @@ def _of_inputs(config: RunConfig, *, has_model: bool = True) -> list[Complaint]:
             with kept(lacking):
                 model, _ = outline(config)
     found = check_inputs(config, model, lacking=lacking).found
-    return [*(replace(Complaint.refusal(error), stops_deep=False) for error in lacking), *found]
+    return [*map(Complaint.refusal, lacking), *found]
 
 
 def _has_gpu(config: RunConfig) -> bool:

@@ -61,10 +61,14 @@ _LISTED_S = 2.0
 _AFTER_ALL = "after all was saved"
 
 
-def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None, *, discard_queue: bool = False) -> RunSummary:
+def train_run(
+    recipe: Path | None, overrides: Sequence[str], resume: Path | None, *, discard_queue: bool = False, stays: bool = True
+) -> RunSummary:
     """Run a recipe, or go on with a run folder; prints as it goes.
 
-    Args: discard_queue: on a resume, see with_settings.
+    Args:
+        discard_queue: on a resume, see with_settings.
+        stays: the folder will be there afterwards, and the last lines name what is in it.
     Raises: EvenkeelError kinds for whatever is wrong with the input; the folder keeps what there is by then.
     """
     if resume is not None:
@@ -99,7 +103,7 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
                 config, task, notes = prepare(config, resumed_from=point.checkpoint.hf if point else None)
         ready = partial(_made_ready, folder, config, point, task, keys, is_new=resume is None, discard_queue=discard_queue)
         point, said = by_disk_at_start(ready, "the run's settings, and the lines of its steps", limit_s=lambda: config.deadlines.disk_s)
-        return _run_in(folder, config, task, [*(("info", note) for note in notes), *said], point)
+        return _run_in(folder, config, task, [*(("info", note) for note in notes), *said], point, stays=stays)
     finally:
         with contextlib.suppress(TimeoutError, RuntimeError):  # a disk that hangs, no thread left: the process' end gives the folder back
             DaemonThreads().submit(folder.close).result(_LISTED_S)
@@ -158,7 +162,7 @@ def _complete(folder: RunFolder, config: RunConfig, point: ResumePoint) -> tuple
 
 
 def _run_in(
-    folder: RunFolder, config: RunConfig, task: Task, notes: Sequence[tuple[EventLevel, str]], point: ResumePoint | None
+    folder: RunFolder, config: RunConfig, task: Task, notes: Sequence[tuple[EventLevel, str]], point: ResumePoint | None, *, stays: bool
 ) -> RunSummary:
     """Args: notes: what to report first, as (level, sentence)."""
     view = TerminalView(config.steps, f"{config.name}: {config.model}", folder=str(folder.path))
@@ -213,7 +217,7 @@ def _run_in(
             if summary is None:
                 raise
             _keep_last(folder, f"ended by {error} {_AFTER_ALL}")
-    view.close(_last_words(summary, folder, report, config, view))
+    view.close(_last_words(summary, folder, report, config, view) if stays else "")
     return summary
 
 

@@ -27,9 +27,6 @@ class Complaint:
     sentence: str
     setting: str = ""
     """What to change, as KEY: VALUE or in words; empty: nothing."""
-    stops_deep: bool = True
-    """Whether `doctor --deep` can't measure because of this failure. It makes weights, tokenizer and task of its own, so it doesn't need
-    those."""
 
     @classmethod
     def refusal(cls, error: EvenkeelError) -> Complaint:

@@ -50,7 +50,7 @@ def devices_and_types(config: RunConfig) -> Iterator[Complaint]:
 
 def train_takes_model_and_task(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     yield from map(Complaint.refusal, facts.refused)
-    yield from (replace(Complaint.refusal(error), stops_deep=False) for error in facts.lacking)
+    yield from map(Complaint.refusal, facts.lacking)
 
 
 def learning_rate_is_by_kind_of_model(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -155,7 +155,7 @@ def optimizer_is_shared(facts: PaperFacts, config: RunConfig) -> Iterator[Compla
 def run_folder_can_be_made(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     if facts.closed_folder:
         text = f"run_dir = {config.run_dir or 'runs'}: this process may not write into {facts.closed_folder}"
-        yield Complaint("fail", text, "Set run_dir, or let it write there", stops_deep=False)
+        yield Complaint("fail", text, "Set run_dir, or let it write there")
 
 
 def disk_holds_the_checkpoints(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -165,7 +165,7 @@ def disk_holds_the_checkpoints(facts: PaperFacts, config: RunConfig) -> Iterator
     kept = one * (config.checkpoint.keep + 1)  # a new one is whole before an old one goes
     if facts.disk_free < one:
         text = f"a checkpoint has {gib(one)}, but the run folder's disk has {gib(facts.disk_free)} free"
-        yield Complaint("fail", text, "Set run_dir", stops_deep=False)
+        yield Complaint("fail", text, "Set run_dir")
     elif facts.disk_free < kept:
         text = f"{config.checkpoint.keep} checkpoints and the one being written have {gib(kept)}, but {gib(facts.disk_free)} are free"
         yield Complaint("warn", text, "Set run_dir to a larger disk, or lower checkpoint.keep")

@@ -21,7 +21,6 @@ import ray
 
 from actors.cluster.placement import RankPlaces
 from actors.config import WeightSyncConfig
-from actors.doctor.live import CheckedEngine
 from actors.ranks.learner_group import LearnerGroup
 from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
 from correction.correct import defer
@@ -37,7 +36,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 SYNC_S = 20.0
 
 
-class Worker(CheckedEngine):
+class Worker:
     """What a rollout worker does with weights. Used as a Ray actor (async)."""
 
     async def begin(self, folder: Path) -> None:
@@ -48,14 +47,23 @@ class Worker(CheckedEngine):
         self._engine = await RolloutEngine.start(folder, config, name="engine", has_weights=False)
 
     async def update_weights(self, version: int, buckets: Sequence[Any], checksums: Any, _: int = 0) -> SyncReceipt:
-        receipt = await self.take(version, buckets)
+        receipt = await self._engine.update_weights(version, list(await asyncio.gather(*buckets)))
         return replace(receipt, digest=await self.digest() if checksums else "")
+
+    async def join_weight_group(self, host: str, port: int, rank: int, world_size: int, name: str) -> None:
+        await self._engine.join_weight_group(host, port, rank, world_size, name)
+
+    async def receive_weights(self, version: int, specs: Any, group: str, generation: int) -> SyncReceipt:
+        return await self._engine.receive_weights(version, specs, group=group)
+
+    async def leave_weight_group(self, name: str) -> None:
+        await self._engine.leave_weight_group(name)
 
     async def digest(self) -> str:
         return digest_of(await self._engine.weight_checksums())
 
     async def probe(self, token_ids: Sequence[int]) -> list[float]:
-        return await self.score(token_ids)
+        return await self._engine.score(token_ids)
 
 
 @pytest.fixture(scope="module", autouse=True)

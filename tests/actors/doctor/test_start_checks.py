@@ -221,37 +221,15 @@ def test_of_a_run_on_this_machine(
     assert found.setting.startswith(remedy) and str(found) == str(refusal)
 
 
-@pytest.mark.parametrize(("options", "in_the_way"), [({}, []), (WINDOW, ["use_sliding_window = True of qwen3"])])
-def test_deep_needs_a_config_alone_but_one_that_is_trained(
-    tmp_path: Path, whole: Path, options: dict[str, Any], in_the_way: list[str]
-) -> None:
-    """Weights, tokenizer and task are made for it; without them the run can't work all the same."""
-    model = without(tmp_path / "model", whole, "[!c]*", **options)
-    assert [path.name for path in model.glob("*") if path.suffix != ".jinja"] == ["config.json"]
+def test_a_folder_without_weights_and_tokenizer_and_a_task_without_rows_are_each_named(tmp_path: Path, whole: Path) -> None:
+    model = without(tmp_path / "model", whole, "[!c]*")
     config = load_config(RunConfig, SMALL, [f"model={model}", SCORED, "rollout.task={kind: file, path: none.jsonl}"])
     config, facts = check_on_paper(derived(config, has_gpu=False))
-    failed = [one for one in on_paper(facts, config) if one.severity == "fail"]
+    (failed,) = [one.sentence for one in on_paper(facts, config) if one.severity == "fail"]
     lacking: list[EvenkeelError] = []
     assert check_inputs(config, model, lacking=lacking).task is None
-    assert ["no tokenizer" in str(lacking[0]), "none.jsonl: no such file" in str(lacking[1])] == [True, True]
-    without_it = [one.sentence for one in failed if not one.stops_deep]
-    assert any("no *.safetensors in it" in one for one in without_it) is (not in_the_way), "of a model that is trained"
-    stops = [one.sentence for one in failed if one.stops_deep]
-    assert len(stops) == len(in_the_way) and all(text in one for text, one in zip(in_the_way, stops, strict=True))
-
-
-def test_deep_needs_no_disk_for_checkpoints() -> None:
-    """Its model has two layers, and is saved nowhere."""
-    config = derived(load_config(RunConfig, RECIPES / "qwen3_8b_8gpu.yaml", []), has_gpu=True)
-    found = [one for one in on_paper(PaperFacts(ModelShape.of(QWEN3_8B), disk_free=1 << 30), config) if one.severity == "fail"]
-    assert [("a checkpoint has 122 GiB" in one.sentence, one.stops_deep) for one in found] == [(True, False)]
-
-
-def test_deep_says_in_a_line_why_it_measures_nothing(tmp_path: Path, whole: Path) -> None:
-    model = without(tmp_path / "model", whole, **WINDOW)
-    done = CliRunner().invoke(app, ["doctor", str(SMALL), "--deep", f"model={model}", SCORED])
-    (line,) = [one for one in done.stderr.splitlines() if one.startswith("not measured: ")]
-    assert "use_sliding_window = True of qwen3" in line and "starting the learner's ranks" not in done.stderr and done.exit_code == 1
+    found = "\n".join([failed, *map(str, lacking)])
+    assert all(text in found for text in ("no *.safetensors in it", "no tokenizer", "none.jsonl: no such file"))
 
 
 def test_nothing_is_said_of_a_whole_folder_and_the_run_gets_what_train_resolves(whole: Path, tmp_path: Path) -> None:
