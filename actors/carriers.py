@@ -1,6 +1,6 @@
 """What actors and driver send each other: groups, batches and weights. What a part is made with, and what it says of itself, is in
 actors/part_carriers.py; what crosses packages too in theirs: rollout/trajectory.py, learner/results.py, correction/batch.py,
-correction/engines/. tests/test_carriers.py lists the few that are elsewhere, with reasons.
+correction/engines/.
 
 Frozen: nothing is changed after it was handed over, and tensors are read-only by agreement.
 """

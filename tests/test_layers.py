@@ -159,32 +159,6 @@ def test_mathematics_does_not_know_its_own_name() -> None:
     assert {"correction.batch", "correction.shards"} <= imported_modules(module, {module_name(path) for path in files})
 
 
-@pytest.mark.parametrize(
-    ("wing", "importers"),
-    [
-        ("actors.record", ("actors.checkpoints.", "actors.driver.", "actors.commands.", "actors.reports.")),
-        ("actors.reports", ("actors.commands.",)),
-        ("actors.checkpoints", ("actors.driver.", "actors.commands.", "actors.reports.")),
-        ("actors.commands", ("actors.commands.",)),
-    ],
-)
-def test_what_writes_a_run_down_and_the_command_line_are_no_part_of_the_actors(wing: str, importers: tuple[str, ...]) -> None:
-    """The driver gives the recorder what it knows; no actor knows that anybody writes something down, or who has started it."""
-    files = {module_name(path): path for path in source_files("actors")}
-    inside = {name for name in files if name == wing or name.startswith(wing + ".")}
-    found = {name for name, path in files.items() if name not in inside and imported_modules(path, inside)}
-    is_the_drivers = wing in ("actors.record", "actors.checkpoints")
-    assert inside and (not is_the_drivers or "actors.driver.controller" in found), "the test would pass for nothing"
-    assert {name for name in found if not name.startswith(importers)} == set()
-
-
-def test_what_writes_a_run_down_calls_no_actor() -> None:
-    """What is asked of actors, and what follows from their answers, is the driver's. Stacks of a node are read by a task of its own."""
-    trees = {path.name: ast.parse(path.read_text()) for path in (ROOT / "actors" / "record").glob("*.py")}
-    found = {name for name, tree in trees.items() if any(isinstance(n, ast.Attribute) and n.attr == "remote" for n in ast.walk(tree))}
-    assert found == {"stack_collector.py"}
-
-
 def private_imports(found: Iterable[ast.AST]) -> set[str]:
     named = [(one, alias.name) for one in found if isinstance(one, ast.ImportFrom) for alias in one.names if alias.name.startswith("_")]
     return {name for one, name in named if one.level or str(one.module).split(".")[0] in {*PACKAGES, *FOLDERS}}
@@ -212,86 +186,6 @@ def test_no_circles_of_folders() -> None:
         graph[place[name]] |= {place[other] for other in imported_modules(path, set(files))} - {place[name]}
     assert "rollout.config" in graph["rollout.tasks"] and "rollout.engine_settings" in graph["rollout.config"], "no import was seen"
     TopologicalSorter(graph).prepare()  # a CycleError names the folders
-
-
-def classes(path: Path) -> list[str]:
-    return [node.name for node in nodes(path) if isinstance(node, ast.ClassDef)]
-
-
-@pytest.mark.parametrize(
-    ("call", "callers"),
-    [
-        (r"\.generate", {"rollout/sampler.py", "actors/commands/diff_engines.py"}),
-        (r"(?<!engine)\.score", {"rollout/sampler.py"}),
-    ],
-)
-def test_prompts_are_sampled_and_scored_in_one_place(call: str, callers: set[str]) -> None:
-    """By rollout.sampler.Sampler, for training, evaluations and tests; two commands look at an engine alone, without rewards. An engine's
-    own `score` is another thing: logprobs of given tokens."""
-    assert callers_of(call) == callers
-
-
-def test_what_was_decided_about_a_token_is_decided_once() -> None:
-    """It travels from there: nobody decides it again to count it. `apply_stage` runs early parts in the service and late ones in the loss;
-    the service calls `correct` or `defer` in one line; which answers are left out as overlong is settled as they are packed."""
-    assert callers_of(r"\bapply_stage") == {"correction/correct.py", "correction/loss.py"}
-    assert readers_of("correct", "defer") == ["actors/service/correction_service.py"] * 2
-    assert callers_of(r"\bis_left_out") == {"rollout/packing.py"}
-
-
-def test_whether_a_group_is_worth_training_is_decided_once() -> None:
-    """By the driver's books when it is sampled: the queue and the correction service are told."""
-    assert callers_of(r"\bdiscard_reason") == {"actors/queue/outstanding.py"}
-
-
-def readers_of(*names: str) -> list[str]:
-    """Files of rollout, learner and actors that read one of these names, once for each time; an import is no reading."""
-    return [
-        str(path.relative_to(ROOT))
-        for package in ("rollout", "learner", "actors")
-        for path in source_files(package)
-        if any(re.search(rf"\b{name}\b", text := path.read_text()) for name in names)
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Name) and node.id in names and isinstance(node.ctx, ast.Load)
-    ]
-
-
-def callers_of(call: str) -> set[str]:
-    """Files of the packages that call what this pattern names."""
-    return {
-        str(path.relative_to(ROOT))
-        for package in PACKAGES
-        for path in source_files(package)
-        if re.search(call + r"\b", text := path.read_text())
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Call) and re.search(call + "$", ast.unparse(node.func))
-    }
-
-
-def uses_auto(path: Path) -> bool:
-    """Whether a file does more with "auto" than to allow it, or to have it as a default."""
-    waiting: list[ast.AST] = [ast.parse(path.read_text())]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.Constant) and node.value == "auto":
-            return True
-        of_a_type = isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal"
-        has_default = isinstance(node, ast.AnnAssign | ast.arguments)
-        inside = [] if of_a_type else ast.iter_child_nodes(node)
-        waiting += [one for one in inside if not (has_default and isinstance(one, ast.Constant))]
-    return False
-
-
-def test_what_auto_means_is_decided_in_one_place() -> None:
-    """And for a run once, before its config.yaml is written: parts are given what was decided. An engine or a learner without a run decides
-    at its start. Ray's address and SGLang's arguments have an auto of their own."""
-    files = [path for package in PACKAGES for path in source_files(package) if '"auto"' in path.read_text()]
-    of_others = {"actors/cluster/address.py", "actors/cluster/cluster.py", "actors/doctor/kernel_rules.py"}
-    assert {str(path.relative_to(ROOT)) for path in files if uses_auto(path)} == {"correction/engines/device_choice.py"} | of_others
-    sections = {"learner/config.py", "rollout/engine_settings/engine_config.py"}
-    assert callers_of(r"\b(device|dtype|group_backend)_of") == {"actors/settings/derived.py"} | sections
-    alone = {"actors/commands/capabilities.py", "actors/commands/diff_engines.py"}
-    assert callers_of(r"\.on_this_machine") == {"learner/learner_rank.py", "rollout/engine/engine.py"} | alone
 
 
 def test_the_order_of_the_tests_names_files_that_exist() -> None:
