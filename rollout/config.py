@@ -166,8 +166,6 @@ class _Reward(Settings):
     """Scoring processes of each rollout worker: how many completions it scores at the same time."""
     memory_gib: PositiveFloat | None = 4.0
     """Memory of a scoring process and all that it starts, GiB. Beyond it the scoring call fails, and not the machine; empty: no limit."""
-    written_gib: PositiveFloat | None = 8.0
-    """What a scoring process and all that it starts may write to files for one completion, GiB; empty: no limit."""
 
 
 class ReasoningGymReward(_Reward):

@@ -198,7 +198,7 @@ def _settings(config: RunConfig, bounds: Bounds) -> dict[str, Any]:
     for name, section in sections.items():
         settings |= {f"{name}.{key}": value for key, value in section.model_dump(mode="json").items()}
     del settings["rollout.sampling.samples_per_group"]
-    for key in ("deadline_s", "start_deadline_s", "processes", "memory_gib", "written_gib"):  # they don't change a score
+    for key in ("deadline_s", "start_deadline_s", "processes", "memory_gib"):  # they don't change a score
         del settings[f"rollout.reward.{key}"]
     return settings
 

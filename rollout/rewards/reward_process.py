@@ -12,7 +12,6 @@ A scoring process must never outlive its parent, nor what it has started: the pr
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib
 import inspect
@@ -31,9 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.parent_death import adopt_orphans, signal_at_parents_death
-from rollout.rewards.gym_entry import COLUMN, from_json
-from rollout.rewards.reward_cgroup import ControlGroup
-from rollout.rewards.reward_guardian import MOST_PROCESSES, clear_leftovers, guard, limit_process
+from rollout.rewards.reward_guardian import guard, limit_process
 
 LENGTH = struct.Struct("!Q")
 """Before each message: its size in bytes."""
@@ -44,6 +41,9 @@ LARGEST = 1e18
 squared and summed: the square of this leaves room for the sum of a hundred."""
 MOST_PARTS, LONGEST_NAME = 128, 256
 """Parts of one reward, and characters of a part's name. Each becomes a metric."""
+GYM_ENTRY = "reasoning_gym_entry"
+"""Column of a row that holds the entry of its reasoning-gym question, as `as_json` writes it."""
+_TUPLE, _SET, _ITEMS = "__tuple__", "__set__", "__items__"
 _LONGEST_ERROR = 500
 """Characters that are kept of an exception's text."""
 
@@ -66,27 +66,22 @@ def main(fd: int, leash: int, parent_pid: int) -> int:
     if spec is None:
         return 0
     memory_bytes = None if spec["memory_gib"] is None else int(spec["memory_gib"] * 2**30)
-    written_bytes = None if spec["written_gib"] is None else int(spec["written_gib"] * 2**30)
-    group = ControlGroup.make(memory_bytes, MOST_PROCESSES) if spec["control_group"] else None
     adopt_orphans()
-    guardian, begun = os.getpid(), os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    guardian = os.getpid()
     scorer = os.fork()
     if scorer:
         connection.close()
-        return guard(scorer, leash, parent_pid, memory_bytes, group, begun=begun, written_bytes=written_bytes)
+        return guard(scorer, leash, parent_pid, memory_bytes)
     os.close(leash)
     die_with_parent(guardian)
     _restore_environment(spec["python_path"])
-    if group is not None:
-        with contextlib.suppress(OSError):  # the guardian sees that it isn't in, and keeps the limits itself
-            group.join()
     limit_process(memory_bytes)
-    serve(connection, spec, begun)
+    serve(connection, spec)
     return 0
 
 
-def serve(connection: socket.socket, spec: dict[str, Any], begun: int) -> None:
-    """Answer requests until the socket is closed. Args: begun: event counter (eventfd) by which the guardian hears of each completion."""
+def serve(connection: socket.socket, spec: dict[str, Any]) -> None:
+    """Answer requests until the socket is closed."""
     try:
         score = build_scorer(spec)
     except RewardLoadError as error:
@@ -96,12 +91,7 @@ def serve(connection: socket.socket, spec: dict[str, Any], begun: int) -> None:
     while (request := _receive(connection)) is not None:
         completions, shared = request.pop("completions"), pickle.dumps(request)
         for completion in completions:                              # each meets the metadata as they came, whatever a scorer does to them
-            with contextlib.suppress(OSError):  # full, or closed by the scorer: the guardian counts on from the completion before
-                os.eventfd_write(begun, 1)
-            reply = score_request(score, {**pickle.loads(shared), "completion": completion})
-            _send(connection, reply)
-            if "error" in reply:
-                clear_leftovers()
+            _send(connection, score_request(score, {**pickle.loads(shared), "completion": completion}))
 
 
 def _restore_environment(python_path: str | None) -> None:
@@ -246,9 +236,9 @@ def _reasoning_gym(spec: dict[str, Any]) -> Scorer:
         return lambda request: dataset.score_answer(request["completion"], entry=request["metadata"])
 
     def score(request: dict[str, Any]) -> Any:
-        if COLUMN not in request["metadata"]:
-            raise ValueError(f"the row has no column {COLUMN}, which `evenkeel filter` writes and the scorer needs")
-        return dataset.score_answer(request["completion"], entry=from_json(request["metadata"][COLUMN]))
+        if GYM_ENTRY not in request["metadata"]:
+            raise ValueError(f"the row has no column {GYM_ENTRY}, which `evenkeel filter` writes and the scorer needs")
+        return dataset.score_answer(request["completion"], entry=from_json(request["metadata"][GYM_ENTRY]))
 
     return score
 
@@ -373,6 +363,51 @@ _SCORERS: dict[str, Callable[[dict[str, Any]], Scorer]] = {
     "exact_match": _exact_match,
     "function": _function,
 }
+
+# --- reasoning-gym's entries ------------------------------------------------------------------------------------------
+# They hold tuples, sets and keys that are no text, and scorers compare them: JSON alone would make lists and text of these.
+
+
+def as_json(value: Any, place: str = "entry") -> Any:
+    """The value as JSON can hold it: a tuple or set as an object with one tag, a mapping with other keys than text as a list of its items.
+
+    Args:
+        place: what to call the value in the message.
+    Raises: TypeError naming the place and type of what can't be written.
+    """
+    match value:
+        case None | bool() | str():
+            return value
+        case int() | float() if type(value) in (int, float) and value == value and abs(value) != float("inf"):
+            return value
+        case list():
+            return [as_json(item, f"{place}[{i}]") for i, item in enumerate(value)]
+        case tuple() if type(value) is tuple:
+            return {_TUPLE: [as_json(item, f"{place}[{i}]") for i, item in enumerate(value)]}
+        case set() | frozenset() if type(value) is set:
+            return {_SET: [as_json(item, place) for item in sorted(value, key=repr)]}
+        case dict() if all(type(key) is str for key in value) and not value.keys() & {_TUPLE, _SET, _ITEMS}:
+            return {key: as_json(item, f"{place}.{key}") for key, item in value.items()}
+        case dict():
+            return {_ITEMS: [[as_json(key, place), as_json(item, f"{place}[{key!r}]")] for key, item in value.items()]}
+    raise TypeError(f"{place} is {type(value).__name__} ({value!r:.60})")
+
+
+def from_json(value: Any) -> Any:
+    """The inverse."""
+    match value:
+        case list():
+            return [from_json(item) for item in value]
+        case {"__tuple__": items}:
+            return tuple(from_json(item) for item in items)
+        case {"__set__": items}:
+            return {from_json(item) for item in items}
+        case {"__items__": items}:
+            return {from_json(key): from_json(item) for key, item in items}
+        case dict():
+            return {key: from_json(item) for key, item in value.items()}
+    return value
+
 
 # --- messages -------------------------------------------------------------------------------------------------------
 

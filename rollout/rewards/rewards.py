@@ -5,7 +5,7 @@ process has a socket of its own and is ended (with all that it started: reward_g
 next call on it meets a fresh one, and calls on other processes never notice.
 
 No library has this. Pebble's process pool (5.2.3) ends a worker at a deadline, too, but that worker alone: what it has started goes on,
-also when the parent is killed; nothing limits the memory, files and processes of a worker's tree; results are unpickled. Like
+also when the parent is killed; nothing limits the memory and processes of a worker's tree; results are unpickled. Like
 concurrent.futures it shares pipes and locks among the workers, which one that dies hard may take with it, and with "spawn" it imports the
 parent's `__main__` in each (here: ray, torch).
 """
@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from correction.errors import ConfigError, signal_name
 from rollout.config import FunctionReward, ReasoningGymReward, ReasoningGymTask, RewardConfig, TaskConfig
 from rollout.continuation import unanswered
 from rollout.module_path import checkout
-from rollout.rewards.reward_guardian import WORKER, end_orphans, end_strays, limit_passed, mark_of
+from rollout.rewards.reward_guardian import limit_passed
 from rollout.rewards.reward_process import LENGTH, SINGLE, are_parts, pack_message, shortened
 from rollout.rewards.reward_trial import in_its_form
 from rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory
@@ -87,13 +88,10 @@ class RewardPool:
     async def check(self, sample: Prompt | None = None, also: Sequence[str] = ()) -> list[float | str]:
         """Start all processes and score the sample's own reference answer, so that a mistake shows now and not at step 300.
 
-        What scorers of dead workers have left here is ended, too.
         Args: also: further answers to the sample. They need a score, too, but the reward may fail on them.
         Returns: for the reference answer and each of `also` its reward, or why it has none; nothing without a sample.
         Raises: RewardError if the scorer can't be set up, fails on the reference answer, or returns None for any.
         """
-        with contextlib.suppress(RuntimeError):  # no thread is left for it: the next start may have one
-            threading.Thread(target=end_strays, daemon=True).start()
         on = ""
         try:
             for process in self._processes:
@@ -179,7 +177,7 @@ def reward_specification(config: RewardConfig, task: TaskConfig | None) -> dict[
 
     Raises: ConfigError if a reasoning_gym reward has no reasoning_gym task.
     """
-    spec = config.model_dump() | {"control_group": True}
+    spec = config.model_dump()
     if isinstance(config, ReasoningGymReward):
         if isinstance(task, ReasoningGymTask):
             spec |= {"dataset": task.dataset, "options": task.options}
@@ -229,7 +227,6 @@ class _ScoringProcess:
         """Raises: OSError; nothing stays open, but what `kill` closes."""
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([*checkout(), *filter(None, sys.path)]),  # what is found here is found there
-            WORKER: mark_of(os.getpid()),
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
         }
@@ -360,7 +357,7 @@ class _ScoringProcess:
             code = child.wait(timeout=_END_S / 2)
         except subprocess.TimeoutExpired:
             return "it closed its socket"
-        if reason := limit_passed(code, self._spec["memory_gib"], self._spec["written_gib"]):
+        if reason := limit_passed(code, self._spec["memory_gib"]):
             return reason
         return f"signal {signal_name(-code)}" if code < 0 else f"exit code {code}"
 
@@ -370,7 +367,8 @@ def _refused(error: OSError) -> RewardCallError:
 
 
 def _see_to_its_end(guardian: subprocess.Popen[bytes]) -> None:
-    """Wait until the guardian has ended its tree and itself. If it can't, or was killed, kill the tree from here."""
+    """Wait until the guardian has ended its tree and itself. If it can't, kill the tree from here; if it was killed, its process group:
+    a scorer's processes in sessions of their own go on then."""
     try:
         guardian.wait(_END_S)
     except subprocess.TimeoutExpired:
@@ -381,7 +379,8 @@ def _see_to_its_end(guardian: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):  # in the middle of a read from a disk that is gone, nothing ends it
             guardian.wait(_END_S)
     if guardian.returncode is None or guardian.returncode < 0:
-        end_orphans(guardian.pid)
+        with contextlib.suppress(OSError):
+            os.killpg(guardian.pid, signal.SIGKILL)
 
 
 def _as_reply(payload: bytes, wanted: Literal["ready", "components"]) -> dict[str, Any]:

@@ -16,8 +16,7 @@ import xxhash
 
 from correction.errors import DataError, counted
 from rollout.config import ReasoningGymTask, TaskConfig
-from rollout.rewards.gym_entry import COLUMN, as_json
-from rollout.rewards.reward_process import accepted
+from rollout.rewards.reward_process import GYM_ENTRY, accepted, as_json
 from rollout.tasks.chat import ChatEncoder
 from rollout.tasks.gym_source import ReasoningGymSource, check_names
 from rollout.tasks.prompt_place import PromptPlace
@@ -154,7 +153,7 @@ class Task:
         config = self._config
         try:
             if isinstance(config, ReasoningGymTask):
-                return {"prompt": question.text, "answer": question.answer, COLUMN: as_json(question.metadata)}
+                return {"prompt": question.text, "answer": question.answer, GYM_ENTRY: as_json(question.metadata)}
             row = with_field(question.metadata, config.prompt_field, [dict(turn) for turn in question.turns] or question.text)
             if config.answer_field is not None:
                 row = with_field(row, config.answer_field, question.answer if isinstance(question.answer, str) else list(question.answer))

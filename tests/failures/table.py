@@ -47,7 +47,6 @@ TESTS = (
     "tests/rollout/test_engine_failures.py",
     "tests/rollout/test_rewards.py::test_calls_on_other_processes_do_not_wait_for_a_hanging_one",
     "tests/rollout/test_reward_limits.py::test_the_whole_tree_has_the_limits",
-    "tests/rollout/test_reward_guardian.py::test_what_worker_and_guardian_leave_that_die_together_is_ended_by_the_next_worker",
     "tests/actors/on_two_nodes/test_two_callers.py",
     "tests/e2e/test_asynchronous_run.py",
     "tests/actors/queue/test_payloads_in_ray.py::test_a_finished_group_outlives_its_worker_and_goes_with_its_node",

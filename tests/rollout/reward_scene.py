@@ -106,63 +106,6 @@ USER_REWARDS = """
             with open("large", "wb") as file: file.truncate(5 << 30)
         return os.getpid()
 
-    def aside(does):
-        pid = os.fork()
-        if pid == 0:
-            does()
-            os._exit(0)
-        return pid
-    def opens(count):
-        each = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 96
-        def open_some():
-            kept = [socket.socket(socket.AF_UNIX) for _ in range(each)]
-            time.sleep(60)
-        return [aside(open_some) for _ in range(count // each + 1)]
-    def writes(folder="."):
-        with open(f"{folder}/{os.getpid()}-{time.monotonic_ns()}", "wb", buffering=0) as file:
-            for _ in range(30): file.write(bytes(1 << 20))
-    def busy(completion):
-        if completion == "many files": opens(17_000)
-        if completion in ("some files", "shared files"):
-            kept = [socket.socket(socket.AF_UNIX) for _ in range(300 * (completion == "shared files"))]
-            children = [aside(lambda: time.sleep(60)) for _ in range(60)] if kept else opens(8_000)
-            time.sleep(2.5)
-            for child in children: os.kill(child, signal.SIGKILL)
-            for child in children: os.waitpid(child, 0)
-            return os.getpid()
-        if completion == "at once":
-            for _ in range(3): aside(lambda: (writes(), time.sleep(60)))
-        if completion == "one after the other":
-            for _ in range(3): os.waitpid(aside(writes), 0)
-        if completion == "grandchildren":
-            os.waitpid(aside(lambda: [os.waitpid(aside(writes), 0) for _ in range(3)]), 0)
-        if completion == "orphans":
-            for _ in range(3): os.waitpid(aside(lambda: aside(writes)), 0)
-        if completion == "unheard of":
-            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-            for _ in range(3):
-                aside(lambda: (writes(), time.sleep(2)))
-                try: os.wait()
-                except ChildProcessError: time.sleep(2)
-        if completion == "mapped":
-            for _ in range(3):
-                with open(str(time.monotonic_ns()), "w+b") as file:
-                    file.truncate(30 << 20)
-                    mapped = mmap.mmap(file.fileno(), 0)
-                    for at in range(0, 30 << 20, 4096): mapped[at] = 1
-        if completion == "in memory":
-            for _ in range(3): aside(lambda: writes(os.environ["TMPDIR"]))
-        if completion == "little":
-            os.waitpid(aside(writes), 0)
-            time.sleep(1.5)
-            return os.getpid()
-        if completion == "pipes":
-            with open("/dev/null", "wb", buffering=0) as nowhere:
-                for _ in range(300): nowhere.write(bytes(1 << 20))
-            subprocess.run("head -c 300m /dev/zero | cat > /dev/null", shell=True, check=True)
-            time.sleep(1.5)
-            return os.getpid()
-        time.sleep(60)
     def modules(completion): return float("torch" in sys.modules or "sglang" in sys.modules or "ray" in sys.modules)
     def wants_more(completion, tokenizer): return 0.0
     not_a_function = 3
@@ -233,22 +176,6 @@ def scored_each(config: RewardConfig, *groups: tuple[tuple[str, ...], Prompt]) -
             return [list(await pool.score(tuple(answered(text) for text in texts), prompt)) for texts, prompt in groups]
         finally:
             await pool.close()
-
-    return asyncio.run(run())
-
-
-def scored_at_once(config: RewardConfig, *shares: tuple[str, ...]) -> list[list[Trajectory]]:
-    """Each share by processes of its own, all at the same time."""
-
-    async def one(texts: tuple[str, ...]) -> list[Trajectory]:
-        pool = RewardPool(config, CHAIN_SUM)
-        try:
-            return list(await pool.score(tuple(answered(text) for text in texts), asked()))
-        finally:
-            await pool.close()
-
-    async def run() -> list[list[Trajectory]]:
-        return await asyncio.gather(*map(one, shares))
 
     return asyncio.run(run())
 

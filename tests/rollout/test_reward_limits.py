@@ -8,27 +8,19 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-import rollout.rewards.rewards
-from rollout.rewards.reward_cgroup import ControlGroup
-from rollout.rewards.reward_usage import WrittenBytes, _is_in_memory
 from rollout.rewards.rewards import RewardError, RewardPool
-from rollout.trajectory import FailureKind, Trajectory
+from rollout.trajectory import FailureKind
 from tests.failures.measured import REAL, Measured
-from tests.rollout.reward_scene import asked, is_running, scored, scored_at_once, sleepers, user_reward, wait_until, write_user_module
+from tests.rollout.reward_scene import asked, is_running, scored, sleepers, user_reward, wait_until
 from tests.rollout.reward_scene import user_module as user_module
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel hands orphans to their guardian on Linux")
@@ -41,40 +33,14 @@ def test_whatever_a_reward_has_started_is_ended() -> None:
     assert wait_until(lambda: not any(map(sleepers, ("61.25", "62.5", "63.5"))))
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["looked after", "control group"])
-def is_kept_by_kernel(request: pytest.FixtureRequest) -> bool:
-    """Whether the kernel keeps a tree's limits. Where a control group can't be made, that half is skipped."""
-    has_group: bool = request.param
-    if has_group and (group := ControlGroup.make(1 << 30, 10)) is None:
-        pytest.skip("this process may make no control group")
-    elif has_group:
-        group.remove()
-    return has_group
-
-
-@pytest.fixture
-def has_group(is_kept_by_kernel: bool) -> Iterator[bool]:
-    with specified(control_group=is_kept_by_kernel):
-        yield is_kept_by_kernel
-
-
-@contextmanager
-def specified(**changes: Any) -> Iterator[pytest.MonkeyPatch]:
-    """Scoring processes are told this, whatever their settings say."""
-    specification = rollout.rewards.rewards.reward_specification
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollout.rewards.rewards, "reward_specification", lambda *of: specification(*of) | changes)
-        yield patch
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
-def test_the_whole_tree_has_the_limits(has_group: bool) -> None:
+def test_the_whole_tree_has_the_limits() -> None:
     """400 processes, and four of 300 MiB each under a limit of 1 GiB, which each of them keeps. The next completion is scored."""
     began = time.monotonic()
     results = scored(user_reward("moody", deadline_s=60.0, memory_gib=1.0), "forks", "ok", "spreads", "ok")
     seconds = time.monotonic() - began
     errors = [str(t.error) for t in results]
-    assert ("ran out of memory" if has_group else "more than 128 processes") in errors[0]
+    assert "more than 128 processes" in errors[0]
     assert "took more than 1 GiB together" in errors[2]
     assert [t.is_valid for t in results] == [False, True, False, True]
     assert wait_until(lambda: not sleepers("64.5"))
@@ -82,29 +48,8 @@ def test_the_whole_tree_has_the_limits(has_group: bool) -> None:
     Measured("scorer that forks 400 processes, then one that takes 1.2 GiB (memory_gib 1)", follows, seconds, "nothing", REAL).write()
 
 
-BROOD = """
-    import os, subprocess, time
-    from pathlib import Path
-    from rollout.rewards.reward_guardian import clear_leftovers
-    if os.fork() == 0:    # the scorer, below its guardian
-        brood = [subprocess.Popen(["sleep", "68.5"]) for _ in range(70)]
-        clear_leftovers()
-        print(sum(Path("/proc", str(one.pid)).exists() for one in brood), flush=True)
-        os._exit(0)
-    os.wait()
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
-def test_what_a_failed_scorer_has_started_no_longer_counts_when_the_next_completion_is_scored() -> None:
-    """A killed process counts in its control group until its parent has heard of its end: the next one's fork would fail with EAGAIN."""
-    command = [sys.executable, "-c", textwrap.dedent(BROOD)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60.0, check=True)
-    assert done.stdout == "0\n"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
-def test_shared_memory_counts_and_a_page_that_several_have_mapped_once(has_group: bool) -> None:
+def test_shared_memory_counts_and_a_page_that_several_have_mapped_once() -> None:
     """A limit of 256 MiB: one process may not map 400 MiB of them; four may map the same 100 MiB, of which each has 100 MiB resident."""
     maps, shares = scored(user_reward("moody", deadline_s=20.0, memory_gib=0.25), "maps", "shares")
     assert maps.error is not None and "took more than 0.25 GiB together" in maps.error
@@ -116,105 +61,6 @@ def test_no_file_grows_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     (t,) = scored(user_reward("moody", deadline_s=20.0), "file")
     assert t.error is not None and ("File too large" in t.error or "SIGXFSZ" in t.error)
-
-
-WAYS = ("at once", "one after the other", "grandchildren", "orphans", "unheard of", "mapped")
-FILES = ("some files", "many files", "shared files")
-ANEW = ("little", "little", "little", "pipes", "little")
-FEW_BYTES = 1 / 16
-"""GiB that may be written for a completion, instead of 8."""
-
-
-@pytest.fixture(scope="module")
-def busy(is_kept_by_kernel: bool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trajectory]]:
-    """Completions that wait for seconds, so that their guardians look at them. All are scored at the same time, each row in a tree of its
-    own: by the way in which the last one writes, or what the row is about."""
-    folder = tmp_path_factory.mktemp("busy")
-    with specified(control_group=is_kept_by_kernel, written_gib=FEW_BYTES) as patch:
-        write_user_module(folder, patch)
-        patch.chdir(folder)
-        rows = {way: ("little", way) for way in WAYS} | {"files": FILES, "anew": ANEW}
-        return dict(zip(rows, scored_at_once(user_reward("busy", deadline_s=60.0), *rows.values()), strict=True))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
-def test_open_files_of_the_whole_tree_are_limited(busy: dict[str, list[Trajectory]]) -> None:
-    """Five processes with 4000 each, of which each keeps its own limit. With two of them it may; or with 300 that 60 have inherited."""
-    some, many, shared = busy["files"]
-    assert some.error is None and shared.error is None
-    assert many.error is not None and "had more than 16384 open files together" in many.error
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
-@pytest.mark.parametrize("way", WAYS)
-def test_what_the_whole_tree_writes_is_limited(busy: dict[str, list[Trajectory]], way: str) -> None:
-    """Three files of 30 MiB, by processes that live on, or have ended: waited for, without a parent, or by one that never hears of it."""
-    before, written = busy[way]
-    assert before.error is None
-    assert written.error is not None and "wrote more than 0.0625 GiB of files for one answer" in written.error
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
-def test_what_is_written_to_a_temporary_folder_in_memory_counts(has_group: bool, tmp_path: Path) -> None:
-    if not _is_in_memory("/dev/shm"):
-        pytest.skip("/dev/shm is no tmpfs here")
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, specified(written_gib=FEW_BYTES) as patch:
-        patch.setenv("TMPDIR", folder)
-        patch.chdir(tmp_path)
-        (written,) = scored(user_reward("busy", deadline_s=60.0), "in memory")
-        piped, little = scored(user_reward("busy", deadline_s=60.0), "pipes", "little")
-    assert written.error is not None and "wrote more than 0.0625 GiB of files for one answer" in written.error
-    assert piped.error is None and little.error is None
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
-def test_each_completion_may_write_anew_and_pipes_are_no_files(busy: dict[str, list[Trajectory]]) -> None:
-    assert [t.error for t in busy["anew"]] == [None] * 5 and len({t.reward for t in busy["anew"]}) == 1, "by one process"
-
-
-class Numbers:
-    """In the place of /proc/PID/io: write_bytes, cancelled_write_bytes and wchar of processes."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.of = {1: (0, 0, 0)}
-        self.others: list[dict[int, tuple[int, int, int]]] = []
-        """What looks see first."""
-        self.fuller = 0
-        monkeypatch.setattr("rollout.rewards.reward_usage._written_by", lambda pid: self._looked_at.get(pid, (0, 0, 0)))
-        monkeypatch.setattr("rollout.rewards.reward_usage._used_bytes", lambda _: self.fuller)
-
-    def find(self) -> list[int]:
-        self._looked_at = self.others.pop(0) if self.others else self.of
-        return list(self._looked_at)
-
-
-def test_what_counts_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the kernel's numbers, look by look."""
-    numbers = Numbers(monkeypatch)
-    written = WrittenBytes(numbers.find)
-    numbers.of = {1: (0, 0, 0), 2: (900, 0, 900)}
-    assert written.bytes(has_begun=False) == 0, "as it was set up"
-    numbers.of = {1: (0, 0, 0), 2: (950, 0, 950)}
-    assert written.bytes(has_begun=True) == 50
-    numbers.of = {1: (0, 0, 0), 2: (1050, 80, 1050)}
-    assert written.bytes(has_begun=False) == 70, "80 were gone before they reached the disk"
-    numbers.of = {1: (0, 0, 0), 2: (1050, 180, 1050)}
-    assert written.bytes(has_begun=False) == 0
-    numbers.of = {1: (0, 0, 0), 2: (1090, 180, 1090)}
-    assert written.bytes(has_begun=False) == 40, "since there was least"
-    numbers.of = {1: (0, 0, 0), 2: (1090, 180, 1090), 3: (5, 0, 5)}
-    assert written.bytes(has_begun=True) == 5
-    numbers.of = {1: (0, 0, 0), 2: (1095, 180, 1095)}
-    numbers.others = [{1: (0, 0, 0), 2: (1090, 180, 1090)}]
-    assert written.bytes(has_begun=False) == 5, "3 was just being waited for by 2"
-    numbers.of = {1: (0, 0, 0), 2: (1095, 180, 1095), 4: (60, 50, 60)}
-    assert written.bytes(has_begun=False) == 15
-    numbers.of = {1: (0, 0, 0), 2: (1096, 180, 1096)}
-    assert written.bytes(has_begun=False) == 15, "what 4 has written is nobody's, and at least what is missing now counts on"
-    numbers.of = {1: (0, 0, 0), 2: (1096, 180, 5096)}
-    assert written.bytes(has_begun=False) == 15, "through a pipe"
-    numbers.fuller = 300
-    assert written.bytes(has_begun=False) == 315, "into a temporary folder in memory"
 
 
 PARENT = """

@@ -12,8 +12,7 @@ import pytest
 
 from correction.errors import ConfigError, DataError
 from rollout.config import FileTask, HuggingFaceTask, ReasoningGymTask
-from rollout.rewards.gym_entry import as_json, from_json
-from rollout.rewards.reward_process import create_reasoning_gym
+from rollout.rewards.reward_process import as_json, create_reasoning_gym, from_json
 from rollout.tasks.chat import ChatEncoder, load_tokenizer
 from rollout.tasks.prompt_place import PromptPlace
 from rollout.tasks.questions import hash_share, text_key
