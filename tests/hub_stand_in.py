@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import threading
@@ -41,16 +40,12 @@ class StandInHub:
     address: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
     """By models/ORGANISATION/NAME or datasets/..."""
-    uploaded: dict[str, bytes] = field(default_factory=dict)
-    """Large files by their hash, before a commit names them."""
     requests: list[str] = field(default_factory=list)
     """METHOD path, in the order of arrival."""
     ranges: dict[str, list[str]] = field(default_factory=dict)
     """By file, of each download the part that was asked for, as its Range header has it; empty: the whole file."""
     break_after: int | None = None
     """The next download of a large file ends after so many bytes, without the rest."""
-    token: str = ""
-    """With which something may be written; empty: no matter which."""
 
     def sent(self, path: str) -> int:
         """How often a file was downloaded."""
@@ -190,68 +185,15 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         self._answer(206 if start else 200, content[start:], **headers)
 
-    def do_PUT(self) -> None:
-        path = urlsplit(self.path).path
-        self.hub.requests.append(f"PUT {path}")
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        self.hub.uploaded[hashlib.sha256(content).hexdigest()] = content
-        self._answer(200, {})
-
     def do_POST(self) -> None:
         path = urlsplit(self.path).path
         self.hub.requests.append(f"POST {path}")
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.hub.token and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
-            self._refuse(401, "Unauthorized")
-            return
         parts = path.strip("/").split("/")
-        if path == "/api/repos/create":
-            self._create(json.loads(body))
-        elif path.endswith("/info/lfs/objects/batch"):
-            self._batch(json.loads(body))
-        elif "preupload" in parts:
-            modes = [
-                {"path": one["path"], "uploadMode": "lfs" if one["path"].endswith(LARGE) else "regular", "shouldIgnore": False}
-                for one in json.loads(body)["files"]
-            ]
-            self._answer(200, {"files": modes})
-        elif "commit" in parts:
-            self._commit("/".join(parts[1:4]), [json.loads(line) for line in body.splitlines()])
-        elif "paths-info" in parts:
+        if "paths-info" in parts:
             self._paths("/".join(parts[1:4]), parts[-1], body)
-        elif path == "/api/validate-yaml":
-            self._answer(200, {"errors": [], "warnings": []})
         else:
             self._refuse(404, "NotFound")
-
-    def _create(self, asked: dict[str, Any]) -> None:
-        kind = asked.get("type") or "model"
-        name = f"{asked.get('organization') or 'me'}/{asked['name']}"
-        if f"{kind}s/{name}" in self.hub.repositories:
-            self._answer(409, {"error": "You already created this model repo", "url": f"{self.hub.address}/{name}"})
-            return
-        repository = self.hub.repositories[f"{kind}s/{name}"] = Repository()
-        repository.commit({".gitattributes": b""})
-        self._answer(200, {"url": f"{self.hub.address}/{name}", "name": name})
-
-    def _batch(self, asked: dict[str, Any]) -> None:
-        objects = [
-            {"oid": one["oid"], "size": one["size"], "actions": {"upload": {"href": f"{self.hub.address}/lfs/{one['oid']}"}}}
-            for one in asked["objects"]
-        ]
-        self._answer(200, {"transfer": "basic", "objects": objects})
-
-    def _commit(self, name: str, lines: list[dict[str, Any]]) -> None:
-        files = {}
-        for line in lines:
-            value = line["value"]
-            if line["key"] == "file":
-                files[value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                files[value["path"]] = self.hub.uploaded[value["oid"]]
-        digest = self.hub.repositories[name].commit(files)
-        url = f"{self.hub.address}/{name.removeprefix('models/')}/commit/{digest}"
-        self._answer(200, {"success": True, "commitOid": digest, "commitUrl": url, "hookOutput": ""})
 
     def _paths(self, name: str, revision: str, body: bytes) -> None:
         found = self._repository(name, revision)

@@ -16,7 +16,6 @@ from typer.core import TyperCommand
 from actors.commands.capabilities import capabilities
 from actors.commands.doctor import doctor
 from actors.commands.plan import plan
-from actors.commands.push import push
 from actors.commands.quiet_libraries import quiet
 from actors.processes import interrupts
 from actors.processes.home_folder import home_of_the_homeless
@@ -371,25 +370,6 @@ def presets(name: Annotated[str, typer.Argument(metavar="[NAME]", help="The pres
         show_presets(console)
 
 
-@app.command(epilog=_examples("evenkeel precision", "evenkeel precision float16 --tokens 10000"))
-def precision(
-    dtypes: Annotated[
-        list[str] | None, typer.Argument(metavar="[DTYPE]...", help="Number formats of torch; default: bfloat16 float16.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to sample: more give steadier numbers.")] = 50_000,
-    seed: Annotated[int, typer.Option(help="Seed of the random logits and of the samples.")] = 1234,
-) -> None:
-    """Show how far apart two engines are that differ only in the number format of their softmax.
-
-    It computes log-softmax of random logits in float32 and in the format, and prints the spread of the ratio of the two probabilities: the
-    least mismatch to expect from an engine that samples in that format. It needs no model and takes a few seconds.
-    """
-    from correction.diagnostics.precision import precision_gap, precision_table
-
-    gaps = [precision_gap(dtype, tokens=tokens, seed=seed) for dtype in dtypes or ["bfloat16", "float16"]]
-    typer.echo(precision_table(gaps))
-
-
 @app.command(
     "diff-engines",
     epilog=_examples(
@@ -439,8 +419,6 @@ app.command(
 )(doctor)
 
 app.command(cls=TakesSettings, epilog=_examples("evenkeel plan RECIPE --gpus H100x8", "evenkeel plan RECIPE --gpus H100x8x4 --json"))(plan)
-
-app.command(epilog=_examples("evenkeel push RUN_DIR my-name/qwen3-8b-gsm8k"))(push)
 
 app.command(epilog=_examples("evenkeel capabilities"))(capabilities)
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -220,69 +219,3 @@ def test_a_node_says_what_the_hub_refused_and_not_that_it_is_away(server: StandI
 def test_a_model_of_the_hub_is_not_made(server: StandInHub) -> None:
     done = CliRunner().invoke(app, ["init-model", str(RECIPE), f"model={NAME}"])
     assert isinstance(done.exception, ConfigError) and "a model of the hub" in str(done.exception)
-
-
-# --- the other way ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """Of the steps 5 and 10 the first was better."""
-    with RunFolder.create(tmp_path / "run", "x") as folder:
-        folder.write_config(recipe())
-        for step, low in ((5, 0.7), (10, 0.3)):
-            with folder.checkpoint(step) as checkpoint:
-                for part in (checkpoint.hf, checkpoint.state):
-                    part.mkdir(parents=True, exist_ok=True)
-                (checkpoint.hf / "config.json").write_text("{}")
-                (checkpoint.hf / "model.safetensors").write_bytes(bytes([step]) * 1000)
-            folder.append_evaluation(_evaluation(step, low))
-    return tmp_path / "run"
-
-
-def _evaluation(step: int, low: float) -> Any:
-    from actors.metrics.step_metrics import StepMetrics
-
-    return StepMetrics(step, {"held_out/accuracy": low + 0.1, "held_out/wilson_low": low})
-
-
-def pushed(*words: str) -> str:
-    done = CliRunner().invoke(app, ["push", *words], catch_exceptions=True)
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done.output
-
-
-def test_the_best_checkpoint_is_pushed_with_a_card(server: StandInHub, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    server.token = "secret"
-    assert f"pushed: {server.address}/acme/better" in pushed(str(run), "acme/better")
-    files = server.repositories["models/acme/better"].at("main")[1]  # type: ignore[index]
-    assert files["model.safetensors"] == bytes([5]) * 1000 and files["config.json"] == b"{}"
-    card = files["README.md"].decode()
-    assert "base_model: acme/tiny" in card and "Step 5 of the run `small`" in card and "Held-out accuracy: 0.800" in card
-    assert "secret" not in card
-
-
-def test_a_card_that_is_there_stays_and_another_step_may_be_pushed(server: StandInHub, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "any")
-    repository = server.repositories["models/acme/mine"] = Repository()
-    repository.commit({"README.md": b"my own", ".gitattributes": b""})
-    pushed(str(run), "acme/mine", "--step", "10")
-    files = repository.commits[-1][1]
-    assert files["README.md"] == b"my own" and files["model.safetensors"] == bytes([10]) * 1000
-
-
-def test_what_can_t_be_pushed_is_said(server: StandInHub, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.token = "right"
-    monkeypatch.setenv("HF_TOKEN", "wrong")
-    with pytest.raises(DataError, match=r"acme/better: http://127.* doesn't take it \(.*401"):
-        pushed(str(run), "acme/better")
-    with pytest.raises(ConfigError, match="write ORGANISATION/NAME"):
-        pushed(str(run), "better")
-    with pytest.raises(DataError, match="has checkpoints of steps 5, 10"):
-        pushed(str(run), "acme/better", "--step", "7")
-    with RunFolder.create(tmp_path / "empty", "y") as folder:
-        folder.write_config(recipe())
-    with pytest.raises(DataError, match="no checkpoint to push"):
-        pushed(str(tmp_path / "empty"), "acme/better")

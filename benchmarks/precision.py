@@ -1,5 +1,7 @@
 """How far two engines drift apart by number format alone: a softmax in low precision against the same one in float32.
 
+    python benchmarks/precision.py [--formats bfloat16 float16 ...] [--tokens 50000]
+
 The experiment behind Table 2 of "Probing RLVR training instability through the lens of objective-level hacking". The table's KL column
 is a quantity of histograms that the paper doesn't define, not a KL of tokens. What is printed here is the k3 of tokens, which is a thousand
 times smaller.
@@ -7,12 +9,17 @@ times smaller.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.sides import options
+from correction.errors import ConfigError
 
 DTYPES = {
     "float32": torch.float32,
@@ -21,7 +28,6 @@ DTYPES = {
     "float8_e5m2": torch.float8_e5m2,
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
-"""Formats by the name that the command line takes."""
 _ROWS = 1000
 
 
@@ -48,11 +54,9 @@ def precision_gap(
     Args:
         dtype: a key of DTYPES.
         tokens: each from logits of its own, independent normal with standard deviation logit_std.
-    Raises: ConfigError for a format that is not known, or in which all probabilities of a token round to 0.
+    Raises: ConfigError for a format in which all probabilities of a token round to 0.
     Source: Table 2 of the paper above; its figures come out when both logits and probabilities are rounded.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"precision: dtype = {dtype} is not known. Take one of {', '.join(DTYPES)}.")
     generator = torch.Generator().manual_seed(seed)
     ratios = torch.cat(
         [_sampled_ratios(DTYPES[dtype], min(_ROWS, tokens - start), vocabulary, logit_std, generator) for start in range(0, tokens, _ROWS)]
@@ -88,3 +92,15 @@ def _sampled_ratios(dtype: torch.dtype, rows: int, vocabulary: int, logit_std: f
         raise ConfigError(f"precision: in {dtype} every probability of a token is 0. Take fewer words than {vocabulary}, or more bits.")
     token = torch.multinomial(engine, 1, generator=generator)
     return (logits.softmax(-1).gather(1, token).double() / engine.gather(1, token).double()).squeeze(1)
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--formats", nargs="*", choices=list(DTYPES), default=["bfloat16", "float16"])
+    parser.add_argument("--tokens", type=int, default=50_000, help="more give steadier numbers")
+    arguments = parser.parse_args()
+    print(precision_table([precision_gap(dtype, tokens=arguments.tokens) for dtype in arguments.formats]))
+
+
+if __name__ == "__main__":
+    main()
