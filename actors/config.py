@@ -130,23 +130,10 @@ class WeightSyncConfig(DerivedSettings):
     to every_steps - 1 versions older, which max_staleness has to allow."""
     bucket_bytes: PositiveInt = 256 << 20
     """Weights travel in buckets of up to this many bytes; a larger tensor is a bucket by itself."""
-    deltas: bool = False
-    """For slow networks: nodes other than the learner's fetch only what an update has changed, compressed (about 2 % of the bytes in
-    bfloat16 at usual learning rates), and apply it to the weights that they hold. Their object stores then hold two versions, the learner's
-    three. Not with transport broadcast."""
     max_probe_difference: PositiveFloat | None = None
     """The run warns if, after a sync, engine and learner differ by more than this at any token of a fixed prompt, nats. Unset: by the type
     of the weights and the model's layers, such as 1.6 in bfloat16 and 3e-3 in float32 with 30 of them (an eighth of bfloat16's in float16),
     and then also if half of the tokens differ by more than a tenth of that."""
-
-    @model_validator(mode="after")
-    def _deltas_go_through_the_object_store(self) -> WeightSyncConfig:
-        if self.deltas and self.transport == "broadcast":
-            raise ConfigError(
-                "weight_sync.deltas = True with weight_sync.transport = broadcast: a broadcast goes from device to device, and nodes hold "
-                "no copies to which differences could be added. Set weight_sync.transport: object_store, or weight_sync.deltas: false"
-            )
-        return self
 
 
 class EvaluationConfig(AnswerSampling):

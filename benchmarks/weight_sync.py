@@ -9,9 +9,6 @@ shared memory; there are ten in a process.
 
 Then a short run of the nano recipe: the engine's pause as a share of the step. And how many bytes of the weights in bfloat16 an update
 leaves as they were: that model on random batches, at the recipe's learning rate and at one that is usual for large models.
-
-Last, weight_sync.deltas with the model of 60M: bytes that a node fetches with and without, seconds to compute the deltas and to apply them,
-and the speed of the network below which deltas are quicker. It calls the functions that run on the nodes, without the object store.
 """
 
 from __future__ import annotations
@@ -39,7 +36,6 @@ from actors.cluster.placement import RankPlaces
 from actors.config import WeightSyncConfig
 from actors.pool.rollout_worker import RolloutWorker
 from actors.ranks.learner_group import LearnerGroup
-from actors.weights.weight_deltas import differences, rebuilt
 from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
 from benchmarks.sides import NANO_RECIPE, ROOT, TimeRatio, evenkeel, options, seconds_of, steps_of
 from benchmarks.workloads import lengths_of_groups, random_batch, save_model
@@ -227,36 +223,6 @@ def half(learner: LearnerRank) -> torch.Tensor:
     return torch.cat([tensor.detach().reshape(-1).to(torch.bfloat16).view(torch.uint8) for tensor in pieces])
 
 
-def print_gain(model: Path, learning_rate: float, dtype: torch.dtype, bucket_bytes: int, steps: int = 4) -> None:
-    """Medians over some steps; the first is left out, because Adam's is larger."""
-    learner = LearnerRank(LearnerConfig(learning_rate=learning_rate, warmup_steps=0, device="cpu"))
-    learner.load(model)
-    base, found = buckets_of(learner, dtype, bucket_bytes), []
-    for step in range(steps):
-        learner.step(defer(random_batch(lengths_of_groups(16, 8, (16, 24), (4, 8)), 8, 50), CORRECTION), CORRECTION, step=step)
-        new, times = buckets_of(learner, dtype, bucket_bytes), [time.perf_counter()]
-        *deltas, sent = differences(len(new), *base, *new)
-        times.append(time.perf_counter())
-        *made, problem = rebuilt(len(new), *base, *deltas)
-        times.append(time.perf_counter())
-        assert not problem and all((a == b).all() for x, y in zip(made, new, strict=True) for a, b in zip(x.parts, y.parts, strict=True))
-        found.append((sent, times[1] - times[0], times[2] - times[1]))
-        base = new
-    learner.close()
-    whole = sum(bucket.nbytes for bucket in base)
-    sent, make_s, rebuild_s = (statistics.median(values) for values in zip(*found[1:], strict=True))
-    pays = f"quicker below {8e-9 * (whole - sent) / (make_s + rebuild_s):.2g} Gbit/s" if sent < whole else "never quicker"
-    print(
-        f"{str(dtype).removeprefix('torch.'):9s}at a rate of {learning_rate:g}: the whole has {whole / 2**20:.1f} MiB, differences "
-        f"{sent / 2**20:.2f} ({sent / whole:.1%}), made in {make_s:.2f} s, weights of them in {rebuild_s:.2f} s: {pays}",
-        flush=True,
-    )
-
-
-def buckets_of(learner: LearnerRank, dtype: torch.dtype, bucket_bytes: int) -> list[WeightBucket]:
-    return [WeightBucket.of({name: one.to(dtype) for name, one in piece.items()}) for piece in learner.weights(bucket_bytes)]
-
-
 def asked(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = options(__doc__)
     parser.add_argument("--engines", type=int, nargs="*", default=[1, 2, 4], help="numbers of real engines")
@@ -290,8 +256,6 @@ def main() -> None:
         for rate in (3e-4, USUAL_RATE):
             elements, numbers = unchanged_share(ROOT / "models" / "nano-spell-backward", rate)
             print(f"at a rate of {rate:g} an update leaves {elements:.1%} of the bfloat16 elements alone, {numbers:.1%} of the bytes")
-        for rate, dtype in ((USUAL_RATE, torch.bfloat16), (3e-4, torch.bfloat16), (USUAL_RATE, torch.float32)):
-            print_gain(model, rate, dtype, arguments.bucket_mib << 20)
 
 
 if __name__ == "__main__":

@@ -391,7 +391,5 @@ class SyncReceipt:
     """Processor and kernels of the engine; only for true on-policy, and only together with the digest."""
     generation: int = 0
     """Generation of the run: after it has gone back to a checkpoint, version numbers come again with other weights."""
-    delta_bytes: int | None = None
-    """Bytes of the deltas from which its node made these weights; None: the weights came whole."""
     load: WorkerLoad | None = None
     """The worker's load when it answered, which saves a call to ask for it."""

@@ -15,7 +15,7 @@ from actors.plan.gpus import Gpus
 from actors.plan.host_memory import HostMemory, hosts
 from actors.plan.layouts import Layout, layouts
 from actors.plan.learner_memory import RESERVE, RankMemory, rank_memory
-from actors.plan.traffic import Traffic, traffic, versions_text
+from actors.plan.traffic import Traffic, traffic
 from actors.settings.deadlines import Deadline, table
 from correction.errors import counted
 from learner.model_fit import layout_obstacles
@@ -71,7 +71,7 @@ def sections(plan: RunPlan, config: RunConfig) -> dict[str, list[tuple[str, str]
             for line in plan.deadlines
         ],
         "outside the GPUs": [
-            ("object store", f"{gib(plan.moved.store)}: {versions_text(config)} and two batches of {gib(plan.moved.batch)} each at most"),
+            ("object store", f"{gib(plan.moved.store)}: two versions and two batches of {gib(plan.moved.batch)} each at most"),
             ("checkpoint", f"{gib(plan.moved.checkpoint)}; {config.checkpoint.keep} are kept"),
         ],
         "memory of the hosts": [row for one in plan.hosts for row in _of_host(one)],

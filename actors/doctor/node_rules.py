@@ -37,7 +37,7 @@ from actors.plan.host_memory import (
     shared_bucket_bytes,
 )
 from actors.plan.shape import ModelShape
-from actors.plan.traffic import fetched_versions, largest_bucket, largest_tensor, stores_versions, traffic, versions_text
+from actors.plan.traffic import fetched_versions, largest_bucket, largest_tensor, stores_versions, traffic
 from actors.settings.devices import gpus_asked, held_by, workers_with_a_unit
 from correction.errors import counted
 
@@ -297,13 +297,13 @@ def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) 
     for node in nodes:
         may_hold_a_rank = stores_versions(config) and (node.offered_gpus > 0 or config.learner.resolved_device == "cpu")
         engines = workers_with_a_unit([node.rollout_units], config.rollout.workers) if is_fetched else 0
-        held = moved.version * fetched_versions(config, engines)
+        held = moved.version * fetched_versions(engines)
         wide = of_learner(shape, config, 1)[FETCHED] if may_hold_a_rank else of_engines(shape, config, engines)[WIDE]
         needed = moved.store if may_hold_a_rank else held * (engines > 0) + driver[BATCHES] * node.is_drivers
         needed += driver[FOR_CHECKPOINTS] if node.is_drivers else wide
         if needed > node.object_store:
             on_the_way = "two versions of the weights" if held > moved.version else "a version of the weights"
-            parts = [f"{versions_text(config)} of the weights"] * may_hold_a_rank or [on_the_way] * (engines > 0)
+            parts = ["two versions of the weights"] * may_hold_a_rank or [on_the_way] * (engines > 0)
             what = " and ".join(parts + ["two batches"] * (may_hold_a_rank or node.is_drivers))
             what += ", and all answers for a checkpoint," if node.is_drivers else ", and wide fields," * (wide > 0)
             yield Complaint(

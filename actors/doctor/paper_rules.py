@@ -18,7 +18,7 @@ from actors.plan.gpus import Gpus
 from actors.plan.host_memory import OF_ENGINES, OF_LEARNER, WIDE, hosts, of_engines
 from actors.plan.learner_memory import rank_memory
 from actors.plan.pace import MEAN_SHARE, TOKENS_PER_S, pace
-from actors.plan.traffic import checkpoint_bytes, largest_bucket, largest_tensor, stores_versions, traffic, versions_text
+from actors.plan.traffic import checkpoint_bytes, largest_bucket, largest_tensor, stores_versions, traffic
 from actors.settings.derived import RATE_PRETRAINED
 from actors.settings.devices import check_types, engines_beside_a_rank, gpus_asked, room_for_engines, unfit_shares, workers_asked
 from correction.engines.float8_format import BLOCK
@@ -179,21 +179,11 @@ def object_store_holds_the_weights(facts: PaperFacts, config: RunConfig) -> Iter
     if needed > there:
         yield Complaint(
             "warn",
-            f"{versions_text(config)} of the weights{', wide fields of answers' * (wide > 0)} and two batches take {gib(needed)}, but "
+            f"two versions of the weights{', wide fields of answers' * (wide > 0)} and two batches take {gib(needed)}, but "
             f"the object store of the run's own Ray would have about {gib(there)} here: it would write to disk",
             f"Use a machine with more memory or, in a container, with more of it in /dev/shm (docker run --shm-size), or set in the "
             f"environment {STORE_SHARE}, Ray's share of what isn't used (0.3), or {MOST_STORED} where 200 GB are too little",
         )
-
-
-def deltas_have_a_network(config: RunConfig) -> Iterator[Complaint]:
-    if config.weight_sync.deltas and config.ray.address is None:
-        text = "weight_sync.deltas = True in a cluster of this machine alone: engines read the learner's weights where they lie"
-        yield Complaint("warn", text, "Set it to false")
-    elif config.weight_sync.deltas and config.learner.resolved_dtype == "float32":
-        text = "weight_sync.deltas = True with weights in float32: what an update changes has a third of the bytes, not a fiftieth"
-        text += " as in bfloat16, and finding it takes longer than it saves on networks faster than 0.3 Gbit/s"
-        yield Complaint("note", text, "Set it to false")
 
 
 def broadcast_buckets_have_time(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -257,7 +247,7 @@ def _some(paths: Sequence[str]) -> str:
     return ", ".join(paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")
 
 
-SETTINGS_RULES: tuple[SettingsRule, ...] = (devices_and_types, sglang_knows_its_arguments, deltas_have_a_network)
+SETTINGS_RULES: tuple[SettingsRule, ...] = (devices_and_types, sglang_knows_its_arguments)
 PAPER_RULES: tuple[PaperRule, ...] = (
     train_takes_model_and_task,
     learning_rate_is_by_kind_of_model,

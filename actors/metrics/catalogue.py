@@ -363,8 +363,6 @@ _ROLLOUT = [
     _counter("pool/handed_back_tokens_total", "tokens handed back", "Response tokens of those groups, sampled before.", _U.TOKENS),
     _gauge("sync/receipts", _U.ONE, _R.SUM, "receipts", "Engines that confirmed the newest weights."),
     _gauge("sync/bytes", _U.BYTES, _R.SUM, "weight bytes", "Bytes of weights handed over in the sync, to all engines together."),
-    _gauge("sync/rebuilt", _U.ONE, _R.SUM, "rebuilt", "Of the receipts, those for weights that a node made of differences (deltas)."),
-    _gauge("sync/delta_bytes", _U.BYTES, _R.SUM, "delta bytes", "Bytes of those differences, which came in place of the weights."),
     _gauge("sync/read_again_tokens", _U.TOKENS, _R.SUM, "read again", "Tokens that engines prefilled again after an update (retract)."),
     _gauge(
         "sync/probe_max_abs_difference", _U.NATS, _R.MAX, "probe difference",

@@ -14,12 +14,12 @@ from actors.plan.learner_memory import state_bytes
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import (
     PACKED,
+    STORED_VERSIONS,
     batch_tokens,
     checkpoint_bytes,
     fetched_versions,
     key_bytes,
     largest_bucket,
-    stored_versions,
     traffic,
     wide_bytes,
 )
@@ -123,7 +123,7 @@ def of_learner(shape: ModelShape, config: RunConfig, ranks: int) -> dict[str, in
         "copy for a checkpoint": copies,
         "reference policy": weights if config.needs_reference else 0,
         "earlier weights (monitor.split_every)": config.earlier_weights * weights,
-        "versions in the object store": stored_versions(config) * moved.version,
+        "versions in the object store": STORED_VERSIONS * moved.version,
         "page-locked bucket": page_locked(largest_bucket(shape, config)) if learner.resolved_device == "cuda" else 0,
         "batch, and the ranks' shares": batch + batch * ranks // learner.world_size,
         FETCHED: tokens * wide_bytes(shape, config),
@@ -152,7 +152,7 @@ def of_engines(
         cache_tokens = of_all // engine.attention_data_parallel
     tells_experts = config.learner.routing_replay == "rollout" and cache_tokens > 0
     routes = ranks * route_cache_bytes(shape, cache_tokens) if tells_experts else 0
-    stored = 0 if has_the_store or config.weight_sync.transport != "object_store" else fetched_versions(config, engines) * moved.version
+    stored = 0 if has_the_store or config.weight_sync.transport != "object_store" else fetched_versions(engines) * moved.version
     return {
         OF_ENGINES: weights if on_cpu else 0,
         "engines' KV caches": cache if on_cpu else 0,

@@ -23,6 +23,9 @@ assumption."""
 PREFILL_PARAMETERS = 8e9
 PACKED = 8 + 1 + 4 + 4 + 4 + 4  # ids, loss mask, behaviour logprobs, advantages, versions, proximal logprobs
 """Bytes of a PackedBatch for each token, by the types of its fields (correction/batch.py); it says only where its wide fields are."""
+STORED_VERSIONS = 2
+"""The most versions of the weights that rank 0's object store holds at a time: one is read while the next is written, by broadcast while an
+engine joins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class Traffic:
     batch: int
     """Bytes of a packed batch of the longest answers, without its wide fields."""
     store: int
-    """Bytes in the object store of the learner's rank 0: `stored_versions` of the weights, and two batches."""
+    """Bytes in the object store of the learner's rank 0: STORED_VERSIONS of the weights, and two batches."""
 
 
 def traffic(shape: ModelShape, config: RunConfig, *, cache_tokens: int = 0) -> Traffic:
@@ -71,14 +74,8 @@ def traffic(shape: ModelShape, config: RunConfig, *, cache_tokens: int = 0) -> T
         recompute_s=again / rate if engine.resolved_device == "cuda" else 0.0,
         checkpoint=checkpoint_bytes(shape, config),
         batch=one_batch,
-        store=stored_versions(config) * version + 2 * one_batch,
+        store=STORED_VERSIONS * version + 2 * one_batch,
     )
-
-
-def stored_versions(config: RunConfig) -> int:
-    """The most versions of the weights that rank 0's object store holds at a time: one is read while the next is written, by broadcast
-    while an engine joins. With deltas three, as the difference of two is computed while a third is written."""
-    return 2 + config.weight_sync.deltas
 
 
 def stores_versions(config: RunConfig) -> bool:
@@ -87,14 +84,14 @@ def stores_versions(config: RunConfig) -> bool:
     return config.weight_sync.transport == "object_store" or config.weight_sync.every_steps > 1
 
 
-def fetched_versions(config: RunConfig, engines: int) -> int:
+def fetched_versions(engines: int) -> int:
     """The most versions of the weights that a node of rollout workers holds at a time. Engines are updated one by one: where there are
     several, one may be reading a version when another fetches the next. A single one has let go of the older by then, whose copy Ray drops
-    when it wants the room; with deltas it is what the next is computed from.
+    when it wants the room.
 
     Args: engines: on the node.
     """
-    return 2 if engines > 1 or config.weight_sync.deltas else 1
+    return 2 if engines > 1 else 1
 
 
 def exchanged_bytes(shape: ModelShape, learner: LearnerConfig) -> int:
@@ -114,11 +111,6 @@ def largest_bucket(shape: ModelShape, config: RunConfig) -> int:
 def largest_tensor(shape: ModelShape, config: RunConfig) -> int:
     """Bytes of the largest tensor as it is sent: the smallest size of a bucket."""
     return shape.largest_tensor_bytes(config.learner.resolved_dtype, float8=config.rollout.engine.has_float8)
-
-
-def versions_text(config: RunConfig) -> str:
-    """The number of stored versions in words, for plan and doctor."""
-    return ("two versions", "three versions")[config.weight_sync.deltas]
 
 
 def _store_s(version: int, exchanged: int, config: RunConfig) -> tuple[float, float, float]:

@@ -64,7 +64,7 @@ class LearnerGroup:
         self._ranks, self.step_s = ranks, step_s
         self._collective = CollectiveCaller({f"rank {number}": rank for number, rank in enumerate(ranks)})
         self._version = version
-        self.start_took_s, self.node = 0.0, ""  # of rank 0, whose node stores the weights
+        self.start_took_s = 0.0
         self._is_pipelined = False
 
     @classmethod
@@ -89,7 +89,7 @@ class LearnerGroup:
         starts = [r.start.remote(world_size, master, model, version) for r in ranks]
         infos = await lost_if_late(all_of(in_time(s, f"learner start <- rank {i}") for i, s in enumerate(starts)))
         refuse_a_mixture(infos)
-        group.start_took_s, group.node = time.monotonic() - began, infos[0].node
+        group.start_took_s = time.monotonic() - began
         return group, infos
 
     def __reduce__(self) -> NoReturn:

@@ -162,8 +162,6 @@ def sync_metrics(receipts: Sequence[SyncReceipt], differences: Sequence[float]) 
             "time/sync_s": max(r.seconds for r in receipts),
             "time/pause_s": max(r.pause_s for r in receipts),
         }
-    if rebuilt := [r.delta_bytes for r in receipts if r.delta_bytes is not None]:
-        numbers |= {"sync/rebuilt": len(rebuilt), "sync/delta_bytes": sum(rebuilt)}
     return numbers
 
 

@@ -135,12 +135,6 @@ def weights_fetch_s(config: RunConfig) -> float:
     return left_s if left_s >= sync_s / 5 else sync_s / 2
 
 
-def deltas_s(sync_s: float) -> float:
-    """Longest time to compute a delta between two versions, for it to come to a node, all turns of others included, and to apply it there:
-    together as long as an attempt at new weights, so that receipts_s has time for another one, which fetches all weights."""
-    return sync_s / 3
-
-
 def newer_weights_s(step_s: float, sync_s: float) -> float:
     """Longest wait of a joining engine for the next version, if the present one was only broadcast. The learner's own deadlines, for a step
     and for publishing, are shorter."""
@@ -247,7 +241,6 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
         of(sglang, "weight_group_timeout_s", "joining a weight group, or one broadcast of it, in an engine; if late, that has failed"),
         Deadline("", bucket_s(whole), f"one bucket of a broadcast, in the learner: {bucket} more at {rate}; if late, the group is closed"),
         of(engine, "update_s", f"a weight update in the engine: {size} at {rate}; if late, the engine is lost"),
-        Deadline("", deltas_s(run.sync_s), "a delta of two versions, computed, fetched in turn or applied; if late, all weights go"),
         Deadline("", weights_fetch_s(whole), "new weights on their way to a node; if late, the run says so and asks for them again"),
         of(run, "sync_s", "one attempt at new weights: their way to the node, the update, the checksums"),
         Deadline("", run.receipts_s, f"receipts of all workers: {SYNC_ATTEMPTS} attempts and their pauses"),

@@ -13,8 +13,6 @@ has nothing to do with it (publication.py).
 An engine is given up when it is lost, or when three updates in a row have failed in it or had no answer. That the weights themselves are
 late on their way to its node (LateError) is not counted: it goes on waiting for them, with growing pauses.
 
-With deltas nodes fetch what has changed alone (actors.weights.weight_deltas); what an engine is handed is a whole version then, too.
-
 Transports: Ray's object store, or a torch.distributed broadcast, without a copy in that store. A broadcast group belongs to one
 set of workers: when that changes, or a collective fails, a new one is built during training, and versions go through the object store until
 it is whole. Who joins gets them so, outside the others' group, until it is verified. An engine that needs a version that was broadcast
@@ -40,10 +38,8 @@ from actors.config import SYNC_ATTEMPTS, WeightSyncConfig
 from actors.processes.call_throttle import CallThrottle
 from actors.processes.supervision import abandon, call_with_retries, wait_for
 from actors.ranks.learner_group import LearnerGroup
-from actors.settings.deadlines import deltas_s
 from actors.weights.broadcast_group import BroadcastGroup
 from actors.weights.publication import SYNC_FAILURES, PublishedVersions, pause_s
-from actors.weights.weight_deltas import WeightDeltas
 from correction.errors import ActorLost, DeadlineExceeded, EngineError, EvenkeelError, LateError, SyncError, counted
 from rollout.engine_settings.engine_config import EngineConfig
 from rollout.trajectory import SyncReceipt, WorkerLoad
@@ -133,7 +129,6 @@ class WeightSync:
         """Names of the engines whose turn it is to be probed at the newest version."""
         self._versions = PublishedVersions(learner, self._plan, sync_s, callbacks.loss)
         self._throttle, self._generation = CallThrottle(), generation
-        self._deltas = WeightDeltas(learner.node, deltas_s(sync_s)) if config.deltas else None
         self._broadcast: BroadcastGroup | None = None
         if config.transport == "broadcast":
             self._broadcast = BroadcastGroup(learner, sync_s, generation, engine.tensor_parallel, self._wanted, bucket_s=bucket_s)
@@ -167,8 +162,6 @@ class WeightSync:
         verified = (target for target in self._targets.values() if target.is_verified)  # others are probed after their first sync anyway
         in_turn = heapq.nsmallest(_PROBED, verified, key=lambda target: target.probed_version)
         self._to_probe = {target.name for target in in_turn}
-        if self._deltas is not None:
-            self._deltas.published(snapshot, {target.node for target in self._targets.values()})
         for target, receipt in receipts:
             self._accept(target, receipt, snapshot)
         for target in self._targets.values():
@@ -220,8 +213,6 @@ class WeightSync:
         for name in list(self._targets):
             self._drop(name)
         self._versions.close()
-        if self._deltas is not None:
-            self._deltas.close()
         if self._broadcast is not None:
             await self._broadcast.close()
 
@@ -247,10 +238,7 @@ class WeightSync:
                 if (at_hand := await self._versions.at_hand(target.name, is_verified=target.is_verified, is_held=is_held)) is None:
                     return
                 (published, checksums), began = at_hand, asyncio.get_running_loop().time()
-                stored, delta_bytes = published.snapshot.buckets, None
-                buckets = stored
-                if self._deltas is not None and not failures and not late:  # else the whole, whatever was wrong with what it was handed
-                    buckets, delta_bytes = await self._deltas.of_node(target.node, published.snapshot)
+                buckets = published.snapshot.buckets
                 await self._throttle.wait()
                 if published is not self._versions.newest and not checksums:  # else it would never get any that take longer than a step
                     continue
@@ -262,9 +250,7 @@ class WeightSync:
                     deadline_s=self._sync_s,
                 )
                 seconds = asyncio.get_running_loop().time() - began  # the worker's own don't hold the calls, there and back
-                self._accept(target, replace(receipt, delta_bytes=delta_bytes, seconds=seconds), published.snapshot)
-                if self._deltas is not None:
-                    self._deltas.taken(target.node, published.snapshot)
+                self._accept(target, replace(receipt, seconds=seconds), published.snapshot)
                 failures = late = 0
             except LateError as error:  # its engine was not touched, and is none the worse for a network or a store
                 late += 1
@@ -272,7 +258,7 @@ class WeightSync:
                 level = logging.WARNING if late % 10 == 1 else logging.DEBUG  # all workers of a slow network say so
                 log.log(level, "weights v%d did not come to rollout worker %s, tried %dx: %s", version, target.name, late, error)
                 if is_asked and late % _LATE == 0 and all(other.version < version for other in self._targets.values()):
-                    self._versions.make_anew(published, stored)
+                    self._versions.make_anew(published, buckets)
                 await asyncio.sleep(pause_s(late))
             except SYNC_FAILURES as error:
                 failures += 1

@@ -31,7 +31,6 @@ DENSE, EXPERTS = ModelShape.of(QWEN3_8B), ModelShape.of(QWEN3_30B_A3B)
 H100 = Gpus.parse("H100x8")
 RANKS = "rollout.engine.tensor_parallel"
 IN_FLOAT32 = "learner.device=cpu rollout.engine.device=cpu learner.dtype=float32 rollout.engine.dtype=float32"
-FAR_DELTAS = "weight_sync.deltas=true ray.address=auto"
 KEPT_COPIES = "weight_sync.transport=broadcast weight_sync.every_steps=2"
 FLOAT8 = "rollout.engine.quantization=float8_block"
 
@@ -106,8 +105,6 @@ def test_engines_of_two_gpus_make_room_where_one_has_none() -> None:
         ("", {"disk_free": 200 << 30}, "warn", "2 checkpoints and the one being written have 366 GiB", "checkpoint.keep"),
         ("", {"store_bytes": 19 << 30}, "warn", "object store of the run's own Ray would have about 19 GiB here", "--shm-size"),
         (KEPT_COPIES, {"store_bytes": 19 << 30}, "warn", "two versions of the weights and two batches take", "more memory"),
-        ("weight_sync.deltas=true", {}, "warn", "deltas = True in a cluster of this machine alone", "Set it to false"),
-        (f"{FAR_DELTAS} {IN_FLOAT32}", {}, "note", "changes has a third of the bytes, not a fiftieth", "Set it to false"),
         ("", {"host_bytes": 128 << 30}, "warn", "or container has outside its GPUs: copy for a checkpoint 122", "more memory"),
     ],
 )
@@ -247,23 +244,9 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
          "--object-store-memory"),
         (
             [node(), node(name="b", object_store=20 << 30)],
-            "ray.address=auto weight_sync.deltas=true",
-            "warn",
-            "b: three versions of the weights and two batches",
-            "--object-store-memory",
-        ),
-        (
-            [node(), node(name="b", object_store=20 << 30)],
             "ray.address=auto correction.preset=dppo-topk-kl",
             "warn",
             "b: two versions of the weights and two batches, and wide fields,",
-            "--object-store-memory",
-        ),
-        (
-            [node(), node(name="b", offered_gpus=0.0, object_store=20 << 30)],
-            "ray.address=auto weight_sync.deltas=true",
-            "warn",
-            "b: two versions of the weights take 30.5 GiB",
             "--object-store-memory",
         ),
         ([HEAD, node(gpus=(SMALL,) * 8)], "ray.address=auto", "fail", "a learner rank needs 53.5 GiB of its 24 GiB", "larger GPUs"),

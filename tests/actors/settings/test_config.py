@@ -68,7 +68,6 @@ def test_no_number_of_any_section_may_be_infinite_or_beyond_all_measure() -> Non
         ("learner.betas=[0.9,1.0]", r"learner.betas: \(0.9, 1.0\): an average needs factors of at least 0 and below 1"),
         ("steps=1000000001", "steps = 1000000001: expected int > 0 and <= 1000000000."),
         ("max_staleness=1 weight_sync.every_steps=3", "engines' is 2 steps old.*Set max_staleness to 2 or more"),
-        ("weight_sync.deltas=true weight_sync.transport=broadcast", "deltas = True with .*Set weight_sync.transport: object_store, or"),
         ("max_staleness=1001", "max_staleness = 1001: expected int >= 0 and <= 1000."),
         ("rollout.sampling.temperature=101", "temperature = 101: expected float > 0 and <= 100.0."),
         ("name=" + "n" * 300, "name = 'nnn.*: string should have at most 100 characters"),

@@ -19,7 +19,6 @@ from actors.settings.deadlines import (
     batch_call_s,
     bucket_s,
     bytes_of,
-    deltas_s,
     group_s,
     inversions,
     new_parts_s,
@@ -189,7 +188,7 @@ def test_the_table_has_every_key_and_says_what_is_set() -> None:
     assert not any(line.is_set for line in lines)
     assert {"learner.collective_timeout_s", "rollout.engine.weight_group_timeout_s"} <= keys
     run = with_deadlines(config, 10**9).deadlines
-    others = {run.driver_s, run.forward_s, run.disk_s, run.receipts_s, deltas_s(run.sync_s), newer_weights_s(run.step_s, run.sync_s)}
+    others = {run.driver_s, run.forward_s, run.disk_s, run.receipts_s, newer_weights_s(run.step_s, run.sync_s)}
     assert others | {batch_call_s(run.batch_s), new_parts_s(run.start_s)} <= {line.seconds for line in lines if not line.key}
     shown = as_text(table(config.model_copy(update={"deadlines": type(config.deadlines)(sync_s=77.0)}), 10**9)).splitlines()
     assert [line.split()[:3] for line in shown if line.endswith("(set)")] == [["77", "s", "deadlines.sync_s"]]
@@ -214,7 +213,6 @@ def test_what_contains_another_stands_below_it_in_the_table(tokens: int, size: i
         (receipts, row("deadlines.batch_s")),
         (row("deadlines.sync_s"), receipts),
         (row(f"{engine}.update_s"), row("deadlines.sync_s")),
-        (at["a delta of two versions"], row("deadlines.sync_s")),
         (row(f"{engine}.start_s"), row("deadlines.start_s")),
         (row("deadlines.batch_s"), at["the service's answer to the call for a batch"]),
         (row("rollout.reward.deadline_s"), at["rewards of a group"]),
