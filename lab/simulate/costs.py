@@ -115,9 +115,11 @@ class AnswerLengths:
             raise ConfigError(f"lengths of {description}: there is no answer of at least one token to draw from")
         return cls(description, recorded=list(recorded), max_tokens=max_tokens, seed=seed)
 
-    def afresh(self) -> AnswerLengths:
-        """These lengths again from the start, so that two runs can have the same answers."""
-        return AnswerLengths(self.description, self.recorded, self.p50, self.p99, self.max_tokens, self.seed)
+    def afresh(self, seed: int | None = None) -> AnswerLengths:
+        """These lengths again from the start, so that two runs can have the same answers; with another seed, others of the same kind."""
+        return AnswerLengths(
+            self.description, self.recorded, self.p50, self.p99, self.max_tokens, self.seed if seed is None else seed
+        )
 
     def next(self) -> int:
         if not self._ready:
