@@ -12,7 +12,7 @@ PICTURE = ElementTree.fromstring((ROOT / "docs" / "images" / "architecture.svg")
 
 
 def test_every_file_that_the_page_names_exists() -> None:
-    named = {name for name in re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", PAGE)}
+    named = set(re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", PAGE))
     assert len(named) > 50, "the page names no files: the test would pass for nothing"
     assert {name for name in named if not (ROOT / name).exists()} == set()
 
