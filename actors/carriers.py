@@ -183,59 +183,13 @@ class GroupFailure:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardRequest:
-    """What a batch in preparation needs from the learner, at the weights from which its update will start: one of the four below."""
-
-    version: int
-    """Version of the weights from which the update will start."""
-    number: int = field(default=0, kw_only=True)
-    """Number of this request, given by ForwardRequests.ask; the answer repeats it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScoringRequest(ForwardRequest):
-    """Logprobs of a batch's tokens."""
+class PackedGroups:
+    """Groups packed for a forward of the learner."""
 
     batch: Any
-    """Reference to a PackedBatch."""
-    wants_proximal: bool
-    """Those of the weights of `version`."""
-    wants_reference: bool
-    """Those of the frozen reference policy."""
+    """Reference to a PackedBatch; None: they have no token that is trained."""
     fetch_s: float = 0.0
-    """Seconds in which the ranks read the batch's wide fields first; 0: there are none to read."""
-
-
-@dataclass(frozen=True, slots=True)
-class SplitRequest(ForwardRequest):
-    """Logprobs of a batch's tokens, each at the weights that sampled it, and of all at the present ones."""
-
-    batch: Any
-    """Reference to a PackedBatch."""
-    oldest: int
-    """Oldest version of its tokens; the ranks free copies of older ones."""
-    fetch_s: float = 0.0
-    """As of a ScoringRequest."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeepRequest(ForwardRequest):
-    """The ranks keep a copy of their present weights."""
-
-    oldest: int
-    """The ranks free copies of versions older than this."""
-
-
-@dataclass(frozen=True, slots=True)
-class FetchRequest(ForwardRequest):
-    """The ranks read the wide fields of the batch that they train next; nothing is computed."""
-
-    batch: Any
-    """Reference to a CorrectedBatch."""
-    correction: CorrectionConfig
-    """The correction that made it."""
-    fetch_s: float
-    """Seconds that this may take."""
+    """Seconds in which the ranks read its wide fields first; 0: there are none to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +214,8 @@ class PreparedBatch:
     """Seconds of the correction itself."""
     split_s: float = 0.0
     """Seconds that the learner took to split the gap of stale tokens; 0 for a batch that isn't split."""
+    fetch_s: float = 0.0
+    """Seconds in which the ranks read its wide fields before they train on it; 0: there are none to read."""
     examples: tuple[Example, ...] = ()
     """An answer of each of the first groups."""
 

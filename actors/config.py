@@ -206,12 +206,6 @@ class DeadlinesConfig(DerivedSettings):
         return SYNC_ATTEMPTS * self.sync_s + 30.0
 
     @property
-    def forward_s(self) -> float:
-        """Longest wait for the forward passes of the batch ahead, seconds: two steps (one under way) and a checkpoint until the learner is
-        at its version; then the forwards of the proximal and the reference policy."""
-        return 4 * self.step_s + self.checkpoint_s
-
-    @property
     def disk_s(self) -> float:
         """Longest wait until the run folder's disk has written what waits for it, seconds; also for a checkpoint to be written or read."""
         return 3 * self.checkpoint_s

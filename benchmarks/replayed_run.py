@@ -366,7 +366,7 @@ class ReplayedRun(Controller):
         await asyncio.Event().wait()
 
     async def close(self) -> None:
-        await self._source.stop()
+        self._source.stop()
         await self.sync.close()
         await self.pool.stop()
         kill(*self.actors.values())

@@ -1,4 +1,5 @@
-"""Trajectory queue and correction service, and the driver's records of what they hold, by which both can be replaced at any time.
+"""Trajectory queue and correction service, and the driver's records of what they hold, by which both can be replaced at any time; and the
+batches that the driver asks them for.
 
 The ledger records finished steps, `Outstanding` the groups under way. While queue and service are replaced, learner, engines and objects in
 the store are not touched. What is lost are the diagnostics of batches that the old service held.
@@ -13,18 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.carriers import DiscardedGroup, ForwardRequest, PreparedBatch, QueueSettlement, StepVersions, Ticket
+from actors.carriers import DiscardedGroup, PreparedBatch, QueueSettlement, StepVersions, Ticket
 from actors.config import RunConfig
+from actors.driver.batch_ahead import BatchAhead
+from actors.driver.drawing import Drawing
 from actors.driver.lost_parts import lost_among, while_they_answer
 from actors.driver.parts import QUEUE, SERVICE, StartingPoint, make_queue, start_service
 from actors.pool.pool import RolloutPool
+from actors.processes.numbered import NumberedCaller
 from actors.processes.supervision import call_with_retries, kill, lost_if_late, unless_set, wait_for
 from actors.queue.outstanding import Outstanding
 from actors.queue.payloads import whole_snapshot
+from actors.ranks.learner_group import LearnerGroup
 from actors.record.disk_waits import ByDisk
 from actors.record.observer import Observer
 from actors.record.run_folder import RunFolder
-from actors.settings.deadlines import batch_call_s, new_parts_s
+from actors.settings.deadlines import new_parts_s
 from actors.state.ledger import Ledger
 from actors.state.queue_snapshot import QueueSnapshot
 from actors.state.resume import open_ledger
@@ -49,8 +54,11 @@ class BatchSource:
         self.outstanding = Outstanding(point.state.queue if point.state else None, dynamic_sampling=config.dynamic_sampling)
         self.monitor: Mapping[str, Any] | None = point.state.monitor if point.state else None
         """State of the early warning after the last batch that was diagnosed."""
+        self.correction = config.correction
+        """Of the next batch that is begun."""
         self._unfinished = self.outstanding.in_flight
-        self.queue = make_queue(config)
+        self._ahead: BatchAhead | None = None
+        self._open_queue()
         self.service: Any = None
 
     @classmethod
@@ -67,14 +75,20 @@ class BatchSource:
         """The actors, by their names in messages."""
         return {QUEUE: self.queue} | ({SERVICE: self.service} if self.service is not None else {})
 
+    def _open_queue(self) -> None:
+        self.queue = make_queue(self._config)
+        self._drawing = Drawing(NumberedCaller(self.queue, late=partial(self._observer.event, "warning")))
+
     def start(self, correction: CorrectionConfig) -> None:
         """Start the service. Args: correction: the run's, or the one that an alarm has put in its place."""
-        self.service = start_service(self._config, self.monitor, correction, self.queue)
+        self.correction = correction
+        self.service = start_service(self._config, self.monitor)
 
     def replace(self, correction: CorrectionConfig) -> None:
         """Kill both and start new ones, which are empty: call `fill` next."""
+        self.stop()
         kill(self.queue, self.service)
-        self.queue = make_queue(self._config)
+        self._open_queue()
         self.start(correction)
 
     async def fill(self, update: PreparedBatch | None = None, advance: StepVersions | None = None) -> None:
@@ -94,9 +108,10 @@ class BatchSource:
         return tickets
 
     async def switch(self, correction: CorrectionConfig) -> None:
-        """Have the service use this correction from the next batch on whose preparation begins."""
+        """Use this correction from the next batch on whose preparation begins."""
         self.monitor = None  # of a service that dies meanwhile: what it followed means something else now
-        self.monitor = await self.ask(self.service.switch, correction)
+        before, self.correction = self.correction, correction
+        self.monitor = await self.ask(self.service.switch, before, correction)
 
     async def keep_scatter(self) -> None:
         """Hand the service's picture of tokens to the report."""
@@ -105,29 +120,28 @@ class BatchSource:
         except (EvenkeelError, ray.exceptions.RayError) as error:
             self._observer.event("warning", f"the report goes without its picture of tokens: {error}")
 
-    async def stop(self) -> None:
-        """Have the service, if there is one, prepare no further batch."""
-        if self.service is not None:
-            await self.service.stop.remote()
+    def stop(self) -> None:
+        """Prepare no further batch; what is prepared is dropped."""
+        if self._ahead is not None:
+            self._ahead.drop()
+        self._ahead = None
 
     async def saved(self, is_hurried: asyncio.Event) -> tuple[QueueSnapshot, Mapping[str, Any] | None]:
         """What a checkpoint has of both: the queue's state, and the early warning's, which is None if it is to begin anew.
 
         Args: is_hurried: set, now or meanwhile, when the process may be killed in seconds. Then finished groups whose tokens are not here
             in _LAST_TOKENS_S are among those in flight, and the early warning knows what it did after the last diagnosis that came here.
-        Raises: as whole_snapshot and `ask`.
+        Raises: as whole_snapshot.
         """
         limit_s, tell = self._config.deadlines.checkpoint_s, partial(self._observer.event, "info")
         take = partial(whole_snapshot, self.queue, deadline_s=limit_s, tell=tell)
-        queue = await unless_set(is_hurried, take()) or await take(tokens_s=_LAST_TOKENS_S)
-        monitor = await unless_set(is_hurried, self.ask(self.service.monitor_state))
-        return queue, self.monitor if monitor is None else monitor
+        return await unless_set(is_hurried, take()) or await take(tokens_s=_LAST_TOKENS_S), self.monitor
 
-    async def ask(self, method: Any, *arguments: Any) -> Any:
-        """Make a short call that may be repeated. Args: method: of the queue's or the service's actor."""
-        what = f"{method._method_name} <- queue or service"
+    async def ask(self, method: Any, *arguments: Any, deadline_s: float | None = None) -> Any:
+        """Make a call that may be repeated. Args: method: of the queue's or the service's actor. deadline_s: None: it is a short one."""
+        what, limit_s = f"{method._method_name} <- queue or service", deadline_s or self._config.deadlines.sync_s
         call, notify = partial(method.remote, *arguments), self._observer.event
-        return await while_they_answer(self.parts, call, what, deadline_s=self._config.deadlines.sync_s, notify=notify)
+        return await while_they_answer(self.parts, call, what, deadline_s=limit_s, notify=notify)
 
     async def compared(self, version: int, result: StepResult) -> Agreement | None:
         """Ask the correction service to compare the batch. If it dies meanwhile, its replacement is asked, which lacks the batch.
@@ -157,22 +171,38 @@ class BatchSource:
         limit_s, notice_s = new_parts_s(deadlines.start_s), deadlines.notice_s
         await wait_for(is_replaced(), what, deadline_s=limit_s, notice_s=notice_s, notice=self._observer.waiting)
 
-    async def next(self, version: int, pool: RolloutPool) -> PreparedBatch | ForwardRequest:
-        """The batch of a version, or what the learner has to compute for it first. Args: pool: its last progress starts the deadline."""
+    async def next(self, version: int, learner: LearnerGroup, pool: RolloutPool, *, step: int) -> PreparedBatch:
+        """The batch of a version, complete; the next one is begun before this returns.
+
+        Args:
+            learner: stands at this version, and is idle until this returns.
+            pool: its last progress starts the deadline for groups.
+            step: number of the step that will train it.
+        """
         deadlines, delays = self._config.deadlines, self.outstanding.delays
         delays.asked()
-        found: PreparedBatch | ForwardRequest = await call_with_retries(
-            lambda: self.service.next_batch.remote(version),
-            f"batch of version {version} <- correction service",
-            deadline_s=batch_call_s(deadlines.batch_s),
+        in_time = partial(
+            wait_for,
+            what=f"batch of version {version} <- trajectory queue",
+            deadline_s=deadlines.batch_s,
             counts_from=pool.last_progress,
             notice_s=deadlines.notice_s,
             notice=self._observer.waiting,
             detail=lambda: self.queue.waiting_for.remote(version),
         )
-        if isinstance(found, PreparedBatch):
-            delays.given(found.group_ids)
-        return found
+        ahead = self._ahead if self._ahead is not None and self._ahead.version == version else self._begin(version)
+        batch = await ahead.completed(learner, step=step, in_time=in_time)
+        self._begin(version + 1)
+        delays.given(batch.group_ids)
+        return batch
+
+    def _begin(self, version: int) -> BatchAhead:
+        async def ask_service(method: str, *arguments: Any, deadline_s: float) -> Any:
+            return await self.ask(getattr(service, method), *arguments, deadline_s=deadline_s)
+
+        service = self.service
+        self._ahead = BatchAhead(version, self.correction, self._config, self._drawing, ask_service)
+        return self._ahead
 
     async def settle(
         self, step: int, batch: PreparedBatch, *, version: int, published: int

@@ -38,7 +38,6 @@ from actors.pool.pool import RolloutPool
 from actors.processes import interrupts
 from actors.processes.stopwatch import Stopwatch
 from actors.processes.supervision import done_or_reported, kill, together, unless_failed, unless_set, wait_for
-from actors.ranks.forwards import next_batch
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.disk_waits import ByDisk, by_disk
 from actors.record.observer import Observer
@@ -212,6 +211,8 @@ class Controller:
         await unless_set(self._shutdown.is_asked, self._rollbacks.pause(self._observer.event))
         self._source.replace(self._alarms.correction)
         self._parts |= self._source.parts
+        if self._step_under_way is not None and self._step_under_way.has_lost_its_batch:
+            self._step_under_way = None
         under_way = self._step_under_way
         advance = StepVersions(self._version, self._sync.version) if under_way and under_way.is_trained else None
         await self._source.fill(under_way.batch if under_way else None, advance)
@@ -289,8 +290,7 @@ class Controller:
         await self._by_disk(self._observer.disk.room(), f"room for the lines of step {self._step + 1}")
         self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
         with self._watch.phase("wait_learner") as wait, self._pool.learner_waits(self._version, wait):
-            asking = partial(self._source.next, self._version, self._pool), self._source.service, self._learner
-            batch = next_batch(*asking, step=self._step, deadline_s=self._config.deadlines.sync_s, is_moving=self._pool.is_moving)
+            batch = self._source.next(self._version, self._learner, self._pool, step=self._step)
             return await self._steps.report_during(batch, after_s=_BATCH_IS_LATE_S)
 
     async def _learn(self, batch: PreparedBatch) -> Any:
@@ -410,7 +410,9 @@ class Controller:
             await done_or_reported(self._checkpoints.finished(), "checkpoint under way", self._config.deadlines.checkpoint_s, self._warn)
         await done_or_reported(self._steps.flush(), "lines of the last steps", 1.0 if at_once else _END_S, self._warn)
         self._checkpoints.abandon()
-        for part, how in (("_evaluations", "abandon"), ("_source", "stop"), ("_sync", "close"), ("_pool", "stop")):
+        if hasattr(self, "_source"):
+            self._source.stop()
+        for part, how in (("_evaluations", "abandon"), ("_sync", "close"), ("_pool", "stop")):
             if (one := getattr(self, part, None)) is not None:  # it was started
                 with contextlib.suppress(EvenkeelError, ray.exceptions.RayError):
                     await wait_for(getattr(one, how)(), f"end of {part.strip('_')}", deadline_s=_END_S)

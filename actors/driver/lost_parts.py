@@ -18,14 +18,13 @@ from ray.exceptions import (
     OutOfMemoryError,
     RayActorError,
     RayError,
-    RayTaskError,
     WorkerCrashedError,
 )
 
-from actors.driver.parts import REPLACEABLE
+from actors.driver.parts import REPLACEABLE, SERVICE
 from actors.processes.event_level import Notify
 from actors.processes.part_heartbeat import TakeReport, raise_when_silent
-from actors.processes.supervision import call_with_retries, first_error, kill, no_room, unless_failed
+from actors.processes.supervision import argument_gone, call_with_retries, first_error, kill, no_room, unless_failed
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, RankFailed
 
 T = TypeVar("T")
@@ -84,7 +83,8 @@ async def _raise_when_gone(parts: Mapping[str, Any]) -> None:
 async def lost_among(parts: Mapping[str, Any], error: BaseException) -> Lost:
     """The actors whose process is gone. If there are none and a deadline has passed: those that don't answer within _ANSWER_S.
 
-    If all actors are there: the learner's rank that has failed, by this error; otherwise the answer, if the error says that one is lost.
+    If all actors are there: the learner's rank that has failed, by this error; the service, if what the error says is gone is an object of
+    its own, a batch; otherwise the answer, if the error says that one is lost.
     Args: parts: actors by name.
     """
     asked = {name: asyncio.ensure_future(_is_gone_for_good(actor)) for name, actor in parts.items()}
@@ -97,6 +97,7 @@ async def lost_among(parts: Mapping[str, Any], error: BaseException) -> Lost:
     for task in asked.values():
         task.cancel()
     failed = [error.rank] if isinstance(error, RankFailed) and error.rank in parts else []  # by the end of another rank, if one is gone
+    failed += [SERVICE] if argument_gone(error) and SERVICE in parts else []
     lost = tuple(gone or silent or failed)
     return Lost(lost) if lost else Lost(answer=lost_answer(error))
 
@@ -104,15 +105,10 @@ async def lost_among(parts: Mapping[str, Any], error: BaseException) -> Lost:
 def lost_answer(error: BaseException) -> str:
     """Says what is lost for good by this error, though all actors may be alive; empty if nothing is.
 
-    Two such errors look as if the called code had raised them: the argument of a call was lost with its owner, so that the call never ran;
-    or there was no room for its result in the object store. What called code raises itself is none, unless it is an ActorLost (RankFailed).
+    Two such errors look as if the called code had raised them: an argument of the call was lost, so that it never ran; or there was no room
+    for its result in the object store. What called code raises itself is none, unless it is an ActorLost (RankFailed).
     """
-    if isinstance(error, ActorLost):
-        return str(error)
-    cause = getattr(error, "cause", None)
-    if not isinstance(cause, RayError) or isinstance(cause, RayTaskError):
-        return ""
-    return no_room(cause) or f"an argument of a call is gone ({type(cause).__name__})"
+    return str(error) if isinstance(error, ActorLost) else no_room(error) or argument_gone(error)
 
 
 async def while_they_answer(

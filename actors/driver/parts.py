@@ -25,7 +25,6 @@ from actors.settings.deadlines import bucket_s, weights_fetch_s
 from actors.settings.environment import OF_SERVICE, worker_environment
 from actors.state.resume import Replacement, TrainingState
 from actors.weights.weight_sync import SyncCallbacks, WeightSync
-from correction.config import CorrectionConfig
 from correction.settings.schedule import needs_topk
 from rollout.trajectory import Prompt, SyncReceipt
 
@@ -151,13 +150,8 @@ def make_sync(
     )
 
 
-def start_service(config: RunConfig, monitor: Mapping[str, Any] | None, correction: CorrectionConfig, queue: Any) -> Any:
-    """Start the correction service.
-
-    Args:
-        monitor: the early warning's state from a checkpoint; None: a new run.
-        correction: the run's, or the one that an alarm has put in its place.
-    """
-    service = on_drivers_node(CorrectionService, max_concurrency=64, environment=OF_SERVICE).remote(config, queue, monitor, correction)
+def start_service(config: RunConfig, monitor: Mapping[str, Any] | None) -> Any:
+    """Start the correction service. Args: monitor: what the early warning knew after the last batch before; None: a new run."""
+    service = on_drivers_node(CorrectionService, max_concurrency=64, environment=OF_SERVICE).remote(config, monitor)
     lower_priority(service)
     return service

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from actors.carriers import PreparedBatch
-from actors.processes.supervision import abandon
+from actors.processes.supervision import abandon, argument_gone
 from correction.errors import StepAborted
 
 
@@ -23,6 +23,11 @@ class StepUnderWay:
     def is_trained(self) -> bool:
         """Whether the weights were trained on the batch. Raises: the error that the step failed with."""
         return self._learning.done() and not self._is_aborted and self._learning.result() is not None
+
+    @property
+    def has_lost_its_batch(self) -> bool:
+        """Whether no rank has begun with it, because the batch was gone with the service."""
+        return self._learning.done() and not self._learning.cancelled() and bool(argument_gone(self._learning.exception() or Exception()))
 
     async def result(self) -> Any:
         """Wait for the learner's result; None if the step was aborted. Raises: the error that the step failed with."""

@@ -107,6 +107,15 @@ def no_room(error: BaseException) -> str:
     return ""
 
 
+def argument_gone(error: BaseException) -> str:
+    """If a call has not run because the object of one of its arguments is gone, with its owner or its node: a clause that says so. Empty
+    for any other error; such a one looks as if the called code had raised it."""
+    cause = getattr(error, "cause", None)
+    if not isinstance(cause, ray.exceptions.RayError) or isinstance(cause, ray.exceptions.RayTaskError) or no_room(cause):
+        return ""
+    return f"an argument of a call is gone ({type(cause).__name__})"
+
+
 def _half(what: str, deadline_s: float, usual_s: float) -> tuple[float, Callable[[], None] | None]:
     """When half of a wait is over, in seconds, and what is called then."""
     tell, has_deadline = HALF_OVER.get(), deadline_s < math.inf

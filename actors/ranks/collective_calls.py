@@ -9,14 +9,14 @@ A call that some rank has not begun by its deadline is lost work: Ray fetches a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 import ray
 
-from actors.processes.supervision import call_with_retries, has_failed
+from actors.processes.supervision import abandon, argument_gone, call_with_retries, has_failed
 from actors.ranks.rank_faults import as_rank_failure
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, StepAborted
 
@@ -164,8 +164,15 @@ class CollectiveCaller:
                 name: partial(_answer, partial(getattr(rank, method).options(num_returns=results).remote, self.calls, *arguments), results)
                 for name, rank in self._ranks.items()
             }
+            running = [
+                asyncio.ensure_future(call_with_retries(call, f"{what} <- {name}", deadline_s=deadline_s)) for name, call in calls.items()
+            ]
             try:
-                return await all_of(call_with_retries(call, f"{what} <- {name}", deadline_s=deadline_s) for name, call in calls.items())
+                return await all_of(running)
+            except ray.exceptions.RayTaskError as error:
+                if argument_gone(error):
+                    await self._take_back(running, error)
+                raise
             except ActorUnavailable as error:
                 self._missed = str(error)
                 raise
@@ -177,6 +184,18 @@ class CollectiveCaller:
                 raise ActorLost(self._missed) from error
             finally:
                 self._under_way = ""
+                for one in running:
+                    abandon(one)
+
+    async def _take_back(self, running: Sequence[asyncio.Future[Any]], error: BaseException) -> None:
+        """Of a call whose argument is gone: if no rank has begun it, its number is the next one's. Raises: ActorLost otherwise."""
+        await asyncio.wait(running, timeout=_ANSWER_S)
+        ends = [one.exception() if one.done() and not one.cancelled() else None for one in running]
+        if all(end is not None and argument_gone(end) for end in ends):
+            self.calls -= 1
+            return
+        self._missed = f"{argument_gone(error)}, and some rank has begun that call"
+        raise ActorLost(self._missed) from error
 
     async def _not_begun(self) -> list[str]:
         """Names of the ranks that answer and have not begun the last call."""
@@ -189,10 +208,10 @@ class CollectiveCaller:
         has_failed(asking)  # its caller may be cancelled
 
 
-async def all_of(waits: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+async def all_of(waits: Iterable[Coroutine[Any, Any, Any] | asyncio.Future[Any]]) -> list[Any]:
     """The results of all. Raises: the first error of any of them at once, without waiting for the others' deadlines. StepAborted is raised
     only when all have ended, because calls go on after it, and the next call must not reach a rank that has not begun this one."""
-    running = [asyncio.ensure_future(wait) for wait in waits]
+    running = [asyncio.shield(wait) if isinstance(wait, asyncio.Future) else asyncio.ensure_future(wait) for wait in waits]
     try:
         return list(await asyncio.gather(*running))
     except StepAborted as aborted:

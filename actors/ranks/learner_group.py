@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
+from ray.exceptions import RayTaskError
 
 from actors.carriers import ExportPlan, WeightChecksums, WeightSnapshot
 from actors.cluster.placement import RankPlaces
 from actors.part_carriers import ActorInfo, WaitNotice
 from actors.processes.part_heartbeat import sequential_actor
-from actors.processes.supervision import USUAL_START, call_with_retries, kill, lost_if_late, wait_for
+from actors.processes.supervision import USUAL_START, argument_gone, call_with_retries, kill, lost_if_late, wait_for
 from actors.queue.payloads import checksums_of, disregard
 from actors.ranks.collective_calls import CollectiveCaller, all_of
 from actors.ranks.learner_rank_actor import ABORTABLE, LearnerRankActor
@@ -129,14 +130,16 @@ class LearnerGroup:
 
         Args: corrected: reference to a CorrectedBatch.
         Returns: the result with a reference to its values.
-        Raises: StepAborted after `abort`; the version is as it was.
+        Raises: StepAborted after `abort`, and an error of which `argument_gone` is true if the batch is gone before a rank has begun with
+            it; the version is as it was.
         """
         self._version += 1
         what = f"learner step {step}"
         try:
             (result, values), *_ = await self._ask("step", corrected, correction, step, what=what, results=2)
-        except StepAborted:
-            self._version -= 1
+        except (StepAborted, RayTaskError) as error:
+            if isinstance(error, StepAborted) or argument_gone(error):
+                self._version -= 1
             raise
         whole: StepResult = replace(result, values=values)
         return whole

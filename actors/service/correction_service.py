@@ -1,11 +1,8 @@
-"""The correction service: whole training batches, corrected, one ahead of the learner; diagnostics and early warning behind it.
+"""The correction service: whole training batches, packed and corrected; diagnostics and early warning behind them.
 
-It draws groups from the queue as they finish. When the correction needs proximal logprobs from a forward of their own, it asks for them
-(actors.ranks.forwards) as soon as the learner stands at the version from which the batch's update will start and has nothing else to do:
-while rollouts are the bottleneck that forward is free. It never asks earlier: those would be the logprobs of older weights.
-
-What takes long (packing, correcting, diagnosing) runs in threads, so that draws and forwards go on meanwhile. One batch is diagnosed after
-the other; where that takes longer than a step, one waits for its turn and the next ones are left out.
+It answers the driver (actors/driver/batch_ahead.py) and asks nobody. What takes long (unpacking, packing, correcting, diagnosing) runs in
+threads, so that it pulls the next batch's groups while it diagnoses the last one. One batch is diagnosed after the other; where that takes
+longer than a step, one waits for its turn and the next ones are left out.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,16 +18,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 from torch import Tensor
 
-from actors.carriers import Example, FetchRequest, ForwardRequest, Observation, PreparedBatch, ScatterSample, ScoringRequest
+from actors.carriers import Example, Observation, PackedGroups, PreparedBatch, ScatterSample, StoredGroup
 from actors.config import RunConfig
 from actors.processes.loop_clock import LoopClock
-from actors.processes.numbered import NumberedCaller
 from actors.processes.part_heartbeat import HeartbeatActor
-from actors.processes.supervision import lost_if_late, wait_for
+from actors.processes.supervision import has_failed, lost_if_late, wait_for
 from actors.queue import payloads
-from actors.ranks.forwards import Forward, ForwardAnswer, ForwardRequests, GroupsLost, with_forwards
-from actors.service.drawing import Drawing
-from actors.service.gap_split import GapSplit
+from actors.service.gap_split import stale_sample, to_numbers
 from actors.service.scatter import ScatterReservoir
 from actors.settings.deadlines import tokens_s
 from actors.settings.true_on_policy import compare_batch
@@ -43,6 +37,8 @@ from correction.early_warning.symptoms import SYMPTOMS
 from correction.errors import LateError
 from correction.settings.schedule import needs_reference_logprobs
 from correction.terms.advantages import group_advantages
+from correction.wide import WidePlace
+from rollout import wide_fields
 from rollout.packing import Packed, pack_groups
 from rollout.stacks import register_stack_dump
 from rollout.trajectory import Group
@@ -62,107 +58,206 @@ class _Undiagnosed:
     split: Mapping[str, float]
 
 
-class CorrectionService(HeartbeatActor):
-    """Draws, packs and corrects; used as a Ray actor (async)."""
+@dataclass(frozen=True, slots=True)
+class _Pulled:
+    """A group of the batch in preparation, here in memory."""
+    group: Group
+    """Without its wide fields."""
+    wide: Any
+    """Reference to them; None: it has none."""
 
-    def __init__(
-        self, config: RunConfig, queue: Any, monitor_state: Mapping[str, Any] | None = None, correction: CorrectionConfig | None = None
-    ) -> None:
-        """Args:
-        monitor_state: what the monitor knew at the checkpoint that the run goes on from; None: a new run.
-        correction: what an alarm has put in the place of the run's; None: the run's.
-        """
+
+class CorrectionService(HeartbeatActor):
+    """Packs, corrects and diagnoses; used as a Ray actor (async).
+
+    A call for a batch names its version and has a number. The same call again, because its answer was lost, changes nothing and gets the
+    same answer. The first call for a version ends the preparation of the one before.
+    """
+
+    def __init__(self, config: RunConfig, monitor_state: Mapping[str, Any] | None = None) -> None:
+        """Args: monitor_state: what the early warning knew after the last batch that was diagnosed before; None: a new run."""
         super().__init__()
         register_stack_dump()
-        self._config, self._queue = config, queue
-        books, bytes_per_s = NumberedCaller(queue, late=self.report), config.deadlines.bytes_per_s
-        self._drawing = Drawing(books, bytes_per_s=bytes_per_s, notice=self.report)
-        self._correction = self._next_correction = correction or config.correction
+        self._config = config
         self._monitor = Monitor(config.monitor.thresholds)
         if monitor_state is not None:
             self._monitor.load_state_dict(monitor_state)
         self._clock, self._observing = LoopClock(), asyncio.Lock()
         self._waiting_to_observe = 0
-        self._forwards = ForwardRequests()
-        self._ahead: tuple[int, asyncio.Task[PreparedBatch]] | None = None
-        self._given: tuple[int, PreparedBatch | None] = (-1, None)
-        """The last batch that was asked for, by its version, until it is trained: it may be lost on its way, and is asked for again."""
+        self._version = -1
+        """Of the batch in preparation, as are the next two."""
+        self._groups: dict[int, _Pulled] = {}
+        """By group id."""
+        self._answers: dict[int, asyncio.Task[Any]] = {}
+        """By number of the call."""
         self._undiagnosed: dict[int, _Undiagnosed] = {}
         """By version: the batch ahead, the one that the learner has, and the one before, which is diagnosed while it has that."""
         self._references: dict[int, Tensor] = {}
         """By version, of batches whose KL to the start model is reported: its logprobs, which are no part of the batch that is trained."""
         self._scatter = ScatterReservoir()
-        self._gap_split = GapSplit(
-            self._forwards,
-            every=config.monitor.split_every,
-            max_staleness=config.max_staleness,
-            deadline_s=config.deadlines.forward_s,
-            replays_engine=self._replays_engine,
-            fetch_s=self._fetch_s,
-        )
 
-    async def next_batch(self, version: int) -> PreparedBatch | ForwardRequest:
-        """The batch of `version`, the present version of the idle learner; the next batch is begun before this returns.
+    # -- preparation -------------------------------------------------------------------------------------------------
 
-        If the batch needs something of the learner first, this returns what: answer by `forwarded`, and ask again. Asked again for the
-        same version, the answer is the same.
-        Raises: LateError for a version before the last one.
+    async def pull(self, version: int, number: int, groups: list[StoredGroup], lost: Sequence[int] = ()) -> dict[int, str]:
+        """Bring the tokens of groups of the batch of `version` here, and unpack them.
+
+        Args: lost: ids of groups that were pulled before and are not in the batch any more.
+        Returns: why groups can't be read, by group id; the others are here.
+        Raises: ActorLost if the object store has no room for one, or doesn't answer.
         """
         self._clock.start()
-        if version == (last := self._given[0]) and self._given[1] is not None:
-            return self._given[1]
-        if version <= last:
-            raise LateError(f"batch of version {version}: asked for after that of version {last} was trained")
-        ahead = self._ahead if self._ahead is not None and self._ahead[0] == version else self._begin(version)
-        # The deadline counts from the learner's asking: the work ahead may rest while the learner trains.
-        prepared = await wait_for(
-            self._prepared_or_request(ahead[1]),
-            f"batch of version {version} <- trajectory queue",
-            deadline_s=self._config.deadlines.batch_s,
-            detail=lambda: self._queue.waiting_for.remote(version),
-        )
-        if isinstance(prepared, ForwardRequest):
-            return prepared
-        if self._given[0] == last:  # no other call for the same batch has come first
-            self._given = version, prepared
-            self._undiagnosed = {v: batch for v, batch in self._undiagnosed.items() if v >= version - 1}
-            self._begin(version + 1)
-        return prepared
 
-    def _begin(self, version: int) -> tuple[int, asyncio.Task[PreparedBatch]]:
-        self._ahead = (version, asyncio.create_task(lost_if_late(self._prepare(version))))
-        return self._ahead
+        async def pull() -> dict[int, str]:
+            for group_id in lost:
+                self._groups.pop(group_id, None)
+            limit_s = payloads.tokens_fetch_s(groups, self._config.deadlines.bytes_per_s)
+            found, why = await payloads.fetched(groups, deadline_s=limit_s, notice=self.report)
+            wide_of = {one.group_id: one.wide for one in groups}
+            for group in found:
+                self._groups[group.group_id] = await _without_wide_fields(group, wide_of[group.group_id])
+            return why
 
-    async def _prepared_or_request(self, preparing: asyncio.Task[PreparedBatch]) -> PreparedBatch | ForwardRequest:
-        """The prepared batch or a request for the learner, whichever comes first. The preparation goes on if this wait is cancelled."""
-        request = asyncio.create_task(self._forwards.take())
-        try:
-            await asyncio.wait({preparing, request}, return_when=asyncio.FIRST_COMPLETED)
-            return preparing.result() if preparing.done() else request.result()
-        finally:
-            request.cancel()
+        answer: dict[int, str] = await self._once(version, number, pull)
+        return answer
 
-    async def forwarded(
+    async def pack(self, version: int, number: int, group_ids: Sequence[int], correction: CorrectionConfig) -> PackedGroups:
+        """Pack pulled groups for a forward of the learner at `version`. Args: correction: the batch's."""
+
+        async def pack() -> PackedGroups:
+            batch = (await asyncio.to_thread(self._packed, group_ids, version, correction)).batch
+            if not (self._config.learner.needs_proximal_forward(correction) and self._replays_engine):
+                batch = replace(batch, wide=None)
+            return await self._stored(batch)
+
+        answer: PackedGroups = await self._once(version, number, pack)
+        return answer
+
+    async def sample_stale(self, version: int, number: int, group_ids: Sequence[int], correction: CorrectionConfig) -> PackedGroups:
+        """Pack some of the sequences with tokens of earlier weights, to split their gap. Args: group_ids: of the whole batch."""
+
+        async def sample() -> PackedGroups:
+            return await self._stored(await asyncio.to_thread(self._stale_sample, group_ids, version, correction))
+
+        answer: PackedGroups = await self._once(version, number, sample)
+        return answer
+
+    async def correct(
         self,
+        version: int,
         number: int,
-        proximal: Proximal | None,
-        reference: Tensor | None,
-        split: SplitLogprobs | None,
-        seconds: float,
-        lost: Mapping[int, str],
-    ) -> None:
-        """Take the learner's results for a ForwardRequest, and the seconds that they took; or the groups that it could not read, and why.
+        group_ids: Sequence[int],
+        correction: CorrectionConfig,
+        chunks: Sequence[Sequence[int]] = (),
+        split: SplitLogprobs | None = None,
+        *scored: Any,
+    ) -> PreparedBatch:
+        """Pack and correct the batch of `version`.
 
-        References to the first three are enough: each is an argument of its own, and Ray brings what an argument refers to.
+        Args:
+            group_ids: of the batch, in its order; all are pulled.
+            chunks: group ids of each forward of the learner, in the order in which they were packed.
+            split: what the learner says of the sample of `sample_stale`.
+            scored: for each chunk its Proximal and its reference logprobs; None: not wanted. (References to them are arguments of their
+                own: Ray brings what an argument refers to.)
+        Returns: the batch without the facts of its groups, which the driver has.
         """
-        self._forwards.answer(number, proximal, reference, split, seconds, lost)
 
-    async def stop(self) -> None:
-        """Stop: no further batch is drawn."""
-        self._clock.stop()
-        if self._ahead is not None:
-            self._ahead[1].cancel()
-            self._ahead = None
+        async def prepare() -> PreparedBatch:
+            answers = zip(chunks, scored[::2], scored[1::2], strict=True)
+            forwards = [(chunk, _found(proximal, reference)) for chunk, proximal, reference in answers]
+            return await self._prepare(version, group_ids, correction, forwards, split)
+
+        answer: PreparedBatch = await self._once(version, number, prepare)
+        return answer
+
+    async def _once(self, version: int, number: int, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """The result of the work, which runs once under this number.
+
+        Raises: LateError for an earlier version; ActorLost if a deadline within the work passes.
+        """
+        if version < self._version:
+            raise LateError(f"batch of version {version}: a call came after the first one for that of version {self._version}")
+        self._go_on_to(version)
+        if number not in self._answers:
+            self._answers[number] = asyncio.create_task(lost_if_late(work()))
+            self._answers[number].add_done_callback(has_failed)
+        return await asyncio.shield(self._answers[number])
+
+    def _go_on_to(self, version: int) -> None:
+        """What is held of batches before this one's preparation is let go."""
+        if version > self._version:
+            self._version, self._groups, self._answers = version, {}, {}
+
+    async def _prepare(
+        self,
+        version: int,
+        group_ids: Sequence[int],
+        correction: CorrectionConfig,
+        chunks: Sequence[tuple[Sequence[int], dict[str, Any]]],
+        found: SplitLogprobs | None,
+    ) -> PreparedBatch:
+        packed = await asyncio.to_thread(self._packed, group_ids, version, correction)
+        batch = packed.batch
+        if chunks:
+            batch = await asyncio.to_thread(_put_in_place, batch, chunks)
+        if not needs_reference_logprobs(correction) and batch.reference_logprobs is not None:
+            self._references = {v: kept for v, kept in self._references.items() if v >= version - 1} | {version: batch.reference_logprobs}
+            batch = replace(batch, reference_logprobs=None)  # what is trained is what would be without a report
+        split: Mapping[str, float] = {}
+        if found is not None:
+            split = await asyncio.to_thread(lambda: to_numbers(self._stale_sample(group_ids, version, correction), found, version))
+        began = time.monotonic()
+        corrected = await asyncio.to_thread(defer if self._config.learner.defers(correction) else correct, batch, correction)
+        correct_s = time.monotonic() - began
+        stored = await asyncio.to_thread(ray.put, corrected)
+        if fetch_s := self._fetch_s(batch):
+            corrected = replace(corrected, batch=replace(corrected.batch, wide=None))  # diagnostics need no tensor that it names
+        self._undiagnosed = {v: kept for v, kept in self._undiagnosed.items() if v >= version - 2}
+        self._undiagnosed[version] = _Undiagnosed(corrected, split)
+        shown = [self._groups[group_id].group for group_id in group_ids[: self._config.metrics.trajectories_per_step]]
+        return PreparedBatch(
+            version=version,
+            correction=correction,
+            corrected=stored,
+            tokens=batch.num_tokens,
+            groups=(),
+            places=packed.places,
+            proximal_s=0.0,
+            correct_s=correct_s,
+            fetch_s=fetch_s,
+            examples=tuple(Example(group.prompt, group.example.text) for group in shown),
+        )
+
+    def _packed(self, group_ids: Sequence[int], version: int, correction: CorrectionConfig) -> Packed:
+        pulled = [self._groups[group_id] for group_id in group_ids]
+        advantage = correction.advantage
+        return pack_groups(
+            [one.group for one in pulled],
+            learner_version=version,
+            advantage=partial(group_advantages, estimator=advantage.estimator, ddof=advantage.ddof, epsilon=advantage.epsilon),
+            overlong=self._config.rollout.overlong,
+            max_tokens=self._config.rollout.sampling.max_tokens,
+            temperature=self._config.rollout.sampling.temperature,
+            wide_of={one.group.group_id: one.wide for one in pulled if one.wide is not None},
+        )
+
+    def _stale_sample(self, group_ids: Sequence[int], version: int, correction: CorrectionConfig) -> PackedBatch:
+        return stale_sample(self._packed(group_ids, version, correction).batch, version, replays_engine=self._replays_engine)
+
+    async def _stored(self, batch: PackedBatch) -> PackedGroups:
+        if not batch.num_tokens:
+            return PackedGroups(None)
+        return PackedGroups(await asyncio.to_thread(ray.put, batch), self._fetch_s(batch))
+
+    @property
+    def _replays_engine(self) -> bool:
+        return self._config.learner.routing_replay == "rollout"
+
+    def _fetch_s(self, batch: PackedBatch) -> float:
+        """Longest time for a batch's wide fields to come; 0: there is nothing to fetch."""
+        return tokens_s(batch.num_tokens, self._config.deadlines.bytes_per_s) if batch.wide else 0.0
+
+    # -- diagnostics -------------------------------------------------------------------------------------------------
 
     async def observe(self, step: int, version: int, result: StepResult) -> Observation | None:
         """Diagnostics of the batch of `version` and what the monitor says about them.
@@ -174,8 +269,8 @@ class CorrectionService(HeartbeatActor):
         """
         trained = self._undiagnosed.pop(version, None)  # its tensors live as long as this call
         reference = self._references.pop(version, None)
-        if version == self._given[0]:
-            self._given = version, None
+        if trained is not None:
+            self._go_on_to(version + 1)
         if trained is None or self._waiting_to_observe:
             return None
         self._waiting_to_observe += 1
@@ -220,20 +315,13 @@ class CorrectionService(HeartbeatActor):
         found: StepValues = await wait_for(reading, _VALUES, deadline_s=limit_s, notice=self.report)
         return found
 
-    async def monitor_state(self) -> dict[str, Any]:
-        """What the monitor knows after the batches observed so far, for a checkpoint."""
+    async def switch(self, before: CorrectionConfig, after: CorrectionConfig) -> dict[str, Any]:
+        """Follow batches of another correction from now on. Returns: what the early warning knows then."""
         async with self._observing:
-            return self._monitor.state_dict()
-
-    async def switch(self, correction: CorrectionConfig) -> dict[str, Any]:
-        """Use this correction from the next batch on whose preparation begins; a batch in preparation keeps its own. Returns: as
-        monitor_state."""
-        async with self._observing:
-            if correction.proximal is self._next_correction.proximal:
+            if after.proximal is before.proximal:
                 self._monitor.forget(symptom.name for symptom in SYMPTOMS if symptom.is_level_of_bounds)
             else:  # the level of every symptom is another one
                 self._monitor = Monitor(self._config.monitor.thresholds)
-            self._next_correction = correction
             return self._monitor.state_dict()
 
     async def scatter(self) -> ScatterSample | None:
@@ -241,130 +329,45 @@ class CorrectionService(HeartbeatActor):
         async with self._observing:
             return self._scatter.sample()
 
-    # -- preparation -------------------------------------------------------------------------------------------------
 
-    async def _prepare(self, version: int) -> PreparedBatch:
-        # One batch is prepared at a time, so this holds for all of it.
-        self._correction = self._next_correction
-        keeping = asyncio.create_task(self._gap_split.keep(version)) if self._gap_split.keeps(version) else None
-        groups = list[Group]()
-        self._drawing.wide_of = {}
-        forwards: list[Forward] = []
-        while True:
-            try:
-                prepared = await self._prepare_with(groups, forwards, version, keeping)
-                self._drawing.forget(group.group_id for group in groups)
-                return prepared
-            except GroupsLost as error:  # before the learner has begun with them: others come in their places
-                for _, task in forwards:
-                    task.cancel()
-                await asyncio.gather(*(task for _, task in forwards), return_exceptions=True)
-                forwards.clear()
-                await self._drawing.lose(error.why)
-                groups = [group for group in groups if group.group_id not in error.why]
+async def _without_wide_fields(group: Group, wide: Any) -> _Pulled:
+    """The group without its wide fields, which are put into the object store. Only small groups and those of a checkpoint have any."""
+    if not wide_fields.has_wide_fields(group):
+        return _Pulled(group, wide)
 
-    async def _prepare_with(
-        self, groups: list[Group], forwards: list[Forward], version: int, keeping: asyncio.Task[float] | None
-    ) -> PreparedBatch:
-        """Args: groups: drawn already; others join them. forwards: those that are asked for join it.
+    def put_apart() -> _Pulled:
+        light, fields = wide_fields.split_wide_fields(group)
+        return _Pulled(light, ray.put(fields))
 
-        Raises: GroupsLost if wide fields can't be read.
-        """
-        pending = list(groups)
-        while len(groups) < self._config.groups_per_step:
-            chunk = await self._drawing.draw(version, self._config.groups_per_step - len(groups))
-            groups += chunk
-            pending += chunk
-            # A few large forwards beat many small ones: start one when half a batch or the rest of it is there.
-            is_enough = len(pending) * 2 >= self._config.groups_per_step or len(groups) == self._config.groups_per_step
-            if is_enough and self._wants_forwards(version):
-                forwards.append((pending, asyncio.create_task(self._forward(version, pending))))
-                pending = []
-        groups.sort(key=lambda group: group.group_id)
-        packed = await asyncio.to_thread(self._pack, groups, version)
-        batch = packed.batch
-        proximal_s = 0.0
-        if forwards:
-            batch, proximal_s = await with_forwards(batch, forwards)
-        if not self._penalises_reference_kl and batch.reference_logprobs is not None:
-            self._references = {v: kept for v, kept in self._references.items() if v >= version - 1} | {version: batch.reference_logprobs}
-            batch = replace(batch, reference_logprobs=None)  # what is trained is what would be without a report
-        split, split_s = await self._gap_split.split(batch, version) if self._gap_split.splits(version) else ({}, 0.0)
-        split_s += await keeping if keeping is not None else 0.0
-        began = time.monotonic()
-        corrected = await asyncio.to_thread(defer if self._config.learner.defers(self._correction) else correct, batch, self._correction)
-        correct_s = time.monotonic() - began
-        stored = await asyncio.to_thread(ray.put, corrected)
-        if fetch_s := self._fetch_s(batch):
-            wanted = FetchRequest(version, stored, self._correction, fetch_s)
-            await self._forwards.ask(wanted, deadline_s=self._config.deadlines.forward_s)
-            corrected = replace(corrected, batch=replace(corrected.batch, wide=None))  # diagnostics need no tensor that it names
-        self._undiagnosed[version] = _Undiagnosed(corrected, split)
-        return PreparedBatch(
-            version=version,
-            correction=self._correction,
-            corrected=stored,
-            tokens=batch.num_tokens,
-            groups=tuple(group.facts for group in groups),
-            places=packed.places,
-            proximal_s=proximal_s,
-            correct_s=correct_s,
-            split_s=split_s,
-            examples=tuple(Example(g.prompt, g.example.text) for g in groups[: self._config.metrics.trajectories_per_step]),
-        )
+    return await asyncio.to_thread(put_apart)
 
-    @property
-    def _needs_forward(self) -> bool:
-        return self._config.learner.needs_proximal_forward(self._correction)
 
-    @property
-    def _penalises_reference_kl(self) -> bool:
-        """Whether every batch needs the reference policy's logprobs."""
-        return needs_reference_logprobs(self._correction)
+def _found(proximal: Proximal | None, reference: Tensor | None) -> dict[str, Any]:
+    """What a forward has found, by the field of PackedBatch."""
+    found: dict[str, Any] = {}
+    if proximal is not None:
+        found["proximal_logprobs"] = proximal.logprobs
+        if proximal.route_places is not None:
+            found["wide"] = proximal.route_places
+    if reference is not None:
+        found["reference_logprobs"] = reference
+    return found
 
-    @property
-    def _replays_engine(self) -> bool:
-        return self._config.learner.routing_replay == "rollout"
 
-    def _wants_forwards(self, version: int) -> bool:
-        return self._needs_forward or self._wants_reference(version)
-
-    def _wants_reference(self, version: int) -> bool:
-        """The start model's logprobs: for a penalty in every batch, for a report of the KL in some."""
-        every = self._config.learner.report_kl_every
-        return self._penalises_reference_kl or (every > 0 and version % every == 0)
-
-    def _pack(self, groups: list[Group], version: int) -> Packed:
-        return pack_groups(
-            groups,
-            learner_version=version,
-            advantage=self._advantages,
-            overlong=self._config.rollout.overlong,
-            max_tokens=self._config.rollout.sampling.max_tokens,
-            temperature=self._config.rollout.sampling.temperature,
-            wide_of=self._drawing.wide_of,
-        )
-
-    def _fetch_s(self, batch: PackedBatch) -> float:
-        """Longest time for a batch's wide fields to come; 0: there is nothing to fetch."""
-        return tokens_s(batch.num_tokens, self._config.deadlines.bytes_per_s) if batch.wide else 0.0
-
-    @property
-    def _advantages(self) -> Callable[[Tensor, Tensor], Tensor]:
-        part = self._correction.advantage
-        return partial(group_advantages, estimator=part.estimator, ddof=part.ddof, epsilon=part.epsilon)
-
-    async def _forward(self, version: int, groups: list[Group]) -> ForwardAnswer:
-        """What the learner says of the groups' tokens."""
-        if not (packed := (await asyncio.to_thread(self._pack, groups, version)).batch).num_tokens:  # all their answers are masked
-            return ForwardAnswer({}, None, 0.0)
-        if not (self._needs_forward and self._replays_engine):
-            packed = replace(packed, wide=None)
-        wanted = ScoringRequest(
-            version,
-            await asyncio.to_thread(ray.put, packed),
-            wants_proximal=self._needs_forward,
-            wants_reference=self._wants_reference(version),
-            fetch_s=self._fetch_s(packed),
-        )
-        return await self._forwards.ask(wanted, deadline_s=self._config.deadlines.forward_s)
+def _put_in_place(batch: PackedBatch, chunks: Sequence[tuple[Sequence[int], dict[str, Any]]]) -> PackedBatch:
+    """The batch with the results for chunks of its groups, by the field of PackedBatch, put in their places."""
+    # A chunk packs its groups in its own order; find each group's tokens in the whole batch by its group id.
+    whole: dict[str, Any] = {} if batch.num_tokens else {"proximal_logprobs": batch.behavior_logprobs}
+    places = list(batch.wide or [WidePlace(())] * batch.num_sequences)
+    sequences = batch.sequences_of_groups()
+    for group_ids, found in chunks:
+        own = [i for group_id in group_ids for i in sequences.get(group_id, ())]
+        index = batch.token_index(own)
+        for name, values in found.items():
+            if name == "wide":
+                for i, place in zip(own, values, strict=True):
+                    places[i] |= place
+            else:
+                whole.setdefault(name, values.new_zeros(batch.num_tokens, *values.shape[1:]))[index] = values
+    wide = tuple(places) if any(place.sources for place in places) else None
+    return replace(batch, **whole, wide=wide)

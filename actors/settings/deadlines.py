@@ -146,11 +146,6 @@ def new_parts_s(start_s: float) -> float:
     return REPLACEMENT_PAUSE_S + start_s
 
 
-def batch_call_s(batch_s: float) -> float:
-    """Wait for the service's answer to the call for a batch. The service's own deadline, which says what is missing, comes first."""
-    return batch_s + _ANSWERS_LATER_S
-
-
 def tokens_s(tokens: int, bytes_per_s: float) -> float:
     """Longest time for so many tokens, or their wide fields, to come through the object store."""
     return ANSWER_S + tokens * _TOKEN_BYTES / bytes_per_s
@@ -251,13 +246,11 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
         Deadline("", tokens, f"a batch's tokens on their way to the service: {scale.batch_tokens}; late groups are sampled again"),
         Deadline("", tokens_call_s(tokens), "the object store's answer about these tokens: twice as long; if late, the run goes back"),
         of(run, "batch_s", "a batch without a finished group: two groups in turn, and a new worker between them; or its tokens"),
-        Deadline("", batch_call_s(run.batch_s), "the service's answer to the call for a batch, after the service's own deadline"),
         of(run, "step_s", f"an optimizer step: {scale.passes} x {scale.batch_tokens} tokens at {_LEARNER_PACE * run.tokens_per_s:g}/s"),
         Deadline("", wide_fields_call_s(tokens, run.step_s), "wide fields of a batch in a rank: as its tokens, plus the call before"),
         Deadline("", flush_s(run.step_s), "lines of the last steps: diagnostics of two, and a skipped batch that is kept"),
         Deadline("", newer_weights_s(run.step_s, run.sync_s), "an engine that joins: the next weights, if these were broadcast only"),
         of(run, "checkpoint_s", f"a checkpoint on disk: {_CHECKPOINT_COPIES} x {size} at {rate}"),
-        Deadline("", run.forward_s, "forward passes for the batch ahead: two steps and a checkpoint until they begin, and two passes"),
         Deadline("", run.disk_s, "the run folder's disk, until all that waits for it is written: three times a checkpoint's"),
         Deadline("", reading_s(run.disk_s, checkpoint_bytes, run.bytes_per_s), "reading a checkpoint: as long, or as its size needs"),
         of(ranks, "collective_timeout_s", f"a collective of the learner's ranks: {_BEYOND_S:.0f} s more than a step or a checkpoint"),

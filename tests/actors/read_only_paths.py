@@ -97,7 +97,7 @@ def serve(preset: str, steps: int) -> None:
             assert await scene.service.observe(version + 1, version, result_of(values)) is not None
             await scene.queue.advance(version + 1, [group.group_id for group in prepared.groups])
         assert await scene.service.scatter() is not None
-        await scene.service.stop()
+        scene.stop()
 
     play(scenario)
 

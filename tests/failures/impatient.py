@@ -9,8 +9,7 @@ def impatient() -> None:
     """Before an actor's class is imported, or after it."""
     from actors.pool import admission, pool
     from actors.queue import trajectory_queue
-    from actors.service import drawing
 
-    for module in (admission, drawing, pool, trajectory_queue):
+    for module in (admission, pool, trajectory_queue):
         module.ANSWER_S = PATIENCE_S  # type: ignore[attr-defined]
-    admission._POLL_S = drawing._POLL_S = PATIENCE_S
+    admission._POLL_S = PATIENCE_S

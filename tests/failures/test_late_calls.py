@@ -12,7 +12,6 @@ import logging
 import os
 import tempfile
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -23,8 +22,7 @@ import pytest
 import ray
 
 from actors.driver.lost_parts import while_they_answer
-from actors.processes.supervision import unless_failed, wait_for
-from actors.ranks.forwards import next_batch
+from actors.processes.supervision import unless_failed
 from actors.record.run_event import EventKind
 from benchmarks.control_plane_actors import ReplayedRun, ReplayedShape
 from benchmarks.late_calls import LateCalls
@@ -45,6 +43,8 @@ def logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Of the actors of a Ray of its own, in which nobody waits for long."""
     for module, name in (("admission", "ANSWER_S"), ("admission", "_POLL_S"), ("pool", "ANSWER_S")):
         monkeypatch.setattr(f"actors.pool.{module}.{name}", PATIENCE_S)
+    for name in ("ANSWER_S", "_POLL_S"):
+        monkeypatch.setattr(f"actors.driver.drawing.{name}", PATIENCE_S)
     environment = {"env_vars": {"PYTHONPATH": str(ROOT)}, "worker_process_setup_hook": impatient}
     with tempfile.TemporaryDirectory(prefix="ek", dir="/tmp", ignore_cleanup_errors=True) as folder:
         quiet = {"include_dashboard": False, "logging_level": logging.ERROR, "log_to_driver": False}
@@ -83,7 +83,6 @@ class ImpatientRun(ReplayedRun):
         super().__init__(ReplayedShape(workers=2, groups=GROUPS, tokens=50, rate=5e3, steps=STEPS, hosts=1), profile="")
         self.observer.event = lambda level, text, kind=EventKind.NONE: self.said.append(str(text))  # type: ignore[method-assign]
         self.said: list[str] = []
-        self.asked = Counter[int]()
         self.trained: list[tuple[str, ...]] = []
         """Prompts, by step."""
         self.counts: dict[str, int] = {}
@@ -94,13 +93,8 @@ class ImpatientRun(ReplayedRun):
         await asyncio.gather(self.pool.feed(prompts, [], self.observer.admitted), self.pool.raise_on_failure())
 
     async def step(self) -> None:
-        step, version, learner = len(self.trained), self.learner.version, self.learner
-
-        async def ask() -> Any:
-            self.asked[version] += 1
-            return await wait_for(self.service.next_batch.remote(version), f"batch of version {version}", deadline_s=PATIENCE_S)
-
-        batch = await next_batch(ask, self.service, learner, step=step, deadline_s=PATIENCE_S, is_moving=lambda: True)
+        step, learner = len(self.trained), self.learner
+        batch = await self._source.next(learner.version, learner, self.pool, step=step)
         result = await learner.step(batch.corrected, batch.correction, step=step)
         await self.sync.publish()
         settle = partial(self.queue.advance.remote, learner.version, [group.group_id for group in batch.groups])
@@ -146,7 +140,6 @@ def test_calls_that_are_given_up_and_made_again_do_their_work_once(logs: Path) -
 
         try:
             await unless_failed(steps(), run.feeding())
-            run.said += [report.message for report in await run.service.heartbeat.remote(0)]
             return run
         finally:
             await run.close()
@@ -156,4 +149,4 @@ def test_calls_that_are_given_up_and_made_again_do_their_work_once(logs: Path) -
     told = "\n".join([*run.said, *(path.read_text(errors="replace") for path in logs.glob("worker-*.err"))])
     for caller in ("take_lost <- trajectory queue", "put <- trajectory queue", "groups of version"):
         assert any(caller in line and "late, no answer" in line for line in told.splitlines()), f"not late for anybody: {caller}\n{told}"
-    assert max(run.asked.values()) > 2, "the service was asked for a batch again and again"
+    assert "the late part answers again; the call is repeated" in told, "the service was asked again and again"

@@ -228,6 +228,7 @@ class SimulatedRay:
 
     def put(self, value: Any) -> Ref:
         ref = Ref(self.loop)
+        ref.owner = HERE.get()
         ref.resolve(value)
         return ref
 

@@ -12,7 +12,7 @@ import ray.exceptions
 class Ref:
     """A reference to what a call will return, or to what was put into the object store; any number may await it."""
 
-    __slots__ = ("_error", "_loop", "_value", "_waiters", "is_done", "on_done", "place")
+    __slots__ = ("_error", "_loop", "_value", "_waiters", "is_done", "on_done", "owner", "place")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self.is_done = loop, False
@@ -21,6 +21,8 @@ class Ref:
         self._waiters: list[asyncio.Future[None]] = []
         self.on_done: Callable[[Any, BaseException | None], None] | None = None
         """Is told of the end, by value or error, before whoever waits."""
+        self.owner: Any = None
+        """Process that put it into the store, and with which it is gone; None: the driver's, or of a call."""
         self.place: Any = None
         """Node in whose store the value lies; None: it comes with the answer, or nobody reads it."""
 
@@ -29,6 +31,8 @@ class Ref:
             waiter: asyncio.Future[None] = self._loop.create_future()
             self._waiters.append(waiter)
             yield from waiter
+        if self.owner is not None and self.owner.is_dead:
+            raise ray.exceptions.OwnerDiedError("0" * 56, b"", "")  # type: ignore[no-untyped-call]
         if self.place is not None:
             yield from self.place.read().__await__()
         return self.result()

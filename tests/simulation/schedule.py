@@ -174,7 +174,8 @@ _LATE = (
     "put",
     "draw",
     "advance",
-    "next_batch",
+    "pull",
+    "correct",
     "step",
     "export",
     "wait_for_places",
@@ -183,11 +184,11 @@ _LATE = (
 )
 _LOST = (
     *("generate_group", "update_weights", "put", "receive_weights", "admit", "wait_for_places") * 3,
-    *("draw", "discard", "advance", "next_batch", "forwarded", "contents", "step", "export", "take_lost") * 2,
+    *("draw", "discard", "advance", "pull", "pack", "correct", "contents", "step", "export", "take_lost") * 2,
     *("proximal", "begin_save", "is_saved", "checkpoint_bytes", "restore"),
     *("load", "answer", "start", "abort", "heartbeat", "follow"),
 )
-_REPEATED = ("generate_group", "put", "admit", "draw", "advance", "next_batch", "forwarded")
+_REPEATED = ("generate_group", "put", "admit", "draw", "advance", "pull", "pack", "correct")
 _STUCK = ("step", "step", "proximal", "begin_save", "export")
 _FAILED = ("step", "step", "proximal", "begin_save", "is_saved", "export", "restore")
 _BROKEN = ("", "", "everybody")

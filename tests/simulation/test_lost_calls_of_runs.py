@@ -24,10 +24,10 @@ def calls_of(method: str, schedule: FaultSchedule, *, most: int = 6) -> list[flo
     return found[:: -(-len(found) // most)]
 
 
-@pytest.mark.parametrize("method", ["draw", "next_batch", "advance", "contents", "monitor_state"])
+@pytest.mark.parametrize("method", ["draw", "pull", "pack", "correct", "advance", "contents"])
 def test_an_answer_that_is_lost_is_asked_for_again(method: str) -> None:
     """The call has run, and its caller is told that the connection was lost: nothing is done twice, and the run doesn't go back for it."""
-    plain = run_of_one_worker(steps=3, groups_per_step=2, faults=())
+    plain = replace(run_of_one_worker(steps=3, groups_per_step=2, faults=()), forwards=method == "pack")
     moments = calls_of(method, plain, most=8)
     assert len(moments) > 1
     for at in moments:
@@ -63,3 +63,16 @@ def test_a_call_that_a_bad_network_swallows_costs_no_worker(kind: str, method: s
         assert (outcome.violation, outcome.drivers, outcome.steps) == ("", 1, 3), f"lost after {at} s"
         assert not any(text in line for line in outcome.trace for text in ("The run goes back to", " is gone: ", "is discarded"))
         assert any(f"{kind}: " in line for line in outcome.trace)
+
+
+@pytest.mark.parametrize("method", ["step", "proximal"])
+def test_a_batch_that_is_gone_with_the_service_before_the_learner_has_it_is_packed_again(method: str) -> None:
+    """The learner's call fails for want of its argument: neither a step nor the learner is lost, and no group is trained twice."""
+    plain = replace(run_of_one_worker(steps=3, groups_per_step=2, faults=()), forwards=method == "proximal")
+    lines = [line for line in undisturbed(plain).trace if line.endswith(f"LearnerRankActor 0.{method}")]
+    for line in lines:
+        outcome = play(plain.with_faults([Fault(float(line.split()[0]) + 0.0004, "kill_service")]))  # while the call is on its way
+        assert (outcome.violation, outcome.drivers, outcome.steps) == ("", 1, 3), line
+        told = "\n".join(outcome.trace)
+        assert "The run goes back to" not in told and told.count("New ones go on after") == 1
+    assert len(lines) > 2

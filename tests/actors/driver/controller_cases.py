@@ -56,11 +56,11 @@ class RecordingObserver:
         self.pending = []
 
 
-def source(run: Controller, service: Any) -> BatchSource:
-    """With a queue that nobody asks, and a ledger without a line."""
+def source(run: Controller, service: Any, queue: Any = None) -> BatchSource:
+    """With a ledger without a line. Args: queue: None: nobody asks it."""
     ledger: Any = SimpleNamespace(flush=lambda *_: LedgerMark())
     observer: Any = SimpleNamespace(event=run._observer.event, waiting=lambda _: None)
-    with mock.patch("actors.driver.batch_source.make_queue", lambda _: SimpleNamespace()):
+    with mock.patch("actors.driver.batch_source.make_queue", lambda _: queue or SimpleNamespace()):
         made = BatchSource(run._config, run._point, ledger, observer)
     made.service = service
     return made

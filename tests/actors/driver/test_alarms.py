@@ -115,7 +115,7 @@ class Service:
     def __init__(self) -> None:
         self.switched: list[CorrectionConfig] = []
 
-    async def switch(self, correction: CorrectionConfig) -> dict[str, Any]:
+    async def switch(self, before: CorrectionConfig, correction: CorrectionConfig) -> dict[str, Any]:
         self.switched.append(correction)
         return MONITOR
 
@@ -167,7 +167,7 @@ def test_the_controller_ends_the_run_unless_it_is_over_anyway() -> None:
     assert not last._ends_early and not any("ends with a checkpoint" in line for line in observer.told)
 
 
-def test_a_resumed_controller_starts_its_service_with_the_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_controller_goes_on_with_the_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = config(*SWITCH)
     replaced = settings.monitor.after_alarm(settings.correction)
     assert replaced is not None
@@ -177,12 +177,12 @@ def test_a_resumed_controller_starts_its_service_with_the_replacement(monkeypatc
     )
     one: Any = Controller(settings, None, None, ToldObserver(), resume_from=saved)    # type: ignore[arg-type]
     one._source = source(one, None)
-    monkeypatch.setattr("actors.driver.batch_source.start_service", lambda *given: SimpleNamespace(correction=given[2]))
+    monkeypatch.setattr("actors.driver.batch_source.start_service", lambda *_: SimpleNamespace())
     monkeypatch.setattr("actors.driver.controller.still_there", mock.AsyncMock(side_effect=InterruptedError("no other part starts here")))
     one._places = None
     with pytest.raises(InterruptedError):
         asyncio.run(one._start_parts())
-    assert one._source.service.correction == replaced != settings.correction
+    assert one._source.correction == replaced != settings.correction
 
 
 def test_the_controller_says_the_notes_of_the_start_at_their_levels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,11 +64,13 @@ def test_a_call_that_hangs_in_an_actor_that_answers_ends_with_its_deadlines(monk
     ids=["its maker died", "its owner died", "no room", "a bug in a call of the call's", "a bug"],
 )
 def test_a_call_whose_argument_or_answer_is_gone_takes_the_run_back_and_a_bug_ends_it(cause: Exception, expected: str) -> None:
-    """Ray says of all of them that the task has failed."""
+    """Ray says of all of them that the task has failed. What a batch was put into the store by is the service: it is replaced alone."""
     error = RayTaskError("step", "a long traceback", cause).as_instanceof_cause()
     assert lost_answer(error).startswith(expected) and bool(lost_answer(error)) == bool(expected)
     lost = asyncio.run(lost_among({"queue": Part(ALIVE)}, error))
     assert lost == Lost(answer=lost_answer(error)) and bool(lost) == bool(expected)
+    of_a_run = asyncio.run(lost_among({"trajectory queue": Part(ALIVE), "correction service": Part(ALIVE)}, error))
+    assert (bool(of_a_run) and of_a_run.is_replaceable) == expected.startswith("an argument") and bool(of_a_run) == bool(expected)
     if expected:
         said = what_is_lost(lost, error)
         assert said.startswith(f"lost: an answer ({expected}") and "traceback" not in said

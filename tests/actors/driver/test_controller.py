@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from actors.carriers import PreparedBatch, QueueSettlement
+from actors.carriers import PreparedBatch, QueueSettlement, StoredGroup
 from actors.checkpoints.checkpoint_writer import CheckpointWriter
 from actors.config import RunConfig
 from actors.driver.batch_source import BatchSource
 from actors.driver.parts import StartingPoint
-from actors.ranks.forwards import next_batch
 from actors.record.retrying_writer import RetryingWriter
 from actors.state.ledger import Ledger
 from correction.config import CorrectionConfig
@@ -53,8 +52,8 @@ def moment(text: str, run: PlayedRun) -> float:
 def interrupted(name: str, *at: float) -> PlayedRun:
     run = play(PLAIN.with_faults([Fault(seconds, "stop_driver", what=name) for seconds in at]))
     assert (run.violation, run.steps) == ("", 4), "and a resume has trained the rest"
-    asked = ["info: ending", "driver -> CorrectionService 0.stop"]
-    assert [text for text in texts(run) if text in asked] == asked, "an interrupted driver ends what it has started"
+    asked = ["info: ending", "world: CorrectionService 0 is dead"]
+    assert [text for text in texts(run) if text in asked][:2] == asked, "an interrupted driver ends what it has started"
     return run
 
 
@@ -187,18 +186,20 @@ def test_the_last_steps_are_flushed_whatever_ends_the_run(monkeypatch: pytest.Mo
     """A failing flush stands in a warning, and doesn't hide what ended the run."""
     at_the_end: list[list[int]] = []
 
-    async def until_step_3(*given: Any, step: int, **named: Any) -> PreparedBatch:
+    next_batch = BatchSource.next
+
+    async def until_step_3(*given: Any, step: int) -> PreparedBatch:
         if step == 2:
             at_the_end.append(steps_told(tmp_path))
             if fails:
                 monkeypatch.setattr(Notes, "flush", refused)
             raise DataError("a batch that nobody can read")
-        return await next_batch(*given, step=step, **named)
+        return await next_batch(*given, step=step)
 
     async def refused(_: Notes) -> None:
         raise RuntimeError("no connection")
 
-    monkeypatch.setattr("actors.driver.controller.next_batch", until_step_3)
+    monkeypatch.setattr(BatchSource, "next", until_step_3)
     run = World(slow_diagnostics(replace(PLAIN, checkpoint_every=0)), tmp_path).run()
     assert "a batch that nobody can read" in run.violation
     assert at_the_end == [[]] and steps_told(tmp_path) == ([] if fails else [1, 2])
@@ -208,14 +209,20 @@ def test_the_last_steps_are_flushed_whatever_ends_the_run(monkeypatch: pytest.Mo
 def test_a_step_s_line_says_what_the_ways_of_its_groups_took(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The service answers after 0.2 s of the learner's waiting, all of which is hand-over: the groups had come before."""
     groups: tuple[GroupFacts, ...] = tuple(facts(i, 5, prompt_id=f"train/0/{i}") for i in range(2))
-    batch = PreparedBatch(2, CorrectionConfig(preset="bypass"), None, 10, groups, (), 0.0, 0.0)
+    batch = PreparedBatch(2, CorrectionConfig(preset="bypass"), None, 10, (), (), 0.0, 0.0)
 
     class Service:
-        async def next_batch(self, version: int) -> PreparedBatch:
+        async def pull(self, *_: Any) -> dict[int, str]:
+            return {}
+
+        async def correct(self, *_: Any) -> PreparedBatch:
             await asyncio.sleep(0.2)
             return batch
 
     class Queue:
+        async def draw(self, version: int, *_: Any, **__: Any) -> list[StoredGroup]:
+            return [StoredGroup(one, None) for one in groups] if version == 2 else []
+
         async def advance(self, *_: Any) -> QueueSettlement:
             return QueueSettlement([], {"admitted": 2, "trained": 2, "discarded": 0, "in_flight": 0, "finished": 0, "drawn": 0}, [])
 
@@ -241,8 +248,10 @@ def test_a_step_s_line_says_what_the_ways_of_its_groups_took(monkeypatch: pytest
         source = BatchSource(PLAIN.config, StartingPoint(Path("model")), Ledger(tmp_path / "ledger.jsonl"), observer)
         source.service = FakeActor(Service())
         pool: Any = Pool()
-        assert await source.next(2, pool) is batch
-        counts, discarded = await source.settle(3, batch, version=3, published=3)
+        found = await source.next(2, None, pool, step=2)  # type: ignore[arg-type]
+        source.stop()
+        assert found == replace(batch, groups=groups)
+        counts, discarded = await source.settle(3, found, version=3, published=3)
         assert (counts["trained"], discarded) == (2, [])
 
     asyncio.run(scenario())

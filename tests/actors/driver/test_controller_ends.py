@@ -22,7 +22,7 @@ class DoneRun:
         self.observer = RecordingObserver()
         self.run = run = controller(self.observer)
         run._step, run._alarm = step, alarm
-        run._source = SimpleNamespace(keep_scatter=nothing, stop=nothing)  # type: ignore[assignment]
+        run._source = SimpleNamespace(keep_scatter=nothing, stop=lambda: None)  # type: ignore[assignment]
         run._checkpoints = SimpleNamespace(finished=nothing, abandon=lambda: None, saved_step=step)  # type: ignore[assignment]
         run._steps, run._sync = SimpleNamespace(flush=nothing), SimpleNamespace(close=nothing)  # type: ignore[assignment]
         run._evaluations, run._pool = SimpleNamespace(abandon=nothing), SimpleNamespace(stop=nothing)  # type: ignore[assignment]
@@ -50,7 +50,7 @@ def test_a_complete_run_stays_complete(monkeypatch: pytest.MonkeyPatch, name: st
     if where == "the last lines":
         ending.run._source.keep_scatter = signalling(SIGNALS[name])  # type: ignore[method-assign]
     else:
-        ending.run._source.stop = signalling(SIGNALS[name])  # type: ignore[method-assign]
+        ending.run._pool.stop = signalling(SIGNALS[name])  # type: ignore[method-assign]
     summary = ending.summary()
     assert (summary.exit_code, summary.stopped_early, summary.ended_by, summary.steps) == (0, False, None, 10)
     assert [text for text in ending.observer.events if "interrupted" in text] == [
@@ -62,7 +62,7 @@ def test_a_complete_run_stays_complete(monkeypatch: pytest.MonkeyPatch, name: st
 def test_a_second_signal_ends_it_at_once_and_it_is_complete_all_the_same(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """In the last lines, or in the end of its parts: how the run ended is known by then."""
     ending = DoneRun(monkeypatch)
-    setattr(ending.run._source, where, signalling(signal.SIGTERM, times=2))
+    setattr(ending.run._pool if where == "stop" else ending.run._source, where, signalling(signal.SIGTERM, times=2))
     monkeypatch.setattr("actors.processes.interrupts.SAME_S", 0.0)
     with pytest.raises(asyncio.CancelledError):
         ending.summary()

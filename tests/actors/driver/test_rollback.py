@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from actors.driver.drawing import Drawing
 from actors.driver.lost_parts import Lost, lost_among
 from actors.driver.parts import StartingPoint, start_learner
 from actors.driver.rollback import MOST_ROLLBACKS, Rollbacks, end_parts
@@ -17,7 +18,6 @@ from actors.queue.payloads import LATE
 from actors.queue.queue_actor import TrajectoryQueueActor
 from actors.ranks.learner_group import LearnerGroup
 from actors.ranks.learner_rank_actor import LearnerRankActor
-from actors.service.drawing import Drawing
 from correction.errors import ActorLost, DataError, EngineError, LateError
 from learner.config import LearnerConfig
 from learner.kept_weights import KeptWeights
@@ -146,7 +146,7 @@ def test_a_group_that_can_never_be_read_takes_the_run_back_and_ends_it_the_fourt
     async def lost_three_times() -> ActorLost:
         async def ask(*_: Any, **__: Any) -> None: ...
 
-        drawing = Drawing(SimpleNamespace(ask=ask), bytes_per_s=1e6)  # type: ignore[arg-type]
+        drawing = Drawing(SimpleNamespace(ask=ask))  # type: ignore[arg-type]
         with pytest.raises(ActorLost) as found:
             for _ in range(3):
                 await drawing.lose({4: LATE})

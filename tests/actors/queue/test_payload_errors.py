@@ -14,8 +14,8 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, ObjectStoreFullError, OutOfDiskError, RayTaskError
 
 from actors.carriers import StoredGroup, Ticket
+from actors.driver.drawing import Drawing
 from actors.queue.payloads import GONE, LATE, fetched, read_now, to_hand_on, tokens_fetch_s, whole
-from actors.service.drawing import Drawing
 from correction.errors import ActorLost
 from rollout.trajectory import AnswerFacts, FailureKind, FinishReason, Group, GroupFacts, VersionSpan
 from tests.actors.cases import group, prompts, trajectory
@@ -100,7 +100,7 @@ def test_a_group_that_can_never_be_read_is_not_sampled_for_ever() -> None:
     """Groups are lost with their nodes now and then; the same one three times says that something else is wrong, and for the run to say.
     What the run does then: tests/actors/driver/test_rollback.py."""
     books = FakeBooks()
-    drawing = Drawing(books, bytes_per_s=1e6)  # type: ignore[arg-type]
+    drawing = Drawing(books)  # type: ignore[arg-type]
 
     async def scenario() -> None:
         for _ in range(2):
@@ -116,7 +116,7 @@ def test_a_group_that_can_never_be_read_is_not_sampled_for_ever() -> None:
 def test_losses_of_groups_that_do_not_come_again_are_forgotten() -> None:
     """In weeks on spot nodes each group may be lost once or twice."""
     books = FakeBooks()
-    drawing = Drawing(books, bytes_per_s=1e6)  # type: ignore[arg-type]
+    drawing = Drawing(books)  # type: ignore[arg-type]
 
     async def scenario() -> None:
         for group_id in range(10_000):

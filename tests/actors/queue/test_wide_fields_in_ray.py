@@ -10,7 +10,9 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import ray
@@ -21,8 +23,9 @@ from actors.carriers import StoredGroup, Ticket
 from actors.cluster.cluster import on_drivers_node
 from actors.cluster.placement import RankPlaces
 from actors.config import EarlyWarningConfig, RunConfig
+from actors.driver.batch_source import BatchSource
+from actors.driver.parts import StartingPoint
 from actors.queue.queue_actor import TrajectoryQueueActor
-from actors.ranks.forwards import next_batch
 from actors.ranks.learner_group import LearnerGroup
 from actors.service.correction_service import CorrectionService
 from actors.settings.environment import OF_BATCHES
@@ -93,7 +96,10 @@ class Run:
             correction=CorrectionConfig.model_validate({"preset": "tis-token"}), monitor=EarlyWarningConfig(detailed=False),
         )
         service = on_drivers_node(CorrectionService, max_concurrency=64, environment=OF_BATCHES)
-        self.service = service.remote(settings, self.queue)
+        observer: Any = SimpleNamespace(event=lambda *_: None, waiting=lambda _: None)
+        with mock.patch("actors.driver.batch_source.make_queue", lambda _: self.queue):
+            self.source = BatchSource(settings, StartingPoint(Path("none")), None, observer)  # type: ignore[arg-type]
+        self.service = self.source.service = service.remote(settings)
 
     async def sample(self, tickets: Sequence[Ticket], workers: Sequence[Any]) -> None:
         """Each by the next worker; the groups, which are small, go on by value."""
@@ -109,9 +115,8 @@ class Run:
 
     async def train(self) -> Any:
         version, service = self.learner.version, self.service
-        batch = await next_batch(
-            lambda: service.next_batch.remote(version), service, self.learner, step=self.step, deadline_s=60.0
-        )
+        pool: Any = SimpleNamespace(last_progress=lambda: 0.0)
+        batch = await self.source.next(version, self.learner, pool, step=self.step)
         result = await self.learner.step(batch.corrected, batch.correction, step=self.step)
         await self.queue.advance.remote(self.learner.version, batch.group_ids)
         assert await service.observe.remote(self.step, version, result) is not None
@@ -147,7 +152,7 @@ def test_wide_fields_go_to_the_ranks_and_are_gone_when_trained(cluster: Cluster,
             batch, result = await training
             assert batch.group_ids == [12, 13, 14, 15] and result.optimizer_steps == 1
             assert stored_bytes(cluster.head_node) > before
-            await run.service.stop.remote()
+            run.source.stop()
         finally:
             group.kill()
 

@@ -137,7 +137,7 @@ def test_taking_groups_apart_leaves_the_event_loop_alone(monkeypatch: pytest.Mon
         await scene.queue.put([StoredGroup(one.facts, one) for one in map(wide_group, admitted)])
         batch = (await waiting).corrected.batch
         assert differences(packed([wide_group(t) for t in admitted]), batch.with_wide_fields()) in ([], ["advantages"])
-        await scene.service.stop()
+        scene.stop()
 
     play(scenario)
     assert len(threads["split"]) == 1 + GROUPS and len(threads["put"]) >= GROUPS
@@ -244,7 +244,7 @@ def test_a_group_whose_wide_fields_are_lost_is_sampled_again_before_the_step(mon
             assert differences(packed([wide_group(t) for t in admitted]), batch.holding(held).with_wide_fields()) in ([], ["advantages"])
             assert [one.corrected.batch.wide for one in scene.service._undiagnosed.values()] == [None], "diagnostics need none of it"
             assert (await scene.observe(prepared)).diagnostics
-            await scene.service.stop()
+            scene.stop()
 
     def without_routes(proximal: Any) -> Any:
         async def call(batch: PackedBatch, *, version: int) -> Any:

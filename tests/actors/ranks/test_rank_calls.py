@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import ray.exceptions
 import torch
+from ray.exceptions import RayTaskError
 
 from actors.carriers import ExportPlan
 from actors.processes.part_heartbeat import CONCURRENCY_GROUPS
@@ -24,6 +25,7 @@ from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
 from correction.errors import ActorLost, EngineError, SyncError
 from learner.training.abort import Abort
+from tests.actors.simulated_time import simulate
 from tests.actors.weights.rank_pieces import Pieces, rank_with
 from tests.actors.weights.sync_scene import play
 
@@ -65,6 +67,40 @@ def test_a_rank_that_dies_while_a_step_is_aborted_leaves_no_other_one_held() -> 
             return not living.abort.is_undecided
 
     assert asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["nobody has begun", "one has begun"])
+def test_a_call_whose_argument_is_gone_is_as_if_it_had_not_been_made(begun: bool) -> None:
+    """A batch goes with the service that put it into the store. If no rank has begun, the next call has the same number; if one has, it
+    waits for the others in that call, and nobody can say when it ends."""
+    numbers = list[tuple[str, int]]()
+
+    async def gone(number: int) -> Any:
+        numbers.append(("step", number))
+        raise RayTaskError("step", "a long traceback", ray.exceptions.OwnerDiedError("", "", "")).as_instanceof_cause()
+
+    async def answered(number: int) -> str:
+        numbers.append(("export", number))
+        return "weights"
+
+    def rank(step: Any) -> Any:
+        methods = {"step": step, "export": answered}
+        of = {name: SimpleNamespace(options=lambda call=call, **_: SimpleNamespace(remote=call)) for name, call in methods.items()}
+        return SimpleNamespace(**of)
+
+    async def scenario() -> None:
+        caller = CollectiveCaller({"rank 0": rank(gone), "rank 1": rank((lambda _: asyncio.sleep(1000.0)) if begun else gone)})
+        with pytest.raises(ActorLost if begun else RayTaskError, match="some rank has begun that call" if begun else "a long traceback"):
+            await caller.ask("step", what="learner step 1", deadline_s=5000.0, results=1)
+        if begun:
+            assert asyncio.get_running_loop().time() < 60.0
+            with pytest.raises(ActorLost, match="can be called again after a restore"):
+                await caller.ask("export", what="copy", deadline_s=50.0, results=1)
+        else:
+            assert await caller.ask("export", what="copy", deadline_s=50.0, results=1) == [["weights"]] * 2
+            assert numbers == [("step", 1)] * 2 + [("export", 1)] * 2
+
+    simulate(scenario)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

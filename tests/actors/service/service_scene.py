@@ -1,4 +1,4 @@
-"""The correction service with its queue and a learner whose logprobs are a code of the token ids."""
+"""The correction service, the driver's side of it, a queue, and a learner whose logprobs are a code of the token ids."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import itertools
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from actors.carriers import Observation, PreparedBatch, Ticket
 from actors.config import DeadlinesConfig, EarlyWarningConfig, RunConfig
+from actors.driver.batch_source import BatchSource
+from actors.driver.parts import StartingPoint
 from actors.queue.payloads import GONE
 from actors.queue.queue_actor import TrajectoryQueueActor
-from actors.ranks.forwards import next_batch
 from actors.service.correction_service import CorrectionService
 from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
@@ -130,16 +133,22 @@ class ServiceScene:
             "monitor": EarlyWarningConfig(detailed=False),
         }
         self.config = RunConfig.model_validate(settings | changes)
-        self.service = CorrectionService(self.config, FakeActor(self.queue), monitor_state)
+        self.service, self.told = CorrectionService(self.config, monitor_state), list[str]()
+        observer: Any = SimpleNamespace(event=lambda _, text: self.told.append(text), waiting=lambda notice: None)
+        with mock.patch("actors.driver.batch_source.make_queue", lambda _: FakeActor(self.queue)):
+            self.source = BatchSource(self.config, StartingPoint(Path("none")), None, observer)  # type: ignore[arg-type]
+        self.source.service = FakeActor(self.service)
 
     async def admit(self, start: int, stop: int) -> list[Ticket]:
         return await self.queue.admit(prompts(start, stop))
 
     async def next_batch(self, version: int) -> PreparedBatch:
-        """As the controller asks, which has the learner run what the service needs."""
-        service: Any = FakeActor(self.service)
-        ask = lambda: service.next_batch.remote(version)  # noqa: E731
-        return await next_batch(ask, service, self.learner, step=version, deadline_s=5.0)  # type: ignore[arg-type]
+        """As the controller asks."""
+        pool: Any = SimpleNamespace(last_progress=lambda: 0.0)
+        return await self.source.next(version, self.learner, pool, step=version)  # type: ignore[arg-type]
+
+    def stop(self) -> None:
+        self.source.stop()
 
     async def batch(self, version: int) -> PreparedBatch:
         """The whole way of a batch up to the learner."""

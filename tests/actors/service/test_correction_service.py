@@ -20,11 +20,12 @@ import torch
 
 from actors.carriers import Ticket
 from actors.config import DeadlinesConfig, EarlyWarningConfig, MetricsConfig
+from actors.driver import drawing
 from actors.processes import supervision
-from actors.service import correction_service, drawing, gap_split
+from actors.service import correction_service, gap_split
 from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
-from correction.errors import ActorLost, DeadlineExceeded, LateError
+from correction.errors import DeadlineExceeded, LateError
 from rollout.config import MaskOverlong
 from rollout.trajectory import FinishReason
 from tests.actors.cases import group, prompt, stored, trajectory
@@ -79,7 +80,7 @@ def test_forwards_wait_for_the_learner_to_reach_their_version() -> None:
         assert second.version == 1 and [g.group_id for g in second.groups] == [4, 5, 6, 7]
         batch = second.corrected.batch
         assert batch.proximal_logprobs is not None and torch.equal(batch.proximal_logprobs, code(batch.token_ids))
-        await scene.service.stop()
+        scene.stop()
 
     play(scenario)
 
@@ -91,7 +92,7 @@ def test_one_optimizer_step_needs_no_forward() -> None:
         await scene.put(*[answered(ticket) for ticket in tickets])
         prepared = await scene.next_batch(0)
         assert scene.learner.asked == [] and prepared.corrected.is_deferred
-        await scene.service.stop()
+        scene.stop()
 
     play(scenario)
 
@@ -121,7 +122,7 @@ def test_which_groups_fill_a_synchronous_batch_does_not_depend_on_arrival(seed: 
             batches.append([g.group_id for g in prepared.groups])
             await scene.queue.advance(version + 1, batches[-1])
         sampling.cancel()
-        await scene.service.stop()
+        scene.stop()
         assert batches == [[0, 3, 7, 8], [10, 11, 12, 14], [15, 16, 17, 18]]
 
     play(scenario)
@@ -134,10 +135,10 @@ def test_groups_that_teach_nothing_are_replaced(rewards: tuple[float | None, ...
     async def scenario() -> None:
         scene = ServiceScene(steps=1, max_staleness=0, dynamic_sampling=True)
         tickets = await scene.admit(0, GROUPS)
-        scene.service._drawing._losses[0] = 2
+        scene.source._drawing._losses[0] = 2
         waiting = asyncio.create_task(scene.next_batch(0))
         await scene.put(answered(tickets[0], rewards=rewards), *[answered(ticket) for ticket in tickets[1:]])
-        assert await scene.queue.wait_for_places(1.0) == 1 and not scene.service._drawing._losses
+        assert await scene.queue.wait_for_places(1.0) == 1 and not scene.source._drawing._losses
         (refill,) = await scene.admit(GROUPS, GROUPS + 1)
         assert not waiting.done()
         await scene.put(answered(refill))
@@ -145,7 +146,7 @@ def test_groups_that_teach_nothing_are_replaced(rewards: tuple[float | None, ...
         assert [g.group_id for g in prepared.groups] == [1, 2, 3, 4]
         (gone,) = (await scene.queue.advance(1, [1, 2, 3, 4])).discarded
         assert gone.prompt_id == "train/0/0" and reason in gone.reason
-        await scene.service.stop()
+        scene.stop()
 
     play(scenario)
 
@@ -165,30 +166,28 @@ def test_a_batch_of_answers_that_were_all_cut_is_one_without_tokens(steps: int) 
         assert (prepared.tokens, len(prepared.groups), prepared.trained, scene.learner.asked) == (0, GROUPS, [], [])
         found = await scene.observe(prepared)
         assert found.events == () and not any(name.startswith("rho") for name in found.diagnostics)
-        await scene.service.stop()
+        scene.stop()
 
     play(scenario)
 
 
-def test_a_batch_that_is_asked_for_twice_is_one_batch() -> None:
-    """Its answer was lost on the way, before or after the service had it: the groups are drawn once, and the batch after it begun once."""
+def test_a_call_that_is_made_twice_is_one_call() -> None:
+    """Its answer was lost on its way, before or after the service had it: nothing is read, packed or corrected again; a call for a batch
+    that is past says so."""
 
     async def scenario() -> None:
         scene = ServiceScene(steps=1)
-        tickets = await scene.admit(0, 2 * GROUPS)
-        asked = [asyncio.create_task(scene.service.next_batch(0)) for _ in range(2)]
-        await scene.put(*map(answered, tickets[:GROUPS]))
-        first, second = await asyncio.gather(*asked)
-        again = await scene.service.next_batch(0)
-        assert first is second is again
-        await scene.put(*map(answered, tickets[GROUPS:]))
-        await scene.queue.advance(1, [one.group_id for one in first.groups])
-        following = await scene.next_batch(1)
-        assert {one.group_id for one in following.groups} == {ticket.group_id for ticket in tickets[GROUPS:]}
-        await scene.observe(following)
-        with pytest.raises(LateError, match="batch of version 0: asked for after that of version 1"):
-            await scene.service.next_batch(0)
-        await scene.service.stop()
+        service, correction = scene.service, scene.config.correction
+        groups = stored(*map(answered, await scene.admit(0, GROUPS)), lost=(1,))
+        pulled = await asyncio.gather(service.pull(0, 0, groups), service.pull(0, 0, groups))
+        assert pulled[0] is pulled[1] is await service.pull(0, 0, groups) and pulled[0].keys() == {1}
+        assert await service.pull(0, 1, stored(answered(Ticket(1, prompt(1), 0)))) == {}
+        ids = [0, 1, 2, 3]
+        corrected = await asyncio.gather(service.correct(0, 2, ids, correction), service.correct(0, 2, ids, correction))
+        assert corrected[0] is corrected[1] is await service.correct(0, 2, ids, correction)
+        await service.pull(1, 0, [])
+        with pytest.raises(LateError, match="batch of version 0: a call came after the first one for that of version 1"):
+            await service.correct(0, 2, ids, correction)
 
     play(scenario)
 
@@ -200,14 +199,13 @@ def test_a_batch_that_is_not_whole_names_what_is_missing() -> None:
         await scene.put(answered(tickets[1]))
         with pytest.raises(DeadlineExceeded, match=r"batch of version 0 .*1 of 4 groups drawn, 3 being sampled"):
             await scene.next_batch(0)
-        await scene.service.stop()
+        scene.stop()
 
     play(scenario)
 
 
 def test_a_queue_that_does_not_answer_is_asked_again_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the draw nor the question what the batch lacks gets an answer: the batch's deadline still comes, and says who is silent. The
-    run hears of it with the next heartbeat."""
+    """Neither the draw nor the question what the batch lacks gets an answer: the batch's deadline still comes, and says who is silent."""
     asked, told = list[int](), list[str]()
 
     async def silent(*_: Any, number: int = 0, **__: Any) -> Any:
@@ -223,8 +221,8 @@ def test_a_queue_that_does_not_answer_is_asked_again_and_named(monkeypatch: pyte
         monkeypatch.setattr(scene.queue, "waiting_for", silent)
         with pytest.raises(DeadlineExceeded, match=r"^batch of version 0 <- trajectory queue: not done in 2 s"):
             await scene.next_batch(0)
-        told.extend(report.message for report in await scene.service.heartbeat(0))
-        await scene.service.stop()
+        told.extend(scene.told)
+        scene.stop()
 
     play(scenario)
     assert len(asked) > 2 and {number for number in asked if number} == {1}, "one call, made again"
@@ -256,20 +254,7 @@ def test_a_queue_that_is_late_costs_nothing_but_time(monkeypatch: pytest.MonkeyP
         discarded, counts = settled.discarded, settled.counts
         assert len(discarded) == 1 and (counts["admitted"], counts["trained"], counts["discarded"]) == (GROUPS + 1, GROUPS, 1)
         assert counts["in_flight"] + counts["finished"] + counts["drawn"] == 0
-        await scene.service.stop()
-
-    play(scenario)
-
-
-def test_a_learner_that_comes_too_late_is_named() -> None:
-    async def scenario() -> None:
-        scene = ServiceScene(deadlines=DeadlinesConfig(batch_s=30.0, step_s=0.125, checkpoint_s=0.5))
-        tickets = await scene.admit(0, 2 * GROUPS)
-        await scene.put(*[answered(ticket) for ticket in tickets])
-        await scene.next_batch(0)
-        await asyncio.sleep(1.5)  # 4 steps and a checkpoint may pass until its forward is there
-        with pytest.raises(ActorLost, match=r"^forward at version 1 <- learner: not done in 1 s"):  # who is asked again has no other answer
-            await scene.next_batch(1)
+        scene.stop()
 
     play(scenario)
 
@@ -282,7 +267,7 @@ def test_without_a_proximal_policy_there_may_be_several_optimizer_steps(settings
         scene = ServiceScene(steps=2, correction=CorrectionConfig.model_validate(settings))
         prepared = await scene.batch(0)
         assert scene.learner.asked == [] and not prepared.corrected.is_deferred
-        await scene.service.stop()
+        scene.stop()
 
     play(scenario)
 
@@ -294,7 +279,7 @@ def test_a_switch_takes_the_next_batch_that_is_begun() -> None:
         scene = ServiceScene(steps=2, preset="bypass")
         await scene.batch(0)    # and 1 is being prepared
         replacement = CorrectionConfig.model_validate({"preset": "mis-token"})
-        await scene.service.switch(replacement)
+        await scene.source.switch(replacement)
         second = await scene.batch(1)
         assert second.correction.preset == "bypass" and scene.learner.asked == []
         third = await scene.batch(2)
@@ -303,7 +288,7 @@ def test_a_switch_takes_the_next_batch_that_is_begun() -> None:
         expected = (code(third.corrected.batch.token_ids) + 1).exp()
         mask = third.corrected.batch.loss_mask
         torch.testing.assert_close(third.corrected.importance_weights[mask], expected[mask], rtol=1e-5, atol=0)
-        await scene.service.stop()
+        scene.stop()
 
     play(scenario)
 
@@ -326,8 +311,8 @@ def test_groups_whose_tokens_are_lost_are_sampled_again() -> None:
         assert [g.group_id for g in prepared.groups] == [0, 1, 2, 3]
         trained = prepared.corrected.batch.token_ids[prepared.corrected.batch.loss_mask].tolist()
         assert trained == [token for one in finished for t in one.trajectories for token in t.response_ids]
-        assert not scene.service._drawing._losses, "they don't come again"
-        await scene.service.stop()
+        assert not scene.source._drawing._losses, "they don't come again"
+        scene.stop()
 
     play(scenario)
 
@@ -357,7 +342,7 @@ def test_packing_and_correcting_leave_the_event_loop_alone(monkeypatch: pytest.M
                 await scene.put(*map(answered, tickets[version * GROUPS : (version + 1) * GROUPS]))
                 batch = await waiting
                 await scene.queue.advance(version + 1, [one.group_id for one in batch.groups])
-            await scene.service.stop()
+            scene.stop()
         assert threads.keys() == {name for _, name in places} and loop_thread not in set().union(*threads.values())
 
     play(scenario)
@@ -372,7 +357,7 @@ def test_the_text_that_is_kept_is_of_the_answer_whose_length_is_told() -> None:
         named = tuple(replace(one, text=f"{one.response_tokens} tokens") for one in (given_up, *answers))
         await scene.put(*[replace(group(ticket), trajectories=named) for ticket in tickets])
         prepared = await waiting
-        await scene.service.stop()
+        scene.stop()
         assert {example.text for example in prepared.examples} == {"1 tokens"}
         assert {one.example.response_tokens for one in prepared.groups} == {1}
 
@@ -389,7 +374,7 @@ def test_what_the_driver_gets_does_not_grow_with_the_answers() -> None:
         answers = {r: [trajectory(prompt(i), range(length), reward=float(r)) for i in range(GROUPS)] for r in range(2)}
         await scene.put(*[replace(group(ticket), trajectories=(answers[0][i], answers[1][i])) for i, ticket in enumerate(tickets)])
         prepared = await waiting
-        await scene.service.stop()
+        scene.stop()
         assert prepared.tokens == 2 * GROUPS * (3 + length)
         return len(pickle.dumps(replace(prepared, corrected=None)))
 

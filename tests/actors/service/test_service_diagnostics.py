@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from actors.carriers import PreparedBatch
-from actors.config import EarlyWarningConfig
+from actors.config import EarlyWarningConfig, RunConfig
+from actors.driver.batch_ahead import keeps_weights, splits_gap
 from actors.service import correction_service
-from actors.service.gap_split import GapSplit
 from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.decision import no_counts
@@ -25,7 +25,7 @@ from correction.diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS
 from correction.early_warning.monitor import MonitorConfig, State
 from learner.config import LearnerConfig
 from learner.results import StepValues
-from tests.actors.service.service_scene import GROUPS, ServiceScene, answered, no_decision, play, result_of
+from tests.actors.service.service_scene import GROUPS, ROLLOUT, ServiceScene, answered, no_decision, play, result_of
 
 
 def test_the_kl_to_the_start_model_is_told_now_and_then_and_is_no_part_of_the_batch() -> None:
@@ -36,7 +36,7 @@ def test_the_kl_to_the_start_model_is_told_now_and_then_and_is_no_part_of_the_ba
         scene = ServiceScene(preset=preset, learner=LearnerConfig(report_kl_every=every, optimizer_steps_per_batch=steps))
         batches = [await scene.batch(version) for version in range(3)]
         told = [(await scene.observe(batch)).diagnostics for batch in batches[1:]]  # the service keeps those of two versions
-        await scene.service.stop()
+        scene.stop()
         return batches, told
 
     async def scenario() -> None:
@@ -78,7 +78,7 @@ def test_diagnostics_are_of_the_batch_that_was_trained_last() -> None:
         assert numbers["mismatch_k3_kl"] == pytest.approx(0.005170918, rel=1e-4)
         scatter = await scene.service.scatter()
         assert scatter is not None and set(scatter.step.tolist()) == {5}, "the step of the batch, not its version, which is 1"
-        await scene.service.stop()
+        scene.stop()
 
     play(scenario)
 
@@ -101,7 +101,7 @@ def test_what_was_dropped_and_why_is_what_the_learner_says(criterion: dict[str, 
         assert 0 < kept < tokens and numbers["kept_share"] == kept / tokens
         label = prepared.correction.rejection[0].label
         assert numbers["rejected_share"] == numbers[f"rejected_by_{label}"] == pytest.approx(1 - kept / tokens)
-        await scene.service.stop()
+        scene.stop()
 
     play(scenario)
 
@@ -123,7 +123,7 @@ def test_diagnostics_do_not_hold_up_the_next_batch(monkeypatch: pytest.MonkeyPat
         await scene.batch(1)
         next_is_there.set()
         await observing
-        await scene.service.stop()
+        scene.stop()
 
     play(scenario)
 
@@ -143,7 +143,7 @@ def test_a_batch_is_let_go_once_it_is_diagnosed() -> None:
                 break
             await asyncio.sleep(0.01)
         assert tensor() is None
-        await scene.service.stop()
+        scene.stop()
 
     play(scenario)
 
@@ -163,7 +163,7 @@ def test_the_monitor_follows_steps_and_warns(monkeypatch: pytest.MonkeyPatch) ->
         # Three values make the level, whose median follows the second new one: of version 11, in step 12.
         assert [(event.step, event.name, event.state) for event in events] == [(12, "mismatch_k3_kl", State.ALARM)]
         assert events[0].growth == pytest.approx(5.170918e-3 / 5.0167e-5, rel=1e-2)
-        await scene.service.stop()
+        scene.stop()
 
     play(scenario)
 
@@ -176,16 +176,16 @@ def test_a_resumed_service_warns_where_the_first_would_have() -> None:
     async def scenario() -> None:
         first = ServiceScene(steps=1, monitor=warning)
         for version in range(9):
-            await first.observe(await first.batch(version), gap=0.01)
-        second = ServiceScene(steps=1, monitor=warning, monitor_state=await first.service.monitor_state())
-        await first.service.stop()
+            observation = await first.observe(await first.batch(version), gap=0.01)
+        second = ServiceScene(steps=1, monitor=warning, monitor_state=observation.monitor)
+        first.stop()
         steps = []
         for version in range(4):
             prepared = await second.batch(version)
             observation = await second.observe(prepared, gap=0.1 if version >= 1 else 0.01, step=10 + version)
             steps += [event.step for event in observation.events if event.state is State.ALARM]
         assert steps == [12]
-        await second.service.stop()
+        second.stop()
 
     play(scenario)
 
@@ -199,12 +199,12 @@ def test_a_switch_begins_what_it_changes_anew() -> None:
         scene = ServiceScene(steps=1, preset="mis-token", monitor=warning)
         for version in range(3):
             await scene.observe(await scene.batch(version), gap=0.01)
-        await scene.service.switch(CorrectionConfig.model_validate({"preset": "mis-geometric"}))
-        assert {"k3_kl", "ess_token"} <= (await scene.service.monitor_state())["series"].keys()
-        assert "rejected_share" not in (await scene.service.monitor_state())["series"]
-        await scene.service.switch(CorrectionConfig.model_validate({"preset": "bypass"}))
-        assert (await scene.service.monitor_state())["series"] == {}
-        await scene.service.stop()
+        await scene.source.switch(CorrectionConfig.model_validate({"preset": "mis-geometric"}))
+        assert scene.source.monitor is not None and {"k3_kl", "ess_token"} <= scene.source.monitor["series"].keys()
+        assert "rejected_share" not in scene.source.monitor["series"]
+        await scene.source.switch(CorrectionConfig.model_validate({"preset": "bypass"}))
+        assert scene.source.monitor["series"] == {}
+        scene.stop()
 
     play(scenario)
 
@@ -230,7 +230,7 @@ def test_what_the_step_clipped_and_how_sure_it_was_of_it_is_told() -> None:
         assert observation.diagnostics["clipped_positive_entropy_mean"] == pytest.approx(first / 10)
         assert observation.diagnostics["clipped_positive_probability_mean"] == pytest.approx(math.exp(-1))
         assert observation.diagnostics["rejected_entropy_mean"] == pytest.approx(last / 10)
-        await scene.service.stop()
+        scene.stop()
 
     play(scenario)
 
@@ -258,17 +258,21 @@ def test_the_gap_of_stale_tokens_is_split_at_their_own_weights() -> None:
         assert numbers["split_tokens"] == tokens
         assert numbers["split_mismatch_k3_kl"] == pytest.approx(math.expm1(0.1) - 0.1, rel=1e-5)
         assert numbers["split_staleness_k3_kl"] == pytest.approx(math.expm1(0.4) - 0.4, rel=1e-5)
-        await scene.service.stop()
+        scene.stop()
 
     play(scenario)
 
 
 def test_without_the_setting_or_without_staleness_nothing_is_kept() -> None:
-    for max_staleness, every in ((2, 0), (0, 3)):
-        split = GapSplit(None, every=every, max_staleness=max_staleness, deadline_s=1.0, fetch_s=lambda _: 0.0)  # type: ignore[arg-type]
-        assert not any(split.keeps(version) or split.splits(version) for version in range(12))
-    often = GapSplit(None, every=2, max_staleness=3, deadline_s=1.0, fetch_s=lambda _: 0.0)  # type: ignore[arg-type]
-    assert all(often.keeps(version) for version in range(12))  # every version may be in a later batch that is split
+    def splitting(every: int, max_staleness: int) -> RunConfig:
+        monitor = EarlyWarningConfig(split_every=every)
+        own = {"steps": 100, "groups_per_step": GROUPS, "max_staleness": max_staleness, "rollout": ROLLOUT, "monitor": monitor}
+        return RunConfig.model_validate({"model": "none", **own})
+
+    for config in (splitting(0, 2), splitting(3, 0)):
+        assert not any(keeps_weights(config, version) or splits_gap(config, version) for version in range(12))
+    often = splitting(2, 3)
+    assert all(keeps_weights(often, version) for version in range(12))  # every version may be in a later batch that is split
 
 
 def test_one_batch_waits_for_its_diagnostics_and_the_next_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,6 +299,6 @@ def test_one_batch_waits_for_its_diagnostics_and_the_next_is_left_out(monkeypatc
         assert scene.service._undiagnosed.keys() <= {3}, "nothing holds the batches of steps past but the two that are at it"
         go_on.set()
         assert None not in await asyncio.gather(*observing[:2]) and diagnosed == [0, 1]
-        await scene.service.stop()
+        scene.stop()
 
     play(scenario)

@@ -37,7 +37,7 @@ def test_the_run_hears_whose_tokens_the_service_waits_for() -> None:
         assert scene.queue._queue.counts()["drawn"] == GROUPS
         asking.cancel()
         watching.cancel()
-        await scene.service.stop()
+        scene.stop()
 
     simulate(scenario)
     what = "tokens of 4 groups <- rollout worker 0 on node ab12, rollout worker 1 on node ab12, rollout worker 2 on node ab12 and 1 more"

@@ -16,7 +16,6 @@ from actors.config import RunConfig
 from actors.record.run_folder import RunFolder
 from actors.settings.deadlines import (
     as_text,
-    batch_call_s,
     bucket_s,
     bytes_of,
     group_s,
@@ -27,7 +26,6 @@ from actors.settings.deadlines import (
     tokens_call_s,
     tokens_s,
     weights_fetch_s,
-    wide_fields_call_s,
     with_deadlines,
 )
 from correction.errors import ConfigError
@@ -71,10 +69,9 @@ def test_who_waits_for_something_waits_longer_than_it_may_take(tokens: int, size
     assert config.rollout.engine.weight_group_timeout_s < engine.update_s, "a broadcast that is stuck fails before its engine is lost"
     collective_s = config.learner.collective_timeout_s
     assert max(run.step_s, run.checkpoint_s) < collective_s, "the driver's call is late before a rank that waits for a slower one fails"
-    assert 2 * run.step_s + run.checkpoint_s < run.forward_s and run.checkpoint_s < run.disk_s
+    assert run.checkpoint_s < run.disk_s
     tokens_ = tokens_s(64 * config.rollout.sampling.samples_per_group * tokens, run.bytes_per_s)
     assert tokens_ < tokens_call_s(tokens_) < run.batch_s, "what is fetched of the object store is late before its batch is"
-    assert wide_fields_call_s(tokens_, run.step_s) < run.forward_s, "and before whoever asked for the forward"
     assert inversions(config) == []
 
 
@@ -188,8 +185,8 @@ def test_the_table_has_every_key_and_says_what_is_set() -> None:
     assert not any(line.is_set for line in lines)
     assert {"learner.collective_timeout_s", "rollout.engine.weight_group_timeout_s"} <= keys
     run = with_deadlines(config, 10**9).deadlines
-    others = {run.driver_s, run.forward_s, run.disk_s, run.receipts_s, newer_weights_s(run.step_s, run.sync_s)}
-    assert others | {batch_call_s(run.batch_s), new_parts_s(run.start_s)} <= {line.seconds for line in lines if not line.key}
+    others = {run.driver_s, run.disk_s, run.receipts_s, newer_weights_s(run.step_s, run.sync_s)}
+    assert others | {new_parts_s(run.start_s)} <= {line.seconds for line in lines if not line.key}
     shown = as_text(table(config.model_copy(update={"deadlines": type(config.deadlines)(sync_s=77.0)}), 10**9)).splitlines()
     assert [line.split()[:3] for line in shown if line.endswith("(set)")] == [["77", "s", "deadlines.sync_s"]]
 
@@ -205,7 +202,7 @@ def test_what_contains_another_stands_below_it_in_the_table(tokens: int, size: i
 
     engine, seconds = "rollout.engine.deadlines", [line.seconds for line in lines]
     at = {line.what.partition(":")[0].partition(",")[0]: i for i, line in enumerate(lines) if not line.key}
-    group, receipts, forward = at["a group"], at["receipts of all workers"], at["forward passes for the batch ahead"]
+    group, receipts = at["a group"], at["receipts of all workers"]
     for part, contains in (
         (row(f"{engine}.generate_s"), group),
         (group, row("deadlines.batch_s")),
@@ -221,13 +218,10 @@ def test_what_contains_another_stands_below_it_in_the_table(tokens: int, size: i
         (at["the object store's answer about these tokens"], row("deadlines.batch_s")),
         (at["a batch's tokens on their way to the service"], at["wide fields of a batch in a rank"]),
         (row("deadlines.step_s"), at["wide fields of a batch in a rank"]),
-        (at["wide fields of a batch in a rank"], forward),
         (row("deadlines.step_s"), at["lines of the last steps"]),
         (row("deadlines.checkpoint_s"), at["the run folder's disk"]),
         (at["the run folder's disk"], at["reading a checkpoint"]),
         (row("deadlines.step_s"), at["an engine that joins"]),
-        (row("deadlines.step_s"), forward),
-        (row("deadlines.checkpoint_s"), forward),
         (row("deadlines.step_s"), row("learner.collective_timeout_s")),
         (group, row("deadlines.evaluation_s")),
     ):

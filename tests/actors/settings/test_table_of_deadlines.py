@@ -110,13 +110,13 @@ def test_every_setting_in_seconds_is_a_line() -> None:
 
 
 def test_what_the_code_takes_of_the_deadlines_is_in_the_table() -> None:
-    """Settings and properties, as in `config.deadlines.forward_s`, wherever they are used."""
+    """Settings and properties, as in `config.deadlines.disk_s`, wherever they are used."""
     used = dict[str, str]()
     for path in sources(["\\w*deadlines"]):
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.Attribute) and node.attr.endswith("_s") and ast.unparse(node.value).endswith("deadlines"):
                 used.setdefault(node.attr, str(path.relative_to(ROOT)))
-    assert len(used) > 15 and {"forward_s", "receipts_s", "disk_s", "drain_s", "no_workers_s", "shutdown_s"} <= used.keys()
+    assert len(used) > 15 and {"receipts_s", "disk_s", "drain_s", "no_workers_s", "shutdown_s"} <= used.keys()
     told = lines_of_the_table() | {name.rpartition(".")[2] for name in NO_DEADLINES}
     assert {name: where for name, where in used.items() if name not in told} == {}
 

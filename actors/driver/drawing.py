@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
-
-import ray
+from collections.abc import Iterable, Mapping
 
 from actors.carriers import DiscardReason, StoredGroup
-from actors.part_carriers import WaitNotice
 from actors.processes.numbered import NumberedCaller
-from actors.queue import payloads
 from actors.settings.deadlines import ANSWER_S
 from correction.errors import ActorLost
-from rollout import wide_fields
-from rollout.trajectory import Group
 
 _POLL_S = 30.0
 _MOST_LOSSES = 3
@@ -27,27 +19,19 @@ something else."""
 
 
 class Drawing:
-    """The correction service's side of the queue."""
+    """The driver's side of the queue."""
 
-    def __init__(self, books: NumberedCaller, *, bytes_per_s: float, notice: Callable[[WaitNotice], None] | None = None) -> None:
-        """Args: notice: takes a notice of tokens that are waited for; None: the log."""
-        self._books, self._bytes_per_s, self._notice = books, bytes_per_s, notice
+    def __init__(self, books: NumberedCaller) -> None:
+        self._books = books
         self._losses = Counter[int]()
         """Number of losses by group id, of groups that are in no batch yet."""
-        self.wide_of: dict[int, Any] = {}
-        """References to the wide fields of the groups of the batch in preparation, by group id; empty if they have none."""
 
-    async def draw(self, version: int, places: int) -> list[Group]:
-        """Up to `places` groups worth training, without their wide fields; waits for the first.
-
-        Groups not worth training are discarded, which frees their places for new prompts; those whose tokens are lost are sampled again.
-        """
+    async def draw(self, version: int, places: int) -> list[StoredGroup]:
+        """Up to `places` groups worth training; waits for the first. Others are discarded, which frees their places for new prompts."""
         while True:
             # This deadline is for a queue that doesn't answer; that no group is finished is for the batch's deadline.
             what, limit_s = f"groups of version {version} <- trajectory queue", _POLL_S + ANSWER_S
             drawn = await self._books.ask("draw", version, places, _POLL_S, what=what, deadline_s=limit_s, notice_s=ANSWER_S)
-            if not drawn:
-                continue
             kept, given_up = list[StoredGroup](), dict[DiscardReason, list[int]]()
             for group in drawn:
                 if group.reason is not None:
@@ -57,13 +41,8 @@ class Drawing:
             for reason, group_ids in given_up.items():
                 self.forget(group_ids)
                 await self._books.ask("discard", group_ids, reason, what="discard of groups <- trajectory queue", deadline_s=ANSWER_S)
-            limit_s = payloads.tokens_fetch_s(kept, self._bytes_per_s)
-            groups, lost = await payloads.fetched(kept, deadline_s=limit_s, notice=self._notice)
-            if lost:
-                await self.lose(lost)
-            if groups:
-                self.wide_of |= {one.group_id: one.wide for one in kept if one.wide is not None and one.group_id not in lost}
-                return [await self._without_wide_fields(group) for group in groups]
+            if kept:
+                return kept
 
     async def lose(self, why: Mapping[int, str]) -> None:
         """Have drawn groups that can't be read sampled again.
@@ -72,7 +51,6 @@ class Drawing:
         Raises: ActorLost for a group that was lost _MOST_LOSSES times: lost nodes hardly explain that. The run goes back for it.
         """
         for group_id, reason in why.items():
-            self.wide_of.pop(group_id, None)
             self._losses[group_id] += 1
             if self._losses[group_id] >= _MOST_LOSSES:
                 raise ActorLost(
@@ -86,15 +64,3 @@ class Drawing:
         """Called for groups that don't come again: those of a batch that is complete, and discarded ones."""
         for group_id in group_ids:
             self._losses.pop(group_id, None)
-
-    async def _without_wide_fields(self, group: Group) -> Group:
-        """The group without its wide fields, which are put into the object store. Only small groups and those of a checkpoint have any."""
-        if not wide_fields.has_wide_fields(group):
-            return group
-
-        def put_apart() -> tuple[Group, Any]:
-            light, fields = wide_fields.split_wide_fields(group)
-            return light, ray.put(fields)
-
-        light, self.wide_of[group.group_id] = await asyncio.to_thread(put_apart)
-        return light

@@ -1,0 +1,237 @@
+"""The batch of one version on its way to the learner. The driver asks queue, service and learner for it; they answer, and ask nobody.
+
+Groups are drawn as they finish, while the learner trains the batch before, and the service pulls and unpacks them then. If the correction
+needs logprobs of the learner's own, for proximal or reference policy, they are asked for in chunks of half a batch or the rest, but only
+while the learner stands at the batch's version and has nothing else to do: earlier those would be the logprobs of older weights. While
+rollouts are the bottleneck these forwards are free. Otherwise the whole batch is corrected before the learner comes for it.
+
+No tensor comes here: references go from service to learner and back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from actors.carriers import PackedGroups, PreparedBatch, StoredGroup
+from actors.config import RunConfig
+from actors.driver.drawing import Drawing
+from actors.processes.supervision import abandon, has_failed
+from actors.ranks.learner_group import LearnerGroup
+from correction.config import CorrectionConfig
+from correction.errors import EvenkeelError
+from correction.settings.schedule import needs_reference_logprobs
+
+
+class GroupsLost(EvenkeelError):
+    """Groups of the batch can't be read; the learner has not begun to train on it."""
+
+    def __init__(self, why: Mapping[int, str]) -> None:
+        """Args: why: by group id."""
+        super().__init__(f"groups {sorted(why)} are lost")
+        self.why = dict(why)
+
+
+class BatchAhead:
+    """Draws at once, in the background; `completed` needs the learner. One event loop uses it."""
+
+    def __init__(
+        self,
+        version: int,
+        correction: CorrectionConfig,
+        config: RunConfig,
+        drawing: Drawing,
+        ask: Callable[..., Awaitable[Any]],
+    ) -> None:
+        """
+        Args:
+            version: of the learner's weights from which the update will start.
+            correction: of all of the batch, whatever the run's becomes meanwhile.
+            ask: calls a method of the service by its name, with arguments and `deadline_s`, until it answers.
+        """
+        self.version, self._correction, self._config, self._drawing, self._ask_service = version, correction, config, drawing, ask
+        self._numbers = count()
+        """Of the calls of the service for this batch."""
+        self._groups: dict[int, StoredGroup] = {}
+        """Drawn, and pulled by the service."""
+        self._lost: list[int] = []
+        """Groups that the service has, and that are not in the batch any more."""
+        self._unpacked: list[int] = []
+        """Groups that no forward has been packed for, if forwards are wanted."""
+        self._chunks: list[tuple[list[int], asyncio.Task[PackedGroups]]] = []
+        self._changed = asyncio.Event()
+        """A chunk has been added, or the batch has all of its groups."""
+        self._keeping_s: float | None = None
+        """Seconds that the learner took to keep a copy of its weights; None: it has not been asked to."""
+        learner, every = config.learner, config.learner.report_kl_every
+        self._wants_proximal = learner.needs_proximal_forward(correction)
+        self._wants_reference = needs_reference_logprobs(correction) or (every > 0 and version % every == 0)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._gathering = asyncio.create_task(self._gather())
+        self._gathering.add_done_callback(self._gathered)
+
+    def _gathered(self, task: asyncio.Task[PreparedBatch | None]) -> None:
+        has_failed(task)  # whoever asks for the batch gets the error
+        self._changed.set()
+
+    def drop(self) -> None:
+        """Nobody wants it any more."""
+        abandon(self._gathering)
+        self._drop_chunks()
+
+    async def completed(
+        self, learner: LearnerGroup, *, step: int, in_time: Callable[[Awaitable[Any]], Awaitable[Any]]
+    ) -> PreparedBatch:
+        """The whole batch, corrected. Until it is there the learner, which stands at its version, is asked for nothing else.
+
+        Args:
+            step: number of the step that will train it.
+            in_time: puts the deadline on a wait for groups.
+        Raises: ActorLost; what `in_time` raises.
+        """
+        while True:
+            try:
+                batch = await self._completed(learner, step, in_time)
+            except GroupsLost as error:  # before the learner has begun with them: they are sampled again
+                await in_time(asyncio.wait({self._gathering}))
+                self._drop_chunks()
+                self._lost += error.why
+                self._groups = {group_id: group for group_id, group in self._groups.items() if group_id not in error.why}
+                self._unpacked = list(self._groups)
+                await self._drawing.lose(error.why)
+                self._begin()
+                continue
+            self._drawing.forget(self._groups)
+            return replace(batch, groups=tuple(self._groups[group_id].facts for group_id in self._group_ids))
+
+    async def _completed(
+        self, learner: LearnerGroup, step: int, in_time: Callable[[Awaitable[Any]], Awaitable[Any]]
+    ) -> PreparedBatch:
+        if self._keeping_s is None and keeps_weights(self._config, self.version):
+            self._keeping_s = await _seconds(learner.keep_weights(self.version, oldest=self.version - self._config.max_staleness))
+        scored: list[Any] = []
+        scored_s = split_s = 0.0
+        while (chunk := await in_time(self._next_chunk(len(scored) // 2))) is not None:
+            began = time.monotonic()
+            scored += await self._scored(learner, chunk, step)
+            scored_s += time.monotonic() - began
+        if (batch := self._gathering.result()) is None:
+            split, split_s = await self._split(learner, step) if splits_gap(self._config, self.version) else (None, 0.0)
+            batch = await self._correct([group_ids for group_ids, _ in self._chunks], split, *scored)
+        batch = replace(batch, proximal_s=scored_s, split_s=split_s + (self._keeping_s or 0.0))
+        if batch.fetch_s:
+            limit_s, correction = batch.fetch_s, self._correction
+            _refuse_lost(await learner.fetch(batch.corrected, correction, step=step, limit_s=limit_s, everything=False))
+        return batch
+
+    # -- groups ------------------------------------------------------------------------------------------------------
+
+    async def _gather(self) -> PreparedBatch | None:
+        """Draw the groups as they finish. Returns: the batch, if the learner is needed for nothing before its step."""
+        places = self._config.groups_per_step
+        while len(self._groups) < places:
+            drawn = await self._drawing.draw(self.version, places - len(self._groups))
+            lost, self._lost = self._lost, []
+            why: dict[int, str] = await self._ask("pull", drawn, lost)
+            if why:
+                await self._drawing.lose(why)
+            here = {one.group_id: one for one in drawn if one.group_id not in why}
+            self._groups |= here
+            self._unpacked += here
+            # A few large forwards beat many small ones: one is packed when half a batch or the rest of it is there.
+            is_enough = len(self._unpacked) * 2 >= places or len(self._groups) == places
+            if is_enough and (self._wants_proximal or self._wants_reference):
+                chunk, self._unpacked = self._unpacked, []
+                packing = asyncio.create_task(self._ask("pack", chunk, self._correction))
+                packing.add_done_callback(has_failed)
+                self._chunks.append((chunk, packing))
+                self._changed.set()
+        if self._wants_proximal or self._wants_reference or splits_gap(self._config, self.version):
+            return None
+        return await self._correct([], None)
+
+    async def _next_chunk(self, number: int) -> PackedGroups | None:
+        """The chunk of this number; None: there are no more. Raises: the error of what goes on in the background."""
+        while len(self._chunks) <= number:
+            if self._gathering.done():
+                self._gathering.result()
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        return await self._chunks[number][1]
+
+    def _drop_chunks(self) -> None:
+        for _, packing in self._chunks:
+            abandon(packing)
+        self._chunks = []
+
+    @property
+    def _group_ids(self) -> list[int]:
+        """In the order of the batch, which doesn't depend on who was finished first."""
+        return sorted(self._groups)
+
+    # -- service and learner -----------------------------------------------------------------------------------------
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        limit_s = self._config.deadlines.batch_s  # longer than the tokens of a batch may take
+        return await self._ask_service(method, self.version, next(self._numbers), *arguments, deadline_s=limit_s)
+
+    async def _correct(self, chunks: Sequence[Sequence[int]], split: Any, *scored: Any) -> PreparedBatch:
+        batch: PreparedBatch = await self._ask("correct", self._group_ids, self._correction, chunks, split, *scored)
+        return batch
+
+    async def _scored(self, learner: LearnerGroup, chunk: PackedGroups, step: int) -> tuple[Any, Any]:
+        """References to what the learner says of a chunk, proximal and reference policy; None: not wanted, or it has no token."""
+        proximal = reference = None
+        if chunk.batch is None:
+            return None, None
+        if chunk.fetch_s:
+            _refuse_lost(await learner.fetch(chunk.batch, None, step=step, limit_s=chunk.fetch_s, everything=False))
+        if self._wants_proximal:
+            proximal = await learner.proximal(chunk.batch, version=self.version)
+        if self._wants_reference:
+            reference = await learner.reference_logprobs(chunk.batch, version=self.version)
+        return proximal, reference
+
+    async def _split(self, learner: LearnerGroup, step: int) -> tuple[Any, float]:
+        """Reference to what the learner says of a sample of stale tokens, None if there are none; and the seconds that it took."""
+        config = self._config
+        sample: PackedGroups = await self._ask("sample_stale", self._group_ids, self._correction)
+        if sample.batch is None:
+            return None, 0.0
+        began = time.monotonic()
+        if sample.fetch_s:
+            _refuse_lost(await learner.fetch(sample.batch, None, step=step, limit_s=sample.fetch_s, everything=True))
+        oldest = self.version + config.monitor.split_every - config.max_staleness
+        found = await learner.at_sampling(sample.batch, version=self.version, oldest=oldest)
+        return found, time.monotonic() - began
+
+
+def keeps_weights(config: RunConfig, version: int) -> bool:
+    """Whether a batch whose gap will be split may have tokens of these weights, so that the ranks keep a copy."""
+    every = config.monitor.split_every
+    return every > 0 and every - version % every <= config.max_staleness
+
+
+def splits_gap(config: RunConfig, version: int) -> bool:
+    """Whether the gap of the batch of this version is split."""
+    every = config.monitor.split_every
+    return every > 0 and config.max_staleness > 0 and version % every == 0
+
+
+def _refuse_lost(why: Mapping[int, str]) -> None:
+    """Raises: GroupsLost if there are any."""
+    if why:
+        raise GroupsLost(why)
+
+
+async def _seconds(work: Awaitable[Any]) -> float:
+    began = time.monotonic()
+    await work
+    return time.monotonic() - began
