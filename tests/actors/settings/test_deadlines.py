@@ -211,7 +211,6 @@ def test_what_contains_another_stands_below_it_in_the_table(tokens: int, size: i
         (row("deadlines.sync_s"), receipts),
         (row(f"{engine}.update_s"), row("deadlines.sync_s")),
         (row(f"{engine}.start_s"), row("deadlines.start_s")),
-        (row("deadlines.batch_s"), at["the service's answer to the call for a batch"]),
         (row("rollout.reward.deadline_s"), at["rewards of a group"]),
         (row("rollout.reward.start_deadline_s"), at["rewards of a group"]),
         (at["a batch's tokens on their way to the service"], at["the object store's answer about these tokens"]),
