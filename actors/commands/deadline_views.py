@@ -12,27 +12,18 @@ from actors.plan.shape import ModelShape
 from actors.settings.deadlines import as_text, bytes_of, table
 from correction.errors import DataError
 
-_EXAMPLES = ((256, 10**9), (32_768, 60 * 10**9))
-"""(tokens of an answer, bytes of the model)."""
-
 
 def explained(config: RunConfig | None, section: str) -> str:
-    """All keys, or those of a section, explained; with the deadlines of the recipe, or of two examples if there is none.
+    """All keys, or those of a section, explained; with the deadlines of the recipe, if there is one.
 
     Raises: ConfigError for an unknown section.
     """
     keys = explain(RunConfig, section)
-    if section and section.split(".")[0] != "deadlines":
+    if config is None or (section and section.split(".")[0] != "deadlines"):
         return keys
-    if config is not None:
-        size = _weight_bytes(config)
-        known = f"{size / 1e9:.3g} GB of weights" if size else f"its weights, {config.model}, are not there yet, and count as none"
-        return f"{keys}\n\nDeadlines of this recipe ({known}):\n{as_text(table(config, size))}"
-    parts = [
-        f"Deadlines with answers of up to {tokens} tokens and {size / 1e9:g} GB of weights:\n{as_text(table(_example(tokens), size))}"
-        for tokens, size in _EXAMPLES
-    ]
-    return "\n\n".join([keys, *parts])
+    size = _weight_bytes(config)
+    known = f"{size / 1e9:.3g} GB of weights" if size else f"its weights, {config.model}, are not there yet, and count as none"
+    return f"{keys}\n\nDeadlines of this recipe ({known}):\n{as_text(table(config, size))}"
 
 
 def _weight_bytes(config: RunConfig) -> int:
@@ -42,19 +33,3 @@ def _weight_bytes(config: RunConfig) -> int:
     with contextlib.suppress(DataError):
         return ModelShape.read(config_folder(config.model)).weight_bytes("bfloat16")
     return 0
-
-
-def _example(answer_tokens: int) -> RunConfig:
-    """Defaults but for the answers' length."""
-    return RunConfig.model_validate(
-        {
-            "model": "model",
-            "steps": 1,
-            "groups_per_step": 64,
-            "rollout": {
-                "task": {"kind": "reasoning_gym", "dataset": "chain_sum"},
-                "reward": {"kind": "reasoning_gym"},
-                "sampling": {"max_tokens": answer_tokens},
-            },
-        }
-    )

@@ -14,15 +14,14 @@ from actors.config import RunConfig
 from actors.doctor.facts import Complaint, NodeFacts, PaperFacts
 from actors.doctor.gather import home_of_run, nodes_of_cluster, own_machine
 from actors.doctor.node_rules import on_nodes
-from actors.doctor.paper_rules import enough, on_paper, without_model, worst_first
+from actors.doctor.paper_rules import enough, on_paper, worst_first
 from actors.doctor.room_rules import Request, requests
-from actors.doctor.start_checks import check_on_paper, check_on_paper_or_refuse, kept
+from actors.doctor.start_checks import check_on_paper_or_refuse, kept
 from actors.doctor.surroundings import check_surroundings
 from actors.hub_name import HubName
-from actors.plan.shape import check_is_model
 from actors.processes.disk_at_start import by_disk_at_start
 from actors.settings.devices import visible_gpus
-from correction.errors import ConfigError, DataError, EvenkeelError
+from correction.errors import ConfigError, EvenkeelError
 
 
 def doctor(
@@ -33,9 +32,6 @@ def doctor(
     gpus: Annotated[
         str, typer.Option(metavar="NAMExCOUNT", help="Check the recipe for these GPUs, such as H100x8 or H100x8x4, instead of those here.")
     ] = "",
-    cluster: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Check the recipe for the nodes of this `ray up` file, such as those in deploy.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
     task: Annotated[
         str, typer.Option(metavar="RECIPE|DATA_SET", help="Of a model: show this task's first prompt, and how long its prompts may be.")
@@ -46,8 +42,8 @@ def doctor(
     It first checks what follows from the recipe and the model folder: memory of each GPU, layouts, dtypes, disk, what the learner can't
     train. It reads the questions of the task, has the reward function score one of them, and looks whether ports and packages are there.
     Then it checks the nodes, this machine or, by a small task on each, those of the cluster at ray.address: GPUs, versions, folders, shared
-    memory. With --gpus it makes the first part alone, from config.json, for GPUs that aren't here; with --cluster it checks whether the
-    nodes that `ray up` would start offer what the run needs. `evenkeel train` makes the same checks, and stops at what can't work.
+    memory. With --gpus it makes the first part alone, from config.json, for GPUs that aren't here.
+    `evenkeel train` makes the same checks, and stops at what can't work.
 
     For a model's folder, or hf:NAME, it shows what tokenizer, chat template and configs say: the tokens that end an answer, the system
     turn, the prompt of a question with its special tokens, and how long prompts and answers may be.
@@ -63,11 +59,9 @@ def doctor(
     if task:
         raise ConfigError(f"evenkeel doctor {target}: --task goes with a model's folder, and this is none")
     if by_disk_at_start(target.is_dir, f"{target}, to be opened", disk="its disk"):
-        options = {"--gpus": gpus, "--cluster": cluster, "--json": as_json}
+        options = {"--gpus": gpus, "--json": as_json}
         typer.echo(_of_run(target, [*(overrides or []), *(name for name, value in options.items() if value)]))
         return
-    if gpus and cluster:
-        raise ConfigError("evenkeel doctor: --gpus is about machines that aren't there, --cluster about those of a file; take one of them")
     if target.suffix not in (".yaml", ".yml") and not target.exists():
         raise ConfigError(f"{target}: there is no such recipe file or run folder")
     from rich.console import Console
@@ -77,7 +71,7 @@ def doctor(
     from actors.doctor.views import as_json as in_json
 
     config = load_told(target, overrides)
-    complaints, rows = _of_cluster(config, cluster) if cluster else _found(config, gpus)
+    complaints, rows = _found(config, gpus)
     if as_json:
         typer.echo(json.dumps(in_json(complaints, rows), indent=2, allow_nan=False))
     else:
@@ -109,24 +103,6 @@ def _of_run(folder: Path, overrides: list[str]) -> str:
         raise ConfigError(f"{folder}: a run's folder has its recipe; leave out {' '.join(overrides)}")
     view = by_disk_at_start(lambda: RunFolder.view(folder), f"{folder}, to be opened")
     return page(diagnose_run(view))
-
-
-def _of_cluster(config: RunConfig, path: Path) -> tuple[list[Complaint], list[Request]]:
-    from actors.cluster.hub import config_folder
-    from actors.doctor.cluster_file import ClusterFile, cluster_complaints
-    from actors.settings.derived import derived, refusals
-
-    cluster = ClusterFile.read(path, config.ray.rollout_resource)
-    if refused := list(refusals(config, has_gpu=cluster.has_gpus)):
-        return [Complaint.refusal(error) for error in refused], []
-    config = derived(config, has_gpu=cluster.has_gpus)
-    try:
-        check_is_model(config_folder(config.model))
-    except DataError as error:  # on the nodes it may be
-        unchecked = Complaint("note", f"neither the model nor the memory of GPUs was checked: {error}")
-        return worst_first([*cluster_complaints(cluster, config), *without_model(config), unchecked]), []
-    config, facts = check_on_paper(config, meant=())
-    return worst_first(on_paper(facts, config) + cluster_complaints(cluster, config, facts.shape)), []
 
 
 def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]]:

@@ -17,13 +17,13 @@ def plan(
         str, typer.Option(metavar="NAMExCOUNT[xNODES]", help="GPUs to plan for, such as H100x8, H200x8x4 or 24GBx1.")
     ] = "H100x8",
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the numbers as JSON, in bytes and seconds; null: none, or no limit.")
+        bool, typer.Option("--json", help="Print the numbers as JSON, in bytes.")
     ] = False,
 ) -> None:
     """Say what a run would need, without a GPU: memory by role, requests that fit, bytes of a version and a checkpoint, other layouts.
 
-    Weights, gradients and optimizer are counted, activations are what autograd keeps of the learner's layers; seconds are estimates from
-    assumed speeds of buses and networks. What would be refused, or go slowly, is said as `evenkeel doctor` says it.
+    Weights, gradients and optimizer are counted, activations are what autograd keeps of the learner's layers. What would be refused
+    is said as `evenkeel doctor` says it.
 
     Exit codes: 0 there is a plan, whatever is said of it; 1 the recipe or the model's config.json leaves nothing to plan with.
     """

@@ -16,7 +16,6 @@ from actors.plan.host_memory import HostMemory, hosts
 from actors.plan.layouts import Layout, layouts
 from actors.plan.learner_memory import RESERVE, RankMemory, rank_memory
 from actors.plan.traffic import Traffic, traffic
-from actors.settings.deadlines import Deadline, table
 from correction.errors import counted
 from learner.model_fit import layout_obstacles
 
@@ -36,7 +35,6 @@ class RunPlan:
     moved: Traffic
     hosts: tuple[HostMemory, ...]
     layouts: tuple[Layout, ...]
-    deadlines: tuple[Deadline, ...]
     complaints: tuple[Complaint, ...]
 
 
@@ -48,10 +46,9 @@ def make_plan(facts: PaperFacts, config: RunConfig, gpus: Gpus, complaints: Sequ
     engine = engine_memory(shape, config.rollout, gpus.memory)
     share = int(gpus.memory * learner.gpus_per_rank)
     others = layouts(shape, learner, learner.world_size, share, **options, gpus_per_node=gpus.per_node)
-    moved = traffic(shape, config, cache_tokens=engine.tokens)
-    waits = table(config, shape.weight_bytes(config.learner.resolved_dtype))
+    moved = traffic(shape, config)
     of_hosts = tuple(hosts(shape, config, gpus_per_node=gpus.per_node, nodes=gpus.nodes, gpu_bytes=gpus.memory))
-    return RunPlan(gpus, shape.parameters, shape.tensors, rank, engine, moved, of_hosts, tuple(others), tuple(waits), tuple(complaints))
+    return RunPlan(gpus, shape.parameters, shape.tensors, rank, engine, moved, of_hosts, tuple(others), tuple(complaints))
 
 
 def sections(plan: RunPlan, config: RunConfig) -> dict[str, list[tuple[str, str]]]:
@@ -65,12 +62,8 @@ def sections(plan: RunPlan, config: RunConfig) -> dict[str, list[tuple[str, str]
         f"{config.model.name}: {head}": [("batch", config.batch_arithmetic())],
         f"learner: {ranks}, {learner.dtype}": _of_rank(plan, config),
         f"engines: {engines}, {rollout.engine.dtype}": _of_engine(plan, config),
-        "one version of the weights": _of_version(plan),
-        "deadlines that follow": [
-            ("none" if line.seconds is None else f"{line.seconds:,.0f} s", f"{line.key}: {line.what}" if line.key else line.what)
-            for line in plan.deadlines
-        ],
         "outside the GPUs": [
+            ("one version of the weights", gib(plan.moved.version)),
             ("object store", f"{gib(plan.moved.store)}: two versions and two batches of {gib(plan.moved.batch)} each at most"),
             ("checkpoint", f"{gib(plan.moved.checkpoint)}; {config.checkpoint.keep} are kept"),
         ],
@@ -124,18 +117,8 @@ def _of_host(host: HostMemory) -> list[tuple[str, str]]:
     return [(host.node, gib(host.total)), *((f"  {what}", gib(size)) for what, size in host.parts.items() if size)]
 
 
-def _of_version(plan: RunPlan) -> list[tuple[str, str]]:
-    moved = plan.moved
-    way = f"to another node {moved.fetch_s:.1f} s, " if moved.fetch_s else ""
-    rows = [("bytes", gib(moved.version)), ("estimates", f"learner {moved.export_s:.1f} s, {way}an engine's pause {moved.pause_s:.1f} s")]
-    if moved.recomputed_tokens:
-        rows.append(("read again", f"up to {moved.recomputed_tokens:,} tokens an engine, about {moved.recompute_s:.0f} s (retract)"))
-    return rows
-
-
 def in_numbers(plan: RunPlan) -> dict[str, Any]:
-    """The plan as plain numbers, for `--json`: bytes and seconds. `rank` is None if the layout doesn't divide the model,
-    and so are the `seconds` of a deadline without a limit."""
+    """The plan as plain numbers, for `--json`: bytes. `rank` is None if the layout doesn't divide the model."""
     engine = asdict(plan.engine)
     return {
         "gpus": str(plan.gpus),
@@ -146,6 +129,5 @@ def in_numbers(plan: RunPlan) -> dict[str, Any]:
         "traffic": asdict(plan.moved),
         "hosts": [{"node": one.node, "total": one.total, "parts": one.parts} for one in plan.hosts],
         "layouts": [{"layout": str(one), "bytes": one.memory.with_reserve, "fits": one.fits} for one in plan.layouts],
-        "deadlines": [asdict(one) for one in plan.deadlines],
         "findings": findings(plan.complaints),
     }

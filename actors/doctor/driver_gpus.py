@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 
-from actors.doctor.facts import GpuFact, Link
+from actors.doctor.facts import GpuFact
 
 _SMI = "nvidia-smi"
 _LIST = ("--query-gpu=index,uuid,name,memory.total,memory.free,compute_cap,mig.mode.current", "--format=csv,noheader,nounits")
-_LINKS, _PEERS = ("topo", "-m"), ("topo", "-p2p", "r")
 _SMI_S = 10.0
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def gpus_of_driver() -> list[GpuFact]:
@@ -41,24 +38,6 @@ def seen_by_torch(gpus: Sequence[GpuFact], visible: str | None, count: int) -> t
 def _named(gpus: Sequence[GpuFact], word: str) -> GpuFact | None:
     found = [gpu for gpu in gpus if (gpu.number == int(word) if word.isdigit() else word and gpu.uuid.startswith(word))]
     return found[0] if len(found) == 1 else None
-
-
-def links_of_driver() -> tuple[Link, ...]:
-    """The link of each pair of GPUs; none where nvidia-smi lists no links."""
-    kinds, peers = _matrix(_said(*_LINKS)), _matrix(_said(*_PEERS))
-    return tuple(Link(one, other, kind, peers.get((one, other), "OK") == "OK") for (one, other), kind in kinds.items() if one < other)
-
-
-def _matrix(text: str) -> dict[tuple[int, int], str]:
-    """(row, column) -> what stands there, of the rows and columns that are called GPU with a number."""
-    lines = [_COLOURS.sub("", line).split("\t") for line in text.splitlines()]
-    heads = next((line for line in lines if any(cell.strip() == "GPU0" for cell in line[1:])), [])
-    columns = {place: int(cell.strip()[3:]) for place, cell in enumerate(heads) if re.fullmatch(r"GPU\d+", cell.strip())}
-    found: dict[tuple[int, int], str] = {}
-    for line in lines:
-        if line is not heads and (row := re.fullmatch(r"GPU(\d+)", line[0].strip())):
-            found |= {(int(row[1]), column): line[place].strip() for place, column in columns.items() if place < len(line)}
-    return found
 
 
 def _said(*words: str) -> str:

@@ -14,8 +14,6 @@ Severity = Literal["fail", "warn", "note"]
 """Worst first."""
 COMPILERS = ("gcc", "g++", "nvcc", "ninja")
 """What SGLang compiles kernels with when an engine on a GPU first wants them; nvcc calls g++."""
-STORE_SHARE, MOST_STORED = "RAY_DEFAULT_OBJECT_STORE_MEMORY_PROPORTION", "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES"
-"""Ray's variables for the object store of a Ray that is told no size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +53,6 @@ class PaperFacts:
     """Where the run folder would be made, if this process may not write there."""
     host_bytes: int | None = None
     """Memory of this machine or container, if the run is on it alone; None: it isn't, or not known."""
-    store_bytes: int | None = None
-    """What Ray's object store would have of it; None: as above."""
     taken_names: tuple[str, ...] = ()
     """Files where the run starts with the name of a module of evenkeel's or of the standard library, if a reward may import them."""
     stand_ins: tuple[str, ...] = ()
@@ -84,22 +80,6 @@ class GpuFact:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """The link of two GPUs of a node, by the driver's numbers."""
-
-    one: int
-    other: int
-    kind: str
-    """As nvidia-smi has it: NV18 (18 NVLinks), PIX, PXB, PHB, NODE, SYS."""
-    has_peer_access: bool = True
-    """Each can read the other's memory (peer-to-peer); otherwise they exchange data through the host's memory."""
-
-    @property
-    def is_nvlink(self) -> bool:
-        return self.kind.startswith("NV")
-
-
-@dataclass(frozen=True, slots=True)
 class NodeFacts:
     """One node, as found by a small task on it."""
 
@@ -123,8 +103,6 @@ class NodeFacts:
     """Memory of each of the driver's GPUs, or of those that CUDA_VISIBLE_DEVICES names; those of unknown memory are left out."""
     driver_architectures: tuple[str, ...] = ()
     """Of the same GPUs, such as sm_90, also of those that are hidden from the torch of the small task."""
-    links: tuple[Link, ...] = ()
-    """Between the driver's GPUs; empty: not known."""
     visible_devices: str | None = None
     """CUDA_VISIBLE_DEVICES there; None: it isn't set."""
     architectures: tuple[str, ...] = ()
@@ -140,32 +118,20 @@ class NodeFacts:
     """Versions of the packages that have to be the same on all nodes; an empty one isn't installed."""
     has_plugin: bool = True
     """SGLang finds evenkeel's entry points there."""
-    nccl: Mapping[str, str] = field(default_factory=dict)
-    """Variables of its environment that begin with NCCL_."""
     shared_memory: int = 1 << 40
     """Bytes of /dev/shm that are free."""
     open_files: int = 1 << 20
     """Files that a process may have open (ulimit -n)."""
-    locked_memory: int = 1 << 50
-    """Bytes that a process may lock (ulimit -l)."""
-    has_rdma: bool = False
-    """A card for InfiniBand or RoCE is there."""
     why_unreachable: str = ""
     """Why a free port of another node, where the learner's rank 0 may be, could not be reached; empty: it could, or way_not_known."""
     way_not_known: str = ""
     """Why it isn't known whether it could; empty: it is, or there is no other node."""
     memory: int = 1 << 50
     """Bytes of the host's memory, or of the container's limit."""
-    object_store: int = 1 << 40
-    """Bytes of Ray's object store there."""
     model_obstacle: str = ""
     """Why a learner rank there could not read the model (hub.py); empty: it could."""
     reads_run_folder: bool = True
     """A file that the driver wrote into the run folder can be read on the node, and one written there by the driver."""
-    clock_ahead_s: float = 0.0
-    """Seconds by which the node's clock is ahead of the driver's, at least: what lies between question and answer counts as none."""
-    clock: tuple[float, float] = (0.0, 0.0)
-    """The node's clock when the small task began and when it was done, seconds since 1970."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Variables of its environment that may keep a run from working (surroundings.py)."""
     loopback_obstacle: str = ""

@@ -19,11 +19,11 @@ from typing import Any
 
 from actors.cluster.hub import config_folder, obstacle_here
 from actors.config import RunConfig
-from actors.doctor.driver_gpus import gpus_of_driver, links_of_driver, seen_by_torch
+from actors.doctor.driver_gpus import gpus_of_driver, seen_by_torch
 from actors.doctor.facts import COMPILERS, GpuFact, NodeFacts, Nodes, PaperFacts
 from actors.doctor.free_memory_rules import gpus_have_room
 from actors.doctor.memory_rules import could_be_given
-from actors.doctor.own_memory import memory_bytes, own_store_bytes, shared_memory_bytes
+from actors.doctor.own_memory import memory_bytes, shared_memory_bytes
 from actors.doctor.port_check import OpenPort, why_unreachable
 from actors.doctor.surroundings import loopback_obstacle, variables_here
 from actors.plan.gpus import Gpus
@@ -70,11 +70,11 @@ def paper_facts(
     gpus: tuple[int, ...] = ()
     if config.ray.address is None and "cuda" in (config.learner.resolved_device, config.rollout.engine.resolved_device):
         gpus = could_be_given(_sizes(_named(gpus_of_driver(), visible_gpus())), visible_gpus())
-    host, store = (memory_bytes(), own_store_bytes()) if config.ray.address is None else (None, None)
+    host = memory_bytes() if config.ray.address is None else None
     there = model if is_resumed and model is not None else home_of_run(config)
     closed = "" if is_resumed or os.access(there, os.W_OK) else str(there)
     largest, free = len(gpus) or GPUS_PER_NODE, shutil.disk_usage(there).free
-    known = PaperFacts(shape, gpus, gpus_per_node=largest, disk_free=free, closed_folder=closed, host_bytes=host, store_bytes=store)
+    known = PaperFacts(shape, gpus, gpus_per_node=largest, disk_free=free, closed_folder=closed, host_bytes=host)
     start = getattr(config.rollout.reward, "folder", None) or Path.cwd()
     first = {Path(folder).absolute() for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder}
     is_last = config.rollout.reward.kind == "function" and start not in first
@@ -109,7 +109,6 @@ def this_node(model: str, *, sign: str = "", token: str = "", answer: str = "") 
         sign, token: a file, and what the driver has written into it; empty: nothing is looked for.
         answer: file to which the token is copied, for the driver to find.
     """
-    began = time.time()  # before anything that takes its time
     driver, seen = gpus_of_driver(), visible_gpus()
     named = _named(driver, seen)
     return NodeFacts(
@@ -118,24 +117,19 @@ def this_node(model: str, *, sign: str = "", token: str = "", answer: str = "") 
         driver_gpus=len(driver),
         gpu_bytes=_sizes(named),
         driver_architectures=tuple(gpu.architecture for gpu in named),
-        links=links_of_driver() if len(driver) > 1 else (),
         visible_devices=os.environ.get(VISIBLE),
         architectures=_compiled_for() if seen else (),
         has_cuda=has_cuda(),
         versions={name: found for name in _PACKAGES if (found := _version(name))} | {"evenkeel's own files": _own_files()},
         has_plugin=has_plugin(),
-        nccl={name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
         shared_memory=shared_memory_bytes(),
         memory=memory_bytes(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        locked_memory=_limit(resource.RLIMIT_MEMLOCK),
-        has_rdma=any(Path("/sys/class/infiniband").glob("*")),
         model_obstacle=obstacle_here(Path(model)),
         reads_run_folder=not sign or (_reads(Path(sign), token) and _writes(Path(answer), token)),
         variables=variables_here(),
         loopback_obstacle=loopback_obstacle(),
         compilers=tuple(name for name in COMPILERS if shutil.which(name)),
-        clock=(began, time.time()),
     )
 
 
@@ -144,11 +138,6 @@ def _compiled_for() -> tuple[str, ...]:
     import torch
 
     return tuple(torch.cuda.get_arch_list())
-
-
-def _limit(kind: int) -> int:
-    found = resource.getrlimit(kind)[0]
-    return 1 << 50 if found == resource.RLIM_INFINITY else found
 
 
 def _version(package: str) -> str:
@@ -233,7 +222,6 @@ def nodes_of_cluster(
         by_disk(partial(sign.write_text, token), "a file for the nodes to read")
     try:
         alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-        began = time.time()
         asked = {
             node["NodeID"]: _task(this_node, node).remote(
                 str(config.model), sign=str(sign or ""), token=token, answer=_answer_file(sign, node)
@@ -247,7 +235,7 @@ def nodes_of_cluster(
         ways = {node["NodeID"]: _task(why_unreachable, node).remote(port.address) if port is not None else None for node in others}
         found = []
         for node in alive:
-            facts = _with_skew(_answer(asked[node["NodeID"]], until, within_s), began)
+            facts = _answer(asked[node["NodeID"]], until, within_s)
             if node["NodeID"] in ways:
                 facts = _with_way(facts, ways[node["NodeID"]], until, within_s)
             if not facts.silence:
@@ -310,18 +298,6 @@ def _answer(call: Any, until: float, within_s: float) -> NodeFacts:
     return found
 
 
-def _with_skew(facts: NodeFacts, began: float) -> NodeFacts:
-    """The facts, with the seconds by which the node's clock is ahead (negative: behind), as far as they are certain: it showed a time after
-    the answer came, or before the question was asked. The time that the answer took counts as no difference.
-
-    Args: began: this machine's clock when the node was asked.
-    """
-    if facts.silence:
-        return facts
-    first, last = facts.clock
-    return replace(facts, clock_ahead_s=max(0.0, last - time.time()) or min(0.0, first - began))
-
-
 def _with_way(facts: NodeFacts, call: Any, until: float, within_s: float) -> NodeFacts:
     """The facts, with whether the node can connect to the listening port, or why that isn't known. Args: call: None: nothing listens."""
     import ray
@@ -355,5 +331,4 @@ def _with_resources(facts: NodeFacts, node: Mapping[str, Any], free: Mapping[str
         cpus=offered.get("CPU", 0.0),
         free_cpus=free.get("CPU", 0.0),
         rollout_units=offered.get(unit, 0.0),
-        object_store=int(offered.get("object_store_memory", 0)),
     )

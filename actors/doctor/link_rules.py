@@ -10,63 +10,6 @@ from collections.abc import Iterator
 
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint, NodeFacts, Nodes
-from actors.doctor.memory_rules import gib
-
-LEAST_LOCKED = 1 << 30
-"""Fewest bytes that a process should be allowed to lock: NCCL registers its buffers with the network card, some MiB for each channel and
-partner."""
-_WAYS = {
-    "PIX": "a PCIe switch",
-    "PXB": "several PCIe switches",
-    "PHB": "the processor's PCIe bridge",
-    "NODE": "PCIe bridges of one socket",
-    "SYS": "two sockets",
-}
-"""nvidia-smi's names of links, from the shortest path to the longest."""
-
-
-def gpus_of_a_group_are_linked(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    """GPUs of a tensor-parallel group or an engine should have fast links. Ray chooses the GPUs, so any two of a node may be in one
-    group."""
-    asked = _tensor_parallel(config)
-    for node in nodes:
-        mine = {gpu.number for gpu in node.gpus} or {number for link in node.links for number in (link.one, link.other)}
-        links = [link for link in node.links if {link.one, link.other} <= mine]
-        bare = [link for link in links if not link.is_nvlink or not link.has_peer_access]
-        if not asked or not bare:
-            continue
-        worst = max(bare, key=lambda link: (not link.has_peer_access, list(_WAYS).index(link.kind) if link.kind in _WAYS else -1))
-        way = f"by {_WAYS.get(worst.kind, worst.kind)}, not by NVLink" if not worst.is_nvlink else "by NVLink"
-        through = "" if worst.has_peer_access else ", and can't read each other's memory: what they exchange goes through the host's"
-        yield Complaint(
-            "warn",
-            f"{node.name}: {len(bare)} of {len(links)} pairs of GPUs have no fast link, such as {worst.one} and {worst.other}, which are "
-            f"connected {way}{through}; {asked} exchange activations in every layer",
-            "Lower that setting (pipeline_parallel, or data_parallel with the distributed optimizer, saves memory, too), or use GPUs that "
-            "NVLink connects",
-        )
-
-
-def _tensor_parallel(config: RunConfig) -> str:
-    learner, engine = config.learner, config.rollout.engine
-    asked = {
-        "learner.tensor_parallel": learner.tensor_parallel if learner.resolved_device == "cuda" else 1,
-        "rollout.engine.tensor_parallel": engine.tensor_parallel if engine.resolved_device == "cuda" else 1,
-    }
-    return " and ".join(f"{name} = {size}" for name, size in asked.items() if size > 1)
-
-
-def rdma_may_lock_memory(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    if not _talks_over_the_network(nodes, config):
-        return
-    for node in nodes:
-        if node.has_rdma and node.offered_gpus and node.locked_memory < LEAST_LOCKED:
-            yield Complaint(
-                "warn",
-                f"{node.name}: a process may lock {gib(node.locked_memory)} of memory (ulimit -l), and NCCL registers its buffers with the "
-                "InfiniBand or RoCE card that is there: a group over several nodes would fail",
-                "ulimit -l unlimited before ray start; in a container --ulimit memlock=-1; or ray.env.NCCL_IB_DISABLE: '1', which is slow",
-            )
 
 
 def nodes_answer(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint
-from actors.plan.bucket_memory import receiving_bytes, sending_bytes
+from actors.plan.bucket_memory import receiving_bytes
 from actors.plan.engine_memory import engine_memory
 from actors.plan.layouts import GPUS_PER_NODE, layouts
 from actors.plan.learner_memory import RESERVE, pass_tokens, rank_memory
@@ -107,22 +107,6 @@ def engine_leaves_room_outside_its_cache(shape: ModelShape, config: RunConfig, g
         )
 
 
-def buckets_leave_the_learner(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Iterator[Complaint]:
-    """Between two steps, when the memory of passes is free. A warning: what is counted is an upper bound."""
-    learner = config.learner
-    if learner.resolved_device != "cuda" or any(layout_obstacles(learner, shape.sizes)):
-        return
-    state, room = rank_memory(shape, learner, **rank_options(config)).state, int(gpu_bytes * learner.gpus_per_rank)
-    sending = sending_bytes(shape, config)
-    if state + RESERVE <= room < state + RESERVE + sending:
-        yield Complaint(
-            "warn",
-            f"a learner rank has {gib(room - state - RESERVE)} beside weights, gradients, optimizer and reserve, and to gather and send a "
-            f"version in buckets of {gib(config.weight_sync.bucket_bytes)} takes up to {gib(sending)}",
-            "Lower weight_sync.bucket_bytes, or use larger GPUs",
-        )
-
-
 def buckets_reach_an_engine(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Iterator[Complaint]:
     """By broadcast, which goes from GPU to GPU: graphs, activations and sampler leave less, but all of it in no case."""
     rollout = config.rollout
@@ -194,7 +178,7 @@ def on_gpus(
         buckets_reach_an_engine,
         both_sides_fit_one_gpu,
     )
-    for rule, sizes in ((of_rank, of_ranks), (buckets_leave_the_learner, of_ranks), *((one, of_engines) for one in of_engine)):
+    for rule, sizes in ((of_rank, of_ranks), *((one, of_engines) for one in of_engine)):
         if not sizes:
             continue
         always = any(one.severity == "fail" for one in rule(shape, config, max(sizes)))

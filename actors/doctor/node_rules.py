@@ -11,7 +11,7 @@ from actors.config import RunConfig
 from actors.doctor.facts import COMPILERS, Complaint, NodeFacts, Nodes
 from actors.doctor.free_memory_rules import gpus_have_room
 from actors.doctor.kernel_rules import architecture_of, half_precision_has_kernels, weights_stay_as_sent
-from actors.doctor.link_rules import gpus_of_a_group_are_linked, nodes_answer, ports_are_open, rdma_may_lock_memory
+from actors.doctor.link_rules import nodes_answer, ports_are_open
 from actors.doctor.memory_rules import NodeGpus, could_be_given, gib, on_gpus_of_nodes
 from actors.doctor.paper_rules import LESS, worst_first
 from actors.doctor.room_rules import (
@@ -26,9 +26,7 @@ from actors.doctor.surroundings import surroundings_let_it_work
 from actors.hub_name import HubName
 from actors.plan.host_memory import (
     ANSWERS,
-    BATCHES,
     FETCHED,
-    FOR_CHECKPOINTS,
     WIDE,
     HostMemory,
     of_driver,
@@ -37,7 +35,7 @@ from actors.plan.host_memory import (
     shared_bucket_bytes,
 )
 from actors.plan.shape import ModelShape
-from actors.plan.traffic import fetched_versions, largest_bucket, largest_tensor, stores_versions, traffic
+from actors.plan.traffic import largest_bucket, largest_tensor
 from actors.settings.devices import gpus_asked, held_by, workers_with_a_unit
 from correction.errors import counted
 
@@ -45,9 +43,6 @@ NodeRule = Callable[[Nodes, RunConfig], Iterator[Complaint]]
 
 FEWEST_OPEN_FILES = 4096
 """Fewest files that a process should be allowed to open: Ray's processes and sockets need more than the usual 1,024."""
-MOST_SKEW_S = 5.0
-_OF_A_NODE = ("_IFNAME", "_HCA", "_FILE")
-"""Suffixes of NCCL's variables that name a node's own network devices or files."""
 
 
 def torch_sees_the_gpus(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
@@ -119,20 +114,6 @@ def packages_are_alike(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
             yield Complaint("fail", f"the nodes have different versions of {package}: {where}", "Install the same everywhere")
 
 
-def nccl_is_told_the_same(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    """On nodes with GPUs; names of a node's own devices may differ, and ray.env says the same to all."""
-    with_gpus = [node for node in _known(nodes) if node.offered_gpus]
-    for name in sorted({name for node in with_gpus for name in node.nccl} - config.ray.env.keys()):
-        found = {node.nccl.get(name, "") for node in with_gpus}
-        if len(found) > 1 and not name.endswith(_OF_A_NODE):
-            where = "; ".join(
-                f"{value or 'not set'} on {', '.join(node.name for node in with_gpus if node.nccl.get(name, '') == value)}"
-                for value in sorted(found)
-            )
-            text = f"{name} isn't the same on all nodes with GPUs: {where}. Ranks that are told different things may wait for each other"
-            yield Complaint("warn", text, f"Set ray.env.{name}")
-
-
 def folders_are_seen_everywhere(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     """Ranks write checkpoints into the run folder, from which engines read config and tokenizer; ranks alone read the model folder."""
     if blind := [node.name for node in nodes if not node.reads_run_folder]:
@@ -162,13 +143,6 @@ def processes_may_open_files(nodes: Nodes, config: RunConfig) -> Iterator[Compla
             yield Complaint("warn", f"{node.name}: a process may open {node.open_files} files", "ulimit -n 65536 before ray start")
 
 
-def clocks_agree(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    for node in nodes:
-        if abs(node.clock_ahead_s) > MOST_SKEW_S:
-            text = f"{node.name}: its clock is {node.clock_ahead_s:+.0f} s from this one's: times in logs don't agree"
-            yield Complaint("warn", text, "Have both set by NTP")
-
-
 def compilers_for_kernels(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     wanted = COMPILERS if config.rollout.engine.resolved_device == "cuda" else ()
     for node in nodes:
@@ -191,13 +165,9 @@ NODE_RULES: tuple[NodeRule, ...] = (
     engines_have_their_sglang,
     kernels_for_these_gpus,
     packages_are_alike,
-    nccl_is_told_the_same,
     folders_are_seen_everywhere,
     processes_may_open_files,
-    clocks_agree,
     compilers_for_kernels,
-    gpus_of_a_group_are_linked,
-    rdma_may_lock_memory,
     ports_are_open,
     nodes_answer,
     surroundings_let_it_work,
@@ -254,7 +224,6 @@ def on_nodes(nodes: Nodes, config: RunConfig, shape: ModelShape) -> list[Complai
     found += shared_memory_holds_the_buckets(nodes, config, shape)
     if config.ray.address is not None:  # for this machine the first layer has these rules
         found += gpus_hold_their_roles(nodes, config, shape)
-        found += stores_hold_the_weights(nodes, config, shape)
         found += hosts_hold_their_roles(nodes, config, shape)
     return worst_first(found)
 
@@ -285,32 +254,6 @@ def gpus_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) ->
     offering = [node for node in nodes if node.offered_gpus]
     known = [NodeGpus(could_be_given(node.gpu_bytes, node.offered_gpus), node.offered_gpus, node.rollout_units) for node in offering]
     yield from on_gpus_of_nodes(shape, config, known)
-
-
-def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
-    """Object stores should have room for what they hold. A node where rank 0 may be holds versions of the weights and two batches; a node
-    with engines holds the versions that they fetch before they pause. Wide fields are on the nodes of the engines that sampled them and of
-    the ranks. The driver's node holds two batches, and for a checkpoint it fetches all answers that wait, with their wide fields: of the
-    longest length, as everywhere."""
-    is_fetched = config.weight_sync.transport == "object_store"
-    moved, driver = traffic(shape, config), of_driver(shape, config)
-    for node in nodes:
-        may_hold_a_rank = stores_versions(config) and (node.offered_gpus > 0 or config.learner.resolved_device == "cpu")
-        engines = workers_with_a_unit([node.rollout_units], config.rollout.workers) if is_fetched else 0
-        held = moved.version * fetched_versions(engines)
-        wide = of_learner(shape, config, 1)[FETCHED] if may_hold_a_rank else of_engines(shape, config, engines)[WIDE]
-        needed = moved.store if may_hold_a_rank else held * (engines > 0) + driver[BATCHES] * node.is_drivers
-        needed += driver[FOR_CHECKPOINTS] if node.is_drivers else wide
-        if needed > node.object_store:
-            on_the_way = "two versions of the weights" if held > moved.version else "a version of the weights"
-            parts = ["two versions of the weights"] * may_hold_a_rank or [on_the_way] * (engines > 0)
-            what = " and ".join(parts + ["two batches"] * (may_hold_a_rank or node.is_drivers))
-            what += ", and all answers for a checkpoint," if node.is_drivers else ", and wide fields," * (wide > 0)
-            yield Complaint(
-                "warn",
-                f"{node.name}: {what} take {gib(needed)}, and Ray's object store there has {gib(node.object_store)}: it writes to disk",
-                "Start the node with a larger one (ray start --object-store-memory), or use machines with more memory",
-            )
 
 
 def hosts_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:

@@ -11,14 +11,12 @@ from dataclasses import replace
 from typing import get_args
 
 from actors.config import RunConfig
-from actors.doctor.facts import MOST_STORED, STORE_SHARE, Complaint, PaperFacts, Severity
+from actors.doctor.facts import Complaint, PaperFacts, Severity
 from actors.doctor.kernel_rules import experts_stay_as_sent, half_precision_has_kernels, weights_stay_as_sent
 from actors.doctor.memory_rules import gib, on_gpus
 from actors.plan.gpus import Gpus
-from actors.plan.host_memory import OF_ENGINES, OF_LEARNER, WIDE, hosts, of_engines
-from actors.plan.learner_memory import rank_memory
-from actors.plan.pace import MEAN_SHARE, TOKENS_PER_S, pace
-from actors.plan.traffic import checkpoint_bytes, largest_bucket, largest_tensor, stores_versions, traffic
+from actors.plan.host_memory import OF_ENGINES, OF_LEARNER, hosts
+from actors.plan.traffic import checkpoint_bytes
 from actors.settings.derived import RATE_PRETRAINED
 from actors.settings.devices import check_types, engines_beside_a_rank, gpus_asked, room_for_engines, unfit_shares, workers_asked
 from correction.engines.float8_format import BLOCK
@@ -33,10 +31,6 @@ SettingsRule = Callable[[RunConfig], Iterator[Complaint]]
 """Of settings alone, so that it can be applied before anything is known of the model."""
 FLOAT8_FAMILIES = ("qwen3", "qwen3_moe", "mixtral", "olmoe")
 """By model_type: an engine's weights were compared with those that it was sent. SGLang's loader of Llama leaves out the scales."""
-WORTH_SAYING = 1.5
-"""Ratio of two times from which a note is worth it, as the assumed speeds are rough."""
-SHORT_TAIL_S = 5.0
-"""Seconds of a step for its longest answers of which nothing is said: other parts of a step take as long."""
 LESS = "Use machines with more memory, shorter answers (rollout.engine.context_length), or fewer (groups_per_step)"
 
 
@@ -136,22 +130,6 @@ def prompts_have_room(facts: PaperFacts, config: RunConfig) -> Iterator[Complain
         yield Complaint.refusal(error)
 
 
-def optimizer_is_shared(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    learner = config.learner
-    if learner.resolved_device != "cuda" or learner.distributed_optimizer or not learner.has_copies(has_experts=facts.shape.experts > 0):
-        return
-    shared = learner.model_copy(update={"distributed_optimizer": True})
-    before, after = (rank_memory(facts.shape, one, longest=1).optimizer for one in (learner, shared))
-    whose = f"{learner.data_parallel} data-parallel ranks keeps the whole optimizer"
-    if learner.data_parallel == 1:
-        whose = f"{learner.expert_copies} ranks with the same experts keeps the whole optimizer of these"
-    yield Complaint(
-        "warn",
-        f"every one of {whose}, {gib(before)} instead of {gib(after)}",
-        "Set learner.distributed_optimizer: true",
-    )
-
-
 def run_folder_can_be_made(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     if facts.closed_folder:
         text = f"run_dir = {config.run_dir or 'runs'}: this process may not write into {facts.closed_folder}"
@@ -169,54 +147,6 @@ def disk_holds_the_checkpoints(facts: PaperFacts, config: RunConfig) -> Iterator
     elif facts.disk_free < kept:
         text = f"{config.checkpoint.keep} checkpoints and the one being written have {gib(kept)}, but {gib(facts.disk_free)} are free"
         yield Complaint("warn", text, "Set run_dir to a larger disk, or lower checkpoint.keep")
-
-
-def object_store_holds_the_weights(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    if facts.store_bytes is None or not stores_versions(config):
-        return
-    wide = of_engines(facts.shape, config, config.rollout.most_workers)[WIDE]
-    needed, there = traffic(facts.shape, config).store + wide, facts.store_bytes
-    if needed > there:
-        yield Complaint(
-            "warn",
-            f"two versions of the weights{', wide fields of answers' * (wide > 0)} and two batches take {gib(needed)}, but "
-            f"the object store of the run's own Ray would have about {gib(there)} here: it would write to disk",
-            f"Use a machine with more memory or, in a container, with more of it in /dev/shm (docker run --shm-size), or set in the "
-            f"environment {STORE_SHARE}, Ray's share of what isn't used (0.3), or {MOST_STORED} where 200 GB are too little",
-        )
-
-
-def broadcast_buckets_have_time(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    """An engine has a limit for each bucket of a broadcast, which may have more bytes than bucket_bytes, or fewer."""
-    limit_s, rate = config.rollout.engine.weight_group_timeout_s, config.deadlines.bytes_per_s
-    bucket = largest_bucket(facts.shape, config)
-    if config.weight_sync.transport == "broadcast" and limit_s <= bucket / rate:
-        smaller = ", or lower weight_sync.bucket_bytes" if bucket > largest_tensor(facts.shape, config) else ""
-        yield Complaint(
-            "warn",
-            f"rollout.engine.weight_group_timeout_s = {limit_s:g}, but at deadlines.bytes_per_s = {rate:g} the largest bucket of a "
-            f"broadcast, {gib(bucket)}, takes {bucket / rate:.0f} s: engines would give it up, and the update would fail",
-            f"Raise it{smaller}",
-        )
-
-
-def staleness_leaves_time_for_the_longest(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    """A note on what a low max_staleness costs; none at 0, where every step waits for its longest answer on purpose."""
-    on_gpus = {config.learner.resolved_device, config.rollout.engine.resolved_device} == {"cuda"}
-    if not facts.gpus or not on_gpus or config.max_staleness == 0:
-        return
-    found = pace(facts.shape, config, min(facts.gpus))
-    if found.tail_s > max(SHORT_TAIL_S, WORTH_SAYING * found.others_s):
-        price = "which costs older samples and more correction"
-        raise_it = f"Set max_staleness: {found.enough}, {price}, or l" if found.enough > config.max_staleness else "L"
-        yield Complaint(
-            "note",
-            f"an answer of {config.rollout.sampling.max_tokens:,} tokens takes {found.longest_answer_s:.0f} s at {TOKENS_PER_S:g} tokens a "
-            f"second, and with max_staleness = {config.max_staleness} it has to be ready after {found.steps} steps: if batches have such "
-            f"answers, steps take {found.tail_s:.0f} s, where engines and learner alone need {found.others_s:.0f} s (for answers of "
-            f"{MEAN_SHARE:.0%} of that length on average)",
-            f"{raise_it}ower rollout.sampling.max_tokens",
-        )
 
 
 def host_holds_the_run(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -260,13 +190,9 @@ PAPER_RULES: tuple[PaperRule, ...] = (
     float8_can_be_had,
     engine_ranks_divide_the_model,
     prompts_have_room,
-    optimizer_is_shared,
     run_folder_can_be_made,
     disk_holds_the_checkpoints,
-    object_store_holds_the_weights,
-    broadcast_buckets_have_time,
     host_holds_the_run,
-    staleness_leaves_time_for_the_longest,
     names_are_not_taken,
 )
 

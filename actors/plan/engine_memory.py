@@ -83,24 +83,19 @@ def engine_memory(shape: ModelShape, rollout: RolloutConfig, gpu_bytes: int) -> 
     return EngineMemory(weights, cache, token_bytes, context, outside, groups)
 
 
-def free_at_start(shape: ModelShape, rollout: RolloutConfig, gpu_bytes: int) -> tuple[int, int]:
-    """(least, enough): bytes that are free on each of an engine's GPUs when it starts. With fewer than the least it ends itself, as there
-    is no room for a cache. Enough are an engine's share; on a whole GPU, where the cache has a fraction of what is free, as many as give
-    it room for one longest request. The CUDA context, an estimate, is no part of the least.
+def least_at_start(shape: ModelShape, rollout: RolloutConfig, gpu_bytes: int) -> int:
+    """Bytes that have to be free on each of an engine's GPUs when it starts. With fewer it ends itself, as there is no room for a cache.
+    The CUDA context, an estimate, is no part of them.
 
     Args: gpu_bytes: of the whole GPU.
     """
     memory = engine_memory(shape, rollout, gpu_bytes)
     if min(rollout.gpus_per_worker, rollout.engine.gpu_share) < 1:
-        cache = max(0, memory.cache)
-        outside = memory.weights + memory.outside_cache
-        return outside - CONTEXT + int(LEAST_OF_CACHE * cache), outside + cache
+        return memory.weights + memory.outside_cache - CONTEXT + int(LEAST_OF_CACHE * max(0, memory.cache))
     static = gpu_bytes - memory.outside_cache
     if static <= 0 or gpu_bytes <= CONTEXT:  # too small for any engine, which other rules say
-        return gpu_bytes, gpu_bytes
-    fraction = static / (gpu_bytes - CONTEXT)
-    one_request = memory.request_tokens * memory.token_bytes
-    return int(memory.weights / fraction), CONTEXT + int((memory.weights + one_request) / fraction)
+        return gpu_bytes
+    return int(memory.weights * (gpu_bytes - CONTEXT) / static)
 
 
 def cache_token_bytes(shape: ModelShape, engine: EngineConfig) -> int:

@@ -35,16 +35,6 @@ ARCHITECTURES = {
     "RTX3090": "sm_86", "RTX4090": "sm_89", "RTX5090": "sm_120", "T4": "sm_75",
 }  # fmt: skip
 """NVIDIA's table of compute capabilities (developer.nvidia.com/cuda-gpus)."""
-INSTANCES = {
-    "p4d": "A100-40", "p4de": "A100", "p5": "H100", "p5e": "H200", "p5en": "H200", "p6-b200": "B200", "g5": "A10G", "g6": "L4",
-    "g6e": "L40S", "a2-highgpu": "A100-40", "a2-ultragpu": "A100", "a3-highgpu": "H100", "a3-megagpu": "H100", "a3-ultragpu": "H200",
-}  # fmt: skip
-"""Families of two clouds' instances, and their GPUs."""
-
-
-def gpu_of_instance(kind: str) -> str | None:
-    """The GPUs of an instance type, such as p5.48xlarge or a3-highgpu-8g, by name; None: not known."""
-    return INSTANCES.get(kind.partition(".")[0] if "." in kind else kind.rpartition("-")[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ out in blocks of its own."""
 _CPU_CACHE_TOKENS = 65_536
 """Most tokens in the KV cache of a CPU, unless the setting says another number."""
 COPY_THREADS = 4
-"""Threads that copy weights for a GPU: as many as fill its bus, by the speeds that a plan assumes (actors/plan/traffic.py)."""
+"""Threads that copy weights for a GPU: as many as fill its bus, at 5 GB/s a thread and 20 GB/s of PCIe 4 x16: assumptions."""
 _NO_FLOAT32 = (
     "rollout.engine.dtype = float32 with device = cuda: SGLang's attention kernels for GPUs compute in half precision alone. Set "
     "learner.dtype and rollout.engine.dtype to bfloat16, or device: cpu"

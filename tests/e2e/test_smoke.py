@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 def test_smoke_makes_one_step_and_removes_its_folder(tmp_path: Path, family: str, words: list[str]) -> None:
     """The probe agrees to float32's rounding."""
     model = save_tiny_model(save_tiny_tokenizer(tmp_path / "model"), family, tie=False, num_hidden_layers=5)
-    done = evenkeel("train", str(RECIPE), "--smoke", f"model={model}", f"run_dir={tmp_path / 'runs' / 'x'}", *words, timeout_s=500.0)
+    done = evenkeel("train", str(RECIPE), "--smoke", f"model={model}", f"run_dir={tmp_path / 'runs' / 'x'}", *words, timeout_s=900.0)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {line.split()[0]: line for line in done.stdout.splitlines()[-6:-1]}
     assert list(rows) == ["learner", "engines", "step", "sync", "probe"]

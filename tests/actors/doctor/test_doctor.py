@@ -31,7 +31,6 @@ DENSE, EXPERTS = ModelShape.of(QWEN3_8B), ModelShape.of(QWEN3_30B_A3B)
 H100 = Gpus.parse("H100x8")
 RANKS = "rollout.engine.tensor_parallel"
 IN_FLOAT32 = "learner.device=cpu rollout.engine.device=cpu learner.dtype=float32 rollout.engine.dtype=float32"
-KEPT_COPIES = "weight_sync.transport=broadcast weight_sync.every_steps=2"
 FLOAT8 = "rollout.engine.quantization=float8_block"
 
 
@@ -89,7 +88,6 @@ def test_engines_of_two_gpus_make_room_where_one_has_none() -> None:
         ("learner.gpus_per_rank=0.5", {}, "fail", "two of them would fit on one GPU", ""),
         ("rollout.engine.dtype=float16", {}, "fail", "rollout.engine.dtype = float16 with learner.dtype = bfloat16", ""),
         ("learner.recompute_activations=false", {}, "fail", "a learner rank needs 106 GiB of its 79.6 GiB", "tensor_parallel=4"),
-        ("learner.distributed_optimizer=false", {}, "warn", "keeps the whole optimizer, 45.8 GiB instead of 22.9 GiB", "true"),
         ("", {"gpus": (18 << 30,)}, "fail", "an engine has 0 MiB for its KV cache in addition to weights of 15.3 GiB", "context_length"),
         ("", {"gpus": (28 << 30,)}, "warn", "fewer than a group's 8 answers", "context_length"),
         ("rollout.gpus_per_worker=0.5 rollout.engine.memory_fraction=0.8", {}, "note", "engine's share of the GPU, 39.8 GiB", "out"),
@@ -103,8 +101,6 @@ def test_engines_of_two_gpus_make_room_where_one_has_none() -> None:
         ("", {"stand_ins": tuple("abcdefg")}, "warn", "Python's standard library, for every process: a, b, c, d, e and 2 more", "Rename"),
         ("", {"disk_free": 100 << 30}, "fail", "a checkpoint has 122 GiB, but the run folder's disk has 100 GiB free", "run_dir"),
         ("", {"disk_free": 200 << 30}, "warn", "2 checkpoints and the one being written have 366 GiB", "checkpoint.keep"),
-        ("", {"store_bytes": 19 << 30}, "warn", "object store of the run's own Ray would have about 19 GiB here", "--shm-size"),
-        (KEPT_COPIES, {"store_bytes": 19 << 30}, "warn", "two versions of the weights and two batches take", "more memory"),
         ("", {"host_bytes": 128 << 30}, "warn", "or container has outside its GPUs: copy for a checkpoint 122", "more memory"),
     ],
 )
@@ -145,7 +141,7 @@ def test_shares_that_no_gpu_holds_together_are_not_added() -> None:
 def test_nothing_is_said_about_gpus_that_nobody_uses() -> None:
     on_cpu = recipe("nano_spell_backward", has_gpu=False)
     assert on_paper(PaperFacts(replace(DENSE, context=128)), on_cpu) == []
-    assert on_paper(paper(disk_free=1 << 50, host_bytes=1 << 40, store_bytes=1 << 38), eight()) == []
+    assert on_paper(paper(disk_free=1 << 50, host_bytes=1 << 40), eight()) == []
     assert on_paper(paper(), eight(FLOAT8)) == []
 
 
@@ -233,22 +229,6 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
          "Update the driver"),
         ([node(gpus=(), architectures=(), visible_devices="", offered_gpus=0.0)], "", "fail", "CUDA_VISIBLE_DEVICES = '' hides them",
          "Unset it"),
-        (
-            [node(), node(name="b", object_store=20 << 30)],
-            f"ray.address=auto {KEPT_COPIES}",
-            "warn",
-            "b: two versions of the weights and two batches",
-            "object-store-memory",
-        ),
-        ([node(), node(name="b", object_store=20 << 30)], "ray.address=auto", "warn", "b: two versions of the weights and two batches",
-         "--object-store-memory"),
-        (
-            [node(), node(name="b", object_store=20 << 30)],
-            "ray.address=auto correction.preset=dppo-topk-kl",
-            "warn",
-            "b: two versions of the weights and two batches, and wide fields,",
-            "--object-store-memory",
-        ),
         ([HEAD, node(gpus=(SMALL,) * 8)], "ray.address=auto", "fail", "a learner rank needs 53.5 GiB of its 24 GiB", "larger GPUs"),
         ([HEAD, node(gpus=(), gpu_bytes=(18 << 30,) * 8)], "ray.address=auto", "fail", "an engine has 0 MiB for its KV cache",
          "context_length"),
@@ -259,8 +239,6 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
          "nvidia-smi"),
         ([node(), node(name="b", versions={"torch": "2.12", "ray": "2.60.0"})], "", "fail", "versions of torch: 2.12 on b; 2.13.0 on 10.",
          "the same everywhere"),
-        ([node(), node(name="b", nccl={"NCCL_P2P_DISABLE": "1"})], "", "warn", "NCCL_P2P_DISABLE isn't the same on all nodes with GPUs",
-         "Set ray.env.NCCL_P2P_DISABLE"),
         ([node(), node(name="b", reads_run_folder=False)], "", "fail", "the run folder isn't the same on b", "Set run_dir"),
         ([node(), node(name="b", model_obstacle=NO_FOLDER)], "model=m/Qwen3-8B", "warn", "Qwen3-8B: the folder isn't there on b",
          "all nodes mount"),
@@ -277,7 +255,6 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
         ([node(memory=64 << 30)], "ray.address=auto", "warn", "10.0.0.1: 4 ranks would take up to 164 GiB of its 64 GiB of memory: copy",
          "more memory"),
         ([node(open_files=1024)], "ray.address=auto", "warn", "a process may open 1024 files", "ulimit -n"),
-        ([node(clock_ahead_s=-60.0)], "", "warn", "its clock is -60 s from this one's", "NTP"),
         ([node(compilers=("gcc", "nvcc"))], "", "warn", "g++, ninja not found", "CUDA toolkit"),
     ],
 )  # fmt: skip
@@ -297,11 +274,6 @@ def test_an_engine_s_sglang_matters_where_an_engine_may_be_put_and_a_build_s_own
     assert not [one.sentence for one in told if "hooks functions" in one.sentence or "plugin" in one.sentence], told
     engines_there = recipe("nano_spell_backward", has_gpu=False)
     assert any("c: sglang does not find evenkeel's plugin" in one.sentence for one in on_nodes([on_cpus], engines_there, DENSE))
-
-
-def test_a_node_s_own_names_and_what_ray_env_says_may_differ() -> None:
-    other = node(name="b", nccl={"NCCL_SOCKET_IFNAME": "eth1", "NCCL_DEBUG": "INFO"})
-    assert on_nodes([node(), other, replace(HEAD, nccl={"NCCL_NVLS_ENABLE": "0"})], eight("ray.env.NCCL_DEBUG=WARN"), DENSE) == []
 
 
 def test_kernels_of_a_minor_architecture_run_on_later_ones() -> None:

@@ -13,7 +13,7 @@ import ray
 
 from actors.doctor import gather
 from actors.doctor.driver_gpus import gpus_of_driver
-from actors.doctor.facts import GpuFact, NodeFacts
+from actors.doctor.facts import GpuFact
 from actors.doctor.gather import nodes_of_cluster, this_node
 from actors.doctor.node_rules import on_nodes
 from actors.doctor.port_check import PortListener
@@ -81,13 +81,12 @@ def test_a_card_that_is_hidden_is_not_taken_for_one_that_torch_sees(
     assert [f"GPU {number} (" in text for number, text in zip(numbers, told, strict=True)] == [True] * len(numbers)
 
 
-def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+def test_facts_of_this_machine(tmp_path: Path) -> None:
     sign = tmp_path / "sign"
     sign.write_text("token")
     answer = tmp_path / "answer"
     here = this_node(str(save_config(tmp_path / "m", QWEN3_8B)), sign=str(sign), token="token", answer=str(answer))
-    assert len(here.versions["evenkeel's own files"]) == 12 and here.nccl["NCCL_DEBUG"] == "WARN"
+    assert len(here.versions["evenkeel's own files"]) == 12
     assert not here.model_obstacle and here.reads_run_folder and here.versions["torch"] and here.shared_memory > 0
     assert here.has_plugin and here.versions["sglang"].partition("+")[0] == TESTED_SGLANG
     assert gather._sees_both_ways(here, str(answer), "token") and not gather._sees_both_ways(here, str(tmp_path / "elsewhere"), "token")
@@ -107,16 +106,10 @@ class QuietRay:
     dropped: set[str] = field(default_factory=set)
     """Nodes whose attempt to reach the listener takes the whole wait."""
     now: float = 1000.0
-    ahead_s: dict[str, float] = field(default_factory=dict)
-    """Of nodes whose clock isn't the driver's."""
-    cold_s: float = 0.0
-    """What a node's first process takes to start, before the task looks at a clock."""
-    reads_clock: str = ""
-    """The node whose task runs; empty: the driver."""
     closed: list[str] = field(default_factory=list)
 
     def nodes(self) -> list[dict[str, Any]]:
-        has = {"GPU": 4.0, "CPU": 8.0, "rollout": 4.0, "object_store_memory": float(1 << 40)}
+        has = {"GPU": 4.0, "CPU": 8.0, "rollout": 4.0}
         return [{"NodeID": one * 56, "Alive": True, "NodeManagerAddress": f"10.0.0.{one}", "Resources": has} for one in "123"]
 
     def get_runtime_context(self) -> Any:
@@ -133,18 +126,8 @@ class QuietRay:
             opened = (node, lambda: (f"10.0.0.{node}", 40_123))
             return lambda: SimpleNamespace(node=node, open=SimpleNamespace(remote=lambda: opened))
         if kind is this_node:
-            return lambda *args, **facts: (node, lambda: self._looked(node, lambda: this_node(*args, **facts)))
+            return lambda *args, **facts: (node, lambda: this_node(*args, **facts))
         return lambda address: (node, lambda: self._reached(node, address))
-
-    def _looked(self, node: str, look: Callable[[], NodeFacts]) -> NodeFacts:
-        self.now += self.cold_s
-        self.reads_clock = node
-        facts = look()
-        self.reads_clock = ""
-        return facts
-
-    def clock(self) -> float:
-        return self.now + 1.7e9 + self.ahead_s.get(self.reads_clock, 0.0)
 
     def _reached(self, node: str, address: tuple[str, int]) -> str:
         if node in self.dropped:
@@ -172,7 +155,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> QuietRay:
     for name in ("nodes", "remote", "get", "kill", "get_runtime_context"):
         monkeypatch.setattr(ray, name, getattr(own, name))
     monkeypatch.setattr(ray._private.state, "available_resources_per_node", dict)
-    monkeypatch.setattr(gather, "time", SimpleNamespace(monotonic=lambda: own.now, time=own.clock))
+    monkeypatch.setattr(gather, "time", SimpleNamespace(monotonic=lambda: own.now))
     return own
 
 
@@ -197,19 +180,6 @@ def test_nodes_that_never_answer_are_named_after_15_s_in_all(quiet: QuietRay, tm
     assert [one.severity for one in of_silent] == ["warn"] * len(silent)
     said = [one.sentence for one in of_silent]
     assert all(f"10.0.0.{n} doesn't answer a small task (no answer in 15 s)" in one for n, one in zip(silent, said, strict=True))
-
-
-@pytest.mark.parametrize("ahead_s", [0.0, 30.0, -30.0])
-def test_a_cold_node_s_start_is_no_skew_of_its_clock(quiet: QuietRay, tmp_path: Path, ahead_s: float) -> None:
-    """Six seconds until its first process looks at the clock. One that is off by more than all of that is told, and in which direction."""
-    quiet.cold_s, quiet.ahead_s = 6.0, {"2": ahead_s}
-    config = eight("ray.address=auto", f"model={save_config(tmp_path / 'm', QWEN3_8B)}")
-    found = nodes_of_cluster(config, tmp_path, within_s=60.0)
-    skew = found[1].clock_ahead_s
-    assert [node.clock_ahead_s for node in found if node.name != "10.0.0.2"] == [0.0, 0.0]
-    assert skew == 0.0 if not ahead_s else skew * ahead_s > 0.0 and abs(ahead_s) - 20.0 <= abs(skew) <= abs(ahead_s)
-    told = [one.sentence.partition(" s from")[0] for one in on_nodes(found, config, DENSE) if "its clock is" in one.sentence]
-    assert told == [f"10.0.0.2: its clock is {skew:+.0f}"] * bool(ahead_s)
 
 
 @pytest.mark.parametrize("within_s", [15.0, 60.0])

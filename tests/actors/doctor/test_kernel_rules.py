@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from actors.commands.cli import app
 from actors.config import RunConfig
-from actors.doctor.cluster_file import ClusterFile, NodeKind, cluster_complaints
 from actors.doctor.facts import Complaint, GpuFact, NodeFacts, PaperFacts
 from actors.doctor.kernel_rules import half_precision_has_kernels, weights_stay_as_sent
 from actors.doctor.node_rules import on_nodes
@@ -39,15 +38,13 @@ def failures(found: list[Complaint]) -> list[str]:
 )
 def test_experts_on_blackwell_want_another_runner(runner: str, setting: list[str]) -> None:
     """Than SGLang's auto, and an engine gets it. Whoever asks: for GPUs of a plan, for those of nodes, for those that torch doesn't see
-    there, for those of a cluster file."""
+    there."""
     words, kind = runner.split(), Gpus.parse("B200x8x4")
     config = recipe("qwen3_30b_a3b_4nodes", *words)
     facts = PaperFacts(EXPERTS, (kind.memory,), (kind.architecture,))
     assert failures(on_paper(facts, config)) == setting
     joined = [HEAD, node(gpus=(), gpu_bytes=(B200.bytes,) * 8, driver_architectures=("sm_100",) * 8, visible_devices="")]
-    cluster = ClusterFile(Path("cluster.yaml"), (NodeKind("gpus", 4, 8, 8, "B200"),), None, (), is_fixed=False)
-    of_nodes = on_nodes(BLACKWELL, eight(*words), EXPERTS), on_nodes(joined, config, EXPERTS)
-    for found in (*of_nodes, cluster_complaints(cluster, config, EXPERTS)):
+    for found in (on_nodes(BLACKWELL, eight(*words), EXPERTS), on_nodes(joined, config, EXPERTS)):
         assert [one for one in failures(found) if "triton" in one] == ([REMEDY] if setting == [REMEDY] else [])
     assert on_nodes(BLACKWELL, eight(*words), DENSE) == []
 

@@ -17,7 +17,6 @@ from actors.cluster import address, cluster
 from actors.commands.cli import app
 from actors.config import RunConfig
 from actors.doctor import surroundings
-from actors.doctor.cluster_file import ClusterFile, NodeKind, cluster_complaints
 from actors.doctor.facts import NodeFacts, PaperFacts
 from actors.doctor.gather import paper_facts
 from actors.doctor.memory_rules import rank_options
@@ -233,34 +232,6 @@ def test_a_kl_that_is_reported_fits_where_training_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "seconds", "remedy"),
-    [
-        ("", 10, "Raise it"),  # the embedding of 1.24 GB takes 12 s
-        ("", 13, None),
-        ("weight_sync.bucket_bytes=2000000000", 13, "Raise it, or lower weight_sync.bucket_bytes"),
-        ("weight_sync.bucket_bytes=100000000000", 170, None),  # all weights, of 16.4 GB, take 164 s
-        ("weight_sync.transport=object_store", 10, None),
-        ("deadlines.bytes_per_s=10000000", 60, "Raise it"),
-    ],
-)
-def test_a_broadcast_s_largest_bucket_has_time(words: str, seconds: int, remedy: str | None) -> None:
-    """At 100 MB/s. It is a tensor where one is larger than bucket_bytes, and never more than all weights."""
-    asked = ["weight_sync.transport=broadcast", f"rollout.engine.weight_group_timeout_s={seconds}", *words.split()]
-    told = [one for one in on_paper(paper(), eight(*asked)) if "weight_group_timeout_s" in one.sentence]
-    assert [(one.severity, one.setting) for one in told] == ([] if remedy is None else [("warn", remedy)]), told
-
-
-def test_ranks_that_hold_the_same_experts_can_share_their_optimizer() -> None:
-    """Of two tensor-parallel ranks each has all experts where expert_parallel is 1, and half of them where it is 2."""
-    said = {"learner.expert_parallel=1 learner.distributed_optimizer=false": ["Set learner.distributed_optimizer: true"]}
-    for words in (*said, "learner.expert_parallel=1 learner.distributed_optimizer=true", "learner.expert_parallel=2"):
-        config = recipe("qwen3_30b_a3b_4nodes", "learner.data_parallel=1", *words.split())
-        found = [one for one in on_paper(PaperFacts(EXPERTS, (H100.memory,)), config) if "keeps the whole optimizer" in one.sentence]
-        assert [one.setting for one in found] == said.get(words, [])
-        assert all("every one of 2 ranks with the same experts keeps the whole optimizer of these" in one.sentence for one in found)
-
-
-@pytest.mark.parametrize(
     ("words", "model", "gpu"),
     [
         ("learner.recompute_activations=false", QWEN3_8B, H100.memory),
@@ -281,13 +252,12 @@ def test_a_rank_that_doesn_t_fit_is_told_a_layout_that_does(words: str, model: d
 
 
 def test_that_layout_has_no_group_larger_than_a_node(tmp_path: Path) -> None:
-    """Eight ranks on nodes of four GPUs, whether the nodes are meant, there, or in a cluster file."""
+    """Eight ranks on nodes of four GPUs, whether the nodes are meant, or there."""
     kind, asked = Gpus.parse("A100-40x4x4"), ["ray.address=auto", "learner.data_parallel=8", *ALONE.split()]
     config = eight(*asked)
     facts = paper_facts(config, save_config(tmp_path, QWEN3_8B), meant=[kind])
     there = [node(name=f"10.0.0.{i}", offered_gpus=4.0, gpu_bytes=(kind.memory,) * 4) for i in range(4)]
-    file = ClusterFile(Path("cluster.yaml"), (NodeKind("worker", 4, 4.0, 4.0, kind.name),), None, (), False)
-    for found in (on_paper(facts, config), on_nodes(there, config, DENSE), cluster_complaints(file, config, DENSE)):
+    for found in (on_paper(facts, config), on_nodes(there, config, DENSE)):
         (remedy,) = [one.setting for one in found if "rank needs" in one.sentence]
         mended = eight(*asked, *(f"learner.{word}" for word in remedy.removeprefix("Set, under learner: ").split()))
         assert [one for one in on_paper(facts, mended) + enough(kind, mended) if one.severity == "fail"] == [], remedy

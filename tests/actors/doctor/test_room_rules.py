@@ -44,13 +44,8 @@ def test_engines_have_room_on_nodes_not_in_a_sum(workers: int, gpus: str, said: 
     ("head", "said"),
     [
         ({}, []),
-        ({"memory": 64 << 30, "object_store": 22 << 30}, []),
-        ({"memory": 64 << 30, "object_store": 19 << 30}, ["head: two batches, and all answers for a checkpoint, take 21.9 GiB, and Ray's"]),
+        ({"memory": 64 << 30}, []),
         ({"memory": 32 << 30}, ["head: driver, queue and correction service would take up to 47.7 GiB of its 32 GiB of memory: answers"]),
-        (
-            {"rollout_units": 8.0, "object_store": 64 << 30},
-            ["head: two versions of the weights and two batches, and all answers for a checkpoint, take 136 GiB"],
-        ),
     ],
 )
 def test_the_driver_s_node_is_judged_by_what_it_holds(head: dict[str, Any], said: list[str]) -> None:

@@ -29,7 +29,6 @@ from tests.actors.known_models import QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, save_c
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-GPU_CLUSTER = RECIPES.parent / "deploy" / "ray-cluster-gpu.yaml"
 SMALL = Path(__file__).parents[2] / "e2e" / "small.yaml"
 H100 = Gpus.parse("H100x8")
 OLMO2 = {**QWEN3_8B, "model_type": "olmo2"}
@@ -50,7 +49,7 @@ def test_a_resume_looks_at_the_folder_that_it_goes_on_in(tmp_path: Path, monkeyp
     monkeypatch.setattr("shutil.disk_usage", lambda path: looked_at.append(Path(path)) or SimpleNamespace(free=1))
     assert paper_facts(config, model).closed_folder == "/"
     assert paper_facts(config, model, is_resumed=True).closed_folder == ""
-    assert [path for path in looked_at if path != Path("/dev/shm")] == [Path("/"), model], "Ray's object store is to lie there"
+    assert looked_at == [Path("/"), model]
 
 
 def test_names_of_modules_are_looked_for_where_a_reward_is_and_where_python_looks_first(
@@ -136,7 +135,7 @@ def test_both_commands_ask(tmp_path: Path, words: list[str]) -> None:
     assert "use_sliding_window = True of qwen3" in done.stdout and "1 failure: the run can't work like this" in done.stdout, done.output
 
 
-@pytest.mark.parametrize("words", [["doctor", "--gpus", "H100x8"], ["doctor", "--cluster", str(GPU_CLUSTER)], ["plan"], ["doctor"]])
+@pytest.mark.parametrize("words", [["doctor", "--gpus", "H100x8"], ["plan"], ["doctor"]])
 def test_what_leaves_devices_and_types_undecided_is_told_of_both_sides_in_json_too(words: list[str]) -> None:
     """A learner on the CPU computes in float32, for which TransformerEngine has no use, and engines on a GPU don't take it."""
     recipe = [str(RECIPES / "qwen3_8b_8gpu.yaml"), "learner.device=cpu", "learner.layers=transformer_engine", "ray.address=null"]
@@ -357,10 +356,3 @@ def test_without_the_model_a_missing_file_of_questions_is_said_too(tmp_path: Pat
     assert "it has no config.json" in said[0] and any("q.jsonl" in sentence for sentence in said), said
 
 
-def test_of_a_cluster_file_too_what_needs_no_model_is_said(tmp_path: Path) -> None:
-    """The model is on the cluster's own file system, and so usually not where the file is checked."""
-    words = [str(RECIPES / "qwen3_30b_a3b_4nodes.yaml"), f"model={tmp_path}", "rollout.engine.engine_args.nonsense=1", "--json"]
-    done = CliRunner().invoke(app, ["doctor", *words, "--cluster", str(GPU_CLUSTER)])
-    found = [(one["level"], one["sentence"].partition(":")[0]) for one in json.loads(done.stdout)["findings"]]
-    expected = [("fail", "rollout.engine.engine_args.nonsense"), ("note", "neither the model nor the memory of GPUs was checked")]
-    assert found == expected and done.exit_code == 1

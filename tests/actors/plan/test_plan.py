@@ -18,7 +18,7 @@ from actors.plan.gpus import Gpus
 from actors.plan.layouts import layouts
 from actors.plan.learner_memory import head_bytes, layer_activations, rank_memory, state_bytes
 from actors.plan.shape import ModelShape
-from actors.plan.traffic import BUS, HOST_COPY, NETWORK, PACKED, active_parameters, checkpoint_bytes, exchanged_bytes, traffic
+from actors.plan.traffic import PACKED, checkpoint_bytes, traffic
 from actors.settings.derived import derived
 from correction.correct import correct
 from correction.engines.float8 import in_float8
@@ -71,7 +71,6 @@ def test_figures_of_two_well_known_runs() -> None:
     assert (sum(apart) / GB, sum(shared) / GB) == pytest.approx((72.0, 46.9), rel=0.005), "which left out the routers"
     assert (experts.tensors, experts.key_value_bytes("bfloat16")) == (18_867, 98_304)
     assert round(experts.weight_bytes("bfloat16") / GB) == 61
-    assert 3.2e9 < active_parameters(experts) < 3.4e9, "A3B: 3.3B are at work on a token"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -252,72 +251,6 @@ def test_a_batch_is_as_large_as_its_tensors() -> None:
 
 def vars_of(batch: Any) -> list[Tensor]:
     return [value for name in batch.__dataclass_fields__ if isinstance(value := getattr(batch, name), Tensor)]
-
-
-def test_a_version_is_sent_in_the_learner_s_type_and_costs_what_is_read_again(tmp_path: Path) -> None:
-    config, shape = recipe("qwen3_8b_8gpu", save_config(tmp_path, QWEN3_8B)), ModelShape.of(QWEN3_8B)
-    moved = traffic(shape, config, cache_tokens=100_000)
-    assert (moved.version, moved.recomputed_tokens) == (2 * shape.parameters, 100_000)
-    kept = recipe("qwen3_8b_8gpu", tmp_path, "rollout.engine.weight_update_mode=in_place")
-    assert traffic(shape, kept, cache_tokens=100_000).recomputed_tokens == 0
-
-
-def test_seconds_of_a_version_are_its_bytes_by_the_slowest_part_of_its_way(tmp_path: Path) -> None:
-    """Across nodes the network comes on top, before the pause; the first bucket's copy isn't in the pause; copies run during loading."""
-    shape, model = ModelShape.of(QWEN3_8B), save_config(tmp_path, QWEN3_8B)
-    alone, joined = (traffic(shape, recipe("qwen3_8b_8gpu", model, *words)) for words in ((), ("ray.address=auto",)))
-    assert alone.fetch_s == 0 and joined.fetch_s == joined.version / NETWORK
-    assert alone.pause_s == joined.pause_s == pytest.approx(alone.version / BUS), "four threads copy as fast as the GPU loads"
-    on_cpu = ("learner.device=cpu", "rollout.engine.device=cpu")
-    assert traffic(shape, recipe("qwen3_8b_8gpu", model, *on_cpu, has_gpu=False)).pause_s > alone.version / HOST_COPY, "one thread there"
-    one_bucket = traffic(shape, recipe("qwen3_8b_8gpu", model, "weight_sync.bucket_bytes=100000000000"))
-    assert one_bucket.pause_s == one_bucket.version / BUS, "copied as a whole before the pause"
-
-
-def test_seconds_of_a_broadcast_are_those_of_its_slowest_link(tmp_path: Path) -> None:
-    """Nothing goes through the host's memory; learner and engines are busy for the same time."""
-    shape, model = ModelShape.of(QWEN3_8B), save_config(tmp_path, QWEN3_8B)
-    words = ("weight_sync.transport=broadcast",)
-    alone, joined = (traffic(shape, recipe("qwen3_8b_8gpu", model, *words, *more)) for more in ((), ("ray.address=auto",)))
-    assert alone.export_s == alone.pause_s == alone.version / BUS and alone.fetch_s == joined.fetch_s == 0
-    assert joined.export_s == joined.pause_s == joined.version / NETWORK
-    on_cpu = ("learner.device=cpu", "rollout.engine.device=cpu")
-    by_gloo = traffic(shape, recipe("qwen3_8b_8gpu", model, *words, *on_cpu, has_gpu=False))
-    assert by_gloo.export_s == by_gloo.version / HOST_COPY
-
-
-def test_the_other_stages_weights_come_to_rank_0_first(tmp_path: Path) -> None:
-    """Half of the layers, the last norm and the head: 31 of 61 GB, between the two nodes of the learner. A broadcast covers it."""
-    shape, model = ModelShape.of(QWEN3_30B_A3B), save_config(tmp_path, QWEN3_30B_A3B)
-    words = ((), ("learner.pipeline_parallel=1", "learner.data_parallel=8"), ("weight_sync.transport=broadcast",))
-    two, one, sent = (traffic(shape, recipe("qwen3_30b_a3b_4nodes", model, *more)) for more in words)
-    exchanged = exchanged_bytes(shape, recipe("qwen3_30b_a3b_4nodes", model).learner)
-    assert exchanged == 2 * shape.split(1, 2, 1)[1][0] + 2 * shape.split(1, 2, 1)[1][1] and round(exchanged / GB, 1) == 30.5
-    assert two.export_s - one.export_s == pytest.approx(exchanged / NETWORK) and two.pause_s == one.pause_s
-    assert sent.export_s == sent.version / NETWORK
-    tied = ModelShape.of(QWEN3_06B)
-    assert exchanged_bytes(tied, LearnerConfig(dtype="bfloat16").on_this_machine()) == 0
-    of_two = LearnerConfig(dtype="bfloat16", pipeline_parallel=2).on_this_machine()
-    assert exchanged_bytes(tied, of_two) == 2 * (sum(tied.split(1, 2, 1)[1]) - tied.vocabulary * tied.hidden), "a tied head isn't sent"
-
-
-def test_a_broadcast_of_every_other_version_waits_for_the_copy_that_is_kept(tmp_path: Path) -> None:
-    """Whoever joins before the next version takes it from the object store. Bucket by bucket it is sent and copied at the same time."""
-    shape, model = ModelShape.of(QWEN3_8B), save_config(tmp_path, QWEN3_8B)
-    words = ("weight_sync.transport=broadcast", "weight_sync.every_steps=2")
-    stored = recipe("qwen3_8b_8gpu", model, "weight_sync.every_steps=2")
-    for address in ((), ("ray.address=auto",)):
-        moved = traffic(shape, recipe("qwen3_8b_8gpu", model, *words, *address))
-        assert moved.export_s == moved.pause_s == moved.version / BUS + moved.version / HOST_COPY, "slower than a bus or network alone"
-        assert moved.export_s == traffic(shape, stored).export_s and moved.fetch_s == 0
-
-
-def test_what_is_read_again_is_read_on_all_gpus_of_an_engine(tmp_path: Path) -> None:
-    """100,000 tokens, 30,000 a second a GPU: 3.3 s on one for a model of 8B, half of it on two."""
-    shape, model = ModelShape.of(QWEN3_8B), save_config(tmp_path, QWEN3_8B)
-    words = ((), ("rollout.engine.tensor_parallel=2",))
-    one, two = (traffic(shape, recipe("qwen3_8b_8gpu", model, *more), cache_tokens=100_000) for more in words)
-    assert one.recompute_s == pytest.approx(100_000 / 30_000, rel=0.1) and two.recompute_s == one.recompute_s / 2
 
 
 def test_layouts_that_fit_come_first_and_divide_the_model() -> None:
