@@ -43,7 +43,7 @@ import ray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from actors.plan.host_memory import ANSWER, CORRECTED
+from actors.plan.hosts import ANSWER, CORRECTED
 from benchmarks.call_floor import CallFloor
 from benchmarks.process_use import Uses
 from benchmarks.replayed_parts import SAMPLES, WideShape, tensor_names

@@ -1,27 +1,75 @@
-"""`evenkeel doctor`: what would fail or go slowly, said before anything starts; `train` asks the same rules."""
+"""`evenkeel doctor`: what would fail, said before anything starts; `train` asks the same rules."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from actors.config import RunConfig
-from actors.doctor.facts import Complaint, NodeFacts, PaperFacts
+from actors.doctor.facts import Complaint, NodeFacts, PaperFacts, Severity
 from actors.doctor.gather import home_of_run, nodes_of_cluster, own_machine
-from actors.doctor.node_rules import on_nodes
-from actors.doctor.paper_rules import enough, on_paper, worst_first
-from actors.doctor.room_rules import Request, requests
+from actors.doctor.on_nodes import Request, on_nodes, requests
+from actors.doctor.on_paper import enough, on_paper, worst_first
 from actors.doctor.start_checks import check_on_paper_or_refuse, kept
 from actors.doctor.surroundings import check_surroundings
 from actors.hub_name import HubName
 from actors.processes.disk_at_start import by_disk_at_start
 from actors.settings.devices import visible_gpus
-from correction.errors import ConfigError, EvenkeelError
+from correction.errors import ConfigError, EvenkeelError, counted
+
+UNFIT = 1
+"""Exit code when something can't work."""
+_COLOURS: dict[Severity, str] = {"fail": "bold red", "warn": "yellow", "note": "dim"}
+
+
+def summary(complaints: Sequence[Complaint]) -> str:
+    """A sentence for the last line."""
+    fails = sum(one.severity == "fail" for one in complaints)
+    warns = sum(one.severity == "warn" for one in complaints)
+    if fails:
+        return f"{counted(fails, 'failure')}: the run can't work like this"
+    return f"ready, with {counted(warns, 'warning')}" if warns else "ready"
+
+
+def show(console: Console, complaints: Sequence[Complaint], rows: Sequence[Request]) -> None:
+    """Print the table of resources, then the complaints in the order given, and the summary."""
+    if rows:
+        console.print(table_of(rows))
+    for one in complaints:
+        console.print(f"[{_COLOURS[one.severity]}]{one.severity}[/]  {escape(str(one))}")
+    console.print(summary(complaints))
+
+
+def table_of(rows: Sequence[Request]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("resource", "asked", "there", "free", "for"):
+        table.add_column(name, justify="left" if name in ("resource", "for") else "right")
+    for row in rows:
+        table.add_row(row.kind, f"{row.asked:g}", f"{row.there:g}", f"{row.free:g}", row.parts)
+    return table
+
+
+def in_json(complaints: Sequence[Complaint], rows: Sequence[Request]) -> dict[str, Any]:
+    """The same as JSON, for programs."""
+    return {
+        "summary": summary(complaints),
+        "findings": findings(complaints),
+        "resources": [asdict(row) for row in rows],
+    }
+
+
+def findings(complaints: Sequence[Complaint]) -> list[dict[str, str]]:
+    return [{"level": one.severity, "sentence": one.sentence, "setting": one.setting[:1].upper() + one.setting[1:]} for one in complaints]
 
 
 def doctor(
@@ -67,8 +115,6 @@ def doctor(
     from rich.console import Console
 
     from actors.commands.told_recipe import load_told
-    from actors.doctor.views import UNFIT, show
-    from actors.doctor.views import as_json as in_json
 
     config = load_told(target, overrides)
     complaints, rows = _found(config, gpus)
@@ -106,7 +152,7 @@ def _of_run(folder: Path, overrides: list[str]) -> str:
 
 
 def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]]:
-    from actors.plan.gpus import Gpus
+    from actors.plan.layouts import Gpus
 
     if not gpus:
         return _found_here(config)

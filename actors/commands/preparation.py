@@ -15,7 +15,7 @@ from actors.commands.questions import DISK_OR_HUB, IF_SLOW, questions
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint
 from actors.doctor.gather import paper_facts
-from actors.doctor.paper_rules import on_paper, stop_at_failures
+from actors.doctor.on_paper import on_paper, stop_at_failures
 from actors.doctor.start_checks import config_for_model, kept
 from actors.metrics.exporter import check_addresses
 from actors.pool.scoring import PATIENCE_S

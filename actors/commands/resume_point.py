@@ -73,7 +73,7 @@ def find_resume_point(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunC
         partial(_check_reference, config, point.checkpoint), "headers of the reference policy", disk=MODEL_OR_RUN,
         limit_s=lambda: config.deadlines.disk_s,
     )
-    if point.checkpoint.step > config.steps:  # at the last step the evaluation may be left, see actors/reports/completeness.py
+    if point.checkpoint.step > config.steps:  # at the last step the evaluation may be left, see actors/reports/run_doctor.py
         raise ConfigError(
             f"steps = {config.steps}, but {folder.path} has done {point.checkpoint.step}: nothing is left. "
             f"Add steps={point.checkpoint.step + 100} to train on"

@@ -15,6 +15,7 @@ from actors.checkpoints.checkpoint_reader import ResumePoint, steps_without_a_li
 from actors.cluster.cluster import Cluster
 from actors.cluster.head_watch import ends_with_own_ray, ends_with_the_head
 from actors.cluster.hub import config_folder, pinned
+from actors.commands.doctor import table_of
 from actors.commands.preparation import prepare
 from actors.commands.recipe import RecipeKeys
 from actors.commands.resume_point import find_resume_point, with_absolute_paths, with_settings
@@ -23,11 +24,9 @@ from actors.commands.train_arguments import recipe_of
 from actors.config import RunConfig
 from actors.doctor.facts import Nodes
 from actors.doctor.gather import nodes_of_cluster, own_machine, when_others_have_left
-from actors.doctor.node_rules import on_nodes
-from actors.doctor.paper_rules import stop_at_failures
-from actors.doctor.room_rules import requests
+from actors.doctor.on_nodes import on_nodes, requests
+from actors.doctor.on_paper import stop_at_failures
 from actors.doctor.surroundings import check_surroundings
-from actors.doctor.views import table_of
 from actors.driver.controller import Controller
 from actors.driver.run_loop import run_controller
 from actors.driver.run_summary import RunSummary
@@ -45,7 +44,7 @@ from actors.record.run_event import EventKind
 from actors.record.run_folder import RunFolder
 from actors.record.stack_collector import StackCollector
 from actors.record.terminal import TerminalView
-from actors.reports.completeness import EVALUATION, left_after_training
+from actors.reports.run_doctor import EVALUATION, left_after_training
 from correction.errors import DeadlineExceeded, EvenkeelError, counted
 from rollout.stacks import register_stack_dump
 from rollout.tasks.tasks import Task

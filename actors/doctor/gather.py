@@ -1,4 +1,5 @@
-"""Gathers the facts of this machine, and of each node of a joined cluster by a small task there. No GPU is used for this."""
+"""Gathers the facts of this machine, and of each node of a joined cluster by a small task there. No GPU is used for this, and Ray isn't
+imported for this machine: that takes half a second."""
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ import hashlib
 import os
 import resource
 import shutil
+import socket
+import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -17,17 +21,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from actors.cluster.hub import config_folder, obstacle_here
 from actors.config import RunConfig
-from actors.doctor.driver_gpus import gpus_of_driver, seen_by_torch
 from actors.doctor.facts import COMPILERS, GpuFact, NodeFacts, Nodes, PaperFacts
-from actors.doctor.free_memory_rules import gpus_have_room
-from actors.doctor.memory_rules import could_be_given
-from actors.doctor.own_memory import memory_bytes, shared_memory_bytes
-from actors.doctor.port_check import OpenPort, why_unreachable
+from actors.doctor.memory_rules import could_be_given, gpus_have_room
 from actors.doctor.surroundings import loopback_obstacle, variables_here
-from actors.plan.gpus import Gpus
-from actors.plan.layouts import GPUS_PER_NODE
+from actors.plan.layouts import GPUS_PER_NODE, Gpus
 from actors.plan.shape import ModelShape
 from actors.processes.daemon_threads import DaemonThreads
 from actors.processes.disk_at_start import by_disk_at_start
@@ -36,6 +37,139 @@ from correction.engines.torch_build import has_cuda
 from correction.errors import one_line
 from rollout.engine_settings.engine_capabilities import has_plugin
 from rollout.module_path import taken_names
+
+_ROOT = Path("/sys/fs/cgroup")
+_VERSIONS = (
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
+    ("memory.max", "memory.current", "memory.stat", ""),
+)
+"""Files of control groups, version 1 and 2: limit, use, and statistics, with the prefix of their names."""
+
+
+def memory_bytes() -> int:
+    """Bytes of the machine's memory, or of the container's limit."""
+    there = psutil.virtual_memory().total
+    limit = next((path.read_text().strip() for name, *_ in _VERSIONS if (path := _ROOT / name).exists()), "max")
+    return min(int(limit), there) if limit.isdigit() else there
+
+
+def shared_memory_bytes() -> int:
+    """Bytes of /dev/shm that are free."""
+    return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+
+
+_SMI = "nvidia-smi"
+_LIST = ("--query-gpu=index,uuid,name,memory.total,memory.free,compute_cap,mig.mode.current", "--format=csv,noheader,nounits")
+_SMI_S = 10.0
+
+
+def gpus_of_driver() -> list[GpuFact]:
+    """GPUs that nvidia-smi lists; none where there is no driver, or it doesn't answer."""
+    return [_gpu(line) for line in _said(*_LIST).splitlines() if line.count(",") >= 6]
+
+
+def seen_by_torch(gpus: Sequence[GpuFact], visible: str | None, count: int) -> tuple[GpuFact, ...]:
+    """The driver's GPUs that torch sees.
+
+    Args:
+        gpus: of the driver, numbered by their places on the bus, as CUDA numbers GPUs that are alike.
+        visible: CUDA_VISIBLE_DEVICES, numbers or the beginnings of UUIDs; None: it isn't set.
+        count: that torch sees. Where the variable names others than so many (parts of a GPU), the first ones are taken,
+            and what is free of them isn't known.
+    """
+    named = [_gpu_named(gpus, word.strip()) for word in visible.split(",")] if visible else list(gpus)
+    known = [gpu for gpu in named if gpu is not None]
+    if len(known) == count:
+        return tuple(known)
+    return tuple(replace(gpu, free=None) for gpu in gpus[:count])
+
+
+def _gpu_named(gpus: Sequence[GpuFact], word: str) -> GpuFact | None:
+    found = [gpu for gpu in gpus if (gpu.number == int(word) if word.isdigit() else word and gpu.uuid.startswith(word))]
+    return found[0] if len(found) == 1 else None
+
+
+def _said(*words: str) -> str:
+    """Nothing where there is no driver, or it doesn't answer."""
+    if shutil.which(_SMI) is None:
+        return ""
+    try:
+        return subprocess.run((_SMI, *words), capture_output=True, text=True, timeout=_SMI_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _gpu(line: str) -> GpuFact:
+    number, uuid, rest = (part.strip() for part in line.split(",", 2))
+    name, total, free, capability, divided = (part.strip() for part in rest.rsplit(",", 4))
+    free_bytes = None if divided == "Enabled" else _mib(free)
+    return GpuFact(name, _mib(total) or 0, free_bytes, "sm_" + capability.replace(".", ""), int(number), uuid)
+
+
+def _mib(text: str) -> int | None:
+    """Bytes; None where the driver says [N/A]."""
+    return int(text) << 20 if text.isdigit() else None
+
+
+_CONNECT_S = 3.0
+_GREETING = b"."
+
+
+class PortListener:
+    """Listens on a free port, and accepts connections. Used as a Ray actor."""
+
+    def open(self) -> tuple[str, int]:
+        from actors.metrics.exporter import node_address
+
+        self._socket = socket.create_server((node_address(), 0))
+        threading.Thread(target=self._answer, daemon=True).start()
+        host, port = self._socket.getsockname()[:2]
+        return host, port
+
+    def _answer(self) -> None:
+        while True:
+            caller, _ = self._socket.accept()
+            with caller, contextlib.suppress(OSError):
+                caller.sendall(_GREETING)
+
+
+class OpenPort:
+    """A free port of a node, with a PortListener."""
+
+    def __init__(self, listener: Any, address: tuple[str, int]) -> None:
+        self._listener, self.address = listener, address
+
+    @classmethod
+    def on(cls, node_id: str, *, within_s: float) -> OpenPort | None:
+        """None if the listener can't be started on the node, or not in time; the node's facts say why."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        listener: Any = ray.remote(PortListener).options(num_cpus=0, scheduling_strategy=there).remote()
+        try:
+            address: tuple[str, int] = ray.get(listener.open.remote(), timeout=within_s)
+            return cls(listener, address)
+        except ray.exceptions.RayError:
+            ray.kill(listener)
+            return None
+
+    def close(self) -> None:
+        import ray
+
+        ray.kill(self._listener)
+
+
+def why_unreachable(address: tuple[str, int]) -> str:
+    """Why a PortListener could not be reached; empty: it could."""
+    try:
+        with socket.create_connection(address, timeout=_CONNECT_S) as there:
+            there.settimeout(_CONNECT_S)
+            found = there.recv(1)
+    except OSError as error:
+        return f"{address[0]}:{address[1]}: {error}"
+    return "" if found == _GREETING else f"{address[0]}:{address[1]}: something else answers there"
+
 
 _PACKAGES = (
     *("evenkeel", "torch", "sglang", "sglang-kernel", "flashinfer-python"),

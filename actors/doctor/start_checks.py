@@ -14,9 +14,9 @@ from actors.cluster.hub import config_folder
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint, PaperFacts
 from actors.doctor.gather import paper_facts
-from actors.doctor.paper_rules import without_model, worst_first
+from actors.doctor.on_paper import without_model, worst_first
 from actors.hub_name import HubName
-from actors.plan.gpus import Gpus
+from actors.plan.layouts import Gpus
 from actors.plan.shape import ModelShape, check_is_model
 from actors.settings.deadlines import bytes_of, with_deadlines
 from actors.settings.derived import derived, refusals, with_learning_rate, with_optimizer

@@ -52,7 +52,7 @@ def loopback_obstacle() -> str:
 
 
 def surroundings_let_it_work(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    """A rule of the second layer (node_rules.py)."""
+    """A rule of the second layer (on_nodes.py)."""
     for node in nodes:
         for error in _obstacles({**node.variables, **config.ray.env}, node.loopback_obstacle):
             yield Complaint.refusal(ConfigError(f"{node.name}: {error.reason}", remedy=error.remedy))

@@ -21,8 +21,7 @@ from actors.record import usual_mismatch
 from actors.record.run_folder import RunFolder
 from actors.record.slowest import slowest_rows
 from actors.record.terminal import duration
-from actors.reports.report_plots import PLOTTED, draw_plots
-from actors.reports.step_columns import StepColumns, those_of
+from actors.reports.plots import PLOTTED, StepColumns, draw_plots, those_of
 from correction.diagnostics.quantities import Unit
 from correction.early_warning.reference_levels import ReferenceLevel
 

@@ -200,7 +200,7 @@ def workers_with_a_unit(units: Iterable[float], wanted: int) -> int:
     """How many of `wanted` rollout workers can be placed: each takes one unit of the rollout resource, on one node.
 
     A run that joins a cluster (check_rollout_resource) passes the sum over present nodes, or over all that the
-    autoscaler may start, and the largest number of workers; it refuses a cluster that can place none. The doctor (doctor/room_rules.py)
+    autoscaler may start, and the largest number of workers; it refuses a cluster that can place none. The doctor (doctor/on_nodes.py)
     passes the present nodes and the workers that the run begins with; it only warns, as more nodes may come.
 
     Args: units: offered by each node; or only their sum, if no more is known.

@@ -13,7 +13,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.plan.host_memory import BATCHES, FOR_CHECKPOINTS, hosts
+from actors.plan.hosts import BATCHES, FOR_CHECKPOINTS, hosts
 from actors.plan.shape import ModelShape
 from actors.settings.derived import derived
 from actors.settings.devices import gpus_asked, room_for_engines, workers_with_a_unit

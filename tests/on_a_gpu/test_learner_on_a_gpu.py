@@ -15,7 +15,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from actors.plan.learner_memory import rank_memory
+from actors.plan.memory import rank_memory
 from actors.plan.shape import ModelShape
 from actors.settings.probe_limits import ProbeLimits
 from correction.batch import CorrectedBatch

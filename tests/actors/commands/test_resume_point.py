@@ -22,7 +22,7 @@ from actors.driver.rollback import Rollbacks
 from actors.metrics.step_metrics import StepMetrics
 from actors.record.metric_views import TensorBoardView, open_views
 from actors.record.run_folder import RunFolder
-from actors.reports.completeness import EVALUATION, REPORT, left_after_training
+from actors.reports.run_doctor import EVALUATION, REPORT, left_after_training
 from actors.state.json_lines import JsonLines, last_step
 from actors.state.resume import OtherVersionError, open_ledger
 from correction.errors import ConfigError, DataError

@@ -16,9 +16,9 @@ from actors.config import RunConfig
 from actors.doctor import gather
 from actors.doctor.facts import Complaint, GpuFact, NodeFacts, PaperFacts
 from actors.doctor.gather import this_node
-from actors.doctor.node_rules import on_nodes
-from actors.doctor.paper_rules import enough, on_paper, stop_at_failures
-from actors.plan.gpus import Gpus
+from actors.doctor.on_nodes import on_nodes
+from actors.doctor.on_paper import enough, on_paper, stop_at_failures
+from actors.plan.layouts import Gpus
 from actors.plan.shape import ModelShape
 from actors.settings.derived import derived
 from correction.errors import ConfigError

@@ -11,8 +11,8 @@ import pytest
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.doctor.facts import NodeFacts
-from actors.doctor.link_rules import ports_are_open
-from actors.doctor.port_check import PortListener, why_unreachable
+from actors.doctor.gather import PortListener, why_unreachable
+from actors.doctor.on_nodes import ports_are_open
 from actors.settings.derived import derived
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -63,7 +63,7 @@ def test_a_listener_is_reached_and_what_is_not_one_is_told(monkeypatch: pytest.M
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))  # and nobody listens
         assert "refused" in why_unreachable(reserved.getsockname())
-    monkeypatch.setattr("actors.doctor.port_check._CONNECT_S", 0.2)
+    monkeypatch.setattr("actors.doctor.gather._CONNECT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert "timed out" in why_unreachable(silent.getsockname())
 

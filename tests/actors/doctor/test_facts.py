@@ -12,11 +12,9 @@ import pytest
 import ray
 
 from actors.doctor import gather
-from actors.doctor.driver_gpus import gpus_of_driver
 from actors.doctor.facts import GpuFact
-from actors.doctor.gather import nodes_of_cluster, this_node
-from actors.doctor.node_rules import on_nodes
-from actors.doctor.port_check import PortListener
+from actors.doctor.gather import PortListener, gpus_of_driver, nodes_of_cluster, this_node
+from actors.doctor.on_nodes import on_nodes
 from rollout.engine_settings.engine_capabilities import TESTED_SGLANG
 from tests.actors.doctor.test_doctor import DENSE, H100, NO_FOLDER, eight
 from tests.actors.known_models import QWEN3_8B, save_config

@@ -10,14 +10,12 @@ import pytest
 
 from actors.config import RunConfig
 from actors.doctor import gather
-from actors.doctor.driver_gpus import seen_by_torch
 from actors.doctor.facts import Complaint, GpuFact, NodeFacts
-from actors.doctor.free_memory_rules import loads_by_gpu
-from actors.doctor.node_rules import on_nodes
-from actors.doctor.room_rules import requests
-from actors.plan.engine_memory import engine_memory, least_at_start
-from actors.plan.gpus import Gpus
-from actors.plan.learner_memory import state_bytes
+from actors.doctor.gather import seen_by_torch
+from actors.doctor.memory_rules import loads_by_gpu
+from actors.doctor.on_nodes import on_nodes, requests
+from actors.plan.layouts import Gpus
+from actors.plan.memory import engine_memory, least_at_start, state_bytes
 from actors.plan.shape import ModelShape
 from correction.engines.gpu_share import CONTEXT, LEAST_OF_CACHE
 from rollout.sglang_plugin.gpu_share import cache_bytes

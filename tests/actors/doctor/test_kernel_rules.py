@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 from actors.commands.cli import app
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint, GpuFact, NodeFacts, PaperFacts
-from actors.doctor.kernel_rules import half_precision_has_kernels, weights_stay_as_sent
-from actors.doctor.node_rules import on_nodes
-from actors.doctor.paper_rules import float8_can_be_had, on_paper
-from actors.plan.gpus import ARCHITECTURES, MEMORY_MIB, Gpus
+from actors.doctor.on_nodes import on_nodes
+from actors.doctor.on_paper import float8_can_be_had, half_precision_has_kernels, on_paper, weights_stay_as_sent
+from actors.plan.layouts import ARCHITECTURES, MEMORY_MIB, Gpus
 from rollout.engine_settings.engine_capabilities import TESTED_SGLANG
 from tests.actors.doctor.test_doctor import DENSE, EXPERTS, FLOAT8, HEAD, RANKS, RECIPES, eight, node, paper, recipe
 from tests.actors.known_models import QWEN3_30B_A3B, save_config

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from ray._common import utils
 
-from actors.doctor import gather, own_memory
-from actors.doctor.own_memory import memory_bytes
+from actors.doctor import gather
+from actors.doctor.gather import memory_bytes
 
 GB = 10**9
 NO_LIMIT = 9_223_372_036_854_771_712
@@ -35,7 +35,7 @@ def test_a_container_s_memory_is_its_limit_as_ray_has_it(
 
     monkeypatch.setattr(utils, "open", opened, raising=False)
     monkeypatch.setattr(os.path, "exists", lambda path: plain_exists(str(path).replace(root, str(tmp_path))))
-    monkeypatch.setattr(own_memory, "_ROOT", tmp_path)
+    monkeypatch.setattr(gather, "_ROOT", tmp_path)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2000 * GB, available=1400 * GB, used=700 * GB))
     file = tmp_path / ("memory/memory.limit_in_bytes" if version == 1 else "memory.max")
     file.parent.mkdir(exist_ok=True)

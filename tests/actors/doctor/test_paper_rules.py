@@ -20,10 +20,10 @@ from actors.doctor import surroundings
 from actors.doctor.facts import NodeFacts, PaperFacts
 from actors.doctor.gather import paper_facts
 from actors.doctor.memory_rules import rank_options
-from actors.doctor.node_rules import on_nodes
-from actors.doctor.paper_rules import enough, on_paper
-from actors.plan.gpus import Gpus
-from actors.plan.learner_memory import RESERVE, rank_memory, state_bytes
+from actors.doctor.on_nodes import on_nodes
+from actors.doctor.on_paper import enough, on_paper
+from actors.plan.layouts import Gpus
+from actors.plan.memory import RESERVE, rank_memory, state_bytes
 from actors.plan.shape import ModelShape
 from tests.actors.doctor.test_doctor import DENSE, EXPERTS, H100, HEAD, IN_FLOAT32, RECIPES, eight, node, paper, recipe
 from tests.actors.known_models import QWEN3_06B, QWEN3_8B, save_config

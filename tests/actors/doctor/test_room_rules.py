@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from actors.doctor.gather import own_machine
-from actors.doctor.node_rules import on_nodes
-from actors.doctor.paper_rules import enough
-from actors.doctor.room_rules import requests
-from actors.plan.gpus import Gpus
+from actors.doctor.on_nodes import on_nodes, requests
+from actors.doctor.on_paper import enough
+from actors.plan.layouts import Gpus
 from actors.plan.shape import ModelShape
 from tests.actors.doctor.test_doctor import DENSE, EXPERTS, HEAD, eight, node, recipe
 from tests.actors.known_models import QWEN3_06B

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.doctor.node_rules import on_nodes
+from actors.doctor.on_nodes import on_nodes
 from tests.actors.doctor.test_doctor import DENSE, HEAD, eight, node
 
 

@@ -16,10 +16,9 @@ from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.doctor.facts import PaperFacts
 from actors.doctor.gather import paper_facts
-from actors.doctor.paper_rules import on_paper
+from actors.doctor.on_paper import on_paper
 from actors.doctor.start_checks import check_on_paper
-from actors.plan.gpus import Gpus
-from actors.plan.layouts import layouts
+from actors.plan.layouts import Gpus, layouts
 from actors.plan.shape import ModelShape
 from actors.settings.derived import derived
 from correction.errors import ConfigError, DataError, EvenkeelError

@@ -22,9 +22,8 @@ from actors.record.metric_views import TensorBoardView, WandbView, open_views, v
 from actors.record.run_folder import RunFolder
 from actors.record.step_sources import _placed, diagnostic_metrics
 from actors.record.terminal import _STEP_LINE, step_line
+from actors.reports.plots import _CURVES, StepColumns
 from actors.reports.report import _SUMMARY, summary_rows
-from actors.reports.report_plots import _CURVES
-from actors.reports.step_columns import StepColumns
 from correction import CorrectionConfig, correct, diagnose, loss_metrics, policy_loss
 from correction.diagnostics.quantities import DIAGNOSTICS, LOSS_METRICS, Quantity, Unit, of_family
 from correction.errors import ConfigError

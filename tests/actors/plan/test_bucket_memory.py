@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from actors.doctor.paper_rules import on_paper
-from actors.plan.bucket_memory import receiving_bytes
+from actors.doctor.on_paper import on_paper
+from actors.plan.hosts import receiving_bytes
 from tests.actors.doctor.test_doctor import DENSE, eight, paper
 
 OF_ENGINE = ("fail", "an engine has 13.4 GiB beside its CUDA context")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from actors.plan.engine_memory import cache_token_bytes, default_fraction, engine_memory, prefill_graphs
-from actors.plan.host_memory import route_cache_bytes
+from actors.plan.hosts import route_cache_bytes
+from actors.plan.memory import cache_token_bytes, default_fraction, engine_memory, prefill_graphs
 from actors.plan.shape import ModelShape
 from correction.engines.gpu_share import CONTEXT, PREFILL_TOKENS
 from rollout.engine.engine import RolloutEngine

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.plan.engine_memory import engine_memory
-from actors.plan.gpus import Gpus
-from actors.plan.layouts import layouts
-from actors.plan.learner_memory import head_bytes, layer_activations, rank_memory, state_bytes
+from actors.plan.hosts import PACKED, checkpoint_bytes, traffic
+from actors.plan.layouts import Gpus, layouts
+from actors.plan.memory import engine_memory, head_bytes, layer_activations, rank_memory, state_bytes
 from actors.plan.shape import ModelShape
-from actors.plan.traffic import PACKED, checkpoint_bytes, traffic
 from actors.settings.derived import derived
 from correction.correct import correct
 from correction.engines.float8 import in_float8

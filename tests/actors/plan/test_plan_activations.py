@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.plan.learner_memory import layer_activations, stage_memory
+from actors.plan.memory import layer_activations, stage_memory
 from actors.plan.shape import ModelShape
 from correction.correct import defer
 from learner.config import LearnerConfig

@@ -11,8 +11,8 @@ import yaml
 from typer.testing import CliRunner
 
 from actors.commands.cli import app
-from actors.plan.gpus import Gpus
-from actors.plan.traffic import PACKED
+from actors.plan.hosts import PACKED
+from actors.plan.layouts import Gpus
 from tests.actors.known_models import QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, save_config
 
 RECIPES = Path(__file__).parents[3] / "recipes"

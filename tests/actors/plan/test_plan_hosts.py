@@ -12,12 +12,26 @@ import pytest
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.plan import host_memory
-from actors.plan.engine_memory import engine_memory
-from actors.plan.gpus import Gpus
-from actors.plan.host_memory import CORRECTED, CUDA, DIAGNOSED, MODULES, OF_ENGINES, OF_LEARNER, HostMemory, hosts, of_engines
+from actors.plan import hosts as host_memory
+from actors.plan.hosts import (
+    CORRECTED,
+    CUDA,
+    DIAGNOSED,
+    MODULES,
+    OF_ENGINES,
+    OF_LEARNER,
+    HostMemory,
+    batch_tokens,
+    checkpoint_bytes,
+    hosts,
+    key_bytes,
+    of_engines,
+    prompt_tokens,
+    wide_bytes,
+)
+from actors.plan.layouts import Gpus
+from actors.plan.memory import engine_memory
 from actors.plan.shape import ModelShape
-from actors.plan.traffic import batch_tokens, checkpoint_bytes, key_bytes, prompt_tokens, wide_bytes
 from actors.settings.derived import derived
 from actors.settings.environment import OF_SERVICE
 from correction.correct import correct

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.plan.learner_memory import state_bytes
+from actors.plan.memory import state_bytes
 from actors.plan.shape import ModelShape
 from correction.correct import correct
 from learner.config import LearnerConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.plan.learner_memory import rank_memory
+from actors.plan.memory import rank_memory
 from actors.plan.shape import ModelShape
 from correction.batch import CorrectedBatch
 from correction.config import CorrectionConfig

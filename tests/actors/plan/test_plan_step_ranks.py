@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.plan.learner_memory import stage_memory
+from actors.plan.memory import stage_memory
 from actors.plan.shape import ModelShape
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank

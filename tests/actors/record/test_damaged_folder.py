@@ -20,11 +20,9 @@ from actors.record.run_event import RunEvent
 from actors.record.run_folder import RunFolder
 from actors.record.slowest import SlowestPrompts, slowest_rows
 from actors.record.stack_collector import StackCollector
-from actors.reports.completeness import left_after_training
+from actors.reports.plots import StepColumns, draw_staleness
 from actors.reports.report import clipped_rows, summary_rows, worker_rows, write_report
-from actors.reports.report_plots import draw_staleness
-from actors.reports.run_doctor import diagnose_run, page
-from actors.reports.step_columns import StepColumns
+from actors.reports.run_doctor import diagnose_run, left_after_training, page
 from correction.errors import ConfigError
 from tests.actors.reports.test_run_doctor import RECIPE, run_folder
 

@@ -24,9 +24,8 @@ from actors.metrics.step_metrics import StepMetrics
 from actors.processes import disk_at_start
 from actors.processes.disk_at_start import DiskLate
 from actors.record.run_folder import RunFolder
-from actors.reports import ledger_check
-from actors.reports.ledger_check import LinesRead, check_ledger
-from actors.reports.run_doctor import RECENT_STEPS, diagnose_run
+from actors.reports import run_doctor
+from actors.reports.run_doctor import RECENT_STEPS, LinesRead, check_ledger, diagnose_run
 from learner.weights import file_sums
 from tests.actors.commands.disk_clock import notice_first
 from tests.actors.commands.test_resume_disk import hanging
@@ -130,14 +129,14 @@ def test_the_ledger_s_check_holds_a_bit_a_prompt(tmp_path: Path) -> None:
 def test_ids_of_any_form_are_told_apart() -> None:
     ids = ["train/0/1", "train/0/01", "train/0/\u0661", "train/1/1", "held_out/0/1", f"train/0/{1 << 16}", f"train/0/{10**40}", "train/0/0"]
     ids += [f"train/0/{'9' * 5000}", "", "x", "a/b/c", "a/0/1/2", "train/0/8", "train/00/1", "train/0/-1", "5", "/5", "05"]
-    seen = ledger_check._Seen()
+    seen = run_doctor._Seen()
     assert [seen.add(one) for one in ids] == [False] * len(ids) and [seen.add(one) for one in ids] == [True] * len(ids)
 
 
 def test_a_ledger_that_is_read_on_and_on_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its deadline counts from the newest lines."""
-    monkeypatch.setattr(ledger_check, "_LOOK", 3)
-    monkeypatch.setattr(ledger_check, "time", SimpleNamespace(monotonic=iter([0.0, 7.0, 9.0]).__next__))
+    monkeypatch.setattr(run_doctor, "_LOOK", 3)
+    monkeypatch.setattr(run_doctor, "time", SimpleNamespace(monotonic=iter([0.0, 7.0, 9.0]).__next__))
     read, found = LinesRead(), []
     for _ in range(7):
         read.add()

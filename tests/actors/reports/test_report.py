@@ -21,11 +21,9 @@ from actors.record.run_folder import RunFolder
 from actors.record.slowest import FILE, SlowestPrompts, slowest_rows
 from actors.record.usual_mismatch import of_folder
 from actors.reports import report
-from actors.reports.curve_points import MOST_POINTS, drawn_points, running_mean
+from actors.reports.plots import _CURVES as CURVES
+from actors.reports.plots import MOST_POINTS, Plot, StepColumns, draw_curves, draw_plots, drawn_points, running_mean
 from actors.reports.report import clipped_rows, summary_rows, worker_rows, write_report
-from actors.reports.report_plots import _CURVES as CURVES
-from actors.reports.report_plots import Plot, draw_curves, draw_plots
-from actors.reports.step_columns import StepColumns
 from actors.service.scatter import ScatterReservoir
 from correction.early_warning.monitor import Event, State
 from rollout.trajectory import FailureKind

@@ -19,8 +19,7 @@ from actors.record import run_folder as run_folder_module
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
 from actors.reports import run_doctor
-from actors.reports.ledger_check import LedgerCheck
-from actors.reports.run_doctor import RunDiagnosis, RunState, diagnose_run, page
+from actors.reports.run_doctor import LedgerCheck, RunDiagnosis, RunState, diagnose_run, page
 from actors.settings.deadlines import with_deadlines
 
 RECIPE = Path(__file__).parents[3] / "recipes/nano_spell_backward.yaml"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from actors.commands.recipe import RecipeKeys, load_config, load_with_keys
 from actors.commands.run_settings import changed_derived_settings, changed_settings, not_as_written
 from actors.config import RunConfig
-from actors.doctor.paper_rules import on_paper
+from actors.doctor.on_paper import on_paper
 from actors.doctor.start_checks import check_on_paper, config_for_model
 from actors.record.config_that_ran import config_that_ran
 from actors.record.run_folder import RunFolder

@@ -1,7 +1,9 @@
-"""The pictures of a run's report: each a title, an inline SVG and a caption that says what to look at.
+"""The pictures of a run's report: each a title, an inline SVG and a caption that says what to look at; and the numbers of all steps that
+they are drawn from.
 
 Drawn by matplotlib. Ink and grid take the page's colours, so that they can be read on a light and on a dark page; the curves' own
-colours are of middle lightness for the same reason.
+colours are of middle lightness for the same reason. Numbers are a column for each metric that is shown, and sums by worker, as arrays:
+a run of 150,000 steps with 300 metrics each has gigabytes of them as objects. They are read in one pass.
 """
 
 from __future__ import annotations
@@ -9,8 +11,10 @@ from __future__ import annotations
 import enum
 import io
 import itertools
+import math
 import re
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,13 +26,116 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from actors.carriers import ScatterSample
 from actors.metrics.catalogue import CATALOGUE
-from actors.metrics.step_metrics import StepMetrics, pass_at_most
-from actors.reports.colours import COLOURS
-from actors.reports.curve_points import MOST_POINTS, drawn_points, running_mean
-from actors.reports.step_columns import StepColumns
+from actors.metrics.step_metrics import StepMetrics, by_worker, pass_at_most
 from correction.diagnostics.quantities import Unit
 from correction.early_warning.monitor import Event, State
 from correction.early_warning.reference_levels import ReferenceLevel
+
+COLOURS = ("#3a7fc1", "#dd7a2b", "#3c9c63", "#a05cb8", "#c94f5c", "#8a8f2f")
+"""Of middle lightness: to be seen on a light and on a dark page."""
+
+
+MOST_POINTS = 5000
+"""Of a curve. Of a longer one, which has more points than the picture has pixels, the first and the last are drawn, and the lowest and the
+highest of each part."""
+
+
+def running_mean(values: np.ndarray, half_width: int) -> np.ndarray:
+    """Mean over up to 2 half_width + 1 neighbours; fewer at the ends, so that nothing is made up there. [n] -> [n]"""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    index = np.arange(len(values))
+    first, last = np.maximum(index - half_width, 0), np.minimum(index + half_width + 1, len(values))
+    return np.asarray((sums[last] - sums[first]) / (last - first))
+
+
+def drawn_points(values: np.ndarray) -> np.ndarray:
+    """Indices of those that are drawn, of a curve of any length. [n] -> [at most MOST_POINTS + 2]"""
+    if len(values) <= MOST_POINTS:
+        return np.arange(len(values))
+    parts = np.array_split(np.arange(len(values)), MOST_POINTS // 2)
+    ends = [part[pick(values[part])] for part in parts for pick in (np.argmin, np.argmax)]
+    return np.unique([0, *ends, len(values) - 1])
+
+
+_OF_WORKERS = "worker/"
+
+
+@dataclass(slots=True)
+class WorkerTotals:
+    """What one rollout worker did, over all steps."""
+
+    first_step: int
+    last_step: int = 0
+    groups: float = 0
+    tokens: float = 0
+    waits: float = 0.0
+    """Sum of its shares of time waited."""
+    steps_with_wait: int = 0
+
+    def add(self, metrics: StepMetrics, name: str) -> None:
+        self.last_step = metrics.step
+        self.groups += metrics.get(f"worker/groups/{name}", 0)
+        self.tokens += metrics[f"worker/tokens/{name}"]
+        if math.isfinite(wait := metrics.get(f"worker/wait_share/{name}", math.nan)):
+            self.waits, self.steps_with_wait = self.waits + wait, self.steps_with_wait + 1
+
+
+class StepColumns:
+    """The values that are finite, by metric, with the place of their steps."""
+
+    def __init__(self, steps: Iterable[StepMetrics]) -> None:
+        """Args: steps: in order; each is looked at once and not kept."""
+        self.last: StepMetrics | None = None
+        self.workers: dict[str, WorkerTotals] = {}
+        """By name, in the order in which they came."""
+        self._steps = array("q")
+        self._columns: dict[str, tuple[array[int], array[float]]] = {}
+        """Places in `_steps`, and values."""
+        for metrics in steps:
+            self._add(metrics)
+
+    def _add(self, metrics: StepMetrics) -> None:
+        place, self.last = len(self._steps), metrics
+        self._steps.append(metrics.step)
+        for name, value in metrics.items():
+            if not name.startswith(_OF_WORKERS) and math.isfinite(value):
+                places, values = self._columns.setdefault(name, (array("l"), array("d")))
+                places.append(place)
+                values.append(value)
+        for name in by_worker(metrics, "tokens"):
+            self.workers.setdefault(name, WorkerTotals(metrics.step)).add(metrics, name)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def values(self, name: str) -> list[float]:
+        """Values of a metric, in the order of steps; steps without it are left out."""
+        return self._columns[name][1].tolist() if name in self._columns else []
+
+    def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """(steps [n], values [n]) of a metric."""
+        places, values = self._columns.get(name, (array("l"), array("d")))
+        return np.array(self._steps, dtype=np.int64)[np.array(places, dtype=np.int64)], np.array(values)
+
+    def members(self, family: str) -> list[str]:
+        """Open parts of the names of a family of the catalogue, sorted."""
+        return sorted(name[len(family) :] for name in self._columns if name.rpartition("/")[0] + "/" == family)
+
+    def table(self, family: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """(steps [n], values [n] by the open part of the name) of a family, at steps with any of its members; 0 where one is absent."""
+        columns = {part: self._columns[family + part] for part in self.members(family)}
+        rows = np.unique(np.concatenate([np.array(places, dtype=np.int64) for places, _ in columns.values()] or [np.array([], np.int64)]))
+        found = {part: np.zeros(len(rows)) for part in columns}
+        for part, (places, values) in columns.items():
+            found[part][np.searchsorted(rows, np.array(places, dtype=np.int64))] = values
+        return np.array(self._steps, dtype=np.int64)[rows], found
+
+
+def those_of(names: Iterable[str]) -> Callable[[str], bool]:
+    """Whether a metric is one of these, a member of one of their families, or of a worker. Args: names: of metrics and of families."""
+    shown = {*names, *(name for name in CATALOGUE if name.startswith(_OF_WORKERS))}
+    return lambda name: name in shown or name.rpartition("/")[0] + "/" in shown
+
 
 _LEAST_DISTANCE = 1e-8    # nats; smaller ones, 0 among them, are drawn there on a logarithmic axis
 _INK, _GRID = "#010203", "#040506"    # stand-ins for the page's own colours, which are put in afterwards
