@@ -6,7 +6,6 @@ Each rule is a function of (shape, config, bytes of a GPU) that yields complaint
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +17,7 @@ from actors.plan.hosts import receiving_bytes
 from actors.plan.layouts import GPUS_PER_NODE, layouts
 from actors.plan.memory import RESERVE, engine_memory, least_at_start, pass_tokens, rank_memory, stage_memory
 from actors.plan.shape import ModelShape
-from actors.settings.devices import engines_beside_a_rank, gpus_asked, held_by, workers_asked
+from actors.settings.devices import engines_beside_a_rank, gpus_asked, held_by
 from correction.engines.gpu_share import CONTEXT, outside_cache
 from learner.config import LearnerConfig
 from learner.model_fit import layout_obstacles
@@ -69,7 +68,6 @@ def engine_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) ->
     if rollout.engine.resolved_device != "cuda":
         return
     memory, has_share = engine_memory(shape, rollout, gpu_bytes), rollout.gpus_per_worker < 1
-    more = "raise rollout.gpus_per_worker" if has_share else "several for an engine (rollout.engine.tensor_parallel)"
     if memory.longest_requests < 1:
         larger = "rollout.gpus_per_worker" if has_share else "rollout.engine.memory_fraction"
         requests = ", or rollout.engine.max_running_requests" if has_share else ""
@@ -80,13 +78,6 @@ def engine_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) ->
             f"{gib(memory.outside_cache)} for context, activations, graphs and sampler: that holds {memory.tokens:,} tokens, and one "
             f"request may have {memory.request_tokens:,}",
             f"Lower rollout.engine.context_length and rollout.sampling.max_tokens{requests}, raise {larger}, use larger GPUs{cut}",
-        )
-    elif memory.longest_requests < min(rollout.sampling.samples_per_group, rollout.engine.max_running_requests):
-        yield Complaint(
-            "warn",
-            f"an engine's KV cache holds {memory.tokens:,} tokens: {memory.longest_requests} requests of {memory.request_tokens:,}, fewer "
-            f"than a group's {rollout.sampling.samples_per_group} answers, so that long ones are put back and read again",
-            f"Lower rollout.engine.context_length, use larger GPUs, or {more}",
         )
 
 
@@ -128,20 +119,10 @@ def both_sides_fit_one_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int)
     learner, rollout = config.learner, config.rollout
     if learner.resolved_device != "cuda" or rollout.engine.resolved_device != "cuda" or rollout.gpus_per_worker == 1:
         return
-    fraction, memory = rollout.engine.memory_fraction, engine_memory(shape, rollout, gpu_bytes)
-    share = rollout.gpus_per_worker * gpu_bytes
-    if fraction is not None and fraction * gpu_bytes + memory.outside_cache > share:
-        yield Complaint(
-            "note",
-            f"rollout.engine.memory_fraction = {fraction:g}: weights and KV cache of {gib(fraction * gpu_bytes)}, and "
-            f"{gib(memory.outside_cache)} more for context, activations, graphs and sampler, are more than the engine's share of the "
-            f"GPU, {gib(share)} (rollout.gpus_per_worker = {rollout.gpus_per_worker:g}): the engine keeps to its share",
-            "Lower rollout.engine.memory_fraction, or set it to null",
-        )
     beside = engines_beside_a_rank(config)
     if not beside or any(layout_obstacles(learner, shape.sizes)):
         return
-    rank = rank_memory(shape, learner, **rank_options(config)).with_reserve
+    rank, memory = rank_memory(shape, learner, **rank_options(config)).with_reserve, engine_memory(shape, rollout, gpu_bytes)
     engine = memory.weights + memory.outside_cache + memory.request_tokens * memory.token_bytes
     if rank + engine > gpu_bytes:
         yield Complaint(
@@ -150,16 +131,6 @@ def both_sides_fit_one_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int)
             f"sampler included, are {gib(rank + engine)}, more than the {gib(gpu_bytes)} of the GPU that they share",
             "Use a larger GPU or two, a smaller model, or shorter answers",
         )
-    elif rank > learner.gpus_per_rank * gpu_bytes or engine > share:
-        engines = min(workers_asked(config), beside)
-        of_rank = math.ceil(100 * rank / gpu_bytes)
-        of_engine = (100 - of_rank) // engines  # hundredths, both
-        if 100 * engine <= of_engine * gpu_bytes:
-            yield Complaint(
-                "note",
-                f"both sides fit the GPU with other shares: a rank needs {rank / gpu_bytes:.2f} of it, an engine {engine / gpu_bytes:.2f}",
-                f"Set learner.gpus_per_rank: {of_rank / 100:g}, rollout.gpus_per_worker: {of_engine / 100:g}",
-            )
 
 
 def on_gpus(
@@ -194,25 +165,21 @@ class NodeGpus:
 
     sizes: tuple[int, ...]
     """Bytes of those whose memory is known."""
-    count: float | None
-    """Number that Ray offers; None: not known."""
+    count: float
+    """Number that Ray offers."""
     units: float
     """Units of the rollout resource there."""
-
-    def holds(self, ranks: int) -> bool:
-        """Whether a group of so many ranks can be placed there."""
-        return self.count is None or self.count >= ranks
 
 
 def on_gpus_of_nodes(shape: ModelShape, config: RunConfig, nodes: Sequence[NodeGpus]) -> Iterator[Complaint]:
     """As on_gpus. Nodes with fewer GPUs than a tensor-parallel group or an engine needs are left out: no such group is placed there."""
     learner, engine = config.learner.tensor_parallel, config.rollout.engine.tensor_parallel
-    largest = max((int(node.count or GPUS_PER_NODE) for node in nodes if node.sizes), default=GPUS_PER_NODE)
+    largest = max((int(node.count) for node in nodes if node.sizes), default=GPUS_PER_NODE)
     yield from on_gpus(
         shape,
         config,
-        of_ranks=[size for node in nodes if node.holds(learner) for size in node.sizes],
-        of_engines=[size for node in nodes if node.units >= 1 and node.holds(engine) for size in node.sizes],
+        of_ranks=[size for node in nodes if node.count >= learner for size in node.sizes],
+        of_engines=[size for node in nodes if node.units >= 1 and node.count >= engine for size in node.sizes],
         gpus_per_node=largest,
     )
 
