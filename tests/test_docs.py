@@ -17,9 +17,7 @@ from actors.config import RunConfig
 ROOT = Path(__file__).parents[1]
 ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES = [*ROOT_PAGES, *sorted((ROOT / "docs").glob("*.md")), ROOT / "deploy" / "README.md"]
-DOCS = [page for page in PAGES if page.parent == ROOT / "docs" and page.stem != "glossary"]
 KEYS = [re.sub(r"\.(NAME|N)(?=\.|$)", r"\\.[^.]+", line.path) for line in explain_lines(RunConfig)]
-GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 OPEN_KEYS = ("rollout.task.options", "rollout.task.chat_template_kwargs", "rollout.engine.engine_args")
 """Mappings whose keys are another package's."""
 
@@ -89,25 +87,6 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             wrong.append(link)
     assert wrong == []
-
-
-def test_only_one_page_says_how_evenkeel_is_called() -> None:
-    """docs/command_line.md, which README links; elsewhere a path to the virtual environment would be a second answer."""
-    assert [page.name for page in PAGES if ".venv/bin/evenkeel" in page.read_text()] == ["command_line.md"]
-    assert (ROOT / "docs" / "command_line.md").read_text().count(".venv/bin/evenkeel") == 1
-
-
-@pytest.mark.parametrize("term", ["GRPO", "k1, k2, k3", "ESS", "Probe", "Receipt", "R2, R3", "Retract", "Mismatch, staleness, drift"])
-def test_terms_that_a_newcomer_needs_are_explained_once(term: str) -> None:
-    headings = [line for page in PAGES for line in page.read_text().splitlines() if line.startswith("### ") and term in line]
-    assert len(headings) == 1 and headings[0] in GLOSSARY
-
-
-@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
-def test_a_page_that_uses_such_a_term_links_the_glossary(page: Path) -> None:
-    text = page.read_text()
-    if re.search(r"\b(GRPO|k3|ESS|effective sample size|probe|receipt|R3|retract\w*|1F1B|staleness)\b", text):
-        assert "glossary.md" in text
 
 
 def test_every_page_is_reached_from_readme() -> None:

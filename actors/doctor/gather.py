@@ -39,17 +39,14 @@ from rollout.engine_settings.engine_capabilities import has_plugin
 from rollout.module_path import taken_names
 
 _ROOT = Path("/sys/fs/cgroup")
-_VERSIONS = (
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
-    ("memory.max", "memory.current", "memory.stat", ""),
-)
-"""Files of control groups, version 1 and 2: limit, use, and statistics, with the prefix of their names."""
+_LIMITS = ("memory/memory.limit_in_bytes", "memory.max")
+"""Files of control groups, version 1 and 2."""
 
 
 def memory_bytes() -> int:
-    """Bytes of the machine's memory, or of the container's limit."""
+    """Bytes of the machine's memory, or of the container's limit, as Ray 2.60 counts it (ray._common.utils.get_system_memory)."""
     there = psutil.virtual_memory().total
-    limit = next((path.read_text().strip() for name, *_ in _VERSIONS if (path := _ROOT / name).exists()), "max")
+    limit = next((path.read_text().strip() for name in _LIMITS if (path := _ROOT / name).exists()), "max")
     return min(int(limit), there) if limit.isdigit() else there
 
 
@@ -65,7 +62,13 @@ _SMI_S = 10.0
 
 def gpus_of_driver() -> list[GpuFact]:
     """GPUs that nvidia-smi lists; none where there is no driver, or it doesn't answer."""
-    return [_gpu(line) for line in _said(*_LIST).splitlines() if line.count(",") >= 6]
+    if shutil.which(_SMI) is None:
+        return []
+    try:
+        said = subprocess.run((_SMI, *_LIST), capture_output=True, text=True, timeout=_SMI_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [_gpu(line) for line in said.splitlines() if line.count(",") >= 6]
 
 
 def seen_by_torch(gpus: Sequence[GpuFact], visible: str | None, count: int) -> tuple[GpuFact, ...]:
@@ -87,16 +90,6 @@ def seen_by_torch(gpus: Sequence[GpuFact], visible: str | None, count: int) -> t
 def _gpu_named(gpus: Sequence[GpuFact], word: str) -> GpuFact | None:
     found = [gpu for gpu in gpus if (gpu.number == int(word) if word.isdigit() else word and gpu.uuid.startswith(word))]
     return found[0] if len(found) == 1 else None
-
-
-def _said(*words: str) -> str:
-    """Nothing where there is no driver, or it doesn't answer."""
-    if shutil.which(_SMI) is None:
-        return ""
-    try:
-        return subprocess.run((_SMI, *words), capture_output=True, text=True, timeout=_SMI_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def _gpu(line: str) -> GpuFact:
