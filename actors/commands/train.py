@@ -161,7 +161,8 @@ def _complete(folder: RunFolder, config: RunConfig, point: ResumePoint) -> tuple
 
 
 def _run_in(
-    folder: RunFolder, config: RunConfig, task: Task, notes: Sequence[tuple[EventLevel, str]], point: ResumePoint | None, *, stays: bool
+    folder: RunFolder, config: RunConfig, task: Task, notes: Sequence[tuple[EventLevel, str]], point: ResumePoint | None, *,
+    stays: bool = True,
 ) -> RunSummary:
     """Args: notes: what to report first, as (level, sentence)."""
     view = TerminalView(config.steps, f"{config.name}: {config.model}", folder=str(folder.path))
