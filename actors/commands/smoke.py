@@ -19,6 +19,7 @@ from actors.commands.train_arguments import recipe_of
 from actors.config import RunConfig
 from actors.doctor.memory_rules import gib
 from actors.metrics.step_metrics import shown
+from actors.plan.shape import ModelShape
 from actors.record.ownership import fresh_path
 from actors.record.run_folder import RunFolder
 from correction.engines.expert_count import expert_count
@@ -35,10 +36,11 @@ def smoke_run(recipe: Path, overrides: Sequence[str], say: Callable[[str], objec
     """Make the model and the step, and say what passed. What fails keeps its folder, and the error names it.
 
     Returns: exit status: 0, or 1 if the probe says that an engine doesn't compute what the learner does; that of a run which ended early.
-    Raises: as train_run.
+    Raises: as ModelShape.read and train_run.
     """
     config = with_absolute_paths(recipe_of(recipe, overrides)[0])
     outline, _ = outline_folder(config.model)
+    ModelShape.read(outline)  # which says what is wrong with a folder, or with the family
     content = cut_config(read_json(outline / "config.json"), config)
     folder = fresh_path(config.run_dir.parent if config.run_dir else Path("runs").absolute(), f"smoke-{config.name}")
     model, run = folder / "model", folder / "run"

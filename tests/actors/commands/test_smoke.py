@@ -16,7 +16,7 @@ from actors.doctor.start_checks import check_on_paper
 from actors.settings.derived import derived
 from correction.errors import DataError
 from learner.hf.hf_folder import read_json
-from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B
+from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B, save_config
 from tests.e2e.launch import RECIPE, refused
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
@@ -92,3 +92,11 @@ def test_run_that_ends_before_its_step_is_no_success(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("words", [["--retries", "1"], ["--discard-queue"], ["--resume", "runs/x"]])
 def test_smoke_is_a_run_of_its_own(words: list[str]) -> None:
     assert "leave --resume, --retries and --discard-queue out" in refused("train", str(RECIPE), "--smoke", *words)
+
+
+def test_model_that_can_t_be_trained_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
+    run_dir = f"run_dir={tmp_path / 'runs' / 'x'}"
+    assert "no such folder. Name a" in refused("train", str(RECIPE), "--smoke", f"model={tmp_path / 'none'}", run_dir)
+    other = save_config(tmp_path / "other", QWEN3_8B | {"model_type": "gpt2"})
+    assert "model_type = gpt2 can't be trained" in refused("train", str(RECIPE), "--smoke", f"model={other}", run_dir)
+    assert not (tmp_path / "runs").exists()
